@@ -1,0 +1,53 @@
+# Two commands for everybody: `make demo` and `make test`. Only Python 3.11+, a C++ compiler and make are needed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+FAST := not dist and not inductor and not slow and not gpu
+
+help:
+	@echo "make demo     train a small language model on two processes (under 8 minutes, installation included)"
+	@echo "make test     all tests"
+	@echo "make check    lint, types and fast tests, for people who work on mfsdp"
+	@echo "make goldens  accept the listings as they are now; read the diff"
+	@echo "make gpu      the tests that need a CUDA GPU"
+	@echo "make clean    remove what these commands made"
+
+demo: $(VENV)/.demo compiler
+	$(BIN)/python examples/demo/train.py $(ARGS)
+
+test: $(VENV)/.test compiler
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
+
+goldens: $(VENV)/.test
+	$(BIN)/python -m pytest tests/test_listing.py --accept
+	@git --no-pager diff --stat -- tests/goldens || true
+
+gpu: $(VENV)/.test
+	@$(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())" \
+	  && $(BIN)/python -m pytest -m gpu $(ARGS) || echo "make gpu: no CUDA GPU here, nothing was run"
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+	  { echo "mfsdp needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
+	@touch $@
+
+compiler:
+	@command -v "$${CXX:-g++}" >/dev/null || command -v clang++ >/dev/null || \
+	  echo "No C++ compiler found (g++ or clang++; Debian: apt-get install g++). Inductor needs one: tests of generated code are skipped, and the demo runs with lowering=\"eager\"."
+
+clean:
+	rm -rf $(VENV) .cache build dist demo-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.PHONY: help demo test check goldens gpu compiler clean

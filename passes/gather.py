@@ -1,0 +1,94 @@
+"""gather: parameters come out of one all-gather per unit and program.
+
+Before, every access is a marker that would gather by itself:
+
+    * . .  u0_weight              = param u0_shard, 0, [1024,1024]        bf16[1024,1024]
+    * . .  u0_bias                = param u0_shard, 1048576, [1024]       bf16[1024]
+    * . .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
+
+After, the unit is gathered where its first parameter is read, and parameters are views, which have no line:
+
+    . * .  u0_full                = all_gather u0_shard                   bf16[1056768]
+    <-o .                           wait u0_full
+    * . .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
+
+Why: one collective per unit instead of one per parameter, and no copy out of its result.
+Needs: the layout (each parameter lies contiguously in the full buffer).
+Costs: the full buffer stays until `reshard` says otherwise.
+
+A main shard in another dtype than the one that travels is cast first, on the shard, so that the smaller one travels.
+A group of one gathers nothing: parameters are then views into the shard itself, or into its cast (law 4).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from mfsdp import ops
+from mfsdp.program import Program
+from mfsdp.roles import Kind, Lane, Role
+from mfsdp.units import Unit
+
+prims, aten = torch.ops.prims, torch.ops.aten
+
+
+def gather(p: Program) -> None:
+    """Replaces all markers of each unit by one all-gather and views into its result."""
+    gathered = 0
+    for unit in p.units:
+        markers = [n for n in p.find(Kind.PARAM, unit) if n.target is ops.param]
+        if markers:
+            _gather_unit(p, unit, markers)
+            gathered += 1
+    if not gathered:
+        p.note("no parameter is read here")
+    elif p.world == 1:
+        p.note("a group of one: parameters are views into the shard")
+
+
+def _gather_unit(p: Program, unit: Unit, markers: list[Node]) -> None:
+    first, precision = markers[0], unit.spec.precision
+    flat = markers[0].args[0]
+    assert isinstance(flat, Node) and all(m.args[0] is flat for m in markers)
+    if precision.main is not precision.comm:
+        flat = p.insert(
+            prims.convert_element_type.default,
+            (flat, precision.comm),
+            first,
+            Role(Kind.CAST, unit.name),
+            f"{unit.name}_cast",
+        )
+    if unit.spec.world > 1:
+        source = flat
+        flat = p.insert(
+            ops.all_gather,
+            (source, unit.spec.encode()),
+            first,
+            Role(Kind.FULL, unit.name, Lane.GATHER),
+            f"{unit.name}_full",
+        )
+        wait = Role(Kind.WAIT, unit.name, Lane.GATHER)
+        p.insert(ops.wait, (flat, [source]), first, wait)
+    views: dict[int, Node] = {}
+    for marker in markers:
+        offset = marker.args[1]
+        assert isinstance(offset, int)
+        if offset in views:
+            marker.replace_all_uses_with(views[offset])
+            p.erase(marker)
+        else:
+            views[offset] = _view(p, unit, flat, marker)
+
+
+def _view(p: Program, unit: Unit, flat: Node, marker: Node) -> Node:
+    """Turns the marker into a view into the flat buffer, in the dtype that the model computes in."""
+    value, precision = marker.meta["val"], unit.spec.precision
+    where = (flat, list(value.shape), list(value.stride()), marker.args[1])
+    p.rewrite(marker, aten.as_strided.default, where)
+    if precision.comm is precision.compute:
+        return marker
+    target, role = prims.convert_element_type.default, Role(Kind.PARAM, unit.name)
+    cast = p.insert(target, (marker, precision.compute), marker.next, role, f"{marker.name}_cast")
+    marker.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+    return cast

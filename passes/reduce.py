@@ -1,0 +1,159 @@
+"""reduce: gradients leave through one reduce-scatter per unit and are added to the accumulator.
+
+Before, every gradient is a marker of its own, and AOTAutograd adds them up shard by shard:
+
+    * . .  param_grad             = param_grad mm_1, u1_shard, 0          bf16[132096]
+    * . .  param_grad_1           = param_grad sum_1, u1_shard, 1048576   bf16[132096]
+    * . .  add                    = add param_grad, param_grad_1          bf16[132096]
+
+After, the unit's gradients are packed as soon as the last one is there:
+
+    * . .  u1_gfull               = pack mm_1, sum_1                      bf16[1056768]
+    >---*  u1_gshard              = reduce_scatter u1_gfull, sum          bf16[132096]
+    <---o                           wait u1_gshard
+    * . .                           accumulate u1_grad, u1_gshard, 1/8
+
+Why: one collective per unit; the sum over uses of a tied parameter is taken before, once (law 8).
+Needs: nothing of other passes; it is meant to run in the programs that `gather` ran in.
+Costs: one copy of the unit's gradients into the flat buffer. Parameters that got no gradient are zeros (law 15).
+
+The sum over ranks is divided where it is added to the accumulator: on the shard, in the accumulator's dtype
+(law 17). Parameters that are not sharded keep their gradients whole: all-reduced in one flat buffer per unit,
+divided while packing, and handed to autograd as views of it.
+"""
+
+from __future__ import annotations
+
+from functools import reduce as fold
+
+import torch
+from torch.fx import Node
+
+from mfsdp import ops
+from mfsdp.program import Program
+from mfsdp.roles import Kind, Lane, Role
+from mfsdp.units import Unit
+
+aten = torch.ops.aten
+
+
+def reduce(p: Program) -> None:
+    """Replaces the gradient markers of each unit by pack, reduce-scatter and accumulate."""
+    if p.phase != "backward":
+        p.note(f"no gradients in {p.phase}")
+        return
+    reduced = 0
+    for unit in p.units:
+        if unit.sharded:
+            reduced += _reduce_sharded(p, unit)
+        elif unit.spec.world > 1:
+            reduced += _reduce_plain(p, unit)
+    if not reduced:
+        p.note("no gradient to reduce")
+
+
+def _reduce_sharded(p: Program, unit: Unit) -> bool:
+    markers = list(p.find(Kind.GRAD, unit))
+    if not markers:
+        return False
+    shard = markers[0].args[1]
+    assert isinstance(shard, Node)
+    uses, sums = _sum_of_markers(p, unit, set(markers))
+    by_offset: dict[int, list[Node]] = {}
+    for marker, count in uses.items():
+        grad, offset = marker.args[0], marker.args[2]
+        assert isinstance(grad, Node) and isinstance(offset, int)
+        by_offset.setdefault(offset, []).extend([grad] * count)
+    ready = _after(p, [g for grads in by_offset.values() for g in grads])
+    offsets = sorted(by_offset)
+    role = Role(Kind.GFULL, unit.name)
+    grads = [
+        fold(lambda a, b: p.insert(aten.add.Tensor, (a, b), ready, role), by_offset[o]) for o in offsets
+    ]
+    spec = unit.spec
+    gshard = p.insert(
+        ops.pack, (grads, offsets, spec.encode(), 1.0), ready, role, f"{unit.name}_gfull"
+    )
+    if spec.world > 1:
+        gfull, lane = gshard, Lane.REDUCE
+        out = Role(Kind.GSHARD, unit.name, lane)
+        args = (gfull, spec.encode())
+        gshard = p.insert(ops.reduce_scatter, args, ready, out, f"{unit.name}_gshard")
+        p.insert(ops.wait, (gshard, [gfull]), ready, Role(Kind.WAIT, unit.name, lane))
+    args = (shard, gshard, offsets, 1 / spec.divide)
+    p.insert(ops.accumulate, args, ready, Role(Kind.ACCUMULATE, unit.name))
+    p.set_results([None if r in sums else r for r in p.results()])
+    for node in reversed(p.nodes):
+        if node in sums:
+            p.erase(node)
+    return True
+
+
+def _reduce_plain(p: Program, unit: Unit) -> bool:
+    results = p.results()
+    mine = {
+        i: offset
+        for i, (name, offset) in p.gradients.items()
+        if name == unit.name and isinstance(results[i], Node)
+    }
+    if not mine:
+        return False
+    ready = _after(p, [results[i] for i in mine])
+    spec, role, lane = unit.spec, Role(Kind.GFULL, unit.name), Lane.REDUCE
+    order = sorted(mine, key=mine.__getitem__)
+    args = ([results[i] for i in order], [mine[i] for i in order], spec.encode(), 1 / spec.divide)
+    gfull = p.insert(ops.pack, args, ready, role, f"{unit.name}_gfull")
+    launch = Role(Kind.ALL_REDUCE, unit.name, lane)
+    p.insert(ops.all_reduce, (gfull, spec.encode()), ready, launch)
+    p.insert(ops.wait, (gfull, []), ready, Role(Kind.WAIT, unit.name, lane))
+    for i in order:
+        value = results[i].meta["val"]
+        where = (gfull, list(value.shape), _contiguous(value.shape), mine[i])
+        results[i] = p.insert(aten.as_strided.default, where, ready, role)
+    p.set_results(results)
+    return True
+
+
+def _contiguous(shape: torch.Size) -> list[int]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return strides[::-1]
+
+
+def _after(p: Program, grads: list[Node]) -> Node:
+    """The node before which all gradients are there."""
+    order = p.order()
+    ready = max(grads, key=order.__getitem__).next
+    while ready.op == "placeholder":
+        ready = ready.next
+    return ready
+
+
+def _sum_of_markers(
+    p: Program, unit: Unit, markers: set[Node]
+) -> tuple[dict[Node, int], set[Node]]:
+    """How often each marker counts in the unit's gradient, and the additions between markers and output.
+
+    AOTAutograd adds the gradients of one input with ``aten.add``; nothing else may touch them.
+    """
+    downstream = set(markers)
+    for node in p.nodes:
+        if node.op == "call_function" and not downstream.isdisjoint(node.all_input_nodes):
+            downstream.add(node)
+    uses: dict[Node, int] = {}
+    sums: set[Node] = set()
+    stack = [r for r in p.results() if isinstance(r, Node) and r in downstream]
+    while stack:
+        node = stack.pop()
+        sums.add(node)
+        if node in markers:
+            uses[node] = uses.get(node, 0) + 1
+            continue
+        assert node.target is aten.add.Tensor and len(node.args) == 2 and not node.kwargs, (
+            f"{unit.name}: {node.format_node()} stands between a gradient and the output"
+        )
+        stack.extend(arg for arg in node.args if isinstance(arg, Node))
+    assert set(uses) == markers, f"{unit.name}: a gradient does not reach the output"
+    return uses, sums

@@ -1,0 +1,38 @@
+"""reshard: a gathered buffer is freed right after its last reader.
+
+    * . .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
+    * . .                           free u0_full
+    * . .  relu                   = relu addmm                            bf16[256,1024]
+
+Why: this is what makes sharding save memory; at any time only the units at work are whole.
+Needs: `gather`, and that no view of a parameter leaves the graph (law 6), which capture sees to by recomputing
+    every chain of views and casts that hangs on parameters alone.
+Costs: backward gathers again what it needs.
+
+A unit with ``reshard_after_forward=False`` stays whole between forward and backward: the views that backward wants
+are outputs of forward then, and are freed when autograd lets go of them.
+"""
+
+from __future__ import annotations
+
+from mfsdp import ops
+from mfsdp.program import Program
+from mfsdp.roles import Kind, Role, role
+
+
+def reshard(p: Program) -> None:
+    """Inserts a `free` behind the last reader of every gathered buffer."""
+    freed = kept = 0
+    for full in list(p.find(Kind.FULL)):
+        r = role(full)
+        assert r is not None
+        readers = p.readers(full)
+        if p.output in readers:
+            kept += 1
+            continue
+        p.insert(ops.free, (full,), readers[-1].next, Role(Kind.FREE, r.unit))
+        freed += 1
+    if kept:
+        p.note(f"{kept} kept for backward")
+    elif not freed:
+        p.note("nothing is gathered here")

@@ -1,0 +1,26 @@
+"""Megatron-FSDP as a compiler: ``torch.compile(model, backend="mfsdp")``.
+
+    mfsdp.fully_shard(model, units=[Block])              parameters become shards of flat buffers
+    model = torch.compile(model, backend="mfsdp")        collectives become nodes of the compiled graph
+"""
+
+from . import runtime  # noqa: F401  (registers the kernels)
+from . import passes, pipeline
+from .check import LawError
+from .config import MixedPrecisionPolicy
+from .shard import FSDPModule, fully_shard, no_sync, summon_full_params
+from .tracing import trace
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FSDPModule",
+    "LawError",
+    "MixedPrecisionPolicy",
+    "fully_shard",
+    "no_sync",
+    "passes",
+    "pipeline",
+    "summon_full_params",
+    "trace",
+]

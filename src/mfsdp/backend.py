@@ -1,0 +1,110 @@
+"""``torch.compile(model, backend="mfsdp")``."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from . import lowering, pipeline
+from .capture import Capture
+from .config import Options
+from .program import Phase
+
+log = logging.getLogger("mfsdp")
+
+_graphs = itertools.count()
+_told = False
+
+
+def mfsdp(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """The backend, as Dynamo calls it: found by name through the ``torch_dynamo_backends`` entry point.
+
+    Args:
+        gm: what Dynamo traced.
+        example_inputs: its inputs, real tensors.
+        options: see :class:`mfsdp.config.Options`.
+        mode: ``torch.compile``'s mode; only the default is supported.
+
+    Raises:
+        ValueError: bad options (raised by the first call of the model).
+    """
+    try:
+        if mode not in (None, "default"):
+            raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}; use options={{...}}")
+        chosen = Options.parse(options)
+    except (ValueError, TypeError) as error:
+        return _raise(error)
+    capture = Capture(example_inputs, _sources(gm))
+    if not capture.shards:
+        _tell_unsharded(capture)
+    folder = Path(chosen.folder) if chosen.folder else None
+    number = next(_graphs)
+
+    def transform(graph: fx.GraphModule, phase: Phase) -> None:
+        stages = pipeline.run(
+            capture.program(graph, phase),
+            upto=chosen.upto,
+            checked=chosen.check,
+            listings=folder is not None,
+        )
+        if folder is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+            write(folder, number, phase, stages)
+
+    return lowering.LOWERINGS[chosen.lowering](gm, example_inputs, capture, transform)
+
+
+def write(folder: Path, number: int, phase: str, stages: Sequence[pipeline.Stage]) -> None:
+    """One file per pass: ``graph0.forward.1.gather.txt``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, stage in enumerate(stages):
+        name = f"graph{number}.{phase}.{i}.{stage.name}.txt"
+        (folder / name).write_text(stage.listing, encoding="ascii", errors="replace")
+
+
+def _raise(error: Exception) -> Callable[..., Any]:
+    """A compiled function that raises: from inside of a backend Dynamo would wrap the error in its own."""
+
+    def compiled(*args: Any) -> Any:
+        raise error
+
+    return compiled
+
+
+def _sources(gm: fx.GraphModule) -> list[str]:
+    """Where each input came from, as Dynamo's guards write it. Private in torch; tried on 2.11 to 2.13."""
+    names = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        arg = node.meta.get("grapharg")
+        source = getattr(arg, "source", None)
+        name = getattr(source, "name", None)
+        text = name() if callable(name) else name
+        names.append(text if isinstance(text, str) else node.name)
+    return names
+
+
+def _tell_unsharded(capture: Capture) -> None:
+    global _told
+    if _told or not torch.is_grad_enabled():
+        return
+    _told = True
+    how = "gradients are averaged over all ranks" if capture.plain else "one process, nothing to communicate"
+    log.warning(
+        "mfsdp: the model is not sharded (%s). To shard it, call mfsdp.fully_shard(model, units=[YourBlock]) before "
+        "building the optimizer.",
+        how,
+    )
+
+

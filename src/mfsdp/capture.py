@@ -1,0 +1,202 @@
+"""From what Dynamo traced to programs: names for placeholders, roles for markers, tags for the partitioner."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from . import ops, runtime
+from .config import Precision
+from .layout import plan
+from .program import INPUT, Phase, Program
+from .roles import Kind, Role, mark, role
+from .state import FlatBuffer
+from .units import Spec, Unit
+
+
+class Capture:
+    """One frame that Dynamo traced: which of its inputs are shards, and of which units.
+
+    Args:
+        inputs: the frame's example inputs, in order: real tensors, as Dynamo hands them to a backend.
+        names: the inputs' names in the frame.
+        name: what listings call the programs.
+    """
+
+    def __init__(self, inputs: Sequence[Any], names: Sequence[str], name: str | None = None):
+        self.inputs = len(inputs)
+        self.input_names = [_readable(n) for n in names]
+        self.shards: dict[int, Unit] = {}
+        """Index of an input that is a shard -> its unit."""
+        self.plain: dict[int, tuple[Unit, int]] = {}
+        """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
+        self._names(inputs, names)
+        models = [runtime.owner(t).model for t in inputs if runtime.owner(t) is not None]
+        self.name = name or (models[0] if models else "model")
+
+    def _names(self, inputs: Sequence[Any], names: Sequence[str]) -> None:
+        seen: dict[str, list[FlatBuffer]] = {}
+        for i, tensor in enumerate(inputs):
+            buffer = runtime.owner(tensor)
+            if buffer is None:
+                continue
+            same = seen.setdefault(buffer.fqn, [])
+            same.append(buffer)
+            number = list(seen).index(buffer.fqn)
+            letter = "" if len(same) == 1 else "bcdefghijklmnopqrstuvwxyz"[len(same) - 2]
+            self.shards[i] = Unit(
+                f"u{number}{letter}", buffer.fqn, buffer.spec, buffer.layout, buffer.trainable
+            )
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._plain_units(inputs, names, len(seen))
+
+    def _plain_units(self, inputs: Sequence[Any], names: Sequence[str], start: int) -> None:
+        """Groups trainable parameters that are not sharded by the layer they belong to and by dtype."""
+        groups: dict[tuple[str, torch.dtype], list[int]] = {}
+        for i, tensor in enumerate(inputs):
+            if (
+                isinstance(tensor, nn.Parameter)
+                and tensor.requires_grad
+                and not getattr(tensor, "_mfsdp_ignored", False)
+            ):
+                groups.setdefault((_layer(names[i]), tensor.dtype), []).append(i)
+        world = dist.get_world_size()
+        for number, ((fqn, dtype), members) in enumerate(groups.items(), start):
+            params = [(_path(names[i]), tuple(inputs[i].shape)) for i in members]
+            unique = [(f"{n}.{k}" if n in dict(params[:k]) else n, s) for k, (n, s) in enumerate(params)]
+            layout = plan(unique, 1)
+            spec = Spec(
+                world, dist.group.WORLD.group_name, (layout.shard_numel,),  # type: ignore[union-attr]
+                Precision(dtype, dtype, dtype, dtype, dtype), float(world), True,
+            )  # fmt: skip
+            unit = Unit(f"u{number}", fqn, spec, layout, sharded=False)
+            for slot, i in zip(layout.slots, members, strict=True):
+                self.plain[i] = (unit, slot.offset)
+
+    @property
+    def units(self) -> list[Unit]:
+        """All units of the frame, in order of first use."""
+        return list(dict.fromkeys([*self.shards.values(), *(u for u, _ in self.plain.values())]))
+
+    def label(self, gm: fx.GraphModule) -> None:
+        """Gives roles to placeholders and markers of a joint or inference graph.
+
+        Its first placeholders are the frame's inputs, in order; AOTAutograd keeps that order when no inputs alias.
+        Forward and backward inherit the roles when the joint graph is cut.
+        """
+        for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+            if i < self.inputs:
+                node.meta[INPUT] = self.input_names[i]
+            unit = self.shards.get(i)
+            if unit is not None:
+                shape = tuple(node.meta["val"].shape)
+                assert shape == (unit.spec.shard_numel,), f"{node.name}{shape} is no shard of {unit}"
+                mark(node, Role(Kind.SHARD, unit.name))
+        for node in gm.graph.nodes:
+            if node.target is ops.param:
+                mark(node, Role(Kind.PARAM, node.args[0].meta["mfsdp"].unit))
+            elif node.target is ops.param_grad:
+                mark(node, Role(Kind.GRAD, node.args[1].meta["mfsdp"].unit))
+
+    def partition(
+        self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Cuts the joint graph with the stock min-cut partitioner, told what must be gathered again (law 6)."""
+        self.label(joint)
+        recompute_parameters(joint)
+        return min_cut_rematerialization_partition(joint, inputs, **kwargs)  # type: ignore[no-any-return]
+
+    def program(self, gm: fx.GraphModule, phase: Phase) -> Program:
+        """The program of a forward, backward or inference graph."""
+        if phase == "inference":
+            self.label(gm)
+        read = {r.unit for n in gm.graph.nodes if (r := role(n)) is not None}
+        plain = self.plain if phase == "backward" else {}
+        read |= {unit.name for unit, _ in plain.values()}
+        program = Program(gm, phase, [u for u in self.units if u.name in read], self.name)
+        for node in gm.graph.find_nodes(op="placeholder"):
+            r, name = role(node), node.meta.get(INPUT)
+            if r is not None:
+                program.rename(node, f"{r.unit}_shard")
+            elif name:
+                program.rename(node, name)
+        program.gradients = {i: (unit.name, offset) for i, (unit, offset) in plain.items()}
+        for node in list(program.find(Kind.PARAM)):
+            r = role(node)
+            assert r is not None
+            offset = node.args[1]
+            assert isinstance(offset, int)
+            program.rename(node, f"{r.unit}_{program.unit(r.unit).offset_name(offset)}")
+        return program
+
+
+class Partitioner(CustomPartitionerFn):
+    """:meth:`Capture.partition` for Inductor's ``custom_partitioner_fn``."""
+
+    def __init__(self, capture: Capture):
+        self.capture = capture
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self.capture.partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        """What it does to a graph is in the graph by the time Inductor's cache looks; a constant will do."""
+        return "mfsdp"
+
+
+_LAST_REGION = 1 << 30
+"""Above every checkpoint region's number: a tagged node that a checkpointed region reads is no boundary of it."""
+
+
+def recompute_parameters(joint: fx.GraphModule) -> None:
+    """Tags markers, and every node all of whose inputs are tagged (views, casts), to be computed again in backward.
+
+    Otherwise the partitioner would save what a marker gives: the whole parameter. Markers of a unit that stays gathered
+    (``reshard_after_forward=False``) are tagged the other way: save.
+    """
+    tagged: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is ops.param:
+            if Spec.decode(node.args[3]).reshard:
+                tagged.add(node)
+            else:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif node.all_input_nodes and tagged.issuperset(node.all_input_nodes):
+            tagged.add(node)
+    for node in tagged:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = _LAST_REGION
+
+
+def _readable(source: str) -> str:
+    """A name for an input of the frame: ``x`` for ``L['x']``, the path for what hangs on the model."""
+    local = re.fullmatch(r"L\['(\w+)'\]", source) or re.fullmatch(r"l_(\w+?)_", source)
+    if local:
+        return local[1]
+    return re.sub(r"\W+", "_", _path(source) if "_modules" in source else source).strip("_").lower()
+
+
+_LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+
+
+def _path(source: str) -> str:
+    """``L['self']._modules['layers']._modules['0']._parameters['weight']`` as ``layers.0.weight``."""
+    return ".".join(re.findall(r"_(?:modules|parameters)\['([^']+)'\]", source)) or source
+
+
+def _layer(source: str) -> str:
+    """The layer a parameter belongs to: its path up to the first number, else the root."""
+    match = _LAYER.match(_path(source).rpartition(".")[0])
+    return match[1] if match else "(root)"

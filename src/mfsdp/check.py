@@ -1,0 +1,251 @@
+"""The laws that a graph can break, one function each. Run after every pass; a broken one names itself.
+
+A law yields the node at fault and what is wrong with it; :func:`check` raises for the first. The laws and the bugs
+behind them are listed in docs/LAWS.md; the tests break each of them on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch.fx import Node
+
+from . import ops
+from .program import Program, base_of, mutates, view_of
+from .roles import Kind, is_kind, role
+from .units import Spec
+
+Fault = tuple[Node, str]
+
+
+class LawError(AssertionError):
+    """A program breaks a law. It was not run; this is a bug of a pass, not of the model."""
+
+    def __init__(self, law: int, node: Node, text: str):
+        super().__init__(f"{text} (law {law})")
+        self.law, self.node = law, node
+
+
+def check(p: Program) -> None:
+    """Checks every law.
+
+    Raises:
+        LawError: naming the first law broken and the node at fault.
+    """
+    p.graph.lint()
+    for law, function in LAWS:
+        for node, text in function(p):
+            raise LawError(law, node, text)
+
+
+def disjoint(p: Program) -> Iterator[Fault]:
+    """1: a collective's output is disjoint from its input."""
+    for node in p.nodes:
+        if node.target in (ops.all_gather, ops.reduce_scatter) and view_of(node) is not None:
+            yield node, f"{node.name} shares storage with its input"
+
+
+def stored(p: Program) -> Iterator[Fault]:
+    """2: no two gradients are packed into the same elements, and none outside of the buffer."""
+    for node in p.nodes:
+        if node.target is not ops.pack:
+            continue
+        grads, offsets, spec = node.args[:3]
+        end = 0
+        for grad, offset in sorted(zip(grads, offsets, strict=True), key=lambda pair: pair[1]):  # type: ignore[arg-type]
+            if offset < end:
+                yield node, f"{node.name} writes elements from {offset} on twice"
+            end = offset + grad.meta["val"].numel()
+        if end > Spec.decode(spec).full_numel:  # type: ignore[arg-type]
+            yield node, f"{node.name} writes beyond its end"
+
+
+def one_path(p: Program) -> Iterator[Fault]:
+    """3: a unit's gradient reaches its accumulator once per program."""
+    seen: set[str] = set()
+    for node in p.nodes:
+        if node.target is ops.accumulate:
+            r = role(node)
+            assert r is not None
+            if r.unit in seen:
+                yield node, f"{r.unit}_grad is accumulated twice"
+            seen.add(r.unit)
+
+
+def apart(p: Program) -> Iterator[Fault]:
+    """4: source and destination of an accumulate never alias."""
+    for node in p.nodes:
+        if node.target is ops.accumulate:
+            shard, gshard = node.args[:2]
+            if base_of(shard) is base_of(gshard):  # type: ignore[arg-type]
+                yield node, f"{node.name} adds a buffer to itself"
+
+
+def freed(p: Program) -> Iterator[Fault]:
+    """5: a buffer is freed once, after its last reader; nothing gathered is alive at the end, once any is freed."""
+    order = p.order()
+    frees = [n for n in p.nodes if n.target is ops.free]
+    dead: dict[Node, Node] = {}
+    for node in frees:
+        owner = base_of(node.args[0])  # type: ignore[arg-type]
+        if owner in dead:
+            yield node, f"{owner.name} is freed twice"
+        dead[owner] = node
+    for owner, free in dead.items():
+        for reader in p.readers(owner):
+            if reader is not free and order[reader] > order[free]:
+                yield reader, f"{owner.name} is read after it is freed"
+    if not frees:
+        return
+    for full in p.find(Kind.FULL):
+        if full not in dead and p.output not in p.readers(full):
+            yield full, f"{full.name} is never freed"
+
+
+def regathered(p: Program) -> Iterator[Fault]:
+    """6: forward saves no view of a gathered buffer, except of units that stay whole on request."""
+    for result in p.results():
+        if not isinstance(result, Node):
+            continue
+        owner = base_of(result)
+        r = role(owner) or role(result)
+        if r is None or r.kind not in (Kind.FULL, Kind.CAST, Kind.PARAM):
+            continue
+        unit = p.unit(r.unit)
+        if unit.spec.reshard and unit.spec.world > 1:
+            yield result, f"{result.name} leaves the graph but is a view of {owner.name}"
+
+
+def inside(p: Program) -> Iterator[Fault]:
+    """7: parameters lie inside the full buffer, apart from each other."""
+    for unit in p.units:
+        end = 0
+        for slot in sorted(unit.layout.slots, key=lambda s: (s.offset, s.numel)):
+            if slot.numel and (slot.offset < end or slot.offset + slot.numel > unit.layout.full_numel):
+                yield p.output, f"{unit.name}: {slot.name} overlaps its neighbour or the end"
+            end = max(end, slot.offset + slot.numel)
+        for node in p.find(Kind.PARAM, unit):
+            value = node.meta["val"]
+            if node.target is ops.param or view_of(node) is None:
+                continue
+            offset = node.args[3]
+            if (offset, value.numel()) not in {(s.offset, s.numel) for s in unit.layout.slots}:
+                yield node, f"{node.name} is no parameter of {unit.name}"
+
+
+def tied(p: Program) -> Iterator[Fault]:
+    """8: each parameter's gradient is packed once, after all its uses."""
+    for node in p.nodes:
+        if node.target is ops.pack:
+            offsets = node.args[1]
+            if len(set(offsets)) != len(offsets):  # type: ignore[arg-type]
+                yield node, f"{node.name} packs a parameter twice"
+
+
+def finished(p: Program) -> Iterator[Fault]:
+    """11: what a collective writes is read only after the wait, and what it reads lives until then."""
+    order = p.order()
+    waits = {n.args[0]: n for n in reversed(p.nodes) if n.target is ops.wait}
+    for node in p.nodes:
+        if node.target not in ops.COLLECTIVES:
+            continue
+        product = node.args[0] if node.target is ops.all_reduce else node
+        wait = waits.get(product)
+        if wait is None:
+            yield node, f"{node.name} is never waited for"
+            continue
+        if order[wait] < order[node]:
+            yield wait, f"{wait.args[0].name} is waited for before it is launched"  # type: ignore[union-attr]
+        for reader in p.readers(product):  # type: ignore[arg-type]
+            if order[node] < order[reader] < order[wait]:
+                yield reader, f"{product.name} is read before it is waited for"  # type: ignore[union-attr]
+        source = node.args[0]
+        if product is not source and source not in wait.args[1]:  # type: ignore[operator]
+            yield wait, f"{source.name} may be gone before {node.name} has read it"  # type: ignore[union-attr]
+        if product is not source:
+            for writer in p.readers(source):  # type: ignore[arg-type]
+                writes = any(base_of(m) is base_of(source) for m in mutates(writer))  # type: ignore[arg-type]
+                if writes and order[node] < order[writer] < order[wait]:
+                    yield writer, f"{source.name} is overwritten while {node.name} reads it"  # type: ignore[union-attr]
+
+
+def joined(p: Program) -> Iterator[Fault]:
+    """14: every reduced gradient reaches an accumulator or an output."""
+    results = {base_of(r) for r in p.results() if isinstance(r, Node)}
+    for node in p.nodes:
+        if node.target is ops.reduce_scatter:
+            if not any(u.target is ops.accumulate for u in node.users):
+                yield node, f"{node.name} reaches no accumulator"
+        elif node.target is ops.all_reduce and base_of(node.args[0]) not in results:  # type: ignore[arg-type]
+            yield node, f"{node.name} reaches no output"
+
+
+def everywhere(p: Program) -> Iterator[Fault]:
+    """15: a trainable unit whose gradients are in the program reduces all of them in one pack."""
+    packs: dict[str, int] = {}
+    for node in p.nodes:
+        if node.target is ops.pack:
+            r = role(node)
+            assert r is not None
+            packs[r.unit] = packs.get(r.unit, 0) + 1
+            if packs[r.unit] > 1:
+                yield node, f"{r.unit} is packed twice: its reductions would differ from rank to rank"
+    for node in p.find(Kind.GRAD):
+        r = role(node)
+        assert r is not None
+        if packs.get(r.unit):
+            yield node, f"{node.name} is left out of {r.unit}_gfull"
+
+
+def scaled(p: Program) -> Iterator[Fault]:
+    """17: on every gradient path the product of scale factors is 1/divide."""
+    for node in p.nodes:
+        if node.target is ops.accumulate:
+            r = role(node)
+            assert r is not None
+            factor, path = float(node.args[3]), node.args[1]  # type: ignore[arg-type]
+            while isinstance(path, Node):
+                if path.target is ops.pack:
+                    factor *= float(path.args[3])  # type: ignore[arg-type]
+                    break
+                path = path.args[0]
+            want = 1 / p.unit(r.unit).spec.divide
+        elif node.target is ops.all_reduce:
+            r = role(node)
+            assert r is not None
+            packed = base_of(node.args[0])  # type: ignore[arg-type]
+            factor = float(packed.args[3])  # type: ignore[arg-type]
+            want = 1 / p.unit(r.unit).spec.divide
+        else:
+            continue
+        if abs(factor - want) > 1e-12 * want:
+            yield node, f"{r.unit}: gradients are scaled by {factor:g}, not by {want:g}"
+
+
+def wide(p: Program) -> Iterator[Fault]:
+    """18: gradients are communicated in the dtype that the policy says."""
+    for node in p.nodes:
+        if node.target is ops.pack:
+            r = role(node)
+            assert r is not None
+            want = p.unit(r.unit).spec.precision.grad_comm
+            if node.meta["val"].dtype is not want:
+                yield node, f"{node.name} is {node.meta['val'].dtype}, the policy says {want}"
+
+
+LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
+    (1, disjoint),
+    (2, stored),
+    (3, one_path),
+    (4, apart),
+    (5, freed),
+    (6, regathered),
+    (7, inside),
+    (8, tied),
+    (11, finished),
+    (14, joined),
+    (15, everywhere),
+    (17, scaled),
+    (18, wide),
+)
+"""Number (docs/LAWS.md) and function. `is_kind` marks are trusted; operators are looked at by target."""

@@ -1,0 +1,130 @@
+"""What a user may choose: precision per role, and the options of the backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtypes of one flat buffer, one per role, all resolved (no ``None`` left)."""
+
+    main: torch.dtype
+    """Main weights, what the optimizer sees."""
+    comm: torch.dtype
+    """What an all-gather carries."""
+    compute: torch.dtype
+    """What the model's own code sees."""
+    grad_comm: torch.dtype
+    """What a reduce-scatter carries."""
+    grad: torch.dtype
+    """What gradients are accumulated in."""
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Which dtype each role of a parameter has. ``None`` means: derived, as said below.
+
+    Args:
+        main_params_dtype: main weights and the optimizer. ``None``: the model's own dtype. A model wider than
+            this (float64) keeps its own, so that nothing is lost by wrapping.
+        main_grads_dtype: accumulated gradients. ``None``: float32 when compute is 16 bit or lower, else the
+            compute dtype.
+        grad_comm_dtype: gradients on the wire. ``None``: ``main_grads_dtype``.
+        param_comm_dtype: parameters on the wire. ``None``: ``compute_dtype``.
+        compute_dtype: what ``forward`` sees. ``None``: the model's own dtype at wrap time.
+
+    Raises:
+        ValueError: a dtype is not a floating-point ``torch.dtype``.
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+    param_comm_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            dtype = getattr(self, field.name)
+            if dtype is None:
+                continue
+            if not isinstance(dtype, torch.dtype) or dtype not in SHORT:
+                raise ValueError(
+                    f"MixedPrecisionPolicy: {field.name}={dtype!r} is not supported; "
+                    f"choose None or one of {', '.join(str(d) for d in SHORT)}"
+                )
+
+    def resolve(self, dtype: torch.dtype) -> Precision:
+        """The five dtypes for a parameter whose own dtype is ``dtype``."""
+        main = self.main_params_dtype or dtype
+        if dtype.itemsize > main.itemsize:
+            main = dtype
+        compute = self.compute_dtype or dtype
+        grad = self.main_grads_dtype or (torch.float32 if compute.itemsize <= 2 else compute)
+        return Precision(
+            main=main,
+            comm=self.param_comm_dtype or compute,
+            compute=compute,
+            grad_comm=self.grad_comm_dtype or grad,
+            grad=grad,
+        )
+
+
+SHORT = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+}
+"""Floating dtypes a parameter may have, and how specs and listings abbreviate them."""
+
+LOWERINGS = ("inductor", "eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The backend's options, checked. See ``torch.compile(model, backend="mfsdp", options={...})``.
+
+    Raises:
+        ValueError: an unknown option, or a value out of range; the message lists what is valid.
+    """
+
+    lowering: str = "inductor"
+    """``"inductor"``, or ``"eager"``: the same passes, ATen kernels one by one (the oracle)."""
+    check: bool = True
+    """Run the law checker after every pass."""
+    dump: str | None = None
+    """Folder for the listings; ``MFSDP_DUMP`` when not given."""
+    upto: str | None = None
+    """Stop the pipeline after this pass (for tests and bisecting)."""
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None) -> Options:
+        """Options from the mapping that ``torch.compile`` hands on."""
+        given = dict(options or {})
+        valid = {f.name: f.default for f in fields(cls)}
+        unknown = sorted(set(given) - set(valid))
+        if unknown:
+            raise ValueError(
+                f"backend 'mfsdp' does not know the option {', '.join(map(repr, unknown))}; valid options are "
+                + ", ".join(f"{k} (default {v!r})" for k, v in valid.items())
+            )
+        out = cls(**given)
+        if out.lowering not in LOWERINGS:
+            raise ValueError(f"option lowering={out.lowering!r}: choose one of {LOWERINGS}")
+        if not isinstance(out.check, bool):
+            raise ValueError(f"option check={out.check!r}: choose True or False")
+        if out.dump is not None and not isinstance(out.dump, (str, os.PathLike)):
+            raise ValueError(f"option dump={out.dump!r}: give the path of a folder, or None")
+        return out
+
+    @property
+    def folder(self) -> str | None:
+        """Where listings go, or ``None``."""
+        return os.fspath(self.dump) if self.dump else os.environ.get("MFSDP_DUMP") or None

@@ -1,0 +1,553 @@
+"""DTensors whose shards are uneven: parameters, gradients and optimizer state as users see them.
+
+torch's own DTensor takes for granted that dimension 0 is cut into even pieces. Ours are cut by a `Layout`: every rank
+holds a range of whole rows, of any length, perhaps none. `ShardedDTensor` is a DTensor with a dispatch of its own:
+elementwise operations run on the local tensors, reductions add one collective, and what is neither is refused by name.
+That also takes DTensor's sharding propagation out of the optimizer step.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from .layout import Layout, Local
+
+aten = torch.ops.aten
+
+
+def local_mesh(device_type: str, world: int, rank: int = 0) -> DeviceMesh:
+    """A 1-D mesh without process groups: for one process, or for planning. Private in torch; tried on 2.11 to 2.13."""
+    return DeviceMesh(device_type, torch.arange(world), _init_backend=False, _rank=rank)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Who holds what of one tensor. A parameter shares it with its gradient and its optimizer state."""
+
+    layout: Layout
+    slot: int
+    mesh: DeviceMesh
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.slots[self.slot].shape
+
+    def local(self, rank: int | None = None) -> Local:
+        """The part of a rank, by default of this one."""
+        return self.layout.local(self.slot, self.rank if rank is None else rank)
+
+    @property
+    def rank(self) -> int:
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        return int(coordinate[0])
+
+    def same(self, other: Sharding) -> bool:
+        """Whether ranks hold the same rows of tensors of the same shape."""
+        if self is other:
+            return True
+        return self.shape == other.shape and all(
+            (a.param_offset, a.numel) == (b.param_offset, b.numel)
+            for a, b in ((self.local(r), other.local(r)) for r in range(self.layout.world))
+        ) and self.layout.world == other.layout.world
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole tensor."""
+        at = self.local()
+        return whole.reshape(-1)[at.param_offset : at.param_offset + at.numel].view(at.shape)
+
+
+class ShardedDTensor(DTensor):
+    """A DTensor whose local tensor is the range of rows that its `Sharding` gives this rank.
+
+    Args:
+        local: this rank's rows, of shape ``sharding.local().shape``.
+        sharding: who holds what.
+    """
+
+    _local_tensor: torch.Tensor
+    _sharding: Sharding
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool = False
+    ) -> ShardedDTensor:
+        shape = torch.Size(sharding.shape)
+        strides = _strides(shape)
+        out = torch.Tensor._make_wrapper_subclass(
+            cls, shape, strides=strides, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        out._local_tensor = local.detach()
+        out._sharding = sharding
+        out._spec = DTensorSpec(
+            sharding.mesh, (Shard(0),), tensor_meta=TensorMeta(shape, strides, local.dtype)
+        )
+        return out
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        torch.Tensor.__init__(self)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        handler = _handlers.get(func)
+        if handler is None:
+            handler = _handlers[func] = _handler_of(func)
+        return handler(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        at = self._sharding.local()
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, elements {at.param_offset}.."
+            f"{at.param_offset + at.numel} here, local={self._local_tensor})"
+        )
+
+    @property
+    def sharding(self) -> Sharding:
+        return self._sharding
+
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's rows, sharing storage; autograd does not follow."""
+        return self._local_tensor
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor on every rank, a copy; a collective. Autograd does not follow.
+
+        Raises:
+            RuntimeError: several ranks, but the mesh has no process group (it was made for planning).
+        """
+        s = self._sharding
+        layout, mine = s.layout, self._local_tensor.detach()
+        whole = mine.new_empty(s.shape)
+        if layout.world == 1:
+            return whole.copy_(mine.view(s.shape))
+        parts = [s.local(r) for r in range(layout.world)]
+        length = max(p.numel for p in parts)
+        padded = mine.new_zeros(length)
+        padded[: mine.numel()] = mine.reshape(-1)
+        gathered = mine.new_empty(length * layout.world)
+        dist.all_gather_into_tensor(gathered, padded, group=_group(s))
+        flat = whole.view(-1)
+        for rank, part in enumerate(parts):
+            start = rank * length
+            flat[part.param_offset : part.param_offset + part.numel] = gathered[start : start + part.numel]
+        return whole
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> DTensor:
+        """To ``[Replicate()]``, as a plain DTensor; nothing else."""
+        if list(placements or ()) != [Replicate()]:
+            raise NotImplementedError(
+                f"redistribute of uneven shards to {placements} is not supported; use full_tensor()"
+            )
+        return DTensor.from_local(self.full_tensor(), self._sharding.mesh, [Replicate()], run_check=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        out = type(self)._alike(self._local_tensor.clone(), self._sharding, self.requires_grad)
+        memo[id(self)] = out
+        carry_attributes(self, out)
+        return out
+
+    @classmethod
+    def _alike(
+        cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool
+    ) -> ShardedDTensor:
+        return cls(local, sharding, requires_grad)
+
+    # torch.distributed.checkpoint asks for these before it looks at placements (law 24)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets, i),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for i, chunk in enumerate(self.__create_chunk_list__())
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        s = self._sharding
+        boxes = s.layout.chunks(s.slot, s.rank)
+        return [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in boxes]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        s, at = self._sharding, self._sharding.local()
+        for offsets, sizes in s.layout.chunks(s.slot, s.rank):
+            if index.offset is None or tuple(index.offset) == offsets:
+                flat = sum(o * n for o, n in zip(offsets, _strides(torch.Size(s.shape)), strict=True))
+                start = flat - at.param_offset
+                return self._local_tensor.view(-1)[start : start + math.prod(sizes)].view(sizes)
+        raise ValueError(f"this rank holds no chunk at {index.offset} of {index.fqn}")
+
+
+class ShardedParameter(ShardedDTensor):
+    """A parameter. Its ``.grad`` lives in its owner, the unit's flat buffer: a view into the gradient accumulator.
+
+    Args:
+        local, sharding, requires_grad: as above.
+        owner: has ``grad_of(slot)`` and ``set_grad_of(slot, value)``; without one ``.grad`` is an attribute.
+    """
+
+    _mfsdp_owner: Any
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        sharding: Sharding,
+        requires_grad: bool = True,
+        owner: Any = None,
+    ) -> ShardedParameter:
+        out = ShardedDTensor.__new__(cls, local, sharding, requires_grad)
+        out._is_param = True  # what isinstance(_, torch.nn.Parameter) asks for
+        out._mfsdp_owner = owner
+        out._mfsdp_grad = None
+        return out  # type: ignore[return-value]
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        if self._mfsdp_owner is None:
+            return self._mfsdp_grad  # type: ignore[return-value]
+        return self._mfsdp_owner.grad_of(self._sharding.slot)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if self._mfsdp_owner is None:
+            self._mfsdp_grad = value
+        else:
+            self._mfsdp_owner.set_grad_of(self._sharding.slot, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None  # type: ignore[method-assign, assignment]
+
+    def register_hook(self, hook: Callable[..., Any]) -> Any:
+        raise NotImplementedError("gradient hooks do not compose with sharded parameters yet")
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
+        raise NotImplementedError("post-accumulate-grad hooks do not compose with sharded parameters yet")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._mfsdp_owner is not None:
+            copy.deepcopy(self._mfsdp_owner, memo)  # copies all of its parameters
+            return memo[id(self)]
+        return super().__deepcopy__(memo)
+
+
+def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copies every attribute that somebody put on a tensor (law 21), but not ours."""
+    for name, value in source.__dict__.items():
+        if not name.startswith(_OURS):
+            target.__dict__[name] = value
+
+
+_OURS = ("_mfsdp", "_local_tensor", "_sharding", "_spec", "_is_param")
+
+
+# Dispatch. A handler is `handler(func, args, kwargs)`; which one is decided once per operator.
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+_handlers: dict[Any, Handler] = {}
+
+
+def _handler_of(func: Any) -> Handler:
+    name = func._schema.name.removeprefix("aten::")
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    if name.startswith(("_foreach_", "_fused_")):
+        return _lists
+    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+        return _elementwise
+    return _refuse
+
+
+_ELEMENTWISE = frozenset(
+    "detach alias clone copy_ _to_copy zero_ fill_ zeros_like ones_like empty_like full_like lift_fresh "
+    "masked_fill_ masked_fill masked_scatter_ lerp lerp_ nan_to_num nan_to_num_ is_same_size".split()
+)
+
+
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs on the local tensors; whole tensors of the same global shape are cut first."""
+    sharding = _sharding_of(func, args, kwargs)
+    if not isinstance(args[0], ShardedDTensor) and func._schema.is_mutable:
+        raise NotImplementedError(
+            f"{func}: a sharded tensor cannot be written into a plain one; use .full_tensor() or .to_local()"
+        )
+
+    def local(x: Any) -> Any:
+        if isinstance(x, ShardedDTensor):
+            if not sharding.same(x._sharding):
+                raise NotImplementedError(
+                    f"{func}: two sharded tensors of shapes {tuple(sharding.shape)} and {tuple(x.shape)} are not cut "
+                    "alike; use .full_tensor()"
+                )
+            return x._local_tensor
+        if isinstance(x, torch.Tensor) and x.dim() > 0:
+            if tuple(x.shape) != tuple(sharding.shape):
+                raise NotImplementedError(
+                    f"{func}: a plain tensor of shape {tuple(x.shape)} does not fit one of shape "
+                    f"{tuple(sharding.shape)} that is sharded; use .full_tensor() or .to_local()"
+                )
+            return sharding.part(x)
+        return x
+
+    result = func(*(local(a) for a in args), **{k: local(v) for k, v in kwargs.items()})
+    if func._schema.is_mutable:
+        return args[0]
+    return ShardedDTensor(result, sharding) if isinstance(result, torch.Tensor) else result
+
+
+def _sharding_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharding:
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, ShardedDTensor):
+            return x._sharding
+    raise NotImplementedError(f"{func}: no sharded tensor among the arguments")
+
+
+def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``foreach`` and fused operators: on lists of local tensors, without the empty ones (law 22)."""
+    n = len(args[0])
+    sharded = next((a for a in args if _has_sharded(a)), None)
+    if sharded is None:
+        raise NotImplementedError(f"{func}: no sharded tensor in the first lists")
+    keep = [i for i, t in enumerate(sharded) if _local(t).numel()]
+
+    def local(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            if len(x) == n and len(keep) < n:
+                return [_local(x[i]) for i in keep]
+            return [_local(t) for t in x]
+        return _local(x)
+
+    out = None
+    if keep:
+        out = func(*(local(a) for a in args), **{k: local(v) for k, v in kwargs.items()})
+    if func._schema.is_mutable:
+        return None
+    results: list[Any] = [None] * n
+    for i, t in zip(keep, out or (), strict=False):
+        results[i] = ShardedDTensor(t, sharded[i]._sharding)
+    for i in set(range(n)) - set(keep):
+        results[i] = ShardedDTensor(_local(sharded[i]).clone(), sharded[i]._sharding)
+    return results
+
+
+def _has_sharded(x: Any) -> bool:
+    return isinstance(x, (list, tuple)) and any(isinstance(t, ShardedDTensor) for t in x)
+
+
+def _local(x: Any) -> Any:
+    return x._local_tensor if isinstance(x, ShardedDTensor) else x
+
+
+def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draws the whole tensor and keeps this rank's rows: the values of an unsharded init under the same seed."""
+    target: ShardedDTensor = args[0]
+    like = not func._schema.is_mutable
+    dtype = (kwargs.get("dtype") if like else None) or target.dtype
+    whole = torch.empty(target.shape, dtype=dtype, device=target._local_tensor.device)
+    drawn = func(whole, *args[1:], **kwargs)
+    part = target._sharding.part(drawn)
+    if like:
+        return ShardedDTensor(part.clone(), target._sharding)
+    target._local_tensor.copy_(part)
+    return target
+
+
+def _reduction(combine: str, empty: float) -> Handler:
+    """A reduction to one value: over the local rows, then over ranks. ``empty``: what a rank without rows gives."""
+
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        x: ShardedDTensor = args[0]
+        _whole_only(func, args, kwargs)
+        local = x._local_tensor
+        if local.numel():
+            partial = func(local, *args[1:], **kwargs)
+        else:
+            partial = func(local.new_ones(1), *args[1:], **kwargs).fill_(empty)
+        if combine == "mean":
+            partial = partial * (local.numel() / max(1, x.numel()))
+        return _all_reduce(partial, _OPS[combine], x._sharding)
+
+    return handler
+
+
+def _whole_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    dims = next((v for v in (*args[1:], kwargs.get("dim")) if isinstance(v, (list, tuple))), None)
+    if dims and len(dims) != args[0].dim():
+        raise NotImplementedError(
+            f"{func} over dimensions {list(dims)} of a sharded tensor is not supported; use .full_tensor()"
+        )
+
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "any": dist.ReduceOp.MAX,
+    "all": dist.ReduceOp.MIN,
+}
+
+
+def _all_reduce(partial: torch.Tensor, op: Any, sharding: Sharding) -> torch.Tensor:
+    if sharding.layout.world == 1:
+        return partial
+    if partial.dtype is torch.bool:
+        number = partial.to(torch.uint8)
+        dist.all_reduce(number, op, group=_group(sharding))
+        return number.bool()
+    partial = partial.contiguous()
+    dist.all_reduce(partial, op, group=_group(sharding))
+    return partial
+
+
+def _group(sharding: Sharding) -> dist.ProcessGroup:
+    try:
+        return sharding.mesh.get_group()
+    except (RuntimeError, AssertionError, KeyError, IndexError) as error:
+        raise RuntimeError(
+            f"{sharding.mesh} has no process group: this model was sharded for planning and cannot communicate"
+        ) from error
+
+
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``linalg.vector_norm`` and ``norm``, over the whole tensor."""
+    _whole_only(func, args, kwargs)
+    order = args[1] if len(args) > 1 and args[1] is not None else kwargs.get("ord", kwargs.get("p", 2))
+    return _norms([args[0]], 2.0 if order is None else float(order), kwargs.get("dtype"))[0]
+
+
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """All norms with one collective, the same on every rank whatever it holds."""
+    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    return _norms(args[0], order, dtype)
+
+
+def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Norms of order p: the p-th root of the sum over ranks of the p-th powers of the local norms."""
+    locals_ = [t._local_tensor for t in tensors]
+    keep = [i for i, t in enumerate(locals_) if t.numel()]
+    wide = torch.float64 if any(t.dtype is torch.float64 for t in locals_) else torch.float32
+    neutral = math.inf if order == -math.inf else 0.0
+    partial = torch.full((len(locals_),), neutral, dtype=wide, device=locals_[0].device)
+    if keep:
+        some = torch._foreach_norm([locals_[i] for i in keep], order, wide)
+        partial[torch.tensor(keep, device=partial.device)] = torch.stack(some)
+    if math.isinf(order):
+        op = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
+        total = _all_reduce(partial, op, tensors[0]._sharding)
+    elif order == 0:
+        total = _all_reduce(partial, dist.ReduceOp.SUM, tensors[0]._sharding)
+    else:
+        powers = partial.pow(order)
+        if order < 0:
+            powers[partial == 0] = 0
+        total = _all_reduce(powers, dist.ReduceOp.SUM, tensors[0]._sharding).pow(1 / order)
+    return [n.to(dtype or t.dtype) for n, t in zip(total.unbind(), locals_, strict=True)]
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedDTensor:
+    x: ShardedDTensor = args[0]
+    shape = list(args[1])
+    if -1 in shape:
+        known = -math.prod(shape)
+        shape[shape.index(-1)] = x.numel() // known if known else 0
+    if tuple(shape) != tuple(x.shape):
+        raise NotImplementedError(
+            f"{func}: a sharded tensor cannot be viewed as {tuple(args[1])}; use .full_tensor() or .to_local()"
+        )
+    return ShardedDTensor(x._local_tensor, x._sharding)
+
+
+def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """``new_zeros`` and the like: sharded alike if of the same shape, else plain."""
+    x: ShardedDTensor = args[0]
+    if tuple(args[1]) == tuple(x.shape):
+        local = func(x._local_tensor, list(x._local_tensor.shape), *args[2:], **kwargs)
+        return ShardedDTensor(local, x._sharding)
+    return func(x._local_tensor, *args[1:], **kwargs)  # type: ignore[no-any-return]
+
+
+def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    a, b = args
+    if not (isinstance(a, ShardedDTensor) and isinstance(b, ShardedDTensor) and a._sharding.same(b._sharding)):
+        return _refuse(func, args, kwargs)  # type: ignore[no-any-return]
+    here = torch.tensor(torch.equal(a._local_tensor, b._local_tensor), device=a._local_tensor.device)
+    return bool(_all_reduce(here, dist.ReduceOp.MIN, a._sharding))
+
+
+def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0].full_tensor().item()
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    raise NotImplementedError(
+        f"{func} is not supported on a tensor that is sharded unevenly; use .full_tensor() (whole, on every rank) or "
+        ".to_local() (this rank's rows). Inside of a compiled or called model, parameters are whole."
+    )
+
+
+_BY_NAME: dict[str, Handler] = {
+    **dict.fromkeys(
+        "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ random_ geometric_ "
+        "rand_like randn_like randint_like bernoulli".split(),
+        _random,
+    ),
+    "sum": _reduction("sum", 0.0),
+    "mean": _reduction("mean", 0.0),
+    "max": _reduction("max", -math.inf),
+    "min": _reduction("min", math.inf),
+    "amax": _reduction("max", -math.inf),
+    "amin": _reduction("min", math.inf),
+    "any": _reduction("any", 0.0),
+    "all": _reduction("all", 1.0),
+    "count_nonzero": _reduction("sum", 0.0),
+    "linalg_vector_norm": _norm,
+    "norm": _norm,
+    "_foreach_norm": _foreach_norm,
+    "view": _view,
+    "_unsafe_view": _view,
+    "reshape": _view,
+    "_reshape_alias": _view,
+    "new_zeros": _new,
+    "new_ones": _new,
+    "new_empty": _new,
+    "new_full": _new,
+    "equal": _equal,
+    "_local_scalar_dense": _item,
+}
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))

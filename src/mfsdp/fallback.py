@@ -1,0 +1,209 @@
+"""The eager path: code that no compiled graph covers still sees whole parameters.
+
+Parameters are read through properties (`shard`). Under Dynamo these leave a marker in the graph. Elsewhere, inside a
+forward call, they come here: the first read gathers the unit, the end of the unit's forward lets go of it, and
+backward gathers again when autograd asks for the first tensor that forward saved. One gather per unit and pass.
+
+Note [Saved tensors]
+What autograd saves of a gathered buffer is packed into a ticket (saved-tensor hooks). The last ticket to die, when its
+backward node is done, takes the gathered buffer along: nobody has to know when a unit's backward is over, and frozen
+units, which have no backward of their own, are no special case. Hooks that are already there, such as
+``torch.utils.checkpoint``'s, keep getting every other tensor.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import runtime
+from .state import FlatBuffer, Ref, UnitState
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Scope] = []
+        self.tickets: dict[int, Ticket] = {}
+        """Gathered buffers that forward is reading, by address of their storage."""
+
+
+_here = _Thread()
+_warned: set[str] = set()
+
+
+class Ticket:
+    """One forward's claim on a gathered buffer; gathers again when backward needs it."""
+
+    def __init__(self, buffer: FlatBuffer, full: torch.Tensor | None):
+        self.buffer, self.full = buffer, full
+
+    def storage(self) -> torch.Tensor:
+        if self.full is None:
+            self.full = runtime.gather_now(self.buffer.main, self.buffer.text)
+        return self.full
+
+
+class _Saved:
+    """A tensor over a gathered buffer, as autograd keeps it."""
+
+    def __init__(self, ticket: Ticket, like: torch.Tensor):
+        self.ticket = ticket
+        self.where = (like.storage_offset(), like.shape, like.stride())
+
+    def tensor(self) -> torch.Tensor:
+        full = self.ticket.storage()
+        return full.new_empty(0).set_(full.untyped_storage(), *self.where)
+
+
+class _Gather(torch.autograd.Function):
+    """Whole parameters from the shard; their gradients to the accumulator."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, main: torch.Tensor, buffer: FlatBuffer, full: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.buffer = buffer
+        ctx.set_materialize_grads(False)
+        return tuple(buffer.full_view(full, i) for i in range(len(buffer.layout.slots)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+        buffer: FlatBuffer = ctx.buffer
+        there = [
+            (g, slot.offset)
+            for g, slot in zip(grads, buffer.layout.slots, strict=True)
+            if g is not None and slot.numel
+        ]
+        if there:
+            tensors, offsets = [g for g, _ in there], [o for _, o in there]
+            runtime.reduce_now(buffer.main, tensors, offsets, buffer.text)
+        return None, None, None
+
+
+class Scope:
+    """A forward call of a module of a unit. What the unit gathered meanwhile is let go when the outermost ends."""
+
+    def __init__(self, unit: UnitState):
+        self.unit = unit
+        unit.open += 1
+        _here.stack.append(self)
+        self.hooks = _hooks() if torch.is_grad_enabled() else None
+        if self.hooks is not None:
+            self.hooks.__enter__()
+
+    @torch.compiler.disable
+    def close(self) -> None:
+        if self.hooks is not None:
+            self.hooks.__exit__(None, None, None)
+        _here.stack.remove(self)
+        self.unit.open -= 1
+        if self.unit.open == 0 and not self.unit.kept:
+            release(self.unit)
+        if not _here.stack:
+            for ticket in list(_here.tickets.values()):
+                _drop(ticket)
+
+
+@torch.compiler.disable
+def read(module: nn.Module, name: str, ref: Ref) -> torch.Tensor:
+    """A parameter as the module's own code sees it now: whole inside of forward, a DTensor elsewhere."""
+    buffer, unit = ref.buffer, ref.unit
+    if buffer.summoned is not None:
+        return module._parameters[name]  # type: ignore[return-value]
+    if not _here.stack and not unit.kept:
+        return module._parameters[name]  # type: ignore[return-value]
+    index = unit.buffers.index(buffer)
+    if index not in unit.full:
+        unit.full[index] = gather(buffer)
+        _warn(unit)
+    return unit.full[index][ref.slot]
+
+
+def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
+    """All parameters of a buffer, whole, with autograd; one collective."""
+    full = runtime.gather_now(buffer.main, buffer.text)
+    _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
+    return _Gather.apply(buffer.main, buffer, full)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def release(unit: UnitState) -> None:
+    """Lets go of what the unit gathered; backward gathers again, unless the unit keeps its parameters."""
+    unit.full.clear()
+    for ticket in list(_here.tickets.values()):
+        if ticket.buffer in unit.buffers:
+            _drop(ticket)
+
+
+def _drop(ticket: Ticket) -> None:
+    assert ticket.full is not None
+    _here.tickets.pop(ticket.full.untyped_storage().data_ptr(), None)
+    if ticket.buffer.spec.reshard and ticket.buffer.spec.world > 1:
+        ticket.full = None
+
+
+@torch.compiler.disable
+def scope(module: nn.Module) -> Scope:
+    """Opens the scope of a module's forward; close it when the call ends."""
+    return Scope(module.__dict__["_mfsdp_unit"])
+
+
+def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:
+    outer = _outer_hooks()
+    if outer is not None and getattr(outer[0], "_mfsdp", False):
+        return None  # ours are there already
+
+    def pack(t: torch.Tensor) -> Any:
+        ticket = _here.tickets.get(t.untyped_storage().data_ptr()) if _plain(t) else None
+        if ticket is not None:
+            return _Saved(ticket, t)
+        return outer[0](t) if outer else t
+
+    def unpack(saved: Any) -> Any:
+        if isinstance(saved, _Saved):
+            return saved.tensor()
+        return outer[1](saved) if outer else saved
+
+    pack._mfsdp = True  # type: ignore[attr-defined]
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _plain(t: torch.Tensor) -> bool:
+    return type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided
+
+
+def _outer_hooks() -> tuple[Any, Any] | None:
+    """The saved-tensor hooks in force, as (pack, unpack). Private in torch; tried on 2.11 to 2.13."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks  # type: ignore[no-any-return]
+
+
+def _warn(unit: UnitState) -> None:
+    """Names the place that reads parameters outside of a compiled graph, once for each place."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and _internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+    if place in _warned:
+        return
+    _warned.add(place)
+    warnings.warn(
+        f"mfsdp: {place} reads parameters of unit {unit.fqn!r} outside of a compiled graph: the eager path gathers "
+        "the unit there, without overlap. If it should be compiled, look for a graph break (TORCH_LOGS=graph_breaks) "
+        "or call the model through torch.compile(model, backend='mfsdp').",
+        stacklevel=3,
+    )
+
+
+def _internal(file: str) -> bool:
+    parts = file.replace("\\", "/").split("/")
+    return "torch" in parts or file.startswith(_PACKAGE) or file.startswith("<")
+
+
+_PACKAGE = __file__.rsplit("fallback", 1)[0]
+

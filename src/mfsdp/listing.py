@@ -1,0 +1,319 @@
+"""The listing: a program as text, one line for each kernel, collective, wait and change of memory.
+
+The gutter is the schedule. Lanes: ``C`` compute, ``G`` gather, ``R`` reduce. ``*`` issued here, ``|`` in flight,
+``.`` idle, ``<-o`` compute waits for that lane, ``>-*`` the lane first waits for compute.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from . import cost, ops
+from .config import SHORT
+from .program import Program, base_of, view_of
+from .roles import Kind, Lane, is_kind, role
+from .units import Unit
+
+LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE)
+PARAMS_SHOWN = 4
+OPERANDS_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the gutter says, in numbers."""
+
+    in_flight: int
+    """The most collectives that are under way at once."""
+    exposed: int
+    """Collectives with no computation between launch and wait."""
+    collectives: int
+
+
+def size(n: int, sign: bool = False) -> str:
+    """Bytes as the listing writes them: ``512B``, ``258K``, ``2.02M``, ``1.50G``."""
+    lead = ("+" if n > 0 else "-" if n < 0 else "") if sign else ""
+    n = abs(n)
+    if n < 2**10:
+        text = f"{n}B"
+    elif n < 2**20:
+        text = f"{n / 2**10:.0f}K"
+    elif n < 2**30:
+        text = f"{n / 2**20:.2f}M"
+    else:
+        text = f"{n / 2**30:.2f}G"
+    return lead + text
+
+
+def render(program: Program, stage: str, before: str | None = None, *, fold: bool = True) -> str:
+    """The whole listing after the pass ``stage``.
+
+    Args:
+        program: what to show.
+        stage: name of the pass that ran last, ``"capture"`` before any.
+        before: summary of the program before the pass (:func:`summary`), for the ``change`` and ``peak`` lines.
+        fold: whether units equal to an earlier one are shown as ``like u1``, and long lists of parameters cut.
+    """
+    rows = cost.lines(program)
+    return "\n".join(
+        [
+            f"; mfsdp  {program.name}  {stage}  {program.phase}       world {program.world}",
+            *_head(program, rows, before),
+            ";",
+            *_units(program.units, fold),
+            ";",
+            "; C G R value               op                                         type               delta   live",
+            *_body(program, rows),
+            "",
+        ]
+    )
+
+
+def summary(program: Program) -> str:
+    """Counts and peak of a program, as :func:`render` wants them of the program before a pass."""
+    rows = cost.lines(program)
+    counts = Counter(_verb(r.node) for r in rows if role(r.node) is not None)
+    return f"{cost.peak(rows)} " + " ".join(f"{k}={v}" for k, v in sorted(counts.items()))
+
+
+def around(program: Program, fault: Node, context: int = 10) -> str:
+    """The lines either side of a fault, the fault marked with ``->``."""
+    rows = cost.lines(program)
+    order = program.order()
+    body = list(_body(program, rows))
+    at = min(
+        range(len(rows)), key=lambda i: (abs(order[rows[i].node] - order[fault]), i), default=0
+    )
+    shown = range(max(0, at - context), min(len(rows), at + context + 1))
+    return "\n".join((" -> " if i == at else "    ") + body[i] for i in shown)
+
+
+def schedule(program: Program) -> Schedule:
+    """Counts what is in flight and what is exposed."""
+    flying: dict[Node, bool] = {}
+    most = exposed = collectives = 0
+    for node in program.nodes:
+        if node.target in ops.COLLECTIVES:
+            key = _product(node)
+            flying[key] = False
+            collectives += 1
+            most = max(most, len(flying))
+        elif node.target is ops.wait:
+            hidden = flying.pop(node.args[0], True)  # type: ignore[arg-type]
+            exposed += not hidden
+        elif cost.is_line(node) and role(node) is None:
+            for key in flying:
+                flying[key] = True
+    return Schedule(most, exposed, collectives)
+
+
+def _product(node: Node) -> Node:
+    """The value that a collective completes: its result, or the argument it works on in place."""
+    return node.args[0] if node.target is ops.all_reduce else node  # type: ignore[return-value]
+
+
+def _head(program: Program, rows: Sequence[cost.Line], before: str | None) -> Iterator[str]:
+    now = summary(program).split(" ")
+    peak = size(int(now[0]))
+    s = schedule(program)
+    if before is not None:
+        was_peak, *was = before.split(" ")
+        old = Counter({k: int(v) for k, v in (item.split("=") for item in was if item)})
+        new = Counter({k: int(v) for k, v in (item.split("=") for item in now[1:] if item)})
+        deltas = [f"{new[k] - old[k]:+d} {k}" for k in sorted(set(old) | set(new)) if new[k] != old[k]]
+        notes = [n for n in program.notes]
+        change = "  ".join(deltas + [f"({n})" for n in notes]) if deltas else "none  " + "; ".join(notes)
+        yield f"; change {change}".rstrip()
+        peak = f"{size(int(was_peak))} -> {peak}"
+    yield (
+        f"; peak   {peak}    in flight {s.in_flight}    exposed {s.exposed} of {s.collectives}"
+    )
+
+
+def _units(units: Sequence[Unit], fold: bool) -> Iterator[str]:
+    names = max([4, *(len(u.name) for u in units)])
+    fqns = max([8, *(len(u.fqn) for u in units)])
+    yield f"; {'unit':<{names}}  {'fqn':<{fqns}}  {'shard':>6}  {'full':>6}  params (offset in elements)"
+    first: dict[Any, Unit] = {}
+    run: list[Unit] = []
+
+    def flush() -> Iterator[str]:
+        if run:
+            twin = first[_likeness(run[0])]
+            name = run[0].name if len(run) == 1 else f"{run[0].name}..{run[-1].name}"
+            fqn = run[0].fqn if len(run) == 1 else f"{run[0].fqn} .. {run[-1].fqn}"
+            yield f"; {name:<{names}}  {fqn:<{fqns}}  like {twin.name}"
+            run.clear()
+
+    for unit in units:
+        key = _likeness(unit)
+        if fold and key in first:
+            if run and _likeness(run[0]) != key:
+                yield from flush()
+            run.append(unit)
+            continue
+        yield from flush()
+        first[key] = unit
+        p = unit.spec.precision
+        shard = size(unit.spec.shard_numel * p.main.itemsize)
+        full = size(unit.spec.full_numel * p.comm.itemsize)
+        yield (
+            f"; {unit.name:<{names}}  {unit.fqn:<{fqns}}  {shard:>6}  {full:>6}  {_params(unit, fold)}"
+        )
+    yield from flush()
+
+
+def _likeness(unit: Unit) -> Any:
+    return (unit.spec, unit.layout, unit.trainable, unit.sharded)
+
+
+def _params(unit: Unit, fold: bool) -> str:
+    slots = unit.layout.slots
+    texts = [f"{s.name}[{','.join(map(str, s.shape))}]@{s.offset}" for s in slots]
+    if fold and len(texts) > PARAMS_SHOWN:
+        texts = [*texts[:PARAMS_SHOWN], f"and {len(texts) - PARAMS_SHOWN} more"]
+    words = [*texts, f"pad {unit.layout.pad}"] if unit.layout.pad else texts
+    if not unit.trainable:
+        words.append("frozen")
+    if not unit.sharded:
+        words.append("not sharded")
+    return "  ".join(words)
+
+
+def _body(program: Program, rows: Sequence[cost.Line]) -> Iterator[str]:
+    top = cost.peak(rows)
+    peak_at = next((i for i, r in enumerate(rows) if r.live == top), -1)
+    flying: dict[Node, Lane] = {}
+    for i, row in enumerate(rows):
+        node = row.node
+        gutter = _gutter(node, flying)
+        value = f"{node.name:<22} = " if node.meta.get("val") is not None else " " * 25
+        left = f"{gutter}  {value}{_text(node)}"
+        delta = size(row.delta, sign=True) if row.delta else "."
+        mark = " <peak" if i == peak_at else ""
+        kind = _type(node.meta.get("val"))
+        yield f"{left:<74} {kind:<16} {delta:>7} {size(row.live):>6}{mark}".rstrip()
+
+
+def _gutter(node: Node, flying: dict[Node, Lane]) -> str:
+    """Five characters: the three lanes and what joins them; keeps ``flying`` up to date."""
+    busy = set(flying.values())
+    cells = {lane: ("|" if lane in busy else ".") for lane in LANES}
+    r = role(node)
+    if node.target is ops.wait:
+        lane = flying.pop(node.args[0], r.lane if r else Lane.GATHER)  # type: ignore[arg-type]
+        return _joined(cells, lane, "<", "o")
+    if node.target in ops.COLLECTIVES:
+        assert r is not None
+        flying[_product(node)] = r.lane
+        if base_of(node.args[0]).op == "placeholder":  # type: ignore[arg-type]
+            cells[r.lane] = "*"
+            return " ".join(cells[lane] for lane in LANES)
+        return _joined(cells, r.lane, ">", "*")
+    cells[Lane.COMPUTE] = "*"
+    return " ".join(cells[lane] for lane in LANES)
+
+
+def _joined(cells: dict[Lane, str], lane: Lane, left: str, right: str) -> str:
+    """A line from the compute lane to another one, crossing what is in flight between them."""
+    out = left
+    for between in LANES[1:]:
+        if between is lane:
+            out += "-" + right
+            break
+        out += "-" + ("+" if cells[between] == "|" else "-")
+    rest = LANES[LANES.index(lane) + 1 :]
+    return out + "".join(" " + cells[x] for x in rest)
+
+
+def _verb(node: Node) -> str:
+    name = getattr(getattr(node.target, "_schema", None), "name", str(node.target))
+    return name.split("::")[-1].removeprefix("_")
+
+
+def _text(node: Node) -> str:
+    if node.target is ops.wait or node.target is ops.free:
+        return f"{_verb(node)} {operand(node.args[0])}"
+    if node.target is ops.accumulate:
+        _, gshard, _, scale = node.args
+        r = role(node)
+        assert r is not None
+        return f"accumulate {r.unit}_grad, {operand(gshard)}, {_factor(scale)}"
+    if node.target is ops.pack:
+        grads, _, _, scale = node.args
+        tail = "" if scale == 1.0 else f", {_factor(scale)}"
+        return f"pack {operand(grads)}{tail}"
+    if node.target in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
+        tail = "" if node.target is ops.all_gather else ", sum"
+        return f"{_verb(node)} {operand(node.args[0])}{tail}"
+    args = [operand(a) for a in _known(node)]
+    return f"{_verb(node)} {', '.join(args)}".rstrip()
+
+
+def _known(node: Node) -> list[Any]:
+    """Arguments worth reading: not the text of a spec, not trailing defaults."""
+    if is_kind(node, Kind.PARAM, Kind.GRAD):
+        return [a for a in node.args if not isinstance(a, str)]
+    return [*node.args, *(v for v in node.kwargs.values() if v is not None)]
+
+
+def _factor(scale: Any) -> str:
+    assert isinstance(scale, float)
+    inverse = 1 / scale
+    return f"1/{inverse:g}" if scale != 1.0 and abs(inverse - round(inverse)) < 1e-9 else f"{scale:g}"
+
+
+def operand(arg: Any) -> str:
+    """An argument as people read it: views fold into what they view."""
+    if isinstance(arg, Node):
+        return _name(arg)
+    if isinstance(arg, (list, tuple)):
+        texts = [operand(a) for a in arg]
+        if any(isinstance(a, Node) for a in arg):
+            if len(texts) > OPERANDS_SHOWN:
+                texts = [*texts[:3], f"... {len(texts) - 4} more ...", texts[-1]]
+            return ", ".join(texts)
+        return f"[{','.join(texts)}]"
+    if isinstance(arg, torch.dtype):
+        return SHORT.get(arg, str(arg).removeprefix("torch."))
+    return str(arg)
+
+
+def _name(node: Node) -> str:
+    if is_kind(node, Kind.PARAM, Kind.FULL, Kind.SHARD):
+        return node.name
+    parent = view_of(node)
+    if parent is None:
+        return node.name
+    if node.target in _TRANSPOSES and node.meta["val"].dim() == 2:
+        text = _name(parent)
+        return text[:-2] if text.endswith(".T") else f"{text}.T"
+    if getattr(node.target, "__name__", "") == "getitem":
+        return f"{_name(parent)}[{node.args[1]}]"
+    return _name(parent)
+
+
+_TRANSPOSES = (
+    torch.ops.aten.t.default,
+    torch.ops.aten.permute.default,
+    torch.ops.aten.transpose.int,
+)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        value = next((v for v in value if isinstance(v, torch.Tensor)), None)
+    if not isinstance(value, torch.Tensor):
+        return ""
+    return f"{SHORT.get(value.dtype, _short(value.dtype))}[{','.join(map(str, value.shape))}]"
+
+
+def _short(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return name.replace("uint", "u").replace("int", "i").replace("float", "f")

@@ -1,0 +1,92 @@
+"""From a finished program to something that runs: Inductor's code, or ATen kernels one by one.
+
+Note [Lowerings]
+Both lowerings take the same passes. ``"inductor"`` goes through Inductor's own front end with Inductor's decompositions
+and joint-graph passes, so that sharding costs nothing that ``torch.compile`` would have saved. ``"eager"`` takes the
+ATen graph as autograd wrote it, without decompositions, and calls its kernels one after the other in the listing's
+order: the oracle that other lowerings are compared with, and bitwise what eager PyTorch computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+from . import ops
+from .capture import Capture, Partitioner
+from .program import Phase
+
+Transform = Callable[[fx.GraphModule, Phase], None]
+"""Runs the pipeline on a graph, in place."""
+
+INDUCTOR = {
+    # Order is the schedule's business (Note [Order] in pipeline): Inductor must not move launches or waits.
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "reorder_for_compute_comm_overlap": False,
+}
+
+
+def inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform: Transform
+) -> Callable[..., Any]:
+    """Compiles with Inductor. Private in torch (``compile_fx``); tried on 2.11 to 2.13."""
+
+    def inner(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
+        phase: Phase = (
+            "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+        )
+        transform(graph, phase)
+        strip(graph)
+        return compile_fx_inner(graph, example, **kwargs)
+
+    # AOTAutograd's own cache would hand back graphs that the passes have not seen; Inductor's cache, whose key holds
+    # the transformed graph, stays on.
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(  # type: ignore[no-any-return]
+            gm,
+            inputs,  # type: ignore[arg-type]
+            inner_compile=inner,
+            config_patches={**INDUCTOR, "custom_partitioner_fn": Partitioner(capture)},
+        )
+
+
+def eager(
+    gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform: Transform
+) -> Callable[..., Any]:
+    """Runs the ATen graph as it is. Private in torch (``aot_autograd``, ``boxed_nop``); tried on 2.11 to 2.13."""
+
+    def compiler(phase: Phase) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
+        def compile(graph: fx.GraphModule, example: Sequence[Any]) -> Any:
+            transform(graph, phase)
+            strip(graph)
+            return boxed_nop(graph, example)
+
+        return compile
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        return aot_autograd(  # type: ignore[no-any-return]
+            fw_compiler=compiler("forward"),
+            bw_compiler=compiler("backward"),
+            inference_compiler=compiler("inference"),
+            partition_fn=capture.partition,
+            keep_inference_input_mutations=True,
+        )(gm, inputs)
+
+
+LOWERINGS = {"inductor": inductor, "eager": eager}
+
+
+def strip(graph: fx.GraphModule) -> None:
+    """Drops `free` nodes: both lowerings drop a buffer's last reference where its last reader is, which is there."""
+    for node in graph.graph.find_nodes(op="call_function", target=ops.free):
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+

@@ -1,0 +1,165 @@
+"""Models built on the meta device get their values module by module, sharded as they come.
+
+The values are those of an unsharded init under the same seed: every module's own initialiser runs on whole tensors, in
+the order in which constructors run (children first), and each rank keeps its part. Initialisers are
+``reset_parameters()`` (``_reset_parameters()``), then, if the root has one, ``_init_weights(module)`` on every module,
+as Hugging Face models and many GPTs do. Only one module's own parameters are whole at a time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .state import Ref, refs
+
+
+def materialize(root: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
+    """Gives values to the sharded parameters and to the buffers of ``root`` that were built on the meta device.
+
+    All ranks must call it together. They draw the same random numbers, those of rank 0's generators.
+
+    Warns:
+        UserWarning: no initialiser has written some tensors; names them. Floating-point ones hold NaN.
+    """
+    modules = list(_children_first(root, set()))
+    born = [m for m in modules if _on_meta(m)]
+    if not born or device.type == "meta":
+        return
+    blank = [(m, name) for m in born for name in _allocate_buffers(m, device)]
+    with torch.no_grad(), _same_random_numbers(device, mesh):
+        for module in modules:
+            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(reset) and any(_on_meta(m) or m in born for m in module.modules()):
+                with _whole(module, device, first=True):
+                    reset()
+        init = getattr(root, "_init_weights", None)
+        if callable(init):
+            for module in modules:
+                with _whole(module, device, first=False):
+                    init(module)
+    names = {m: fqn for fqn, m in root.named_modules()}
+    missing = [_join(names[m], n) for m, n in blank if _untouched(m._buffers[n])]
+    for m in born:
+        for name, ref in refs(m).items():
+            if ref.slot in ref.buffer.born_on_meta and ref.slot not in ref.buffer.written:
+                missing.append(_join(names[m], name))
+    if missing:
+        warnings.warn(
+            "mfsdp: nothing has initialised " + ", ".join(dict.fromkeys(missing)) + ". Their modules have no "
+            "reset_parameters() and the model no _init_weights(module) that writes them: load a checkpoint, or write "
+            "them in place, before training.",
+            stacklevel=3,
+        )
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    if module in seen:
+        return
+    seen.add(module)
+    for child in module.children():
+        yield from _children_first(child, seen)
+    yield module
+
+
+def _on_meta(module: nn.Module) -> bool:
+    return any(b is not None and b.is_meta for b in module._buffers.values()) or any(
+        ref.slot in ref.buffer.born_on_meta for ref in refs(module).values()
+    )
+
+
+def _allocate_buffers(module: nn.Module, device: torch.device) -> list[str]:
+    names = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
+    for name in names:
+        old = module._buffers[name]
+        assert old is not None
+        module._buffers[name] = _blank(old.shape, old.dtype, device)
+    return names
+
+
+def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor whose values show that nobody has written them."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.full(shape, torch.nan, dtype=dtype, device=device)
+    low = False if dtype is torch.bool else torch.iinfo(dtype).min
+    return torch.full(shape, low, dtype=dtype, device=device)
+
+
+def _untouched(tensor: torch.Tensor | None) -> bool:
+    if tensor is None or tensor.numel() == 0 or tensor.dtype is torch.bool:
+        return False
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(torch.isnan(tensor).all())
+    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+
+
+@contextmanager
+def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[None]:
+    """The module's own parameters that were built on meta, as whole tensors; each rank keeps its part at the end.
+
+    In the ``first`` round tensors start blank, and a tied parameter keeps what its first module wrote; later rounds
+    start from what is there.
+    """
+    mine: list[tuple[str, Ref, nn.Parameter, bool]] = []
+    for name, ref in refs(module).items():
+        dtype = ref.buffer.born_on_meta.get(ref.slot)
+        if dtype is None:
+            continue
+        done = ref.slot in ref.buffer.written
+        if done and not first:
+            value = ref.buffer.params[ref.slot].full_tensor().to(dtype)
+        else:
+            value = _blank(torch.Size(ref.shape), dtype, device)
+        whole = nn.Parameter(value, requires_grad=ref.buffer.trainable)
+        whole.__dict__.update(ref.buffer.params[ref.slot].__dict__.get("_mfsdp_carried", {}))
+        module._parameters[name] = whole
+        mine.append((name, ref, whole, first and done))
+    try:
+        yield
+        for _, ref, whole, discard in mine:
+            if not discard and not _untouched(whole.data):
+                ref.buffer.keep(ref.slot, whole)
+                ref.buffer.written.add(ref.slot)
+    finally:
+        for name, ref, _, _ in mine:
+            module._parameters[name] = ref.buffer.params[ref.slot]  # type: ignore[assignment]
+
+
+@contextmanager
+def _same_random_numbers(device: torch.device, mesh: DeviceMesh) -> Iterator[None]:
+    """Rank 0's generators on every rank; a rank that was seeded otherwise gets its own back at the end."""
+    if mesh.size() == 1:
+        yield
+        return
+    group = mesh.get_group()
+    carrier = device if device.type != "cpu" else torch.device("cpu")
+    source = dist.get_global_rank(group, 0)
+
+    def of_rank_0(state: torch.Tensor) -> torch.Tensor:
+        moved = state.to(carrier)
+        dist.broadcast(moved, source, group=group)
+        return moved.cpu()
+
+    accelerator = torch.get_device_module(device) if device.type != "cpu" else None
+    own = torch.get_rng_state()
+    shared = of_rank_0(own.clone())
+    torch.set_rng_state(shared)
+    if accelerator is not None:
+        own_there = accelerator.get_rng_state()
+        shared_there = of_rank_0(own_there.clone())
+        accelerator.set_rng_state(shared_there)
+    yield
+    if not torch.equal(own, shared):
+        torch.set_rng_state(own)
+    if accelerator is not None and not torch.equal(own_there, shared_there):
+        accelerator.set_rng_state(own_there)

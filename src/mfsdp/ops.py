@@ -1,0 +1,113 @@
+"""The operations that programs are made of: schemas, shapes, derivatives. Their kernels are in `runtime`.
+
+Two are markers, the only ones that a model's own trace contains:
+
+    param(shard, offset, shape, spec)         parameter at `offset` of the unit's full buffer
+    param_grad(grad, shard, offset, spec)     its derivative: the gradient belongs to that parameter
+
+Their kernels do what they say, alone (gather the unit, cut one parameter out; reduce one gradient), so that a traced
+program runs before any pass has touched it, and every pass can be compared with the one before. The rest is what
+passes rewrite them into:
+
+    all_gather(shard, spec) -> full           launched, not finished
+    wait(out, inputs)                         out is complete; inputs had to live until now
+    free(full)                                the buffer is gone after this line
+    pack(grads, offsets, spec, scale) -> gfull
+    reduce_scatter(gfull, spec) -> gshard     sum over ranks; launched, not finished
+    all_reduce(gfull, spec)                   in place, sum over ranks; launched, not finished
+    accumulate(shard, gshard, offsets, scale) adds scale * gshard to the accumulator that belongs to the shard;
+                                              the parameters at `offsets` have a gradient now
+
+All are stateless but `accumulate`, whose accumulator is found through the shard tensor (Note [Accumulators]).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .units import Spec
+
+LIBRARY = torch.library.Library("mfsdp", "DEF")
+
+LIBRARY.define("param(Tensor shard, int offset, SymInt[] shape, str spec) -> Tensor")
+LIBRARY.define("param_grad(Tensor grad, Tensor shard, int offset, str spec) -> Tensor")
+LIBRARY.define("all_gather(Tensor shard, str spec) -> Tensor")
+LIBRARY.define("wait(Tensor(a!) out, Tensor[] inputs) -> ()")
+LIBRARY.define("free(Tensor(a!) full) -> ()")
+LIBRARY.define(
+    "pack(Tensor[] grads, int[] offsets, str spec, float scale) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
+LIBRARY.define("reduce_scatter(Tensor gfull, str spec) -> Tensor")
+LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec) -> ()")
+LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale) -> ()")
+
+_ops = torch.ops.mfsdp
+param = _ops.param.default
+param_grad = _ops.param_grad.default
+all_gather = _ops.all_gather.default
+wait = _ops.wait.default
+free = _ops.free.default
+pack = _ops.pack.default
+reduce_scatter = _ops.reduce_scatter.default
+all_reduce = _ops.all_reduce.default
+accumulate = _ops.accumulate.default
+
+COLLECTIVES = (all_gather, reduce_scatter, all_reduce)
+
+
+@torch.library.register_fake("mfsdp::param")
+def _(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torch.Tensor:
+    return shard.new_empty(shape, dtype=Spec.decode(spec).precision.compute)
+
+
+@torch.library.register_fake("mfsdp::param_grad")
+def _(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) -> torch.Tensor:
+    return torch.empty_like(shard)
+
+
+@torch.library.register_fake("mfsdp::all_gather")
+def _(shard: torch.Tensor, spec: str) -> torch.Tensor:
+    return shard.new_empty(Spec.decode(spec).full_numel)
+
+
+@torch.library.register_fake("mfsdp::pack")
+def _(grads: list[torch.Tensor], offsets: list[int], spec: str, scale: float) -> torch.Tensor:
+    s = Spec.decode(spec)
+    return grads[0].new_empty(s.full_numel, dtype=s.precision.grad_comm)
+
+
+@torch.library.register_fake("mfsdp::reduce_scatter")
+def _(gfull: torch.Tensor, spec: str) -> torch.Tensor:
+    return gfull.new_empty(Spec.decode(spec).shard_numel)
+
+
+@torch.library.register_fake("mfsdp::wait")
+def _(out: torch.Tensor, inputs: list[torch.Tensor]) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::free")
+def _(full: torch.Tensor) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::all_reduce")
+def _(gfull: torch.Tensor, spec: str) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::accumulate")
+def _(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float) -> None: ...
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    shard, ctx.offset, _, ctx.spec = inputs
+    ctx.save_for_backward(shard)
+
+
+def _derivative(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    (shard,) = ctx.saved_tensors
+    return param_grad(grad, shard, ctx.offset, ctx.spec), None, None, None
+
+
+torch.library.register_autograd("mfsdp::param", _derivative, setup_context=_save)

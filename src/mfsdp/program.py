@@ -1,0 +1,170 @@
+"""A program: one forward, backward or inference graph on the way to being sharded, with queries and legal edits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.fx
+from torch._guards import detect_fake_mode
+from torch.fx import Node
+
+from .roles import Kind, Role, mark, role
+from .units import Unit
+
+Phase = Literal["forward", "backward", "inference"]
+
+INPUT = "mfsdp_input"
+"""``node.meta`` key of placeholders that belong to the caller (as opposed to what forward saved for backward); the value
+is a readable name."""
+
+
+class Program:
+    """An ATen graph whose placeholders, markers and inserted nodes carry roles.
+
+    Args:
+        gm: the graph, functional but for the operations of `ops` and trailing ``copy_`` to buffers.
+        phase: ``"forward"``, ``"backward"`` or ``"inference"``.
+        units: the flat buffers the graph reads or writes, in order of first use in forward.
+        name: what listings call it.
+    """
+
+    def __init__(
+        self, gm: torch.fx.GraphModule, phase: Phase, units: Sequence[Unit], name: str = "model"
+    ):
+        self.gm, self.phase, self.units, self.name = gm, phase, tuple(units), name
+        self.gradients: dict[int, tuple[str, int]] = {}
+        """Backward: which outputs are gradients of parameters that are not sharded: index -> (unit, offset)."""
+        self.notes: list[str] = []
+        """What the running pass has to say, for the listing's ``change`` line."""
+
+    # queries
+
+    @property
+    def graph(self) -> torch.fx.Graph:
+        return self.gm.graph
+
+    @property
+    def nodes(self) -> list[Node]:
+        return list(self.graph.nodes)
+
+    @property
+    def output(self) -> Node:
+        return next(reversed(self.graph.nodes))
+
+    @property
+    def world(self) -> int:
+        return self.units[0].spec.world if self.units else 1
+
+    def results(self) -> list[Any]:
+        """The graph's outputs: nodes, constants and ``None``."""
+        return list(self.output.args[0])  # type: ignore[arg-type]
+
+    def order(self) -> dict[Node, int]:
+        """Position of every node."""
+        return {n: i for i, n in enumerate(self.graph.nodes)}
+
+    def find(self, kind: Kind, unit: Unit | None = None) -> Iterator[Node]:
+        """Nodes of a kind, in program order."""
+        for node in self.nodes:
+            r = role(node)
+            if r is not None and r.kind is kind and (unit is None or unit.name == r.unit):
+                yield node
+
+    def unit(self, name: str) -> Unit:
+        """The unit of that name."""
+        return next(u for u in self.units if u.name == name)
+
+    def aliases(self, node: Node) -> list[Node]:
+        """The node and every view of it, in program order."""
+        family, stack = {node}, [node]
+        while stack:
+            parent = stack.pop()
+            for user in parent.users:
+                if view_of(user) is parent and user not in family:
+                    family.add(user)
+                    stack.append(user)
+        order = self.order()
+        return sorted(family, key=order.__getitem__)
+
+    def readers(self, node: Node) -> list[Node]:
+        """Every node that reads the value or a view of it, views themselves excluded, in program order."""
+        family = self.aliases(node)
+        order = self.order()
+        users = {u for n in family for u in n.users} - set(family)
+        return sorted(users, key=order.__getitem__)
+
+    # edits
+
+    def insert(
+        self, target: Any, args: tuple[Any, ...], before: Node, r: Role, name: str | None = None
+    ) -> Node:
+        """A new node before another one, with its role; its shape follows from the operation's fake kernel."""
+        with self.graph.inserting_before(before):
+            node = self.graph.create_node("call_function", target, args, name=name)
+        node.meta["val"] = self._fake(target, args)
+        return mark(node, r)
+
+    def rewrite(self, node: Node, target: Any, args: tuple[Any, ...]) -> None:
+        """Makes a node compute something else, of the same role and name."""
+        node.target, node.args, node.kwargs = target, args, {}
+        node.meta["val"] = self._fake(target, args)
+
+    def _fake(self, target: Any, args: tuple[Any, ...]) -> Any:
+        values = torch.fx.map_arg(args, lambda n: n.meta["val"])
+        mode = detect_fake_mode([n.meta.get("val") for n in self.nodes if n.op == "placeholder"])
+        assert mode is not None, "a program's placeholders carry fake tensors"
+        with mode, torch.no_grad():
+            return target(*values)
+
+    def rename(self, node: Node, name: str) -> None:
+        """Gives the node a name that says its role."""
+        node._rename(name)
+
+    def set_results(self, values: Sequence[Any]) -> None:
+        """Replaces the graph's outputs."""
+        self.output.args = (tuple(values),)
+
+    def erase(self, node: Node) -> None:
+        """Removes a node that nothing reads any more."""
+        self.graph.erase_node(node)
+
+    def note(self, text: str) -> None:
+        """Says what the running pass did, or why it did nothing (law 28)."""
+        self.notes.append(text)
+
+
+def view_of(node: Node) -> Node | None:
+    """The node whose storage this one shares, or ``None`` when it has its own.
+
+    Views, in-place results and the elements of a multiple output share. Told from the operator's schema, not its name.
+    """
+    if node.op != "call_function":
+        return None
+    if getattr(node.target, "__name__", "") == "getitem":
+        return node.args[0]  # type: ignore[return-value]
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
+        return None
+    first = node.args[0]
+    return first if isinstance(first, Node) else None
+
+
+def mutates(node: Node) -> list[Node]:
+    """The arguments that the node writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None:
+        return []
+    return [
+        arg
+        for arg, declared in zip(node.args, schema.arguments, strict=False)
+        if isinstance(arg, Node) and declared.alias_info is not None and declared.alias_info.is_write
+    ]
+
+
+def base_of(node: Node) -> Node:
+    """The node that owns the storage."""
+    while (parent := view_of(node)) is not None:
+        node = parent
+    return node

@@ -1,0 +1,60 @@
+"""What a node is for. Every node that a pass inserts carries one; nothing is recognised by its neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch.fx
+
+
+class Kind(Enum):
+    """The closed vocabulary of values and events (README, "Vocabulary")."""
+
+    SHARD = "shard"  # placeholder: this rank's flat shard
+    CAST = "cast"  # the shard in the dtype that travels
+    FULL = "full"  # the gathered flat buffer
+    PARAM = "param"  # a parameter: a view into the full buffer (or a marker, before `gather`)
+    WAIT = "wait"  # compute waits for a collective
+    FREE = "free"  # the full buffer is gone
+    GRAD = "grad"  # a marker: the gradient of one parameter (before `reduce`)
+    GFULL = "gfull"  # gradients packed into a flat buffer
+    ALL_REDUCE = "all_reduce"  # gradients of parameters that are not sharded, summed in place
+    GSHARD = "gshard"  # this rank's part of the reduced gradients
+    ACCUMULATE = "accumulate"  # gradients added to the accumulator
+
+
+class Lane(Enum):
+    """A queue of work that runs beside the others: column of the listing."""
+
+    COMPUTE = "C"
+    GATHER = "G"
+    REDUCE = "R"
+
+
+@dataclass(frozen=True)
+class Role:
+    kind: Kind
+    unit: str
+    """Name of the unit, ``u0``."""
+    lane: Lane = Lane.COMPUTE
+
+
+_KEY = "mfsdp"
+
+
+def role(node: torch.fx.Node) -> Role | None:
+    """The node's role, or ``None`` for the model's own computation."""
+    return node.meta.get(_KEY)
+
+
+def mark(node: torch.fx.Node, role: Role) -> torch.fx.Node:
+    """Give the node a role. AOTAutograd carries it from the joint graph to forward and backward."""
+    node.meta[_KEY] = role
+    return node
+
+
+def is_kind(node: torch.fx.Node, *kinds: Kind) -> bool:
+    """Whether the node has one of these kinds."""
+    r = role(node)
+    return r is not None and r.kind in kinds

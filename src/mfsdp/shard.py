@@ -1,0 +1,582 @@
+"""`fully_shard`: which parameters belong to which unit, and how modules come to read them."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import gc
+import importlib
+import re
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import fallback, materialize, ops
+from .config import MixedPrecisionPolicy, Precision
+from .dtensor import ShardedParameter, carry_attributes, local_mesh
+from .layout import plan
+from .state import FlatBuffer, Ref, UnitState, refs
+
+UnitLike = type[nn.Module] | str
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+class FSDPModule:
+    """What a module is, besides itself, once it is a unit. Method names are FSDP2's."""
+
+    _mfsdp_unit: UnitState
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Accepted for FSDP2's sake. Gradients of sharded parameters are reduced in every backward and accumulated
+        sharded, so that several backward calls before a step give the right sum either way; ``False`` saves no
+        communication yet.
+        """
+        if not isinstance(requires_gradient_sync, bool):
+            raise ValueError(f"requires_gradient_sync={requires_gradient_sync!r}: choose True or False")
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether forward frees what it gathered. Compiled graphs recompile on the next call."""
+        for buffer in _buffers(self, recurse):
+            buffer.respec(reshard=bool(reshard_after_forward))
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What sums over ranks are divided by, instead of the number of ranks; for this unit's own parameters."""
+        if not factor > 0:
+            raise ValueError(f"factor={factor!r}: must be positive")
+        for buffer in _buffers(self, recurse=False):
+            buffer.respec(divide=float(factor))
+
+    def unshard(self) -> None:
+        """Gathers the unit's own parameters for uncompiled code, and keeps them until :meth:`reshard`.
+
+        Compiled graphs are not affected: they gather when they need to. Not differentiable: call it under
+        ``torch.no_grad()`` or for evaluation.
+        """
+        unit = self._mfsdp_unit
+        unit.kept = True
+        for index, buffer in enumerate(unit.buffers):
+            if index not in unit.full:
+                unit.full[index] = fallback.gather(buffer)
+
+    def reshard(self) -> None:
+        """Lets go of what :meth:`unshard` gathered."""
+        self._mfsdp_unit.kept = False
+        fallback.release(self._mfsdp_unit)
+
+
+def _buffers(module: Any, recurse: bool) -> list[FlatBuffer]:
+    modules = module.modules() if recurse else [module]
+    units = [m.__dict__["_mfsdp_unit"] for m in modules if isinstance(m, FSDPModule)]
+    return [buffer for unit in units for buffer in unit.buffers]
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    units: Sequence[UnitLike] | None = None,
+    mesh: DeviceMesh | None = None,
+    strategy: str | int = 3,
+    outer_strategy: str = "no_shard",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Shards the parameters of a module over data-parallel ranks, in one flat buffer per unit.
+
+    The same object comes back; its class becomes a subclass that also is :class:`FSDPModule`. ``parameters()`` and
+    ``state_dict()`` show DTensors with the original names and global shapes; inside ``forward`` a parameter is the full
+    tensor, in ``compute_dtype``. As in FSDP2 one may instead call it on every block and then on the root.
+
+    Args:
+        module: the root, or one unit of a larger model.
+        units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
+            number); each match becomes a unit, what no unit claims belongs to ``module``. ``None``: one unit.
+        mesh: 1-D ``DeviceMesh``, or a larger one with an axis named ``dp_shard``. Default: all ranks of the default
+            process group, or this process alone when there is none.
+        strategy: 3 or ``"optim_grads_params"``; the others are not built yet.
+        outer_strategy: only ``"no_shard"``, of no effect on a 1-D mesh.
+        mp_policy: dtypes per role, :class:`MixedPrecisionPolicy`.
+        reshard_after_forward: ``False`` keeps the parameters gathered from forward to backward.
+        ignored_params: parameters left as they are, not sharded, their gradients not reduced.
+        device: where parameters live; parameters on the meta device are materialised there unit by unit, with the
+            values that an unsharded init under the same seed gives. Default: the current accelerator, else the CPU.
+
+    Raises:
+        ValueError: bad arguments, a unit that matches nothing, a module or parameter that is sharded already, a
+            parameter that is not floating point, parameters on different devices, a mesh this rank is not in, an
+            optimizer that holds parameters of the module. The model is left as it was.
+        NotImplementedError: a combination that is not built yet.
+    """
+    _valid_strategy(strategy, outer_strategy)
+    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ValueError(f"mp_policy={mp_policy!r}: give a mfsdp.MixedPrecisionPolicy")
+    if isinstance(module, FSDPModule):
+        raise ValueError(
+            f"fully_shard: {type(module).__name__} is sharded already. Call it once per module, inner modules first."
+        )
+    roots = _match(module, units)
+    ignored = set(ignored_params or ())
+    claims = _claim(module, roots, ignored)
+    target = _device(claims, device)
+    shard_mesh, group = _mesh(mesh, target)
+    _no_optimizer(p for claim in claims for p in claim.owners)
+    states = {claim.module: UnitState(claim.fqn) for claim in claims}
+    where: dict[nn.Parameter, Ref] = {}
+    for claim in claims:
+        _build(claim, states[claim.module], where, policy, shard_mesh, group, target,
+               reshard_after_forward, type(module).__name__)  # fmt: skip
+    with _undo() as undo:
+        for param in ignored:
+            param._mfsdp_ignored = True  # type: ignore[attr-defined]
+        for claim in claims:
+            for param, owners in claim.owners.items():
+                for owner, name in owners:
+                    _hand_over(owner, name, where[param], undo)
+        for claim in claims:
+            for owner in claim.modules:
+                _swap(owner, states[claim.module], owner is claim.module, undo)
+        materialize.materialize(module, target, shard_mesh)
+    for param, ref in where.items():
+        _stale[param] = ref
+    return module
+
+
+def _valid_strategy(strategy: str | int, outer: str) -> None:
+    names = dict(enumerate(STRATEGIES))
+    chosen = names.get(strategy) if isinstance(strategy, int) else strategy
+    if chosen not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r}: choose one of {list(names)} or {STRATEGIES}")
+    if chosen != "optim_grads_params":
+        raise NotImplementedError(
+            f"fully_shard does not support strategy {chosen!r} yet; use 3 ('optim_grads_params'), or leave the model "
+            "unsharded: torch.compile(backend='mfsdp') then averages whole gradients ('no_shard')."
+        )
+    if outer not in ("no_shard", "optim"):
+        raise ValueError(f"outer_strategy={outer!r}: choose 'no_shard' or 'optim'")
+    if outer == "optim":
+        raise NotImplementedError("fully_shard does not support outer_strategy 'optim' (HFSDP) yet")
+
+
+# Units
+
+
+def _match(root: nn.Module, units: Sequence[UnitLike] | None) -> list[nn.Module]:
+    """The modules that become units, the root last."""
+    if isinstance(units, (str, type)):
+        raise ValueError(f"units={units!r}: give a list, units=[{units!r}]")
+    chosen: dict[nn.Module, None] = {}
+    for unit in units or ():
+        matches = [m for fqn, m in root.named_modules() if m is not root and _is(unit, fqn, m)]
+        if not matches:
+            kinds = sorted({type(m).__name__ for m in root.modules()} - {type(root).__name__})
+            names = [fqn for fqn, _ in root.named_modules() if fqn]
+            raise ValueError(
+                f"units: {unit!r} matches no module of {type(root).__name__}. Classes in it: {', '.join(kinds[:20])}; "
+                f"names: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+            )
+        chosen.update(dict.fromkeys(matches))
+    for m in chosen:
+        if isinstance(m, FSDPModule):
+            raise ValueError(f"units: {type(m).__name__} is sharded already; leave it out of `units`")
+    return [*chosen, root]
+
+
+def _is(unit: UnitLike, fqn: str, module: nn.Module) -> bool:
+    if isinstance(unit, type):
+        return isinstance(module, unit)
+    if not isinstance(unit, str) or not unit:
+        raise ValueError(f"units: {unit!r} is no class, import path, class name or name pattern")
+    if "*" not in unit and "?" not in unit:
+        found = _import(unit)
+        if found is not None:
+            return isinstance(module, found)
+        return unit in (fqn, type(module).__name__)
+    return _pattern(unit).fullmatch(fqn) is not None
+
+
+@functools.cache
+def _import(path: str) -> type | None:
+    where, _, name = path.rpartition(".")
+    if not where or where.split(".")[0] not in sys.modules:
+        return None
+    try:
+        found = getattr(importlib.import_module(where), name, None)
+    except ImportError:
+        return None
+    return found if isinstance(found, type) else None
+
+
+@functools.cache
+def _pattern(pattern: str) -> re.Pattern[str]:
+    """``*`` is one component, ``**`` any number of them, ``?`` and ``[...]`` as in shells."""
+    out = []
+    for part in pattern.split("."):
+        if part == "**":
+            out.append(r"(?:[^.]+(?:\.[^.]+)*)?")
+        else:
+            inner = fnmatch.translate(part).removeprefix("(?s:").rsplit(")", 1)[0]
+            out.append(inner.replace(".*", "[^.]*"))
+    return re.compile(r"\.".join(out).replace(r")?\.", r")?\.?"))
+
+
+@dataclass
+class _Claim:
+    """A unit to be: its module, the modules whose forward it covers, the parameters it owns and where they hang."""
+
+    module: nn.Module
+    fqn: str
+    modules: list[nn.Module] = field(default_factory=list)
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = field(default_factory=dict)
+    names: dict[nn.Parameter, str] = field(default_factory=dict)
+
+
+def _claim(root: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter]) -> list[_Claim]:
+    """Gives every parameter to the innermost unit that holds all its uses. Changes nothing."""
+    fqns = {m: fqn for fqn, m in root.named_modules()}
+    claims = {m: _Claim(m, fqns[m] or "(root)") for m in roots}
+    path = {m: fqns[m] for m in roots}
+
+    def innermost(fqn: str) -> nn.Module:
+        holders = [m for m in roots if not path[m] or fqn == path[m] or fqn.startswith(path[m] + ".")]
+        return max(holders, key=lambda m: len(path[m]))
+
+    def common(a: nn.Module, b: nn.Module) -> nn.Module:
+        while a is not b:
+            longer = a if len(path[a]) >= len(path[b]) else b
+            outer = innermost(path[longer].rpartition(".")[0])
+            a, b = (outer, b) if longer is a else (a, outer)
+        return a
+
+    home: dict[nn.Parameter, nn.Module] = {}
+    places: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
+    for fqn, m in root.named_modules():
+        if m.__dict__.get("_mfsdp_unit") is not None:
+            continue  # of an earlier call
+        unit = innermost(fqn)
+        if m._parameters or m is unit:
+            claims[unit].modules.append(m)
+        for name, param in m._parameters.items():
+            if param is None or param in ignored or isinstance(param, ShardedParameter):
+                continue
+            full = f"{fqn}.{name}" if fqn else name
+            _valid_parameter(full, param)
+            home[param] = common(home[param], unit) if param in home else unit
+            places.setdefault(param, []).append((m, name, full))
+    for param, uses in places.items():
+        claim = claims[home[param]]
+        claim.owners[param] = [(m, name) for m, name, _ in uses]
+        prefix = path[home[param]]
+        claim.names[param] = uses[0][2].removeprefix(prefix + "." if prefix else "")
+    return list(claims.values())
+
+
+def _valid_parameter(fqn: str, param: nn.Parameter) -> None:
+    if not param.is_floating_point():
+        raise ValueError(
+            f"fully_shard: parameter {fqn} is {param.dtype}; only floating-point parameters can be sharded. "
+            "Pass it in ignored_params, or make it a buffer."
+        )
+    if param in _stale:
+        raise ValueError(
+            f"fully_shard: parameter {fqn} belongs to the unit {_stale[param].unit.fqn!r} already; tie weights before "
+            "sharding and shard both modules in one call, fully_shard(root, units=[...])"
+        )
+
+
+def _device(claims: list[_Claim], device: torch.device | str | None) -> torch.device:
+    devices = {
+        p.device: name for c in claims for p, name in c.names.items() if p.device.type != "meta"
+    }
+    if len(devices) > 1:
+        where = ", ".join(f"{name} on {d}" for d, name in devices.items())
+        raise ValueError(
+            f"fully_shard: parameters are on different devices ({where}); move the model to one device first"
+        )
+    if device is not None:
+        return torch.device(device)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, str]:
+    """The 1-D mesh to shard over and the name of its group."""
+    if mesh is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return local_mesh(device.type, 1), ""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"mesh={mesh!r}: give a torch.distributed DeviceMesh")
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1:
+        if "dp_outer" in names:
+            raise NotImplementedError("fully_shard does not support a 'dp_outer' axis (HSDP) yet")
+        if "dp_shard" not in names:
+            raise NotImplementedError(
+                f"fully_shard does not support a {mesh.ndim}-D mesh (HSDP) yet; name the axis to shard over 'dp_shard', "
+                f"or pass mesh[axis]; the axes are {names or 'unnamed'}"
+            )
+        mesh = mesh["dp_shard"]
+    if device.type == "meta":
+        return mesh, ""  # planning: nothing will run
+    if mesh.device_type != device.type:
+        raise ValueError(
+            f"fully_shard: the mesh is over {mesh.device_type!r} but parameters go to {str(device)!r}; "
+            "pass device= or a mesh of that device type"
+        )
+    if mesh.size() == 1 and not (dist.is_available() and dist.is_initialized()):
+        return mesh, ""
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"fully_shard: this rank is not in {mesh}; shard only on ranks that are")
+    try:
+        return mesh, mesh.get_group().group_name if mesh.size() > 1 else ""
+    except (RuntimeError, AssertionError, KeyError, IndexError) as error:
+        raise ValueError(
+            f"fully_shard: {mesh} has no process group; make it with torch.distributed.init_device_mesh"
+        ) from error
+
+
+_stale: weakref.WeakKeyDictionary[nn.Parameter, Ref] = weakref.WeakKeyDictionary()
+"""Parameters from before wrapping that somebody still holds."""
+
+
+def _no_optimizer(params: Iterable[nn.Parameter]) -> None:
+    """Refuses when an optimizer holds one of the parameters: it would go on stepping on the old ones."""
+    ours = set(params)
+    if not any(sys.getrefcount(p) > _USUAL_REFERENCES for p in ours):
+        return
+    holder = _optimizer_of(ours)
+    if holder is not None:
+        raise ValueError(
+            f"fully_shard: a {type(holder).__name__} holds parameters of this module; build the optimizer after "
+            "fully_shard, from model.parameters()"
+        )
+
+
+_USUAL_REFERENCES = 7
+"""References to a parameter that only its module holds, at the point of asking (measured by a test)."""
+
+
+def _optimizer_of(params: set[nn.Parameter]) -> torch.optim.Optimizer | None:
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.optim.Optimizer) and any(
+            p in params for group in thing.param_groups for p in group["params"]
+        ):
+            return thing
+    return None
+
+
+# Building and handing over
+
+
+def _build(
+    claim: _Claim,
+    unit: UnitState,
+    where: dict[nn.Parameter, Ref],
+    policy: MixedPrecisionPolicy,
+    mesh: DeviceMesh,
+    group: str,
+    device: torch.device,
+    reshard: bool,
+    model: str,
+) -> None:
+    """Makes the unit's buffers and fills them; the module is not touched."""
+    kinds: dict[tuple[Precision, bool], list[nn.Parameter]] = {}
+    for param in claim.owners:
+        kinds.setdefault((policy.resolve(param.dtype), param.requires_grad), []).append(param)
+    for (precision, trainable), params in kinds.items():
+        layout = plan([(claim.names[p], tuple(p.shape)) for p in params], mesh.size())
+        buffer = FlatBuffer(
+            claim.fqn, layout, mesh, group, precision,
+            trainable=trainable, reshard=reshard, device=device, model=model,
+        )  # fmt: skip
+        unit.buffers.append(buffer)
+        for slot, param in enumerate(params):
+            carry_attributes(param, buffer.params[slot])
+            entry = layout.slots[slot]
+            where[param] = Ref(buffer, slot, entry.offset, entry.shape, unit)
+            with torch.no_grad():
+                if param.is_meta:
+                    buffer.born_on_meta[slot] = param.dtype
+                    buffer.view(buffer.main, slot).fill_(torch.nan)
+                else:
+                    buffer.keep(slot, param)
+
+
+@contextmanager
+def _undo() -> Iterator[list[Callable[[], None]]]:
+    """Collects how to take changes back, and does so when something fails."""
+    steps: list[Callable[[], None]] = []
+    try:
+        yield steps
+    except BaseException:
+        for step in reversed(steps):
+            step()
+        raise
+
+
+def _hand_over(owner: nn.Module, name: str, ref: Ref, undo: list[Callable[[], None]]) -> None:
+    old = owner._parameters[name]
+    owner._parameters[name] = cast(nn.Parameter, ref.buffer.params[ref.slot])
+    owner.__dict__.setdefault("_mfsdp_refs", {})[name] = ref
+
+    def back() -> None:
+        owner._parameters[name] = old
+        owner.__dict__.get("_mfsdp_refs", {}).pop(name, None)
+
+    undo.append(back)
+
+
+def _swap(owner: nn.Module, unit: UnitState, is_unit: bool, undo: list[Callable[[], None]]) -> None:
+    old = type(owner)
+    owner.__dict__["_mfsdp_unit"] = unit
+    owner.__class__ = _subclass(old, tuple(refs(owner)), is_unit)
+
+    def back() -> None:
+        owner.__class__ = old
+        owner.__dict__.pop("_mfsdp_unit", None)
+        owner.__dict__.pop("_mfsdp_refs", None)
+
+    undo.append(back)
+
+
+@functools.cache
+def _subclass(base: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
+    """The class that a module gets: parameters are properties, forward opens a scope for the eager path.
+
+    Cached, so that equal layers keep equal types and Dynamo's guards stay the same.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A graph break inside of a `try` makes Dynamo run this frame as plain Python, where the scope is opened.
+        scope = None if torch.compiler.is_compiling() else fallback.scope(self)
+        try:
+            return base.forward(self, *args, **kwargs)
+        finally:
+            if scope is not None:
+                scope.close()
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if name in refs(self) and param is not self._parameters.get(name):
+            raise ValueError(
+                f"{type(self).__name__}.{name} is sharded and cannot be replaced; write its values in place, "
+                "with copy_() or inside mfsdp.summon_full_params(model)"
+            )
+        base.register_parameter(self, name, param)
+
+    def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        for ref in refs(self).values():
+            probe = torch.empty(0, dtype=ref.buffer.main.dtype, device=ref.buffer.main.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                raise ValueError(
+                    f"{type(self).__name__} is sharded: parameters cannot go from {probe.dtype} on {probe.device} to "
+                    f"{moved.dtype} on {moved.device}. Move or cast the model before fully_shard."
+                )
+        own, self._parameters = self._parameters, {}
+        try:
+            return base._apply(self, fn, recurse)
+        finally:
+            self._parameters = own
+
+    space: dict[str, Any] = {
+        "forward": functools.wraps(base.forward)(forward),
+        "register_parameter": register_parameter,
+        "_apply": _apply,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        **{name: _property(name) for name in names},
+    }
+    if issubclass(base, nn.RNNBase):
+        space["_flat_weights"] = property(
+            lambda self: [getattr(self, n) if n in self._parameters else None for n in self._flat_weights_names],
+            lambda self, value: None,
+        )
+    bases = (FSDPModule, base) if is_unit else (base,)
+    return cast(type[nn.Module], type(base.__name__, bases, space))
+
+
+def _property(name: str) -> property:
+    def get(self: nn.Module) -> torch.Tensor:
+        ref = self._mfsdp_refs[name]  # type: ignore[index]
+        if torch.compiler.is_compiling():
+            return ops.param(ref.buffer.main, ref.offset, ref.shape, ref.buffer.text)
+        return fallback.read(self, name, ref)  # type: ignore[arg-type]
+
+    _never_a_frame(get)
+    return property(get)
+
+
+def _never_a_frame(function: Callable[..., Any]) -> None:
+    """Dynamo may inline the function but not compile it by itself: where plain Python reads a parameter, a graph of one
+    marker would gather the unit for it alone. Private in torch; tried on 2.11 to 2.13.
+    """
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+# Around training
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Several backward calls before a step. Right as it is: gradients are reduced every time and added up sharded."""
+    if not isinstance(module, FSDPModule) and not any(isinstance(m, FSDPModule) for m in module.modules()):
+        raise ValueError("no_sync: the model is not sharded; call mfsdp.fully_shard first")
+    yield
+
+
+@contextmanager
+def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
+    """Whole main weights as plain parameters inside of the ``with``; edits are kept. All ranks must enter together.
+
+    Args:
+        module: a sharded model, or any of its modules.
+        writeback: whether edits are written back to the shards; each rank writes its own part, so edit alike.
+
+    Raises:
+        ValueError: nothing of the module is sharded, or it is summoned already.
+    """
+    found = {r.buffer: None for m in module.modules() for r in refs(m).values()}
+    if not found:
+        raise ValueError("summon_full_params: the model is not sharded; call mfsdp.fully_shard first")
+    if any(b.summoned is not None for b in found):
+        raise ValueError("summon_full_params: the parameters are summoned already")
+    places = [(m, name, ref) for m in module.modules() for name, ref in refs(m).items()]
+    whole: dict[tuple[int, int], nn.Parameter] = {}
+    try:
+        for buffer in found:
+            buffer.summoned = buffer.gather_main()
+        for m, name, ref in places:
+            full = ref.buffer.summoned
+            assert full is not None
+            view = ref.buffer.full_view(full, ref.slot)
+            key = (id(ref.buffer), ref.slot)
+            if key not in whole:
+                whole[key] = nn.Parameter(view, requires_grad=ref.buffer.trainable)
+            m._parameters[name] = whole[key]
+        yield
+        if writeback:
+            for buffer in found:
+                assert buffer.summoned is not None
+                buffer.scatter_main(buffer.summoned)
+    finally:
+        for m, name, ref in places:
+            m._parameters[name] = cast(nn.Parameter, ref.buffer.params[ref.slot])
+        for buffer in found:
+            buffer.summoned = None

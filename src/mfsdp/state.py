@@ -1,0 +1,220 @@
+"""What one rank keeps: for each unit flat buffers of main weights and gradients, and parameters that are views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import runtime
+from .config import Precision
+from .dtensor import ShardedDTensor, ShardedParameter, Sharding, carry_attributes
+from .layout import Layout, Local
+from .units import Spec
+
+
+class FlatBuffer:
+    """The parameters of one unit that share dtypes, device and whether they train.
+
+    ``main`` is this rank's flat shard, [layout.shard_numel] in ``precision.main``: a leaf that programs read.
+    ``params[i]`` is parameter i as a DTensor, its local tensor a view into ``main``. ``gradient`` is the accumulator,
+    [layout.shard_numel] in ``precision.grad``, there from the first reduction until every ``.grad`` is set to ``None``.
+
+    Args:
+        fqn: path of the unit's module.
+        layout: where each parameter lies.
+        mesh: 1-D, over the ranks that share the buffer.
+        group: name of the process group, ``""`` for one process.
+        precision: dtypes.
+        trainable: whether the parameters require gradients.
+        reshard: whether forward frees the gathered buffer.
+        device: where the shard lives.
+    """
+
+    def __init__(
+        self,
+        fqn: str,
+        layout: Layout,
+        mesh: DeviceMesh,
+        group: str,
+        precision: Precision,
+        *,
+        trainable: bool,
+        reshard: bool,
+        device: torch.device,
+        model: str = "model",
+    ):
+        self.fqn, self.layout, self.mesh, self.precision = fqn, layout, mesh, precision
+        self.trainable, self.model = trainable, model
+        self.spec = Spec(
+            world=layout.world,
+            group=group,
+            splits=layout.splits,
+            precision=precision,
+            divide=float(layout.world),
+            reshard=reshard,
+        )
+        self.text = self.spec.encode()
+        """The spec as markers carry it."""
+        self.rank = _coordinate(mesh)
+        self.locals: tuple[Local, ...] = tuple(
+            layout.local(i, self.rank) for i in range(len(layout.slots))
+        )
+        self.main = torch.zeros(layout.shard_numel, dtype=precision.main, device=device)
+        self.params = [
+            ShardedParameter(self.view(self.main, i), Sharding(layout, i, mesh), trainable, self)
+            for i in range(len(layout.slots))
+        ]
+        self.main.requires_grad_(trainable)
+        runtime.own(self.main, self)
+        if trainable:
+            self.main.register_post_accumulate_grad_hook(self._from_autograd)
+        self.gradient: torch.Tensor | None = None
+        self._grads: dict[int, ShardedDTensor] = {}
+        self._index = {slot.offset: i for i, slot in enumerate(layout.slots) if slot.numel}
+        self.born_on_meta: dict[int, torch.dtype] = {}
+        """Slots whose parameter was built on the meta device, and its dtype there."""
+        self.written: set[int] = set()
+        """Those that an initialiser has written."""
+        self.summoned: torch.Tensor | None = None
+        """The full main weights while `summon_full_params` is open."""
+
+    def view(self, flat: torch.Tensor, slot: int) -> torch.Tensor:
+        """This rank's rows of a parameter, as a view into a flat shard."""
+        at = self.locals[slot]
+        return flat.detach()[at.shard_offset : at.shard_offset + at.numel].view(at.shape)
+
+    def full_view(self, full: torch.Tensor, slot: int) -> torch.Tensor:
+        """A whole parameter, as a tensor over the full buffer's storage that autograd does not take for a view."""
+        s = self.layout.slots[slot]
+        strides = torch.empty(s.shape, device="meta").stride()
+        return full.new_empty(0).set_(full.untyped_storage(), s.offset, s.shape, strides)
+
+    def respec(self, **changes: object) -> None:
+        """Changes the spec; programs that carry the old one recompile."""
+        self.spec = replace(self.spec, **changes)  # type: ignore[arg-type]
+        self.text = self.spec.encode()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> FlatBuffer:
+        twin = FlatBuffer(
+            self.fqn, self.layout, self.mesh, self.spec.group, self.precision,
+            trainable=self.trainable, reshard=self.spec.reshard, device=self.main.device, model=self.model,
+        )  # fmt: skip
+        twin.respec(divide=self.spec.divide)
+        with torch.no_grad():
+            twin.main.copy_(self.main)
+            for slot, (mine, its) in enumerate(zip(self.params, twin.params, strict=True)):
+                carry_attributes(mine, its)
+                if slot in self._grads:
+                    twin.set_grad_of(slot, self._grads[slot])
+                memo[id(mine)] = its
+        memo[id(self)] = twin
+        return twin
+
+    # gradients
+
+    def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None:
+        """Adds ``scale * gshard`` ([shard_numel]) in the accumulator's dtype; the first write is a store."""
+        if self.gradient is None:
+            self.gradient = torch.empty_like(self.main, dtype=self.precision.grad)
+            self.gradient.copy_(gshard)
+            self.gradient.mul_(scale)
+        else:
+            self.gradient.add_(gshard.to(self.precision.grad), alpha=scale)
+        for offset in offsets:
+            slot = self._index[offset]
+            if slot not in self._grads:
+                self._grads[slot] = self._grad_view(slot)
+
+    def _from_autograd(self, main: torch.Tensor) -> None:
+        """Gradients that reach the shard through autograd itself: programs that ran without our passes."""
+        if main.grad is None:
+            return  # our programs give autograd nothing for the shard
+        self.accumulate(main.grad, self._index, 1.0)
+        main.grad = None
+
+    def _grad_view(self, slot: int) -> ShardedDTensor:
+        assert self.gradient is not None
+        return ShardedDTensor(self.view(self.gradient, slot), self.params[slot].sharding)
+
+    def grad_of(self, slot: int) -> ShardedDTensor | None:
+        """The gradient of a parameter, a view into the accumulator, or ``None``."""
+        return self._grads.get(slot)
+
+    def set_grad_of(self, slot: int, value: torch.Tensor | None) -> None:
+        """``None`` forgets the gradient (the storage goes when all are forgotten); a tensor is copied in."""
+        if value is None:
+            old = self._grads.pop(slot, None)
+            if not self._grads:
+                self.gradient = None
+            elif old is not None:
+                old.to_local().zero_()
+            return
+        if value is self._grads.get(slot):
+            return
+        if self.gradient is None:
+            self.gradient = torch.zeros_like(self.main, dtype=self.precision.grad)
+        if slot not in self._grads:
+            self._grads[slot] = self._grad_view(slot)
+        with torch.no_grad():
+            self._grads[slot].copy_(value)
+
+    # whole values, outside of training
+
+    def gather_main(self) -> torch.Tensor:
+        """The full main weights, [full_numel] in ``precision.main``; a collective."""
+        p = self.precision
+        whole = Precision(main=p.main, comm=p.main, compute=p.main, grad_comm=p.grad, grad=p.grad)
+        full = runtime.gather_now(self.main, replace(self.spec, precision=whole).encode())
+        return full.clone() if self.spec.world == 1 else full
+
+    def scatter_main(self, full: torch.Tensor) -> None:
+        """Keeps this rank's part of full main weights."""
+        with torch.no_grad():
+            for slot in range(len(self.layout.slots)):
+                self.keep(slot, self.full_view(full, slot))
+
+    def keep(self, slot: int, value: torch.Tensor) -> None:
+        """Keeps this rank's part of one whole parameter."""
+        at = self.locals[slot]
+        part = value.detach().reshape(-1)[at.param_offset : at.param_offset + at.numel]
+        self.view(self.main, slot).copy_(part.view(at.shape))
+
+
+def _coordinate(mesh: DeviceMesh) -> int:
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "fully_shard lets no rank in that is not in the mesh"
+    return int(coordinate[0])
+
+
+@dataclass
+class Ref:
+    """How a module finds one of its parameters. Plain attributes: Dynamo reads them."""
+
+    buffer: FlatBuffer
+    slot: int
+    offset: int
+    shape: tuple[int, ...]
+    unit: UnitState
+
+
+@dataclass(eq=False)
+class UnitState:
+    """A unit at run time: its module's buffers, and what the eager path has gathered."""
+
+    fqn: str
+    buffers: list[FlatBuffer] = field(default_factory=list)
+    open: int = 0
+    """How many forward calls of the unit's modules are on the stack."""
+    full: dict[int, Sequence[torch.Tensor]] = field(default_factory=dict)
+    """Eager path: parameters of gathered buffers, by index of the buffer."""
+    kept: bool = False
+    """Whether `unshard()` asked to keep them."""
+
+
+def refs(module: nn.Module) -> dict[str, Ref]:
+    """The sharded parameters that the module itself owns."""
+    return module.__dict__.get("_mfsdp_refs", {})

@@ -1,0 +1,95 @@
+"""`trace`: the programs of a toy model, on a laptop: no process group, no accelerator, no memory for the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from . import lowering
+from .capture import Capture
+from .dtensor import local_mesh
+from .program import Phase, Program
+from .shard import fully_shard
+
+
+@dataclass
+class Programs:
+    """What :func:`trace` gives: programs before any pass. ``inference`` is there when nothing requires gradients."""
+
+    forward: Program | None = None
+    backward: Program | None = None
+    inference: Program | None = None
+    all: list[Program] = field(default_factory=list)
+
+    def __iter__(self) -> Any:
+        return iter(self.all)
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    world: int = 8,
+    train: bool = True,
+    name: str | None = None,
+    **sharding: Any,
+) -> Programs:
+    """The forward and backward programs of a model as ``world`` ranks would run them, before any pass.
+
+    Args:
+        model: any module; it is copied to the meta device, not changed.
+        args, kwargs: example inputs (values do not matter).
+        world: ranks to shard over.
+        train: ``False`` traces under ``torch.no_grad()``: one inference program.
+        name: what listings call the programs; default: the class of the model.
+        **sharding: arguments of :func:`mfsdp.fully_shard` (``units``, ``mp_policy``, ...).
+
+    Raises:
+        ValueError: the model is sharded already, or its arguments are bad.
+        RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
+    """
+    meta = _on_meta(model)
+    mesh = local_mesh("cpu", world)
+    fully_shard(meta, mesh=mesh, device="meta", **sharding)
+    out = Programs()
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        capture = Capture(inputs, [n.name for n in gm.graph.find_nodes(op="placeholder")], name)
+
+        def keep(graph: torch.fx.GraphModule, phase: Phase) -> None:
+            program = capture.program(graph, phase)
+            setattr(out, phase, program)
+            out.all.append(program)
+
+        return lowering.eager(gm, inputs, capture, keep)
+
+    def to_meta(x: Any) -> Any:
+        return x.to("meta") if isinstance(x, torch.Tensor) else x
+
+    meta_args, meta_kwargs = pytree.tree_map(to_meta, (args, dict(kwargs or {})))
+    with torch.set_grad_enabled(train):
+        result = torch.compile(meta, backend=backend, fullgraph=True, dynamic=False)(*meta_args, **meta_kwargs)
+        if train:
+            losses = [t.sum() for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
+            if losses:
+                torch.autograd.backward(losses)
+    return out
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """A copy whose tensors take no memory, with the same attributes."""
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        twin: torch.Tensor = tensor.detach().to("meta")
+        if isinstance(tensor, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+        twin.__dict__.update(tensor.__dict__)
+        memo[id(tensor)] = twin
+    return copy.deepcopy(model, memo)

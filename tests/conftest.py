@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+# Ranks and tests share one cache of compiled C++ (it is most of the time), and compile in their own process.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--accept", action="store_true", help="write golden texts instead of comparing them")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
+    for item in items:
+        if item.get_closest_marker("inductor") and compiler is None:
+            item.add_marker(pytest.mark.skip(reason="no C++ compiler (g++ or clang++): Inductor cannot compile"))
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+def _ranks(world: int) -> Iterator[object]:
+    from tests.ranks import Ranks
+
+    ranks = Ranks(world)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[object]:
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[object]:
+    yield from _ranks(4)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """``golden(name, text)``: the text equals tests/goldens/NAME.txt, whole; ``--accept`` writes it."""
+
+    def check(name: str, text: str) -> None:
+        path = ROOT / "tests" / "goldens" / f"{name}.txt"
+        if request.config.getoption("--accept"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="ascii")
+            return
+        want = path.read_text(encoding="ascii") if path.exists() else ""
+        if text != want:
+            diff = difflib.unified_diff(want.splitlines(), text.splitlines(), "golden", "now", lineterm="")
+            pytest.fail(f"{path.name} differs (make goldens accepts it, once read):\n" + "\n".join(diff))
+
+    return check

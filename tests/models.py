@@ -1,0 +1,194 @@
+"""Small models, one for each thing that can go wrong, with the units to shard them into and data that differs by rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class MLP(nn.Module):
+    """Two linear units and a root with a parameter of its own; rows of odd sizes, so that shards are uneven."""
+
+    def __init__(self, width: int = 24, hidden: int = 37, bias: bool = True):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.up = nn.Linear(width, hidden, bias)
+        self.down = nn.Linear(hidden, width, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x * self.scale)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int = 2, break_graph: bool = False):
+        super().__init__()
+        self.heads, self.break_graph = heads, break_graph
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, c = x.shape
+        qkv = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, c // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, c))
+        if self.break_graph:
+            torch._dynamo.graph_break()
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A GPT with tied embeddings: the head's weight is the embedding's."""
+
+    def __init__(
+        self,
+        width: int = 16,
+        layers: int = 2,
+        vocabulary: int = 31,
+        length: int = 8,
+        *,
+        recompute: bool = False,
+        break_graph: bool = False,
+        tied: bool = True,
+    ):
+        super().__init__()
+        self.recompute = recompute
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width, break_graph=break_graph) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(self.norm(x))
+
+
+class Twice(nn.Module):
+    """One module used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.last = nn.Linear(18, 18), nn.Linear(18, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.shared(torch.tanh(self.shared(x)))))
+
+
+class Unused(nn.Module):
+    """A parameter, and a whole layer, that forward never reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.spare = nn.Parameter(torch.randn(7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+class Frozen(nn.Module):
+    """A frozen block between two that train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(14, 14) for _ in range(3))
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class LoRA(nn.Module):
+    """A frozen linear with a low-rank adapter that trains, in the same unit."""
+
+    def __init__(self, width: int = 20, rank: int = 3):
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(rank, width) / 4)
+        self.b = nn.Parameter(torch.randn(width, rank) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.a.T @ self.b.T
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(LoRA(), nn.ReLU(), LoRA())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Conv(nn.Module):
+    """Convolutions and batch norm: buffers that forward writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm = nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10)
+        self.conv2, self.last = nn.Conv2d(10, 7, 3, bias=False), nn.Linear(7, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm(self.conv1(x)))
+        return self.last(self.conv2(x).mean((2, 3)))
+
+
+def llama(layers: int = 2) -> nn.Module:
+    """Hugging Face's Llama from a small config."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=52, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def floats(*shape: int) -> Callable[[], torch.Tensor]:
+    return lambda: torch.randn(shape)
+
+
+def tokens(vocabulary: int, *shape: int) -> Callable[[], torch.Tensor]:
+    return lambda: torch.randint(vocabulary, shape)
+
+
+@dataclass
+class Case:
+    """A model with its units, its data and its loss."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[], torch.Tensor]
+    units: list[Any] = field(default_factory=list)
+    joined: bool = True
+    """Whether the loss of the joined batch is the mean of the ranks' (not so with batch norm)."""
+
+    def loss(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        out = getattr(out, "logits", out)
+        return (out.float() - 0.5).square().mean()
+
+
+CASES: dict[str, Case] = {
+    "mlp": Case(MLP, floats(4, 24), ["up", "down"]),
+    "gpt": Case(GPT, tokens(31, 2, 8), [Block]),
+    "gpt_checkpointed": Case(lambda: GPT(recompute=True), tokens(31, 2, 8), [Block]),
+    "gpt_nested": Case(lambda: GPT(layers=2), tokens(31, 2, 8), [Block, "blocks.*.qkv", "blocks.0.up"]),
+    "twice": Case(Twice, floats(4, 18), ["shared"]),
+    "unused": Case(Unused, floats(4, 12), ["idle"]),
+    "frozen": Case(Frozen, floats(4, 14), ["layers.*"]),
+    "lora": Case(Adapted, floats(4, 20), [LoRA]),
+    "conv": Case(Conv, floats(2, 3, 8, 8), ["conv*"], joined=False),
+    "llama": Case(llama, tokens(67, 2, 9), ["LlamaDecoderLayer"]),
+}

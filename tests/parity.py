@@ -1,0 +1,122 @@
+"""Runs on every rank: a sharded model against the unsharded one, with different data on each rank."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mfsdp
+from tests.models import CASES, Case
+
+
+def build(case: Case, **sharding: Any) -> tuple[nn.Module, nn.Module]:
+    """The unsharded model and a sharded copy of it, the same on every rank."""
+    torch.manual_seed(0)
+    reference = case.build()
+    model = copy.deepcopy(reference)
+    mfsdp.fully_shard(model, units=case.units, **sharding)
+    return reference, model
+
+
+def compiled(model: nn.Module, lowering: str, **options: Any) -> nn.Module:
+    """The model under a lowering; ``"none"`` leaves it uncompiled."""
+    if lowering == "none":
+        warnings.simplefilter("ignore")
+        return model
+    return torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": lowering, **options})  # type: ignore[return-value]
+
+
+def batches(case: Case, step: int = 0) -> list[torch.Tensor]:
+    """Every rank's batch; all ranks know all of them, and each trains on its own."""
+    out = []
+    for rank in range(dist.get_world_size()):
+        torch.manual_seed(1000 * step + rank + 1)
+        out.append(case.batch())
+    return out
+
+
+def averaged(reference: nn.Module) -> None:
+    """Averages the reference's gradients over ranks: what the sharded model must give bitwise on two ranks."""
+    for p in reference.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+            p.grad.div_(dist.get_world_size())
+
+
+def whole(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.full_tensor()  # type: ignore[attr-defined]
+
+
+def error(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item() if b.numel() else 0.0
+
+
+def gradients(name: str, lowering: str, sharding: dict[str, Any] | None = None, **options: Any) -> dict[str, float]:
+    """Loss and gradients of two backward calls. Returns the largest relative errors, by what was compared."""
+    case = CASES[name]
+    reference, model = build(case, **(sharding or {}))
+    run = compiled(model, lowering, **options)
+    mine = batches(case)[dist.get_rank()]
+    worst = {"loss": 0.0, "average": 0.0, "joined": 0.0}
+    for _ in range(2):
+        loss, want = case.loss(run, mine), case.loss(reference, mine)
+        loss.backward()
+        want.backward()
+        worst["loss"] = max(worst["loss"], error(loss.detach(), want.detach()))
+    averaged(reference)
+    _compare(worst, "average", model, reference)
+    for a, b in zip(model.buffers(), reference.buffers(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-5), "buffers differ"
+    if case.joined:
+        reference.zero_grad()
+        both = torch.cat(batches(case))
+        (2 * case.loss(reference, both)).backward()
+        _compare(worst, "joined", model, reference)
+    return worst
+
+
+def _compare(worst: dict[str, float], what: str, model: nn.Module, reference: nn.Module) -> None:
+    theirs = dict(reference.named_parameters())
+    mine = dict(model.named_parameters())
+    assert list(mine) == list(theirs)
+    for n, p in mine.items():
+        got, expected = whole(p.grad), theirs[n].grad
+        assert (got is None) == (expected is None), f"{n}: gradient {got is None} / {expected is None}"
+        if got is not None and expected is not None:
+            assert got.shape == expected.shape
+            worst[what] = max(worst[what], error(got, expected))
+
+
+def training(name: str, lowering: str, steps: int = 10) -> float:
+    """AdamW with weight decay and clipping: the largest relative error of any parameter after the last step."""
+    case = CASES[name]
+    reference, model = build(case)
+    run = compiled(model, lowering)
+    rank = dist.get_rank()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (model, reference)]
+    for step in range(steps):
+        x = batches(case, step)[rank]
+        case.loss(run, x).backward()
+        case.loss(reference, x).backward()
+        averaged(reference)
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (model, reference)]
+        assert error(norms[0], norms[1]) < 1e-5, f"step {step}: norms {norms}"
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    worst = 0.0
+    for (n, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        full = whole(p)
+        assert full is not None, n
+        worst = max(worst, error(full.detach(), q.detach()))
+        state = optimizers[0].state[p]
+        for key, value in optimizers[1].state[q].items():
+            mine = state[key].full_tensor() if hasattr(state[key], "full_tensor") else state[key]
+            worst = max(worst, error(mine, value))
+    return worst

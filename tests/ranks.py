@@ -1,0 +1,112 @@
+"""Runs functions on gloo ranks: a pool of processes that starts once and serves many tests.
+
+    def work(x):                       # a top-level function of a test module, runs on every rank
+        dist.all_reduce(x)
+        return x.item()
+
+    @pytest.mark.dist
+    def test_it(two_ranks):            # or four_ranks
+        assert two_ranks.run(work, torch.ones(1)) == [2.0, 2.0]
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+class Ranks:
+    """``world`` processes with a default gloo group. Rebuilt after a failure, so that every test finds them sound."""
+
+    def __init__(self, world: int):
+        self.world = world
+        self._workers: list[Any] = []
+        self._pipes: list[Any] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
+        """The function's results, by rank.
+
+        Raises:
+            AssertionError: a rank raised (with its traceback), or did not answer in time (with its stack).
+        """
+        if not self._workers:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((function, args, kwargs))
+        deadline = time.monotonic() + timeout
+        answers: list[tuple[bool, Any] | None] = [None] * self.world
+        while time.monotonic() < deadline and None in answers:
+            for rank, pipe in enumerate(self._pipes):
+                if answers[rank] is None and pipe.poll(0.005):
+                    try:
+                        answers[rank] = pipe.recv()
+                    except EOFError:
+                        answers[rank] = (False, "the process died")
+            if any(a is not None and not a[0] for a in answers):
+                deadline = min(deadline, time.monotonic() + 2)  # the others may wait for it in vain
+        faults = [f"rank {r}:\n{a[1]}" for r, a in enumerate(answers) if a is not None and not a[0]]
+        if not faults:
+            stuck = [r for r, a in enumerate(answers) if a is None]
+            faults = [f"rank {r} did not answer in {timeout} s:\n{self._stack(r)}" for r in stuck]
+        if faults:
+            self.stop()
+            raise AssertionError("\n".join(faults))
+        return [a[1] for a in answers if a is not None]
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        for worker in self._workers:
+            worker.kill()
+        for worker in self._workers:
+            worker.join()
+        self._workers, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="mfsdp-ranks-")
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            worker = context.Process(
+                target=_serve, args=(rank, self.world, self._folder.name, theirs), daemon=True
+            )
+            worker.start()
+            self._workers.append(worker)
+            self._pipes.append(ours)
+
+    def _stack(self, rank: int) -> str:
+        assert self._folder is not None
+        os.kill(self._workers[rank].pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        return Path(self._folder.name, f"stack{rank}").read_text()
+
+
+def _serve(rank: int, world: int, folder: str, pipe: Any) -> None:
+    stack = open(Path(folder, f"stack{rank}"), "w")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    while True:
+        function, args, kwargs = pipe.recv()
+        try:
+            answer = (True, function(*args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        torch._dynamo.reset()
+        gc.collect()
+        pipe.send(answer)

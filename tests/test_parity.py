@@ -1,0 +1,67 @@
+"""Sharded equals unsharded: losses, gradients and ten optimizer steps, each rank with data of its own (law 29)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.models import CASES
+from tests.parity import gradients, training
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_eager_lowering_is_bitwise(two_ranks, name):
+    for worst in two_ranks.run(gradients, name, "eager"):
+        assert worst["loss"] == 0 and worst["average"] == 0
+        assert worst["joined"] < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_uncompiled(two_ranks, name):
+    for worst in two_ranks.run(gradients, name, "none"):
+        assert worst["loss"] == 0 and worst["average"] == 0
+        assert worst["joined"] < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_four_ranks(four_ranks, name):
+    for worst in four_ranks.run(gradients, name, "eager"):
+        assert max(worst.values()) < 1e-5
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_inductor(two_ranks, name):
+    for worst in two_ranks.run(gradients, name, "inductor", timeout=300):
+        assert max(worst.values()) < 1e-5
+
+
+@pytest.mark.inductor
+def test_four_ranks_inductor(four_ranks):
+    for worst in four_ranks.run(gradients, "gpt", "inductor", timeout=300):
+        assert max(worst.values()) < 1e-5
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n != "gpt_nested"])
+def test_ten_adamw_steps_with_clipping(two_ranks, name):
+    assert max(two_ranks.run(training, name, "eager")) < 1e-5
+
+
+@pytest.mark.inductor
+def test_ten_adamw_steps_with_clipping_inductor(four_ranks):
+    assert max(four_ranks.run(training, "gpt", "inductor", timeout=300)) < 1e-4
+
+
+@pytest.mark.parametrize("upto", ["capture", "gather", "reshard", "reduce"])
+def test_every_prefix_of_the_pipeline_gives_the_same_numbers(two_ranks, upto):
+    for name in ("mlp", "gpt"):
+        for worst in two_ranks.run(gradients, name, "eager", upto=upto):
+            assert worst["loss"] == 0 and worst["average"] == 0
+
+
+def test_kept_parameters(two_ranks):
+    for worst in two_ranks.run(gradients, "gpt", "eager", {"reshard_after_forward": False}):
+        assert worst["loss"] == 0 and worst["average"] == 0
+    for worst in two_ranks.run(gradients, "gpt", "none", {"reshard_after_forward": False}):
+        assert worst["loss"] == 0 and worst["average"] == 0
