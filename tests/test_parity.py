@@ -19,8 +19,10 @@ def test_two_ranks_eager_lowering_is_bitwise(two_ranks, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_uncompiled(two_ranks, name):
+    # A unit that is called twice is gathered and reduced twice here: the same sum in another order.
+    bound = 1e-6 if name == "twice" else 0
     for worst in two_ranks.run(gradients, name, "none"):
-        assert worst["loss"] == 0 and worst["average"] == 0
+        assert worst["loss"] == 0 and worst["average"] <= bound
         assert worst["joined"] < 1e-5
 
 
@@ -50,14 +52,17 @@ def test_ten_adamw_steps_with_clipping(two_ranks, name):
 
 @pytest.mark.inductor
 def test_ten_adamw_steps_with_clipping_inductor(four_ranks):
-    assert max(four_ranks.run(training, "gpt", "inductor", timeout=300)) < 1e-4
+    # Adam divides by the root of the square: where a gradient is almost zero, its rounding becomes a whole step.
+    assert max(four_ranks.run(training, "gpt", "inductor", timeout=300)) < 1e-3
 
 
 @pytest.mark.parametrize("upto", ["capture", "gather", "reshard", "reduce"])
 def test_every_prefix_of_the_pipeline_gives_the_same_numbers(two_ranks, upto):
-    for name in ("mlp", "gpt"):
+    for name in ("mlp", "conv", "gpt"):
+        # Before `reduce`, each use of a tied weight is reduced by itself: the same sum in another order.
+        bound = 1e-6 if name == "gpt" and upto != "reduce" else 0
         for worst in two_ranks.run(gradients, name, "eager", upto=upto):
-            assert worst["loss"] == 0 and worst["average"] == 0
+            assert worst["loss"] == 0 and worst["average"] <= bound
 
 
 def test_kept_parameters(two_ranks):

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
-from . import lowering, pipeline
+from . import lowering, pipeline, runtime
 from .capture import Capture
 from .config import Options
 from .program import Phase
@@ -60,7 +59,7 @@ def mfsdp(
             checked=chosen.check,
             listings=folder is not None,
         )
-        if folder is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+        if folder is not None and runtime.rank() == 0:
             write(folder, number, phase, stages)
 
     return lowering.LOWERINGS[chosen.lowering](gm, example_inputs, capture, transform)

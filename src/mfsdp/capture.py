@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -55,7 +54,7 @@ class Capture:
             self.shards[i] = Unit(
                 f"u{number}{letter}", buffer.fqn, buffer.spec, buffer.layout, buffer.trainable
             )
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if runtime.world() > 1:
             self._plain_units(inputs, names, len(seen))
 
     def _plain_units(self, inputs: Sequence[Any], names: Sequence[str], start: int) -> None:
@@ -68,13 +67,13 @@ class Capture:
                 and not getattr(tensor, "_mfsdp_ignored", False)
             ):
                 groups.setdefault((_layer(names[i]), tensor.dtype), []).append(i)
-        world = dist.get_world_size()
+        world = runtime.world()
         for number, ((fqn, dtype), members) in enumerate(groups.items(), start):
             params = [(_path(names[i]), tuple(inputs[i].shape)) for i in members]
             unique = [(f"{n}.{k}" if n in dict(params[:k]) else n, s) for k, (n, s) in enumerate(params)]
             layout = plan(unique, 1)
             spec = Spec(
-                world, dist.group.WORLD.group_name, (layout.shard_numel,),  # type: ignore[union-attr]
+                world, runtime.default_group(), (layout.shard_numel,),
                 Precision(dtype, dtype, dtype, dtype, dtype), float(world), True,
             )  # fmt: skip
             unit = Unit(f"u{number}", fqn, spec, layout, sharded=False)
@@ -129,7 +128,7 @@ class Capture:
             elif name:
                 program.rename(node, name)
         program.gradients = {i: (unit.name, offset) for i, (unit, offset) in plain.items()}
-        for node in list(program.find(Kind.PARAM)):
+        for node in gm.graph.find_nodes(op="call_function", target=ops.param):
             r = role(node)
             assert r is not None
             offset = node.args[1]

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from . import runtime
 from .layout import Layout, Local
 
 aten = torch.ops.aten
@@ -139,7 +139,7 @@ class ShardedDTensor(DTensor):
         padded = mine.new_zeros(length)
         padded[: mine.numel()] = mine.reshape(-1)
         gathered = mine.new_empty(length * layout.world)
-        dist.all_gather_into_tensor(gathered, padded, group=_group(s))
+        runtime.gather_flat(gathered, padded, group=_group(s))
         flat = whole.view(-1)
         for rank, part in enumerate(parts):
             start = rank * length
@@ -405,29 +405,18 @@ def _whole_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
         )
 
 
-_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "mean": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-    "any": dist.ReduceOp.MAX,
-    "all": dist.ReduceOp.MIN,
-}
+_OPS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "any": "max", "all": "min"}
 
 
-def _all_reduce(partial: torch.Tensor, op: Any, sharding: Sharding) -> torch.Tensor:
+def _all_reduce(partial: torch.Tensor, op: str, sharding: Sharding) -> torch.Tensor:
     if sharding.layout.world == 1:
         return partial
     if partial.dtype is torch.bool:
-        number = partial.to(torch.uint8)
-        dist.all_reduce(number, op, group=_group(sharding))
-        return number.bool()
-    partial = partial.contiguous()
-    dist.all_reduce(partial, op, group=_group(sharding))
-    return partial
+        return runtime.reduced(partial.to(torch.uint8), op, _group(sharding)).bool()
+    return runtime.reduced(partial.contiguous(), op, _group(sharding))
 
 
-def _group(sharding: Sharding) -> dist.ProcessGroup:
+def _group(sharding: Sharding) -> Any:
     try:
         return sharding.mesh.get_group()
     except (RuntimeError, AssertionError, KeyError, IndexError) as error:
@@ -461,15 +450,15 @@ def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> l
         some = torch._foreach_norm([locals_[i] for i in keep], order, wide)
         partial[torch.tensor(keep, device=partial.device)] = torch.stack(some)
     if math.isinf(order):
-        op = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
+        op = "max" if order > 0 else "min"
         total = _all_reduce(partial, op, tensors[0]._sharding)
     elif order == 0:
-        total = _all_reduce(partial, dist.ReduceOp.SUM, tensors[0]._sharding)
+        total = _all_reduce(partial, "sum", tensors[0]._sharding)
     else:
         powers = partial.pow(order)
         if order < 0:
             powers[partial == 0] = 0
-        total = _all_reduce(powers, dist.ReduceOp.SUM, tensors[0]._sharding).pow(1 / order)
+        total = _all_reduce(powers, "sum", tensors[0]._sharding).pow(1 / order)
     return [n.to(dtype or t.dtype) for n, t in zip(total.unbind(), locals_, strict=True)]
 
 
@@ -500,7 +489,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if not (isinstance(a, ShardedDTensor) and isinstance(b, ShardedDTensor) and a._sharding.same(b._sharding)):
         return _refuse(func, args, kwargs)  # type: ignore[no-any-return]
     here = torch.tensor(torch.equal(a._local_tensor, b._local_tensor), device=a._local_tensor.device)
-    return bool(_all_reduce(here, dist.ReduceOp.MIN, a._sharding))
+    return bool(_all_reduce(here, "min", a._sharding))
 
 
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

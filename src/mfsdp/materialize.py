@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import runtime
 from .state import Ref, refs
 
 
@@ -143,12 +143,9 @@ def _same_random_numbers(device: torch.device, mesh: DeviceMesh) -> Iterator[Non
         return
     group = mesh.get_group()
     carrier = device if device.type != "cpu" else torch.device("cpu")
-    source = dist.get_global_rank(group, 0)
 
     def of_rank_0(state: torch.Tensor) -> torch.Tensor:
-        moved = state.to(carrier)
-        dist.broadcast(moved, source, group=group)
-        return moved.cpu()
+        return runtime.broadcast(state.to(carrier), group).cpu()
 
     accelerator = torch.get_device_module(device) if device.type != "cpu" else None
     own = torch.get_rng_state()

@@ -60,6 +60,44 @@ def process_group(name: str) -> dist.ProcessGroup:
         ) from error
 
 
+def world() -> int:
+    """Ranks of the default group, 1 when there is none."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank in the default group, 0 when there is none."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def initialized() -> bool:
+    """Whether there is a default group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def default_group() -> str:
+    """Name of the default group."""
+    assert dist.group.WORLD is not None
+    return str(dist.group.WORLD.group_name)
+
+
+def reduced(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
+    """All-reduces a tensor in place and returns it; ``op`` is ``"sum"``, ``"min"`` or ``"max"``."""
+    ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+    dist.all_reduce(tensor, ops[op], group=group)
+    return tensor
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensor of the group's first rank, in place."""
+    dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
+    return tensor
+
+
+# Named *_single from torch 2.13 on, where the old names warn; tried on 2.11 to 2.13.
+gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _under_way: dict[int, list[Any]] = {}
 
 
@@ -75,7 +113,7 @@ def all_gather(shard: torch.Tensor, spec: str) -> torch.Tensor:
     works, start, at = [], 0, 0
     for chunk in s.splits:
         out, part = full[start : start + s.world * chunk], shard[at : at + chunk]
-        works.append(dist.all_gather_into_tensor(out, part, group, async_op=True))
+        works.append(gather_flat(out, part, group=group, async_op=True))
         start, at = start + s.world * chunk, at + chunk
     _launched(full, works)
     return full
@@ -89,7 +127,7 @@ def reduce_scatter(gfull: torch.Tensor, spec: str) -> torch.Tensor:
     works, start, at = [], 0, 0
     for chunk in s.splits:
         part, out = gfull[start : start + s.world * chunk], gshard[at : at + chunk]
-        works.append(dist.reduce_scatter_tensor(out, part, group=group, async_op=True))
+        works.append(scatter_flat(out, part, group=group, async_op=True))
         start, at = start + s.world * chunk, at + chunk
     _launched(gshard, works)
     return gshard

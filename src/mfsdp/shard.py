@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import fallback, materialize, ops
+from . import fallback, materialize, ops, runtime
 from .config import MixedPrecisionPolicy, Precision
 from .dtensor import ShardedParameter, carry_attributes, local_mesh
 from .layout import plan
@@ -313,11 +312,11 @@ def _device(claims: list[_Claim], device: torch.device | str | None) -> torch.de
 def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, str]:
     """The 1-D mesh to shard over and the name of its group."""
     if mesh is None:
-        if not (dist.is_available() and dist.is_initialized()):
+        if not runtime.initialized():
             return local_mesh(device.type, 1), ""
         from torch.distributed.device_mesh import init_device_mesh
 
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+        mesh = init_device_mesh(device.type, (runtime.world(),), mesh_dim_names=("dp_shard",))
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh={mesh!r}: give a torch.distributed DeviceMesh")
     names = mesh.mesh_dim_names or ()
@@ -337,7 +336,7 @@ def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, st
             f"fully_shard: the mesh is over {mesh.device_type!r} but parameters go to {str(device)!r}; "
             "pass device= or a mesh of that device type"
         )
-    if mesh.size() == 1 and not (dist.is_available() and dist.is_initialized()):
+    if mesh.size() == 1 and not runtime.initialized():
         return mesh, ""
     if mesh.get_coordinate() is None:
         raise ValueError(f"fully_shard: this rank is not in {mesh}; shard only on ranks that are")
