@@ -93,7 +93,7 @@ def _compare(worst: dict[str, float], what: str, model: nn.Module, reference: nn
         assert (got is None) == (expected is None), f"{n}: gradient {got is None} / {expected is None}"
         if got is not None and expected is not None:
             assert got.shape == expected.shape
-            worst[what] = max(worst[what], error(got, expected, 1e-3 * largest))
+            worst[what] = max(worst[what], error(got, expected, 1e-2 * largest))
 
 
 def training(name: str, lowering: str, steps: int = 10) -> float:

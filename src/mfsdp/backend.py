@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from . import lowering, pipeline, runtime
-from .capture import Capture
+from .capture import Capture, sources
 from .config import Options
 from .program import Phase
 
@@ -46,7 +46,7 @@ def mfsdp(
         chosen = Options.parse(options)
     except (ValueError, TypeError) as error:
         return _raise(error)
-    capture = Capture(example_inputs, _sources(gm))
+    capture = Capture(example_inputs, sources(gm))
     if not capture.shards:
         _tell_unsharded(capture)
     folder = Path(chosen.folder) if chosen.folder else None
@@ -80,18 +80,6 @@ def _raise(error: Exception) -> Callable[..., Any]:
         raise error
 
     return compiled
-
-
-def _sources(gm: fx.GraphModule) -> list[str]:
-    """Where each input came from, as Dynamo's guards write it. Private in torch; tried on 2.11 to 2.13."""
-    names = []
-    for node in gm.graph.find_nodes(op="placeholder"):
-        arg = node.meta.get("grapharg")
-        source = getattr(arg, "source", None)
-        name = getattr(source, "name", None)
-        text = name() if callable(name) else name
-        names.append(text if isinstance(text, str) else node.name)
-    return names
 
 
 def _tell_unsharded(capture: Capture) -> None:

@@ -32,14 +32,15 @@ class Capture:
 
     def __init__(self, inputs: Sequence[Any], names: Sequence[str], name: str | None = None):
         self.inputs = len(inputs)
-        self.input_names = [_readable(n) for n in names]
+        buffers = [b for t in inputs if (b := runtime.owner(t)) is not None]
+        frame = next((b.frame for b in buffers if b.fqn == "(root)"), None)
+        self.name = name or (frame.name if frame else "model")
+        self.input_names = [_readable(n, frame.inputs if frame else ()) for n in names]
         self.shards: dict[int, Unit] = {}
         """Index of an input that is a shard -> its unit."""
         self.plain: dict[int, tuple[Unit, int]] = {}
         """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
         self._names(inputs, names)
-        models = [runtime.owner(t).model for t in inputs if runtime.owner(t) is not None]
-        self.name = name or (models[0] if models else "model")
 
     def _names(self, inputs: Sequence[Any], names: Sequence[str]) -> None:
         seen: dict[str, list[FlatBuffer]] = {}
@@ -179,12 +180,16 @@ def recompute_parameters(joint: fx.GraphModule) -> None:
         node.meta["ac_graph_id"] = _LAST_REGION
 
 
-def _readable(source: str) -> str:
-    """A name for an input of the frame: ``x`` for ``L['x']``, the path for what hangs on the model."""
-    local = re.fullmatch(r"L\['(\w+)'\]", source) or re.fullmatch(r"l_(\w+?)_", source)
-    if local:
-        return local[1]
-    return re.sub(r"\W+", "_", _path(source) if "_modules" in source else source).strip("_").lower()
+def _readable(source: str, parameters: Sequence[str]) -> str:
+    """A name for an input of the frame: ``x`` for ``L['x']``, ``L['args'][0]``, ``L['kwargs']['x']`` alike, a path for
+    what hangs on the model.
+    """
+    positional = re.match(r"L\['args'\]\[(\d+)\]", source)
+    if positional and int(positional[1]) < len(parameters):
+        rest = source[positional.end() :]
+        source = f"L['{parameters[int(positional[1])]}']{rest}"
+    text = _path(source) if "_modules" in source else re.sub(r"L\['(?:kwargs'\]\[')?", "", source, count=1)
+    return re.sub(r"\W+", "_", text).strip("_").lower()
 
 
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
@@ -199,3 +204,15 @@ def _layer(source: str) -> str:
     """The layer a parameter belongs to: its path up to the first number, else the root."""
     match = _LAYER.match(_path(source).rpartition(".")[0])
     return match[1] if match else "(root)"
+
+
+def sources(gm: fx.GraphModule) -> list[str]:
+    """Where each input came from, as Dynamo's guards write it. Private in torch; tried on 2.11 to 2.13."""
+    names = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        arg = node.meta.get("grapharg")
+        source = getattr(arg, "source", None)
+        name = getattr(source, "name", None)
+        text = name() if callable(name) else name
+        names.append(text if isinstance(text, str) else node.name)
+    return names

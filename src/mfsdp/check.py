@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from . import ops
 from .program import Program, base_of, mutates, view_of
-from .roles import Kind, is_kind, role
+from .roles import Kind, role
 from .units import Spec
 
 Fault = tuple[Node, str]
@@ -38,24 +38,17 @@ def check(p: Program) -> None:
             raise LawError(law, node, text)
 
 
-def disjoint(p: Program) -> Iterator[Fault]:
-    """1: a collective's output is disjoint from its input."""
-    for node in p.nodes:
-        if node.target in (ops.all_gather, ops.reduce_scatter) and view_of(node) is not None:
-            yield node, f"{node.name} shares storage with its input"
-
-
 def stored(p: Program) -> Iterator[Fault]:
     """2: no two gradients are packed into the same elements, and none outside of the buffer."""
     for node in p.nodes:
         if node.target is not ops.pack:
             continue
         grads, offsets, spec = node.args[:3]
-        end = 0
+        end, last = 0, -1
         for grad, offset in sorted(zip(grads, offsets, strict=True), key=lambda pair: pair[1]):  # type: ignore[arg-type]
-            if offset < end:
+            if last < offset < end:
                 yield node, f"{node.name} writes elements from {offset} on twice"
-            end = offset + grad.meta["val"].numel()
+            end, last = offset + grad.meta["val"].numel(), offset
         if end > Spec.decode(spec).full_numel:  # type: ignore[arg-type]
             yield node, f"{node.name} writes beyond its end"
 
@@ -234,7 +227,6 @@ def wide(p: Program) -> Iterator[Fault]:
 
 
 LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
-    (1, disjoint),
     (2, stored),
     (3, one_path),
     (4, apart),
@@ -248,4 +240,4 @@ LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
     (17, scaled),
     (18, wide),
 )
-"""Number (docs/LAWS.md) and function. `is_kind` marks are trusted; operators are looked at by target."""
+"""Number (docs/LAWS.md) and function."""

@@ -260,7 +260,7 @@ def _known(node: Node) -> list[Any]:
     """Arguments worth reading: not the text of a spec, not trailing defaults."""
     if is_kind(node, Kind.PARAM, Kind.GRAD):
         return [a for a in node.args if not isinstance(a, str)]
-    return [*node.args, *(v for v in node.kwargs.values() if v is not None)]
+    return [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, _UNSAID)]
 
 
 def _factor(scale: Any) -> str:
@@ -298,6 +298,9 @@ def _name(node: Node) -> str:
         return f"{_name(parent)}[{node.args[1]}]"
     return _name(parent)
 
+
+_UNSAID = (type(None), torch.device, torch.layout, torch.memory_format)
+"""Arguments that a listing leaves out: some differ between machines."""
 
 _TRANSPOSES = (
     torch.ops.aten.t.default,

@@ -89,10 +89,10 @@ class Program:
         return sorted(family, key=order.__getitem__)
 
     def readers(self, node: Node) -> list[Node]:
-        """Every node that reads the value or a view of it, views themselves excluded, in program order."""
-        family = self.aliases(node)
+        """Every node that reads or writes the value or a view of it, plain views excluded, in program order."""
+        family = set(self.aliases(node))
         order = self.order()
-        users = {u for n in family for u in n.users} - set(family)
+        users = {u for n in family for u in n.users if u not in family or mutates(u)}
         return sorted(users, key=order.__getitem__)
 
     # edits
@@ -145,8 +145,10 @@ def view_of(node: Node) -> Node | None:
     if getattr(node.target, "__name__", "") == "getitem":
         return node.args[0]  # type: ignore[return-value]
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.returns or schema.returns[0].alias_info is None:
+    if schema is None or not schema.returns:
         return None
+    if schema.returns[0].alias_info is None and node.target is not torch.ops.aten._unsafe_view.default:
+        return None  # _unsafe_view shares storage, whatever its schema says
     first = node.args[0]
     return first if isinstance(first, Node) else None
 

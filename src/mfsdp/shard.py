@@ -6,8 +6,10 @@ import fnmatch
 import functools
 import gc
 import importlib
+import inspect
 import re
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from . import fallback, materialize, ops, runtime
 from .config import MixedPrecisionPolicy, Precision
 from .dtensor import ShardedParameter, carry_attributes, local_mesh
 from .layout import plan
-from .state import FlatBuffer, Ref, UnitState, refs
+from .state import FlatBuffer, Frame, Ref, UnitState, refs
 
 UnitLike = type[nn.Module] | str
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -133,7 +135,7 @@ def fully_shard(
     where: dict[nn.Parameter, Ref] = {}
     for claim in claims:
         _build(claim, states[claim.module], where, policy, shard_mesh, group, target,
-               reshard_after_forward, type(module).__name__)  # fmt: skip
+               reshard_after_forward, _frame(module))  # fmt: skip
     with _undo() as undo:
         for param in ignored:
             param._mfsdp_ignored = True  # type: ignore[attr-defined]
@@ -226,6 +228,11 @@ def _pattern(pattern: str) -> re.Pattern[str]:
             inner = fnmatch.translate(part).removeprefix("(?s:").rsplit(")", 1)[0]
             out.append(inner.replace(".*", "[^.]*"))
     return re.compile(r"\.".join(out).replace(r")?\.", r")?\.?"))
+
+
+def _frame(module: nn.Module) -> Frame:
+    names = inspect.signature(module.forward).parameters
+    return Frame(type(module).__name__, tuple(names))
 
 
 @dataclass
@@ -390,7 +397,7 @@ def _build(
     group: str,
     device: torch.device,
     reshard: bool,
-    model: str,
+    frame: Frame,
 ) -> None:
     """Makes the unit's buffers and fills them; the module is not touched."""
     kinds: dict[tuple[Precision, bool], list[nn.Parameter]] = {}
@@ -400,7 +407,7 @@ def _build(
         layout = plan([(claim.names[p], tuple(p.shape)) for p in params], mesh.size())
         buffer = FlatBuffer(
             claim.fqn, layout, mesh, group, precision,
-            trainable=trainable, reshard=reshard, device=device, model=model,
+            trainable=trainable, reshard=reshard, device=device, frame=frame,
         )  # fmt: skip
         unit.buffers.append(buffer)
         for slot, param in enumerate(params):
@@ -492,7 +499,7 @@ def _subclass(base: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> t
             self._parameters = own
 
     space: dict[str, Any] = {
-        "forward": functools.wraps(base.forward)(forward),
+        "forward": functools.wraps(base.forward)(own_code(forward, base.__name__)),
         "register_parameter": register_parameter,
         "_apply": _apply,
         "__module__": base.__module__,
@@ -507,6 +514,15 @@ def _subclass(base: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> t
         )
     bases = (FSDPModule, base) if is_unit else (base,)
     return cast(type[nn.Module], type(base.__name__, bases, space))
+
+
+def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function with a code object of its own: Dynamo's caches and recompile limits count by code object."""
+    assert isinstance(function, types.FunctionType)
+    code = function.__code__.replace(co_name=f"{name}_forward")
+    out = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    out.__kwdefaults__ = function.__kwdefaults__
+    return out
 
 
 def _property(name: str) -> property:

@@ -16,6 +16,14 @@ from .layout import Layout, Local
 from .units import Spec
 
 
+@dataclass(frozen=True)
+class Frame:
+    """Names for listings: of the module that was sharded, and of its forward's parameters."""
+
+    name: str
+    inputs: tuple[str, ...]
+
+
 class FlatBuffer:
     """The parameters of one unit that share dtypes, device and whether they train.
 
@@ -32,6 +40,7 @@ class FlatBuffer:
         trainable: whether the parameters require gradients.
         reshard: whether forward frees the gathered buffer.
         device: where the shard lives.
+        frame: what listings call the model and its inputs.
     """
 
     def __init__(
@@ -45,10 +54,10 @@ class FlatBuffer:
         trainable: bool,
         reshard: bool,
         device: torch.device,
-        model: str = "model",
+        frame: Frame,
     ):
         self.fqn, self.layout, self.mesh, self.precision = fqn, layout, mesh, precision
-        self.trainable, self.model = trainable, model
+        self.trainable, self.frame = trainable, frame
         self.spec = Spec(
             world=layout.world,
             group=group,
@@ -101,7 +110,7 @@ class FlatBuffer:
     def __deepcopy__(self, memo: dict[int, object]) -> FlatBuffer:
         twin = FlatBuffer(
             self.fqn, self.layout, self.mesh, self.spec.group, self.precision,
-            trainable=self.trainable, reshard=self.spec.reshard, device=self.main.device, model=self.model,
+            trainable=self.trainable, reshard=self.spec.reshard, device=self.main.device, frame=self.frame,
         )  # fmt: skip
         twin.respec(divide=self.spec.divide)
         with torch.no_grad():

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import lowering
-from .capture import Capture
+from .capture import Capture, sources
 from .dtensor import local_mesh
 from .program import Phase, Program
-from .shard import fully_shard
+from .shard import fully_shard, own_code
 
 
 @dataclass
@@ -58,10 +58,13 @@ def trace(
     meta = _on_meta(model)
     mesh = local_mesh("cpu", world)
     fully_shard(meta, mesh=mesh, device="meta", **sharding)
+    kind = type(meta)
+    forward = own_code(kind.forward, kind.__name__)  # so that traces do not count as recompilations of the model
+    meta.__class__ = type(kind.__name__, (kind,), {"forward": forward})
     out = Programs()
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        capture = Capture(inputs, [n.name for n in gm.graph.find_nodes(op="placeholder")], name)
+        capture = Capture(inputs, sources(gm), name)
 
         def keep(graph: torch.fx.GraphModule, phase: Phase) -> None:
             program = capture.program(graph, phase)

@@ -1,0 +1,181 @@
+"""Every law is broken on purpose; the checker must say which, and show where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from mfsdp import ops, pipeline
+from mfsdp.check import LAWS, LawError, check
+from mfsdp.program import Program
+from mfsdp.roles import Kind, Role
+from tests.toys import toy2
+
+MUTATIONS: dict[str, tuple[int, str, Callable[[Program], None]]] = {}
+
+
+def mutation(law: int, phase: str = "backward") -> Callable[[Callable[[Program], None]], Callable[[Program], None]]:
+    def register(function: Callable[[Program], None]) -> Callable[[Program], None]:
+        MUTATIONS[function.__name__] = (law, phase, function)
+        return function
+
+    return register
+
+
+def one(p: Program, target: object) -> torch.fx.Node:
+    return next(n for n in p.nodes if n.target is target)
+
+
+def role_of(node: torch.fx.Node) -> Role:
+    return node.meta["mfsdp"]
+
+
+@mutation(2)
+def two_gradients_in_one_place(p: Program) -> None:
+    node = one(p, ops.pack)
+    grads, offsets, spec, scale = node.args
+    node.args = (grads, [0, 16], spec, scale)
+
+
+@mutation(2)
+def gradient_beyond_the_end(p: Program) -> None:
+    node = one(p, ops.pack)
+    grads, offsets, spec, scale = node.args
+    node.args = (grads, [0, 1056768], spec, scale)
+
+
+@mutation(3)
+def accumulated_twice(p: Program) -> None:
+    node = one(p, ops.accumulate)
+    p.insert(ops.accumulate, node.args, node, role_of(node))
+
+
+@mutation(4)
+def accumulated_into_itself(p: Program) -> None:
+    node = one(p, ops.accumulate)
+    node.args = (node.args[1], *node.args[1:])
+
+
+@mutation(5)
+def read_after_free(p: Program) -> None:
+    free = one(p, ops.free)
+    one(p, ops.wait).append(free)
+
+
+@mutation(5, "forward")
+def free_forgotten(p: Program) -> None:
+    p.erase(one(p, ops.free))
+
+
+@mutation(5, "forward")
+def freed_twice(p: Program) -> None:
+    free = one(p, ops.free)
+    p.insert(ops.free, free.args, free, role_of(free))
+
+
+@mutation(6, "forward")
+def parameter_saved_for_backward(p: Program) -> None:
+    weight = next(n for n in p.nodes if n.name == "u0_weight")
+    for free in list(p.find(Kind.FREE)):
+        p.erase(free)
+    p.set_results([*p.results(), weight])
+
+
+@mutation(7, "forward")
+def parameter_at_the_wrong_place(p: Program) -> None:
+    weight = next(n for n in p.nodes if n.name == "u0_weight")
+    weight.args = (*weight.args[:3], 16)
+
+
+@mutation(8)
+def tied_gradient_packed_twice(p: Program) -> None:
+    node = one(p, ops.pack)
+    grads, offsets, spec, scale = node.args
+    one_grad = grads[1]  # type: ignore[index]
+    node.args = ([one_grad, one_grad], [1048576, 1048576], spec, scale)
+
+
+@mutation(11)
+def wait_dropped(p: Program) -> None:
+    p.erase(one(p, ops.wait))
+
+
+@mutation(11, "forward")
+def wait_after_first_reader(p: Program) -> None:
+    one(p, torch.ops.aten.addmm.default).append(one(p, ops.wait))
+
+
+@mutation(11)
+def input_not_kept_alive(p: Program) -> None:
+    wait = next(n for n in p.nodes if n.target is ops.wait and role_of(n).lane.value == "R")
+    wait.args = (wait.args[0], [])
+
+
+@mutation(11)
+def input_overwritten_in_flight(p: Program) -> None:
+    gfull = one(p, ops.pack)
+    p.insert(torch.ops.aten.zero_.default, (gfull,), one(p, ops.reduce_scatter).next, Role(Kind.GFULL, "u1"))
+
+
+@mutation(14)
+def reduction_lost(p: Program) -> None:
+    p.erase(one(p, ops.accumulate))
+
+
+@mutation(15)
+def gradient_left_out(p: Program) -> None:
+    pack = one(p, ops.pack)
+    shard = one(p, ops.accumulate).args[0]
+    p.insert(ops.param_grad, (pack.args[0][0], shard, 0, pack.args[2]), pack, Role(Kind.GRAD, role_of(pack).unit))  # type: ignore[index]
+
+
+@mutation(15)
+def packed_in_two_pieces(p: Program) -> None:
+    pack = one(p, ops.pack)
+    p.insert(ops.pack, pack.args, pack, role_of(pack))
+
+
+@mutation(17)
+def scaled_twice(p: Program) -> None:
+    node = one(p, ops.pack)
+    node.args = (*node.args[:3], 0.125)
+
+
+@mutation(17)
+def not_scaled(p: Program) -> None:
+    node = one(p, ops.accumulate)
+    node.args = (*node.args[:3], 1.0)
+
+
+@mutation(18)
+def communicated_in_another_dtype(p: Program) -> None:
+    node = one(p, ops.pack)
+    node.meta["val"] = node.meta["val"].to(torch.float16)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_caught(name):
+    law, phase, mutate = MUTATIONS[name]
+    program = toy2(phase)
+    passes = (*pipeline.PIPELINE, (name, mutate))
+    with pytest.raises(LawError) as caught:
+        pipeline.run(program, passes=passes)
+    text = str(caught.value)
+    assert caught.value.law == law, text
+    assert f"after {name}" in text and f"(law {law})" in text and "\n -> " in text
+
+
+def test_every_law_has_a_mutation():
+    laws = {law for law, _ in LAWS}
+    broken = {law for law, _, _ in MUTATIONS.values()}
+    print(f"{len(laws)} laws, {len(MUTATIONS)} mutations")
+    assert laws == broken
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "inference"])
+def test_sound_programs_pass(phase):
+    program = toy2(phase)
+    pipeline.run(program)
+    check(program)

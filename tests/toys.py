@@ -1,0 +1,32 @@
+"""The toy of LISTING and README: two linear layers with ReLU, 1024 wide, bf16, two units, eight ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import mfsdp
+from mfsdp.program import Program
+
+BF16 = mfsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.bfloat16)
+
+
+class Toy2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def toy2(phase: str = "forward", **kwargs: object) -> Program:
+    """A program of the toy, before any pass."""
+    with torch.device("meta"):
+        model = Toy2().to(torch.bfloat16)
+        x = torch.empty(256, 1024, dtype=torch.bfloat16)
+    sharding = {"units": ["layers.0", "layers.2"], "mp_policy": BF16, **kwargs}
+    programs = mfsdp.trace(model, (x,), world=8, name="toy2", train=phase != "inference", **sharding)
+    program = getattr(programs, phase)
+    assert program is not None
+    return program
