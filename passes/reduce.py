@@ -67,21 +67,15 @@ def _reduce_sharded(p: Program, unit: Unit) -> bool:
     ready = _after(p, [g for grads in by_offset.values() for g in grads])
     offsets = sorted(by_offset)
     role = Role(Kind.GFULL, unit.name)
-    grads = [
-        fold(lambda a, b: p.insert(aten.add.Tensor, (a, b), ready, role), by_offset[o]) for o in offsets
-    ]
+    grads = [fold(lambda a, b: p.insert(aten.add.Tensor, (a, b), ready, role), by_offset[o]) for o in offsets]
     spec = unit.spec
-    gshard = p.insert(
-        ops.pack, (grads, offsets, spec.encode(), 1.0), ready, role, f"{unit.name}_gfull"
-    )
+    gshard = p.insert(ops.pack, (grads, offsets, spec.encode(), 1.0), ready, role, f"{unit.name}_gfull")
     if spec.world > 1:
         gfull, lane = gshard, Lane.REDUCE
         out = Role(Kind.GSHARD, unit.name, lane)
-        args = (gfull, spec.encode())
-        gshard = p.insert(ops.reduce_scatter, args, ready, out, f"{unit.name}_gshard")
+        gshard = p.insert(ops.reduce_scatter, (gfull, spec.encode()), ready, out, f"{unit.name}_gshard")
         p.insert(ops.wait, (gshard, [gfull]), ready, Role(Kind.WAIT, unit.name, lane))
-    args = (shard, gshard, offsets, 1 / spec.divide)
-    p.insert(ops.accumulate, args, ready, Role(Kind.ACCUMULATE, unit.name))
+    p.insert(ops.accumulate, (shard, gshard, offsets, 1 / spec.divide), ready, Role(Kind.ACCUMULATE, unit.name))
     p.set_results([None if r in sums else r for r in p.results()])
     for node in reversed(p.nodes):
         if node in sums:
@@ -92,9 +86,7 @@ def _reduce_sharded(p: Program, unit: Unit) -> bool:
 def _reduce_plain(p: Program, unit: Unit) -> bool:
     results = p.results()
     mine = {
-        i: offset
-        for i, (name, offset) in p.gradients.items()
-        if name == unit.name and isinstance(results[i], Node)
+        i: offset for i, (name, offset) in p.gradients.items() if name == unit.name and isinstance(results[i], Node)
     }
     if not mine:
         return False
@@ -131,9 +123,7 @@ def _after(p: Program, grads: list[Node]) -> Node:
     return ready
 
 
-def _sum_of_markers(
-    p: Program, unit: Unit, markers: set[Node]
-) -> tuple[dict[Node, int], set[Node]]:
+def _sum_of_markers(p: Program, unit: Unit, markers: set[Node]) -> tuple[dict[Node, int], set[Node]]:
     """How often each marker counts in the unit's gradient, and the additions between markers and output.
 
     AOTAutograd adds the gradients of one input with ``aten.add``; nothing else may touch them.

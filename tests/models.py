@@ -1,4 +1,4 @@
-"""Small models, one for each thing that can go wrong, with the units to shard them into and data that differs by rank."""
+"""Small models, one for each thing that can go wrong, with units to shard and data that differs by rank."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Runs functions on gloo ranks: a pool of processes that starts once and serves many tests.
 
-    def work(x):                       # a top-level function of a test module, runs on every rank
-        dist.all_reduce(x)
-        return x.item()
+def work(x):                       # a top-level function of a test module, runs on every rank
+    dist.all_reduce(x)
+    return x.item()
 
-    @pytest.mark.dist
-    def test_it(two_ranks):            # or four_ranks
-        assert two_ranks.run(work, torch.ones(1)) == [2.0, 2.0]
+@pytest.mark.dist
+def test_it(two_ranks):            # or four_ranks
+    assert two_ranks.run(work, torch.ones(1)) == [2.0, 2.0]
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="mfsdp-ranks-")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            worker = context.Process(
-                target=_serve, args=(rank, self.world, self._folder.name, theirs), daemon=True
-            )
+            worker = context.Process(target=_serve, args=(rank, self.world, self._folder.name, theirs), daemon=True)
             worker.start()
             self._workers.append(worker)
             self._pipes.append(ours)

@@ -35,14 +35,14 @@ def role_of(node: torch.fx.Node) -> Role:
 @mutation(2)
 def two_gradients_in_one_place(p: Program) -> None:
     node = one(p, ops.pack)
-    grads, offsets, spec, scale = node.args
+    grads, _, spec, scale = node.args
     node.args = (grads, [0, 16], spec, scale)
 
 
 @mutation(2)
 def gradient_beyond_the_end(p: Program) -> None:
     node = one(p, ops.pack)
-    grads, offsets, spec, scale = node.args
+    grads, _, spec, scale = node.args
     node.args = (grads, [0, 1056768], spec, scale)
 
 
@@ -92,7 +92,7 @@ def parameter_at_the_wrong_place(p: Program) -> None:
 @mutation(8)
 def tied_gradient_packed_twice(p: Program) -> None:
     node = one(p, ops.pack)
-    grads, offsets, spec, scale = node.args
+    grads, _, spec, scale = node.args
     one_grad = grads[1]  # type: ignore[index]
     node.args = ([one_grad, one_grad], [1048576, 1048576], spec, scale)
 

@@ -47,9 +47,9 @@ def faults(layout: Layout) -> list[str]:
 
 
 shapes = st.lists(
-    st.lists(st.one_of(st.integers(0, 40), st.sampled_from([64, 127, 1000])), max_size=4).map(tuple).filter(
-        lambda s: prod(s) < 200_000
-    ),
+    st.lists(st.one_of(st.integers(0, 40), st.sampled_from([64, 127, 1000])), max_size=4)
+    .map(tuple)
+    .filter(lambda s: prod(s) < 200_000),
     min_size=1,
     max_size=8,
 )

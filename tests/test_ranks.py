@@ -36,10 +36,10 @@ def test_results_by_rank(two_ranks: Ranks) -> None:
 def test_failures_are_reported_and_survived() -> None:
     ranks = Ranks(2)
     try:
-        with pytest.raises(AssertionError, match="rank 1:(.|\n)*one rank only"):
+        with pytest.raises(AssertionError, match=r"rank 1:(.|\n)*one rank only"):
             ranks.run(fail_on_one)
         assert ranks.run(total, torch.ones(1)) == [2.0, 3.0]
-        with pytest.raises(AssertionError, match="rank 0 did not answer(.|\n)*hang_on_one"):
+        with pytest.raises(AssertionError, match=r"rank 0 did not answer(.|\n)*hang_on_one"):
             ranks.run(hang_on_one, timeout=3)
     finally:
         ranks.stop()

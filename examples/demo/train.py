@@ -194,7 +194,9 @@ def main(args: argparse.Namespace) -> None:
             "bytes_per_second": round(speed), "train_loss": train[-1][1], "validation": held,
         }  # fmt: skip
         (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
-        say(f"\n{step} steps, {speed:,.0f} bytes/s; validation loss {held[0][1]:.2f} -> {held[-1][1]:.2f} nats per byte")
+        say(
+            f"\n{step} steps, {speed:,.0f} bytes/s; validation loss {held[0][1]:.2f} -> {held[-1][1]:.2f} nats per byte"
+        )
         say("\nMemory of one rank\n" + str(ledger))
         say(f"\nA sample:\n{written}\n\nIn {args.out}: loss.png, sample.txt, summary.json, and listings/")
     dist.barrier()

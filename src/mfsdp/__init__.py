@@ -1,11 +1,14 @@
 """Megatron-FSDP as a compiler: ``torch.compile(model, backend="mfsdp")``.
 
-    mfsdp.fully_shard(model, units=[Block])              parameters become shards of flat buffers
-    model = torch.compile(model, backend="mfsdp")        collectives become nodes of the compiled graph
+mfsdp.fully_shard(model, units=[Block])              parameters become shards of flat buffers
+model = torch.compile(model, backend="mfsdp")        collectives become nodes of the compiled graph
 """
 
-from . import runtime  # noqa: F401  (registers the kernels)
-from . import passes, pipeline
+from . import (
+    passes,
+    pipeline,
+    runtime,  # noqa: F401  (registers the kernels)
+)
 from .check import LawError
 from .config import MixedPrecisionPolicy
 from .shard import FSDPModule, fully_shard, no_sync, summon_full_params

@@ -93,5 +93,3 @@ def _tell_unsharded(capture: Capture) -> None:
         "building the optimizer.",
         how,
     )
-
-

@@ -52,9 +52,7 @@ class Capture:
             same.append(buffer)
             number = list(seen).index(buffer.fqn)
             letter = "" if len(same) == 1 else "bcdefghijklmnopqrstuvwxyz"[len(same) - 2]
-            self.shards[i] = Unit(
-                f"u{number}{letter}", buffer.fqn, buffer.spec, buffer.layout, buffer.trainable
-            )
+            self.shards[i] = Unit(f"u{number}{letter}", buffer.fqn, buffer.spec, buffer.layout, buffer.trainable)
         if runtime.world() > 1:
             self._plain_units(inputs, names, len(seen))
 

@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,10 +56,14 @@ class Sharding:
         """Whether ranks hold the same rows of tensors of the same shape."""
         if self is other:
             return True
-        return self.shape == other.shape and all(
-            (a.param_offset, a.numel) == (b.param_offset, b.numel)
-            for a, b in ((self.local(r), other.local(r)) for r in range(self.layout.world))
-        ) and self.layout.world == other.layout.world
+        return (
+            self.shape == other.shape
+            and all(
+                (a.param_offset, a.numel) == (b.param_offset, b.numel)
+                for a, b in ((self.local(r), other.local(r)) for r in range(self.layout.world))
+            )
+            and self.layout.world == other.layout.world
+        )
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a whole tensor."""
@@ -79,9 +83,7 @@ class ShardedDTensor(DTensor):
     _sharding: Sharding
 
     @staticmethod
-    def __new__(
-        cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool = False
-    ) -> ShardedDTensor:
+    def __new__(cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool = False) -> ShardedDTensor:
         shape = torch.Size(sharding.shape)
         strides = _strides(shape)
         out = torch.Tensor._make_wrapper_subclass(
@@ -89,26 +91,22 @@ class ShardedDTensor(DTensor):
         )
         out._local_tensor = local.detach()
         out._sharding = sharding
-        out._spec = DTensorSpec(
-            sharding.mesh, (Shard(0),), tensor_meta=TensorMeta(shape, strides, local.dtype)
-        )
+        out._spec = DTensorSpec(sharding.mesh, (Shard(0),), tensor_meta=TensorMeta(shape, strides, local.dtype))
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         torch.Tensor.__init__(self)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         handler = _handlers.get(func)
         if handler is None:
             handler = _handlers[func] = _handler_of(func)
         return handler(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         at = self._sharding.local()
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, elements {at.param_offset}.."
@@ -166,9 +164,7 @@ class ShardedDTensor(DTensor):
         return out
 
     @classmethod
-    def _alike(
-        cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool
-    ) -> ShardedDTensor:
+    def _alike(cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool) -> ShardedDTensor:
         return cls(local, sharding, requires_grad)
 
     # torch.distributed.checkpoint asks for these before it looks at placements (law 24)
@@ -213,6 +209,7 @@ class ShardedParameter(ShardedDTensor):
     """
 
     _mfsdp_owner: Any
+    _mfsdp_grad: torch.Tensor | None
 
     @staticmethod
     def __new__(
@@ -222,16 +219,16 @@ class ShardedParameter(ShardedDTensor):
         requires_grad: bool = True,
         owner: Any = None,
     ) -> ShardedParameter:
-        out = ShardedDTensor.__new__(cls, local, sharding, requires_grad)
+        out = cast(ShardedParameter, ShardedDTensor.__new__(cls, local, sharding, requires_grad))
         out._is_param = True  # what isinstance(_, torch.nn.Parameter) asks for
         out._mfsdp_owner = owner
         out._mfsdp_grad = None
-        return out  # type: ignore[return-value]
+        return out
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         if self._mfsdp_owner is None:
-            return self._mfsdp_grad  # type: ignore[return-value]
+            return self._mfsdp_grad
         return self._mfsdp_owner.grad_of(self._sharding.slot)  # type: ignore[no-any-return]
 
     @grad.setter
@@ -286,8 +283,27 @@ def _handler_of(func: Any) -> Handler:
 
 
 _ELEMENTWISE = frozenset(
-    "detach alias clone copy_ _to_copy zero_ fill_ zeros_like ones_like empty_like full_like lift_fresh "
-    "masked_fill_ masked_fill masked_scatter_ lerp lerp_ nan_to_num nan_to_num_ is_same_size".split()
+    [
+        "detach",
+        "alias",
+        "clone",
+        "copy_",
+        "_to_copy",
+        "zero_",
+        "fill_",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "lift_fresh",
+        "masked_fill_",
+        "masked_fill",
+        "lerp",
+        "lerp_",
+        "nan_to_num",
+        "nan_to_num_",
+        "is_same_size",
+    ]
 )
 
 
@@ -505,8 +521,20 @@ def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 _BY_NAME: dict[str, Handler] = {
     **dict.fromkeys(
-        "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ random_ geometric_ "
-        "rand_like randn_like randint_like bernoulli".split(),
+        [
+            "normal_",
+            "uniform_",
+            "bernoulli_",
+            "exponential_",
+            "log_normal_",
+            "cauchy_",
+            "random_",
+            "geometric_",
+            "rand_like",
+            "randn_like",
+            "randint_like",
+            "bernoulli",
+        ],
         _random,
     ),
     "sum": _reduction("sum", 0.0),

@@ -76,9 +76,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         buffer: FlatBuffer = ctx.buffer
         there = [
-            (g, slot.offset)
-            for g, slot in zip(grads, buffer.layout.slots, strict=True)
-            if g is not None and slot.numel
+            (g, slot.offset) for g, slot in zip(grads, buffer.layout.slots, strict=True) if g is not None and slot.numel
         ]
         if there:
             tensors, offsets = [g for g, _ in there], [o for _, o in there]
@@ -202,8 +200,7 @@ def _warn(unit: UnitState) -> None:
 
 def _internal(file: str) -> bool:
     parts = file.replace("\\", "/").split("/")
-    return "torch" in parts or file.startswith(_PACKAGE) or file.startswith("<")
+    return "torch" in parts or file.startswith((_PACKAGE, "<"))
 
 
 _PACKAGE = __file__.rsplit("fallback", 1)[0]
-

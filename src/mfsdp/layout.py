@@ -3,9 +3,9 @@
     full buffer (gathered), world 2, one segment          rank 0's shard      rank 1's shard
     | weight rows 0-3 | weight rows 4-5, bias, pad |  =   | weight rows 0-3 | + | weight rows 4-5, bias, pad |
 
-The full buffer is its segments one after another; a segment is as many equal chunks as there are ranks. A rank's shard is
-its chunk of every segment, one after another. Parameters are contiguous in the full buffer, so a gathered parameter is a
-view; no row of a parameter is cut (law 7).
+The full buffer is its segments one after another; a segment is as many equal chunks as there are ranks. A rank's shard
+is its chunk of every segment, one after another. Parameters are contiguous in the full buffer, so a gathered parameter
+is a view; no row of a parameter is cut (law 7).
 
 Note [Segments]
 A boundary between ranks must fall between rows of whatever parameter it meets, so the chunk of a segment is a multiple
@@ -105,13 +105,9 @@ class Layout:
         if low >= high:
             return Local(segment.shard_start, 0, 0, (0, *_trailing(s)))
         n = high - low
-        return Local(
-            segment.shard_start + low - start, low - s.offset, n, (n // s.row, *_trailing(s))
-        )
+        return Local(segment.shard_start + low - start, low - s.offset, n, (n // s.row, *_trailing(s)))
 
-    def chunks(
-        self, slot: int, rank: int
-    ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    def chunks(self, slot: int, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """The rank's range as boxes ``(offsets, sizes)`` of the parameter, in flattened order (for checkpoints)."""
         at = self.local(slot, rank)
         return tuple(_boxes(self.slots[slot].shape, at.param_offset, at.numel))

@@ -87,9 +87,7 @@ def around(program: Program, fault: Node, context: int = 10) -> str:
     rows = cost.lines(program)
     order = program.order()
     body = list(_body(program, rows))
-    at = min(
-        range(len(rows)), key=lambda i: (abs(order[rows[i].node] - order[fault]), i), default=0
-    )
+    at = min(range(len(rows)), key=lambda i: (abs(order[rows[i].node] - order[fault]), i), default=0)
     shown = range(max(0, at - context), min(len(rows), at + context + 1))
     return "\n".join((" -> " if i == at else "    ") + body[i] for i in shown)
 
@@ -127,13 +125,11 @@ def _head(program: Program, rows: Sequence[cost.Line], before: str | None) -> It
         old = Counter({k: int(v) for k, v in (item.split("=") for item in was if item)})
         new = Counter({k: int(v) for k, v in (item.split("=") for item in now[1:] if item)})
         deltas = [f"{new[k] - old[k]:+d} {k}" for k in sorted(set(old) | set(new)) if new[k] != old[k]]
-        notes = [n for n in program.notes]
+        notes = list(program.notes)
         change = "  ".join(deltas + [f"({n})" for n in notes]) if deltas else "none  " + "; ".join(notes)
         yield f"; change {change}".rstrip()
         peak = f"{size(int(was_peak))} -> {peak}"
-    yield (
-        f"; peak   {peak}    in flight {s.in_flight}    exposed {s.exposed} of {s.collectives}"
-    )
+    yield (f"; peak   {peak}    in flight {s.in_flight}    exposed {s.exposed} of {s.collectives}")
 
 
 def _units(units: Sequence[Unit], fold: bool) -> Iterator[str]:
@@ -163,9 +159,7 @@ def _units(units: Sequence[Unit], fold: bool) -> Iterator[str]:
         p = unit.spec.precision
         shard = size(unit.spec.shard_numel * p.main.itemsize)
         full = size(unit.spec.full_numel * p.comm.itemsize)
-        yield (
-            f"; {unit.name:<{names}}  {unit.fqn:<{fqns}}  {shard:>6}  {full:>6}  {_params(unit, fold)}"
-        )
+        yield (f"; {unit.name:<{names}}  {unit.fqn:<{fqns}}  {shard:>6}  {full:>6}  {_params(unit, fold)}")
     yield from flush()
 
 

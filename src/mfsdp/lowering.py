@@ -33,9 +33,7 @@ INDUCTOR = {
 }
 
 
-def inductor(
-    gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform: Transform
-) -> Callable[..., Any]:
+def inductor(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform: Transform) -> Callable[..., Any]:
     """Compiles with Inductor. Private in torch (``compile_fx``); tried on 2.11 to 2.13."""
 
     def inner(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
@@ -49,7 +47,7 @@ def inductor(
     # AOTAutograd's own cache would hand back graphs that the passes have not seen; Inductor's cache, whose key holds
     # the transformed graph, stays on.
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(  # type: ignore[no-any-return]
+        return compile_fx(  # type: ignore[return-value, no-any-return]
             gm,
             inputs,  # type: ignore[arg-type]
             inner_compile=inner,
@@ -57,16 +55,14 @@ def inductor(
         )
 
 
-def eager(
-    gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform: Transform
-) -> Callable[..., Any]:
+def eager(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform: Transform) -> Callable[..., Any]:
     """Runs the ATen graph as it is. Private in torch (``aot_autograd``, ``boxed_nop``); tried on 2.11 to 2.13."""
 
     def compiler(phase: Phase) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
         def compile(graph: fx.GraphModule, example: Sequence[Any]) -> Any:
             transform(graph, phase)
             strip(graph)
-            return boxed_nop(graph, example)
+            return boxed_nop(graph, list(example))
 
         return compile
 
@@ -88,5 +84,3 @@ def strip(graph: fx.GraphModule) -> None:
     for node in graph.graph.find_nodes(op="call_function", target=ops.free):
         graph.graph.erase_node(node)
     graph.recompile()
-
-

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from . import listing
 from .check import LawError, check
-from .passes import gather, reduce, reshard
+from .passes.gather import gather
+from .passes.reduce import reduce
+from .passes.reshard import reshard
 from .program import Program
 
 Pass = Callable[[Program], None]

@@ -16,8 +16,8 @@ from .units import Unit
 Phase = Literal["forward", "backward", "inference"]
 
 INPUT = "mfsdp_input"
-"""``node.meta`` key of placeholders that belong to the caller (as opposed to what forward saved for backward); the value
-is a readable name."""
+"""``node.meta`` key of placeholders that belong to the caller (as opposed to what forward saved for backward); the
+value is a readable name."""
 
 
 class Program:
@@ -30,9 +30,7 @@ class Program:
         name: what listings call it.
     """
 
-    def __init__(
-        self, gm: torch.fx.GraphModule, phase: Phase, units: Sequence[Unit], name: str = "model"
-    ):
+    def __init__(self, gm: torch.fx.GraphModule, phase: Phase, units: Sequence[Unit], name: str = "model"):
         self.gm, self.phase, self.units, self.name = gm, phase, tuple(units), name
         self.gradients: dict[int, tuple[str, int]] = {}
         """Backward: which outputs are gradients of parameters that are not sharded: index -> (unit, offset)."""
@@ -51,7 +49,7 @@ class Program:
 
     @property
     def output(self) -> Node:
-        return next(reversed(self.graph.nodes))
+        return self.graph.output_node()
 
     @property
     def world(self) -> int:
@@ -97,9 +95,7 @@ class Program:
 
     # edits
 
-    def insert(
-        self, target: Any, args: tuple[Any, ...], before: Node, r: Role, name: str | None = None
-    ) -> Node:
+    def insert(self, target: Any, args: tuple[Any, ...], before: Node, r: Role, name: str | None = None) -> Node:
         """A new node before another one, with its role; its shape follows from the operation's fake kernel."""
         with self.graph.inserting_before(before):
             node = self.graph.create_node("call_function", target, args, name=name)

@@ -52,7 +52,7 @@ def owner(shard: torch.Tensor) -> Any:
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name. Private in torch; tried on 2.11 to 2.13."""
     try:
-        return c10d._resolve_process_group(name)
+        return c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError, KeyError) as error:
         raise RuntimeError(
             f"process group {name!r} is not there. Initialise torch.distributed before the first step, "
@@ -171,8 +171,8 @@ def accumulate(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], sc
     accumulator = owner(shard)
     if accumulator is None:
         raise RuntimeError(
-            "mfsdp: backward got a copy of a shard instead of the shard. Saved-tensor hooks that copy what they are given "
-            "(torch.autograd.graph.save_on_cpu) do not compose with a compiled sharded model."
+            "mfsdp: backward got a copy of a shard instead of the shard. Saved-tensor hooks that copy what they are "
+            "given (torch.autograd.graph.save_on_cpu) do not compose with a compiled sharded model."
         )
     accumulator.accumulate(gshard, offsets, scale)
 
@@ -189,9 +189,7 @@ def gather_now(shard: torch.Tensor, spec: str) -> torch.Tensor:
     return flat.to(s.precision.compute)
 
 
-def reduce_now(
-    shard: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], spec: str
-) -> None:
+def reduce_now(shard: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], spec: str) -> None:
     """Packs, reduces and accumulates gradients at once."""
     s = Spec.decode(spec)
     gshard = pack(grads, offsets, spec, 1.0)

@@ -300,9 +300,7 @@ def _valid_parameter(fqn: str, param: nn.Parameter) -> None:
 
 
 def _device(claims: list[_Claim], device: torch.device | str | None) -> torch.device:
-    devices = {
-        p.device: name for c in claims for p, name in c.names.items() if p.device.type != "meta"
-    }
+    devices = {p.device: name for c in claims for p, name in c.names.items() if p.device.type != "meta"}
     if len(devices) > 1:
         where = ", ".join(f"{name} on {d}" for d, name in devices.items())
         raise ValueError(
@@ -332,8 +330,8 @@ def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, st
             raise NotImplementedError("fully_shard does not support a 'dp_outer' axis (HSDP) yet")
         if "dp_shard" not in names:
             raise NotImplementedError(
-                f"fully_shard does not support a {mesh.ndim}-D mesh (HSDP) yet; name the axis to shard over 'dp_shard', "
-                f"or pass mesh[axis]; the axes are {names or 'unnamed'}"
+                f"fully_shard does not support a {mesh.ndim}-D mesh (HSDP) yet; name the axis to shard over "
+                f"'dp_shard', or pass mesh[axis]; the axes are {names or 'unnamed'}"
             )
         mesh = mesh["dp_shard"]
     if device.type == "meta":
@@ -449,7 +447,7 @@ def _hand_over(owner: nn.Module, name: str, ref: Ref, undo: list[Callable[[], No
 def _swap(owner: nn.Module, unit: UnitState, is_unit: bool, undo: list[Callable[[], None]]) -> None:
     old = type(owner)
     owner.__dict__["_mfsdp_unit"] = unit
-    owner.__class__ = _subclass(old, tuple(refs(owner)), is_unit)
+    owner.__class__ = _subclass(old, tuple(refs(owner)), is_unit)  # type: ignore[arg-type]
 
     def back() -> None:
         owner.__class__ = old
@@ -494,7 +492,7 @@ def _subclass(base: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> t
                 )
         own, self._parameters = self._parameters, {}
         try:
-            return base._apply(self, fn, recurse)
+            return base._apply(self, fn, recurse)  # type: ignore[no-any-return]
         finally:
             self._parameters = own
 
@@ -527,10 +525,10 @@ def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _property(name: str) -> property:
     def get(self: nn.Module) -> torch.Tensor:
-        ref = self._mfsdp_refs[name]  # type: ignore[index]
+        ref: Any = self._mfsdp_refs[name]  # type: ignore[index]
         if torch.compiler.is_compiling():
-            return ops.param(ref.buffer.main, ref.offset, ref.shape, ref.buffer.text)
-        return fallback.read(self, name, ref)  # type: ignore[arg-type]
+            return ops.param(ref.buffer.main, ref.offset, ref.shape, ref.buffer.text)  # type: ignore[no-any-return]
+        return fallback.read(self, name, ref)  # type: ignore[no-any-return]
 
     _never_a_frame(get)
     return property(get)

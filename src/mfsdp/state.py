@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import nn
@@ -69,9 +70,7 @@ class FlatBuffer:
         self.text = self.spec.encode()
         """The spec as markers carry it."""
         self.rank = _coordinate(mesh)
-        self.locals: tuple[Local, ...] = tuple(
-            layout.local(i, self.rank) for i in range(len(layout.slots))
-        )
+        self.locals: tuple[Local, ...] = tuple(layout.local(i, self.rank) for i in range(len(layout.slots)))
         self.main = torch.zeros(layout.shard_numel, dtype=precision.main, device=device)
         self.params = [
             ShardedParameter(self.view(self.main, i), Sharding(layout, i, mesh), trainable, self)
@@ -226,4 +225,4 @@ class UnitState:
 
 def refs(module: nn.Module) -> dict[str, Ref]:
     """The sharded parameters that the module itself owns."""
-    return module.__dict__.get("_mfsdp_refs", {})
+    return cast(dict[str, Ref], module.__dict__.get("_mfsdp_refs", {}))

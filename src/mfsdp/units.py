@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-
-import torch
+from functools import cache
 
 from .config import SHORT, Precision
 from .layout import Layout
@@ -48,7 +46,7 @@ class Spec:
         return f"{self.world} {self.group or '-'} {splits} {dtypes} {self.divide!r} {after}"
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def decode(text: str) -> Spec:
         """The inverse of :meth:`encode`."""
         world, group, splits, dtypes, divide, after = text.split(" ")
@@ -86,4 +84,3 @@ class Unit:
             if slot.offset == offset and slot.numel:
                 return slot.name.replace(".", "_")
         raise KeyError(offset)
-
