@@ -17,7 +17,7 @@ from .config import Precision
 from .layout import plan
 from .program import INPUT, Phase, Program
 from .roles import Kind, Role, mark, role
-from .state import FlatBuffer
+from .state import FlatBuffer, UnitState
 from .units import Spec, Unit
 
 
@@ -33,7 +33,8 @@ class Capture:
     def __init__(self, inputs: Sequence[Any], names: Sequence[str], name: str | None = None):
         self.inputs = len(inputs)
         buffers = [b for t in inputs if (b := runtime.owner(t)) is not None]
-        frame = next((b.frame for b in buffers if b.fqn == "(root)"), None)
+        roots = {b.unit for b in buffers if b.unit.fqn == "(root)"}
+        frame = next(iter(roots)).frame if len(roots) == 1 else None
         self.name = name or (frame.name if frame else "model")
         self.input_names = [_readable(n, frame.inputs if frame else ()) for n in names]
         self.shards: dict[int, Unit] = {}
@@ -43,16 +44,16 @@ class Capture:
         self._names(inputs, names)
 
     def _names(self, inputs: Sequence[Any], names: Sequence[str]) -> None:
-        seen: dict[str, list[FlatBuffer]] = {}
+        seen: dict[UnitState, list[FlatBuffer]] = {}
         for i, tensor in enumerate(inputs):
             buffer = runtime.owner(tensor)
             if buffer is None:
                 continue
-            same = seen.setdefault(buffer.fqn, [])
+            same = seen.setdefault(buffer.unit, [])
             same.append(buffer)
-            number = list(seen).index(buffer.fqn)
+            number = list(seen).index(buffer.unit)
             letter = "" if len(same) == 1 else "bcdefghijklmnopqrstuvwxyz"[len(same) - 2]
-            self.shards[i] = Unit(f"u{number}{letter}", buffer.fqn, buffer.spec, buffer.layout, buffer.trainable)
+            self.shards[i] = Unit(f"u{number}{letter}", buffer.unit.fqn, buffer.spec, buffer.layout, buffer.trainable)
         if runtime.world() > 1:
             self._plain_units(inputs, names, len(seen))
 

@@ -39,6 +39,8 @@ class Line:
     """Bytes allocated minus bytes freed by it."""
     live: int
     """Bytes live after it: gathered buffers, activations, gradients; not what the caller owns."""
+    top: int
+    """Bytes live while it runs: what it reads is still there, what it writes already."""
 
 
 def is_line(node: Node) -> bool:
@@ -68,10 +70,11 @@ def lines(program: Program) -> list[Line]:
             live -= freed
             continue
         allocated = nbytes(node.meta.get("val"))
+        top = live + allocated
         if node not in last and not is_kind(node, Kind.FULL):
             freed += allocated  # nobody reads it
         live += allocated - freed
-        out.append(Line(node, allocated - freed, live))
+        out.append(Line(node, allocated - freed, live, top))
     return out
 
 
@@ -81,5 +84,5 @@ def owned(node: Node) -> bool:
 
 
 def peak(rows: Iterable[Line]) -> int:
-    """The largest number of live bytes after any line."""
-    return max((row.live for row in rows), default=0)
+    """The largest number of bytes live while any line runs."""
+    return max((row.top for row in rows), default=0)

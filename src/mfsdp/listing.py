@@ -182,7 +182,7 @@ def _params(unit: Unit, fold: bool) -> str:
 
 def _body(program: Program, rows: Sequence[cost.Line]) -> Iterator[str]:
     top = cost.peak(rows)
-    peak_at = next((i for i, r in enumerate(rows) if r.live == top), -1)
+    peak_at = next((i for i, r in enumerate(rows) if r.top == top), -1)
     flying: dict[Node, Lane] = {}
     for i, row in enumerate(rows):
         node = row.node

@@ -7,10 +7,9 @@ import functools
 import gc
 import importlib
 import inspect
-import re
 import sys
 import types
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import fallback, materialize, ops, runtime
 from .config import MixedPrecisionPolicy, Precision
@@ -125,17 +125,17 @@ def fully_shard(
         raise ValueError(
             f"fully_shard: {type(module).__name__} is sharded already. Call it once per module, inner modules first."
         )
+    _no_optimizer(module)
     roots = _match(module, units)
     ignored = set(ignored_params or ())
     claims = _claim(module, roots, ignored)
     target = _device(claims, device)
     shard_mesh, group = _mesh(mesh, target)
-    _no_optimizer(p for claim in claims for p in claim.owners)
-    states = {claim.module: UnitState(claim.fqn) for claim in claims}
+    frame = _frame(module)
+    states = {claim.module: UnitState(claim.fqn, frame) for claim in claims}
     where: dict[nn.Parameter, Ref] = {}
     for claim in claims:
-        _build(claim, states[claim.module], where, policy, shard_mesh, group, target,
-               reshard_after_forward, _frame(module))  # fmt: skip
+        _build(claim, states[claim.module], where, policy, shard_mesh, group, target, reshard_after_forward)
     with _undo() as undo:
         for param in ignored:
             param._mfsdp_ignored = True  # type: ignore[attr-defined]
@@ -147,8 +147,12 @@ def fully_shard(
             for owner in claim.modules:
                 _swap(owner, states[claim.module], owner is claim.module, undo)
         materialize.materialize(module, target, shard_mesh)
+    for fqn, m in module.named_modules():
+        if isinstance(m, FSDPModule):  # those of earlier calls thought they were the root
+            m._mfsdp_unit.fqn, m._mfsdp_unit.frame = fqn or "(root)", frame
     for param, ref in where.items():
         _stale[param] = ref
+        ref.buffer.before_first_gradient = _no_stale_optimizer
     return module
 
 
@@ -197,12 +201,12 @@ def _is(unit: UnitLike, fqn: str, module: nn.Module) -> bool:
         return isinstance(module, unit)
     if not isinstance(unit, str) or not unit:
         raise ValueError(f"units: {unit!r} is no class, import path, class name or name pattern")
-    if "*" not in unit and "?" not in unit:
+    if not set("*?[") & set(unit):
         found = _import(unit)
         if found is not None:
             return isinstance(module, found)
         return unit in (fqn, type(module).__name__)
-    return _pattern(unit).fullmatch(fqn) is not None
+    return _matches(fqn.split("."), unit.split("."))
 
 
 @functools.cache
@@ -217,17 +221,13 @@ def _import(path: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-@functools.cache
-def _pattern(pattern: str) -> re.Pattern[str]:
-    """``*`` is one component, ``**`` any number of them, ``?`` and ``[...]`` as in shells."""
-    out = []
-    for part in pattern.split("."):
-        if part == "**":
-            out.append(r"(?:[^.]+(?:\.[^.]+)*)?")
-        else:
-            inner = fnmatch.translate(part).removeprefix("(?s:").rsplit(")", 1)[0]
-            out.append(inner.replace(".*", "[^.]*"))
-    return re.compile(r"\.".join(out).replace(r")?\.", r")?\.?"))
+def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
+    """Component by component as in shells; ``**`` is any number of components."""
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        return any(_matches(name[i:], pattern[1:]) for i in range(len(name) + 1))
+    return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
 
 
 def _frame(module: nn.Module) -> Frame:
@@ -353,16 +353,15 @@ def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, st
         ) from error
 
 
-_stale: weakref.WeakKeyDictionary[nn.Parameter, Ref] = weakref.WeakKeyDictionary()
-"""Parameters from before wrapping that somebody still holds."""
+_stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameters from before wrapping that somebody still holds, and what they became; by identity."""
 
 
-def _no_optimizer(params: Iterable[nn.Parameter]) -> None:
-    """Refuses when an optimizer holds one of the parameters: it would go on stepping on the old ones."""
-    ours = set(params)
-    if not any(sys.getrefcount(p) > _USUAL_REFERENCES for p in ours):
-        return
-    holder = _optimizer_of(ours)
+def _no_optimizer(module: nn.Module) -> None:
+    """Refuses when an optimizer holds a parameter of the module: it would go on stepping on the old ones."""
+    if _references(module) <= _references(nn.Linear(1, 1, device="meta")):
+        return  # nobody but modules holds any: no need to look at all objects
+    holder = _optimizer_of(set(module.parameters()))
     if holder is not None:
         raise ValueError(
             f"fully_shard: a {type(holder).__name__} holds parameters of this module; build the optimizer after "
@@ -370,16 +369,31 @@ def _no_optimizer(params: Iterable[nn.Parameter]) -> None:
         )
 
 
-_USUAL_REFERENCES = 7
-"""References to a parameter that only its module holds, at the point of asking (measured by a test)."""
+def _references(module: nn.Module) -> int:
+    """The most references that any parameter has, besides those of its modules."""
+    owners = [m._parameters for m in module.modules()]
+    places = Counter(id(p) for own in owners for p in own.values())
+    counts = [sys.getrefcount(p) - places[id(p)] for own in owners for p in own.values() if p is not None]
+    return max(counts, default=0)
+
+
+def _no_stale_optimizer(buffer: FlatBuffer) -> None:
+    """The same question in the first backward, for an optimizer that was given a list from before wrapping."""
+    former = {p for p, ref in _stale.items() if ref.buffer is buffer}
+    holder = _optimizer_of(former) if former else None
+    if holder is not None:
+        raise ValueError(
+            f"mfsdp: a {type(holder).__name__} holds parameters of unit {buffer.unit.fqn!r} from before fully_shard "
+            "and would step on those; build it from model.parameters() after fully_shard"
+        )
 
 
 def _optimizer_of(params: set[nn.Parameter]) -> torch.optim.Optimizer | None:
     for thing in gc.get_objects():
-        if isinstance(thing, torch.optim.Optimizer) and any(
-            p in params for group in thing.param_groups for p in group["params"]
-        ):
-            return thing
+        if issubclass(type(thing), torch.optim.Optimizer):
+            optimizer = cast(torch.optim.Optimizer, thing)
+            if any(p in params for group in optimizer.param_groups for p in group["params"]):
+                return optimizer
     return None
 
 
@@ -395,7 +409,6 @@ def _build(
     group: str,
     device: torch.device,
     reshard: bool,
-    frame: Frame,
 ) -> None:
     """Makes the unit's buffers and fills them; the module is not touched."""
     kinds: dict[tuple[Precision, bool], list[nn.Parameter]] = {}
@@ -404,8 +417,7 @@ def _build(
     for (precision, trainable), params in kinds.items():
         layout = plan([(claim.names[p], tuple(p.shape)) for p in params], mesh.size())
         buffer = FlatBuffer(
-            claim.fqn, layout, mesh, group, precision,
-            trainable=trainable, reshard=reshard, device=device, frame=frame,
+            unit, layout, mesh, group, precision, trainable=trainable, reshard=reshard, device=device
         )  # fmt: skip
         unit.buffers.append(buffer)
         for slot, param in enumerate(params):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -33,7 +34,7 @@ class FlatBuffer:
     [layout.shard_numel] in ``precision.grad``, there from the first reduction until every ``.grad`` is set to ``None``.
 
     Args:
-        fqn: path of the unit's module.
+        unit: the module's unit that it belongs to.
         layout: where each parameter lies.
         mesh: 1-D, over the ranks that share the buffer.
         group: name of the process group, ``""`` for one process.
@@ -41,12 +42,11 @@ class FlatBuffer:
         trainable: whether the parameters require gradients.
         reshard: whether forward frees the gathered buffer.
         device: where the shard lives.
-        frame: what listings call the model and its inputs.
     """
 
     def __init__(
         self,
-        fqn: str,
+        unit: UnitState,
         layout: Layout,
         mesh: DeviceMesh,
         group: str,
@@ -55,10 +55,9 @@ class FlatBuffer:
         trainable: bool,
         reshard: bool,
         device: torch.device,
-        frame: Frame,
     ):
-        self.fqn, self.layout, self.mesh, self.precision = fqn, layout, mesh, precision
-        self.trainable, self.frame = trainable, frame
+        self.unit, self.layout, self.mesh, self.precision = unit, layout, mesh, precision
+        self.trainable = trainable
         self.spec = Spec(
             world=layout.world,
             group=group,
@@ -80,6 +79,8 @@ class FlatBuffer:
         runtime.own(self.main, self)
         if trainable:
             self.main.register_post_accumulate_grad_hook(self._from_autograd)
+        self.before_first_gradient: Callable[[FlatBuffer], None] | None = None
+        """Asked once, before anything is accumulated; may raise."""
         self.gradient: torch.Tensor | None = None
         self._grads: dict[int, ShardedDTensor] = {}
         self._index = {slot.offset: i for i, slot in enumerate(layout.slots) if slot.numel}
@@ -108,9 +109,11 @@ class FlatBuffer:
 
     def __deepcopy__(self, memo: dict[int, object]) -> FlatBuffer:
         twin = FlatBuffer(
-            self.fqn, self.layout, self.mesh, self.spec.group, self.precision,
-            trainable=self.trainable, reshard=self.spec.reshard, device=self.main.device, frame=self.frame,
+            self.unit, self.layout, self.mesh, self.spec.group, self.precision,
+            trainable=self.trainable, reshard=self.spec.reshard, device=self.main.device,
         )  # fmt: skip
+        memo[id(self)] = twin
+        twin.unit = copy.deepcopy(self.unit, memo)
         twin.respec(divide=self.spec.divide)
         with torch.no_grad():
             twin.main.copy_(self.main)
@@ -119,13 +122,15 @@ class FlatBuffer:
                 if slot in self._grads:
                     twin.set_grad_of(slot, self._grads[slot])
                 memo[id(mine)] = its
-        memo[id(self)] = twin
         return twin
 
     # gradients
 
     def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None:
         """Adds ``scale * gshard`` ([shard_numel]) in the accumulator's dtype; the first write is a store."""
+        if self.before_first_gradient is not None:
+            self.before_first_gradient(self)
+            self.before_first_gradient = None
         if self.gradient is None:
             self.gradient = torch.empty_like(self.main, dtype=self.precision.grad)
             self.gradient.copy_(gshard)
@@ -214,6 +219,8 @@ class UnitState:
     """A unit at run time: its module's buffers, and what the eager path has gathered."""
 
     fqn: str
+    """Path of the module from the outermost one that was sharded, ``"(root)"`` for that one."""
+    frame: Frame
     buffers: list[FlatBuffer] = field(default_factory=list)
     open: int = 0
     """How many forward calls of the unit's modules are on the stack."""

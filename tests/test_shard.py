@@ -1,0 +1,336 @@
+"""`fully_shard` in one process and on planning meshes: units, names, attributes, and every kind of bad input."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import mfsdp
+from mfsdp.dtensor import local_mesh
+from mfsdp.shard import _no_optimizer
+from tests.models import GPT, MLP, Adapted, Block, Frozen, LoRA
+
+
+def snapshot(model: nn.Module) -> list[tuple[str, type, dict[str, int]]]:
+    """Classes, and who every parameter is: what must be as it was after an error."""
+    return [
+        (fqn, type(m), {n: id(p) for n, p in m._parameters.items()}, sorted(m.__dict__))  # type: ignore[misc]
+        for fqn, m in model.named_modules()
+    ]
+
+
+def units_of(model: nn.Module) -> dict[str, list[str]]:
+    """Names of parameters by unit."""
+    found: dict[str, list[str]] = {}
+    for _, m in model.named_modules():
+        for ref in m.__dict__.get("_mfsdp_refs", {}).values():
+            names = found.setdefault(ref.unit.fqn, [])
+            name = ref.buffer.layout.slots[ref.slot].name
+            if name not in names:
+                names.append(name)
+    return found
+
+
+# units
+
+
+@pytest.mark.parametrize("units", [[Block], ["Block"], ["tests.models.Block"], ["blocks.*"], ["**.0", "blocks.1"]])
+def test_units_by_class_name_path_and_pattern(units):
+    model = mfsdp.fully_shard(GPT(), units=units)
+    found = units_of(model)
+    assert list(found) == ["(root)", "blocks.0", "blocks.1"]
+    assert found["(root)"] == ["tokens.weight", "places.weight", "norm.weight", "norm.bias"]
+    assert found["blocks.0"][:2] == ["norm1.weight", "norm1.bias"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("blocks.*", ["blocks.0", "blocks.1"]),
+        ("blocks.*.up", ["blocks.0.up", "blocks.1.up"]),
+        ("**.up", ["blocks.0.up", "blocks.1.up"]),
+        ("blocks.[1-9]", ["blocks.1"]),
+        ("blocks.0.norm?", ["blocks.0.norm1", "blocks.0.norm2"]),
+        ("**.norm", ["norm"]),
+    ],
+)
+def test_patterns(pattern, matches):
+    found = units_of(mfsdp.fully_shard(GPT(), units=[pattern]))
+    assert sorted(set(found) - {"(root)"}) == sorted(matches)
+
+
+def test_one_call_per_block_is_the_same_as_one_call():
+    a, b = GPT(tied=False), GPT(tied=False)
+    for block in a.blocks:
+        mfsdp.fully_shard(block)
+    mfsdp.fully_shard(a)
+    mfsdp.fully_shard(b, units=[Block])
+    names = [list(found.values()) for found in (units_of(a), units_of(b))]
+    assert names[0] == names[1]
+    assert [n for n, _ in a.named_parameters()] == [n for n, _ in b.named_parameters()]
+
+
+def test_the_same_object_with_the_same_names():
+    model = GPT()
+    names, shapes = [n for n, _ in model.named_parameters()], [p.shape for p in model.parameters()]
+    values = {n: p.detach().clone() for n, p in model.named_parameters()}
+    state = list(model.state_dict())
+    out = mfsdp.fully_shard(model, units=[Block])
+    assert out is model and isinstance(model, GPT) and isinstance(model, mfsdp.FSDPModule)
+    assert isinstance(model.blocks[0], mfsdp.FSDPModule) and not isinstance(model.norm, mfsdp.FSDPModule)
+    assert type(model.blocks[0]) is type(model.blocks[1]), "equal layers keep equal types"
+    assert [n for n, _ in model.named_parameters()] == names and list(model.state_dict()) == state
+    assert [p.shape for p in model.parameters()] == shapes
+    for n, p in model.named_parameters():
+        assert isinstance(p, DTensor) and isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad
+        assert torch.equal(p.full_tensor(), values[n])
+    assert model.tokens.weight is model.head.weight, "tied parameters stay one"
+
+
+def test_attributes_are_carried():
+    model = MLP()
+    model.scale.sequence_parallel = True
+    model.up.weight.weight_decay = 0.0
+    mfsdp.fully_shard(model, units=["up"])
+    assert model.scale.sequence_parallel is True
+    assert model.up.weight.weight_decay == 0.0
+    assert not hasattr(model.down.weight, "weight_decay")
+
+
+def test_buffers_and_ignored_parameters_are_left_alone():
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+    keep, buffers = model[0].weight, dict(model.named_buffers())
+    mfsdp.fully_shard(model, ignored_params=[keep])
+    assert model[0].weight is keep and type(keep) is nn.Parameter
+    assert all(b is buffers[n] for n, b in model.named_buffers())
+
+
+def test_frozen_parameters_cost_no_gradient_and_no_optimizer_memory():
+    for model, frozen in ((Frozen(), "layers.1"), (Adapted(), "layers.0.base")):
+        mfsdp.fully_shard(model, units=["layers.*"])
+        x = torch.randn(3, next(model.parameters()).shape[-1])
+        model(x).sum().backward()
+        assert all((p.grad is None) == n.startswith(frozen) or "base" in n for n, p in model.named_parameters())
+        buffers = {r.buffer for m in model.modules() for r in m.__dict__.get("_mfsdp_refs", {}).values()}
+        assert {b.trainable for b in buffers} == {True, False}
+        assert all((b.gradient is not None) == b.trainable for b in buffers)
+        optimizer = torch.optim.Adam(model.parameters())
+        optimizer.step()
+        assert not any(p in optimizer.state for p in model.parameters() if not p.requires_grad)
+
+
+def test_precision_of_each_role():
+    policy = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+    model = mfsdp.fully_shard(nn.Linear(8, 8), mp_policy=policy)
+    seen = []
+    model.register_forward_pre_hook(lambda m, _: seen.append(m.weight.dtype))
+    out = model(torch.ones(2, 8, dtype=torch.bfloat16))
+    out.sum().backward()
+    assert out.dtype is torch.bfloat16 and model.weight.dtype is torch.float32
+    assert model.weight.grad.dtype is torch.float32
+    own = mfsdp.fully_shard(nn.Linear(8, 8).bfloat16(), mp_policy=mfsdp.MixedPrecisionPolicy(main_params_dtype=None))
+    assert own.weight.dtype is torch.bfloat16
+    default = mfsdp.fully_shard(nn.Linear(8, 8).bfloat16())
+    assert default.weight.dtype is torch.float32, "main weights are fp32 unless told otherwise"
+    assert default(torch.ones(2, 8, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+def test_deepcopy_gives_a_model_of_its_own():
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.up.weight.zero_()
+    assert model.up.weight.full_tensor().abs().sum() > 0
+    x = torch.randn(2, 24)
+    twin(x).sum().backward()
+    assert model.up.weight.grad is None and twin.up.weight.grad is not None
+
+
+def test_summon_full_params():
+    model = mfsdp.fully_shard(GPT(), units=[Block])
+    with mfsdp.summon_full_params(model):
+        assert type(model.tokens.weight) is nn.Parameter
+        assert model.tokens.weight is model.head.weight
+        model.tokens.weight.data.fill_(2.0)
+        with pytest.raises(ValueError, match="already"), mfsdp.summon_full_params(model):
+            pass
+    assert isinstance(model.tokens.weight, DTensor)
+    assert (model.tokens.weight.full_tensor() == 2.0).all()
+    with mfsdp.summon_full_params(model, writeback=False):
+        model.tokens.weight.data.fill_(3.0)
+    assert (model.tokens.weight.full_tensor() == 2.0).all()
+    with pytest.raises(ValueError, match="not sharded"), mfsdp.summon_full_params(nn.Linear(2, 2)):
+        pass
+
+
+# bad input: a clear error, and the model as it was
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.zeros(4, dtype=torch.int64), requires_grad=False)
+
+
+def two_devices() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight.data = torch.empty(4, 4)
+    fake = torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        model[1].weight = nn.Parameter(torch.empty(4, 4, device="cuda"))
+    return model
+
+
+BAD = {
+    "a pattern that matches nothing": (MLP, {"units": ["layers.*"]}, r"'layers\.\*' matches no module.*up, down"),
+    "a class that is not there": (MLP, {"units": [Block]}, "Block.*matches no module.*Classes in it: Linear"),
+    "a name that is not there": (MLP, {"units": ["upp"]}, "'upp' matches no module"),
+    "no list": (MLP, {"units": "up"}, r"give a list, units=\['up'\]"),
+    "a unit of another kind": (MLP, {"units": [3]}, "3 is no class, import path"),
+    "an integer parameter": (Odd, {}, "table is torch.int64.*ignored_params"),
+    "different devices": (two_devices, {}, r"different devices \(.*cpu.*cuda.*move the model"),
+    "an unknown strategy": (MLP, {"strategy": "zero3"}, "strategy='zero3': choose one of"),
+    "an unknown outer strategy": (MLP, {"outer_strategy": "x"}, "outer_strategy='x': choose"),
+    "no policy": (MLP, {"mp_policy": torch.bfloat16}, "give a mfsdp.MixedPrecisionPolicy"),
+    "no mesh": (MLP, {"mesh": 4}, "mesh=4: give a torch.distributed DeviceMesh"),
+    "a mesh without a group": (
+        MLP,
+        {"mesh": local_mesh("cpu", 4), "device": "cpu"},
+        "has no process group.*init_device",
+    ),
+    "a mesh of another device": (MLP, {"mesh": local_mesh("cuda", 4), "device": "cpu"}, "over 'cuda'.*pass device="),
+    "a mesh this rank is not in": (MLP, {"mesh": local_mesh("cpu", 2, rank=5), "device": "cpu"}, "rank is not in"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_leaves_the_model_as_it_was(what):
+    build, arguments, message = BAD[what]
+    model = build()
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        mfsdp.fully_shard(model, **arguments)
+    assert snapshot(model) == before
+
+
+def test_wrapping_twice():
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    before = snapshot(model)
+    with pytest.raises(ValueError, match="sharded already"):
+        mfsdp.fully_shard(model)
+    with pytest.raises(ValueError, match="leave it out of `units`"):
+        mfsdp.fully_shard(nn.Sequential(model), units=[MLP])
+    assert snapshot(model) == before
+
+
+def test_a_parameter_tied_into_a_unit_that_is_sharded_already():
+    model = GPT()
+    mfsdp.fully_shard(model.tokens)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"head\.weight belongs to the unit.*one call"):
+        mfsdp.fully_shard(model, units=[Block])
+    assert snapshot(model) == before
+
+
+def test_not_built_yet_is_said():
+    for arguments in ({"strategy": 1}, {"strategy": "no_shard"}, {"outer_strategy": "optim"}):
+        with pytest.raises(NotImplementedError, match="not support"):
+            mfsdp.fully_shard(MLP(), **arguments)
+
+
+@pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_from_before_wrapping(build):
+    model = MLP()
+    optimizer = build(model.parameters(), lr=0.1)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=rf"a {build.__name__} holds parameters.*after fully_shard"):
+        mfsdp.fully_shard(model, units=["up"])
+    assert snapshot(model) == before
+    del optimizer
+    mfsdp.fully_shard(model, units=["up"])
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_an_optimizer_over_an_old_list_is_seen_in_the_first_backward(compile):
+    model = MLP()
+    old = list(model.parameters())
+    mfsdp.fully_shard(model, units=["up"])
+    optimizer = torch.optim.AdamW(old)
+    run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"}) if compile else model
+    with pytest.raises(ValueError, match="AdamW holds parameters of unit.*before fully_shard"):
+        run(torch.randn(2, 24)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    del optimizer
+    run(torch.randn(2, 24)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_plain_references_to_parameters_do_not_start_a_search(monkeypatch):
+    """The search through all objects is slow; it starts only when somebody besides the module holds a parameter."""
+    searched = []
+    monkeypatch.setattr("mfsdp.shard._optimizer_of", lambda params: searched.append(params))
+    for build in (MLP, GPT, LoRA, Frozen):
+        mfsdp.fully_shard(build(), units=[nn.Linear])
+    assert not searched
+    model = MLP()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _no_optimizer(model)
+    assert searched and optimizer
+
+
+def test_a_failure_half_way_is_taken_back(monkeypatch):
+    model = MLP()
+    before = snapshot(model)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("mfsdp.shard.materialize.materialize", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        mfsdp.fully_shard(model, units=["up"])
+    assert snapshot(model) == before
+
+
+def test_a_sharded_model_refuses_what_would_break_it():
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    with pytest.raises(ValueError, match="cannot go from torch.float32.*before fully_shard"):
+        model.bfloat16()
+    with pytest.raises(ValueError, match="cannot be replaced"):
+        model.up.weight = nn.Parameter(torch.zeros(37, 24))
+    assert model.cpu() is model and model.float() is model, "what changes nothing is allowed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"compute_dtype": torch.int8}, "compute_dtype=torch.int8"),
+        ({"main_grads_dtype": "f"}, "main_grads_dtype='f'"),
+    ],
+)
+def test_bad_policies(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        mfsdp.MixedPrecisionPolicy(**arguments)
+
+
+def test_bad_calls_of_methods():
+    model = mfsdp.fully_shard(MLP())
+    with pytest.raises(ValueError, match="must be positive"):
+        model.set_gradient_divide_factor(0)
+    with pytest.raises(ValueError, match="True or False"):
+        model.set_requires_gradient_sync(1)
+    with pytest.raises(ValueError, match="not sharded"), mfsdp.no_sync(nn.Linear(2, 2)):
+        pass
+
+
+def test_nothing_keeps_the_old_parameters_alive():
+    model = MLP()
+    mfsdp.fully_shard(model, units=["up"])
+    gc.collect()
+    old = [x for x in gc.get_objects() if type(x) is nn.Parameter and tuple(x.shape) in ((37, 24), (24, 37))]
+    assert not old
