@@ -508,6 +508,17 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(_all_reduce(here, "min", a._sharding))
 
 
+def _masked_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``x[mask] = number``, the one kind of indexing that is elementwise."""
+    x, indices, value, *rest = args
+    mask = indices[0] if len(indices) == 1 else None
+    alike = isinstance(mask, ShardedDTensor) and mask.dtype is torch.bool and mask._sharding.same(x._sharding)
+    if not alike or value.numel() != 1:
+        return _refuse(func, args, kwargs)
+    func(x._local_tensor, [mask._local_tensor], value, *rest, **kwargs)
+    return x
+
+
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].full_tensor().item()
 
@@ -558,6 +569,7 @@ _BY_NAME: dict[str, Handler] = {
     "new_empty": _new,
     "new_full": _new,
     "equal": _equal,
+    "index_put_": _masked_put,
     "_local_scalar_dense": _item,
 }
 
