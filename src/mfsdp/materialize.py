@@ -2,14 +2,16 @@
 
 The values are those of an unsharded init under the same seed: every module's own initialiser runs on whole tensors, in
 the order in which constructors run (children first), and each rank keeps its part. Initialisers are
-``reset_parameters()`` (``_reset_parameters()``), then, if the root has one, ``_init_weights(module)`` on every module,
-as Hugging Face models and many GPTs do. Only one module's own parameters are whole at a time.
+``reset_parameters()`` (``_reset_parameters()``), then, where a module has one, ``_init_weights(module)`` on itself and
+everything below, as many GPTs do at the end of their constructors, and Hugging Face models in ``post_init``. Only one
+module's own parameters are whole at a time.
 """
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -39,11 +41,11 @@ def materialize(root: nn.Module, device: torch.device, mesh: DeviceMesh) -> None
             if callable(reset) and any(_on_meta(m) or m in born for m in module.modules()):
                 with _whole(module, device, first=True):
                     reset()
-        init = getattr(root, "_init_weights", None)
-        if callable(init):
-            for module in modules:
-                with _whole(module, device, first=False):
-                    init(module)
+            init = _initialiser_below(module)
+            if init is not None:
+                for below in _children_first(module, set()):
+                    with _whole(below, device, first=False):
+                        init(below)
     names = {m: fqn for fqn, m in root.named_modules()}
     missing = [_join(names[m], n) for m, n in blank if _untouched(m._buffers[n])]
     for m in born:
@@ -57,6 +59,15 @@ def materialize(root: nn.Module, device: torch.device, mesh: DeviceMesh) -> None
             "them in place, before training.",
             stacklevel=3,
         )
+
+
+def _initialiser_below(module: nn.Module) -> Callable[[nn.Module], object] | None:
+    """``_init_weights(module)``; Hugging Face's ``_initialize_weights`` also knows what an inner model has done."""
+    for name in ("_initialize_weights", "_init_weights"):
+        found = getattr(module, name, None)
+        if callable(found) and inspect.signature(found).parameters:
+            return found  # type: ignore[no-any-return]
+    return None
 
 
 def _join(prefix: str, name: str) -> str:

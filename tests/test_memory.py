@@ -1,0 +1,147 @@
+"""Per rank memory, measured from live tensors: persistent state is sharded, nothing gathered outlives its use."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mfsdp
+from tests.models import GPT, Block
+from tests.parity import compiled
+
+pytestmark = pytest.mark.dist
+
+WIDTH, LAYERS = 64, 4
+
+
+def live() -> dict[int, int]:
+    """Bytes of every storage that some tensor of this process holds, by address."""
+    gc.collect()
+    found = {}
+    for x in gc.get_objects():
+        if issubclass(type(x), torch.Tensor) and hasattr(x, "untyped_storage") and x.device.type == "cpu":
+            if type(x) not in (torch.Tensor, nn.Parameter):
+                continue  # DTensors hold theirs as plain tensors
+            storage = x.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return found
+
+
+def new_since(before: Iterable[int]) -> dict[int, int]:
+    return {k: v for k, v in live().items() if k not in before and v}
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(width=WIDTH, layers=LAYERS)
+
+
+def ledger(lowering: str) -> dict[str, int]:
+    """Bytes at each point of a second step, beyond those before the model was built."""
+    empty = set(live())
+    with torch.device("meta"):
+        model = build()
+    numel = sum(p.numel() for p in model.parameters())
+    mfsdp.fully_shard(model, units=[Block], device="cpu")
+    run = compiled(model, lowering)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(31, (2, 8))
+    out: dict[str, int] = {"numel": numel}
+    units = [u for m in model.modules() if (u := m.__dict__.get("_mfsdp_unit"))]
+    fulls = {b.layout.full_numel * 4 for u in units for b in u.buffers}
+    for step in range(2):
+        persistent = set(live())
+        out["sharded" if step == 0 else "before"] = sum(new_since(empty).values())
+        loss = run(ids).float().square().mean()
+        out["gathered after forward"] = sum(v in fulls for v in new_since(persistent).values())
+        loss.backward()
+        del loss
+        out["gathered after backward"] = sum(v in fulls for v in new_since(persistent).values())
+        out["gradients"] = sum(new_since(persistent).values())
+        optimizer.step()
+        out["after step"] = sum(new_since(empty).values())
+        optimizer.zero_grad()
+        out["gathered after step"] = sum(v in fulls for v in new_since(persistent).values())
+        out["after zero_grad"] = sum(new_since(empty).values())
+    out["pad"] = sum(b.layout.pad for u in {id(u): u for u in units}.values() for b in u.buffers) * 4
+    out["rows"] = sum(max(s.row for s in b.layout.slots) for u in units for b in u.buffers) * 4
+    return out
+
+
+@pytest.mark.parametrize("lowering", ["eager", "none", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_state_is_a_share_and_nothing_gathered_stays(four_ranks, lowering):
+    for m in four_ranks.run(ledger, lowering, timeout=300):
+        weights, small = 4 * m["numel"] / 4, 2048  # ids, losses, step counts
+        share = weights + m["pad"] / 4
+        assert abs(m["sharded"] - share) < small, m
+        assert abs(m["gradients"] - share) < small or lowering != "none", m
+        # Adam keeps two states of the weights' size, without the padding.
+        assert m["after step"] < 4 * share + small and m["after step"] > 4 * weights - 4 * m["pad"] - small, m
+        assert m["after zero_grad"] < 3 * share + small, m
+        assert not m["gathered after forward"] and not m["gathered after backward"] and not m["gathered after step"], m
+
+
+def kept(lowering: str) -> tuple[int, int]:
+    model = mfsdp.fully_shard(build(), units=[Block], reshard_after_forward=False)
+    run = compiled(model, lowering)
+    sizes = {m._mfsdp_unit.buffers[0].layout.full_numel * 4 for m in model.modules() if isinstance(m, mfsdp.FSDPModule)}
+    before = set(live())
+    loss = run(torch.randint(31, (2, 8))).float().square().mean()
+    after_forward = sum(v in sizes for v in new_since(before).values())
+    loss.backward()
+    del loss
+    return after_forward, sum(v in sizes for v in new_since(before).values())
+
+
+@pytest.mark.parametrize("lowering", ["eager", "none"])
+def test_kept_parameters_are_seen_by_the_same_count(two_ranks, lowering):
+    """The measure itself: with reshard_after_forward=False it finds the gathered buffers, until backward is done."""
+    for after_forward, after_backward in two_ranks.run(kept, lowering):
+        assert after_forward == LAYERS + 1 and after_backward == 0
+
+
+def count_collectives(lowering: str) -> dict[str, int]:
+    import mfsdp.runtime as runtime
+
+    model = mfsdp.fully_shard(build(), units=[Block])
+    run = compiled(model, lowering)
+    optimizer = torch.optim.AdamW(model.parameters())
+    calls: dict[str, int] = {}
+
+    def counted(name, function):
+        def wrapper(*args, **kwargs):
+            calls[name] = calls.get(name, 0) + 1
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    originals = {n: getattr(runtime, n) for n in ("gather_flat", "scatter_flat", "reduced", "accumulate", "pack")}
+    reduced = dist.all_reduce
+    try:
+        for n, f in originals.items():
+            setattr(runtime, n, counted(n, f))
+        dist.all_reduce = counted("all_reduce", reduced)
+        for _ in range(2):
+            calls.clear()
+            run(torch.randint(31, (2, 8))).float().square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        for n, f in originals.items():
+            setattr(runtime, n, f)
+        dist.all_reduce = reduced
+    return calls
+
+
+@pytest.mark.parametrize("lowering", ["eager", "none"])
+def test_one_collective_per_unit_none_per_parameter(two_ranks, lowering):
+    units, backward = LAYERS + 1, LAYERS + 1
+    for calls in two_ranks.run(count_collectives, lowering):
+        assert calls["gather_flat"] == units + backward, calls
+        assert calls["scatter_flat"] == units and calls.get("all_reduce", 0) == 1, calls
