@@ -38,7 +38,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=0, help="exactly so many steps instead")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=8, help="windows of 256 bytes per process and step")
+    parser.add_argument("--batch", type=int, default=4, help="windows of 256 tokens (bytes) per process and step")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--lowering", choices=["inductor", "eager"], default=None)
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
@@ -180,7 +180,7 @@ def main(args: argparse.Namespace) -> None:
             checks.pop(0)
             held.append((step, validate(compiled, held_out, args, device)))
         speed = (step - 1) * world * inputs.numel() / max(1e-9, time.monotonic() - begun)
-        bar.set_postfix_str(f"step {step}  loss {value:.3f}  held out {held[-1][1]:.3f}  {speed:,.0f} bytes/s", False)
+        bar.set_postfix_str(f"step {step}  loss {value:.3f}  held out {held[-1][1]:.3f}  {speed:,.0f} tokens/s", False)
         bar.update(min(100.0, 100 * done) - bar.n)
     bar.close()
     held.append((step, validate(compiled, held_out, args, device, batches=16)))
@@ -191,11 +191,11 @@ def main(args: argparse.Namespace) -> None:
         (args.out / "sample.txt").write_text(written)
         summary = {
             "parameters": size, "processes": world, "lowering": lowering, "steps": step,
-            "bytes_per_second": round(speed), "train_loss": train[-1][1], "validation": held,
+            "tokens_per_second": round(speed), "train_loss": train[-1][1], "validation": held,
         }  # fmt: skip
         (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
         say(
-            f"\n{step} steps, {speed:,.0f} bytes/s; validation loss {held[0][1]:.2f} -> {held[-1][1]:.2f} nats per byte"
+            f"\n{step} steps, {speed:,.0f} tokens/s; validation loss {held[0][1]:.2f} -> {held[-1][1]:.2f} nats per byte"
         )
         say("\nMemory of one rank\n" + str(ledger))
         say(f"\nA sample:\n{written}\n\nIn {args.out}: loss.png, sample.txt, summary.json, and listings/")

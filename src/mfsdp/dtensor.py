@@ -137,7 +137,7 @@ class ShardedDTensor(DTensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         torch.Tensor.__init__(self)
 
-    __torch_function__ = (  # type: ignore[assignment]
+    __torch_function__: Any = (
         torch._C._disabled_torch_function_impl if _subclasses_dispatch() else classmethod(_under_mode)
     )
 

@@ -1,8 +1,10 @@
 """The eager path: code that no compiled graph covers still sees whole parameters.
 
-Parameters are read through properties (`shard`). Under Dynamo these leave a marker in the graph. Elsewhere, inside a
-forward call, they come here: the first read gathers the unit, the end of the unit's forward lets go of it, and
-backward gathers again when autograd asks for the first tensor that forward saved. One gather per unit and pass.
+Parameters are read through properties (`shard`). Under Dynamo these leave a marker in the graph. Where a unit's forward
+runs as plain Python instead (a graph break, ``torch.compiler.disable``, an uncompiled call), it opens a `Scope`: the
+unit is gathered, everything inside reads the gathered parameters, pieces that Dynamo still compiles take them as
+inputs, and the end of the forward lets go of them. Backward gathers again when autograd asks for the first tensor that
+forward saved. One gather per unit and pass.
 
 Note [Saved tensors]
 What autograd saves of a gathered buffer is packed into a ticket (saved-tensor hooks). The last ticket to die, when its
@@ -13,6 +15,7 @@ units, which have no backward of their own, are no special case. Hooks that are 
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import warnings
@@ -31,6 +34,8 @@ class _Thread(threading.local):
         self.stack: list[Scope] = []
         self.tickets: dict[int, Ticket] = {}
         """Gathered buffers that forward is reading, by address of their storage."""
+        self.visited: set[UnitState] = set()
+        """Units that are read inside of another unit's scope only."""
 
 
 _here = _Thread()
@@ -85,53 +90,69 @@ class _Gather(torch.autograd.Function):
 
 
 class Scope:
-    """A forward call of a module of a unit. What the unit gathered meanwhile is let go when the outermost ends."""
+    """A forward of a unit, in plain Python: gathers it, and lets go of it in the end."""
 
-    def __init__(self, unit: UnitState):
+    def __init__(self, unit: UnitState, place: str):
         self.unit = unit
-        unit.open += 1
+        unit.open = True
         _here.stack.append(self)
         self.hooks = _hooks() if torch.is_grad_enabled() else None
         if self.hooks is not None:
             self.hooks.__enter__()
+        for index in range(len(unit.buffers)):
+            _whole(unit, index, place)
 
     @torch.compiler.disable
     def close(self) -> None:
         if self.hooks is not None:
             self.hooks.__exit__(None, None, None)
         _here.stack.remove(self)
-        self.unit.open -= 1
-        if self.unit.open == 0 and not self.unit.kept:
-            release(self.unit)
+        self.unit.open = False
+        release(self.unit)
         if not _here.stack:
-            for ticket in list(_here.tickets.values()):
-                _drop(ticket)
+            for unit in list(_here.visited):
+                release(unit)
+            _here.visited.clear()
+
+
+@torch.compiler.disable
+def scope(module: nn.Module) -> Scope:
+    """Opens the scope of a module's unit; close it when the call ends."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    return Scope(module.__dict__["_mfsdp_unit"], f"{type(module).__name__}.forward{line}, called from {_caller()},")
 
 
 @torch.compiler.disable
 def read(module: nn.Module, name: str, ref: Ref) -> torch.Tensor:
-    """A parameter as the module's own code sees it now: whole inside of forward, a DTensor elsewhere."""
-    buffer, unit = ref.buffer, ref.unit
-    if buffer.summoned is not None:
+    """A parameter as plain Python sees it now: whole inside of a forward, a DTensor elsewhere."""
+    outside = not _here.stack and ref.index not in ref.unit.full
+    if ref.buffer.summoned is not None or outside:
         return module._parameters[name]  # type: ignore[return-value]
-    if not _here.stack and not unit.kept:
-        return module._parameters[name]  # type: ignore[return-value]
-    index = unit.buffers.index(buffer)
+    if ref.index not in ref.unit.full:
+        _here.visited.add(ref.unit)
+    return _whole(ref.unit, ref.index, _caller())[ref.slot]
+
+
+def _whole(unit: UnitState, index: int, place: str) -> Sequence[torch.Tensor]:
     if index not in unit.full:
-        unit.full[index] = gather(buffer)
-        _warn(unit)
-    return unit.full[index][ref.slot]
+        _warn(unit, place)
+        unit.full[index] = gather(unit.buffers[index])
+    return unit.full[index]
 
 
 def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
     """All parameters of a buffer, whole, with autograd; one collective."""
     full = runtime.gather_now(buffer.main, buffer.text)
     _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
-    return _Gather.apply(buffer.main, buffer, full)  # type: ignore[no-any-return, no-untyped-call]
+    with torch.enable_grad():  # whoever reads them next may want gradients
+        return _Gather.apply(buffer.main, buffer, full)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def release(unit: UnitState) -> None:
-    """Lets go of what the unit gathered; backward gathers again, unless the unit keeps its parameters."""
+    """Lets go of what the unit gathered, unless it is kept; backward gathers again."""
+    if unit.kept or unit.open:
+        return
     unit.full.clear()
     for ticket in list(_here.tickets.values()):
         if ticket.buffer in unit.buffers:
@@ -143,12 +164,6 @@ def _drop(ticket: Ticket) -> None:
     _here.tickets.pop(ticket.full.untyped_storage().data_ptr(), None)
     if ticket.buffer.spec.reshard and ticket.buffer.spec.world > 1:
         ticket.full = None
-
-
-@torch.compiler.disable
-def scope(module: nn.Module) -> Scope:
-    """Opens the scope of a module's forward; close it when the call ends."""
-    return Scope(module.__dict__["_mfsdp_unit"])
 
 
 def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:
@@ -181,12 +196,8 @@ def _outer_hooks() -> tuple[Any, Any] | None:
     return hooks  # type: ignore[no-any-return]
 
 
-def _warn(unit: UnitState) -> None:
-    """Names the place that reads parameters outside of a compiled graph, once for each place."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and _internal(frame.f_code.co_filename):
-        frame = frame.f_back
-    place = f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+def _warn(unit: UnitState, place: str) -> None:
+    """Names the place that runs outside of a compiled graph, once for each place."""
     if place in _warned:
         return
     _warned.add(place)
@@ -194,8 +205,16 @@ def _warn(unit: UnitState) -> None:
         f"mfsdp: {place} reads parameters of unit {unit.fqn!r} outside of a compiled graph: the eager path gathers "
         "the unit there, without overlap. If it should be compiled, look for a graph break (TORCH_LOGS=graph_breaks) "
         "or call the model through torch.compile(model, backend='mfsdp').",
-        stacklevel=3,
+        stacklevel=2,
     )
+
+
+def _caller() -> str:
+    """The innermost line of code that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def _internal(file: str) -> bool:

@@ -108,6 +108,7 @@ class Program:
         node.meta["val"] = self._fake(target, args)
 
     def _fake(self, target: Any, args: tuple[Any, ...]) -> Any:
+        """What the operation would give. Private in torch (``detect_fake_mode``); tried on 2.11 to 2.13."""
         values = torch.fx.map_arg(args, lambda n: n.meta["val"])
         mode = detect_fake_mode([n.meta.get("val") for n in self.nodes if n.op == "placeholder"])
         assert mode is not None, "a program's placeholders carry fake tensors"

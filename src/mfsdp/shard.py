@@ -58,8 +58,8 @@ class FSDPModule:
     def unshard(self) -> None:
         """Gathers the unit's own parameters for uncompiled code, and keeps them until :meth:`reshard`.
 
-        Compiled graphs are not affected: they gather when they need to. Not differentiable: call it under
-        ``torch.no_grad()`` or for evaluation.
+        Compiled graphs are not affected: they gather when they need to. The values are those of the moment: call
+        :meth:`reshard` before the optimizer steps.
         """
         unit = self._mfsdp_unit
         unit.kept = True
@@ -423,7 +423,7 @@ def _build(
         for slot, param in enumerate(params):
             carry_attributes(param, buffer.params[slot])
             entry = layout.slots[slot]
-            where[param] = Ref(buffer, slot, entry.offset, entry.shape, unit)
+            where[param] = Ref(buffer, slot, entry.offset, entry.shape, unit, len(unit.buffers) - 1)
             with torch.no_grad():
                 if param.is_meta:
                     buffer.born_on_meta[slot] = param.dtype
@@ -476,9 +476,9 @@ def _subclass(base: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> t
     Cached, so that equal layers keep equal types and Dynamo's guards stay the same.
     """
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A graph break inside of a `try` makes Dynamo run this frame as plain Python, where the scope is opened.
-        scope = None if torch.compiler.is_compiling() else fallback.scope(self)
+        scope = None if torch.compiler.is_compiling() or self._mfsdp_unit.open else fallback.scope(self)
         try:
             return base.forward(self, *args, **kwargs)
         finally:
@@ -539,6 +539,8 @@ def _property(name: str) -> property:
     def get(self: nn.Module) -> torch.Tensor:
         ref: Any = self._mfsdp_refs[name]  # type: ignore[index]
         if torch.compiler.is_compiling():
+            if ref.unit.open:
+                return ref.unit.full[ref.index][ref.slot]  # type: ignore[no-any-return]
             return ops.param(ref.buffer.main, ref.offset, ref.shape, ref.buffer.text)  # type: ignore[no-any-return]
         return fallback.read(self, name, ref)  # type: ignore[no-any-return]
 

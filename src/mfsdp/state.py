@@ -212,6 +212,8 @@ class Ref:
     offset: int
     shape: tuple[int, ...]
     unit: UnitState
+    index: int
+    """Which of the unit's buffers."""
 
 
 @dataclass(eq=False)
@@ -222,8 +224,8 @@ class UnitState:
     """Path of the module from the outermost one that was sharded, ``"(root)"`` for that one."""
     frame: Frame
     buffers: list[FlatBuffer] = field(default_factory=list)
-    open: int = 0
-    """How many forward calls of the unit's modules are on the stack."""
+    open: bool = False
+    """Whether a forward of the unit runs in plain Python now; Dynamo guards on it where parameters are read."""
     full: dict[int, Sequence[torch.Tensor]] = field(default_factory=dict)
     """Eager path: parameters of gathered buffers, by index of the buffer."""
     kept: bool = False

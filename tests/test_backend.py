@@ -1,0 +1,225 @@
+"""The backend: options, dumps, models that were never sharded, one process."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mfsdp
+from mfsdp import backend
+from mfsdp.config import Options
+from tests.models import CASES, GPT, MLP, Block
+from tests.parity import averaged, batches, error
+
+EAGER = {"lowering": "eager"}
+
+
+def step(run: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = run(x).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+# options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prefetsch": 2}, r"does not know the option 'prefetsch'; valid options are lowering \(default 'inductor'\)"),
+        ({"lowering": "cuda"}, r"lowering='cuda': choose one of \('inductor', 'eager'\)"),
+        ({"check": "yes"}, "check='yes': choose True or False"),
+        ({"dump": 3}, "dump=3: give the path of a folder"),
+    ],
+)
+def test_bad_options_are_refused_by_the_first_call(options, message):
+    run = torch.compile(MLP(), backend="mfsdp", options=options)
+    with pytest.raises(ValueError, match=message):
+        run(torch.randn(2, 24))
+
+
+def test_modes_are_refused():
+    run = torch.compile(MLP(), backend="mfsdp", mode="max-autotune")
+    with pytest.raises(ValueError, match="mode='max-autotune'.*options="):
+        run(torch.randn(2, 24))
+
+
+def test_defaults():
+    assert Options.parse(None) == Options()
+    assert Options.parse({"check": False}).lowering == "inductor"
+
+
+# one process
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_one_process_without_a_process_group(sharded, monkeypatch):
+    told = []
+    monkeypatch.setattr(backend.log, "warning", lambda text, *args: told.append(text % args))
+    monkeypatch.setattr(backend, "_told", False)
+    torch.manual_seed(0)
+    reference = GPT()
+    model = copy.deepcopy(reference)
+    if sharded:
+        mfsdp.fully_shard(model, units=[Block])
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+    run = torch.compile(model, backend="mfsdp", options=EAGER)
+    ids = torch.randint(31, (2, 8))
+    for _ in range(3):
+        assert error(step(run, ids), step(reference, ids)) < 1e-6
+        for m, optimizer in zip((model, reference), optimizers):
+            nn.utils.clip_grad_norm_(m.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        full = p.full_tensor() if sharded else p
+        assert error(full.detach(), q.detach()) < 1e-5
+    assert len(told) == (0 if sharded else 1)
+    assert sharded or ("one process" in told[0] and "mfsdp.fully_shard(model, units=[" in told[0])
+
+
+def test_evaluation_between_steps():
+    model = mfsdp.fully_shard(GPT(), units=[Block])
+    run = torch.compile(model, backend="mfsdp", options=EAGER)
+    ids = torch.randint(31, (2, 8))
+    losses = []
+    for _ in range(2):
+        losses.append(step(run, ids))
+        with torch.no_grad():
+            losses.append(run(ids).square().mean())
+    assert all(torch.equal(losses[0], x) for x in losses), "nothing was updated in between"
+
+
+def test_shapes_may_change():
+    """A second length compiles a dynamic program; a third needs no other."""
+    torch.manual_seed(0)
+    reference = MLP()
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=["up"])
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="mfsdp", options=EAGER)
+    for rows in (4, 6, 9):
+        x = torch.randn(rows, 24)
+        assert error(step(run, x), step(reference, x)) < 1e-6
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert error(p.grad.full_tensor(), q.grad) < 1e-5
+
+
+# dumps
+
+
+def test_dumps(tmp_path, monkeypatch):
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    step(torch.compile(model, backend="mfsdp", options={**EAGER, "dump": str(tmp_path / "a")}), torch.randn(2, 24))
+    names = sorted(p.name.split(".", 1)[1] for p in (tmp_path / "a").iterdir())
+    stages = ["0.capture", "1.gather", "2.reshard", "3.reduce"]
+    assert names == [f"{phase}.{stage}.txt" for phase in ("backward", "forward") for stage in stages]
+    text = next((tmp_path / "a").glob("*.forward.2.reshard.txt")).read_text()
+    assert text.startswith("; mfsdp  MLP  reshard  forward       world 1\n; change none")
+    monkeypatch.setenv("MFSDP_DUMP", str(tmp_path / "b"))
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend="mfsdp", options=EAGER)(torch.randn(2, 24))
+    assert len(list((tmp_path / "b").glob("*.inference.*.txt"))) == 4
+
+
+# models that were never sharded, on several ranks
+
+
+def unsharded(name: str, lowering: str) -> tuple[float, float, int]:
+    """Errors of loss and gradients of a model that nobody sharded, and how many all-reduces a backward takes."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    reference = case.build()
+    model = copy.deepcopy(reference)
+    run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": lowering})
+    x = batches(case)[dist.get_rank()]
+    calls = []
+    reduce = dist.all_reduce
+    dist.all_reduce = lambda *a, **k: (calls.append(1), reduce(*a, **k))[1]
+    try:
+        loss = case.loss(run, x)
+        loss.backward()
+    finally:
+        dist.all_reduce = reduce
+    refer = torch.compile(reference, backend="aot_eager") if case.traced else reference
+    want = case.loss(refer, x)
+    want.backward()
+    averaged(reference)
+    worst = 0.0
+    for (n, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert type(p) is nn.Parameter and (p.grad is None) == (q.grad is None), n
+        if q.grad is not None:
+            worst = max(worst, error(p.grad, q.grad, 1e-6))
+    return error(loss.detach(), want.detach()), worst, len(calls)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["mlp", "gpt", "gpt_checkpointed", "twice", "unused", "frozen", "lora", "llama"])
+def test_unsharded_models_average_their_gradients(two_ranks, name):
+    layers = {"mlp": 3, "gpt": 4, "gpt_checkpointed": 4, "llama": 4}
+    for loss, grads, calls in two_ranks.run(unsharded, name, "eager"):
+        assert loss == 0 and grads < 1e-6
+        assert calls <= layers.get(name, 3), "one all-reduce per layer, not per parameter"
+
+
+@pytest.mark.dist
+@pytest.mark.inductor
+def test_unsharded_under_inductor(two_ranks):
+    for loss, grads, _ in two_ranks.run(unsharded, "gpt", "inductor", timeout=300):
+        assert loss < 1e-5 and grads < 1e-4
+
+
+def dumped_by(folder: str) -> int:
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    step(torch.compile(model, backend="mfsdp", options={**EAGER, "dump": folder}), torch.randn(2, 24))
+    dist.barrier()
+    return len(list(Path(folder).iterdir()))
+
+
+@pytest.mark.dist
+def test_one_rank_writes_the_listings(two_ranks, tmp_path):
+    assert two_ranks.run(dumped_by, str(tmp_path)) == [8, 8]
+
+
+def bf16(lowering: str) -> tuple[float, str]:
+    """bf16 compute over fp32 main weights, against a reference that does the same by hand."""
+    torch.manual_seed(0)
+    reference = GPT(tied=False)
+    model = mfsdp.fully_shard(
+        copy.deepcopy(reference), units=[Block], mp_policy=mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+    )
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, reference)]
+    run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": lowering})
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        ids = torch.randint(31, (2, 8))
+        low = copy.deepcopy(reference).bfloat16()
+        low.zero_grad()
+        for m in (run, low):
+            m(ids).float().square().mean().backward()
+        for p, q in zip(reference.parameters(), low.parameters()):
+            p.grad = q.grad.float()
+        averaged(reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    dtypes = {str(p.dtype) for p in model.parameters()}
+    assert dtypes == {"torch.float32"}
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(error(p.full_tensor().detach(), q.detach()) for p, q in pairs), ""
+
+
+@pytest.mark.dist
+def test_bf16_compute_over_fp32_main_weights(two_ranks):
+    assert all(worst == 0 for worst, _ in two_ranks.run(bf16, "eager"))
+
+
+@pytest.mark.dist
+@pytest.mark.inductor
+def test_bf16_compute_over_fp32_main_weights_inductor(two_ranks):
+    assert all(worst < 2e-2 for worst, _ in two_ranks.run(bf16, "inductor", timeout=300))

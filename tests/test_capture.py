@@ -1,0 +1,105 @@
+"""Markers, graphs and what is saved between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mfsdp
+from mfsdp import ops, pipeline
+from mfsdp.program import Program, base_of
+from mfsdp.roles import Kind
+from tests.models import CASES, GPT, Block, Case
+
+WHOLE = [n for n in CASES if n != "gpt_nested"]
+
+
+def programs(case: Case, **kwargs: object) -> list[Program]:
+    return list(mfsdp.trace(case.build(), (case.batch(),), world=4, units=case.units, **kwargs))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_forward_and_one_backward_graph(name):
+    assert [p.phase for p in programs(CASES[name])] == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_gathered_weight_is_saved(name):
+    """Nothing that forward hands to backward has the storage of a parameter, or its size by accident of a copy."""
+    forward, backward = programs(CASES[name])
+    for program in (forward, backward):
+        pipeline.run(program)
+    for result in forward.results():
+        if isinstance(result, torch.fx.Node):
+            owner = base_of(result)
+            assert not any(base_of(f) is owner for f in forward.find(Kind.FULL)), result
+    saved = [n for n in backward.nodes if n.op == "placeholder" and "mfsdp" in n.meta]
+    assert all(n.meta["val"].dim() == 1 for n in saved), "only flat shards carry roles"
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_checkpointed", "llama"])
+def test_each_unit_is_gathered_once_per_graph(name):
+    for program in programs(CASES[name]):
+        pipeline.run(program)
+        gathers = [n for n in program.nodes if n.target is ops.all_gather]
+        assert len(gathers) == len({n.args[0] for n in gathers}) == len(program.units)
+
+
+def test_checkpointing_saves_no_activation_inside_of_a_block():
+    plain, again = (programs(Case(lambda r=r: GPT(recompute=r), CASES["gpt"].batch, [Block])) for r in (False, True))
+    saved = [sum(1 for n in p[1].nodes if n.op == "placeholder") for p in (plain, again)]
+    assert saved[1] < saved[0]
+
+
+def test_the_first_layer_is_not_gathered_for_the_sake_of_an_input_without_gradient():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    _, backward = mfsdp.trace(model, (torch.randn(2, 8),), world=4, units=["0", "2"])
+    pipeline.run(backward)
+    assert [n.name for n in backward.find(Kind.FULL)] == ["u1_full"]
+
+
+def test_equal_layers_give_equal_markers():
+    """Nothing process-wide, no name and no number of the layer, in a marker's arguments."""
+    forward, _ = programs(CASES["gpt"])
+    texts: dict[str, set[object]] = {}
+    for n in forward.find(Kind.PARAM):
+        texts.setdefault(n.args[0].name, set()).add((n.args[1], str(n.args[3])))
+    blocks = [texts[f"{u.name}_shard"] for u in forward.units if u.fqn.startswith("blocks.")]
+    assert len(blocks) == 2 and blocks[0] == blocks[1]
+
+
+def test_gradients_are_packed_in_registration_order():
+    _, backward = programs(CASES["gpt"])
+    pipeline.run(backward)
+    for node in backward.nodes:
+        if node.target is ops.pack:
+            assert node.args[1] == sorted(node.args[1])
+
+
+def test_inference_has_no_backward():
+    (only,) = mfsdp.trace(GPT(), (CASES["gpt"].batch(),), world=4, units=[Block], train=False)
+    assert only.phase == "inference"
+
+
+def test_trace_leaves_the_model_alone():
+    model = GPT()
+    before = dict(model.named_parameters())
+    mfsdp.trace(model, (CASES["gpt"].batch(),), units=[Block])
+    assert type(model) is GPT and all(p is before[n] for n, p in model.named_parameters())
+
+
+def test_your_own_pass():
+    """A pass is a function on a program; it runs where the table says, checked like ours."""
+    seen = []
+
+    def look(p: Program) -> None:
+        seen.extend(n.name for n in p.find(Kind.FULL))
+        p.note("only looked")
+
+    forward, _ = programs(CASES["gpt"])
+    stages = pipeline.run(forward, passes=(*pipeline.PIPELINE, ("look", look)))
+    assert seen == ["u0_full", "u1_full", "u2_full"]
+    assert "; change none  only looked" in stages[-1].listing
+    with pytest.raises(ValueError, match="upto='prefetsch' is no pass; the passes are capture, gather"):
+        pipeline.run(forward, upto="prefetsch")
