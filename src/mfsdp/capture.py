@@ -33,8 +33,10 @@ class Capture:
     def __init__(self, inputs: Sequence[Any], names: Sequence[str], name: str | None = None):
         self.inputs = len(inputs)
         buffers = [b for t in inputs if (b := runtime.owner(t)) is not None]
-        roots = {b.unit for b in buffers if b.unit.fqn == "(root)"}
-        frame = next(iter(roots)).frame if len(roots) == 1 else None
+        units = {b.unit for b in buffers}
+        frames = {u.frame for u in units}
+        one_root = len(frames) == 1 and sum(u.fqn == "(root)" for u in units) <= 1
+        frame = frames.pop() if one_root else None
         self.name = name or (frame.name if frame else "model")
         self.input_names = [_readable(n, frame.inputs if frame else ()) for n in names]
         self.shards: dict[int, Unit] = {}
