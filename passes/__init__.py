@@ -4,14 +4,26 @@
     reshard  what was gathered is freed after its last reader     without these three
     reduce   gradients leave through one reduce-scatter per unit
 
+    prefetch launches of gathers move up                          fast: launches and waits move,
+    defer    waits for reductions move down                       every value stays bitwise equal
+
+    bucket   products write straight into gradient buffers        physical: where values lie
+    pool     buffers get static slots                             and what carries them
+    stream   lanes get process groups
+
 Their order, and its reasons, stand in `mfsdp.pipeline`.
 """
 
 if __name__ != "mfsdp.passes":
     raise ImportError(f"import the passes as mfsdp.passes, not as {__name__}: they would load twice")
 
+from .bucket import bucket
+from .defer import defer
 from .gather import gather
+from .pool import pool
+from .prefetch import prefetch
 from .reduce import reduce
 from .reshard import reshard
+from .stream import stream
 
-__all__ = ["gather", "reduce", "reshard"]
+__all__ = ["bucket", "defer", "gather", "pool", "prefetch", "reduce", "reshard", "stream"]

@@ -8,7 +8,8 @@ Before, every gradient is a marker of its own, and AOTAutograd adds them up shar
 
 After, the unit's gradients are packed as soon as the last one is there:
 
-    * . .  u1_gfull               = pack mm_1, sum_1                      bf16[1056768]
+    * . .  u1_gfull               = bucket u1                             bf16[1056768]
+    * . .                           pack u1_gfull, mm_1, sum_1
     >---*  u1_gshard              = reduce_scatter u1_gfull, sum          bf16[132096]
     <---o                           wait u1_gshard
     * . .                           accumulate u1_grad, u1_gshard, 1/8
@@ -69,9 +70,9 @@ def _reduce_sharded(p: Program, unit: Unit) -> bool:
     role = Role(Kind.GFULL, unit.name)
     grads = [fold(lambda a, b: p.insert(aten.add.Tensor, (a, b), ready, role), by_offset[o]) for o in offsets]
     spec = unit.spec
-    gshard = p.insert(ops.pack, (grads, offsets, spec.encode(), 1.0), ready, role, f"{unit.name}_gfull")
+    gshard = gfull = _bucket(p, unit, shard, grads, offsets, 1.0, ready)
     if spec.world > 1:
-        gfull, lane = gshard, Lane.REDUCE
+        lane = Lane.REDUCE
         out = Role(Kind.GSHARD, unit.name, lane)
         gshard = p.insert(ops.reduce_scatter, (gfull, spec.encode()), ready, out, f"{unit.name}_gshard")
         p.insert(ops.wait, (gshard, [gfull]), ready, Role(Kind.WAIT, unit.name, lane))
@@ -93,8 +94,8 @@ def _reduce_plain(p: Program, unit: Unit) -> bool:
     ready = _after(p, [results[i] for i in mine])
     spec, role, lane = unit.spec, Role(Kind.GFULL, unit.name), Lane.REDUCE
     order = sorted(mine, key=mine.__getitem__)
-    args = ([results[i] for i in order], [mine[i] for i in order], spec.encode(), 1 / spec.divide)
-    gfull = p.insert(ops.pack, args, ready, role, f"{unit.name}_gfull")
+    grads = [results[i] for i in order]
+    gfull = _bucket(p, unit, grads[0], grads, [mine[i] for i in order], 1 / spec.divide, ready)
     launch = Role(Kind.ALL_REDUCE, unit.name, lane)
     p.insert(ops.all_reduce, (gfull, spec.encode()), ready, launch)
     p.insert(ops.wait, (gfull, []), ready, Role(Kind.WAIT, unit.name, lane))
@@ -104,6 +105,23 @@ def _reduce_plain(p: Program, unit: Unit) -> bool:
         results[i] = p.insert(aten.as_strided.default, where, ready, role)
     p.set_results(results)
     return True
+
+
+def _bucket(
+    p: Program, unit: Unit, like: Node, grads: list[Node], offsets: list[int], scale: float, before: Node
+) -> Node:
+    """Room for the unit's gradients, and their copies into it."""
+    holes, end = [], 0
+    for grad, offset in sorted(zip(grads, offsets, strict=True), key=lambda pair: pair[1]):
+        if offset > end:
+            holes += [end, offset]
+        end = offset + grad.meta["val"].numel()
+    if end < unit.spec.full_numel:
+        holes += [end, unit.spec.full_numel]
+    role = Role(Kind.GFULL, unit.name)
+    gfull = p.insert(ops.bucket, (like, holes, unit.spec.encode()), before, role, f"{unit.name}_gfull")
+    p.insert(ops.pack, (gfull, grads, offsets, scale), before, Role(Kind.PACK, unit.name))
+    return gfull
 
 
 def _contiguous(shape: torch.Size) -> list[int]:

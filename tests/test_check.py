@@ -34,16 +34,25 @@ def role_of(node: torch.fx.Node) -> Role:
 
 @mutation(2)
 def two_gradients_in_one_place(p: Program) -> None:
-    node = one(p, ops.pack)
-    grads, _, spec, scale = node.args
-    node.args = (grads, [0, 16], spec, scale)
+    product = one(p, ops.mm)
+    product.args = (product.args[0], 16, *product.args[2:])
 
 
 @mutation(2)
 def gradient_beyond_the_end(p: Program) -> None:
-    node = one(p, ops.pack)
-    grads, _, spec, scale = node.args
-    node.args = (grads, [0, 1056768], spec, scale)
+    pack = one(p, ops.pack)
+    pack.args = (*pack.args[:2], [1056768], pack.args[3])
+
+
+@mutation(2)
+def padding_not_zeroed(p: Program) -> None:
+    bucket = one(p, ops.bucket)
+    bucket.args = (bucket.args[0], [], *bucket.args[2:])
+
+
+@mutation(2)
+def gradient_forgotten(p: Program) -> None:
+    p.erase(one(p, ops.pack))
 
 
 @mutation(3)
@@ -91,10 +100,19 @@ def parameter_at_the_wrong_place(p: Program) -> None:
 
 @mutation(8)
 def tied_gradient_packed_twice(p: Program) -> None:
-    node = one(p, ops.pack)
-    grads, _, spec, scale = node.args
-    one_grad = grads[1]  # type: ignore[index]
-    node.args = ([one_grad, one_grad], [1048576, 1048576], spec, scale)
+    pack = one(p, ops.pack)
+    p.insert(ops.pack, pack.args, pack, role_of(pack))
+
+
+@mutation(9, "forward")
+def slot_taken_while_alive(p: Program) -> None:
+    for full in p.find(Kind.FULL):
+        full.args = (*full.args[:2], 0)
+
+
+@mutation(9)
+def slot_too_small(p: Program) -> None:
+    p.slots["p0"] -= 1
 
 
 @mutation(11)
@@ -115,7 +133,7 @@ def input_not_kept_alive(p: Program) -> None:
 
 @mutation(11)
 def input_overwritten_in_flight(p: Program) -> None:
-    gfull = one(p, ops.pack)
+    gfull = one(p, ops.bucket)
     p.insert(torch.ops.aten.zero_.default, (gfull,), one(p, ops.reduce_scatter).next, Role(Kind.GFULL, "u1"))
 
 
@@ -124,17 +142,25 @@ def reduction_lost(p: Program) -> None:
     p.erase(one(p, ops.accumulate))
 
 
+@mutation(14)
+def gradient_after_the_launch(p: Program) -> None:
+    wait = next(n for n in p.nodes if n.target is ops.wait and role_of(n).lane.value == "R")
+    wait.append(one(p, ops.pack))
+
+
 @mutation(15)
 def gradient_left_out(p: Program) -> None:
-    pack = one(p, ops.pack)
+    pack, bucket = one(p, ops.pack), one(p, ops.bucket)
     shard = one(p, ops.accumulate).args[0]
-    p.insert(ops.param_grad, (pack.args[0][0], shard, 0, pack.args[2]), pack, Role(Kind.GRAD, role_of(pack).unit))  # type: ignore[index]
+    marker = (pack.args[1][0], shard, 0, bucket.args[2])  # type: ignore[index]
+    p.insert(ops.param_grad, marker, pack, Role(Kind.GRAD, role_of(pack).unit))
 
 
 @mutation(15)
-def packed_in_two_pieces(p: Program) -> None:
-    pack = one(p, ops.pack)
-    p.insert(ops.pack, pack.args, pack, role_of(pack))
+def two_buffers(p: Program) -> None:
+    bucket = one(p, ops.bucket)
+    everything = (bucket.args[0], [0, 1056768], bucket.args[2])
+    p.insert(ops.bucket, everything, bucket, role_of(bucket))
 
 
 @mutation(17)
@@ -151,7 +177,7 @@ def not_scaled(p: Program) -> None:
 
 @mutation(18)
 def communicated_in_another_dtype(p: Program) -> None:
-    node = one(p, ops.pack)
+    node = one(p, ops.bucket)
     node.meta["val"] = node.meta["val"].to(torch.float16)
 
 

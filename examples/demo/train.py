@@ -150,7 +150,7 @@ def main(args: argparse.Namespace) -> None:
     train: list[tuple[int, float]] = []
     begun, step, done, ledger = 0.0, 0, 0.0, Ledger()
     bar = tqdm(total=100, disable=rank != 0, bar_format="{l_bar}{bar}| {elapsed} {postfix}", mininterval=1)
-    checks = [0.25, 0.5, 0.75]
+    checks = [0.04, 0.1, 0.2, 0.35, 0.5, 0.75]
     while done < 1.0:
         for group in optimizer.param_groups:
             group["lr"] = rate(args, done)
@@ -195,7 +195,8 @@ def main(args: argparse.Namespace) -> None:
         }  # fmt: skip
         (args.out / "summary.json").write_text(json.dumps(summary, indent=1))
         say(
-            f"\n{step} steps, {speed:,.0f} tokens/s; validation loss {held[0][1]:.2f} -> {held[-1][1]:.2f} nats per byte"
+            f"\n{step} steps, {speed:,.0f} tokens/s; "
+            f"validation loss {held[0][1]:.2f} -> {held[-1][1]:.2f} nats per byte"
         )
         say("\nMemory of one rank\n" + str(ledger))
         say(f"\nA sample:\n{written}\n\nIn {args.out}: loss.png, sample.txt, summary.json, and listings/")

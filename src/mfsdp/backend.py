@@ -51,11 +51,13 @@ def mfsdp(
         _tell_unsharded(capture)
     folder = Path(chosen.folder) if chosen.folder else None
     number = next(_graphs)
+    passes = pipeline.table(chosen.prefetch, chosen.reduce_lag, chosen.max_unsharded, chosen.pool)
 
     def transform(graph: fx.GraphModule, phase: Phase) -> None:
         stages = pipeline.run(
             capture.program(graph, phase),
             upto=chosen.upto,
+            passes=passes,
             checked=chosen.check,
             listings=folder is not None,
         )

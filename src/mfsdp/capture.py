@@ -75,7 +75,7 @@ class Capture:
             unique = [(f"{n}.{k}" if n in dict(params[:k]) else n, s) for k, (n, s) in enumerate(params)]
             layout = plan(unique, 1)
             spec = Spec(
-                world, runtime.default_group(), (layout.shard_numel,),
+                world, runtime.default_group(), runtime.another_group(runtime.default_group()), (layout.shard_numel,),
                 Precision(dtype, dtype, dtype, dtype, dtype), float(world), True,
             )  # fmt: skip
             unit = Unit(f"u{number}", fqn, spec, layout, sharded=False)

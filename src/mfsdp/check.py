@@ -7,13 +7,14 @@ behind them are listed in docs/LAWS.md; the tests break each of them on purpose.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import prod
 
 from torch.fx import Node
 
 from . import ops
-from .program import Program, base_of, mutates, view_of
+from .cost import nbytes
+from .program import Program, base_of, mutates, slot_of, view_of
 from .roles import Kind, role
-from .units import Spec
 
 Fault = tuple[Node, str]
 
@@ -39,18 +40,34 @@ def check(p: Program) -> None:
 
 
 def stored(p: Program) -> Iterator[Fault]:
-    """2: no two gradients are packed into the same elements, and none outside of the buffer."""
-    for node in p.nodes:
-        if node.target is not ops.pack:
+    """2: every element of a gradient buffer is written once, by a gradient or by the zeros between them."""
+    for node in p.find(Kind.GFULL):
+        if node.target is not ops.bucket:
             continue
-        grads, offsets, spec = node.args[:3]
-        end, last = 0, -1
-        for grad, offset in sorted(zip(grads, offsets, strict=True), key=lambda pair: pair[1]):  # type: ignore[arg-type]
-            if last < offset < end:
-                yield node, f"{node.name} writes elements from {offset} on twice"
-            end, last = offset + grad.meta["val"].numel(), offset
-        if end > Spec.decode(spec).full_numel:  # type: ignore[arg-type]
-            yield node, f"{node.name} writes beyond its end"
+        holes: list[int] = node.args[1]  # type: ignore[assignment]
+        spans = [(a, b) for a, b in zip(holes[::2], holes[1::2], strict=True)]
+        spans += [(offset, offset + numel) for _, offset, numel in _written(p, node)]
+        end, last, full = 0, -1, node.meta["val"].numel()
+        for start, stop in sorted(spans):
+            if last < start < end:
+                yield node, f"{node.name}: elements from {start} on are written twice"
+            if start > end:
+                yield node, f"{node.name}: elements {end} to {start} are never written"
+            end, last = max(end, stop), start
+        if end < full:
+            yield node, f"{node.name}: elements {end} to {full} are never written"
+        if end > full:
+            yield node, f"{node.name} is written beyond its end"
+
+
+def _written(p: Program, gfull: Node) -> Iterator[tuple[Node, int, int]]:
+    """What comes to places in a gradient buffer: the node that writes, first element, elements."""
+    for user in p.readers(gfull):
+        if user.target is ops.pack:
+            for grad, offset in zip(user.args[1], user.args[2], strict=True):  # type: ignore[arg-type]
+                yield user, offset, grad.meta["val"].numel()  # type: ignore[misc]
+        elif user.target is ops.mm:
+            yield user, user.args[1], prod(user.args[2])  # type: ignore[misc, arg-type]
 
 
 def one_path(p: Program) -> Iterator[Fault]:
@@ -58,11 +75,9 @@ def one_path(p: Program) -> Iterator[Fault]:
     seen: set[str] = set()
     for node in p.nodes:
         if node.target is ops.accumulate:
-            r = role(node)
-            assert r is not None
-            if r.unit in seen:
-                yield node, f"{r.unit}_grad is accumulated twice"
-            seen.add(r.unit)
+            if _unit(node) in seen:
+                yield node, f"{_unit(node)}_grad is accumulated twice"
+            seen.add(_unit(node))
 
 
 def apart(p: Program) -> Iterator[Fault]:
@@ -127,12 +142,33 @@ def inside(p: Program) -> Iterator[Fault]:
 
 
 def tied(p: Program) -> Iterator[Fault]:
-    """8: each parameter's gradient is packed once, after all its uses."""
+    """8: each parameter's gradient comes to its place once, after all its uses."""
+    for gfull in p.find(Kind.GFULL):
+        seen: set[int] = set()
+        for node, offset, numel in _written(p, gfull) if gfull.target is ops.bucket else ():
+            if offset in seen and numel:
+                yield node, f"{gfull.name}: a parameter's gradient is packed twice"
+            seen.add(offset)
+
+
+def slotted(p: Program) -> Iterator[Fault]:
+    """9: a slot holds one buffer at a time, no larger than itself."""
+    order = p.order()
+    busy: dict[str, tuple[int, Node]] = {}
     for node in p.nodes:
-        if node.target is ops.pack:
-            offsets = node.args[1]
-            if len(set(offsets)) != len(offsets):  # type: ignore[arg-type]
-                yield node, f"{node.name} packs a parameter twice"
+        slot = slot_of(node)
+        if not slot:
+            continue
+        if nbytes(node.meta["val"]) > p.slots.get(slot, 0):
+            yield node, f"{node.name} is larger than slot {slot}"
+        end, holder = busy.get(slot, (-1, node))
+        if order[node] < end:
+            yield node, f"{node.name} takes slot {slot} from {holder.name}, which is alive"
+        ends = [order[reader] for reader in p.readers(node)]
+        for launch in node.users:
+            if launch.target is ops.reduce_scatter:
+                ends += [order[u] for u in launch.users if u.target is ops.wait]
+        busy[slot] = (max(ends, default=order[node]), node)
 
 
 def finished(p: Program) -> Iterator[Fault]:
@@ -163,65 +199,66 @@ def finished(p: Program) -> Iterator[Fault]:
 
 
 def joined(p: Program) -> Iterator[Fault]:
-    """14: every reduced gradient reaches an accumulator or an output."""
+    """14: every gradient is in its buffer when the reduction starts, and every reduction reaches its destination."""
     results = {base_of(r) for r in p.results() if isinstance(r, Node)}
+    order = p.order()
     for node in p.nodes:
-        if node.target is ops.reduce_scatter:
-            if not any(u.target is ops.accumulate for u in node.users):
-                yield node, f"{node.name} reaches no accumulator"
-        elif node.target is ops.all_reduce and base_of(node.args[0]) not in results:  # type: ignore[arg-type]
+        if node.target not in (ops.reduce_scatter, ops.all_reduce):
+            continue
+        gfull = base_of(node.args[0])  # type: ignore[arg-type]
+        for writer, _, _ in _written(p, gfull):
+            if order[writer] > order[node]:
+                yield writer, f"{gfull.name} is written after {node.name} has sent it"
+        if node.target is ops.all_reduce and gfull not in results:
             yield node, f"{node.name} reaches no output"
+        if node.target is ops.reduce_scatter and not any(u.target is ops.accumulate for u in node.users):
+            yield node, f"{node.name} reaches no accumulator"
 
 
 def everywhere(p: Program) -> Iterator[Fault]:
-    """15: a trainable unit whose gradients are in the program reduces all of them in one pack."""
-    packs: dict[str, int] = {}
+    """15: a trainable unit whose gradients are in the program reduces all of them in one buffer."""
+    buckets: set[str] = set()
     for node in p.nodes:
-        if node.target is ops.pack:
-            r = role(node)
-            assert r is not None
-            packs[r.unit] = packs.get(r.unit, 0) + 1
-            if packs[r.unit] > 1:
-                yield node, f"{r.unit} is packed twice: its reductions would differ from rank to rank"
+        if node.target is ops.bucket:
+            unit = _unit(node)
+            if unit in buckets:
+                yield node, f"{unit} has two gradient buffers: its reductions would differ from rank to rank"
+            buckets.add(unit)
     for node in p.find(Kind.GRAD):
-        r = role(node)
-        assert r is not None
-        if packs.get(r.unit):
-            yield node, f"{node.name} is left out of {r.unit}_gfull"
+        if _unit(node) in buckets:
+            yield node, f"{node.name} is left out of {_unit(node)}_gfull"
+
+
+def _unit(node: Node) -> str:
+    r = role(node)
+    assert r is not None, f"{node.name} carries no role"
+    return r.unit
 
 
 def scaled(p: Program) -> Iterator[Fault]:
     """17: on every gradient path the product of scale factors is 1/divide."""
     for node in p.nodes:
         if node.target is ops.accumulate:
-            r = role(node)
-            assert r is not None
-            factor, path = float(node.args[3]), node.args[1]  # type: ignore[arg-type]
-            while isinstance(path, Node):
-                if path.target is ops.pack:
-                    factor *= float(path.args[3])  # type: ignore[arg-type]
-                    break
-                path = path.args[0]
-            want = 1 / p.unit(r.unit).spec.divide
+            factor, buffer = float(node.args[3]), node.args[1]  # type: ignore[arg-type]
         elif node.target is ops.all_reduce:
-            r = role(node)
-            assert r is not None
-            packed = base_of(node.args[0])  # type: ignore[arg-type]
-            factor = float(packed.args[3])  # type: ignore[arg-type]
-            want = 1 / p.unit(r.unit).spec.divide
+            factor, buffer = 1.0, node.args[0]
         else:
             continue
-        if abs(factor - want) > 1e-12 * want:
-            yield node, f"{r.unit}: gradients are scaled by {factor:g}, not by {want:g}"
+        assert isinstance(buffer, Node)
+        if buffer.target is ops.reduce_scatter:
+            buffer = base_of(buffer.args[0])  # type: ignore[arg-type]
+        want = 1 / p.unit(_unit(node)).spec.divide
+        for writer, _, _ in _written(p, base_of(buffer)):
+            got = factor * (float(writer.args[3]) if writer.target is ops.pack else 1.0)  # type: ignore[arg-type]
+            if abs(got - want) > 1e-12 * want:
+                yield writer, f"{_unit(node)}: gradients are scaled by {got:g}, not by {want:g}"
 
 
 def wide(p: Program) -> Iterator[Fault]:
     """18: gradients are communicated in the dtype that the policy says."""
     for node in p.nodes:
-        if node.target is ops.pack:
-            r = role(node)
-            assert r is not None
-            want = p.unit(r.unit).spec.precision.grad_comm
+        if node.target is ops.bucket:
+            want = p.unit(_unit(node)).spec.precision.grad_comm
             if node.meta["val"].dtype is not want:
                 yield node, f"{node.name} is {node.meta['val'].dtype}, the policy says {want}"
 
@@ -234,6 +271,7 @@ LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
     (6, regathered),
     (7, inside),
     (8, tied),
+    (9, slotted),
     (11, finished),
     (14, joined),
     (15, everywhere),

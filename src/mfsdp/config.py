@@ -95,6 +95,14 @@ class Options:
         ValueError: an unknown option, or a value out of range; the message lists what is valid.
     """
 
+    prefetch: int = 1
+    """How many units ahead a gather is launched; 0 turns it off."""
+    reduce_lag: int = 1
+    """How many reductions may be in flight behind compute; 0 waits at once."""
+    max_unsharded: int | None = None
+    """Bytes of gathered parameters that may be live at once; prefetching yields to it."""
+    pool: bool = True
+    """Whether gathered buffers and gradient buffers get static slots."""
     lowering: str = "inductor"
     """``"inductor"``, or ``"eager"``: the same passes, ATen kernels one by one (the oracle)."""
     check: bool = True
@@ -116,6 +124,14 @@ class Options:
                 + ", ".join(f"{k} (default {v!r})" for k, v in valid.items())
             )
         out = cls(**given)
+        for name, low in (("prefetch", 0), ("reduce_lag", 0), ("max_unsharded", 1)):
+            value = given.get(name, low)
+            if value is None and valid[name] is None:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"option {name}={value!r}: give an integer of at least {low}")
+        if not isinstance(out.pool, bool):
+            raise ValueError(f"option pool={out.pool!r}: choose True or False")
         if out.lowering not in LOWERINGS:
             raise ValueError(f"option lowering={out.lowering!r}: choose one of {LOWERINGS}")
         if not isinstance(out.check, bool):

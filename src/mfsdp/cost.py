@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .program import INPUT, Program, base_of, view_of
+from .program import INPUT, Program, base_of, slot_of, view_of
 from .roles import Kind, is_kind
 
 
@@ -62,20 +62,26 @@ def lines(program: Program) -> list[Line]:
             continue  # nobody frees it
         if reader is not output and owned(owner):
             frees.setdefault(reader, []).append(owner)
-    live = sum(nbytes(n.meta.get("val")) for n in nodes if n.op == "placeholder" and owned(n))
+    live = sum(program.slots.values())
+    live += sum(nbytes(n.meta.get("val")) for n in nodes if n.op == "placeholder" and owned(n))
     out = []
     for node in nodes:
-        freed = sum(nbytes(n.meta.get("val")) for n in frees.get(node, ()))
+        freed = sum(allocation(n) for n in frees.get(node, ()))
         if not is_line(node):
             live -= freed
             continue
-        allocated = nbytes(node.meta.get("val"))
+        allocated = allocation(node)
         top = live + allocated
         if node not in last and not is_kind(node, Kind.FULL):
             freed += allocated  # nobody reads it
         live += allocated - freed
         out.append(Line(node, allocated - freed, live, top))
     return out
+
+
+def allocation(node: Node) -> int:
+    """Bytes that the node's value takes when it comes to be: none in a static buffer."""
+    return 0 if slot_of(node) else nbytes(node.meta.get("val"))
 
 
 def owned(node: Node) -> bool:
@@ -86,3 +92,18 @@ def owned(node: Node) -> bool:
 def peak(rows: Iterable[Line]) -> int:
     """The largest number of bytes live while any line runs."""
     return max((row.top for row in rows), default=0)
+
+
+def size(n: int, sign: bool = False) -> str:
+    """Bytes as the listing writes them: ``512B``, ``258K``, ``2.02M``, ``1.50G``."""
+    lead = ("+" if n > 0 else "-" if n < 0 else "") if sign else ""
+    n = abs(n)
+    if n < 2**10:
+        text = f"{n}B"
+    elif n < 2**20:
+        text = f"{n / 2**10:.0f}K"
+    elif n < 2**30:
+        text = f"{n / 2**20:.2f}M"
+    else:
+        text = f"{n / 2**30:.2f}G"
+    return lead + text

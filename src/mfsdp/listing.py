@@ -16,7 +16,8 @@ from torch.fx import Node
 
 from . import cost, ops
 from .config import SHORT
-from .program import Program, base_of, view_of
+from .cost import size
+from .program import Program, base_of, slot_of, view_of
 from .roles import Kind, Lane, is_kind, role
 from .units import Unit
 
@@ -36,21 +37,6 @@ class Schedule:
     collectives: int
 
 
-def size(n: int, sign: bool = False) -> str:
-    """Bytes as the listing writes them: ``512B``, ``258K``, ``2.02M``, ``1.50G``."""
-    lead = ("+" if n > 0 else "-" if n < 0 else "") if sign else ""
-    n = abs(n)
-    if n < 2**10:
-        text = f"{n}B"
-    elif n < 2**20:
-        text = f"{n / 2**10:.0f}K"
-    elif n < 2**30:
-        text = f"{n / 2**20:.2f}M"
-    else:
-        text = f"{n / 2**30:.2f}G"
-    return lead + text
-
-
 def render(program: Program, stage: str, before: str | None = None, *, fold: bool = True) -> str:
     """The whole listing after the pass ``stage``.
 
@@ -68,7 +54,8 @@ def render(program: Program, stage: str, before: str | None = None, *, fold: boo
             ";",
             *_units(program.units, fold),
             ";",
-            "; C G R value               op                                         type               delta   live",
+            f"; C G R {'value' + ' ' * 15 + 'slot   op' if program.slots else 'value' + ' ' * 15 + 'op':<66} "
+            "type               delta   live",
             *_body(program, rows),
             "",
         ]
@@ -105,7 +92,7 @@ def schedule(program: Program) -> Schedule:
         elif node.target is ops.wait:
             hidden = flying.pop(node.args[0], True)  # type: ignore[arg-type]
             exposed += not hidden
-        elif cost.is_line(node) and role(node) is None:
+        elif cost.is_line(node) and (role(node) is None or node.target is ops.mm):
             for key in flying:
                 flying[key] = True
     return Schedule(most, exposed, collectives)
@@ -125,11 +112,13 @@ def _head(program: Program, rows: Sequence[cost.Line], before: str | None) -> It
         old = Counter({k: int(v) for k, v in (item.split("=") for item in was if item)})
         new = Counter({k: int(v) for k, v in (item.split("=") for item in now[1:] if item)})
         deltas = [f"{new[k] - old[k]:+d} {k}" for k in sorted(set(old) | set(new)) if new[k] != old[k]]
+        deltas += program.changes
         notes = list(program.notes)
         change = "  ".join(deltas + [f"({n})" for n in notes]) if deltas else "none  " + "; ".join(notes)
         yield f"; change {change}".rstrip()
         peak = f"{size(int(was_peak))} -> {peak}"
-    yield (f"; peak   {peak}    in flight {s.in_flight}    exposed {s.exposed} of {s.collectives}")
+    slots = f"    slots {' '.join(program.slots)} = {size(sum(program.slots.values()))}" if program.slots else ""
+    yield (f"; peak   {peak}{slots}    in flight {s.in_flight}    exposed {s.exposed} of {s.collectives}")
 
 
 def _units(units: Sequence[Unit], fold: bool) -> Iterator[str]:
@@ -187,7 +176,8 @@ def _body(program: Program, rows: Sequence[cost.Line]) -> Iterator[str]:
     for i, row in enumerate(rows):
         node = row.node
         gutter = _gutter(node, flying)
-        value = f"{node.name:<22} = " if node.meta.get("val") is not None else " " * 25
+        slot = f" {slot_of(node):>2}" if program.slots else ""
+        value = f"{node.name:<22}{slot} = " if node.meta.get("val") is not None else " " * (25 + len(slot))
         left = f"{gutter}  {value}{_text(node)}"
         delta = size(row.delta, sign=True) if row.delta else "."
         mark = " <peak" if i == peak_at else ""
@@ -239,10 +229,17 @@ def _text(node: Node) -> str:
         r = role(node)
         assert r is not None
         return f"accumulate {r.unit}_grad, {operand(gshard)}, {_factor(scale)}"
+    if node.target is ops.bucket:
+        r = role(node)
+        assert r is not None
+        return f"bucket {r.unit}"
     if node.target is ops.pack:
-        grads, _, _, scale = node.args
+        gfull, grads, _, scale = node.args
         tail = "" if scale == 1.0 else f", {_factor(scale)}"
-        return f"pack {operand(grads)}{tail}"
+        return f"pack {operand(gfull)}, {operand(grads)}{tail}"
+    if node.target is ops.mm:
+        gfull, offset, _, _, a, b = node.args
+        return f"mm {operand(gfull)}@{offset}, {operand(a)}, {operand(b)}"
     if node.target in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
         tail = "" if node.target is ops.all_gather else ", sum"
         return f"{_verb(node)} {operand(node.args[0])}{tail}"

@@ -9,16 +9,20 @@ Their kernels do what they say, alone (gather the unit, cut one parameter out; r
 program runs before any pass has touched it, and every pass can be compared with the one before. The rest is what
 passes rewrite them into:
 
-    all_gather(shard, spec) -> full           launched, not finished
+    all_gather(shard, spec, slot) -> full     launched, not finished
     wait(out, inputs)                         out is complete; inputs had to live until now
     free(full)                                the buffer is gone after this line
-    pack(grads, offsets, spec, scale) -> gfull
-    reduce_scatter(gfull, spec) -> gshard     sum over ranks; launched, not finished
-    all_reduce(gfull, spec)                   in place, sum over ranks; launched, not finished
+    bucket(like, holes, spec, slot) -> gfull  room for a unit's gradients; zeros in the holes (start, end, start, ...)
+    pack(gfull, grads, offsets, scale)        copies gradients to their places
+    mm(gfull, offset, size, stride, a, b)     writes a product to its place
+    reduce_scatter(gfull, spec, lane) -> gshard   sum over ranks; launched, not finished
+    all_reduce(gfull, spec, lane)             in place, sum over ranks; launched, not finished
     accumulate(shard, gshard, offsets, scale) adds scale * gshard to the accumulator that belongs to the shard;
                                               the parameters at `offsets` have a gradient now
 
-All are stateless but `accumulate`, whose accumulator is found through the shard tensor (Note [Accumulators]).
+``slot`` is the number of a static buffer (`mfsdp.passes.pool`), -1 for memory of its own; ``lane`` says which of the
+spec's process groups carries it. All are stateless but `accumulate`, whose accumulator is found through the shard
+tensor (Note [Accumulators]).
 """
 
 from __future__ import annotations
@@ -33,15 +37,19 @@ LIBRARY = torch.library.Library("mfsdp", "DEF")
 
 LIBRARY.define("param(Tensor shard, int offset, SymInt[] shape, str spec) -> Tensor")
 LIBRARY.define("param_grad(Tensor grad, Tensor shard, int offset, str spec) -> Tensor")
-LIBRARY.define("all_gather(Tensor shard, str spec) -> Tensor")
+LIBRARY.define("all_gather(Tensor shard, str spec, int slot=-1) -> Tensor")
 LIBRARY.define("wait(Tensor(a!) out, Tensor[] inputs) -> ()")
 LIBRARY.define("free(Tensor(a!) full) -> ()")
+LIBRARY.define("bucket(Tensor like, int[] holes, str spec, int slot=-1) -> Tensor", tags=(torch.Tag.flexible_layout,))
 LIBRARY.define(
-    "pack(Tensor[] grads, int[] offsets, str spec, float scale) -> Tensor",
+    "pack(Tensor(a!) gfull, Tensor[] grads, int[] offsets, float scale) -> ()", tags=(torch.Tag.flexible_layout,)
+)
+LIBRARY.define(
+    "mm(Tensor(a!) gfull, int offset, int[] size, int[] stride, Tensor a, Tensor b) -> ()",
     tags=(torch.Tag.flexible_layout,),
 )
-LIBRARY.define("reduce_scatter(Tensor gfull, str spec) -> Tensor")
-LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec) -> ()")
+LIBRARY.define("reduce_scatter(Tensor gfull, str spec, int lane=0) -> Tensor")
+LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec, int lane=0) -> ()")
 LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale) -> ()")
 
 _ops = torch.ops.mfsdp
@@ -50,12 +58,17 @@ param_grad = _ops.param_grad.default
 all_gather = _ops.all_gather.default
 wait = _ops.wait.default
 free = _ops.free.default
+bucket = _ops.bucket.default
 pack = _ops.pack.default
+mm = _ops.mm.default
 reduce_scatter = _ops.reduce_scatter.default
 all_reduce = _ops.all_reduce.default
 accumulate = _ops.accumulate.default
 
 COLLECTIVES = (all_gather, reduce_scatter, all_reduce)
+
+SLOT = {all_gather: 2, bucket: 3}
+"""Operations that may fill a static buffer, and which of their arguments says so."""
 
 
 @torch.library.register_fake("mfsdp::param")
@@ -69,18 +82,28 @@ def _(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) -> torch.
 
 
 @torch.library.register_fake("mfsdp::all_gather")
-def _(shard: torch.Tensor, spec: str) -> torch.Tensor:
+def _(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
     return shard.new_empty(Spec.decode(spec).full_numel)
 
 
-@torch.library.register_fake("mfsdp::pack")
-def _(grads: list[torch.Tensor], offsets: list[int], spec: str, scale: float) -> torch.Tensor:
+@torch.library.register_fake("mfsdp::bucket")
+def _(like: torch.Tensor, holes: list[int], spec: str, slot: int = -1) -> torch.Tensor:
     s = Spec.decode(spec)
-    return grads[0].new_empty(s.full_numel, dtype=s.precision.grad_comm)
+    return like.new_empty(s.full_numel, dtype=s.precision.grad_comm)
+
+
+@torch.library.register_fake("mfsdp::pack")
+def _(gfull: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], scale: float) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::mm")
+def _(
+    gfull: torch.Tensor, offset: int, size: list[int], stride: list[int], a: torch.Tensor, b: torch.Tensor
+) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::reduce_scatter")
-def _(gfull: torch.Tensor, spec: str) -> torch.Tensor:
+def _(gfull: torch.Tensor, spec: str, lane: int = 0) -> torch.Tensor:
     return gfull.new_empty(Spec.decode(spec).shard_numel)
 
 
@@ -93,7 +116,7 @@ def _(full: torch.Tensor) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::all_reduce")
-def _(gfull: torch.Tensor, spec: str) -> None: ...
+def _(gfull: torch.Tensor, spec: str, lane: int = 0) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::accumulate")

@@ -5,25 +5,55 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from . import listing
 from .check import LawError, check
+from .passes.bucket import bucket
+from .passes.defer import defer
 from .passes.gather import gather
+from .passes.pool import pool
+from .passes.prefetch import prefetch
 from .passes.reduce import reduce
 from .passes.reshard import reshard
+from .passes.stream import stream
 from .program import Program
 
 Pass = Callable[[Program], None]
 
-PIPELINE: tuple[tuple[str, Pass], ...] = (
-    ("gather", gather),
-    ("reshard", reshard),
-    ("reduce", reduce),
-)
+Table = tuple[tuple[str, Pass], ...]
+
+
+def table(depth: int = 1, lag: int = 1, limit: int | None = None, slots: bool = True) -> Table:
+    """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes) and ``pool``."""
+    return (
+        ("gather", gather),
+        ("reshard", reshard),
+        ("reduce", reduce),
+        ("prefetch", partial(prefetch, depth=depth, limit=limit)),
+        ("defer", partial(defer, lag=lag)),
+        ("bucket", bucket),
+        ("pool", partial(pool, on=slots)),
+        ("stream", stream),
+    )
+
+
+PIPELINE = table()
+"""The defaults."""
 
 ORDER: tuple[tuple[str, str, str], ...] = (
     ("gather", "reshard", "there is nothing to free before something is gathered"),
     ("gather", "reduce", "a listing shows parameters before their gradients; values do not depend on it"),
+    ("reshard", "prefetch", "a limit on gathered bytes has to know when buffers go"),
+    ("reduce", "defer", "there is no reduction to wait for before"),
+    (
+        "defer",
+        "bucket",
+        "a wait belongs in front of the pack it makes room for, before that buffer moves up",
+    ),
+    ("prefetch", "pool", "slots are coloured over the final order of launches and frees"),
+    ("bucket", "pool", "slots are coloured over the final lives of gradient buffers"),
+    ("pool", "stream", "the listing of slots is read with one group, as the laws of values are; nothing else"),
 )
 """Earlier, later, why."""
 
@@ -45,7 +75,7 @@ def run(
     program: Program,
     *,
     upto: str | None = None,
-    passes: tuple[tuple[str, Pass], ...] = PIPELINE,
+    passes: Table = PIPELINE,
     checked: bool = True,
     listings: bool = True,
 ) -> list[Stage]:
@@ -54,7 +84,7 @@ def run(
     Args:
         program: rewritten in place.
         upto: name of the last pass to run, ``"capture"`` for none.
-        passes: the table; put your own ``(name, pass)`` into a copy of `PIPELINE` to run it.
+        passes: the table; put your own ``(name, pass)`` into a copy of `PIPELINE` or of what `table` gives.
         checked: whether to check the laws.
         listings: whether to render (costs time on large graphs).
 
@@ -71,6 +101,7 @@ def run(
     for name, function in passes[: names.index(upto) if upto else len(passes)]:
         before = listing.summary(program) if listings else None
         program.notes.clear()
+        program.changes.clear()
         start = time.perf_counter()
         function(program)
         if checked:

@@ -10,6 +10,7 @@ import torch.fx
 from torch._guards import detect_fake_mode
 from torch.fx import Node
 
+from . import ops
 from .roles import Kind, Role, mark, role
 from .units import Unit
 
@@ -34,8 +35,12 @@ class Program:
         self.gm, self.phase, self.units, self.name = gm, phase, tuple(units), name
         self.gradients: dict[int, tuple[str, int]] = {}
         """Backward: which outputs are gradients of parameters that are not sharded: index -> (unit, offset)."""
+        self.slots: dict[str, int] = {}
+        """Bytes of every static buffer, by name, once there are any."""
         self.notes: list[str] = []
         """What the running pass has to say, for the listing's ``change`` line."""
+        self.changes: list[str] = []
+        """What it has changed besides adding and removing lines."""
 
     # queries
 
@@ -115,6 +120,15 @@ class Program:
         with mode, torch.no_grad():
             return target(*values)
 
+    def start(self) -> Node:
+        """The first node behind the placeholders."""
+        return next(n for n in self.nodes if n.op != "placeholder")
+
+    def move(self, nodes: Sequence[Node], before: Node) -> None:
+        """Moves nodes, in the order given, in front of another one; all others keep their places."""
+        for node in nodes:
+            before.prepend(node)
+
     def rename(self, node: Node, name: str) -> None:
         """Gives the node a name that says its role."""
         node._rename(name)
@@ -127,8 +141,12 @@ class Program:
         """Removes a node that nothing reads any more."""
         self.graph.erase_node(node)
 
+    def changed(self, text: str) -> None:
+        """Says what the running pass did that the count of lines does not show."""
+        self.changes.append(text)
+
     def note(self, text: str) -> None:
-        """Says what the running pass did, or why it did nothing (law 28)."""
+        """Says with what knobs the running pass did it, or why it did nothing (law 28)."""
         self.notes.append(text)
 
 
@@ -160,6 +178,15 @@ def mutates(node: Node) -> list[Node]:
         for arg, declared in zip(node.args, schema.arguments, strict=False)
         if isinstance(arg, Node) and declared.alias_info is not None and declared.alias_info.is_write
     ]
+
+
+def slot_of(node: Node) -> str:
+    """Name of the static buffer that the node fills, ``p0`` (gathered) or ``g0`` (gradients); ``""`` for none."""
+    place = ops.SLOT.get(node.target)  # type: ignore[call-overload]
+    number = node.args[place] if place is not None and len(node.args) > place else -1
+    if not isinstance(number, int) or number < 0:
+        return ""
+    return f"{'p' if node.target is ops.all_gather else 'g'}{number}"
 
 
 def base_of(node: Node) -> Node:

@@ -18,7 +18,8 @@ class Kind(Enum):
     WAIT = "wait"  # compute waits for a collective
     FREE = "free"  # the full buffer is gone
     GRAD = "grad"  # a marker: the gradient of one parameter (before `reduce`)
-    GFULL = "gfull"  # gradients packed into a flat buffer
+    GFULL = "gfull"  # the flat buffer that gradients are packed into
+    PACK = "pack"  # gradients come to their places in it
     ALL_REDUCE = "all_reduce"  # gradients of parameters that are not sharded, summed in place
     GSHARD = "gshard"  # this rank's part of the reduced gradients
     ACCUMULATE = "accumulate"  # gradients added to the accumulator

@@ -65,6 +65,22 @@ def world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def another_group(name: str) -> str:
+    """Name of a second group over the same ranks: collectives of one group run one after the other, of two at once.
+    Its ranks call together; made once.
+    """
+    group = process_group(name)
+    found = _others.get(name)
+    if found is None or found[0]() is not group:
+        ranks = dist.get_process_group_ranks(group)
+        other = dist.new_group(ranks, use_local_synchronization=True, group_desc="mfsdp_reduce")
+        found = _others[name] = (weakref.ref(group), str(other.group_name))
+    return found[1]
+
+
+_others: dict[str, tuple[weakref.ref[dist.ProcessGroup], str]] = {}
+
+
 def rank() -> int:
     """This process's rank in the default group, 0 when there is none."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -98,6 +114,35 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_slots: dict[tuple[torch.device, str], torch.UntypedStorage] = {}
+"""Static buffers by device and name; they stay from step to step, and programs share them."""
+
+
+def slot_bytes() -> dict[str, int]:
+    """Bytes of every static buffer, by name."""
+    return {name: storage.nbytes() for (_, name), storage in sorted(_slots.items(), key=lambda kv: kv[0][1])}
+
+
+def _room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An uninitialised flat tensor, in a static buffer if one is named. A buffer that is still in use (two forwards
+    before a backward, a lowering that kept an alias) is left alone: then the tensor has memory of its own.
+    """
+    if not slot:
+        return torch.empty(numel, dtype=dtype, device=device)
+    storage = _slots.get((device, slot))
+    size = numel * dtype.itemsize
+    if storage is not None and _holders(storage) > 1:
+        return torch.empty(numel, dtype=dtype, device=device)
+    if storage is None or storage.nbytes() < size:
+        storage = _slots[device, slot] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,))  # type: ignore[no-any-return, call-overload]
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    """How many tensors and handles share the storage. Private in torch; tried on 2.11 to 2.13."""
+    return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[no-any-return, attr-defined]
+
+
 _under_way: dict[int, list[Any]] = {}
 
 
@@ -105,10 +150,10 @@ def _launched(out: torch.Tensor, works: list[Any]) -> None:
     _under_way[out.untyped_storage().data_ptr()] = works
 
 
-def all_gather(shard: torch.Tensor, spec: str) -> torch.Tensor:
+def all_gather(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
     """Launches the all-gather of a unit. ``shard``: [shard_numel]; returns [full_numel], not yet complete."""
     s = Spec.decode(spec)
-    full = shard.new_empty(s.full_numel)
+    full = _room(f"p{slot}" if slot >= 0 else "", s.full_numel, shard.dtype, shard.device)
     group = process_group(s.group)
     works, start, at = [], 0, 0
     for chunk in s.splits:
@@ -119,11 +164,11 @@ def all_gather(shard: torch.Tensor, spec: str) -> torch.Tensor:
     return full
 
 
-def reduce_scatter(gfull: torch.Tensor, spec: str) -> torch.Tensor:
+def reduce_scatter(gfull: torch.Tensor, spec: str, lane: int = 0) -> torch.Tensor:
     """Launches the sum over ranks. ``gfull``: [full_numel]; returns [shard_numel], not yet complete."""
     s = Spec.decode(spec)
     gshard = gfull.new_empty(s.shard_numel)
-    group = process_group(s.group)
+    group = process_group((s.group, s.reduce_group)[lane])
     works, start, at = [], 0, 0
     for chunk in s.splits:
         part, out = gfull[start : start + s.world * chunk], gshard[at : at + chunk]
@@ -133,9 +178,10 @@ def reduce_scatter(gfull: torch.Tensor, spec: str) -> torch.Tensor:
     return gshard
 
 
-def all_reduce(gfull: torch.Tensor, spec: str) -> None:
+def all_reduce(gfull: torch.Tensor, spec: str, lane: int = 0) -> None:
     """Launches the sum over ranks, in place."""
-    work = dist.all_reduce(gfull, group=process_group(Spec.decode(spec).group), async_op=True)
+    s = Spec.decode(spec)
+    work = dist.all_reduce(gfull, group=process_group((s.group, s.reduce_group)[lane]), async_op=True)
     _launched(gfull, [work])
 
 
@@ -149,21 +195,28 @@ def free(full: torch.Tensor) -> None:
     """Nothing: lowerings drop the node, and with it the last reference."""
 
 
-def pack(grads: list[torch.Tensor], offsets: list[int], spec: str, scale: float) -> torch.Tensor:
-    """Copies gradients to their places in a flat buffer, cast to the dtype that travels; zeros between them."""
+def bucket(like: torch.Tensor, holes: list[int], spec: str, slot: int = -1) -> torch.Tensor:
+    """Room for a unit's gradients, [full_numel] in the dtype that travels; zeros in the holes, nothing elsewhere."""
     s = Spec.decode(spec)
-    gfull = grads[0].new_empty(s.full_numel, dtype=s.precision.grad_comm)
-    end, places = 0, []
-    for grad, offset in sorted(zip(grads, offsets, strict=True), key=lambda pair: pair[1]):
-        gfull[end:offset].zero_()
-        end = offset + grad.numel()
-        places.append((gfull[offset:end].view(grad.shape), grad))
-    gfull[end:].zero_()
-    if places:
-        torch._foreach_copy_([p for p, _ in places], [g for _, g in places])
-    if scale != 1.0:
-        gfull.mul_(scale)
+    gfull = _room(f"g{slot}" if slot >= 0 else "", s.full_numel, s.precision.grad_comm, like.device)
+    zeros = [gfull[start:end] for start, end in zip(holes[::2], holes[1::2], strict=True)]
+    if zeros:
+        torch._foreach_zero_(zeros)
     return gfull
+
+
+def pack(gfull: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], scale: float) -> None:
+    """Copies gradients to their places, cast and scaled."""
+    places = [gfull[o : o + g.numel()].view(g.shape) for g, o in zip(grads, offsets, strict=True)]
+    if places:
+        torch._foreach_copy_(places, grads)
+        if scale != 1.0:
+            torch._foreach_mul_(places, scale)
+
+
+def mm(gfull: torch.Tensor, offset: int, size: list[int], stride: list[int], a: torch.Tensor, b: torch.Tensor) -> None:
+    """Writes ``a @ b`` to its place."""
+    torch.mm(a, b, out=gfull.as_strided(size, stride, offset))
 
 
 def accumulate(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float) -> None:
@@ -192,11 +245,19 @@ def gather_now(shard: torch.Tensor, spec: str) -> torch.Tensor:
 def reduce_now(shard: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], spec: str) -> None:
     """Packs, reduces and accumulates gradients at once."""
     s = Spec.decode(spec)
-    gshard = pack(grads, offsets, spec, 1.0)
-    if s.world > 1:
-        gfull, gshard = gshard, reduce_scatter(gshard, spec)
-        wait(gshard, [gfull])
-    accumulate(shard, gshard, offsets, 1 / s.divide)
+    accumulate(shard, _reduced_shard(grads, offsets, spec), offsets, 1 / s.divide)
+
+
+def _reduced_shard(grads: list[torch.Tensor], offsets: list[int], spec: str) -> torch.Tensor:
+    """This rank's part of the sum of gradients over ranks."""
+    s = Spec.decode(spec)
+    gfull = bucket(grads[0], [0, s.full_numel], spec)
+    pack(gfull, grads, offsets, 1.0)
+    if s.world == 1:
+        return gfull
+    gshard = reduce_scatter(gfull, spec)
+    wait(gshard, [gfull])
+    return gshard
 
 
 def param(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torch.Tensor:
@@ -208,15 +269,10 @@ def param(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torc
 
 def param_grad(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) -> torch.Tensor:
     """The marker's own meaning: reduces one gradient; the result has the shard's shape and dtype."""
-    s = Spec.decode(spec)
-    gshard = pack([grad], [offset], spec, 1.0)
-    if s.world > 1:
-        gfull, gshard = gshard, reduce_scatter(gshard, spec)
-        wait(gshard, [gfull])
-    return gshard.to(shard.dtype).mul_(1 / s.divide)
+    return _reduced_shard([grad], [offset], spec).to(shard.dtype).mul_(1 / Spec.decode(spec).divide)
 
 
 for _kernel in (
-    param, param_grad, all_gather, wait, free, pack, reduce_scatter, all_reduce, accumulate,
+    param, param_grad, all_gather, wait, free, bucket, pack, mm, reduce_scatter, all_reduce, accumulate,
 ):  # fmt: skip
     LIBRARY.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")

@@ -130,12 +130,12 @@ def fully_shard(
     ignored = set(ignored_params or ())
     claims = _claim(module, roots, ignored)
     target = _device(claims, device)
-    shard_mesh, group = _mesh(mesh, target)
+    shard_mesh, groups = _mesh(mesh, target)
     frame = _frame(module)
     states = {claim.module: UnitState(claim.fqn, frame) for claim in claims}
     where: dict[nn.Parameter, Ref] = {}
     for claim in claims:
-        _build(claim, states[claim.module], where, policy, shard_mesh, group, target, reshard_after_forward)
+        _build(claim, states[claim.module], where, policy, shard_mesh, groups, target, reshard_after_forward)
     with _undo() as undo:
         for param in ignored:
             param._mfsdp_ignored = True  # type: ignore[attr-defined]
@@ -314,11 +314,11 @@ def _device(claims: list[_Claim], device: torch.device | str | None) -> torch.de
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, str]:
-    """The 1-D mesh to shard over and the name of its group."""
+def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, tuple[str, str]]:
+    """The 1-D mesh to shard over, and the names of its groups for gathers and for reductions."""
     if mesh is None:
         if not runtime.initialized():
-            return local_mesh(device.type, 1), ""
+            return local_mesh(device.type, 1), ("", "")
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(device.type, (runtime.world(),), mesh_dim_names=("dp_shard",))
@@ -335,22 +335,23 @@ def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, st
             )
         mesh = mesh["dp_shard"]
     if device.type == "meta":
-        return mesh, ""  # planning: nothing will run
+        return mesh, ("plan", "plan_reduce") if mesh.size() > 1 else ("", "")  # nothing will run
     if mesh.device_type != device.type:
         raise ValueError(
             f"fully_shard: the mesh is over {mesh.device_type!r} but parameters go to {str(device)!r}; "
             "pass device= or a mesh of that device type"
         )
     if mesh.size() == 1 and not runtime.initialized():
-        return mesh, ""
+        return mesh, ("", "")
     if mesh.get_coordinate() is None:
         raise ValueError(f"fully_shard: this rank is not in {mesh}; shard only on ranks that are")
     try:
-        return mesh, mesh.get_group().group_name if mesh.size() > 1 else ""
+        group = mesh.get_group().group_name if mesh.size() > 1 else ""
     except (RuntimeError, AssertionError, KeyError, IndexError) as error:
         raise ValueError(
             f"fully_shard: {mesh} has no process group; make it with torch.distributed.init_device_mesh"
         ) from error
+    return mesh, (group, runtime.another_group(group) if group else "")
 
 
 _stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -406,7 +407,7 @@ def _build(
     where: dict[nn.Parameter, Ref],
     policy: MixedPrecisionPolicy,
     mesh: DeviceMesh,
-    group: str,
+    groups: tuple[str, str],
     device: torch.device,
     reshard: bool,
 ) -> None:
@@ -417,7 +418,7 @@ def _build(
     for (precision, trainable), params in kinds.items():
         layout = plan([(claim.names[p], tuple(p.shape)) for p in params], mesh.size())
         buffer = FlatBuffer(
-            unit, layout, mesh, group, precision, trainable=trainable, reshard=reshard, device=device
+            unit, layout, mesh, groups, precision, trainable=trainable, reshard=reshard, device=device
         )  # fmt: skip
         unit.buffers.append(buffer)
         for slot, param in enumerate(params):

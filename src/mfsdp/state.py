@@ -37,7 +37,7 @@ class FlatBuffer:
         unit: the module's unit that it belongs to.
         layout: where each parameter lies.
         mesh: 1-D, over the ranks that share the buffer.
-        group: name of the process group, ``""`` for one process.
+        groups: names of the process groups for gathers and for reductions, ``""`` for one process.
         precision: dtypes.
         trainable: whether the parameters require gradients.
         reshard: whether forward frees the gathered buffer.
@@ -49,7 +49,7 @@ class FlatBuffer:
         unit: UnitState,
         layout: Layout,
         mesh: DeviceMesh,
-        group: str,
+        groups: tuple[str, str],
         precision: Precision,
         *,
         trainable: bool,
@@ -60,7 +60,8 @@ class FlatBuffer:
         self.trainable = trainable
         self.spec = Spec(
             world=layout.world,
-            group=group,
+            group=groups[0],
+            reduce_group=groups[1],
             splits=layout.splits,
             precision=precision,
             divide=float(layout.world),
@@ -109,7 +110,7 @@ class FlatBuffer:
 
     def __deepcopy__(self, memo: dict[int, object]) -> FlatBuffer:
         twin = FlatBuffer(
-            self.unit, self.layout, self.mesh, self.spec.group, self.precision,
+            self.unit, self.layout, self.mesh, (self.spec.group, self.spec.reduce_group), self.precision,
             trainable=self.trainable, reshard=self.spec.reshard, device=self.main.device,
         )  # fmt: skip
         memo[id(self)] = twin

@@ -22,6 +22,8 @@ class Spec:
     world: int
     group: str
     """Name of the process group (``""``: none needed, one process)."""
+    reduce_group: str
+    """Name of another group over the same ranks, for reductions that run beside gathers; ``""``: there is none."""
     splits: tuple[int, ...]
     """Elements per rank of each segment (see :class:`mfsdp.layout.Segment`)."""
     precision: Precision
@@ -43,16 +45,18 @@ class Spec:
         dtypes = ",".join(SHORT[d] for d in (p.main, p.comm, p.compute, p.grad_comm, p.grad))
         splits = "+".join(map(str, self.splits))
         after = "reshard" if self.reshard else "keep"
-        return f"{self.world} {self.group or '-'} {splits} {dtypes} {self.divide!r} {after}"
+        groups = f"{self.group or '-'} {self.reduce_group or '-'}"
+        return f"{self.world} {groups} {splits} {dtypes} {self.divide!r} {after}"
 
     @staticmethod
     @cache
     def decode(text: str) -> Spec:
         """The inverse of :meth:`encode`."""
-        world, group, splits, dtypes, divide, after = text.split(" ")
+        world, group, reduce_group, splits, dtypes, divide, after = text.split(" ")
         return Spec(
             world=int(world),
             group="" if group == "-" else group,
+            reduce_group="" if reduce_group == "-" else reduce_group,
             splits=tuple(map(int, splits.split("+"))),
             precision=Precision(*(_LONG[d] for d in dtypes.split(","))),
             divide=float(divide),

@@ -1,0 +1,94 @@
+"""bucket: products are written straight into the gradient buffer.
+
+Before, a gradient is made, and then copied:
+
+    * . .  mm_1                   = mm threshold_backward.T, relu         bf16[1024,1024]
+    * . .  sum_1                  = sum threshold_backward, [0], True     bf16[1,1024]
+    * . .  u1_gfull               = bucket u1                             bf16[1056768]
+    * . .                           pack u1_gfull, mm_1, sum_1
+
+After, the matrix product writes to its place, and only the small sum is copied:
+
+    * . .  u1_gfull               = bucket u1                             bf16[1056768]
+    * . .                           mm u1_gfull@0, threshold_backward.T, relu
+    * . .  sum_1                  = sum threshold_backward, [0], True     bf16[1,1024]
+    * . .                           pack u1_gfull, sum_1
+
+Why: gradients of matrices are most of the bytes, and a second copy of them is memory and time.
+Needs: `reduce`; after `defer`, whose waits then stand in front of the buffer that they make room for.
+Costs: the buffer is there from the unit's first product on.
+
+Only a product that nothing else reads, whose dtype is the one that travels, and whose views up to the gradient keep its
+elements in place. Other gradients (sums, embeddings, convolutions, sums over uses) are made by kernels that choose
+their own output, and are copied.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from mfsdp import ops
+from mfsdp.cost import nbytes, size
+from mfsdp.program import Program, base_of
+from mfsdp.roles import Kind, Role
+
+aten = torch.ops.aten
+
+
+def bucket(p: Program) -> None:
+    """Turns matrix products that end in a gradient buffer into products that write there."""
+    copied = written = 0
+    packs = [n for n in p.find(Kind.PACK) if n.target is ops.pack]
+    if not packs:
+        p.note("no gradients are packed here")
+        return
+    order = p.order()
+    for pack in packs:
+        gfull, grads, offsets, scale = pack.args
+        products = [_product(p, g, pack) if scale == 1.0 else None for g in grads]  # type: ignore[union-attr, arg-type]
+        first = min((x for x in products if x is not None), key=order.__getitem__, default=None)
+        if first is not None:
+            p.move([gfull], first)  # type: ignore[list-item]
+        rest: list[tuple[Node, int]] = []
+        for grad, offset, product in zip(grads, offsets, products, strict=True):  # type: ignore[arg-type]
+            if product is None:
+                rest.append((grad, offset))
+                copied += nbytes(grad.meta["val"])
+            else:
+                written += nbytes(grad.meta["val"])
+                _write(p, gfull, offset, product)  # type: ignore[arg-type]
+        pack.args = (gfull, [g for g, _ in rest], [o for _, o in rest], scale)
+        _erase_unread(p, [g for g in grads if g not in pack.args[1]])  # type: ignore
+        if not rest:
+            p.erase(pack)
+    p.note(f"{size(written)} written in place, {size(copied)} copied")
+
+
+def _product(p: Program, grad: Node, pack: Node) -> Node | None:
+    """The matrix product that a gradient is, if it may write to the gradient's place."""
+    product, value = base_of(grad), grad.meta["val"]
+    gfull = pack.args[0]
+    if product.target is not aten.mm.default or p.readers(product) != [pack]:
+        return None
+    assert isinstance(gfull, Node)
+    alike = value.is_contiguous() and value.numel() == product.meta["val"].numel()
+    return product if alike and value.dtype is gfull.meta["val"].dtype else None
+
+
+def _write(p: Program, gfull: Node, offset: int, product: Node) -> None:
+    value = product.meta["val"]
+    place = (gfull, offset, list(value.shape), list(value.stride()))
+    unit = gfull.meta["mfsdp"].unit
+    p.insert(ops.mm, (*place, *product.args), product, Role(Kind.PACK, unit))
+
+
+def _erase_unread(p: Program, nodes: list[Node]) -> None:
+    """Erases values that nothing reads any more, and what they alone were views of."""
+    for node in nodes:
+        while node.op == "call_function" and not node.users:
+            parent = node.args[0]
+            p.erase(node)
+            if not isinstance(parent, Node) or base_of(parent).target is not aten.mm.default:
+                break
+            node = parent

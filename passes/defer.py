@@ -1,0 +1,67 @@
+"""defer: compute does not wait for a reduction until the next one needs its place.
+
+Before, compute stops at every unit until its gradients have been reduced:
+
+    >---*  u1_gshard              = reduce_scatter u1_gfull, sum          bf16[132096]
+    <---o                           wait u1_gshard
+    * . .                           accumulate u1_grad, u1_gshard, 1/8
+    * . .  mm_2                   = mm threshold_backward_1.T, x          bf16[1024,1024]
+    * . .  u0_gfull               = bucket u0                             bf16[1056768]
+    * . .                           pack u0_gfull, mm_2, sum_2
+
+After, with lag 1:
+
+    >---*  u1_gshard              = reduce_scatter u1_gfull, sum          bf16[132096]
+    * . |  mm_2                   = mm threshold_backward_1.T, x          bf16[1024,1024]
+    <---o                           wait u1_gshard
+    * . .                           accumulate u1_grad, u1_gshard, 1/8
+    * . .  u0_gfull               = bucket u0                             bf16[1056768]
+    * . .                           pack u0_gfull, mm_2, sum_2
+
+Why: the link works while compute does. Waits move down, never up; sums are taken in the same order.
+Needs: `reduce`.
+Costs: ``lag`` packed gradient buffers are in flight; a wait comes before the pack that would make it one more, and the
+last ones come before the program's outputs (law 14).
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from mfsdp import ops
+from mfsdp.program import Program, base_of, view_of
+from mfsdp.roles import Kind, Lane, role
+
+
+def defer(p: Program, *, lag: int = 1) -> None:
+    """Moves the waits for reductions, and what follows from them, down.
+
+    Args:
+        lag: how many reductions may be in flight behind compute; 0 moves nothing.
+    """
+    waits = [n for n in p.find(Kind.WAIT) if (r := role(n)) is not None and r.lane is Lane.REDUCE]
+    if not waits:
+        p.note("nothing is reduced here")
+        return
+    if lag == 0:
+        p.note("lag 0")
+        return
+    buckets = [_bucket(w) for w in waits]
+    for i, wait in enumerate(waits):
+        target = buckets[i + lag] if i + lag < len(buckets) else p.output
+        p.move([wait, *_followers(wait)], target)
+    p.changed(f"{len(waits)} wait down")
+    p.note(f"lag {lag}")
+
+
+def _bucket(wait: Node) -> Node:
+    """The buffer of the reduction that is waited for."""
+    product = base_of(wait.args[0])  # type: ignore[arg-type]
+    return base_of(product.args[0]) if product.target is ops.reduce_scatter else product  # type: ignore[arg-type]
+
+
+def _followers(wait: Node) -> list[Node]:
+    """The accumulate, or the views of a buffer that was reduced in place."""
+    product = wait.args[0]
+    assert isinstance(product, Node)
+    return [u for u in product.users if u.target is ops.accumulate or view_of(u) is product]

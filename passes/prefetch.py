@@ -1,0 +1,101 @@
+"""prefetch: a unit's gather is launched while the unit before it computes.
+
+Before, compute stops at every unit until its parameters have arrived:
+
+    . * .  u0_full                = all_gather u0_shard                   bf16[1056768]
+    <-o .                           wait u0_full
+    * . .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
+    . * .  u1_full                = all_gather u1_shard                   bf16[1056768]
+    <-o .                           wait u1_full
+
+After, with depth 1:
+
+    . * .  u0_full                = all_gather u0_shard                   bf16[1056768]
+    <-o .                           wait u0_full
+    . * .  u1_full                = all_gather u1_shard                   bf16[1056768]
+    * | .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
+    <-o .                           wait u1_full
+
+Why: the link works while compute does. Only launches move; every value stays bitwise equal.
+Needs: `reshard`, so that a limit on gathered bytes knows when buffers go.
+Costs: ``depth`` more units are whole at a time.
+
+"Before" is the program's own order of first use, in each program by itself; the first ``depth`` gathers move to its
+start. With a ``limit``, a launch that would put more gathered bytes than that in memory waits for the next `free`
+that makes room, or stays where it is (it is needed there, limit or not).
+"""
+
+from __future__ import annotations
+
+from torch.fx import Node
+
+from mfsdp import ops
+from mfsdp.cost import nbytes, size
+from mfsdp.program import Program
+from mfsdp.roles import Kind
+
+
+def prefetch(p: Program, *, depth: int = 1, limit: int | None = None) -> None:
+    """Moves launches of all-gathers up.
+
+    Args:
+        depth: how many units ahead; 0 moves nothing.
+        limit: bytes of gathered buffers that may be live at once; ``None`` for no limit.
+    """
+    launches = [n for n in p.find(Kind.FULL) if n.target is ops.all_gather]
+    if not launches:
+        p.note("nothing is gathered here")
+        return
+    if depth == 0:
+        p.note("depth 0")
+        return
+    waits = {n.args[0]: n for n in p.find(Kind.WAIT)}
+    moved = yielded = 0
+    for i, launch in enumerate(launches):
+        target = waits[launches[i - depth]].next if i >= depth else p.start()
+        if limit is not None:
+            earliest = target
+            target = _room(p, launch, earliest, limit)
+            yielded += target is not earliest
+        moved += _launch_before(p, launch, target)
+    if moved:
+        p.changed(f"{moved} all_gather up")
+    p.note(f"depth {depth}" if moved else f"depth {depth}: every launch is there already")
+    if yielded:
+        p.note(f"{yielded} held back by the limit of {size(limit or 0)}")
+
+
+def _launch_before(p: Program, launch: Node, target: Node) -> bool:
+    """Moves a launch, and the cast that it sends, in front of a node. Whether anything came to pass."""
+    source = launch.args[0]
+    assert isinstance(source, Node)
+    group = [launch] if source.op == "placeholder" else [source, launch]
+    if target in group or group[-1].next is target:
+        return False
+    p.move(group, target)
+    return True
+
+
+def _room(p: Program, launch: Node, target: Node, limit: int) -> Node:
+    """The earliest node from ``target`` on before which the launch keeps within the limit until it is needed."""
+    order = p.order()
+    need = nbytes(launch.meta["val"])
+    start, end = order[target], order[launch]
+    events: list[tuple[int, int]] = []  # position, change of gathered bytes
+    for full in p.find(Kind.FULL):
+        if full is not launch and full.target is ops.all_gather:
+            size = nbytes(full.meta["val"])
+            events.append((order[full], size))
+            events += [(order[u], -size) for u in full.users if u.target is ops.free]
+    live = sum(change for at, change in events if at < start)
+    earliest = target if live + need <= limit else None
+    nodes = p.nodes
+    for at, change in sorted(events):
+        if not start <= at < end:
+            continue
+        live += change
+        if live + need > limit:
+            earliest = None
+        elif earliest is None:
+            earliest = nodes[at + 1]
+    return earliest if earliest is not None else launch

@@ -1,0 +1,36 @@
+"""stream: lanes become process groups.
+
+    . * .  u0_full                = all_gather u0_shard                   bf16[1056768]    on group 0
+    >-+-*  u1_gshard              = reduce_scatter u1_gfull, sum          bf16[132096]     on group 1, beside it
+
+Why: collectives of one group run one after the other, in the order of their launches, whatever the streams: a gather
+that is needed soon would stand behind a reduction that nobody waits for.
+Needs: a second group over the same ranks (`fully_shard` makes it).
+Costs: the buffers of another communicator.
+
+On CUDA each group brings a stream of its own, and the events are the backend's: a launch waits for what the compute
+stream has been given so far, a `wait` makes the compute stream wait for the collective, and what a collective reads and
+writes is kept until then (laws 10 and 11).
+"""
+
+from __future__ import annotations
+
+from mfsdp import ops
+from mfsdp.program import Program
+from mfsdp.roles import role
+
+
+def stream(p: Program) -> None:
+    """Sends reductions through the second group of their unit."""
+    moved = 0
+    for node in p.nodes:
+        if node.target in (ops.reduce_scatter, ops.all_reduce):
+            r = role(node)
+            assert r is not None
+            if p.unit(r.unit).spec.reduce_group:
+                node.args = (*node.args[:2], 1)
+                moved += 1
+    if moved:
+        p.changed(f"{moved} reductions to a group of their own")
+    else:
+        p.note("no reduction here has a second group")
