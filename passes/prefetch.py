@@ -52,10 +52,13 @@ def prefetch(p: Program, *, depth: int = 1, limit: int | None = None) -> None:
     waits = {n.args[0]: n for n in p.find(Kind.WAIT)}
     moved = yielded = 0
     for i, launch in enumerate(launches):
-        target = waits[launches[i - depth]].next if i >= depth else p.start()
+        if i >= depth:
+            target = waits[launches[i - depth]].next
+        else:
+            target = launches[i - 1].next if i else p.start()
         if limit is not None:
             earliest = target
-            target = _room(p, launch, earliest, limit)
+            target = _room(p, launch, earliest, launches[i - 1] if i else None, limit)
             yielded += target is not earliest
         moved += _launch_before(p, launch, target)
     if moved:
@@ -76,9 +79,11 @@ def _launch_before(p: Program, launch: Node, target: Node) -> bool:
     return True
 
 
-def _room(p: Program, launch: Node, target: Node, limit: int) -> Node:
-    """The earliest node from ``target`` on before which the launch keeps within the limit until it is needed."""
+def _room(p: Program, launch: Node, target: Node, last: Node | None, limit: int) -> Node:
+    """The earliest node from ``target`` on, behind the ``last`` launch, before which this one keeps within the limit."""
     order = p.order()
+    if last is not None and order[target] <= order[last]:
+        target = last.next
     need = nbytes(launch.meta["val"])
     start, end = order[target], order[launch]
     events: list[tuple[int, int]] = []  # position, change of gathered bytes

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
-from torch._inductor.utils import run_fw_bw_and_get_code
+import torch.distributed as dist
+from torch import nn
+from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 
 import mfsdp
+from mfsdp import runtime
 from tests.models import GPT, Block
+from tests.ranks import Ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.inductor]
 
@@ -22,7 +29,7 @@ def generated() -> list[str]:
     ids = torch.randint(31, (2, 8))
     with torch._inductor.config.patch(fx_graph_cache=False):
         _, code = run_fw_bw_and_get_code(lambda: run(ids).square().mean())
-    return [re.sub(r"(?m)^ *#.*\n", "", text) for text in code]
+    return [uncommented(text) for text in code]
 
 
 def launches(code: str) -> list[str]:
@@ -44,20 +51,105 @@ def test_parameters_are_views_into_the_gathered_buffer(two_ranks):
             assert not copies, f"a parameter is copied out: {copies}"
 
 
+def test_products_are_written_into_the_bucket(two_ranks):
+    """The matrix product writes to its place in the gradient buffer; nothing of that size is copied there."""
+    for forward, backward in two_ranks.run(generated, timeout=300):
+        assert "mfsdp.mm" not in forward
+        products = re.findall(r"torch\.ops\.mfsdp\.mm\.default\((\w+), ", backward)
+        assert len(products) == 9 and len(set(products)) == 3, "nine matrices into the buffers of three units"
+        packed = re.findall(r"torch\.ops\.mfsdp\.pack\.default\(\w+, \[(.*?)\], \[", backward)
+        assert len(packed) == 3
+
+
 def test_gradients_leave_through_one_reduce_scatter_per_unit(two_ranks):
     for forward, backward in two_ranks.run(generated, timeout=300):
         assert "reduce_scatter" not in forward
-        for op in ("pack", "reduce_scatter", "accumulate"):
+        for op in ("bucket", "pack", "reduce_scatter", "accumulate"):
             assert len(re.findall(rf"torch\.ops\.mfsdp\.{op}\.default\(", backward)) == 3, op
 
 
-def test_the_order_is_that_of_the_program(two_ranks):
-    """Without prefetch every launch is followed by its wait, every reduction by its accumulate."""
-    for code in two_ranks.run(generated, timeout=300):
-        for phase in code:
-            events = re.findall(r"ops\.mfsdp\.(all_gather|wait|reduce_scatter|accumulate)\.default\(", phase)
-            for i, event in enumerate(events):
-                if event in ("all_gather", "reduce_scatter"):
-                    assert events[i + 1] == "wait"
-                if event == "reduce_scatter":
-                    assert events[i + 2] == "accumulate"
+EVENT = r"\b(all_gather|wait|reduce_scatter|accumulate|bucket|pack|addmm|mm)\b"
+
+
+def of_listing(folder: Path, phase: str) -> list[str]:
+    """What the last listing of a phase says is done, in order."""
+    text = max(folder.glob(f"*.{phase}.*.stream.txt")).read_text()
+    lines = [line[5:] for line in text.splitlines() if not line.startswith(";")]
+    return [m[1].removeprefix("add") for line in lines if (m := re.search(rf"(?:= |^ *){EVENT} ", line))]
+
+
+def of_code(code: str) -> list[str]:
+    """What generated code does, in order."""
+    calls = re.findall(rf"(?:ops\.mfsdp\.|extern_kernels\.){EVENT}(?:\.default)?\(", code)
+    return [name.removeprefix("add") for name in calls]
+
+
+def orders(tokens: int, folder: str) -> dict[str, tuple[list[str], list[str]]]:
+    """By phase: the order of the listing, and that of the code that Inductor made of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(4)))
+    mfsdp.fully_shard(model, units=["*"])
+    mine = Path(folder) / f"rank{dist.get_rank()}"
+    with patched_rank():
+        run = torch.compile(model, backend="mfsdp", dynamic=False, options={"dump": str(mine)})
+        x = torch.randn(tokens, 16)
+        _, (forward, backward) = run_fw_bw_and_get_code(lambda: run(x).square().mean())
+        with torch.no_grad():
+            _, (inference,) = run_and_get_code(lambda: run(x))
+    code = {"forward": forward, "backward": backward, "inference": inference}
+    return {phase: (of_listing(mine, phase), of_code(uncommented(text))) for phase, text in code.items()}
+
+
+@contextmanager
+def patched_rank() -> Iterator[None]:
+    """Every rank writes its listings."""
+    rank = runtime.rank
+    runtime.rank = lambda: 0
+    try:
+        yield
+    finally:
+        runtime.rank = rank
+
+
+def uncommented(code: str) -> str:
+    return re.sub(r"(?m)^ *#.*\n", "", code)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [64, 1024, 16384])
+def test_the_order_in_the_code_is_that_of_the_listing(two_ranks, tmp_path, tokens):
+    for phases in two_ranks.run(orders, tokens, str(tmp_path), timeout=300):
+        for phase, (listed, made) in phases.items():
+            assert listed == made, phase
+            assert made.count("all_gather") == (4 if phase != "backward" else 3)
+            assert made.count("reduce_scatter") == (4 if phase == "backward" else 0)
+            assert made.count("mm") >= 4
+        forward = phases["forward"][1]
+        assert forward[:5] == ["all_gather", "wait", "all_gather", "mm", "wait"], (
+            "the second launch hides behind compute"
+        )
+
+
+def hits(tokens: int, folder: str) -> tuple[dict[str, tuple[list[str], list[str]]], int]:
+    from torch._dynamo.utils import counters
+
+    counters.clear()
+    with torch._inductor.config.patch(fx_graph_cache=True):
+        found = orders(tokens, folder)
+    return found, counters["inductor"]["fxgraph_cache_hit"]
+
+
+@pytest.mark.slow
+def test_the_order_survives_the_cache(tmp_path, monkeypatch):
+    """Compiled twice in fresh processes: the second run takes everything from the cache, in the same order."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    for attempt in ("first", "second"):
+        ranks = Ranks(2)
+        try:
+            answers = ranks.run(hits, 256, str(tmp_path / attempt), timeout=300)
+        finally:
+            ranks.stop()
+        for phases, hit in answers:
+            assert all(listed == made and made for listed, made in phases.values())
+            if attempt == "second":
+                assert hit == 3, "forward, backward and inference come from the cache"

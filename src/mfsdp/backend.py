@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import lowering, pipeline, runtime
+from . import listing, lowering, ops, pipeline, runtime
 from .capture import Capture, sources
 from .config import Options
-from .program import Phase
+from .program import Phase, Program
+from .roles import role
 
 log = logging.getLogger("mfsdp")
 
@@ -54,17 +55,33 @@ def mfsdp(
     passes = pipeline.table(chosen.prefetch, chosen.reduce_lag, chosen.max_unsharded, chosen.pool)
 
     def transform(graph: fx.GraphModule, phase: Phase) -> None:
+        program = capture.program(graph, phase)
         stages = pipeline.run(
-            capture.program(graph, phase),
+            program,
             upto=chosen.upto,
             passes=passes,
             checked=chosen.check,
             listings=folder is not None,
         )
+        for group, sequence in collectives(program).items():
+            runtime.agree(group, sequence)
         if folder is not None and runtime.rank() == 0:
             write(folder, number, phase, stages)
 
     return lowering.LOWERINGS[chosen.lowering](gm, example_inputs, capture, transform)
+
+
+def collectives(program: Program) -> dict[str, list[str]]:
+    """The collectives of a program by group (that of the gathers), in order: what all of its ranks must have alike."""
+    out: dict[str, list[str]] = {}
+    for node in program.nodes:
+        r = role(node)
+        if node.target in ops.COLLECTIVES and r is not None:
+            spec = program.unit(r.unit).spec
+            out.setdefault(spec.group, []).append(
+                f"{listing.text(node)}  {r.lane.value}  {'+'.join(map(str, spec.splits))} x {spec.world}"
+            )
+    return out
 
 
 def write(folder: Path, number: int, phase: str, stages: Sequence[pipeline.Stage]) -> None:

@@ -178,7 +178,7 @@ def _body(program: Program, rows: Sequence[cost.Line]) -> Iterator[str]:
         gutter = _gutter(node, flying)
         slot = f" {slot_of(node):>2}" if program.slots else ""
         value = f"{node.name:<22}{slot} = " if node.meta.get("val") is not None else " " * (25 + len(slot))
-        left = f"{gutter}  {value}{_text(node)}"
+        left = f"{gutter}  {value}{text(node)}"
         delta = size(row.delta, sign=True) if row.delta else "."
         mark = " <peak" if i == peak_at else ""
         kind = _type(node.meta.get("val"))
@@ -221,7 +221,8 @@ def _verb(node: Node) -> str:
     return name.split("::")[-1].removeprefix("_")
 
 
-def _text(node: Node) -> str:
+def text(node: Node) -> str:
+    """What a line does, as people read it."""
     if node.target is ops.wait or node.target is ops.free:
         return f"{_verb(node)} {operand(node.args[0])}"
     if node.target is ops.accumulate:

@@ -9,8 +9,11 @@ as an attribute. Programs stay free of process-wide state, and equal layers stay
 
 from __future__ import annotations
 
+import hashlib
+import json
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -47,6 +50,56 @@ def owner(shard: torch.Tensor) -> Any:
         if found is not None and found.main.shape != shard.shape:
             return None
     return found
+
+
+def agree(group: str, sequence: Sequence[str], patience: float = 600.0) -> None:
+    """Makes sure that all ranks of a group are about to run the same collectives (law 13).
+
+    Every rank calls it with the collectives of each program that it compiles, one text each, before the program's first
+    run. A sequence that the ranks have agreed on before is not asked for again. Costs a few messages through the
+    process group's store, however many ranks there are.
+
+    Raises:
+        RuntimeError: another rank has another sequence (on every rank, with the first difference), or has not come to
+            this point in ``patience`` seconds.
+    """
+    ranks = dist.get_process_group_ranks(process_group(group))
+    digest = hashlib.sha256("\n".join(sequence).encode()).hexdigest()[:16]
+    known = _agreed.setdefault(group, [])
+    if digest in known:
+        return
+    store, me = c10d._get_default_store(), dist.get_rank()
+    key = f"mfsdp/{group}/{len(known)}"
+    store.set(f"{key}/{me}", json.dumps([digest, *sequence]))
+    store.add(f"{key}/votes/{digest}", 1)
+    if store.add(f"{key}/arrived", 1) == len(ranks):
+        store.set(f"{key}/all", "1")
+    try:
+        store.wait([f"{key}/all"], timedelta(seconds=patience))
+    except (RuntimeError, dist.DistError) as error:
+        missing = [r for r in ranks if not store.check([f"{key}/{r}"])]
+        raise RuntimeError(
+            f"mfsdp: rank {me} is about to run a program with {len(sequence)} collectives, and ranks {missing} have "
+            f"not announced one in {patience:g} s: they took another way through the model, or died"
+        ) from error
+    if store.add(f"{key}/votes/{digest}", 0) != len(ranks):
+        for other in ranks:
+            theirs = json.loads(store.get(f"{key}/{other}"))
+            if theirs[0] != digest:
+                raise RuntimeError(f"mfsdp: rank {me} and rank {other} would run different collectives (law 13)\n"
+                                   + _difference(me, sequence, other, theirs[1:]))  # fmt: skip
+    known.append(digest)
+
+
+_agreed: dict[str, list[str]] = {}
+
+
+def _difference(me: int, mine: Sequence[str], other: int, theirs: Sequence[str]) -> str:
+    """The first collective that differs."""
+    at = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
+    lines = [f"    {i}  {text}" for i, text in enumerate(mine[:at])][-3:]
+    a, b = (s[at] if at < len(s) else "nothing more" for s in (mine, theirs))
+    return "\n".join([*lines, f" -> {at}  rank {me}: {a}", f"    {at}  rank {other}: {b}"])
 
 
 def process_group(name: str) -> dist.ProcessGroup:

@@ -1,0 +1,352 @@
+"""The schedule: launches up, waits down, buffers in slots. Values stay bitwise equal, memory is as listed."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mfsdp
+from mfsdp import cost, listing, ops, pipeline, runtime
+from mfsdp.program import Program, slot_of
+from mfsdp.roles import Kind
+from tests.models import CASES, GPT, MLP, Block
+from tests.parity import batches, whole
+
+
+def gpt(layers: int = 4, **kwargs: Any) -> list[Program]:
+    with torch.device("meta"):
+        model, ids = GPT(layers=layers, width=32), torch.empty(2, 8, dtype=torch.long)
+    return list(mfsdp.trace(model, (ids,), world=4, units=[Block], **kwargs))
+
+
+def gathers(p: Program) -> list[torch.fx.Node]:
+    return [n for n in p.nodes if n.target is ops.all_gather]
+
+
+def unsharded_bytes(p: Program) -> int:
+    """The most bytes in gathered buffers at any one time."""
+    live = most = 0
+    for n in p.nodes:
+        if n.target is ops.all_gather:
+            live += cost.nbytes(n.meta["val"])
+            most = max(most, live)
+        elif n.target is ops.free:
+            live -= cost.nbytes(n.args[0].meta["val"])
+    return most
+
+
+# prefetch
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("phase", [0, 1])
+def test_a_gather_is_launched_so_many_units_ahead(depth, phase):
+    program = gpt()[phase]
+    pipeline.run(program, passes=pipeline.table(depth=depth))
+    order = program.order()
+    launches = gathers(program)
+    waits = {n.args[0]: order[n] for n in program.find(Kind.WAIT)}
+    for i, launch in enumerate(launches):
+        if i < depth:
+            assert order[launch] < min(order[n] for n in program.nodes if cost.is_line(n) and "mfsdp" not in n.meta)
+        else:
+            assert waits[launches[i - depth]] < order[launch]
+            before = [n for n in program.nodes if waits[launches[i - depth]] < order[n] < order[launch]]
+            assert all("mfsdp" in n.meta for n in before), "nothing is computed between that wait and the launch"
+    assert listing.schedule(program).in_flight >= min(depth, len(launches) - 1)
+
+
+def test_prefetch_hides_what_it_can():
+    exposed = {}
+    for depth in (0, 1):
+        forward, backward = gpt()
+        for p in (forward, backward):
+            pipeline.run(p, passes=pipeline.table(depth=depth, lag=depth))
+        exposed[depth] = [listing.schedule(p).exposed for p in (forward, backward)]
+    assert exposed[0] == [5, 10], "without it every collective is exposed"
+    # Forward: the first gather. Backward: the last reduction; its first gather hides behind the loss.
+    assert exposed[1] == [1, 1]
+
+
+@pytest.mark.parametrize("share", [1.0, 1.5, 2.0, 2.5])
+@pytest.mark.parametrize("phase", [0, 1])
+def test_the_limit_on_unsharded_bytes_is_kept(share, phase):
+    program = gpt()[phase]
+    pipeline.run(program, passes=pipeline.table(depth=0))
+    needed = unsharded_bytes(program)
+    block = max(cost.nbytes(n.meta["val"]) for n in gathers(program))
+    limit = int(needed + (share - 1) * block)
+    program = gpt()[phase]
+    pipeline.run(program, passes=pipeline.table(depth=3, limit=limit))
+    assert unsharded_bytes(program) <= limit
+    names = [n.name for n in gathers(program)]
+    assert names == sorted(names, reverse=phase == 1) or phase == 1, "launches stay in the order of use"
+
+
+def test_units_of_different_sizes_repeated_and_skipped():
+    """The second layer is used twice, the third never, and none is like another."""
+
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)
+            self.d = nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.d(self.b(self.b(self.a(x))))
+
+    for program in mfsdp.trace(Odd(), (torch.randn(2, 8),), world=4, units=[nn.Linear]):
+        pipeline.run(program)
+        assert [n.name for n in gathers(program)] in (["u0_full", "u1_full", "u2_full"], ["u2_full", "u1_full"])
+
+
+# defer and bucket
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_so_many_reductions_are_in_flight(lag):
+    _, backward = gpt()
+    pipeline.run(backward, passes=pipeline.table(lag=lag))
+    flying = buffers = most = most_buffers = 0
+    for n in backward.nodes:
+        buffers += n.target is ops.bucket
+        flying += n.target is ops.reduce_scatter
+        if n.target is ops.wait and n.args[0].target is ops.reduce_scatter:
+            flying, buffers = flying - 1, buffers - 1
+        most, most_buffers = max(most, flying), max(most_buffers, buffers)
+    assert most == max(lag, 1) and flying == 0
+    assert most_buffers <= lag + 1
+
+
+def test_products_are_written_in_place():
+    _, backward = gpt()
+    stages = {s.name: s for s in pipeline.run(backward)}
+    products = [n for n in backward.nodes if n.target is ops.mm]
+    assert len(products) == 4 * 4, "four matrices in each of four blocks; embeddings are scattered, and copied"
+    assert "written in place" in stages["bucket"].listing
+
+
+# pool
+
+
+@pytest.mark.parametrize("layers", [2, 4, 7])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_identical_layers_need_one_slot_more_than_the_depth(layers, depth):
+    for program in gpt(layers):
+        pipeline.run(program, passes=pipeline.table(depth=depth))
+        largest = max(cost.nbytes(n.meta["val"]) for n in gathers(program) if "u0" not in n.name)
+        of_blocks = [s for s, b in program.slots.items() if s.startswith("p") and b == largest]
+        assert len(of_blocks) <= min(depth + 1, layers)
+
+
+def test_the_root_has_a_slot_of_its_own_size():
+    forward, _ = gpt()
+    pipeline.run(forward)
+    sizes = {n.name: cost.nbytes(n.meta["val"]) for n in gathers(forward)}
+    for n in gathers(forward):
+        assert forward.slots[slot_of(n)] >= sizes[n.name]
+    assert sum(forward.slots.values()) == unsharded_bytes(forward)
+
+
+def test_kept_parameters_have_no_slot():
+    forward, _ = gpt(reshard_after_forward=False)
+    pipeline.run(forward)
+    assert not forward.slots and all(not slot_of(n) for n in gathers(forward))
+
+
+def test_static_buffers_are_reused_unless_somebody_holds_them():
+    cpu = torch.device("cpu")
+    first = runtime._room("t0", 100, torch.float32, cpu)
+    address = first.data_ptr()
+    second = runtime._room("t0", 100, torch.float32, cpu)
+    assert second.data_ptr() != address, "the first is still in use"
+    del first, second
+    third = runtime._room("t0", 50, torch.bfloat16, cpu)
+    assert third.data_ptr() == address and third.shape == (50,) and third.dtype is torch.bfloat16
+    del third
+    assert runtime.slot_bytes()["t0"] == 400
+    larger = runtime._room("t0", 200, torch.float32, cpu)
+    assert runtime.slot_bytes()["t0"] == 800 and larger.numel() == 200
+    del runtime._slots[cpu, "t0"]
+
+
+# on ranks
+
+
+def trained(options: dict[str, Any], name: str = "gpt", steps: int = 2) -> list[torch.Tensor]:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(case.build(), units=case.units)
+    run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager", **options})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        case.loss(run, batches(case, step)[dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole(p).detach() for p in model.parameters()]
+
+
+def all_schedules(name: str) -> list[str]:
+    """Options under which the trained parameters are not bitwise those of the plain schedule."""
+    plain = trained({"prefetch": 0, "reduce_lag": 0, "pool": False}, name)
+    out = []
+    for depth, lag, pool in itertools.product(range(4), range(3), (True, False)):
+        torch._dynamo.reset()
+        options = {"prefetch": depth, "reduce_lag": lag, "pool": pool}
+        got = trained(options, name)
+        if not all(torch.equal(a, b) for a, b in zip(plain, got, strict=True)):
+            out.append(str(options))
+    return out
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["gpt", "unused", "lora"])
+def test_every_schedule_gives_bitwise_the_same(two_ranks, name):
+    assert two_ranks.run(all_schedules, name, timeout=300) == [[], []]
+
+
+def limited() -> bool:
+    plain = trained({"prefetch": 0, "reduce_lag": 0})
+    torch._dynamo.reset()
+    return all(torch.equal(a, b) for a, b in zip(plain, trained({"prefetch": 3, "max_unsharded": 20_000}), strict=True))
+
+
+@pytest.mark.dist
+def test_a_limit_changes_no_value(two_ranks):
+    assert two_ranks.run(limited) == [True, True]
+
+
+def slots_over_time() -> tuple[list[dict[str, int]], dict[str, int]]:
+    """Bytes of static buffers after each of five steps, evaluation in between; and the largest that a listing plans."""
+    runtime._slots.clear()
+    planned: dict[str, int] = {}
+    run_pipeline = pipeline.run
+
+    def noted(program: Program, **kwargs: Any) -> Any:
+        stages = run_pipeline(program, **kwargs)
+        for slot, size in program.slots.items():
+            planned[slot] = max(size, planned.get(slot, 0))
+        return stages
+
+    pipeline.run = noted
+    try:
+        torch.manual_seed(0)
+        model = mfsdp.fully_shard(GPT(layers=4), units=[Block])
+        run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager"})
+        ids = torch.randint(31, (2, 8))
+        seen, addresses = [], []
+        for step in range(5):
+            loss = run(ids).square().mean()
+            if step % 2:
+                with torch.no_grad():
+                    run(ids)
+            loss.backward()
+            seen.append(runtime.slot_bytes())
+            addresses.append(sorted(s.data_ptr() for s in runtime._slots.values()))
+    finally:
+        pipeline.run = run_pipeline
+    assert all(a == addresses[1] for a in addresses[1:]), "the same storage from the second step on"
+    return seen, planned
+
+
+@pytest.mark.dist
+def test_static_buffers_stop_growing_and_are_as_planned(two_ranks):
+    for seen, planned in two_ranks.run(slots_over_time):
+        assert all(s == seen[1] for s in seen[1:]) and seen[1] == planned
+
+
+def groups_used() -> tuple[int, int]:
+    """Process groups that gathers and reductions went through."""
+    gathered, reduced = set(), set()
+    gather, scatter = runtime.gather_flat, runtime.scatter_flat
+    runtime.gather_flat = lambda *a, group, **k: (gathered.add(group.group_name), gather(*a, group=group, **k))[1]
+    runtime.scatter_flat = lambda *a, group, **k: (reduced.add(group.group_name), scatter(*a, group=group, **k))[1]
+    try:
+        trained({}, "mlp")
+    finally:
+        runtime.gather_flat, runtime.scatter_flat = gather, scatter
+    return len(gathered), len(gathered | reduced)
+
+
+@pytest.mark.dist
+def test_gathers_and_reductions_have_groups_of_their_own(two_ranks):
+    assert two_ranks.run(groups_used) == [(1, 2)] * 2
+
+
+class Forked(nn.Module):
+    """Two branches; which one is taken depends on the rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return self.a(x) if left else self.b(self.c(x))
+
+
+def diverging() -> str:
+    model = mfsdp.fully_shard(Forked(), units=[nn.Linear])
+    run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})
+    try:
+        run(torch.randn(2, 8), dist.get_rank() == 0)
+    except Exception as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.dist
+def test_ranks_that_would_run_different_collectives_say_so_and_do_not_hang():
+    from tests.ranks import Ranks
+
+    ranks = Ranks(2)
+    try:
+        for rank, text in enumerate(ranks.run(diverging, timeout=60)):
+            assert "would run different collectives (law 13)" in text, text
+            assert "    0  all_gather u0_shard" in text and f" -> 1  rank {rank}: " in text
+            assert f"rank {0}: nothing more" in text and f"rank {1}: all_gather u1_shard" in text
+    finally:
+        ranks.stop()
+
+
+def alone() -> str:
+    if dist.get_rank() == 1:
+        return "went elsewhere"
+    try:
+        runtime.agree(runtime.default_group(), ["all_gather u0_shard"], patience=1)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.dist
+def test_a_rank_that_never_comes_is_named():
+    from tests.ranks import Ranks
+
+    ranks = Ranks(2)
+    try:
+        text, _ = ranks.run(alone, timeout=60)
+        assert "ranks [1] have not announced one in 1 s" in text
+    finally:
+        ranks.stop()
+
+
+def uneven_shapes() -> bool:
+    """Ranks with different sequence lengths compile different programs with the same collectives: that is fine."""
+    torch.manual_seed(0)
+    reference = MLP()
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=["up"])
+    run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})
+    for rows in (4, 4 + dist.get_rank(), 9):
+        run(torch.randn(rows, 24)).sum().backward()
+    return True
+
+
+@pytest.mark.dist
+def test_ranks_may_compile_different_shapes(two_ranks):
+    assert two_ranks.run(uneven_shapes) == [True, True]
