@@ -43,11 +43,10 @@ def bucket(p: Program) -> None:
     if not packs:
         p.note("no gradients are packed here")
         return
-    order = p.order()
     for pack in packs:
         gfull, grads, offsets, scale = pack.args
         products = [_product(p, g, pack) if scale == 1.0 else None for g in grads]  # type: ignore[union-attr, arg-type]
-        first = min((x for x in products if x is not None), key=order.__getitem__, default=None)
+        first = min((x for x in products if x is not None), default=None)
         if first is not None:
             p.move([gfull], first)  # type: ignore[list-item]
         rest: list[tuple[Node, int]] = []

@@ -36,8 +36,8 @@ prims, aten = torch.ops.prims, torch.ops.aten
 def gather(p: Program) -> None:
     """Replaces all markers of each unit by one all-gather and views into its result."""
     gathered = 0
-    for unit in p.units:
-        markers = [n for n in p.find(Kind.PARAM, unit) if n.target is ops.param]
+    for unit, params in p.by_unit(Kind.PARAM).items():
+        markers = [n for n in params if n.target is ops.param]
         if markers:
             _gather_unit(p, unit, markers)
             gathered += 1

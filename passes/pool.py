@@ -25,7 +25,7 @@ from mfsdp.cost import lines, nbytes, peak, size
 from mfsdp.program import Program, slot_of
 from mfsdp.roles import Kind
 
-Interval = tuple[int, int, Node]
+Interval = tuple[Node, Node]
 
 
 def pool(p: Program, *, on: bool = True) -> None:
@@ -37,19 +37,18 @@ def pool(p: Program, *, on: bool = True) -> None:
     if not on:
         p.note("off")
         return
-    order = p.order()
     p.slots.clear()
     dynamic = peak(lines(p))
     for family, kind in (("p", Kind.FULL), ("g", Kind.GFULL)):
-        intervals = [x for n in p.find(kind) if (x := _interval(n, order)) is not None]
+        intervals = [x for n in p.find(kind) if (x := _interval(n)) is not None]
         slots: list[list[Interval]] = []
-        for interval in sorted(intervals, key=lambda x: (-nbytes(x[2].meta["val"]), x[0])):
+        for interval in sorted(intervals, key=lambda x: (-nbytes(x[0].meta["val"]), x[0])):
             number = next((i for i, held in enumerate(slots) if _apart(interval, held)), len(slots))
             if number == len(slots):
                 slots.append([])
-                p.slots[f"{family}{number}"] = nbytes(interval[2].meta["val"])
+                p.slots[f"{family}{number}"] = nbytes(interval[0].meta["val"])
             slots[number].append(interval)
-            node = interval[2]
+            node = interval[0]
             node.args = (*node.args[: ops.SLOT[node.target]], number)  # type: ignore[index]
     if not p.slots:
         p.note("no buffer begins and ends here")
@@ -59,7 +58,7 @@ def pool(p: Program, *, on: bool = True) -> None:
     p.note(f"a caching allocator's peak would be {size(dynamic)}")
 
 
-def _interval(node: Node, order: dict[Node, int]) -> Interval | None:
+def _interval(node: Node) -> Interval | None:
     """From the line that fills a buffer to the one that lets go of it, if both are here."""
     if node.target is ops.all_gather:
         ends = [u for u in node.users if u.target is ops.free]
@@ -68,9 +67,9 @@ def _interval(node: Node, order: dict[Node, int]) -> Interval | None:
         ends = [u for x in launches for u in x.users if u.target is ops.wait]
     else:
         return None
-    return (order[node], order[ends[0]], node) if ends else None
+    return (node, ends[0]) if ends else None
 
 
 def _apart(interval: Interval, held: list[Interval]) -> bool:
-    start, end, _ = interval
-    return all(end < a or b < start for a, b, _ in held)
+    start, end = interval
+    return all(end < a or b < start for a, b in held)

@@ -58,7 +58,7 @@ def prefetch(p: Program, *, depth: int = 1, limit: int | None = None) -> None:
             target = launches[i - 1].next if i else p.start()
         if limit is not None:
             earliest = target
-            target = _room(p, launch, earliest, launches[i - 1] if i else None, limit)
+            target = _room(launches, i, earliest, limit)
             yielded += target is not earliest
         moved += _launch_before(p, launch, target)
     if moved:
@@ -79,28 +79,26 @@ def _launch_before(p: Program, launch: Node, target: Node) -> bool:
     return True
 
 
-def _room(p: Program, launch: Node, target: Node, last: Node | None, limit: int) -> Node:
-    """The earliest node from ``target`` on, behind the ``last`` launch, before which this one keeps within the limit."""
-    order = p.order()
-    if last is not None and order[target] <= order[last]:
-        target = last.next
-    need = nbytes(launch.meta["val"])
-    start, end = order[target], order[launch]
-    events: list[tuple[int, int]] = []  # position, change of gathered bytes
-    for full in p.find(Kind.FULL):
-        if full is not launch and full.target is ops.all_gather:
+def _room(launches: list[Node], i: int, target: Node, limit: int) -> Node:
+    """The earliest node from ``target`` on, behind the launch before, in front of which this one keeps to the limit."""
+    launch = launches[i]
+    if i and not launches[i - 1] < target:
+        target = launches[i - 1].next
+    room = limit - nbytes(launch.meta["val"])
+    events: list[tuple[Node, int]] = []  # where, change of gathered bytes
+    for full in launches:
+        if full is not launch:
             size = nbytes(full.meta["val"])
-            events.append((order[full], size))
-            events += [(order[u], -size) for u in full.users if u.target is ops.free]
-    live = sum(change for at, change in events if at < start)
-    earliest = target if live + need <= limit else None
-    nodes = p.nodes
-    for at, change in sorted(events):
-        if not start <= at < end:
+            events.append((full, size))
+            events += [(u, -size) for u in full.users if u.target is ops.free]
+    live = sum(change for node, change in events if node < target)
+    earliest = target if live <= room else None
+    for node, change in sorted(events):
+        if node < target or launch < node:
             continue
         live += change
-        if live + need > limit:
+        if live > room:
             earliest = None
         elif earliest is None:
-            earliest = nodes[at + 1]
+            earliest = node.next
     return earliest if earliest is not None else launch

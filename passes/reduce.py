@@ -44,19 +44,18 @@ def reduce(p: Program) -> None:
         p.note(f"no gradients in {p.phase}")
         return
     reduced = 0
+    markers = p.by_unit(Kind.GRAD)
     for unit in p.units:
-        if unit.sharded:
-            reduced += _reduce_sharded(p, unit)
-        elif unit.spec.world > 1:
+        if unit in markers:
+            _reduce_sharded(p, unit, markers[unit])
+            reduced += 1
+        elif not unit.sharded and unit.spec.world > 1:
             reduced += _reduce_plain(p, unit)
     if not reduced:
         p.note("no gradient to reduce")
 
 
-def _reduce_sharded(p: Program, unit: Unit) -> bool:
-    markers = list(p.find(Kind.GRAD, unit))
-    if not markers:
-        return False
+def _reduce_sharded(p: Program, unit: Unit, markers: list[Node]) -> None:
     shard = markers[0].args[1]
     assert isinstance(shard, Node)
     uses, sums = _sum_of_markers(p, unit, set(markers))
@@ -78,10 +77,8 @@ def _reduce_sharded(p: Program, unit: Unit) -> bool:
         p.insert(ops.wait, (gshard, [gfull]), ready, Role(Kind.WAIT, unit.name, lane))
     p.insert(ops.accumulate, (shard, gshard, offsets, 1 / spec.divide), ready, Role(Kind.ACCUMULATE, unit.name))
     p.set_results([None if r in sums else r for r in p.results()])
-    for node in reversed(p.nodes):
-        if node in sums:
-            p.erase(node)
-    return True
+    for node in sorted(sums, reverse=True):
+        p.erase(node)
 
 
 def _reduce_plain(p: Program, unit: Unit) -> bool:
@@ -134,8 +131,7 @@ def _contiguous(shape: torch.Size) -> list[int]:
 
 def _after(p: Program, grads: list[Node]) -> Node:
     """The node before which all gradients are there."""
-    order = p.order()
-    ready = max(grads, key=order.__getitem__).next
+    ready = max(grads).next
     while ready.op == "placeholder":
         ready = ready.next
     return ready
@@ -146,10 +142,11 @@ def _sum_of_markers(p: Program, unit: Unit, markers: set[Node]) -> tuple[dict[No
 
     AOTAutograd adds the gradients of one input with ``aten.add``; nothing else may touch them.
     """
-    downstream = set(markers)
-    for node in p.nodes:
-        if node.op == "call_function" and not downstream.isdisjoint(node.all_input_nodes):
-            downstream.add(node)
+    downstream, new = set(markers), list(markers)
+    while new:
+        users = {u for u in new.pop().users if u.op == "call_function"} - downstream
+        downstream |= users
+        new.extend(users)
     uses: dict[Node, int] = {}
     sums: set[Node] = set()
     stack = [r for r in p.results() if isinstance(r, Node) and r in downstream]

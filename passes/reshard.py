@@ -23,7 +23,7 @@ from mfsdp.roles import Kind, Role, role
 def reshard(p: Program) -> None:
     """Inserts a `free` behind the last reader of every gathered buffer."""
     freed = kept = 0
-    for full in list(p.find(Kind.FULL)):
+    for full in p.find(Kind.FULL):
         r = role(full)
         assert r is not None
         readers = p.readers(full)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp import backend
+from mfsdp import backend, pipeline
 from mfsdp.config import Options
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import averaged, batches, error
@@ -31,10 +31,16 @@ def step(run: nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefetsch": 2}, r"does not know the option 'prefetsch'; valid options are lowering \(default 'inductor'\)"),
+        (
+            {"prefetsch": 2},
+            r"does not know the option 'prefetsch'; valid options are prefetch \(default 1\), reduce_lag",
+        ),
         ({"lowering": "cuda"}, r"lowering='cuda': choose one of \('inductor', 'eager'\)"),
         ({"check": "yes"}, "check='yes': choose True or False"),
         ({"dump": 3}, "dump=3: give the path of a folder"),
+        ({"prefetch": -1}, "prefetch=-1: give an integer of at least 0"),
+        ({"reduce_lag": True}, "reduce_lag=True: give an integer of at least 0"),
+        ({"max_unsharded": 0}, "max_unsharded=0: give an integer of at least 1"),
     ],
 )
 def test_bad_options_are_refused_by_the_first_call(options, message):
@@ -116,7 +122,7 @@ def test_dumps(tmp_path, monkeypatch):
     model = mfsdp.fully_shard(MLP(), units=["up"])
     step(torch.compile(model, backend="mfsdp", options={**EAGER, "dump": str(tmp_path / "a")}), torch.randn(2, 24))
     names = sorted(p.name.split(".", 1)[1] for p in (tmp_path / "a").iterdir())
-    stages = ["0.capture", "1.gather", "2.reshard", "3.reduce"]
+    stages = [f"{i}.{name}" for i, name in enumerate(["capture", *(name for name, _ in pipeline.PIPELINE)])]
     assert names == [f"{phase}.{stage}.txt" for phase in ("backward", "forward") for stage in stages]
     text = next((tmp_path / "a").glob("*.forward.2.reshard.txt")).read_text()
     assert text.startswith("; mfsdp  MLP  reshard  forward       world 1\n; change none")
@@ -124,7 +130,7 @@ def test_dumps(tmp_path, monkeypatch):
     torch._dynamo.reset()
     with torch.no_grad():
         torch.compile(model, backend="mfsdp", options=EAGER)(torch.randn(2, 24))
-    assert len(list((tmp_path / "b").glob("*.inference.*.txt"))) == 4
+    assert len(list((tmp_path / "b").glob("*.inference.*.txt"))) == len(stages)
 
 
 # models that were never sharded, on several ranks

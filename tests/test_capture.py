@@ -74,7 +74,7 @@ def test_gradients_are_packed_in_registration_order():
     pipeline.run(backward)
     for node in backward.nodes:
         if node.target is ops.pack:
-            assert node.args[1] == sorted(node.args[1])
+            assert node.args[2] == sorted(node.args[2])
 
 
 def test_inference_has_no_backward():

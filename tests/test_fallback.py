@@ -52,7 +52,7 @@ def outside(kind: str, lowering: str) -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())
     ids = torch.randint(31, (2, 8))
     calls = {"gather": 0, "reduce": 0}
-    gather, scatter = runtime.gather_flat, runtime.scatter_flat
+    gather, scatter = runtime.gather_flat, runtime._exchange
 
     def count(name: str, function: Any) -> Any:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ def outside(kind: str, lowering: str) -> dict[str, Any]:
 
         return wrapper
 
-    runtime.gather_flat, runtime.scatter_flat = count("gather", gather), count("reduce", scatter)
+    runtime.gather_flat, runtime._exchange = count("gather", gather), count("reduce", scatter)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -69,7 +69,7 @@ def outside(kind: str, lowering: str) -> dict[str, Any]:
             forward = dict(calls)
             loss.backward()
     finally:
-        runtime.gather_flat, runtime.scatter_flat = gather, scatter
+        runtime.gather_flat, runtime._exchange = gather, scatter
     want = reference(ids).square().mean()
     want.backward()
     averaged(reference)

@@ -125,9 +125,7 @@ def test_the_order_in_the_code_is_that_of_the_listing(two_ranks, tmp_path, token
             assert made.count("reduce_scatter") == (4 if phase == "backward" else 0)
             assert made.count("mm") >= 4
         forward = phases["forward"][1]
-        assert forward[:5] == ["all_gather", "wait", "all_gather", "mm", "wait"], (
-            "the second launch hides behind compute"
-        )
+        assert forward[:5] == ["all_gather", "wait", "all_gather", "mm", "wait"], "the second hides behind compute"
 
 
 def hits(tokens: int, folder: str) -> tuple[dict[str, tuple[list[str], list[str]]], int]:

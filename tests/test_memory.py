@@ -120,7 +120,7 @@ def count_collectives(lowering: str) -> dict[str, int]:
 
         return wrapper
 
-    originals = {n: getattr(runtime, n) for n in ("gather_flat", "scatter_flat", "reduced", "accumulate", "pack")}
+    originals = {n: getattr(runtime, n) for n in ("gather_flat", "_exchange", "reduced", "accumulate", "pack")}
     reduced = dist.all_reduce
     try:
         for n, f in originals.items():
@@ -144,4 +144,4 @@ def test_one_collective_per_unit_none_per_parameter(two_ranks, lowering):
     units, backward = LAYERS + 1, LAYERS + 1
     for calls in two_ranks.run(count_collectives, lowering):
         assert calls["gather_flat"] == units + backward, calls
-        assert calls["scatter_flat"] == units and calls.get("all_reduce", 0) == 1, calls
+        assert calls["_exchange"] == units and calls.get("all_reduce", 0) == 1, calls

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,10 +20,16 @@ from tests.models import CASES, GPT, MLP, Block
 from tests.parity import batches, whole
 
 
-def gpt(layers: int = 4, **kwargs: Any) -> list[Program]:
+@cache
+def traced(layers: int, **kwargs: Any) -> list[Program]:
     with torch.device("meta"):
         model, ids = GPT(layers=layers, width=32), torch.empty(2, 8, dtype=torch.long)
     return list(mfsdp.trace(model, (ids,), world=4, units=[Block], **kwargs))
+
+
+def gpt(layers: int = 4, **kwargs: Any) -> list[Program]:
+    """Forward and backward of a GPT, before any pass."""
+    return [p.copy() for p in traced(layers, **kwargs)]
 
 
 def gathers(p: Program) -> list[torch.fx.Node]:
@@ -49,15 +56,14 @@ def unsharded_bytes(p: Program) -> int:
 def test_a_gather_is_launched_so_many_units_ahead(depth, phase):
     program = gpt()[phase]
     pipeline.run(program, passes=pipeline.table(depth=depth))
-    order = program.order()
     launches = gathers(program)
-    waits = {n.args[0]: order[n] for n in program.find(Kind.WAIT)}
+    waits = {n.args[0]: n for n in program.find(Kind.WAIT)}
     for i, launch in enumerate(launches):
         if i < depth:
-            assert order[launch] < min(order[n] for n in program.nodes if cost.is_line(n) and "mfsdp" not in n.meta)
+            assert launch < next(n for n in program.nodes if cost.is_line(n) and "mfsdp" not in n.meta)
         else:
-            assert waits[launches[i - depth]] < order[launch]
-            before = [n for n in program.nodes if waits[launches[i - depth]] < order[n] < order[launch]]
+            assert waits[launches[i - depth]] < launch
+            before = [n for n in program.nodes if waits[launches[i - depth]] < n < launch]
             assert all("mfsdp" in n.meta for n in before), "nothing is computed between that wait and the launch"
     assert listing.schedule(program).in_flight >= min(depth, len(launches) - 1)
 
@@ -264,13 +270,13 @@ def test_static_buffers_stop_growing_and_are_as_planned(two_ranks):
 def groups_used() -> tuple[int, int]:
     """Process groups that gathers and reductions went through."""
     gathered, reduced = set(), set()
-    gather, scatter = runtime.gather_flat, runtime.scatter_flat
+    gather, exchange = runtime.gather_flat, runtime._exchange
     runtime.gather_flat = lambda *a, group, **k: (gathered.add(group.group_name), gather(*a, group=group, **k))[1]
-    runtime.scatter_flat = lambda *a, group, **k: (reduced.add(group.group_name), scatter(*a, group=group, **k))[1]
+    runtime._exchange = lambda out, part, group: (reduced.add(group.group_name), exchange(out, part, group))[1]
     try:
         trained({}, "mlp")
     finally:
-        runtime.gather_flat, runtime.scatter_flat = gather, scatter
+        runtime.gather_flat, runtime._exchange = gather, exchange
     return len(gathered), len(gathered | reduced)
 
 

@@ -91,7 +91,6 @@ def apart(p: Program) -> Iterator[Fault]:
 
 def freed(p: Program) -> Iterator[Fault]:
     """5: a buffer is freed once, after its last reader; nothing gathered is alive at the end, once any is freed."""
-    order = p.order()
     frees = [n for n in p.nodes if n.target is ops.free]
     dead: dict[Node, Node] = {}
     for node in frees:
@@ -101,7 +100,7 @@ def freed(p: Program) -> Iterator[Fault]:
         dead[owner] = node
     for owner, free in dead.items():
         for reader in p.readers(owner):
-            if reader is not free and order[reader] > order[free]:
+            if reader is not free and reader > free:
                 yield reader, f"{owner.name} is read after it is freed"
     if not frees:
         return
@@ -126,18 +125,19 @@ def regathered(p: Program) -> Iterator[Fault]:
 
 def inside(p: Program) -> Iterator[Fault]:
     """7: parameters lie inside the full buffer, apart from each other."""
+    params = p.by_unit(Kind.PARAM)
     for unit in p.units:
         end = 0
         for slot in sorted(unit.layout.slots, key=lambda s: (s.offset, s.numel)):
             if slot.numel and (slot.offset < end or slot.offset + slot.numel > unit.layout.full_numel):
                 yield p.output, f"{unit.name}: {slot.name} overlaps its neighbour or the end"
             end = max(end, slot.offset + slot.numel)
-        for node in p.find(Kind.PARAM, unit):
+        known = {(s.offset, s.numel) for s in unit.layout.slots}
+        for node in params.get(unit, ()):
             value = node.meta["val"]
             if node.target is ops.param or view_of(node) is None:
                 continue
-            offset = node.args[3]
-            if (offset, value.numel()) not in {(s.offset, s.numel) for s in unit.layout.slots}:
+            if (node.args[3], value.numel()) not in known:
                 yield node, f"{node.name} is no parameter of {unit.name}"
 
 
@@ -153,27 +153,25 @@ def tied(p: Program) -> Iterator[Fault]:
 
 def slotted(p: Program) -> Iterator[Fault]:
     """9: a slot holds one buffer at a time, no larger than itself."""
-    order = p.order()
-    busy: dict[str, tuple[int, Node]] = {}
+    busy: dict[str, tuple[Node, Node]] = {}
     for node in p.nodes:
         slot = slot_of(node)
         if not slot:
             continue
         if nbytes(node.meta["val"]) > p.slots.get(slot, 0):
             yield node, f"{node.name} is larger than slot {slot}"
-        end, holder = busy.get(slot, (-1, node))
-        if order[node] < end:
+        holder, end = busy.get(slot, (node, node))
+        if node < end:
             yield node, f"{node.name} takes slot {slot} from {holder.name}, which is alive"
-        ends = [order[reader] for reader in p.readers(node)]
+        ends = p.readers(node)
         for launch in node.users:
             if launch.target is ops.reduce_scatter:
-                ends += [order[u] for u in launch.users if u.target is ops.wait]
-        busy[slot] = (max(ends, default=order[node]), node)
+                ends += [u for u in launch.users if u.target is ops.wait]
+        busy[slot] = (node, max(ends, default=node))
 
 
 def finished(p: Program) -> Iterator[Fault]:
     """11: what a collective writes is read only after the wait, and what it reads lives until then."""
-    order = p.order()
     waits = {n.args[0]: n for n in reversed(p.nodes) if n.target is ops.wait}
     for node in p.nodes:
         if node.target not in ops.COLLECTIVES:
@@ -183,10 +181,10 @@ def finished(p: Program) -> Iterator[Fault]:
         if wait is None:
             yield node, f"{node.name} is never waited for"
             continue
-        if order[wait] < order[node]:
+        if wait < node:
             yield wait, f"{wait.args[0].name} is waited for before it is launched"  # type: ignore[union-attr]
         for reader in p.readers(product):  # type: ignore[arg-type]
-            if order[node] < order[reader] < order[wait]:
+            if node < reader < wait:
                 yield reader, f"{product.name} is read before it is waited for"  # type: ignore[union-attr]
         source = node.args[0]
         if product is not source and source not in wait.args[1]:  # type: ignore[operator]
@@ -194,20 +192,19 @@ def finished(p: Program) -> Iterator[Fault]:
         if product is not source:
             for writer in p.readers(source):  # type: ignore[arg-type]
                 writes = any(base_of(m) is base_of(source) for m in mutates(writer))  # type: ignore[arg-type]
-                if writes and order[node] < order[writer] < order[wait]:
+                if writes and node < writer < wait:
                     yield writer, f"{source.name} is overwritten while {node.name} reads it"  # type: ignore[union-attr]
 
 
 def joined(p: Program) -> Iterator[Fault]:
     """14: every gradient is in its buffer when the reduction starts, and every reduction reaches its destination."""
     results = {base_of(r) for r in p.results() if isinstance(r, Node)}
-    order = p.order()
     for node in p.nodes:
         if node.target not in (ops.reduce_scatter, ops.all_reduce):
             continue
         gfull = base_of(node.args[0])  # type: ignore[arg-type]
         for writer, _, _ in _written(p, gfull):
-            if order[writer] > order[node]:
+            if writer > node:
                 yield writer, f"{gfull.name} is written after {node.name} has sent it"
         if node.target is ops.all_reduce and gfull not in results:
             yield node, f"{node.name} reaches no output"

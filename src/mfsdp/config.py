@@ -130,12 +130,12 @@ class Options:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"option {name}={value!r}: give an integer of at least {low}")
-        if not isinstance(out.pool, bool):
-            raise ValueError(f"option pool={out.pool!r}: choose True or False")
+        for name in ("pool", "check"):
+            value = getattr(out, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"option {name}={value!r}: choose True or False")
         if out.lowering not in LOWERINGS:
             raise ValueError(f"option lowering={out.lowering!r}: choose one of {LOWERINGS}")
-        if not isinstance(out.check, bool):
-            raise ValueError(f"option check={out.check!r}: choose True or False")
         if out.dump is not None and not isinstance(out.dump, (str, os.PathLike)):
             raise ValueError(f"option dump={out.dump!r}: give the path of a folder, or None")
         return out

@@ -72,7 +72,7 @@ def summary(program: Program) -> str:
 def around(program: Program, fault: Node, context: int = 10) -> str:
     """The lines either side of a fault, the fault marked with ``->``."""
     rows = cost.lines(program)
-    order = program.order()
+    order = {node: i for i, node in enumerate(program.nodes)}
     body = list(_body(program, rows))
     at = min(range(len(rows)), key=lambda i: (abs(order[rows[i].node] - order[fault]), i), default=0)
     shown = range(max(0, at - context), min(len(rows), at + context + 1))

@@ -1,8 +1,12 @@
-"""A program: one forward, backward or inference graph on the way to being sharded, with queries and legal edits."""
+"""A program: one forward, backward or inference graph on the way to being sharded, with queries and legal edits.
+
+Nodes compare by position: ``a < b`` says that a runs before b.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -11,7 +15,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Node
 
 from . import ops
-from .roles import Kind, Role, mark, role
+from .roles import Kind, Role, is_kind, mark, role
 from .units import Unit
 
 Phase = Literal["forward", "backward", "inference"]
@@ -33,6 +37,7 @@ class Program:
 
     def __init__(self, gm: torch.fx.GraphModule, phase: Phase, units: Sequence[Unit], name: str = "model"):
         self.gm, self.phase, self.units, self.name = gm, phase, tuple(units), name
+        self._units = {u.name: u for u in self.units}
         self.gradients: dict[int, tuple[str, int]] = {}
         """Backward: which outputs are gradients of parameters that are not sharded: index -> (unit, offset)."""
         self.slots: dict[str, int] = {}
@@ -64,20 +69,20 @@ class Program:
         """The graph's outputs: nodes, constants and ``None``."""
         return list(self.output.args[0])  # type: ignore[arg-type]
 
-    def order(self) -> dict[Node, int]:
-        """Position of every node."""
-        return {n: i for i, n in enumerate(self.graph.nodes)}
-
-    def find(self, kind: Kind, unit: Unit | None = None) -> Iterator[Node]:
+    def find(self, kind: Kind) -> list[Node]:
         """Nodes of a kind, in program order."""
-        for node in self.nodes:
-            r = role(node)
-            if r is not None and r.kind is kind and (unit is None or unit.name == r.unit):
-                yield node
+        return [n for n in self.graph.nodes if is_kind(n, kind)]
+
+    def by_unit(self, kind: Kind) -> dict[Unit, list[Node]]:
+        """Nodes of a kind, in program order, of every unit that has any; units in their order."""
+        found: dict[str, list[Node]] = {}
+        for node in self.find(kind):
+            found.setdefault(role(node).unit, []).append(node)  # type: ignore[union-attr]
+        return {u: found[u.name] for u in self.units if u.name in found}
 
     def unit(self, name: str) -> Unit:
         """The unit of that name."""
-        return next(u for u in self.units if u.name == name)
+        return self._units[name]
 
     def aliases(self, node: Node) -> list[Node]:
         """The node and every view of it, in program order."""
@@ -88,15 +93,21 @@ class Program:
                 if view_of(user) is parent and user not in family:
                     family.add(user)
                     stack.append(user)
-        order = self.order()
-        return sorted(family, key=order.__getitem__)
+        return sorted(family)
 
     def readers(self, node: Node) -> list[Node]:
         """Every node that reads or writes the value or a view of it, plain views excluded, in program order."""
         family = set(self.aliases(node))
-        order = self.order()
-        users = {u for n in family for u in n.users if u not in family or mutates(u)}
-        return sorted(users, key=order.__getitem__)
+        return sorted({u for n in family for u in n.users if u not in family or mutates(u)})
+
+    def copy(self) -> Program:
+        """A program of its own, to run other passes on."""
+        graph = torch.fx.Graph()
+        graph.output(graph.graph_copy(self.graph, {}))
+        graph.output_node().meta = dict(self.output.meta)
+        twin = Program(torch.fx.GraphModule(self.gm, graph), self.phase, self.units, self.name)
+        twin.gradients, twin.slots = dict(self.gradients), dict(self.slots)
+        return twin
 
     # edits
 
@@ -113,12 +124,17 @@ class Program:
         node.meta["val"] = self._fake(target, args)
 
     def _fake(self, target: Any, args: tuple[Any, ...]) -> Any:
-        """What the operation would give. Private in torch (``detect_fake_mode``); tried on 2.11 to 2.13."""
+        """What the operation would give."""
         values = torch.fx.map_arg(args, lambda n: n.meta["val"])
+        with self._fake_mode, torch.no_grad():
+            return target(*values)
+
+    @cached_property
+    def _fake_mode(self) -> Any:
+        """The mode of the program's fake tensors. Private in torch (``detect_fake_mode``); tried on 2.11 to 2.13."""
         mode = detect_fake_mode([n.meta.get("val") for n in self.nodes if n.op == "placeholder"])
         assert mode is not None, "a program's placeholders carry fake tensors"
-        with mode, torch.no_grad():
-            return target(*values)
+        return mode
 
     def start(self) -> Node:
         """The first node behind the placeholders."""

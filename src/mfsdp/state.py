@@ -134,8 +134,10 @@ class FlatBuffer:
             self.before_first_gradient = None
         if self.gradient is None:
             self.gradient = torch.empty_like(self.main, dtype=self.precision.grad)
-            self.gradient.copy_(gshard)
-            self.gradient.mul_(scale)
+            if gshard.dtype is self.precision.grad:
+                torch.mul(gshard, scale, out=self.gradient)
+            else:
+                self.gradient.copy_(gshard).mul_(scale)
         else:
             self.gradient.add_(gshard.to(self.precision.grad), alpha=scale)
         for offset in offsets:

@@ -1,0 +1,272 @@
+"""Steps side by side, on links of chosen speed: ``python examples/bench/bench.py`` (as root, on Linux).
+
+Every rank runs in a network namespace behind a token bucket (slowlink.sh), so that waiting for the link costs no CPU
+and overlap is real. All contenders live in one run and take turns, round by round. Written to ``--out``: results.md (a
+table per rate), results.json, bench.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+from variants import Contender, contenders, fresh_gpt
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--rates", default="4gbit,700mbit,250mbit", help="of each rank's link; 'none' is not limited")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="contenders whose names contain one of these, comma separated")
+    parser.add_argument("--torchtitan", type=Path, default=None, help="a checkout, to run SimpleFSDP too")
+    parser.add_argument("--out", type=Path, default=Path("bench-out"))
+    parser.add_argument("--worker", choices=["real", "stubbed"], default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, default=None, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# one rank
+
+
+def worker(args: argparse.Namespace) -> None:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if args.worker == "stubbed":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    else:
+        dist.init_process_group("gloo")
+    meet = Meeting(rank, world)
+    limits = communication(args) if args.worker == "real" else {}
+    if limits:
+        os.environ["BENCH_LINK"] = str(limits["bytes"] / limits["link_seconds"])
+    torch.manual_seed(1 + rank)
+    data = [torch.randint(1024, (args.batch, args.length)) for _ in range(2)]
+    rows: dict[str, dict[str, Any]] = {}
+    running: dict[str, tuple[Contender, torch.optim.Optimizer]] = {}
+    wanted = [w for w in args.only.split(",") if w]
+    for name, make in contenders(args.torchtitan).items():
+        if wanted and not any(w in name for w in wanted):
+            continue
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(args.out.resolve() / "cache" / name.replace(" ", "_") / str(rank))
+        torch.compile(torch.sin, dynamic=False)(torch.ones(7))  # the compiler's own precompiled headers
+        torch.manual_seed(0)
+        model = fresh_gpt(args.layers, args.width)
+        meet()
+        try:
+            entry = make(model)
+            optimizer = torch.optim.AdamW(entry.parameters, lr=1e-4)
+            begun = time.perf_counter()
+            first = step(entry, optimizer, data[0])
+            compiled = time.perf_counter() - begun
+            second = step(entry, optimizer, data[1])
+        except Exception as error:  # a contender that cannot run here is reported, the others go on
+            rows[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+            continue
+        running[name] = (entry, optimizer)
+        rows[name] = {"first_step": compiled, "losses": [first, second], "times": [], "averaged": entry.averaged}
+        if rank == 0:
+            print(f"  {name}: first step {compiled:.1f} s", flush=True)
+    for name, (entry, optimizer) in running.items():
+        rows[name]["peak"] = peak_of(lambda e=entry, o=optimizer: step(e, o, data[0]))
+    for _ in range(args.rounds):
+        for name, (entry, optimizer) in running.items():
+            meet()
+            begun = time.perf_counter()
+            step(entry, optimizer, data[0])
+            rows[name]["times"].append(time.perf_counter() - begun)
+    if rank == 0:
+        args.result.write_text(json.dumps({"rows": rows, **limits}, indent=1))
+    meet()
+
+
+class Meeting:
+    """A barrier that also works where communication is stubbed out."""
+
+    def __init__(self, rank: int, world: int):
+        host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500")) + 1
+        self.store = dist.TCPStore(host, port, world, is_master=rank == 0)
+        self.world, self.met = world, 0
+
+    def __call__(self) -> None:
+        self.met += 1
+        self.store.add(f"meeting{self.met}", 1)
+        while self.store.add(f"meeting{self.met}", 0) < self.world:
+            time.sleep(0.0005)
+
+
+def step(entry: Contender, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:
+    loss = entry.model(ids)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def peak_of(function: Any) -> int:
+    """Bytes by which resident memory rises above where it stood, at most (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    function()
+    return status("VmHWM") - before
+
+
+def status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def communication(args: argparse.Namespace) -> dict[str, float]:
+    """Seconds on the link for the bytes of one step, nothing else running, and CPU seconds that gloo takes for them."""
+    with torch.device("meta"):
+        model = fresh_gpt(args.layers, args.width)
+    world = dist.get_world_size()
+    units = [sum(p.numel() for p in b.parameters()) for b in model.blocks]
+    units.append(sum(p.numel() for p in model.parameters()) - sum(units))
+    shards = [torch.zeros(-(-n // world)) for n in units]
+    fulls = [torch.zeros(s.numel() * world) for s in shards]
+    best = cpu = float("inf")
+    for _ in range(3):
+        dist.barrier()
+        begun, burnt = time.perf_counter(), time.process_time()
+        # Gathers three times: gloo's reduce-scatter would send twice the bytes that it has to.
+        works = [dist.all_gather_into_tensor(f, s, async_op=True) for f, s in zip(fulls * 3, shards * 3, strict=True)]
+        for work in works:
+            work.wait()
+        best = min(best, time.perf_counter() - begun)
+        cpu = min(cpu, time.process_time() - burnt)
+    received = 4 * 3 * sum(s.numel() for s in shards) * (world - 1)
+    return {"link_seconds": best, "link_cpu": cpu, "bytes": received}
+
+
+# all of them
+
+
+def launch(args: argparse.Namespace) -> int:
+    args.out.mkdir(parents=True, exist_ok=True)
+    env = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(args.out.resolve() / "cache"), **os.environ}
+    again = [a for a in sys.argv[1:] if not a.startswith(("--worker", "--result"))]
+    results: dict[str, Any] = {"machine": machine(), "arguments": {k: str(v) for k, v in vars(args).items()}}
+    print("communication stubbed out", flush=True)
+    stub = args.out / "stubbed.json"
+    procs = []
+    for rank in range(args.world):
+        mine = {**env, "RANK": str(rank), "WORLD_SIZE": str(args.world), "LOCAL_RANK": str(rank)}
+        core = ["taskset", "-c", str(rank % (os.cpu_count() or 1))]
+        command = [*core, sys.executable, __file__, *again, "--worker", "stubbed", "--result", str(stub)]
+        procs.append(subprocess.Popen(command, env=mine))
+    if any(p.wait() for p in procs):
+        return 1
+    results["stubbed"] = json.loads(stub.read_text())
+    for rate in args.rates.split(","):
+        print(f"link {rate}", flush=True)
+        out = args.out / f"{rate}.json"
+        command = [str(Path(__file__).parent / "slowlink.sh"), str(args.world), rate, "--", sys.executable, __file__]
+        code = subprocess.call([*command, *again, "--worker", "real", "--result", str(out)], env={**env, "PIN": "1"})
+        if code:
+            return code
+        results[rate] = json.loads(out.read_text())
+    (args.out / "results.json").write_text(json.dumps(results, indent=1))
+    text = report(results, args)
+    (args.out / "results.md").write_text(text)
+    plot(results, args)
+    print(text)
+    return 0
+
+
+def machine() -> str:
+    names = [x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
+    python = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{os.cpu_count()} cores ({names[0] if names else platform.machine()}), {platform.system()}, {python}"
+
+
+def best(row: dict[str, Any]) -> float:
+    return min(row["times"])
+
+
+def report(results: dict[str, Any], args: argparse.Namespace) -> str:
+    lines = [
+        f"{args.world} ranks, one thread and one core each; GPT of {args.layers} blocks of width {args.width}, batch "
+        f"{args.batch} x {args.length} a rank, fp32, whole steps with AdamW. {results['machine']}. Times are the best "
+        f"of {args.rounds} interleaved rounds.",
+        "",
+    ]
+    stub = results["stubbed"]["rows"]
+    for rate in args.rates.split(","):
+        got = results[rate]
+        rows = got["rows"]
+        compute = best(rows["one process"]) if "one process" in rows else best(stub["one process"])
+        limit = max(compute + got["link_cpu"], got["link_seconds"])
+        lines += [
+            f"## Link {rate}",
+            "",
+            f"Compute alone {compute * 1e3:.0f} ms; the bytes of a step alone {got['link_seconds'] * 1e3:.0f} ms on "
+            f"the link ({got['bytes'] / 2**20:.0f} MB received), {got['link_cpu'] * 1e3:.0f} ms of CPU. "
+            f"Limit max(compute + CPU, link) = {limit * 1e3:.0f} ms.",
+            "",
+            "| | step ms | median | / limit | exposed ms | peak MB | compile s |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for name, row in rows.items():
+            if "error" in row:
+                lines.append(f"| {name} | {row['error']} |")
+                continue
+            quiet = best(stub[name]) if "times" in stub.get(name, {}) else None
+            exposed = f"{(best(row) - quiet) * 1e3:.0f}" if quiet is not None else "-"
+            lines.append(
+                f"| {name} | {best(row) * 1e3:.0f} | {statistics.median(row['times']) * 1e3:.0f} | "
+                f"{best(row) / limit:.2f} | {exposed} | {row['peak'] / 2**20:.0f} | "
+                f"{stub[name].get('first_step', float('nan')):.0f} |"
+            )
+        lines.append("")
+    lines.append(
+        "exposed: step minus the same step with communication stubbed out. peak: by how much resident memory rises "
+        "during a step. compile: the first step, communication stubbed out, cold cache but for the compiler's headers."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: dict[str, Any], args: argparse.Namespace) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rates = args.rates.split(",")
+    figure, axes = plt.subplots(1, len(rates), figsize=(4.2 * len(rates), 4), layout="constrained", squeeze=False)
+    for axis, rate in zip(axes[0], rates, strict=True):
+        rows = {n: r for n, r in results[rate]["rows"].items() if "times" in r}
+        colours = ["C0" if "mfsdp" in name else "0.7" for name in rows]
+        axis.barh(list(rows), [best(r) * 1e3 for r in rows.values()], color=colours)
+        compute = best(rows["one process"]) if "one process" in rows else 0.0
+        limit = max(compute + results[rate]["link_cpu"], results[rate]["link_seconds"])
+        axis.axvline(limit * 1e3, color="C3", linestyle="--", label="limit")
+        axis.set(title=f"link {rate}", xlabel="ms per step")
+        axis.invert_yaxis()
+        axis.legend()
+        if axis is not axes[0][0]:
+            axis.set_yticklabels([])
+    figure.savefig(args.out / "bench.png", dpi=120)
+
+
+if __name__ == "__main__":
+    arguments_ = arguments()
+    worker(arguments_) if arguments_.worker else sys.exit(launch(arguments_))
