@@ -28,10 +28,12 @@ import torch.multiprocessing as mp
 
 
 class Ranks:
-    """``world`` processes with a default gloo group. Rebuilt after a failure, so that every test finds them sound."""
+    """``world`` processes with a default group, gloo unless told otherwise; with ``"nccl"`` each has a GPU of its own.
+    Rebuilt after a failure, so that every test finds them sound.
+    """
 
-    def __init__(self, world: int):
-        self.world = world
+    def __init__(self, world: int, backend: str = "gloo"):
+        self.world, self.backend = world, backend
         self._workers: list[Any] = []
         self._pipes: list[Any] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -81,7 +83,8 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="mfsdp-ranks-")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_serve, args=(rank, self.world, self._folder.name, theirs), daemon=True)
+            args = (rank, self.world, self.backend, self._folder.name, theirs)
+            worker = context.Process(target=_serve, args=args, daemon=True)
             worker.start()
             self._workers.append(worker)
             self._pipes.append(ours)
@@ -93,12 +96,14 @@ class Ranks:
         return Path(self._folder.name, f"stack{rank}").read_text()
 
 
-def _serve(rank: int, world: int, folder: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, backend: str, folder: str, pipe: Any) -> None:
     stack = open(Path(folder, f"stack{rank}"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     while True:
         function, args, kwargs = pipe.recv()
         try:

@@ -28,8 +28,8 @@ from variants import Contender, contenders, fresh_gpt
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--rates", default="4gbit,700mbit,250mbit", help="of each rank's link; 'none' is not limited")
-    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rates", default="4gbit,1300mbit,500mbit", help="of each rank's link; 'none' is not limited")
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
@@ -95,7 +95,7 @@ def worker(args: argparse.Namespace) -> None:
             rows[name]["times"].append(time.perf_counter() - begun)
     if rank == 0:
         args.result.write_text(json.dumps({"rows": rows, **limits}, indent=1))
-    meet()
+    meet.leave()
 
 
 class Meeting:
@@ -104,13 +104,19 @@ class Meeting:
     def __init__(self, rank: int, world: int):
         host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500")) + 1
         self.store = dist.TCPStore(host, port, world, is_master=rank == 0)
-        self.world, self.met = world, 0
+        self.rank, self.world, self.met = rank, world, 0
 
     def __call__(self) -> None:
         self.met += 1
         self.store.add(f"meeting{self.met}", 1)
         while self.store.add(f"meeting{self.met}", 0) < self.world:
             time.sleep(0.0005)
+
+    def leave(self) -> None:
+        """The rank that keeps the store goes last."""
+        self.store.add("left", 1)
+        while self.rank == 0 and self.store.add("left", 0) < self.world:
+            time.sleep(0.01)
 
 
 def step(entry: Contender, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> float:

@@ -1,0 +1,158 @@
+"""What only a GPU shows: ``make gpu``. One is enough for most; overlap needs two."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mfsdp
+from mfsdp import cost, pipeline
+from mfsdp.program import Program
+from tests.models import GPT, Block
+from tests.parity import averaged, error
+from tests.ranks import Ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.inductor]
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
+
+
+def pair(width: int = 256, layers: int = 4) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    """A model, its sharded copy, and tokens, on the current GPU."""
+    torch.manual_seed(0)
+    reference = GPT(tied=False, layers=layers, width=width).cuda()
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block])
+    return reference, model, torch.randint(31, (4, 8), device="cuda")
+
+
+def step(run: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss = run(ids).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_values_are_those_of_the_plain_model(lowering):
+    reference, model, ids = pair()
+    run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": lowering})
+    for _ in range(2):
+        assert error(step(run, ids), step(reference, ids)) < 1e-5
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert error(p.grad.full_tensor(), q.grad) < 1e-4
+
+
+def test_a_step_does_not_synchronise():
+    _, model, ids = pair()
+    run = torch.compile(model, backend="mfsdp", dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        step(run, ids)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(run, ids)
+        optimizer.step()
+        optimizer.zero_grad()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_memory_stops_growing():
+    _, model, ids = pair()
+    run = torch.compile(model, backend="mfsdp", dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    reserved = []
+    for _ in range(6):
+        step(run, ids)
+        optimizer.step()
+        optimizer.zero_grad()
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(set(reserved[2:])) == 1, reserved
+
+
+def test_the_peak_is_the_listings(monkeypatch):
+    """Most bytes during a step: what is there before it, and what the listings plan on top, within 5%."""
+    planned: list[int] = []
+    run_pipeline = pipeline.run
+
+    def noted(program: Program, **kwargs: Any) -> Any:
+        stages = run_pipeline(program, **kwargs)
+        planned.append(cost.peak(cost.lines(program)))
+        return stages
+
+    monkeypatch.setattr(pipeline, "run", noted)
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(GPT(tied=False, layers=8, width=512).cuda(), units=[Block])
+    ids = torch.randint(31, (64, 8), device="cuda")
+    run = torch.compile(model, backend="mfsdp", dynamic=False)
+    for _ in range(2):
+        step(run, ids)  # the accumulators are there from now on
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step(run, ids)
+    rise = torch.cuda.max_memory_allocated() - before
+    assert rise <= 1.05 * max(planned), f"{rise} bytes on top, planned {planned}"
+
+
+# two GPUs
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[Ranks]:
+    ranks = Ranks(2, "nccl")
+    yield ranks
+    ranks.stop()
+
+
+def parity_on_gpus() -> float:
+    reference, model, _ = pair()
+    torch.manual_seed(1 + dist.get_rank())
+    ids = torch.randint(31, (4, 8), device="cuda")
+    run = torch.compile(model, backend="mfsdp", dynamic=False)
+    worst = 0.0
+    for _ in range(2):
+        worst = max(worst, error(step(run, ids), step(reference, ids)))
+    averaged(reference)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        worst = max(worst, error(p.grad.full_tensor(), q.grad))
+    return worst
+
+
+@two_gpus
+def test_two_gpus_agree_with_one(gpus):
+    assert max(gpus.run(parity_on_gpus, timeout=300)) < 1e-4
+
+
+def overlapped() -> float:
+    """Share of the time of NCCL's kernels during which another kernel runs."""
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(GPT(tied=False, layers=8, width=1024).cuda(), units=[Block])
+    ids = torch.randint(31, (512, 8), device="cuda")
+    run = torch.compile(model, backend="mfsdp", dynamic=False)
+    for _ in range(3):
+        step(run, ids)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step(run, ids)
+        torch.cuda.synchronize()
+    spans = [(e.time_range.start, e.time_range.end, "nccl" in e.name) for e in profile.events() if e.device_index >= 0]
+    compute = [(a, b) for a, b, nccl in spans if not nccl]
+    total = hidden = 0.0
+    for start, end, nccl in spans:
+        if nccl:
+            total += end - start
+            hidden += sum(max(0.0, min(end, b) - max(start, a)) for a, b in compute)
+    return hidden / total
+
+
+@two_gpus
+def test_collectives_run_beside_compute(gpus):
+    assert min(gpus.run(overlapped, timeout=300)) > 0.3
