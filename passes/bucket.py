@@ -16,7 +16,8 @@ After, the matrix product writes to its place, and only the small sum is copied:
 
 Why: gradients of matrices are most of the bytes, and a second copy of them is memory and time.
 Needs: `reduce`; after `defer`, whose waits then stand in front of the buffer that they make room for.
-Costs: the buffer is there from the unit's first product on.
+Costs: the buffer is there from the unit's first product on. It moves up to the pack before it and no further: a root
+whose head is differentiated first and whose embedding last would hold its buffer through all of backward.
 
 Only a product that nothing else reads, whose dtype is the one that travels, and whose views up to the gradient keep its
 elements in place. Other gradients (sums, embeddings, convolutions, sums over uses) are made by kernels that choose
@@ -43,9 +44,13 @@ def bucket(p: Program) -> None:
     if not packs:
         p.note("no gradients are packed here")
         return
+    last: Node | None = None
     for pack in packs:
         gfull, grads, offsets, scale = pack.args
         products = [_product(p, g, pack) if scale == 1.0 else None for g in grads]  # type: ignore[union-attr, arg-type]
+        if last is not None:
+            products = [x if x is not None and last < x else None for x in products]
+        last = pack.next
         first = min((x for x in products if x is not None), default=None)
         if first is not None:
             p.move([gfull], first)  # type: ignore[list-item]

@@ -29,7 +29,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from mfsdp import ops
-from mfsdp.program import Program, base_of, view_of
+from mfsdp.program import Program, base_of
 from mfsdp.roles import Kind, Lane, role
 
 
@@ -39,29 +39,41 @@ def defer(p: Program, *, lag: int = 1) -> None:
     Args:
         lag: how many reductions may be in flight behind compute; 0 moves nothing.
     """
-    waits = [n for n in p.find(Kind.WAIT) if (r := role(n)) is not None and r.lane is Lane.REDUCE]
+    waits = [n for n in p.find(Kind.WAIT) if (r := role(n)) is not None and r.lane in (Lane.REDUCE, Lane.OUTER)]
     if not waits:
         p.note("nothing is reduced here")
         return
     if lag == 0:
         p.note("lag 0")
         return
-    buckets = [_bucket(w) for w in waits]
-    for i, wait in enumerate(waits):
-        target = buckets[i + lag] if i + lag < len(buckets) else p.output
-        p.move([wait, *_followers(wait)], target)
+    chains: dict[Node, list[Node]] = {}  # first wait for what was packed into a buffer, second wait
+    for wait in waits:
+        chains.setdefault(_bucket(wait), []).append(wait)
+    buckets = list(chains)
+    for step in range(max(map(len, chains.values()))):
+        for i, chain in enumerate(chains.values()):
+            if step < len(chain):
+                after = i + (step + 1) * lag
+                target = buckets[after] if after < len(buckets) else p.output
+                p.move([chain[step], *_followers(chain[step])], target)
     p.changed(f"{len(waits)} wait down")
     p.note(f"lag {lag}")
 
 
 def _bucket(wait: Node) -> Node:
-    """The buffer of the reduction that is waited for."""
+    """The buffer that was packed for the reduction that is waited for."""
     product = base_of(wait.args[0])  # type: ignore[arg-type]
-    return base_of(product.args[0]) if product.target is ops.reduce_scatter else product  # type: ignore[arg-type]
+    while product.target is ops.reduce_scatter:
+        product = base_of(product.args[0])  # type: ignore[arg-type]
+    return product
 
 
 def _followers(wait: Node) -> list[Node]:
-    """The accumulate, or the views of a buffer that was reduced in place."""
+    """What is done with the result: the next reduction, or the accumulate, or the views of a buffer that was reduced in
+    place.
+    """
     product = wait.args[0]
     assert isinstance(product, Node)
-    return [u for u in product.users if u.target is ops.accumulate or view_of(u) is product]
+    behind = sorted(u for u in product.users if wait < u)
+    end = next((i for i, u in enumerate(behind) if u.target is ops.wait), len(behind))
+    return behind[:end]

@@ -18,6 +18,13 @@ Costs: the full buffer stays until `reshard` says otherwise.
 
 A main shard in another dtype than the one that travels is cast first, on the shard, so that the smaller one travels.
 A group of one gathers nothing: parameters are then views into the shard itself, or into its cast (law 4).
+
+Where the strategy leaves parameters whole (``optim``, ``optim_grads``), or a shard of them on every outer rank (HFSDP),
+programs read a copy that lasts. Forward asks for it to be gathered again, which happens if the optimizer has stepped:
+
+    . * .                           refresh u0_full
+    <-o .                           wait u0_full
+    * . .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
 """
 
 from __future__ import annotations
@@ -43,15 +50,19 @@ def gather(p: Program) -> None:
             gathered += 1
     if not gathered:
         p.note("no parameter is read here")
-    elif p.world == 1:
-        p.note("a group of one: parameters are views into the shard")
+    elif not any(u.spec.gathers or u.spec.kept for u in p.units):
+        p.note("nothing to gather: parameters are views into the shard")
 
 
 def _gather_unit(p: Program, unit: Unit, markers: list[Node]) -> None:
-    first, precision = markers[0], unit.spec.precision
+    first, spec, precision = markers[0], unit.spec, unit.spec.precision
     flat = markers[0].args[0]
     assert isinstance(flat, Node) and all(m.args[0] is flat for m in markers)
-    if precision.main is not precision.comm:
+    if spec.kept:
+        if p.phase != "backward":
+            p.insert(ops.refresh, (flat, spec.encode()), first, Role(Kind.REFRESH, unit.name, Lane.GATHER))
+            p.insert(ops.wait, (flat, []), first, Role(Kind.WAIT, unit.name, Lane.GATHER))
+    elif precision.main is not precision.comm:
         flat = p.insert(
             prims.convert_element_type.default,
             (flat, precision.comm),
@@ -59,11 +70,11 @@ def _gather_unit(p: Program, unit: Unit, markers: list[Node]) -> None:
             Role(Kind.CAST, unit.name),
             f"{unit.name}_cast",
         )
-    if unit.spec.world > 1:
+    if spec.gathers:
         source = flat
         flat = p.insert(
             ops.all_gather,
-            (source, unit.spec.encode()),
+            (source, spec.encode()),
             first,
             Role(Kind.FULL, unit.name, Lane.GATHER),
             f"{unit.name}_full",

@@ -40,7 +40,7 @@ def pool(p: Program, *, on: bool = True) -> None:
     p.slots.clear()
     dynamic = peak(lines(p))
     for family, kind in (("p", Kind.FULL), ("g", Kind.GFULL)):
-        intervals = [x for n in p.find(kind) if (x := _interval(n)) is not None]
+        intervals = [x for n in p.find(kind) if (x := _interval(p, n)) is not None]
         slots: list[list[Interval]] = []
         for interval in sorted(intervals, key=lambda x: (-nbytes(x[0].meta["val"]), x[0])):
             number = next((i for i, held in enumerate(slots) if _apart(interval, held)), len(slots))
@@ -58,16 +58,18 @@ def pool(p: Program, *, on: bool = True) -> None:
     p.note(f"a caching allocator's peak would be {size(dynamic)}")
 
 
-def _interval(node: Node) -> Interval | None:
+def _interval(p: Program, node: Node) -> Interval | None:
     """From the line that fills a buffer to the one that lets go of it, if both are here."""
     if node.target is ops.all_gather:
         ends = [u for u in node.users if u.target is ops.free]
     elif node.target is ops.bucket:
-        launches = [u for u in node.users if u.target is ops.reduce_scatter]
-        ends = [u for x in launches for u in x.users if u.target is ops.wait]
+        ends = p.readers(node)
+        if p.output in ends:
+            return None
+        ends += [u for x in ends if x.target is ops.reduce_scatter for u in x.users if u.target is ops.wait]
     else:
         return None
-    return (node, ends[0]) if ends else None
+    return (node, max(ends)) if ends else None
 
 
 def _apart(interval: Interval, held: list[Interval]) -> bool:

@@ -20,6 +20,8 @@ Why: the link works while compute does. Only launches move; every value stays bi
 Needs: `reshard`, so that a limit on gathered bytes knows when buffers go.
 Costs: ``depth`` more units are whole at a time.
 
+What is gathered once per optimizer step (`refresh`) takes no memory by being early: all of it starts with the program.
+
 "Before" is the program's own order of first use, in each program by itself; the first ``depth`` gathers move to its
 start. With a ``limit``, a launch that would put more gathered bytes than that in memory waits for the next `free`
 that makes room, or stays where it is (it is needed there, limit or not).
@@ -43,11 +45,18 @@ def prefetch(p: Program, *, depth: int = 1, limit: int | None = None) -> None:
         limit: bytes of gathered buffers that may be live at once; ``None`` for no limit.
     """
     launches = [n for n in p.find(Kind.FULL) if n.target is ops.all_gather]
-    if not launches:
+    refreshes = p.find(Kind.REFRESH)
+    if not launches and not refreshes:
         p.note("nothing is gathered here")
         return
     if depth == 0:
         p.note("depth 0")
+        return
+    if refreshes:
+        start = p.start()
+        p.move([n for n in refreshes if n is not start], start.next if start is refreshes[0] else start)
+        p.changed(f"{len(refreshes)} refresh up")
+    if not launches:
         return
     waits = {n.args[0]: n for n in p.find(Kind.WAIT)}
     moved = yielded = 0
@@ -55,7 +64,7 @@ def prefetch(p: Program, *, depth: int = 1, limit: int | None = None) -> None:
         if i >= depth:
             target = waits[launches[i - depth]].next
         else:
-            target = launches[i - 1].next if i else p.start()
+            target = launches[i - 1].next if i else refreshes[-1].next if refreshes else p.start()
         if limit is not None:
             earliest = target
             target = _room(launches, i, earliest, limit)
@@ -69,10 +78,11 @@ def prefetch(p: Program, *, depth: int = 1, limit: int | None = None) -> None:
 
 
 def _launch_before(p: Program, launch: Node, target: Node) -> bool:
-    """Moves a launch, and the cast that it sends, in front of a node. Whether anything came to pass."""
+    """Moves a launch, and the cast that it sends or waits for, in front of a node. Whether anything came to pass."""
     source = launch.args[0]
     assert isinstance(source, Node)
-    group = [launch] if source.op == "placeholder" else [source, launch]
+    before = [u for u in source.users if u.target is ops.wait and u.args[0] is source and u < launch]
+    group = [*before, launch] if source.op == "placeholder" else [source, launch]
     if target in group or group[-1].next is target:
         return False
     p.move(group, target)

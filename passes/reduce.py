@@ -18,6 +18,13 @@ Why: one collective per unit; the sum over uses of a tied parameter is taken bef
 Needs: nothing of other passes; it is meant to run in the programs that `gather` ran in.
 Costs: one copy of the unit's gradients into the flat buffer. Parameters that got no gradient are zeros (law 15).
 
+On a two-level mesh, and where gradients stay whole until a synchronisation (``no_shard``, ``optim``), one more
+reduction follows. Between synchronisations it does not happen (a run-time switch): gradients are held back before it.
+
+    >---*                           hold u1_gshard
+    >-----*                         all_reduce u1_gshard, sum
+    <-----o                         wait u1_gshard
+
 The sum over ranks is divided where it is added to the accumulator: on the shard, in the accumulator's dtype
 (law 17). Parameters that are not sharded keep their gradients whole: all-reduced in one flat buffer per unit,
 divided while packing, and handed to autograd as views of it.
@@ -68,17 +75,33 @@ def _reduce_sharded(p: Program, unit: Unit, markers: list[Node]) -> None:
     offsets = sorted(by_offset)
     role = Role(Kind.GFULL, unit.name)
     grads = [fold(lambda a, b: p.insert(aten.add.Tensor, (a, b), ready, role), by_offset[o]) for o in offsets]
-    spec = unit.spec
-    gshard = gfull = _bucket(p, unit, shard, grads, offsets, 1.0, ready)
+    spec, text = unit.spec, unit.spec.encode()
+    total = _bucket(p, unit, shard, grads, offsets, 1.0, ready)
+    hold = Role(Kind.HOLD, unit.name)
     if spec.world > 1:
-        lane = Lane.REDUCE
-        out = Role(Kind.GSHARD, unit.name, lane)
-        gshard = p.insert(ops.reduce_scatter, (gfull, spec.encode()), ready, out, f"{unit.name}_gshard")
-        p.insert(ops.wait, (gshard, [gfull]), ready, Role(Kind.WAIT, unit.name, lane))
-    p.insert(ops.accumulate, (shard, gshard, offsets, 1 / spec.divide), ready, Role(Kind.ACCUMULATE, unit.name))
+        if spec.hold:
+            p.insert(ops.hold, (shard, total, offsets, text), ready, hold)
+        total = _scatter(p, unit, total, ready, 0, Kind.GSHARD, Lane.REDUCE)
+    if spec.outer > 1:
+        lane = Lane.OUTER if spec.world > 1 else Lane.REDUCE
+        p.insert(ops.hold, (shard, total, offsets, text), ready, hold)
+        if spec.outer_optim:
+            total = _scatter(p, unit, total, ready, 2, Kind.GOUTER, lane)
+        else:
+            p.insert(ops.all_reduce, (total, text, 2), ready, Role(Kind.ALL_REDUCE, unit.name, lane))
+            p.insert(ops.wait, (total, []), ready, Role(Kind.WAIT, unit.name, lane))
+    p.insert(ops.accumulate, (shard, total, offsets, 1 / spec.divide), ready, Role(Kind.ACCUMULATE, unit.name))
     p.set_results([None if r in sums else r for r in p.results()])
     for node in sorted(sums, reverse=True):
         p.erase(node)
+
+
+def _scatter(p: Program, unit: Unit, total: Node, before: Node, number: int, kind: Kind, lane: Lane) -> Node:
+    """A reduce-scatter, and the wait for it."""
+    args = (total, unit.spec.encode(), number)
+    out = p.insert(ops.reduce_scatter, args, before, Role(kind, unit.name, lane), f"{unit.name}_{kind.value}")
+    p.insert(ops.wait, (out, [total]), before, Role(Kind.WAIT, unit.name, lane))
+    return out
 
 
 def _reduce_plain(p: Program, unit: Unit) -> bool:

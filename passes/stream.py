@@ -27,8 +27,10 @@ def stream(p: Program) -> None:
         if node.target in (ops.reduce_scatter, ops.all_reduce):
             r = role(node)
             assert r is not None
-            if p.unit(r.unit).spec.reduce_group:
-                node.args = (*node.args[:2], 1)
+            lane = node.args[2] if len(node.args) > 2 else 0
+            assert isinstance(lane, int) and lane % 2 == 0, f"{node.name} has been through stream before"
+            if p.unit(r.unit).spec.groups[lane + 1]:
+                node.args = (*node.args[:2], lane + 1)
                 moved += 1
     if moved:
         p.changed(f"{moved} reductions to a group of their own")

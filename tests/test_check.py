@@ -13,12 +13,14 @@ from mfsdp.program import Program
 from mfsdp.roles import Kind, Role
 from tests.toys import toy2
 
-MUTATIONS: dict[str, tuple[int, str, Callable[[Program], None]]] = {}
+MUTATIONS: dict[str, tuple[int, str, Callable[[Program], None], dict[str, object]]] = {}
 
 
-def mutation(law: int, phase: str = "backward") -> Callable[[Callable[[Program], None]], Callable[[Program], None]]:
+def mutation(
+    law: int, phase: str = "backward", **sharding: object
+) -> Callable[[Callable[[Program], None]], Callable[[Program], None]]:
     def register(function: Callable[[Program], None]) -> Callable[[Program], None]:
-        MUTATIONS[function.__name__] = (law, phase, function)
+        MUTATIONS[function.__name__] = (law, phase, function, sharding)
         return function
 
     return register
@@ -115,6 +117,38 @@ def slot_too_small(p: Program) -> None:
     p.slots["p0"] -= 1
 
 
+@mutation(10, "forward", strategy=1)
+def never_refreshed(p: Program) -> None:
+    for node in p.find(Kind.REFRESH):
+        p.erase(next(u for u in node.args[0].users if u.target is ops.wait))
+        p.erase(node)
+
+
+@mutation(10, "forward", strategy=2)
+def read_before_it_is_refreshed(p: Program) -> None:
+    refresh = p.find(Kind.REFRESH)[0]
+    wait = next(u for u in refresh.args[0].users if u.target is ops.wait)
+    p.move([refresh, wait], p.output)
+
+
+@mutation(11, mesh_shape=(2, 4))
+def outer_reduction_not_awaited(p: Program) -> None:
+    reduction = one(p, ops.all_reduce)
+    p.erase(next(u for u in reduction.args[0].users if u.target is ops.wait and reduction < u))
+
+
+@mutation(14, mesh_shape=(2, 4), outer_strategy="optim")
+def outer_reduction_forgotten(p: Program) -> None:
+    add = one(p, ops.accumulate)
+    add.args = (add.args[0], add.args[1].args[0], *add.args[2:])
+
+
+@mutation(17, mesh_shape=(2, 4))
+def divided_by_one_level_only(p: Program) -> None:
+    add = one(p, ops.accumulate)
+    add.args = (*add.args[:3], 1 / 4)
+
+
 @mutation(11)
 def wait_dropped(p: Program) -> None:
     p.erase(one(p, ops.wait))
@@ -183,8 +217,8 @@ def communicated_in_another_dtype(p: Program) -> None:
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_caught(name):
-    law, phase, mutate = MUTATIONS[name]
-    program = toy2(phase)
+    law, phase, mutate, sharding = MUTATIONS[name]
+    program = toy2(phase, **sharding)
     passes = (*pipeline.PIPELINE, (name, mutate))
     with pytest.raises(LawError) as caught:
         pipeline.run(program, passes=passes)
@@ -195,7 +229,7 @@ def test_mutation_is_caught(name):
 
 def test_every_law_has_a_mutation():
     laws = {law for law, _ in LAWS}
-    broken = {law for law, _, _ in MUTATIONS.values()}
+    broken = {law for law, *_ in MUTATIONS.values()}
     print(f"{len(laws)} laws, {len(MUTATIONS)} mutations")
     assert laws == broken
 

@@ -21,6 +21,7 @@ LADDER = [
     {"pipeline", "lowering", "materialize", "fallback"},
     {"capture"},
     {"state"},
+    {"placement"},
     {"dtensor"},
     {"passes", "check", "listing", "runtime"},
     {"cost"},

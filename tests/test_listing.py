@@ -31,6 +31,21 @@ def test_mixed_precision(golden):
         golden(f"mixed.{program.phase}", pipeline.run(program)[-1].listing)
 
 
+STRATEGIES = {
+    "no_shard": {"strategy": 0},
+    "optim": {"strategy": 1},
+    "optim_grads": {"strategy": 2},
+    "hsdp": {"mesh_shape": (2, 4)},
+    "hfsdp": {"mesh_shape": (2, 4), "outer_strategy": "optim"},
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strategies(golden, name):
+    for phase in ("forward", "backward"):
+        golden(f"{name}.{phase}", pipeline.run(toy2(phase, **STRATEGIES[name]))[-1].listing)
+
+
 def test_kept_parameters(golden):
     for phase in ("forward", "backward"):
         golden(f"kept.{phase}", pipeline.run(toy2(phase, reshard_after_forward=False))[-1].listing)

@@ -202,11 +202,16 @@ BAD = {
     "no mesh": (MLP, {"mesh": 4}, "mesh=4: give a torch.distributed DeviceMesh"),
     "a mesh without a group": (
         MLP,
-        {"mesh": local_mesh("cpu", 4), "device": "cpu"},
+        {"mesh": local_mesh("cpu", (4,)), "device": "cpu"},
         "has no process group.*init_device",
     ),
-    "a mesh of another device": (MLP, {"mesh": local_mesh("cuda", 4), "device": "cpu"}, "over 'cuda'.*pass device="),
-    "a mesh this rank is not in": (MLP, {"mesh": local_mesh("cpu", 2, rank=5), "device": "cpu"}, "rank is not in"),
+    "a mesh of another device": (MLP, {"mesh": local_mesh("cuda", (4,)), "device": "cpu"}, "over 'cuda'.*pass device="),
+    "an outer strategy without an outer axis": (
+        MLP,
+        {"mesh": local_mesh("cpu", (4,)), "device": "cpu", "outer_strategy": "optim"},
+        "needs a mesh with an outer axis",
+    ),
+    "a mesh this rank is not in": (MLP, {"mesh": local_mesh("cpu", (2,), rank=5), "device": "cpu"}, "rank is not in"),
 }
 
 
@@ -237,12 +242,6 @@ def test_a_parameter_tied_into_a_unit_that_is_sharded_already():
     with pytest.raises(ValueError, match=r"head\.weight belongs to the unit.*one call"):
         mfsdp.fully_shard(model, units=[Block])
     assert snapshot(model) == before
-
-
-def test_not_built_yet_is_said():
-    for arguments in ({"strategy": 1}, {"strategy": "no_shard"}, {"outer_strategy": "optim"}):
-        with pytest.raises(NotImplementedError, match="not support"):
-            mfsdp.fully_shard(MLP(), **arguments)
 
 
 @pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.SGD])

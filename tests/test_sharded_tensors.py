@@ -285,6 +285,6 @@ def test_an_axis_of_a_larger_mesh(four_ranks):
 def test_a_planning_mesh_says_that_it_cannot_communicate():
     layout = plan([("w", (5, 4))], 2)
     at = layout.local(0, 0)
-    tensor = ShardedDTensor(torch.zeros(at.shape), Sharding(layout, 0, local_mesh("cpu", 2)))
+    tensor = ShardedDTensor(torch.zeros(at.shape), Sharding(layout, 0, local_mesh("cpu", (2,))))
     with pytest.raises(RuntimeError, match="sharded for planning"):
         tensor.full_tensor()

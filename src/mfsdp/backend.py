@@ -78,7 +78,9 @@ def collectives(program: Program) -> dict[str, list[str]]:
         r = role(node)
         if node.target in ops.COLLECTIVES and r is not None:
             spec = program.unit(r.unit).spec
-            out.setdefault(spec.group, []).append(
+            lane = node.args[2] if node.target in (ops.reduce_scatter, ops.all_reduce) and len(node.args) > 2 else 0
+            outer = lane in (2, 3) or (node.target is ops.refresh and spec.outer_optim)
+            out.setdefault(spec.outer_group if outer else spec.group, []).append(
                 f"{listing.text(node)}  {r.lane.value}  {'+'.join(map(str, spec.splits))} x {spec.world}"
             )
     return out

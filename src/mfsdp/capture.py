@@ -99,7 +99,7 @@ class Capture:
             unit = self.shards.get(i)
             if unit is not None:
                 shape = tuple(node.meta["val"].shape)
-                assert shape == (unit.spec.shard_numel,), f"{node.name}{shape} is no shard of {unit}"
+                assert shape == (unit.spec.source_numel,), f"{node.name}{shape} is no shard of {unit}"
                 mark(node, Role(Kind.SHARD, unit.name))
         for node in gm.graph.nodes:
             if node.target is ops.param:
@@ -126,7 +126,9 @@ class Capture:
         for node in gm.graph.find_nodes(op="placeholder"):
             r, name = role(node), node.meta.get(INPUT)
             if r is not None:
-                program.rename(node, f"{r.unit}_shard")
+                spec = program.unit(r.unit).spec
+                whole = spec.kept and spec.source_numel == spec.full_numel
+                program.rename(node, f"{r.unit}_{'full' if whole else 'shard'}")
             elif name:
                 program.rename(node, name)
         program.gradients = {i: (unit.name, offset) for i, (unit, offset) in plain.items()}

@@ -119,7 +119,7 @@ def regathered(p: Program) -> Iterator[Fault]:
         if r is None or r.kind not in (Kind.FULL, Kind.CAST, Kind.PARAM):
             continue
         unit = p.unit(r.unit)
-        if unit.spec.reshard and unit.spec.world > 1:
+        if unit.spec.reshard and unit.spec.gathers:
             yield result, f"{result.name} leaves the graph but is a view of {owner.name}"
 
 
@@ -170,19 +170,38 @@ def slotted(p: Program) -> Iterator[Fault]:
         busy[slot] = (node, max(ends, default=node))
 
 
+def fresh(p: Program) -> Iterator[Fault]:
+    """10: parameters that last are read only after forward has asked for them to be gathered again."""
+    if p.phase == "backward":
+        return
+    for source in p.find(Kind.SHARD):
+        if not p.unit(_unit(source)).spec.kept:
+            continue
+        asked = min((u for u in source.users if u.target is ops.refresh), default=None)
+        for reader in p.readers(source):
+            if reader is p.output or reader.target in (ops.param, ops.refresh, ops.wait):
+                continue  # saved for backward; asks by itself; is the asking
+            if asked is None or reader < asked:
+                yield reader, f"{source.name} is read before it is refreshed"
+
+
 def finished(p: Program) -> Iterator[Fault]:
     """11: what a collective writes is read only after the wait, and what it reads lives until then."""
-    waits = {n.args[0]: n for n in reversed(p.nodes) if n.target is ops.wait}
+    waits: dict[Node, list[Node]] = {}
+    for node in p.nodes:
+        if node.target is ops.wait:
+            waits.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
     for node in p.nodes:
         if node.target not in ops.COLLECTIVES:
             continue
-        product = node.args[0] if node.target is ops.all_reduce else node
-        wait = waits.get(product)
+        product = node.args[0] if node.target in ops.IN_PLACE else node
+        of_it = waits.get(product, [])  # type: ignore[arg-type]
+        wait = next((w for w in of_it if node < w), None)
+        if wait is None and of_it:
+            yield of_it[0], f"{of_it[0].args[0].name} is waited for before it is launched"  # type: ignore[union-attr]
         if wait is None:
             yield node, f"{node.name} is never waited for"
             continue
-        if wait < node:
-            yield wait, f"{wait.args[0].name} is waited for before it is launched"  # type: ignore[union-attr]
         for reader in p.readers(product):  # type: ignore[arg-type]
             if node < reader < wait:
                 yield reader, f"{product.name} is read before it is waited for"  # type: ignore[union-attr]
@@ -206,10 +225,10 @@ def joined(p: Program) -> Iterator[Fault]:
         for writer, _, _ in _written(p, gfull):
             if writer > node:
                 yield writer, f"{gfull.name} is written after {node.name} has sent it"
-        if node.target is ops.all_reduce and gfull not in results:
-            yield node, f"{node.name} reaches no output"
-        if node.target is ops.reduce_scatter and not any(u.target is ops.accumulate for u in node.users):
-            yield node, f"{node.name} reaches no accumulator"
+        product = gfull if node.target is ops.all_reduce else node
+        onwards = (ops.accumulate, ops.reduce_scatter, ops.all_reduce)
+        if gfull not in results and not any(u.target in onwards and node < u for u in product.users):
+            yield node, f"{node.name} reaches neither an accumulator nor an output"
 
 
 def everywhere(p: Program) -> Iterator[Fault]:
@@ -237,12 +256,12 @@ def scaled(p: Program) -> Iterator[Fault]:
     for node in p.nodes:
         if node.target is ops.accumulate:
             factor, buffer = float(node.args[3]), node.args[1]  # type: ignore[arg-type]
-        elif node.target is ops.all_reduce:
+        elif node.target is ops.all_reduce and not p.unit(_unit(node)).sharded:
             factor, buffer = 1.0, node.args[0]
         else:
             continue
         assert isinstance(buffer, Node)
-        if buffer.target is ops.reduce_scatter:
+        while buffer.target is ops.reduce_scatter:
             buffer = base_of(buffer.args[0])  # type: ignore[arg-type]
         want = 1 / p.unit(_unit(node)).spec.divide
         for writer, _, _ in _written(p, base_of(buffer)):
@@ -269,6 +288,7 @@ LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
     (7, inside),
     (8, tied),
     (9, slotted),
+    (10, fresh),
     (11, finished),
     (14, joined),
     (15, everywhere),

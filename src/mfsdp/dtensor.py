@@ -26,9 +26,34 @@ from .layout import Layout, Local
 aten = torch.ops.aten
 
 
-def local_mesh(device_type: str, world: int, rank: int = 0) -> DeviceMesh:
-    """A 1-D mesh without process groups: for one process, or for planning. Private in torch; tried on 2.11 to 2.13."""
-    return DeviceMesh(device_type, torch.arange(world), _init_backend=False, _rank=rank)
+def local_mesh(device_type: str, shape: tuple[int, ...], rank: int = 0) -> DeviceMesh:
+    """A mesh without process groups, over one axis or (outer, shard): for one process, or for planning.
+
+    Private in torch (``_init_backend``, ``_rank``); tried on 2.11 to 2.13.
+    """
+    names = ("dp_outer", "dp_shard")[-len(shape) :]
+    ranks = torch.arange(math.prod(shape)).view(shape)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+def inner_axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """One axis of a larger mesh, also of one for planning, which torch does not slice."""
+    if hasattr(mesh, "_dim_group_names"):
+        return mesh[name]
+    assert mesh.mesh_dim_names is not None
+    dim, coordinate = mesh.mesh_dim_names.index(name), mesh.get_coordinate()
+    assert coordinate is not None
+    return local_mesh(mesh.device_type, (mesh.size(dim),), coordinate[dim])
+
+
+def layout_rank(mesh: DeviceMesh) -> int:
+    """This rank's number in a layout over the mesh: 1-D, or (outer, shard) with the outer ranks side by side."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "fully_shard lets no rank in that is not in the mesh"
+    if mesh.ndim == 1:
+        return int(coordinate[0])
+    outer, shard = coordinate
+    return int(shard) * mesh.size(0) + int(outer)
 
 
 @dataclass(frozen=True)
@@ -49,9 +74,21 @@ class Sharding:
 
     @property
     def rank(self) -> int:
-        coordinate = self.mesh.get_coordinate()
-        assert coordinate is not None
-        return int(coordinate[0])
+        return layout_rank(self.mesh)
+
+    @property
+    def groups(self) -> list[Any]:
+        """The process groups that hold it between them. Gathering over one after the other gives the layout's order.
+
+        Raises:
+            RuntimeError: the mesh has none (it was made for planning).
+        """
+        try:
+            return [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
+        except (RuntimeError, AssertionError, KeyError, IndexError) as error:
+            raise RuntimeError(
+                f"{self.mesh} has no process group: this model was sharded for planning and cannot communicate"
+            ) from error
 
     def same(self, other: Sharding) -> bool:
         """Whether ranks hold the same rows of tensors of the same shape."""
@@ -131,7 +168,8 @@ class ShardedDTensor(DTensor):
         )
         out._local_tensor = local.detach()
         out._sharding = sharding
-        out._spec = DTensorSpec(sharding.mesh, (Shard(0),), tensor_meta=TensorMeta(shape, strides, local.dtype))
+        placements = (Shard(0),) * sharding.mesh.ndim
+        out._spec = DTensorSpec(sharding.mesh, placements, tensor_meta=TensorMeta(shape, strides, local.dtype))
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -175,8 +213,10 @@ class ShardedDTensor(DTensor):
         length = max(p.numel for p in parts)
         padded = mine.new_zeros(length)
         padded[: mine.numel()] = mine.reshape(-1)
-        gathered = mine.new_empty(length * layout.world)
-        runtime.gather_flat(gathered, padded, group=_group(s))
+        gathered = padded
+        for group in s.groups:
+            padded, gathered = gathered, gathered.new_empty(gathered.numel() * group.size())
+            runtime.gather_flat(gathered, padded, group=group)
         flat = whole.view(-1)
         for rank, part in enumerate(parts):
             start = rank * length
@@ -190,11 +230,12 @@ class ShardedDTensor(DTensor):
         **kwargs: Any,
     ) -> DTensor:
         """To ``[Replicate()]``, as a plain DTensor; nothing else."""
-        if list(placements or ()) != [Replicate()]:
+        if set(placements or ()) != {Replicate()}:
             raise NotImplementedError(
                 f"redistribute of uneven shards to {placements} is not supported; use full_tensor()"
             )
-        return DTensor.from_local(self.full_tensor(), self._sharding.mesh, [Replicate()], run_check=False)
+        mesh = self._sharding.mesh
+        return DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         out = type(self)._alike(self._local_tensor.clone(), self._sharding, self.requires_grad)
@@ -328,6 +369,10 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _handler_of(func)
+    if func._schema.is_mutable:
+        for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+            if isinstance(tensor, ShardedParameter) and tensor._mfsdp_owner is not None:
+                tensor._mfsdp_owner.stale = True
     return handler(func, args, kwargs)
 
 
@@ -487,18 +532,10 @@ _OPS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "any": "max", "
 def _all_reduce(partial: torch.Tensor, op: str, sharding: Sharding) -> torch.Tensor:
     if sharding.layout.world == 1:
         return partial
-    if partial.dtype is torch.bool:
-        return runtime.reduced(partial.to(torch.uint8), op, _group(sharding)).bool()
-    return runtime.reduced(partial.contiguous(), op, _group(sharding))
-
-
-def _group(sharding: Sharding) -> Any:
-    try:
-        return sharding.mesh.get_group()
-    except (RuntimeError, AssertionError, KeyError, IndexError) as error:
-        raise RuntimeError(
-            f"{sharding.mesh} has no process group: this model was sharded for planning and cannot communicate"
-        ) from error
+    total = partial.to(torch.uint8) if partial.dtype is torch.bool else partial.contiguous()
+    for group in sharding.groups:
+        total = runtime.reduced(total, op, group)
+    return total.bool() if partial.dtype is torch.bool else total
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

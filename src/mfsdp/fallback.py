@@ -50,7 +50,7 @@ class Ticket:
 
     def storage(self) -> torch.Tensor:
         if self.full is None:
-            self.full = runtime.gather_now(self.buffer.main, self.buffer.text)
+            self.full = runtime.gather_now(self.buffer.source, self.buffer.text)
         return self.full
 
 
@@ -85,7 +85,7 @@ class _Gather(torch.autograd.Function):
         ]
         if there:
             tensors, offsets = [g for g, _ in there], [o for _, o in there]
-            runtime.reduce_now(buffer.main, tensors, offsets, buffer.text)
+            runtime.reduce_now(buffer.source, tensors, offsets, buffer.text)
         return None, None, None
 
 
@@ -143,10 +143,10 @@ def _whole(unit: UnitState, index: int, place: str) -> Sequence[torch.Tensor]:
 
 def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
     """All parameters of a buffer, whole, with autograd; one collective."""
-    full = runtime.gather_now(buffer.main, buffer.text)
+    full = runtime.gather_now(buffer.source, buffer.text)
     _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
     with torch.enable_grad():  # whoever reads them next may want gradients
-        return _Gather.apply(buffer.main, buffer, full)  # type: ignore[no-any-return, no-untyped-call]
+        return _Gather.apply(buffer.source, buffer, full)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def release(unit: UnitState) -> None:
@@ -162,7 +162,7 @@ def release(unit: UnitState) -> None:
 def _drop(ticket: Ticket) -> None:
     assert ticket.full is not None
     _here.tickets.pop(ticket.full.untyped_storage().data_ptr(), None)
-    if ticket.buffer.spec.reshard and ticket.buffer.spec.world > 1:
+    if ticket.buffer.spec.reshard and ticket.buffer.spec.gathers:
         ticket.full = None
 
 

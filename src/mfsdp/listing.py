@@ -1,7 +1,7 @@
 """The listing: a program as text, one line for each kernel, collective, wait and change of memory.
 
-The gutter is the schedule. Lanes: ``C`` compute, ``G`` gather, ``R`` reduce. ``*`` issued here, ``|`` in flight,
-``.`` idle, ``<-o`` compute waits for that lane, ``>-*`` the lane first waits for compute.
+The gutter is the schedule. Lanes: ``C`` compute, ``G`` gather, ``R`` reduce, on two-level meshes ``O`` outer. ``*``
+issued here, ``|`` in flight, ``.`` idle, ``<-o`` compute waits for that lane, ``>-*`` the lane first waits for compute.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from .program import Program, base_of, slot_of, view_of
 from .roles import Kind, Lane, is_kind, role
 from .units import Unit
 
-LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE)
 PARAMS_SHOWN = 4
 OPERANDS_SHOWN = 6
 
@@ -54,7 +53,8 @@ def render(program: Program, stage: str, before: str | None = None, *, fold: boo
             ";",
             *_units(program.units, fold),
             ";",
-            f"; C G R {'value' + ' ' * 15 + 'slot   op' if program.slots else 'value' + ' ' * 15 + 'op':<66} "
+            f"; {' '.join(lane.value for lane in _lanes(program))} "
+            f"{'value' + ' ' * 15 + 'slot   op' if program.slots else 'value' + ' ' * 15 + 'op':<66} "
             "type               delta   live",
             *_body(program, rows),
             "",
@@ -100,7 +100,13 @@ def schedule(program: Program) -> Schedule:
 
 def _product(node: Node) -> Node:
     """The value that a collective completes: its result, or the argument it works on in place."""
-    return node.args[0] if node.target is ops.all_reduce else node  # type: ignore[return-value]
+    return node.args[0] if node.target in ops.IN_PLACE else node  # type: ignore[return-value]
+
+
+def _lanes(program: Program) -> tuple[Lane, ...]:
+    """The columns of the gutter."""
+    outer = any(r.lane is Lane.OUTER for n in program.nodes if (r := role(n)) is not None)
+    return (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, *([Lane.OUTER] if outer else []))
 
 
 def _head(program: Program, rows: Sequence[cost.Line], before: str | None) -> Iterator[str]:
@@ -146,7 +152,7 @@ def _units(units: Sequence[Unit], fold: bool) -> Iterator[str]:
         yield from flush()
         first[key] = unit
         p = unit.spec.precision
-        shard = size(unit.spec.shard_numel * p.main.itemsize)
+        shard = size(unit.layout.shard_numel * p.main.itemsize)
         full = size(unit.spec.full_numel * p.comm.itemsize)
         yield (f"; {unit.name:<{names}}  {unit.fqn:<{fqns}}  {shard:>6}  {full:>6}  {_params(unit, fold)}")
     yield from flush()
@@ -173,22 +179,23 @@ def _body(program: Program, rows: Sequence[cost.Line]) -> Iterator[str]:
     top = cost.peak(rows)
     peak_at = next((i for i, r in enumerate(rows) if r.top == top), -1)
     flying: dict[Node, Lane] = {}
+    lanes = _lanes(program)
     for i, row in enumerate(rows):
         node = row.node
-        gutter = _gutter(node, flying)
+        gutter = _gutter(node, flying, lanes)
         slot = f" {slot_of(node):>2}" if program.slots else ""
         value = f"{node.name:<22}{slot} = " if node.meta.get("val") is not None else " " * (25 + len(slot))
         left = f"{gutter}  {value}{text(node)}"
         delta = size(row.delta, sign=True) if row.delta else "."
         mark = " <peak" if i == peak_at else ""
         kind = _type(node.meta.get("val"))
-        yield f"{left:<74} {kind:<16} {delta:>7} {size(row.live):>6}{mark}".rstrip()
+        yield f"{left:<{68 + 2 * len(lanes)}} {kind:<16} {delta:>7} {size(row.live):>6}{mark}".rstrip()
 
 
-def _gutter(node: Node, flying: dict[Node, Lane]) -> str:
-    """Five characters: the three lanes and what joins them; keeps ``flying`` up to date."""
+def _gutter(node: Node, flying: dict[Node, Lane], lanes: Sequence[Lane]) -> str:
+    """Two characters a lane, less one: the lanes and what joins them; keeps ``flying`` up to date."""
     busy = set(flying.values())
-    cells = {lane: ("|" if lane in busy else ".") for lane in LANES}
+    cells = {lane: ("|" if lane in busy else ".") for lane in lanes}
     r = role(node)
     if node.target is ops.wait:
         lane = flying.pop(node.args[0], r.lane if r else Lane.GATHER)  # type: ignore[arg-type]
@@ -198,21 +205,21 @@ def _gutter(node: Node, flying: dict[Node, Lane]) -> str:
         flying[_product(node)] = r.lane
         if base_of(node.args[0]).op == "placeholder":  # type: ignore[arg-type]
             cells[r.lane] = "*"
-            return " ".join(cells[lane] for lane in LANES)
+            return " ".join(cells.values())
         return _joined(cells, r.lane, ">", "*")
     cells[Lane.COMPUTE] = "*"
-    return " ".join(cells[lane] for lane in LANES)
+    return " ".join(cells.values())
 
 
 def _joined(cells: dict[Lane, str], lane: Lane, left: str, right: str) -> str:
     """A line from the compute lane to another one, crossing what is in flight between them."""
-    out = left
-    for between in LANES[1:]:
+    out, lanes = left, list(cells)
+    for between in lanes[1:]:
         if between is lane:
             out += "-" + right
             break
         out += "-" + ("+" if cells[between] == "|" else "-")
-    rest = LANES[LANES.index(lane) + 1 :]
+    rest = lanes[lanes.index(lane) + 1 :]
     return out + "".join(" " + cells[x] for x in rest)
 
 
@@ -223,13 +230,15 @@ def _verb(node: Node) -> str:
 
 def text(node: Node) -> str:
     """What a line does, as people read it."""
-    if node.target is ops.wait or node.target is ops.free:
+    if node.target in (ops.wait, ops.free, ops.refresh):
         return f"{_verb(node)} {operand(node.args[0])}"
     if node.target is ops.accumulate:
         _, gshard, _, scale = node.args
         r = role(node)
         assert r is not None
         return f"accumulate {r.unit}_grad, {operand(gshard)}, {_factor(scale)}"
+    if node.target is ops.hold:
+        return f"hold {operand(node.args[1])}"
     if node.target is ops.bucket:
         r = role(node)
         assert r is not None

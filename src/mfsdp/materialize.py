@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from . import runtime
 from .state import Ref, refs
 
 
-def materialize(root: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
+def materialize(root: nn.Module, device: torch.device, groups: Sequence[str]) -> None:
     """Gives values to the sharded parameters and to the buffers of ``root`` that were built on the meta device.
 
     All ranks must call it together. They draw the same random numbers, those of rank 0's generators.
@@ -35,7 +34,7 @@ def materialize(root: nn.Module, device: torch.device, mesh: DeviceMesh) -> None
     if not born or device.type == "meta":
         return
     blank = [(m, name) for m in born for name in _allocate_buffers(m, device)]
-    with torch.no_grad(), _same_random_numbers(device, mesh):
+    with torch.no_grad(), _same_random_numbers(device, groups):
         for module in modules:
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(reset) and any(_on_meta(m) or m in born for m in module.modules()):
@@ -147,16 +146,14 @@ def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[Non
 
 
 @contextmanager
-def _same_random_numbers(device: torch.device, mesh: DeviceMesh) -> Iterator[None]:
+def _same_random_numbers(device: torch.device, groups: Sequence[str]) -> Iterator[None]:
     """Rank 0's generators on every rank; a rank that was seeded otherwise gets its own back at the end."""
-    if mesh.size() == 1:
-        yield
-        return
-    group = mesh.get_group()
-    carrier = device if device.type != "cpu" else torch.device("cpu")
 
     def of_rank_0(state: torch.Tensor) -> torch.Tensor:
-        return runtime.broadcast(state.to(carrier), group).cpu()
+        there = state.to(device)
+        for group in groups:
+            there = runtime.broadcast(there, runtime.process_group(group))
+        return there.cpu()
 
     accelerator = torch.get_device_module(device) if device.type != "cpu" else None
     own = torch.get_rng_state()

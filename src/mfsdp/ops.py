@@ -9,20 +9,25 @@ Their kernels do what they say, alone (gather the unit, cut one parameter out; r
 program runs before any pass has touched it, and every pass can be compared with the one before. The rest is what
 passes rewrite them into:
 
+    refresh(source, spec)                     parameters that last are gathered again, if the optimizer has stepped;
+                                              launched, not finished
     all_gather(shard, spec, slot) -> full     launched, not finished
     wait(out, inputs)                         out is complete; inputs had to live until now
     free(full)                                the buffer is gone after this line
     bucket(like, holes, spec, slot) -> gfull  room for a unit's gradients; zeros in the holes (start, end, start, ...)
     pack(gfull, grads, offsets, scale)        copies gradients to their places
     mm(gfull, offset, size, stride, a, b)     writes a product to its place
+    hold(source, grads, offsets, spec)        between synchronisations: grads stay here, and the reductions of them that
+                                              follow do nothing; at the next one: what has stayed is added to grads
     reduce_scatter(gfull, spec, lane) -> gshard   sum over ranks; launched, not finished
     all_reduce(gfull, spec, lane)             in place, sum over ranks; launched, not finished
     accumulate(shard, gshard, offsets, scale) adds scale * gshard to the accumulator that belongs to the shard;
                                               the parameters at `offsets` have a gradient now
 
 ``slot`` is the number of a static buffer (`mfsdp.passes.pool`), -1 for memory of its own; ``lane`` says which of the
-spec's process groups carries it. All are stateless but `accumulate`, whose accumulator is found through the shard
-tensor (Note [Accumulators]).
+spec's process groups carries it: 0 and 1 those of the shard axis, 2 and 3 those of the outer axis. All are stateless
+but `refresh`, `hold` and `accumulate`, whose state is found through the tensor that programs read parameters from
+(Note [Accumulators]).
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ LIBRARY = torch.library.Library("mfsdp", "DEF")
 
 LIBRARY.define("param(Tensor shard, int offset, SymInt[] shape, str spec) -> Tensor")
 LIBRARY.define("param_grad(Tensor grad, Tensor shard, int offset, str spec) -> Tensor")
+LIBRARY.define("refresh(Tensor(a!) source, str spec) -> ()")
 LIBRARY.define("all_gather(Tensor shard, str spec, int slot=-1) -> Tensor")
 LIBRARY.define("wait(Tensor(a!) out, Tensor[] inputs) -> ()")
 LIBRARY.define("free(Tensor(a!) full) -> ()")
@@ -48,6 +54,7 @@ LIBRARY.define(
     "mm(Tensor(a!) gfull, int offset, int[] size, int[] stride, Tensor a, Tensor b) -> ()",
     tags=(torch.Tag.flexible_layout,),
 )
+LIBRARY.define("hold(Tensor source, Tensor(a!) grads, int[] offsets, str spec) -> ()")
 LIBRARY.define("reduce_scatter(Tensor gfull, str spec, int lane=0) -> Tensor")
 LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec, int lane=0) -> ()")
 LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale) -> ()")
@@ -55,17 +62,22 @@ LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float
 _ops = torch.ops.mfsdp
 param = _ops.param.default
 param_grad = _ops.param_grad.default
+refresh = _ops.refresh.default
 all_gather = _ops.all_gather.default
 wait = _ops.wait.default
 free = _ops.free.default
 bucket = _ops.bucket.default
 pack = _ops.pack.default
 mm = _ops.mm.default
+hold = _ops.hold.default
 reduce_scatter = _ops.reduce_scatter.default
 all_reduce = _ops.all_reduce.default
 accumulate = _ops.accumulate.default
 
-COLLECTIVES = (all_gather, reduce_scatter, all_reduce)
+COLLECTIVES = (refresh, all_gather, reduce_scatter, all_reduce)
+
+IN_PLACE = (refresh, all_reduce)
+"""Collectives that write to their first argument and have no result."""
 
 SLOT = {all_gather: 2, bucket: 3}
 """Operations that may fill a static buffer, and which of their arguments says so."""
@@ -79,6 +91,14 @@ def _(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torch.Te
 @torch.library.register_fake("mfsdp::param_grad")
 def _(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) -> torch.Tensor:
     return torch.empty_like(shard)
+
+
+@torch.library.register_fake("mfsdp::refresh")
+def _(source: torch.Tensor, spec: str) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::hold")
+def _(source: torch.Tensor, grads: torch.Tensor, offsets: list[int], spec: str) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::all_gather")
@@ -104,7 +124,7 @@ def _(
 
 @torch.library.register_fake("mfsdp::reduce_scatter")
 def _(gfull: torch.Tensor, spec: str, lane: int = 0) -> torch.Tensor:
-    return gfull.new_empty(Spec.decode(spec).shard_numel)
+    return gfull.new_empty(sum(Spec.decode(spec).cut(lane)))
 
 
 @torch.library.register_fake("mfsdp::wait")

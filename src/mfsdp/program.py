@@ -63,7 +63,7 @@ class Program:
 
     @property
     def world(self) -> int:
-        return self.units[0].spec.world if self.units else 1
+        return self.units[0].spec.ranks if self.units else 1
 
     def results(self) -> list[Any]:
         """The graph's outputs: nodes, constants and ``None``."""

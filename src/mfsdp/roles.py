@@ -11,7 +11,8 @@ import torch.fx
 class Kind(Enum):
     """The closed vocabulary of values and events (README, "Vocabulary")."""
 
-    SHARD = "shard"  # placeholder: this rank's flat shard
+    SHARD = "shard"  # placeholder: what programs read parameters from, as a rule this rank's flat shard
+    REFRESH = "refresh"  # parameters that last are gathered again after an optimizer step
     CAST = "cast"  # the shard in the dtype that travels
     FULL = "full"  # the gathered flat buffer
     PARAM = "param"  # a parameter: a view into the full buffer (or a marker, before `gather`)
@@ -20,8 +21,10 @@ class Kind(Enum):
     GRAD = "grad"  # a marker: the gradient of one parameter (before `reduce`)
     GFULL = "gfull"  # the flat buffer that gradients are packed into
     PACK = "pack"  # gradients come to their places in it
-    ALL_REDUCE = "all_reduce"  # gradients of parameters that are not sharded, summed in place
+    HOLD = "hold"  # gradients stay here until the next synchronisation
+    ALL_REDUCE = "all_reduce"  # gradients summed in place
     GSHARD = "gshard"  # this rank's part of the reduced gradients
+    GOUTER = "gouter"  # the same, of gradients that were reduced over the outer axis too
     ACCUMULATE = "accumulate"  # gradients added to the accumulator
 
 
@@ -31,6 +34,7 @@ class Lane(Enum):
     COMPUTE = "C"
     GATHER = "G"
     REDUCE = "R"
+    OUTER = "O"
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ from .units import Spec
 class Accumulator(Protocol):
     """What hangs on a shard tensor (`state.FlatBuffer`)."""
 
+    def refresh(self) -> list[Callable[[], Any]]: ...
+
+    def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool: ...
+
     def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None: ...
 
 
@@ -47,7 +51,7 @@ def owner(shard: torch.Tensor) -> Any:
     found = getattr(shard, _OWNER, None)
     if found is None and type(shard) is torch.Tensor and not shard.is_meta:
         found = _owners.get(shard.untyped_storage().data_ptr())
-        if found is not None and found.main.shape != shard.shape:
+        if found is not None and found.source.shape != shard.shape:
             return None
     return found
 
@@ -206,31 +210,78 @@ def _launched(out: torch.Tensor, ends: list[Callable[[], Any]]) -> None:
     _under_way[out.untyped_storage().data_ptr()] = ends
 
 
-def _segments(s: Spec, full: torch.Tensor, shard: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _segments(
+    splits: Iterable[int], ranks: int, full: torch.Tensor, shard: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The parts of a full buffer and of a shard that travel together."""
     start = at = 0
-    for chunk in s.splits:
-        yield full[start : start + s.world * chunk], shard[at : at + chunk]
-        start, at = start + s.world * chunk, at + chunk
+    for chunk in splits:
+        yield full[start : start + ranks * chunk], shard[at : at + chunk]
+        start, at = start + ranks * chunk, at + chunk
+
+
+def _gathered(
+    full: torch.Tensor, shard: torch.Tensor, splits: Iterable[int], ranks: int, group: str
+) -> list[Callable[[], Any]]:
+    """Launches all-gathers into ``full``; what has to be called before it may be read."""
+    over = process_group(group)
+    parts = _segments(splits, ranks, full, shard)
+    return [gather_flat(out, part, group=over, async_op=True).wait for out, part in parts]
 
 
 def all_gather(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
     """Launches the all-gather of a unit. ``shard``: [shard_numel]; returns [full_numel], not yet complete."""
     s = Spec.decode(spec)
     full = _room(f"p{slot}" if slot >= 0 else "", s.full_numel, shard.dtype, shard.device)
-    group = process_group(s.group)
-    works = [gather_flat(out, part, group=group, async_op=True) for out, part in _segments(s, full, shard)]
-    _launched(full, [w.wait for w in works])
+    _launched(full, _gathered(full, shard, s.splits, s.world, s.group))
     return full
 
 
+def refresh(source: torch.Tensor, spec: str) -> None:
+    """Launches the gather of parameters that last, if their main weights have changed since."""
+    _launched(source, owner(source).refresh())
+
+
+def replicate(main: torch.Tensor, source: torch.Tensor, s: Spec) -> list[Callable[[], Any]]:
+    """Launches what brings main weights, [main_numel], to the parameters that last, [source_numel]."""
+    shard = main.to(s.precision.comm)
+    if not s.outer_optim:
+        return _gathered(source, shard, s.splits, s.world, s.group)
+    if not s.replica:
+        return _gathered(source, shard, s.cut(2), s.outer, s.outer_group)
+    inner = source.new_empty(s.shard_numel)
+    for end in _gathered(inner, shard, s.cut(2), s.outer, s.outer_group):
+        end()
+    return _gathered(source, inner, s.splits, s.world, s.group)
+
+
+_held: set[int] = set()
+"""Gradients that stay where they are, and what reductions of them would have given, by address."""
+
+
+def hold(source: torch.Tensor, grads: torch.Tensor, offsets: list[int], spec: str) -> None:
+    """Keeps gradients back, or adds what was kept back to them."""
+    key = grads.data_ptr()
+    if key in _held:
+        return  # an earlier reduction has not happened
+    if owner(source).hold(grads, offsets):
+        _held.add(key)
+
+
 def reduce_scatter(gfull: torch.Tensor, spec: str, lane: int = 0) -> torch.Tensor:
-    """Launches the sum over ranks. ``gfull``: [full_numel]; returns [shard_numel], not yet complete."""
+    """Launches the sum over ranks. ``gfull``: [full_numel], on an outer lane [shard_numel]; returns this rank's part,
+    not yet complete.
+    """
     s = Spec.decode(spec)
-    gshard = gfull.new_empty(s.shard_numel)
-    group = process_group((s.group, s.reduce_group)[lane])
-    launch = _exchange if dist.get_backend(group) == "gloo" else _scatter
-    _launched(gshard, [launch(out, part, group) for part, out in _segments(s, gfull, gshard)])
+    gshard = gfull.new_empty(sum(s.cut(lane)))
+    _held.discard(gshard.data_ptr())
+    if gfull.data_ptr() in _held:
+        _held.remove(gfull.data_ptr())
+        _held.add(gshard.data_ptr())
+        return gshard
+    group, ranks = process_group(s.groups[lane]), s.outer if lane >= 2 else s.world
+    launch = _exchange if dist.get_backend(group) == "gloo" and gfull.is_cpu else _scatter
+    _launched(gshard, [launch(out, part, group) for part, out in _segments(s.cut(lane), ranks, gfull, gshard)])
     return gshard
 
 
@@ -258,14 +309,15 @@ def _exchange(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -
 
 def all_reduce(gfull: torch.Tensor, spec: str, lane: int = 0) -> None:
     """Launches the sum over ranks, in place."""
-    s = Spec.decode(spec)
-    work = dist.all_reduce(gfull, group=process_group((s.group, s.reduce_group)[lane]), async_op=True)
+    if gfull.data_ptr() in _held:
+        return
+    work = dist.all_reduce(gfull, group=process_group(Spec.decode(spec).groups[lane]), async_op=True)
     _launched(gfull, [work.wait])
 
 
 def wait(out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
     """Returns once ``out`` may be read (on CUDA: once the current stream is behind the collective)."""
-    for end in _under_way.pop(out.untyped_storage().data_ptr()):
+    for end in _under_way.pop(out.untyped_storage().data_ptr(), ()):
         end()
 
 
@@ -277,6 +329,7 @@ def bucket(like: torch.Tensor, holes: list[int], spec: str, slot: int = -1) -> t
     """Room for a unit's gradients, [full_numel] in the dtype that travels; zeros in the holes, nothing elsewhere."""
     s = Spec.decode(spec)
     gfull = _room(f"g{slot}" if slot >= 0 else "", s.full_numel, s.precision.grad_comm, like.device)
+    _held.discard(gfull.data_ptr())
     zeros = [gfull[start:end] for start, end in zip(holes[::2], holes[1::2], strict=True)]
     if zeros:
         torch._foreach_zero_(zeros)
@@ -305,37 +358,78 @@ def accumulate(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], sc
             "mfsdp: backward got a copy of a shard instead of the shard. Saved-tensor hooks that copy what they are "
             "given (torch.autograd.graph.save_on_cpu) do not compose with a compiled sharded model."
         )
+    if gshard.data_ptr() in _held:
+        _held.remove(gshard.data_ptr())
+        return
     accumulator.accumulate(gshard, offsets, scale)
 
 
-def gather_now(shard: torch.Tensor, spec: str) -> torch.Tensor:
-    """The complete full buffer, in the dtype that the model computes in. Never aliases the shard's storage
-    unless the group has one member and no cast is needed.
+def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
+    """The complete full buffer, in the dtype that the model computes in. Shares the source's storage where nothing
+    has to be gathered or cast.
     """
     s = Spec.decode(spec)
-    flat = shard.detach().to(s.precision.comm)
-    if s.world > 1:
-        source, flat = flat, all_gather(flat, spec)
-        wait(flat, [source])
+    if s.kept:
+        refresh(source, spec)
+        wait(source, [])
+    flat = source.detach().to(s.precision.comm)
+    if s.gathers:
+        shard, flat = flat, all_gather(flat, spec)
+        wait(flat, [shard])
     return flat.to(s.precision.compute)
 
 
-def reduce_now(shard: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], spec: str) -> None:
+def gather_main(main: torch.Tensor, s: Spec) -> torch.Tensor:
+    """All main weights of a unit, [full_numel], in memory of their own."""
+    flat = main.detach()
+    if s.outer_optim:
+        flat = _whole(flat, s.cut(2), s.outer, s.outer_group)
+    if s.world > 1:
+        flat = _whole(flat, s.splits, s.world, s.group)
+    return flat.clone() if flat.data_ptr() == main.data_ptr() else flat
+
+
+def _whole(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str) -> torch.Tensor:
+    full = shard.new_empty(ranks * sum(splits))
+    for end in _gathered(full, shard, splits, ranks, group):
+        end()
+    return full
+
+
+def reduce_now(source: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], spec: str) -> None:
     """Packs, reduces and accumulates gradients at once."""
     s = Spec.decode(spec)
-    accumulate(shard, _reduced_shard(grads, offsets, spec), offsets, 1 / s.divide)
+    total = _packed(grads, offsets, spec)
+    if s.world > 1:
+        if s.hold:
+            hold(source, total, offsets, spec)
+        total = _over_shards(total, spec)
+    if s.outer > 1:
+        hold(source, total, offsets, spec)
+        total = _over_outer(total, spec)
+    accumulate(source, total, offsets, 1 / s.divide)
 
 
-def _reduced_shard(grads: list[torch.Tensor], offsets: list[int], spec: str) -> torch.Tensor:
-    """This rank's part of the sum of gradients over ranks."""
-    s = Spec.decode(spec)
-    gfull = bucket(grads[0], [0, s.full_numel], spec)
+def _packed(grads: list[torch.Tensor], offsets: list[int], spec: str) -> torch.Tensor:
+    gfull = bucket(grads[0], [0, Spec.decode(spec).full_numel], spec)
     pack(gfull, grads, offsets, 1.0)
-    if s.world == 1:
-        return gfull
+    return gfull
+
+
+def _over_shards(gfull: torch.Tensor, spec: str) -> torch.Tensor:
     gshard = reduce_scatter(gfull, spec)
     wait(gshard, [gfull])
     return gshard
+
+
+def _over_outer(gshard: torch.Tensor, spec: str) -> torch.Tensor:
+    out = gshard
+    if Spec.decode(spec).outer_optim:
+        out = reduce_scatter(gshard, spec, 2)
+    else:
+        all_reduce(gshard, spec, 2)
+    wait(out, [gshard])
+    return out
 
 
 def param(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torch.Tensor:
@@ -346,11 +440,24 @@ def param(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torc
 
 
 def param_grad(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) -> torch.Tensor:
-    """The marker's own meaning: reduces one gradient; the result has the shard's shape and dtype."""
-    return _reduced_shard([grad], [offset], spec).to(shard.dtype).mul_(1 / Spec.decode(spec).divide)
+    """The marker's own meaning: one gradient in the shape and dtype of what was read, reduced if that
+    is a shard; `reduce_rest` does the rest.
+    """
+    s = Spec.decode(spec)
+    gfull = _packed([grad], [offset], spec)
+    return (_over_shards(gfull, spec) if s.gathers else gfull).to(shard.dtype).mul_(1 / s.divide)
+
+
+def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
+    """What markers have left to be reduced: from the source's shape to that of the main weights."""
+    s = Spec.decode(spec)
+    grad = grad.to(s.precision.grad_comm)
+    if s.replica:
+        grad = _over_shards(grad, spec)
+    return _over_outer(grad, spec) if s.outer > 1 else grad
 
 
 for _kernel in (
-    param, param_grad, all_gather, wait, free, bucket, pack, mm, reduce_scatter, all_reduce, accumulate,
+    param, param_grad, refresh, all_gather, wait, free, bucket, pack, mm, hold, reduce_scatter, all_reduce, accumulate,
 ):  # fmt: skip
     LIBRARY.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")

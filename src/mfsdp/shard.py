@@ -22,12 +22,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import fallback, materialize, ops, runtime
 from .config import MixedPrecisionPolicy, Precision
-from .dtensor import ShardedParameter, carry_attributes, local_mesh
+from .dtensor import ShardedParameter, carry_attributes, inner_axis, local_mesh
 from .layout import plan
+from .placement import OUTER, Placement, strategy_name
 from .state import FlatBuffer, Frame, Ref, UnitState, refs
 
 UnitLike = type[nn.Module] | str
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 class FSDPModule:
@@ -35,13 +35,35 @@ class FSDPModule:
 
     _mfsdp_unit: UnitState
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Accepted for FSDP2's sake. Gradients of sharded parameters are reduced in every backward and accumulated
-        sharded, so that several backward calls before a step give the right sum either way; ``False`` saves no
-        communication yet.
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True, hold: bool | None = None
+    ) -> None:
+        """Whether the backward calls that follow synchronise gradients: set to ``False`` for all microbatches of a step
+        but the last. Switching costs no recompilation.
+
+        In between, ``no_shard`` and ``optim`` add up whole gradients, and nothing is communicated;
+        ``optim_grads`` and ``optim_grads_params`` scatter gradients in every backward and add up shards, which on a
+        two-level mesh leaves out the reduction over the outer axis, and on a one-level mesh nothing.
+
+        Args:
+            requires_gradient_sync: what it says.
+            recurse: whether units below are meant too.
+            hold: ``True`` makes ``optim_grads`` and ``optim_grads_params`` add up whole gradients too, from now on:
+                a buffer of the unit's size in ``main_grads_dtype`` for one reduction less per microbatch. Compiled
+                graphs recompile once. ``None`` leaves it as it is.
         """
         if not isinstance(requires_gradient_sync, bool):
             raise ValueError(f"requires_gradient_sync={requires_gradient_sync!r}: choose True or False")
+        for buffer in _buffers(self, recurse):
+            buffer.sync = requires_gradient_sync
+            if hold is not None and hold != buffer.spec.hold and buffer.spec.world > 1:
+                buffer.respec(hold=hold)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in ``nn.Module``; also forgets gradients that wait for a synchronisation."""
+        for buffer in _buffers(self, recurse=True):
+            buffer.forget()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether forward frees what it gathered. Compiled graphs recompile on the next call."""
@@ -101,10 +123,14 @@ def fully_shard(
         module: the root, or one unit of a larger model.
         units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
             number); each match becomes a unit, what no unit claims belongs to ``module``. ``None``: one unit.
-        mesh: 1-D ``DeviceMesh``, or a larger one with an axis named ``dp_shard``. Default: all ranks of the default
-            process group, or this process alone when there is none.
-        strategy: 3 or ``"optim_grads_params"``; the others are not built yet.
-        outer_strategy: only ``"no_shard"``, of no effect on a 1-D mesh.
+        mesh: ``DeviceMesh``, 1-D or (outer, shard); or a larger one with axes named ``dp_shard`` and, for two levels,
+            ``dp_outer``. Default: all ranks of the default process group, or this process alone when there is none.
+        strategy: what is sharded, by name or number: ``"no_shard"``/0, ``"optim"``/1 (optimizer state; gradients are
+            added up locally and reduced at a synchronisation), ``"optim_grads"``/2 (gradients are scattered in every
+            backward), ``"optim_grads_params"``/3 (parameters are gathered in every forward and backward; below 3 they
+            stay whole on every rank, and are gathered once per optimizer step).
+        outer_strategy: over the outer axis of a two-level mesh: ``"no_shard"`` (HSDP: gradients are all-reduced over
+            it) or ``"optim"`` (HFSDP: optimizer state is sharded over it too).
         mp_policy: dtypes per role, :class:`MixedPrecisionPolicy`.
         reshard_after_forward: ``False`` keeps the parameters gathered from forward to backward.
         ignored_params: parameters left as they are, not sharded, their gradients not reduced.
@@ -117,7 +143,9 @@ def fully_shard(
             optimizer that holds parameters of the module. The model is left as it was.
         NotImplementedError: a combination that is not built yet.
     """
-    _valid_strategy(strategy, outer_strategy)
+    strategy = strategy_name(strategy)
+    if outer_strategy not in OUTER:
+        raise ValueError(f"outer_strategy={outer_strategy!r}: choose one of {OUTER}")
     policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(f"mp_policy={mp_policy!r}: give a mfsdp.MixedPrecisionPolicy")
@@ -130,12 +158,12 @@ def fully_shard(
     ignored = set(ignored_params or ())
     claims = _claim(module, roots, ignored)
     target = _device(claims, device)
-    shard_mesh, groups = _mesh(mesh, target)
+    placement = Placement.of(strategy, outer_strategy, *_mesh(mesh, target), target.type)
     frame = _frame(module)
     states = {claim.module: UnitState(claim.fqn, frame) for claim in claims}
     where: dict[nn.Parameter, Ref] = {}
     for claim in claims:
-        _build(claim, states[claim.module], where, policy, shard_mesh, groups, target, reshard_after_forward)
+        _build(claim, states[claim.module], where, policy, placement, target, reshard_after_forward)
     with _undo() as undo:
         for param in ignored:
             param._mfsdp_ignored = True  # type: ignore[attr-defined]
@@ -146,7 +174,7 @@ def fully_shard(
         for claim in claims:
             for owner in claim.modules:
                 _swap(owner, states[claim.module], owner is claim.module, undo)
-        materialize.materialize(module, target, shard_mesh)
+        materialize.materialize(module, target, [g for g in placement.groups[::2] if g])
     for fqn, m in module.named_modules():
         if isinstance(m, FSDPModule):  # those of earlier calls thought they were the root
             m._mfsdp_unit.fqn, m._mfsdp_unit.frame = fqn or "(root)", frame
@@ -154,22 +182,6 @@ def fully_shard(
         _stale[param] = ref
         ref.buffer.before_first_gradient = _no_stale_optimizer
     return module
-
-
-def _valid_strategy(strategy: str | int, outer: str) -> None:
-    names = dict(enumerate(STRATEGIES))
-    chosen = names.get(strategy) if isinstance(strategy, int) else strategy
-    if chosen not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r}: choose one of {list(names)} or {STRATEGIES}")
-    if chosen != "optim_grads_params":
-        raise NotImplementedError(
-            f"fully_shard does not support strategy {chosen!r} yet; use 3 ('optim_grads_params'), or leave the model "
-            "unsharded: torch.compile(backend='mfsdp') then averages whole gradients ('no_shard')."
-        )
-    if outer not in ("no_shard", "optim"):
-        raise ValueError(f"outer_strategy={outer!r}: choose 'no_shard' or 'optim'")
-    if outer == "optim":
-        raise NotImplementedError("fully_shard does not support outer_strategy 'optim' (HFSDP) yet")
 
 
 # Units
@@ -314,44 +326,37 @@ def _device(claims: list[_Claim], device: torch.device | str | None) -> torch.de
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, tuple[str, str]]:
-    """The 1-D mesh to shard over, and the names of its groups for gathers and for reductions."""
+def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The 1-D mesh to shard over, and the (outer, shard) mesh that it is part of, if there is an outer axis."""
     if mesh is None:
         if not runtime.initialized():
-            return local_mesh(device.type, 1), ("", "")
+            return local_mesh(device.type, (1,)), None
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh(device.type, (runtime.world(),), mesh_dim_names=("dp_shard",))
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh={mesh!r}: give a torch.distributed DeviceMesh")
     names = mesh.mesh_dim_names or ()
+    both: DeviceMesh | None = None
     if mesh.ndim > 1:
-        if "dp_outer" in names:
-            raise NotImplementedError("fully_shard does not support a 'dp_outer' axis (HSDP) yet")
-        if "dp_shard" not in names:
-            raise NotImplementedError(
-                f"fully_shard does not support a {mesh.ndim}-D mesh (HSDP) yet; name the axis to shard over "
-                f"'dp_shard', or pass mesh[axis]; the axes are {names or 'unnamed'}"
+        if mesh.ndim == 2 and names and ("dp_shard" not in names or set(names) == {"dp_outer", "dp_shard"}):
+            both = mesh
+        elif "dp_shard" in names:
+            both = mesh["dp_outer", "dp_shard"] if "dp_outer" in names else None
+        else:
+            raise ValueError(
+                f"fully_shard: which axes of the {mesh.ndim}-D mesh are meant? Name the one to shard over 'dp_shard', "
+                f"and an outer one 'dp_outer'; the axes are {names or 'unnamed'}"
             )
-        mesh = mesh["dp_shard"]
-    if device.type == "meta":
-        return mesh, ("plan", "plan_reduce") if mesh.size() > 1 else ("", "")  # nothing will run
-    if mesh.device_type != device.type:
+        mesh = inner_axis(mesh, "dp_shard" if "dp_shard" in names else names[1])
+    if device.type != "meta" and mesh.device_type != device.type:
         raise ValueError(
             f"fully_shard: the mesh is over {mesh.device_type!r} but parameters go to {str(device)!r}; "
             "pass device= or a mesh of that device type"
         )
-    if mesh.size() == 1 and not runtime.initialized():
-        return mesh, ("", "")
     if mesh.get_coordinate() is None:
         raise ValueError(f"fully_shard: this rank is not in {mesh}; shard only on ranks that are")
-    try:
-        group = mesh.get_group().group_name if mesh.size() > 1 else ""
-    except (RuntimeError, AssertionError, KeyError, IndexError) as error:
-        raise ValueError(
-            f"fully_shard: {mesh} has no process group; make it with torch.distributed.init_device_mesh"
-        ) from error
-    return mesh, (group, runtime.another_group(group) if group else "")
+    return mesh, both
 
 
 _stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -406,8 +411,7 @@ def _build(
     unit: UnitState,
     where: dict[nn.Parameter, Ref],
     policy: MixedPrecisionPolicy,
-    mesh: DeviceMesh,
-    groups: tuple[str, str],
+    placement: Placement,
     device: torch.device,
     reshard: bool,
 ) -> None:
@@ -416,10 +420,8 @@ def _build(
     for param in claim.owners:
         kinds.setdefault((policy.resolve(param.dtype), param.requires_grad), []).append(param)
     for (precision, trainable), params in kinds.items():
-        layout = plan([(claim.names[p], tuple(p.shape)) for p in params], mesh.size())
-        buffer = FlatBuffer(
-            unit, layout, mesh, groups, precision, trainable=trainable, reshard=reshard, device=device
-        )  # fmt: skip
+        layout = plan([(claim.names[p], tuple(p.shape)) for p in params], placement.cut)
+        buffer = FlatBuffer(unit, layout, placement, precision, trainable=trainable, reshard=reshard, device=device)
         unit.buffers.append(buffer)
         for slot, param in enumerate(params):
             carry_attributes(param, buffer.params[slot])
@@ -542,7 +544,7 @@ def _property(name: str) -> property:
         if torch.compiler.is_compiling():
             if ref.unit.open:
                 return ref.unit.full[ref.index][ref.slot]  # type: ignore[no-any-return]
-            return ops.param(ref.buffer.main, ref.offset, ref.shape, ref.buffer.text)  # type: ignore[no-any-return]
+            return ops.param(ref.buffer.source, ref.offset, ref.shape, ref.buffer.text)  # type: ignore[no-any-return]
         return fallback.read(self, name, ref)  # type: ignore[no-any-return]
 
     _never_a_frame(get)
@@ -562,11 +564,27 @@ def _never_a_frame(function: Callable[..., Any]) -> None:
 
 
 @contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
-    """Several backward calls before a step. Right as it is: gradients are reduced every time and added up sharded."""
-    if not isinstance(module, FSDPModule) and not any(isinstance(m, FSDPModule) for m in module.modules()):
+def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
+    """Backward calls inside of the ``with`` do not synchronise gradients; the next one outside does, for all.
+
+    Args:
+        module: a sharded model, or any of its modules.
+        hold: see :meth:`FSDPModule.set_requires_gradient_sync`.
+
+    Raises:
+        ValueError: nothing of the module is sharded.
+    """
+    units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    if not units:
         raise ValueError("no_sync: the model is not sharded; call mfsdp.fully_shard first")
-    yield
+    before = [(buffer, buffer.sync) for unit in units for buffer in _buffers(unit, recurse=False)]
+    for unit in units:
+        unit.set_requires_gradient_sync(False, recurse=False, hold=hold)
+    try:
+        yield
+    finally:
+        for buffer, sync in before:
+            buffer.sync = sync
 
 
 @contextmanager

@@ -9,13 +9,12 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from . import runtime
 from .config import Precision
 from .dtensor import ShardedDTensor, ShardedParameter, Sharding, carry_attributes
 from .layout import Layout, Local
-from .units import Spec
+from .placement import Placement
 
 
 @dataclass(frozen=True)
@@ -29,15 +28,16 @@ class Frame:
 class FlatBuffer:
     """The parameters of one unit that share dtypes, device and whether they train.
 
-    ``main`` is this rank's flat shard, [layout.shard_numel] in ``precision.main``: a leaf that programs read.
-    ``params[i]`` is parameter i as a DTensor, its local tensor a view into ``main``. ``gradient`` is the accumulator,
+    ``main`` is this rank's flat part of the main weights, [layout.shard_numel] in ``precision.main``. ``params[i]`` is
+    parameter i as a DTensor, its local tensor a view into ``main``. ``gradient`` is the accumulator,
     [layout.shard_numel] in ``precision.grad``, there from the first reduction until every ``.grad`` is set to ``None``.
+    ``source`` is what programs read parameters from, a leaf: ``main`` itself, or, where the strategy cuts the optimizer
+    state further than the parameters, a copy that lasts, [spec.source_numel] in ``precision.comm``.
 
     Args:
         unit: the module's unit that it belongs to.
-        layout: where each parameter lies.
-        mesh: 1-D, over the ranks that share the buffer.
-        groups: names of the process groups for gathers and for reductions, ``""`` for one process.
+        layout: where each parameter lies; over all ranks that cut the main weights.
+        placement: the strategy, and the ranks.
         precision: dtypes.
         trainable: whether the parameters require gradients.
         reshard: whether forward frees the gathered buffer.
@@ -48,38 +48,38 @@ class FlatBuffer:
         self,
         unit: UnitState,
         layout: Layout,
-        mesh: DeviceMesh,
-        groups: tuple[str, str],
+        placement: Placement,
         precision: Precision,
         *,
         trainable: bool,
         reshard: bool,
         device: torch.device,
     ):
-        self.unit, self.layout, self.mesh, self.precision = unit, layout, mesh, precision
+        self.unit, self.layout, self.placement, self.precision = unit, layout, placement, precision
         self.trainable = trainable
-        self.spec = Spec(
-            world=layout.world,
-            group=groups[0],
-            reduce_group=groups[1],
-            splits=layout.splits,
-            precision=precision,
-            divide=float(layout.world),
-            reshard=reshard,
-        )
+        self.spec = placement.spec(layout, precision, reshard)
         self.text = self.spec.encode()
         """The spec as markers carry it."""
-        self.rank = _coordinate(mesh)
+        shardings = [Sharding(layout, i, placement.mesh) for i in range(len(layout.slots))]
+        self.rank = placement.rank
         self.locals: tuple[Local, ...] = tuple(layout.local(i, self.rank) for i in range(len(layout.slots)))
         self.main = torch.zeros(layout.shard_numel, dtype=precision.main, device=device)
-        self.params = [
-            ShardedParameter(self.view(self.main, i), Sharding(layout, i, mesh), trainable, self)
-            for i in range(len(layout.slots))
-        ]
-        self.main.requires_grad_(trainable)
-        runtime.own(self.main, self)
+        self.params = [ShardedParameter(self.view(self.main, i), s, trainable, self) for i, s in enumerate(shardings)]
+        self.source = self.main
+        if self.spec.kept:
+            self.source = torch.zeros(self.spec.source_numel, dtype=precision.comm, device=device)
+        self.stale = True
+        """Whether the source has to be filled again."""
+        self._version = -1
+        self.source.requires_grad_(trainable)
+        runtime.own(self.source, self)
         if trainable:
-            self.main.register_post_accumulate_grad_hook(self._from_autograd)
+            self.source.register_post_accumulate_grad_hook(self._from_autograd)
+        self.sync = True
+        """Whether backward reduces gradients over the outer axis, or at all (`no_sync`)."""
+        self._kept: dict[int, torch.Tensor] = {}
+        """Gradients that wait for the next synchronisation, by elements: before or after the first reduction."""
+        self._kept_offsets: set[int] = set()
         self.before_first_gradient: Callable[[FlatBuffer], None] | None = None
         """Asked once, before anything is accumulated; may raise."""
         self.gradient: torch.Tensor | None = None
@@ -110,12 +110,12 @@ class FlatBuffer:
 
     def __deepcopy__(self, memo: dict[int, object]) -> FlatBuffer:
         twin = FlatBuffer(
-            self.unit, self.layout, self.mesh, (self.spec.group, self.spec.reduce_group), self.precision,
+            self.unit, self.layout, self.placement, self.precision,
             trainable=self.trainable, reshard=self.spec.reshard, device=self.main.device,
         )  # fmt: skip
         memo[id(self)] = twin
         twin.unit = copy.deepcopy(self.unit, memo)
-        twin.respec(divide=self.spec.divide)
+        twin.respec(divide=self.spec.divide, hold=self.spec.hold)
         with torch.no_grad():
             twin.main.copy_(self.main)
             for slot, (mine, its) in enumerate(zip(self.params, twin.params, strict=True)):
@@ -125,7 +125,36 @@ class FlatBuffer:
                 memo[id(mine)] = its
         return twin
 
+    # parameters that last
+
+    def refresh(self) -> list[Callable[[], object]]:
+        """Launches the gather into the source if main weights have been written since the last one; gives what has to
+        be called before the source may be read. All ranks agree on whether: writes through DTensors count on every
+        rank, also where it holds no rows.
+        """
+        if not self.stale and self.main._version == self._version:
+            return []
+        self.stale, self._version = False, self.main._version
+        with torch.no_grad():
+            return runtime.replicate(self.main.detach(), self.source.detach(), self.spec)
+
     # gradients
+
+    def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool:
+        """Whether gradients stay here for now: then they are kept. Otherwise what was kept is added to them."""
+        kept = self._kept.pop(grads.numel(), None)
+        if self.sync:
+            if kept is not None:
+                grads.copy_(kept.add_(grads))
+            return False
+        self._kept[grads.numel()] = grads.to(self.precision.grad, copy=True) if kept is None else kept.add_(grads)
+        self._kept_offsets.update(offsets)
+        return True
+
+    def forget(self) -> None:
+        """Drops what waits for the next synchronisation."""
+        self._kept.clear()
+        self._kept_offsets.clear()
 
     def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None:
         """Adds ``scale * gshard`` ([shard_numel]) in the accumulator's dtype; the first write is a store."""
@@ -140,17 +169,20 @@ class FlatBuffer:
                 self.gradient.copy_(gshard).mul_(scale)
         else:
             self.gradient.add_(gshard.to(self.precision.grad), alpha=scale)
-        for offset in offsets:
+        for offset in self._kept_offsets.union(offsets):
             slot = self._index[offset]
             if slot not in self._grads:
                 self._grads[slot] = self._grad_view(slot)
+        self._kept_offsets.clear()
 
-    def _from_autograd(self, main: torch.Tensor) -> None:
-        """Gradients that reach the shard through autograd itself: programs that ran without our passes."""
-        if main.grad is None:
-            return  # our programs give autograd nothing for the shard
-        self.accumulate(main.grad, self._index, 1.0)
-        main.grad = None
+    def _from_autograd(self, source: torch.Tensor) -> None:
+        """Gradients that reach the source through autograd itself: programs that ran without our passes."""
+        if source.grad is None:
+            return  # our programs give autograd nothing for it
+        if source.is_meta:
+            return  # nothing runs
+        self.accumulate(runtime.reduce_rest(source.grad, self.text), self._index, 1.0)
+        source.grad = None
 
     def _grad_view(self, slot: int) -> ShardedDTensor:
         assert self.gradient is not None
@@ -182,10 +214,7 @@ class FlatBuffer:
 
     def gather_main(self) -> torch.Tensor:
         """The full main weights, [full_numel] in ``precision.main``; a collective."""
-        p = self.precision
-        whole = Precision(main=p.main, comm=p.main, compute=p.main, grad_comm=p.grad, grad=p.grad)
-        full = runtime.gather_now(self.main, replace(self.spec, precision=whole).encode())
-        return full.clone() if self.spec.world == 1 else full
+        return runtime.gather_main(self.main, self.spec)
 
     def scatter_main(self, full: torch.Tensor) -> None:
         """Keeps this rank's part of full main weights."""
@@ -198,12 +227,6 @@ class FlatBuffer:
         at = self.locals[slot]
         part = value.detach().reshape(-1)[at.param_offset : at.param_offset + at.numel]
         self.view(self.main, slot).copy_(part.view(at.shape))
-
-
-def _coordinate(mesh: DeviceMesh) -> int:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None, "fully_shard lets no rank in that is not in the mesh"
-    return int(coordinate[0])
 
 
 @dataclass

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+import torch._functorch.config as functorch_config
+from torch import fx, nn
+from torch._guards import TracingContext
+from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from . import lowering
@@ -37,6 +41,7 @@ def trace(
     kwargs: Mapping[str, Any] | None = None,
     *,
     world: int = 8,
+    mesh_shape: tuple[int, int] | None = None,
     train: bool = True,
     name: str | None = None,
     **sharding: Any,
@@ -47,6 +52,7 @@ def trace(
         model: any module; it is copied to the meta device, not changed.
         args, kwargs: example inputs (values do not matter).
         world: ranks to shard over.
+        mesh_shape: (outer, shard) ranks of a two-level mesh instead.
         train: ``False`` traces under ``torch.no_grad()``: one inference program.
         name: what listings call the programs; default: the class of the model.
         **sharding: arguments of :func:`mfsdp.fully_shard` (``units``, ``mp_policy``, ...).
@@ -56,7 +62,7 @@ def trace(
         RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
     """
     meta = _on_meta(model)
-    mesh = local_mesh("cpu", world)
+    mesh = local_mesh("cpu", mesh_shape or (world,))
     fully_shard(meta, mesh=mesh, device="meta", **sharding)
     kind = type(meta)
     forward = own_code(kind.forward, kind.__name__)  # so that traces do not count as recompilations of the model
@@ -65,25 +71,56 @@ def trace(
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         capture = Capture(inputs, sources(gm), name)
+        fakes = _on_cpu(gm, inputs)
 
         def keep(graph: torch.fx.GraphModule, phase: Phase) -> None:
             program = capture.program(graph, phase)
             setattr(out, phase, program)
             out.all.append(program)
 
-        return lowering.eager(gm, inputs, capture, keep)
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            lowering.eager(gm, fakes, capture, keep)
+        return _stop
 
     def to_meta(x: Any) -> Any:
         return x.to("meta") if isinstance(x, torch.Tensor) else x
 
     meta_args, meta_kwargs = pytree.tree_map(to_meta, (args, dict(kwargs or {})))
-    with torch.set_grad_enabled(train):
-        result = torch.compile(meta, backend=backend, fullgraph=True, dynamic=False)(*meta_args, **meta_kwargs)
-        if train:
-            losses = [t.sum() for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
-            if losses:
-                torch.autograd.backward(losses)
+    with torch.set_grad_enabled(train), suppress(_Traced):
+        torch.compile(meta, backend=backend, fullgraph=True, dynamic=False)(*meta_args, **meta_kwargs)
     return out
+
+
+class _Traced(Exception):
+    """There are programs; nothing has to run."""
+
+
+def _stop(*args: Any) -> Any:
+    raise _Traced
+
+
+def _on_cpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Fake CPU tensors like the inputs, and the graph made to fit. Tracing goes on with them: on the meta device some
+    compositions of operators (``nll_loss``) have kernels of their own, which autograd does not see through. Private in
+    torch (``TracingContext``, ``force_non_lazy_backward_lowering``); tried on 2.11 to 2.13.
+    """
+    context = TracingContext.try_get()
+    assert context is not None and context.fake_mode is not None, "a backend runs inside of Dynamo"
+    meta, cpu = torch.device("meta"), torch.device("cpu")
+
+    def moved(x: Any) -> Any:
+        return cpu if isinstance(x, torch.device) and x == meta else x
+
+    for node in gm.graph.nodes:
+        node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+    gm.recompile()
+    with context.fake_mode, torch.no_grad():
+        return [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=cpu).requires_grad_(x.requires_grad)
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in inputs
+        ]
 
 
 def _on_meta(model: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from .config import SHORT, Precision
 from .layout import Layout
@@ -31,37 +32,82 @@ class Spec:
     """What a sum over ranks is divided by."""
     reshard: bool
     """Whether forward frees what it gathered (``reshard_after_forward``)."""
+    outer: int = 1
+    """Ranks that hold the same shard (HSDP) or cut it further (``outer_optim``)."""
+    outer_group: str = ""
+    outer_reduce_group: str = ""
+    outer_optim: bool = False
+    """Whether main weights and optimizer state are cut over the outer axis too; parameters are not."""
+    replica: bool = False
+    """Whether every rank keeps the parameters whole, and gathers them once per optimizer step."""
+    hold: bool = False
+    """Whether, between synchronisations, gradients stay where they are before the first reduction."""
 
     @property
     def shard_numel(self) -> int:
+        """Elements of one rank's shard of the parameters."""
         return sum(self.splits)
 
     @property
     def full_numel(self) -> int:
         return self.world * self.shard_numel
 
+    @property
+    def kept(self) -> bool:
+        """Whether programs read parameters from a copy that lasts, not from the main weights."""
+        return self.replica or self.outer_optim
+
+    @property
+    def source_numel(self) -> int:
+        """Elements of what programs read."""
+        return self.full_numel if self.replica else self.shard_numel
+
+    @property
+    def ranks(self) -> int:
+        """All ranks that train together."""
+        return self.world * self.outer
+
+    @property
+    def gathers(self) -> bool:
+        """Whether every program gathers the parameters that it reads."""
+        return self.world > 1 and not self.replica
+
+    @property
+    def groups(self) -> tuple[str, str, str, str]:
+        """Names of process groups by lane number: gathers and reductions of the shard axis, of the outer axis."""
+        return self.group, self.reduce_group, self.outer_group, self.outer_reduce_group
+
+    def cut(self, lane: int) -> tuple[int, ...]:
+        """Elements per rank of each segment, once a collective on that lane has cut it."""
+        return tuple(n // self.outer for n in self.splits) if lane >= 2 else self.splits
+
     def encode(self) -> str:
         p = self.precision
         dtypes = ",".join(SHORT[d] for d in (p.main, p.comm, p.compute, p.grad_comm, p.grad))
         splits = "+".join(map(str, self.splits))
-        after = "reshard" if self.reshard else "keep"
-        groups = f"{self.group or '-'} {self.reduce_group or '-'}"
-        return f"{self.world} {groups} {splits} {dtypes} {self.divide!r} {after}"
+        flags = "".join(str(int(getattr(self, name))) for name in _FLAGS)
+        groups = " ".join(g or "-" for g in self.groups)
+        return f"{self.world} {self.outer} {groups} {splits} {dtypes} {self.divide!r} {flags}"
 
     @staticmethod
     @cache
     def decode(text: str) -> Spec:
         """The inverse of :meth:`encode`."""
-        world, group, reduce_group, splits, dtypes, divide, after = text.split(" ")
+        world, outer, *groups, splits, dtypes, divide, flags = text.split(" ")
+        names = ("group", "reduce_group", "outer_group", "outer_reduce_group")
+        more: dict[str, Any] = {name: "" if g == "-" else g for name, g in zip(names, groups, strict=True)}
+        more |= {name: flag == "1" for name, flag in zip(_FLAGS, flags, strict=True)}
         return Spec(
             world=int(world),
-            group="" if group == "-" else group,
-            reduce_group="" if reduce_group == "-" else reduce_group,
+            outer=int(outer),
             splits=tuple(map(int, splits.split("+"))),
             precision=Precision(*(_LONG[d] for d in dtypes.split(","))),
             divide=float(divide),
-            reshard=after == "reshard",
+            **more,
         )
+
+
+_FLAGS = ("reshard", "outer_optim", "replica", "hold")
 
 
 @dataclass(frozen=True)

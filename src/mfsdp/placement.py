@@ -1,0 +1,163 @@
+"""Strategies as data: which of parameters, gradients and optimizer state is cut over which axis of the mesh.
+
+    over the shard axis    optimizer and main weights   gradients   parameters
+    no_shard         0     whole                        whole       whole
+    optim            1     cut                          whole       whole
+    optim_grads      2     cut                          cut         whole
+    optim_grads_params 3   cut                          cut         cut
+
+Over the outer axis of a two-level mesh only the first two are meant: ``no_shard`` is HSDP, ``optim`` is HFSDP.
+
+The names end here. What follows from them are sizes: over how many ranks programs cut a unit (``world``; gradients are
+scattered over them in every backward), over how many more its gradients are reduced (``outer``; at every
+synchronisation), and whether parameters are gathered in every program or once per optimizer step. ``no_shard`` and
+``optim`` on one axis are the outer half of HSDP and HFSDP, with a shard axis of one rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import runtime
+from .config import Precision
+from .dtensor import layout_rank, local_mesh
+from .layout import Layout
+from .units import Spec
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What is cut over an axis."""
+
+    params: bool
+    grads: bool
+    optim: bool
+
+
+STRATEGIES = {
+    "no_shard": Roles(params=False, grads=False, optim=False),
+    "optim": Roles(params=False, grads=False, optim=True),
+    "optim_grads": Roles(params=False, grads=True, optim=True),
+    "optim_grads_params": Roles(params=True, grads=True, optim=True),
+}
+"""By name; the number of a strategy is its place."""
+
+OUTER = ("no_shard", "optim")
+
+
+def strategy_name(strategy: str | int) -> str:
+    """The name of a strategy that may be given as a number.
+
+    Raises:
+        ValueError: there is none.
+    """
+    names = list(STRATEGIES)
+    if isinstance(strategy, int) and not isinstance(strategy, bool) and 0 <= strategy < len(names):
+        return names[strategy]
+    if strategy in names:
+        return str(strategy)
+    raise ValueError(f"strategy={strategy!r}: choose one of {list(range(len(names)))} or {tuple(names)}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A strategy on the ranks of a mesh.
+
+    ``mesh`` holds the ranks that cut main weights: 1-D, or (outer, shard), where the parts of one outer rank lie beside
+    those of the next (rank of the layout: ``shard * outer_size + outer``).
+    """
+
+    mesh: DeviceMesh = field(hash=False, compare=False)
+    world: int
+    """Ranks over which programs cut a unit."""
+    outer: int
+    """Ranks over which its gradients are reduced besides."""
+    groups: tuple[str, str, str, str]
+    """Names of process groups: for gathers and for reductions, of the shard axis and of the outer axis."""
+    outer_optim: bool
+    replica: bool
+
+    @staticmethod
+    def of(strategy: str, outer_strategy: str, shard: DeviceMesh, both: DeviceMesh | None, device: str) -> Placement:
+        """The placement of a strategy.
+
+        Args:
+            strategy: its name.
+            outer_strategy: that of the outer axis, of no effect without one.
+            shard: the 1-D mesh to cut over.
+            both: the (outer, shard) mesh that it is part of, if there are two levels.
+            device: type of device, ``"meta"`` where nothing will run.
+
+        Raises:
+            ValueError: an outer strategy without an outer axis, or a mesh without process groups.
+            NotImplementedError: a strategy of the shard axis that two levels do not support.
+        """
+        roles, size = STRATEGIES[strategy], shard.size()
+        if outer_strategy == "optim" and both is None and size > 1:
+            raise ValueError("outer_strategy='optim' needs a mesh with an outer axis, (dp_outer, dp_shard)")
+        if both is not None and not roles.grads:
+            raise NotImplementedError(
+                f"fully_shard does not support strategy {strategy!r} on a two-level mesh: use 'optim_grads' or "
+                "'optim_grads_params' there, or a one-level mesh"
+            )
+        over = _groups(shard, device)
+        alone = ("", "")
+        if both is not None:
+            outer = both.size(0)
+            cut = outer_strategy == "optim" and outer > 1
+            groups = over + _groups(both, device)
+            return Placement(both if cut else shard, size, outer, groups, cut, not roles.params and size > 1)
+        if roles.grads or size == 1:
+            return Placement(shard, size, 1, over + alone, False, not roles.params and size > 1)
+        mesh = shard if roles.optim else local_mesh(shard.device_type, (1,))
+        return Placement(mesh, 1, size, alone + over, roles.optim, False)
+
+    @property
+    def cut(self) -> int:
+        """Ranks that cut main weights: what layouts are planned for."""
+        return self.world * (self.outer if self.outer_optim else 1)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the layout."""
+        return layout_rank(self.mesh)
+
+    def spec(self, layout: Layout, precision: Precision, reshard: bool) -> Spec:
+        """How a buffer with that layout is communicated."""
+        further = self.outer if self.outer_optim else 1
+        return Spec(
+            world=self.world,
+            group=self.groups[0],
+            reduce_group=self.groups[1],
+            splits=tuple(n * further for n in layout.splits),
+            precision=precision,
+            divide=float(self.world * self.outer),
+            reshard=reshard,
+            outer=self.outer,
+            outer_group=self.groups[2],
+            outer_reduce_group=self.groups[3],
+            outer_optim=self.outer_optim,
+            replica=self.replica,
+        )
+
+
+def _groups(mesh: DeviceMesh, device: str) -> tuple[str, str]:
+    """Names of the group of a mesh's first axis, and of another over the same ranks.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if mesh.size(0) == 1:
+        return "", ""
+    if device == "meta":
+        name = (mesh.mesh_dim_names or ("plan",))[0]
+        return name, f"{name}_reduce"
+    try:
+        group = mesh.get_group(0).group_name
+    except (RuntimeError, AssertionError, KeyError, IndexError) as error:
+        raise ValueError(
+            f"fully_shard: {mesh} has no process group; make it with torch.distributed.init_device_mesh"
+        ) from error
+    return group, runtime.another_group(group)

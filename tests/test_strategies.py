@@ -1,0 +1,349 @@
+"""Every strategy against the unsharded model and against each other: values, collectives, memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import mfsdp
+from mfsdp import runtime
+from tests.models import CASES
+from tests.parity import averaged, batches, build, compiled, error, whole
+
+ONE_LEVEL: dict[str, dict[str, Any]] = {
+    "no_shard": {"strategy": 0},
+    "optim": {"strategy": 1},
+    "optim_grads": {"strategy": 2},
+    "optim_grads_params": {"strategy": 3},
+    "held": {"strategy": 3},
+}
+TWO_LEVELS: dict[str, dict[str, Any]] = {
+    "hsdp": {"strategy": 3},
+    "hfsdp": {"strategy": 3, "outer_strategy": "optim"},
+    "hsdp of optim_grads": {"strategy": 2},
+    "hfsdp of optim_grads": {"strategy": 2, "outer_strategy": "optim"},
+}
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
+}
+DOUBLE = {  # ten steps of AdamW make a different last bit of fp32 a difference that is seen
+    name: replace(
+        case,
+        build=lambda build=case.build: build().double(),
+        batch=lambda batch=case.batch: x.double() if (x := batch()).is_floating_point() else x,
+    )
+    for name, case in CASES.items()
+}
+BF16 = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+
+
+def sharding(place: str, **more: Any) -> dict[str, Any]:
+    if place in ONE_LEVEL:
+        return {**ONE_LEVEL[place], **more}
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_outer", "dp_shard"))
+    return {**TWO_LEVELS[place], "mesh": mesh, **more}
+
+
+def accumulated(model: Any, run: Any, case: Any, step: int, microbatches: int, place: str) -> None:
+    """Forward and backward of a step's microbatches; the last one synchronises."""
+    for m in range(microbatches):
+        last = m == microbatches - 1
+        hold = True if place == "held" else None
+        with contextlib.nullcontext() if last else mfsdp.no_sync(model, hold=hold):
+            loss = case.loss(run, batches(case, 10 * step + m)[dist.get_rank()])
+            (loss / microbatches).backward()
+
+
+def parity(place: str, name: str, microbatches: int, optimizer: str, lowering: str, steps: int) -> float:
+    """The largest relative error of any parameter after some steps with clipping, against the unsharded model."""
+    case = DOUBLE[name]
+    reference, model = build(case, **sharding(place))
+    run = compiled(model, lowering)
+    optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in (model, reference)]
+    for step in range(steps):
+        accumulated(model, run, case, step, microbatches, place)
+        for m in range(microbatches):
+            (case.loss(reference, batches(case, 10 * step + m)[dist.get_rank()]) / microbatches).backward()
+        averaged(reference)
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (model, reference)]
+        assert error(norms[0], norms[1]) < 1e-9, f"step {step}: norms {norms}"
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+    return max(error(whole(p).detach(), q.detach()) for p, q in zip(model.parameters(), reference.parameters()))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("place", ONE_LEVEL)
+def test_two_ranks(two_ranks, place, microbatches, optimizer):
+    assert max(two_ranks.run(parity, place, "gpt", microbatches, optimizer, "eager", 10)) < 1e-8
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["twice", "unused", "frozen", "lora", "gpt_nested", "llama"])
+@pytest.mark.parametrize("place", ["no_shard", "optim", "optim_grads"])
+def test_two_ranks_of_other_models(two_ranks, place, name):
+    assert max(two_ranks.run(parity, place, name, 2, "adamw", "eager", 3)) < 1e-8
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("place", [*TWO_LEVELS, "no_shard", "optim"])
+def test_four_ranks(four_ranks, place, microbatches):
+    assert max(four_ranks.run(parity, place, "gpt", microbatches, "adamw", "eager", 10, timeout=300)) < 1e-8
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("place", ["no_shard", "optim", "optim_grads"])
+def test_uncompiled(two_ranks, place):
+    assert max(two_ranks.run(parity, place, "gpt", 2, "adamw", "none", 3)) < 1e-8
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["hsdp", "hfsdp", "hfsdp of optim_grads"])
+def test_uncompiled_on_two_levels(four_ranks, place):
+    assert max(four_ranks.run(parity, place, "gpt", 2, "adamw", "none", 3, timeout=300)) < 1e-8
+
+
+@pytest.mark.dist
+@pytest.mark.inductor
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ONE_LEVEL)
+def test_inductor(two_ranks, place):
+    assert max(two_ranks.run(parity, place, "gpt", 2, "adamw", "inductor", 3, timeout=300)) < 1e-8
+
+
+@pytest.mark.dist
+@pytest.mark.inductor
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["hsdp", "hfsdp"])
+def test_inductor_on_two_levels(four_ranks, place):
+    assert max(four_ranks.run(parity, place, "gpt", 2, "adamw", "inductor", 3, timeout=400)) < 1e-8
+
+
+def values(place: str, bf16: bool) -> list[torch.Tensor]:
+    case = CASES["gpt"]
+    policy = {"mp_policy": BF16} if bf16 else {}
+    _, model = build(case, **sharding(place, **policy))
+    run = compiled(model, "eager")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for step in range(3):
+        accumulated(model, run, case, step, 1, place)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [whole(p).detach() for p in model.parameters()]
+
+
+def differing(bf16: bool) -> list[str]:
+    """Strategies whose trained parameters are not bitwise those of strategy 3."""
+    want = values("optim_grads_params", bf16)
+    out = []
+    for place in ONE_LEVEL:
+        torch._dynamo.reset()
+        if not all(torch.equal(a, b) for a, b in zip(want, values(place, bf16), strict=True)):
+            out.append(place)
+    return out
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("bf16", [False, True])
+def test_all_strategies_give_bitwise_the_same(two_ranks, bf16):
+    assert two_ranks.run(differing, bf16, timeout=300) == [[], []]
+
+
+def collectives(place: str) -> dict[str, int]:
+    """Of the third step, with three microbatches."""
+    case = CASES["gpt"]
+    _, model = build(case, **sharding(place))
+    run = compiled(model, "eager")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    counts: Counter[str] = Counter()
+    gather, exchange, reduce = runtime.gather_flat, runtime._exchange, dist.all_reduce
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    try:
+        for step in range(3):
+            if step == 2:
+                runtime.gather_flat, runtime._exchange = counted("gather", gather), counted("scatter", exchange)
+                dist.all_reduce = counted("reduce", reduce)
+            accumulated(model, run, case, step, 3, place)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        runtime.gather_flat, runtime._exchange, dist.all_reduce = gather, exchange, reduce
+    return dict(counts)
+
+
+UNITS = 3  # two blocks and the root; each is gathered in forward and in backward
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("place", "counts"),
+    [
+        ("no_shard", {"reduce": UNITS}),
+        ("optim", {"gather": UNITS, "scatter": UNITS}),
+        ("optim_grads", {"gather": UNITS, "scatter": 3 * UNITS}),
+        ("optim_grads_params", {"gather": 6 * UNITS, "scatter": 3 * UNITS}),
+        ("held", {"gather": 6 * UNITS, "scatter": UNITS}),
+    ],
+)
+def test_collectives_of_a_step(two_ranks, place, counts):
+    assert two_ranks.run(collectives, place) == [counts, counts]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "counts"),
+    [
+        ("hsdp", {"gather": 6 * UNITS, "scatter": 3 * UNITS, "reduce": UNITS}),
+        ("hfsdp", {"gather": 7 * UNITS, "scatter": 4 * UNITS}),
+        ("hsdp of optim_grads", {"gather": UNITS, "scatter": 3 * UNITS, "reduce": UNITS}),
+        ("hfsdp of optim_grads", {"gather": 2 * UNITS, "scatter": 4 * UNITS}),
+    ],
+)
+def test_collectives_of_a_step_on_two_levels(four_ranks, place, counts):
+    assert four_ranks.run(collectives, place, timeout=300) == [counts] * 4
+
+
+def memory(place: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes that last from step to step, by what they are for; what the strategy says they are."""
+    case = CASES["gpt"]
+    _, model = build(case, **sharding(place))
+    run = compiled(model, "eager")
+    accumulated(model, run, case, 0, 1, place)
+    buffers = {r.buffer for m in model.modules() for r in mfsdp.state.refs(m).values()}
+    sizes: Counter[str] = Counter()
+    want: Counter[str] = Counter()
+    for b in buffers:
+        sizes["main"] += b.main.untyped_storage().nbytes()
+        sizes["grads"] += b.gradient.untyped_storage().nbytes()
+        sizes["copy"] += b.source.untyped_storage().nbytes() if b.source is not b.main else 0
+        full = b.layout.full_numel * 4
+        world, levels = dist.get_world_size(), 2 if place in TWO_LEVELS else 1
+        shard = world if levels == 1 else world // 2
+        cut = 1 if place == "no_shard" else world if "hfsdp" in place or levels == 1 else shard
+        want["main"] += full // cut
+        want["grads"] += full // cut
+        whole_copy = place in ("optim", "optim_grads") or "of optim_grads" in place
+        want["copy"] += full if whole_copy else full // shard if place == "hfsdp" else 0
+    return dict(sizes), dict(want)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("place", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_memory(two_ranks, place):
+    for sizes, want in two_ranks.run(memory, place):
+        assert sizes == want
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("place", TWO_LEVELS)
+def test_memory_on_two_levels(four_ranks, place):
+    for sizes, want in four_ranks.run(memory, place, timeout=300):
+        assert sizes == want
+
+
+def written() -> list[float]:
+    """Whoever writes main weights, the next forward reads them: copy_, load_state_dict, summoned or local tensors."""
+    case = CASES["mlp"]
+    reference, model = build(case, strategy=1)
+    run = compiled(model, "eager")
+    x = batches(case)[0]
+    errors = []
+
+    def compare() -> None:
+        with torch.no_grad():
+            errors.append(error(run(x), reference(x)))
+
+    compare()
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            q.mul_(2)
+            p.copy_(q)
+    compare()
+    torch.manual_seed(5)
+    other = case.build()
+    reference.load_state_dict(other.state_dict())
+    model.load_state_dict(other.state_dict())
+    compare()
+    with mfsdp.summon_full_params(model), torch.no_grad():
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            q.add_(0.1)
+            p.add_(0.1)
+    compare()
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            q.mul_(0.5)
+            p.to_local().mul_(0.5)
+    compare()
+    return errors
+
+
+@pytest.mark.dist
+def test_written_values_are_read_by_the_next_forward(two_ranks):
+    for errors in two_ranks.run(written):
+        assert len(errors) == 5 and max(errors) < 1e-6
+
+
+def forgotten() -> tuple[int, float]:
+    """What no_sync has left unreduced goes when the model's gradients are set to zero."""
+    case = CASES["mlp"]
+    reference, model = build(case, strategy=1)
+    run = compiled(model, "eager")
+    mine = batches(case)[dist.get_rank()]
+    with mfsdp.no_sync(model):
+        case.loss(run, mine).backward()
+    there = sum(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+    case.loss(run, mine).backward()
+    case.loss(reference, mine).backward()
+    averaged(reference)
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return there, max(error(p.grad.full_tensor(), q.grad) for p, q in pairs)
+
+
+@pytest.mark.dist
+def test_zero_grad_forgets_what_is_held(two_ranks):
+    for there, worst in two_ranks.run(forgotten):
+        assert there == 0 and worst < 1e-5
+
+
+def two_levels_of_no_shard() -> str:
+    try:
+        mfsdp.fully_shard(CASES["mlp"].build(), **sharding("hsdp", strategy=0))
+    except NotImplementedError as refused:
+        return str(refused)
+    return "accepted"
+
+
+@pytest.mark.dist
+def test_what_is_not_supported_is_refused(two_ranks):
+    for text in two_ranks.run(two_levels_of_no_shard):
+        assert "'no_shard' on a two-level mesh" in text
+
+
+@pytest.mark.parametrize("strategy", [4, -1, True, "zero3"])
+def test_unknown_strategies_are_refused(strategy):
+    with pytest.raises(ValueError, match=r"strategy=.*choose one of \[0, 1, 2, 3\] or \('no_shard', 'optim'"):
+        mfsdp.fully_shard(CASES["mlp"].build(), strategy=strategy)
