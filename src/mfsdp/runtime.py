@@ -182,6 +182,11 @@ def slot_bytes() -> dict[str, int]:
     return {name: storage.nbytes() for (_, name), storage in sorted(_slots.items(), key=lambda kv: kv[0][1])}
 
 
+def forget_slots() -> None:
+    """Lets go of all static buffers; programs make them anew."""
+    _slots.clear()
+
+
 def _room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An uninitialised flat tensor, in a static buffer if one is named. A buffer that is still in use (two forwards
     before a backward, a lowering that kept an alias) is left alone: then the tensor has memory of its own.
@@ -291,15 +296,20 @@ def _scatter(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) ->
 
 
 def _exchange(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-    """A reduce-scatter for gloo, whose own is an all-reduce: twice the bytes. Ranks exchange their parts, and add them
-    up in the order of ranks when they are waited for. Like gloo's own it has a second full buffer in flight.
+    """A reduce-scatter for gloo, whose own is an all-reduce: twice the bytes. Every rank sends every other one its part,
+    and adds up what it gets, in the order of ranks, when it is waited for. Two ranks need no memory besides the result.
     """
-    received = torch.empty_like(part)
-    work = dist.all_to_all_single(received, part, group=group, async_op=True)
+    me, world = group.rank(), group.size()
+    mine = part.view(world, -1)
+    others = [r for r in range(world) if r != me]
+    room = dict(zip(others, [out, *(torch.empty_like(out) for _ in others[1:])], strict=True))
+    works = [dist.irecv(room[r], group=group, group_src=r) for r in others]
+    works += [dist.isend(mine[r], group=group, group_dst=r) for r in others]
 
     def finish() -> None:
-        work.wait()
-        parts = received.view(-1, out.numel())
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        parts = [room.get(r, mine[me]) for r in range(world)]
         torch.add(parts[0], parts[1], out=out)
         for more in parts[2:]:
             out.add_(more)
