@@ -52,7 +52,7 @@ def test_parameters_are_views_into_the_gathered_buffer(two_ranks):
 
 
 def test_products_are_written_into_the_bucket(two_ranks):
-    """The matrix product writes to its place in the gradient buffer; only the head, whose unit comes last, is copied."""
+    """Matrix products write to their places in the gradient buffers; only the head, of the last unit, is copied."""
     for forward, backward in two_ranks.run(generated, timeout=300):
         assert "mfsdp.mm" not in forward
         products = re.findall(r"torch\.ops\.mfsdp\.mm\.default\((\w+), ", backward)

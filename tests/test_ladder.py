@@ -18,7 +18,7 @@ LADDER = [
     {"__init__"},
     {"tracing", "backend"},
     {"shard"},
-    {"pipeline", "lowering", "materialize", "fallback"},
+    {"pipeline", "lowering", "materialize", "fallback", "optimizer"},
     {"capture"},
     {"state"},
     {"placement"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from mfsdp import runtime
-from tests.models import CASES
+from tests.models import CASES, GPT
 from tests.parity import averaged, batches, build, compiled, error, whole
 
 ONE_LEVEL: dict[str, dict[str, Any]] = {
@@ -131,6 +134,72 @@ def test_inductor(two_ranks, place):
 @pytest.mark.parametrize("place", ["hsdp", "hfsdp"])
 def test_inductor_on_two_levels(four_ranks, place):
     assert max(four_ranks.run(parity, place, "gpt", 2, "adamw", "inductor", 3, timeout=400)) < 1e-8
+
+
+def mixed() -> float:
+    """A strategy for each unit, and clipping over all of them."""
+    torch.manual_seed(0)
+    reference = GPT(layers=3).double()
+    model = copy.deepcopy(reference)
+    for strategy, block in enumerate(model.blocks):
+        mfsdp.fully_shard(block, strategy=strategy)
+    mfsdp.fully_shard(model, strategy=3)
+    run = compiled(model, "eager")
+    optimizers = [OPTIMIZERS["adamw"](m.parameters()) for m in (model, reference)]
+    for step in range(3):
+        mine = batches(CASES["gpt"], step)[dist.get_rank()]
+        for m in (run, reference):
+            m(mine).square().mean().backward()
+        averaged(reference)
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (model, reference)]
+        assert error(norms[0], norms[1]) < 1e-9, f"step {step}: norms {norms}"
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+    return max(error(whole(p).detach(), q.detach()) for p, q in zip(model.parameters(), reference.parameters()))
+
+
+@pytest.mark.dist
+def test_a_strategy_for_each_unit(two_ranks):
+    assert max(two_ranks.run(mixed)) < 1e-8
+
+
+def drawn(blocks: list[int | None], root: int, synced: list[list[bool]], hold: bool, kept: bool) -> float:
+    """Blocks with strategies of their own (``None``: of the root), and steps of microbatches, synchronised or not."""
+    torch.manual_seed(0)
+    reference = GPT(layers=len(blocks)).double()
+    model = copy.deepcopy(reference)
+    for strategy, block in zip(blocks, model.blocks, strict=True):
+        if strategy is not None:
+            mfsdp.fully_shard(block, strategy=strategy, reshard_after_forward=not kept)
+    mfsdp.fully_shard(model, strategy=root)
+    run = compiled(model, "eager")
+    optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (model, reference)]
+    for step, microbatches in enumerate(synced):
+        for m, sync in enumerate([*microbatches, True]):
+            mine = batches(CASES["gpt"], 10 * step + m)[dist.get_rank()]
+            with contextlib.nullcontext() if sync else mfsdp.no_sync(model, hold=hold):
+                run(mine).square().mean().backward()
+            reference(mine).square().mean().backward()
+        averaged(reference)
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+    return max(error(whole(p).detach(), q.detach()) for p, q in zip(model.parameters(), reference.parameters()))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    blocks=st.lists(st.sampled_from([None, 0, 1, 2, 3]), min_size=1, max_size=3),
+    root=st.integers(0, 3),
+    synced=st.lists(st.lists(st.booleans(), max_size=2), min_size=1, max_size=2),
+    hold=st.booleans(),
+    kept=st.booleans(),
+)
+def test_any_mixture(two_ranks, blocks, root, synced, hold, kept):
+    assert max(two_ranks.run(drawn, blocks, root, synced, hold, kept)) < 1e-8
 
 
 def values(place: str, bf16: bool) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from . import (
 )
 from .check import LawError
 from .config import MixedPrecisionPolicy
+from .optimizer import fully_shard_optimizer
 from .shard import FSDPModule, fully_shard, no_sync, summon_full_params
 from .tracing import trace
 
@@ -21,6 +22,7 @@ __all__ = [
     "LawError",
     "MixedPrecisionPolicy",
     "fully_shard",
+    "fully_shard_optimizer",
     "no_sync",
     "passes",
     "pipeline",

@@ -553,7 +553,18 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Norms of order p: the p-th root of the sum over ranks of the p-th powers of the local norms."""
+    """Norms of order p; one collective for all tensors that are cut over the same ranks."""
+    alike: dict[DeviceMesh, list[int]] = {}
+    for i, t in enumerate(tensors):
+        alike.setdefault(t._sharding.mesh, []).append(i)
+    out: dict[int, torch.Tensor] = {}
+    for members in alike.values():
+        out |= zip(members, _norms_over([tensors[i] for i in members], order, dtype), strict=True)
+    return [out[i] for i in range(len(tensors))]
+
+
+def _norms_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """The p-th root of the sum over ranks of the p-th powers of the local norms."""
     locals_ = [t._local_tensor for t in tensors]
     keep = [i for i, t in enumerate(locals_) if t.numel()]
     wide = torch.float64 if any(t.dtype is torch.float64 for t in locals_) else torch.float32

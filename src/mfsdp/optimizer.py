@@ -1,0 +1,260 @@
+"""`fully_shard_optimizer`: any elementwise optimizer, stepping on flat tensors instead of hundreds of DTensors.
+
+The parameters of a flat buffer that lie beside each other, belong to one parameter group and have been stepped alike
+are one *run*: a view into the flat main weights, one into the flat gradients, and optimizer state of the same length.
+For the time of ``step()`` the optimizer sees runs instead of parameters. Before and after, everything is as it was:
+``param_groups`` hold the model's parameters, ``state`` their state, as views into that of the runs.
+
+The padding between parameters takes part. Weights, gradients and state are zero there, and stay so under every
+optimizer that leaves a zero weight with zero gradients alone, as torch's elementwise ones do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .dtensor import ShardedDTensor, ShardedParameter
+from .state import FlatBuffer
+
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
+"""Optimizers of torch whose update of one element depends on others."""
+
+
+def fully_shard_optimizer(optimizer: Optimizer, *, use_decoupled_grad: bool = False) -> Optimizer:
+    """Makes an optimizer step on few flat tensors; the same optimizer comes back, with the same state dict.
+
+    Results are those of the optimizer as it was. Parameter groups keep their own settings; parameters without a
+    gradient are left alone; parameters that are not sharded step as before. Call it before schedulers are built.
+
+    Args:
+        optimizer: over parameters of a model that :func:`mfsdp.fully_shard` has sharded; its update is elementwise.
+        use_decoupled_grad: hand gradients over as ``.decoupled_grad`` in ``main_grads_dtype`` (what TransformerEngine's
+            and Apex's fused optimizers read) instead of as ``.grad`` in the dtype of the weights.
+
+    Raises:
+        TypeError: it is no optimizer.
+        ValueError: it is flat already, has no sharded parameter, or a scheduler has wrapped its ``step``.
+        NotImplementedError: its update is not elementwise.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"fully_shard_optimizer: {optimizer!r} is no torch.optim.Optimizer")
+    name = type(optimizer).__name__
+    if isinstance(optimizer, _FlatOptimizer):
+        raise ValueError(f"fully_shard_optimizer: this {name} steps on flat tensors already")
+    if any(base.__name__ in NOT_ELEMENTWISE for base in type(optimizer).__mro__):
+        raise NotImplementedError(
+            f"fully_shard_optimizer does not support {name}: what it does to one element depends on others"
+        )
+    if not any(_ours(p) for g in optimizer.param_groups for p in g["params"]):
+        raise ValueError(f"fully_shard_optimizer: none of the {name}'s parameters is sharded; call fully_shard first")
+    if "step" in vars(optimizer):
+        raise ValueError(f"fully_shard_optimizer: something has wrapped the {name}'s step; build schedulers afterwards")
+    optimizer._mfsdp_runs = _Runs(use_decoupled_grad)  # type: ignore[attr-defined]
+    base: Any = type(optimizer)
+    optimizer.__class__ = _subclass(base)
+    return optimizer
+
+
+class _FlatOptimizer:
+    """What such an optimizer is, besides itself."""
+
+
+@functools.cache
+def _subclass(base: Any) -> Any:
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """A step on flat tensors."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._mfsdp_runs.step(self, base.step)
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
+    return type(base.__name__, (_FlatOptimizer, base), {"step": step, "__module__": base.__module__})
+
+
+def _ours(param: Any) -> bool:
+    return isinstance(param, ShardedParameter) and param._mfsdp_owner is not None
+
+
+@dataclass(eq=False)
+class _Run:
+    """Parameters that step together."""
+
+    buffer: FlatBuffer
+    slots: list[int]
+    start: int
+    """First element, in this rank's flat main weights."""
+    flat: nn.Parameter
+    ghost: bool = False
+    """This rank holds no rows of the parameters; one element that is always zero stands for them."""
+    made: dict[str, Any] = field(default_factory=dict)
+    """The state that the parameters' state shows."""
+    shown: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """The parameters' state, by slot."""
+
+    def part(self, whole: torch.Tensor, slot: int) -> torch.Tensor:
+        """One parameter's part of a tensor as long as the run."""
+        at = self.buffer.locals[slot]
+        start = at.shard_offset - self.start if at.numel else 0
+        return whole[start : start + at.numel].view(at.shape)
+
+    def gradient(self) -> torch.Tensor:
+        whole = self.buffer.gradient
+        if self.ghost or whole is None:
+            return torch.zeros(1, dtype=self.buffer.precision.grad, device=self.flat.device)
+        return whole[self.start : self.start + self.flat.numel()]
+
+
+Members = dict[FlatBuffer, tuple[tuple[int, int], ...]]
+"""Parameters that have a gradient: slots of a buffer, and the parameter groups they are in."""
+
+
+class _Runs:
+    """The runs of one optimizer."""
+
+    def __init__(self, decoupled: bool):
+        self.decoupled = decoupled
+        self.members: Members = {}
+        self.runs: list[_Run] = []
+        self.lists: list[list[Any]] = []
+        """By parameter group: what the optimizer steps on."""
+        self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
+
+    def step(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        """The optimizer's own step, on runs."""
+        members = _members(optimizer)
+        if members != self.members or not all(self._untouched(optimizer, run) for run in self.runs):
+            self._build(optimizer, members)
+        groups, state = optimizer.param_groups, optimizer.state
+        params = [g["params"] for g in groups]
+        for run in self.runs:
+            if self.decoupled:
+                run.flat.decoupled_grad = run.gradient()  # type: ignore[attr-defined]
+            else:
+                run.flat.grad = run.gradient().to(run.flat.dtype)
+        for plain in (p for flats in self.lists for p in flats if p in state):
+            self.state[plain] = state[plain]
+        try:
+            for group, flats in zip(groups, self.lists, strict=True):
+                group["params"] = flats
+            optimizer.state = cast(Any, self.state)
+            step(optimizer)
+        finally:
+            for group, own in zip(groups, params, strict=True):
+                group["params"] = own
+            optimizer.state = state
+            for run in self.runs:
+                run.flat.grad = run.flat.decoupled_grad = None  # type: ignore[attr-defined]
+                run.buffer.stale = True
+        mine = {run.flat for run in self.runs}
+        state.update({p: s for p, s in self.state.items() if p not in mine})
+        for run in self.runs:
+            self._show(optimizer, run)
+
+    def _untouched(self, optimizer: Optimizer, run: _Run) -> bool:
+        """Whether the parameters' state is what the run shows: nobody has loaded another."""
+        return all(optimizer.state.get(run.buffer.params[s]) is run.shown.get(s) for s in run.slots)
+
+    def _build(self, optimizer: Optimizer, members: Members) -> None:
+        """Makes runs of the parameters that have gradients, with the state that they have."""
+        self.members, self.runs, self.state = members, [], defaultdict(dict)
+        self.lists = [[p for p in g["params"] if not _ours(p)] for g in optimizer.param_groups]
+        for buffer, slots in members.items():
+            history = {slot: (group, *_history(optimizer, buffer.params[slot])) for slot, group in slots}
+            for stretch in _stretches(buffer, history):
+                self._add(optimizer, buffer, stretch, history[stretch[0]][0])
+
+    def _add(self, optimizer: Optimizer, buffer: FlatBuffer, slots: list[int], group: int) -> None:
+        ranges = [buffer.locals[s] for s in slots if buffer.locals[s].numel]
+        start = min((at.shard_offset for at in ranges), default=0)
+        end = max((at.shard_offset + at.numel for at in ranges), default=0)
+        main = buffer.main.detach()
+        weights = main[start:end] if ranges else main.new_zeros(1)
+        run = _Run(buffer, slots, start, nn.Parameter(weights), ghost=not ranges)
+        self.runs.append(run)
+        self.lists[group].append(run.flat)
+        for key, value in optimizer.state.get(buffer.params[slots[0]], {}).items():
+            if isinstance(value, ShardedDTensor):
+                whole = torch.zeros(run.flat.numel(), dtype=value.dtype, device=main.device)
+                for slot in slots:
+                    run.part(whole, slot).copy_(optimizer.state[buffer.params[slot]][key].to_local())
+                self.state[run.flat][key] = whole
+            else:
+                self.state[run.flat][key] = value.clone() if isinstance(value, torch.Tensor) else value
+        if self.state.get(run.flat):
+            self._show(optimizer, run)
+
+    def _show(self, optimizer: Optimizer, run: _Run) -> None:
+        """Makes the parameters' state views into the run's, if the optimizer has made it anew."""
+        mine = self.state.get(run.flat, {})
+        if mine.keys() == run.made.keys() and all(run.made[key] is value for key, value in mine.items()):
+            return
+        run.made = dict(mine)
+        for slot in run.slots:
+            param = run.buffer.params[slot]
+            run.shown[slot] = {k: _seen(optimizer, k, v, run, slot, param) for k, v in mine.items()}
+            optimizer.state[param] = run.shown[slot]
+
+
+def _seen(optimizer: Optimizer, key: str, value: Any, run: _Run, slot: int, param: ShardedParameter) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    if value.shape != run.flat.shape:
+        raise NotImplementedError(
+            f"fully_shard_optimizer does not support {type(optimizer).__name__}: its state {key!r} is not elementwise"
+        )
+    return ShardedDTensor(run.part(value, slot), param.sharding)
+
+
+def _members(optimizer: Optimizer) -> Members:
+    found: dict[FlatBuffer, list[tuple[int, int]]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if _ours(param):
+                buffer, slot = param._mfsdp_owner, param.sharding.slot
+                if buffer.grad_of(slot) is not None:
+                    found.setdefault(buffer, []).append((slot, number))
+    return {buffer: tuple(sorted(slots)) for buffer, slots in found.items()}
+
+
+def _history(optimizer: Optimizer, param: Any) -> tuple[Any, ...]:
+    """What has to be alike for two parameters to share state: the steps taken, and which state there is."""
+    state = optimizer.state.get(param, {})
+    scalars = [float(v) for v in state.values() if isinstance(v, torch.Tensor) and v.dim() == 0]
+    return (tuple(scalars), tuple(k for k, v in state.items() if v is not None))
+
+
+def _stretches(buffer: FlatBuffer, history: dict[int, tuple[Any, ...]]) -> list[list[int]]:
+    """Slots of equal history that lie beside each other in the shard. Those of which this rank holds no rows join the
+    first like them, or are a stretch by themselves.
+    """
+    places = buffer.locals
+    there = sorted((s for s in range(len(places)) if places[s].numel), key=lambda s: places[s].shard_offset)
+    out: list[list[int]] = []
+    before: tuple[Any, ...] | None = None
+    for slot in there:
+        now = history.get(slot)
+        if now is not None:
+            if now == before:
+                out[-1].append(slot)
+            else:
+                out.append([slot])
+        before = now
+    for slot, now in history.items():
+        if not places[slot].numel:
+            like = next((stretch for stretch in out if history[stretch[0]] == now), None)
+            if like is None:
+                out.append([slot])
+            else:
+                like.append(slot)
+    return out
