@@ -10,6 +10,7 @@ help:
 	@echo "make test     all tests"
 	@echo "make check    lint, types and fast tests, for people who work on mfsdp"
 	@echo "make goldens  accept the listings as they are now; read the diff"
+	@echo "make bench    steps side by side on a slow link (root, Linux); results in bench-out"
 	@echo "make gpu      the tests that need a CUDA GPU"
 	@echo "make clean    remove what these commands made"
 
@@ -29,6 +30,9 @@ goldens: $(VENV)/.test
 	$(BIN)/python -m pytest tests/test_listing.py --accept
 	@git --no-pager diff --stat -- tests/goldens || true
 
+bench: $(VENV)/.demo compiler
+	$(BIN)/python examples/bench/bench.py $(ARGS)
+
 gpu: $(VENV)/.test
 	@$(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())" \
 	  && $(BIN)/python -m pytest -m gpu $(ARGS) || echo "make gpu: no CUDA GPU here, nothing was run"
@@ -47,7 +51,7 @@ compiler:
 	  echo "No C++ compiler found (g++ or clang++; Debian: apt-get install g++). Inductor needs one: tests of generated code are skipped, and the demo runs with lowering=\"eager\"."
 
 clean:
-	rm -rf $(VENV) .cache build dist demo-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
+	rm -rf $(VENV) .cache build dist demo-out bench-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test check goldens gpu compiler clean
+.PHONY: help demo test check goldens bench gpu compiler clean

@@ -137,9 +137,9 @@ def resumed() -> tuple[float, float]:
         flat.step()
     others = [copy.deepcopy(m) for m in models]
     from_flat = torch.optim.AdamW(groups(others[0]))
-    from_flat.load_state_dict(flat.state_dict())
+    from_flat.load_state_dict(copy.deepcopy(flat.state_dict()))  # torch takes the tensors themselves
     from_plain = fully_shard_optimizer(torch.optim.AdamW(groups(others[1])))
-    from_plain.load_state_dict(plain.state_dict())
+    from_plain.load_state_dict(copy.deepcopy(plain.state_dict()))
     for step in range(2, 4):
         fill([*models, *others], step)
         for o in (plain, flat, from_flat, from_plain):

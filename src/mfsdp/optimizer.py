@@ -78,8 +78,19 @@ def _subclass(base: Any) -> Any:
         self._mfsdp_runs.step(self, base.step)
         return loss
 
+    def state_dict(self: Any) -> dict[str, Any]:
+        """As the base's; numbers that parameters of a run share are copied, for whoever loads them counts them up."""
+        out: dict[str, Any] = base.state_dict(self)
+        out["state"] = {p: {k: _own(v) for k, v in state.items()} for p, state in out["state"].items()}
+        return out
+
     step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
-    return type(base.__name__, (_FlatOptimizer, base), {"step": step, "__module__": base.__module__})
+    space = {"step": step, "state_dict": state_dict, "__module__": base.__module__}
+    return type(base.__name__, (_FlatOptimizer, base), space)
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
 
 
 def _ours(param: Any) -> bool:

@@ -296,8 +296,9 @@ def _scatter(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) ->
 
 
 def _exchange(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-    """A reduce-scatter for gloo, whose own is an all-reduce: twice the bytes. Every rank sends every other one its part,
-    and adds up what it gets, in the order of ranks, when it is waited for. Two ranks need no memory besides the result.
+    """A reduce-scatter for gloo, whose own is an all-reduce: twice the bytes. Every rank sends every other one its
+    part, and adds up what it gets, in the order of ranks, when it is waited for. Two ranks need no memory besides the
+    result.
     """
     me, world = group.rank(), group.size()
     mine = part.view(world, -1)
