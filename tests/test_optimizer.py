@@ -214,6 +214,31 @@ def test_decoupled_gradients(two_ranks):
     assert two_ranks.run(decoupled) == [True, True]
 
 
+def test_parameters_that_are_not_sharded_and_come_later():
+    model, plain = mfsdp.fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        (model(torch.ones(2, 4)) + plain(torch.ones(2, 4))).sum().backward()
+        before = plain.weight.detach().clone()
+        optimizer.step()
+        assert torch.equal(before, plain.weight) == (step == 0)
+        if step == 0:
+            optimizer.add_param_group({"params": plain.parameters()})
+
+
+def test_deepcopy_steps_the_copy():
+    model = mfsdp.fully_shard(nn.Linear(4, 4))
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        kept = [whole(p).clone() for p in model.parameters()]
+        model, optimizer = copy.deepcopy((model, optimizer))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        assert not any(torch.equal(whole(p), k) for p, k in zip(model.parameters(), kept, strict=True))
+
+
 def test_bad_input():
     model = mfsdp.fully_shard(nn.Linear(4, 4))
     with pytest.raises(TypeError, match=r"is no torch\.optim\.Optimizer"):

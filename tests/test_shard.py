@@ -334,3 +334,25 @@ def test_nothing_keeps_the_old_parameters_alive():
     mfsdp.fully_shard(model, units=["up"])
     gc.collect()
     assert not [r for r in old if r() is not None]
+
+
+def test_freezing_after_sharding_is_refused():
+    model = mfsdp.fully_shard(MLP())
+    model.requires_grad_(True)
+    with pytest.raises(NotImplementedError, match=r"Freeze before fully_shard"):
+        model.requires_grad_(False)
+
+
+def test_gradients_that_somebody_holds_survive_zero_grad():
+    model = mfsdp.fully_shard(MLP())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 24)).sum().backward()
+    held = [p.grad for p in model.parameters()]
+    before = [g.full_tensor() for g in held]
+    optimizer.zero_grad()
+    model(torch.randn(2, 24)).sum().backward()
+    assert all(torch.equal(g.full_tensor(), b) for g, b in zip(held, before, strict=True))
+    first = next(model.parameters())
+    first.grad = None
+    model(torch.zeros(2, 24)).sum().backward()
+    assert not first.grad.full_tensor().any(), "what was dropped is not added to"

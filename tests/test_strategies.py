@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
@@ -366,13 +367,30 @@ def written() -> list[float]:
             q.mul_(0.5)
             p.to_local().mul_(0.5)
     compare()
+    ways = [
+        lambda p: p.data.mul_(2),
+        lambda p: p.detach().mul_(2),
+        lambda p: torch._foreach_mul_([p.detach()], 2),
+        lambda p: torch.mul(p, 2, out=p),
+    ]
+    for way in ways:
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                q.mul_(2)
+                way(p)
+        compare()
+    with torch.no_grad():
+        for p, q in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+            q.mul_(0.1)
+            p.copy_(q)
+    compare()
     return errors
 
 
 @pytest.mark.dist
 def test_written_values_are_read_by_the_next_forward(two_ranks):
     for errors in two_ranks.run(written):
-        assert len(errors) == 5 and max(errors) < 1e-6
+        assert len(errors) == 10 and max(errors) < 1e-6
 
 
 def forgotten() -> tuple[int, float]:
@@ -398,18 +416,47 @@ def test_zero_grad_forgets_what_is_held(two_ranks):
         assert there == 0 and worst < 1e-5
 
 
-def two_levels_of_no_shard() -> str:
+def left_waiting() -> str:
+    """One unit takes part in a microbatch that does not synchronise, another in the one that does."""
+    model = mfsdp.fully_shard(nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}), units=["*"], strategy=1)
+    with mfsdp.no_sync(model):
+        model["a"](torch.randn(2, 4)).sum().backward()
+    model["b"](torch.randn(2, 4)).sum().backward()
     try:
-        mfsdp.fully_shard(CASES["mlp"].build(), **sharding("hsdp", strategy=0))
-    except NotImplementedError as refused:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    except RuntimeError as refused:
         return str(refused)
     return "accepted"
 
 
 @pytest.mark.dist
+def test_gradients_that_nobody_synchronises_are_not_lost_silently(two_ranks):
+    for text in two_ranks.run(left_waiting):
+        assert "unit 'a' has gradients from backward calls under no_sync" in text
+
+
+def refused() -> list[str]:
+    ranks = dist.get_world_size()
+    build = CASES["mlp"].build
+    texts = []
+    for arguments in (
+        sharding("hsdp", strategy=0),
+        {"mesh": init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp_shard", "dp_outer"))},
+        {"mesh": init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))},
+    ):
+        try:
+            mfsdp.fully_shard(build(), **arguments)
+        except (ValueError, NotImplementedError) as error:
+            texts.append(str(error))
+    return texts
+
+
+@pytest.mark.dist
 def test_what_is_not_supported_is_refused(two_ranks):
-    for text in two_ranks.run(two_levels_of_no_shard):
-        assert "'no_shard' on a two-level mesh" in text
+    for level, order, other in two_ranks.run(refused):
+        assert "'no_shard' on a two-level mesh" in level
+        assert "'dp_outer' has to come before 'dp_shard'" in order
+        assert "Name the one to shard over 'dp_shard'" in other
 
 
 @pytest.mark.parametrize("strategy", [4, -1, True, "zero3"])

@@ -158,6 +158,8 @@ class ShardedDTensor(DTensor):
 
     _local_tensor: torch.Tensor
     _sharding: Sharding
+    _mfsdp_owner: Any = None
+    """The flat buffer whose main weights it is a view of, if it is: writing to it makes what was gathered stale."""
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool = False) -> ShardedDTensor:
@@ -266,6 +268,8 @@ class ShardedDTensor(DTensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+        if self._mfsdp_owner is not None:
+            self._mfsdp_owner.stale = True  # every rank asks for its chunks before it loads, even if it has none
         s = self._sharding
         boxes = s.layout.chunks(s.slot, s.rank)
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in boxes]
@@ -288,7 +292,6 @@ class ShardedParameter(ShardedDTensor):
         owner: has ``grad_of(slot)`` and ``set_grad_of(slot, value)``; without one ``.grad`` is an attribute.
     """
 
-    _mfsdp_owner: Any
     _mfsdp_grad: torch.Tensor | None
 
     @staticmethod
@@ -321,6 +324,14 @@ class ShardedParameter(ShardedDTensor):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None  # type: ignore[method-assign, assignment]
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
+        if requires_grad != self.requires_grad:
+            raise NotImplementedError(
+                "requires_grad of a sharded parameter is fixed: its unit has a flat buffer for what trains and one for "
+                "what is frozen. Freeze before fully_shard, or leave the parameter out of the optimizer."
+            )
+        return self
 
     def register_hook(self, hook: Callable[..., Any]) -> Any:
         raise NotImplementedError("gradient hooks do not compose with sharded parameters yet")
@@ -370,8 +381,9 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if handler is None:
         handler = _handlers[func] = _handler_of(func)
     if func._schema.is_mutable:
-        for tensor in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
-            if isinstance(tensor, ShardedParameter) and tensor._mfsdp_owner is not None:
+        written = kwargs.get("out", args[0])
+        for tensor in written if isinstance(written, (list, tuple)) else (written,):
+            if isinstance(tensor, ShardedDTensor) and tensor._mfsdp_owner is not None:
                 tensor._mfsdp_owner.stale = True
     return handler(func, args, kwargs)
 
@@ -440,7 +452,13 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     result = func(*(local(a) for a in args), **{k: local(v) for k, v in kwargs.items()})
     if func._schema.is_mutable:
         return args[0]
-    return ShardedDTensor(result, sharding) if isinstance(result, torch.Tensor) else result
+    if not isinstance(result, torch.Tensor):
+        return result
+    out = ShardedDTensor(result, sharding)
+    first = args[0]
+    if isinstance(first, ShardedDTensor) and func._schema.returns[0].alias_info is not None:
+        out._mfsdp_owner = first._mfsdp_owner
+    return out
 
 
 def _sharding_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharding:
@@ -460,6 +478,13 @@ def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def local(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
+            if len(x) == n and x is not sharded:
+                for a, b in zip(sharded, x, strict=True):
+                    if isinstance(b, ShardedDTensor) and not a._sharding.same(b._sharding):
+                        raise NotImplementedError(
+                            f"{func}: two sharded tensors of shapes {tuple(a.shape)} and {tuple(b.shape)} are not cut "
+                            "alike; use .full_tensor()"
+                        )
             if len(x) == n and len(keep) < n:
                 return [_local(x[i]) for i in keep]
             return [_local(t) for t in x]
@@ -596,7 +621,9 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedDT
         raise NotImplementedError(
             f"{func}: a sharded tensor cannot be viewed as {tuple(args[1])}; use .full_tensor() or .to_local()"
         )
-    return ShardedDTensor(x._local_tensor, x._sharding)
+    out = ShardedDTensor(x._local_tensor, x._sharding)
+    out._mfsdp_owner = x._mfsdp_owner
+    return out
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

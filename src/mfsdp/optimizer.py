@@ -57,7 +57,7 @@ def fully_shard_optimizer(optimizer: Optimizer, *, use_decoupled_grad: bool = Fa
         raise ValueError(f"fully_shard_optimizer: none of the {name}'s parameters is sharded; call fully_shard first")
     if "step" in vars(optimizer):
         raise ValueError(f"fully_shard_optimizer: something has wrapped the {name}'s step; build schedulers afterwards")
-    optimizer._mfsdp_runs = _Runs(use_decoupled_grad)  # type: ignore[attr-defined]
+    optimizer._mfsdp_decoupled = use_decoupled_grad  # type: ignore[attr-defined]
     base: Any = type(optimizer)
     optimizer.__class__ = _subclass(base)
     return optimizer
@@ -75,8 +75,14 @@ def _subclass(base: Any) -> Any:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._mfsdp_runs.step(self, base.step)
+        runs = vars(self).get("_mfsdp_runs")
+        if runs is None:
+            runs = self._mfsdp_runs = _Runs(self._mfsdp_decoupled)
+        runs.step(self, base.step)
         return loss
+
+    def __getstate__(self: Any) -> dict[str, Any]:
+        return {**base.__getstate__(self), "_mfsdp_decoupled": self._mfsdp_decoupled}
 
     def state_dict(self: Any) -> dict[str, Any]:
         """As the base's; numbers that parameters of a run share are copied, for whoever loads them counts them up."""
@@ -85,7 +91,7 @@ def _subclass(base: Any) -> Any:
         return out
 
     step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
-    space = {"step": step, "state_dict": state_dict, "__module__": base.__module__}
+    space = {"step": step, "state_dict": state_dict, "__getstate__": __getstate__, "__module__": base.__module__}
     return type(base.__name__, (_FlatOptimizer, base), space)
 
 
@@ -106,6 +112,7 @@ class _Run:
     start: int
     """First element, in this rank's flat main weights."""
     flat: nn.Parameter
+    group: int
     ghost: bool = False
     """This rank holds no rows of the parameters; one element that is always zero stands for them."""
     made: dict[str, Any] = field(default_factory=dict)
@@ -137,8 +144,6 @@ class _Runs:
         self.decoupled = decoupled
         self.members: Members = {}
         self.runs: list[_Run] = []
-        self.lists: list[list[Any]] = []
-        """By parameter group: what the optimizer steps on."""
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
 
     def step(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
@@ -148,15 +153,19 @@ class _Runs:
             self._build(optimizer, members)
         groups, state = optimizer.param_groups, optimizer.state
         params = [g["params"] for g in groups]
+        lists = [
+            [p for p in own if not _ours(p)] + [run.flat for run in self.runs if run.group == number]
+            for number, own in enumerate(params)
+        ]
         for run in self.runs:
             if self.decoupled:
                 run.flat.decoupled_grad = run.gradient()  # type: ignore[attr-defined]
             else:
                 run.flat.grad = run.gradient().to(run.flat.dtype)
-        for plain in (p for flats in self.lists for p in flats if p in state):
+        for plain in (p for flats in lists for p in flats if p in state):
             self.state[plain] = state[plain]
         try:
-            for group, flats in zip(groups, self.lists, strict=True):
+            for group, flats in zip(groups, lists, strict=True):
                 group["params"] = flats
             optimizer.state = cast(Any, self.state)
             step(optimizer)
@@ -179,7 +188,6 @@ class _Runs:
     def _build(self, optimizer: Optimizer, members: Members) -> None:
         """Makes runs of the parameters that have gradients, with the state that they have."""
         self.members, self.runs, self.state = members, [], defaultdict(dict)
-        self.lists = [[p for p in g["params"] if not _ours(p)] for g in optimizer.param_groups]
         for buffer, slots in members.items():
             history = {slot: (group, *_history(optimizer, buffer.params[slot])) for slot, group in slots}
             for stretch in _stretches(buffer, history):
@@ -191,9 +199,8 @@ class _Runs:
         end = max((at.shard_offset + at.numel for at in ranges), default=0)
         main = buffer.main.detach()
         weights = main[start:end] if ranges else main.new_zeros(1)
-        run = _Run(buffer, slots, start, nn.Parameter(weights), ghost=not ranges)
+        run = _Run(buffer, slots, start, nn.Parameter(weights), group, ghost=not ranges)
         self.runs.append(run)
-        self.lists[group].append(run.flat)
         for key, value in optimizer.state.get(buffer.params[slots[0]], {}).items():
             if isinstance(value, ShardedDTensor):
                 whole = torch.zeros(run.flat.numel(), dtype=value.dtype, device=main.device)
@@ -241,7 +248,10 @@ def _members(optimizer: Optimizer) -> Members:
 def _history(optimizer: Optimizer, param: Any) -> tuple[Any, ...]:
     """What has to be alike for two parameters to share state: the steps taken, and which state there is."""
     state = optimizer.state.get(param, {})
-    scalars = [float(v) for v in state.values() if isinstance(v, torch.Tensor) and v.dim() == 0]
+    numbers = [
+        v for v in state.values() if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.dim() == 0)
+    ]
+    scalars = [float(v) for v in numbers]
     return (tuple(scalars), tuple(k for k, v in state.items() if v is not None))
 
 

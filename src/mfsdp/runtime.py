@@ -244,7 +244,8 @@ def all_gather(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
 
 def refresh(source: torch.Tensor, spec: str) -> None:
     """Launches the gather of parameters that last, if their main weights have changed since."""
-    _launched(source, owner(source).refresh())
+    # Behind what an earlier program may have left, which an exception kept from waiting.
+    _under_way.setdefault(source.untyped_storage().data_ptr(), []).extend(owner(source).refresh())
 
 
 def replicate(main: torch.Tensor, source: torch.Tensor, s: Spec) -> list[Callable[[], Any]]:

@@ -326,6 +326,10 @@ def _device(claims: list[_Claim], device: torch.device | str | None) -> torch.de
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
+_OTHER_AXES = {"tp", "cp", "ep", "pp", "sp", "etp"}
+"""Names of axes that are never meant where none is named: those of other kinds of parallelism."""
+
+
 def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The 1-D mesh to shard over, and the (outer, shard) mesh that it is part of, if there is an outer axis."""
     if mesh is None:
@@ -339,11 +343,15 @@ def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, De
     names = mesh.mesh_dim_names or ()
     both: DeviceMesh | None = None
     if mesh.ndim > 1:
-        if mesh.ndim == 2 and names and ("dp_shard" not in names or set(names) == {"dp_outer", "dp_shard"}):
+        if names == ("dp_outer", "dp_shard"):
             both = mesh
-        elif "dp_shard" in names:
-            both = mesh["dp_outer", "dp_shard"] if "dp_outer" in names else None
-        else:
+        elif "dp_shard" in names and "dp_outer" in names:
+            if names.index("dp_shard") < names.index("dp_outer"):
+                raise ValueError(f"fully_shard: 'dp_outer' has to come before 'dp_shard' in the mesh; it is {names}")
+            both = mesh["dp_outer", "dp_shard"]
+        elif "dp_shard" not in names and mesh.ndim == 2 and names and not _OTHER_AXES & set(names):
+            both = mesh
+        elif "dp_shard" not in names:
             raise ValueError(
                 f"fully_shard: which axes of the {mesh.ndim}-D mesh are meant? Name the one to shard over 'dp_shard', "
                 f"and an outer one 'dp_outer'; the axes are {names or 'unnamed'}"
@@ -566,6 +574,9 @@ def _never_a_frame(function: Callable[..., Any]) -> None:
 @contextmanager
 def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
     """Backward calls inside of the ``with`` do not synchronise gradients; the next one outside does, for all.
+
+    Every unit that took part inside has to take part in the one that synchronises. What waits is not in ``.grad``, and
+    optimizers' ``zero_grad`` does not reach it: to give up a step half-way, call ``zero_grad`` of the sharded model.
 
     Args:
         module: a sharded model, or any of its modules.

@@ -23,6 +23,8 @@ class Frame:
 
     name: str
     inputs: tuple[str, ...]
+    syncs: list[int] = field(default_factory=lambda: [0], compare=False)
+    """How often gradients of any unit have been synchronised."""
 
 
 class FlatBuffer:
@@ -80,6 +82,10 @@ class FlatBuffer:
         self._kept: dict[int, torch.Tensor] = {}
         """Gradients that wait for the next synchronisation, by elements: before or after the first reduction."""
         self._kept_offsets: set[int] = set()
+        self._kept_at = 0
+        """`Frame.syncs` when something was kept last."""
+        self._dropped: set[int] = set()
+        """Slots whose gradient has been set to ``None`` while others of the buffer have theirs."""
         self.before_first_gradient: Callable[[FlatBuffer], None] | None = None
         """Asked once, before anything is accumulated; may raise."""
         self.gradient: torch.Tensor | None = None
@@ -116,6 +122,7 @@ class FlatBuffer:
         memo[id(self)] = twin
         twin.unit = copy.deepcopy(self.unit, memo)
         twin.respec(divide=self.spec.divide, hold=self.spec.hold)
+        twin.sync = self.sync
         with torch.no_grad():
             twin.main.copy_(self.main)
             for slot, (mine, its) in enumerate(zip(self.params, twin.params, strict=True)):
@@ -134,9 +141,11 @@ class FlatBuffer:
         """
         if not self.stale and self.main._version == self._version:
             return []
-        self.stale, self._version = False, self.main._version
+        version = self.main._version
         with torch.no_grad():
-            return runtime.replicate(self.main.detach(), self.source.detach(), self.spec)
+            ends = runtime.replicate(self.main.detach(), self.source.detach(), self.spec)
+        self.stale, self._version = False, version
+        return ends
 
     # gradients
 
@@ -149,6 +158,7 @@ class FlatBuffer:
             return False
         self._kept[grads.numel()] = grads.to(self.precision.grad, copy=True) if kept is None else kept.add_(grads)
         self._kept_offsets.update(offsets)
+        self._kept_at = self.unit.frame.syncs[0]
         return True
 
     def forget(self) -> None:
@@ -168,12 +178,16 @@ class FlatBuffer:
             else:
                 self.gradient.copy_(gshard).mul_(scale)
         else:
+            for slot in self._dropped:
+                self.view(self.gradient, slot).zero_()
+            self._dropped.clear()
             self.gradient.add_(gshard.to(self.precision.grad), alpha=scale)
         for offset in self._kept_offsets.union(offsets):
             slot = self._index[offset]
             if slot not in self._grads:
                 self._grads[slot] = self._grad_view(slot)
         self._kept_offsets.clear()
+        self.unit.frame.syncs[0] += 1
 
     def _from_autograd(self, source: torch.Tensor) -> None:
         """Gradients that reach the source through autograd itself: programs that ran without our passes."""
@@ -189,17 +203,27 @@ class FlatBuffer:
         return ShardedDTensor(self.view(self.gradient, slot), self.params[slot].sharding)
 
     def grad_of(self, slot: int) -> ShardedDTensor | None:
-        """The gradient of a parameter, a view into the accumulator, or ``None``."""
+        """The gradient of a parameter, a view into the accumulator, or ``None``.
+
+        Raises:
+            RuntimeError: a backward has synchronised other units, while this one has gradients waiting from before.
+        """
+        if self._kept and self.unit.frame.syncs[0] > self._kept_at:
+            raise RuntimeError(
+                f"mfsdp: unit {self.unit.fqn!r} has gradients from backward calls under no_sync, and the one that "
+                "synchronised did not use it. Let every unit take part in it, or do without no_sync."
+            )
         return self._grads.get(slot)
 
     def set_grad_of(self, slot: int, value: torch.Tensor | None) -> None:
         """``None`` forgets the gradient (the storage goes when all are forgotten); a tensor is copied in."""
         if value is None:
-            old = self._grads.pop(slot, None)
+            there = self._grads.pop(slot, None) is not None
             if not self._grads:
                 self.gradient = None
-            elif old is not None:
-                old.to_local().zero_()
+                self._dropped.clear()
+            elif there:
+                self._dropped.add(slot)
             return
         if value is self._grads.get(slot):
             return
@@ -207,6 +231,7 @@ class FlatBuffer:
             self.gradient = torch.zeros_like(self.main, dtype=self.precision.grad)
         if slot not in self._grads:
             self._grads[slot] = self._grad_view(slot)
+        self._dropped.discard(slot)
         with torch.no_grad():
             self._grads[slot].copy_(value)
 
