@@ -37,7 +37,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="contenders whose names contain one of these, comma separated")
+    parser.add_argument(
+        "--only", default="", help="only contenders whose names contain one of these (comma separated), and one process"
+    )
     parser.add_argument("--torchtitan", type=Path, default=None, help="a checkout, to run SimpleFSDP too")
     parser.add_argument("--out", type=Path, default=Path("bench-out"))
     parser.add_argument("--worker", choices=["real", "stubbed"], default=None, help=argparse.SUPPRESS)
@@ -67,7 +69,7 @@ def worker(args: argparse.Namespace) -> None:
     running: dict[str, tuple[Contender, torch.optim.Optimizer]] = {}
     wanted = [w for w in args.only.split(",") if w]
     for name, make in contenders(args.torchtitan).items():
-        if wanted and not any(w in name for w in wanted):
+        if wanted and name != "one process" and not any(w in name for w in wanted):
             continue
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(args.out.resolve() / "cache" / name.replace(" ", "_") / str(rank))
         torch.compile(torch.sin, dynamic=False)(torch.ones(7))  # the compiler's own precompiled headers
