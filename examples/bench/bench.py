@@ -192,6 +192,7 @@ def launch(args: argparse.Namespace) -> int:
         if code:
             return code
         results[rate] = json.loads(out.read_text())
+        agree(results[rate]["rows"])
     (args.out / "results.json").write_text(json.dumps(results, indent=1))
     text = report(results, args)
     (args.out / "results.md").write_text(text)
@@ -210,6 +211,25 @@ def best(row: dict[str, Any]) -> float:
     return min(row["times"])
 
 
+def agree(rows: dict[str, dict[str, Any]]) -> None:
+    """Makes sure that contenders train alike: two steps' losses of all that average gradients over ranks.
+
+    Raises:
+        ValueError: they do not.
+    """
+    losses = {name: row["losses"] for name, row in rows.items() if row.get("averaged")}
+    want = next(iter(losses.values()), [])
+    for name, got in losses.items():
+        if any(abs(a - b) > 1e-4 * abs(a) for a, b in zip(want, got, strict=True)):
+            raise ValueError(f"{name} has the losses {got}, {next(iter(losses))} has {want}")
+
+
+def bounds(result: dict[str, Any]) -> tuple[float, float]:
+    """Seconds of compute alone, and of the step that nobody can beat at this rate."""
+    compute = best(result["rows"]["one process"])
+    return compute, max(compute + result["link_cpu"], result["link_seconds"])
+
+
 def report(results: dict[str, Any], args: argparse.Namespace) -> str:
     lines = [
         f"{args.world} ranks, one thread and one core each; GPT of {args.layers} blocks of width {args.width}, batch "
@@ -221,8 +241,7 @@ def report(results: dict[str, Any], args: argparse.Namespace) -> str:
     for rate in args.rates.split(","):
         got = results[rate]
         rows = got["rows"]
-        compute = best(rows["one process"]) if "one process" in rows else best(stub["one process"])
-        limit = max(compute + got["link_cpu"], got["link_seconds"])
+        compute, limit = bounds(got)
         lines += [
             f"## Link {rate}",
             "",
@@ -267,8 +286,7 @@ def plot(results: dict[str, Any], args: argparse.Namespace) -> None:
         rows = {n: r for n, r in results[rate]["rows"].items() if "times" in r}
         colours = ["C0" if "mfsdp" in name else "0.7" for name in rows]
         axis.barh(list(rows), [best(r) * 1e3 for r in rows.values()], color=colours)
-        compute = best(rows["one process"]) if "one process" in rows else 0.0
-        limit = max(compute + results[rate]["link_cpu"], results[rate]["link_seconds"])
+        _, limit = bounds(results[rate])
         axis.axvline(limit * 1e3, color="C3", linestyle="--", label="limit")
         axis.set(title=f"link {rate}", xlabel="ms per step")
         axis.invert_yaxis()
