@@ -42,6 +42,12 @@ def two_ranks() -> Iterator[object]:
     yield from _ranks(2)
 
 
+@pytest.fixture
+def two_fresh_ranks() -> Iterator[object]:
+    """Two ranks for one test, which leaves them behind in a state that others should not see."""
+    yield from _ranks(2)
+
+
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[object]:
     yield from _ranks(4)

@@ -48,6 +48,24 @@ def averaged(reference: nn.Module) -> None:
             p.grad.div_(dist.get_world_size())
 
 
+def clip_and_step(
+    model: nn.Module, reference: nn.Module, optimizers: list[torch.optim.Optimizer], tolerance: float, none: bool = True
+) -> None:
+    """Averages the reference's gradients, clips both models to norms that have to agree, and steps both optimizers."""
+    averaged(reference)
+    norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (model, reference)]
+    assert error(norms[0], norms[1]) < tolerance, f"norms {norms}"
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=none)
+
+
+def farthest(model: nn.Module, reference: nn.Module) -> float:
+    """The largest relative error of any parameter."""
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(error(p.full_tensor().detach(), q.detach()) for p, q in pairs)  # type: ignore[attr-defined]
+
+
 def whole(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.full_tensor()  # type: ignore[attr-defined]
 
@@ -108,17 +126,9 @@ def training(name: str, lowering: str, steps: int = 10) -> float:
         x = batches(case, step)[rank]
         case.loss(run, x).backward()
         case.loss(refer, x).backward()
-        averaged(reference)
-        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (model, reference)]
-        assert error(norms[0], norms[1]) < 1e-5, f"step {step}: norms {norms}"
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
-    worst = 0.0
-    for (n, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
-        full = whole(p)
-        assert full is not None, n
-        worst = max(worst, error(full.detach(), q.detach()))
+        clip_and_step(model, reference, optimizers, 1e-5, none=step % 2 == 0)
+    worst = farthest(model, reference)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         state = optimizers[0].state[p]
         for key, value in optimizers[1].state[q].items():
             mine = state[key].full_tensor() if hasattr(state[key], "full_tensor") else state[key]

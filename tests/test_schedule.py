@@ -228,8 +228,10 @@ def test_a_limit_changes_no_value(two_ranks):
     assert two_ranks.run(limited) == [True, True]
 
 
-def slots_over_time() -> tuple[list[dict[str, int]], dict[str, int]]:
-    """Bytes of static buffers after each of five steps, evaluation in between; and the largest that a listing plans."""
+def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int], int]:
+    """Bytes of static buffers after each of five steps, evaluation in between; the largest that a listing plans; how
+    many buffers were not in the slot that they have.
+    """
     runtime._slots.clear()
     planned: dict[str, int] = {}
     run_pipeline = pipeline.run
@@ -240,11 +242,21 @@ def slots_over_time() -> tuple[list[dict[str, int]], dict[str, int]]:
             planned[slot] = max(size, planned.get(slot, 0))
         return stages
 
-    pipeline.run = noted
+    spilt = 0
+    room = runtime._room
+
+    def watched(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        nonlocal spilt
+        out = room(slot, numel, dtype, device)
+        if slot:
+            spilt += out.untyped_storage().data_ptr() != runtime._slots[device, slot].data_ptr()
+        return out
+
+    pipeline.run, runtime._room = noted, watched
     try:
         torch.manual_seed(0)
         model = mfsdp.fully_shard(GPT(layers=4), units=[Block])
-        run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager"})
+        run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": lowering})
         ids = torch.randint(31, (2, 8))
         seen, addresses = [], []
         for step in range(5):
@@ -256,15 +268,16 @@ def slots_over_time() -> tuple[list[dict[str, int]], dict[str, int]]:
             seen.append(runtime.slot_bytes())
             addresses.append(sorted(s.data_ptr() for s in runtime._slots.values()))
     finally:
-        pipeline.run = run_pipeline
+        pipeline.run, runtime._room = run_pipeline, room
     assert all(a == addresses[1] for a in addresses[1:]), "the same storage from the second step on"
-    return seen, planned
+    return seen, planned, spilt
 
 
 @pytest.mark.dist
-def test_static_buffers_stop_growing_and_are_as_planned(two_ranks):
-    for seen, planned in two_ranks.run(slots_over_time):
-        assert all(s == seen[1] for s in seen[1:]) and seen[1] == planned
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_static_buffers_stop_growing_and_are_as_planned(two_ranks, lowering):
+    for seen, planned, spilt in two_ranks.run(slots_over_time, lowering):
+        assert all(s == seen[1] for s in seen[1:]) and seen[1] == planned and not spilt
 
 
 def groups_used() -> tuple[int, int]:
@@ -307,17 +320,11 @@ def diverging() -> str:
 
 
 @pytest.mark.dist
-def test_ranks_that_would_run_different_collectives_say_so_and_do_not_hang():
-    from tests.ranks import Ranks
-
-    ranks = Ranks(2)
-    try:
-        for rank, text in enumerate(ranks.run(diverging, timeout=60)):
-            assert "would run different collectives (law 13)" in text, text
-            assert "    0  all_gather u0_shard" in text and f" -> 1  rank {rank}: " in text
-            assert f"rank {0}: nothing more" in text and f"rank {1}: all_gather u1_shard" in text
-    finally:
-        ranks.stop()
+def test_ranks_that_would_run_different_collectives_say_so_and_do_not_hang(two_fresh_ranks):
+    for rank, text in enumerate(two_fresh_ranks.run(diverging, timeout=60)):
+        assert "would run different collectives (law 13)" in text, text
+        assert "    0  all_gather u0_shard" in text and f" -> 1  rank {rank}: " in text
+        assert f"rank {0}: nothing more" in text and f"rank {1}: all_gather u1_shard" in text
 
 
 def alone() -> str:
@@ -331,15 +338,9 @@ def alone() -> str:
 
 
 @pytest.mark.dist
-def test_a_rank_that_never_comes_is_named():
-    from tests.ranks import Ranks
-
-    ranks = Ranks(2)
-    try:
-        text, _ = ranks.run(alone, timeout=60)
-        assert "ranks [1] have not announced one in 1 s" in text
-    finally:
-        ranks.stop()
+def test_a_rank_that_never_comes_is_named(two_fresh_ranks):
+    text, _ = two_fresh_ranks.run(alone, timeout=60)
+    assert "ranks [1] have not announced one in 1 s" in text
 
 
 def uneven_shapes() -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import mfsdp
 from mfsdp import runtime
 from tests.models import CASES, GPT
-from tests.parity import averaged, batches, build, compiled, error, whole
+from tests.parity import averaged, batches, build, clip_and_step, compiled, error, farthest, whole
 
 ONE_LEVEL: dict[str, dict[str, Any]] = {
     "no_shard": {"strategy": 0},
@@ -76,13 +76,8 @@ def parity(place: str, name: str, microbatches: int, optimizer: str, lowering: s
         accumulated(model, run, case, step, microbatches, place)
         for m in range(microbatches):
             (case.loss(reference, batches(case, 10 * step + m)[dist.get_rank()]) / microbatches).backward()
-        averaged(reference)
-        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (model, reference)]
-        assert error(norms[0], norms[1]) < 1e-9, f"step {step}: norms {norms}"
-        for o in optimizers:
-            o.step()
-            o.zero_grad()
-    return max(error(whole(p).detach(), q.detach()) for p, q in zip(model.parameters(), reference.parameters()))
+        clip_and_step(model, reference, optimizers, 1e-9)
+    return farthest(model, reference)
 
 
 @pytest.mark.dist
@@ -151,13 +146,8 @@ def mixed() -> float:
         mine = batches(CASES["gpt"], step)[dist.get_rank()]
         for m in (run, reference):
             m(mine).square().mean().backward()
-        averaged(reference)
-        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.05) for m in (model, reference)]
-        assert error(norms[0], norms[1]) < 1e-9, f"step {step}: norms {norms}"
-        for o in optimizers:
-            o.step()
-            o.zero_grad()
-    return max(error(whole(p).detach(), q.detach()) for p, q in zip(model.parameters(), reference.parameters()))
+        clip_and_step(model, reference, optimizers, 1e-9)
+    return farthest(model, reference)
 
 
 @pytest.mark.dist
@@ -186,7 +176,7 @@ def drawn(blocks: list[int | None], root: int, synced: list[list[bool]], hold: b
         for o in optimizers:
             o.step()
             o.zero_grad()
-    return max(error(whole(p).detach(), q.detach()) for p, q in zip(model.parameters(), reference.parameters()))
+    return farthest(model, reference)
 
 
 @pytest.mark.dist
@@ -293,6 +283,25 @@ def test_collectives_of_a_step(two_ranks, place, counts):
 )
 def test_collectives_of_a_step_on_two_levels(four_ranks, place, counts):
     assert four_ranks.run(collectives, place, timeout=300) == [counts] * 4
+
+
+def graphs(place: str) -> list[int]:
+    """How many graphs have been compiled after each of six backward calls, of which every third synchronises."""
+    case = CASES["mlp"]
+    _, model = build(case, **sharding(place))
+    run = compiled(model, "eager")
+    counts, before = [], torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for m in range(6):
+        with contextlib.nullcontext() if m % 3 == 2 else mfsdp.no_sync(model):
+            case.loss(run, batches(case, m)[dist.get_rank()]).backward()
+        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
+    return counts
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("place", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_switching_synchronisation_compiles_nothing(two_ranks, place):
+    assert two_ranks.run(graphs, place) == [[1] * 6] * 2
 
 
 def memory(place: str) -> tuple[dict[str, int], dict[str, int]]:
