@@ -60,7 +60,7 @@ def _gather_unit(p: Program, unit: Unit, markers: list[Node]) -> None:
     assert isinstance(flat, Node) and all(m.args[0] is flat for m in markers)
     if spec.kept:
         if p.phase != "backward":
-            p.insert(ops.refresh, (flat, spec.encode()), first, Role(Kind.REFRESH, unit.name, Lane.GATHER))
+            p.insert(ops.refresh, (flat,), first, Role(Kind.REFRESH, unit.name, Lane.GATHER))
             p.insert(ops.wait, (flat, []), first, Role(Kind.WAIT, unit.name, Lane.GATHER))
     elif precision.main is not precision.comm:
         flat = p.insert(

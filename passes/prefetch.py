@@ -98,9 +98,9 @@ def _room(launches: list[Node], i: int, target: Node, limit: int) -> Node:
     events: list[tuple[Node, int]] = []  # where, change of gathered bytes
     for full in launches:
         if full is not launch:
-            size = nbytes(full.meta["val"])
-            events.append((full, size))
-            events += [(u, -size) for u in full.users if u.target is ops.free]
+            taken = nbytes(full.meta["val"])
+            events.append((full, taken))
+            events += [(u, -taken) for u in full.users if u.target is ops.free]
     live = sum(change for node, change in events if node < target)
     earliest = target if live <= room else None
     for node, change in sorted(events):

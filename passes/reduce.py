@@ -80,11 +80,11 @@ def _reduce_sharded(p: Program, unit: Unit, markers: list[Node]) -> None:
     hold = Role(Kind.HOLD, unit.name)
     if spec.world > 1:
         if spec.hold:
-            p.insert(ops.hold, (shard, total, offsets, text), ready, hold)
+            p.insert(ops.hold, (shard, total, offsets), ready, hold)
         total = _scatter(p, unit, total, ready, 0, Kind.GSHARD, Lane.REDUCE)
     if spec.outer > 1:
         lane = Lane.OUTER if spec.world > 1 else Lane.REDUCE
-        p.insert(ops.hold, (shard, total, offsets, text), ready, hold)
+        p.insert(ops.hold, (shard, total, offsets), ready, hold)
         if spec.outer_optim:
             total = _scatter(p, unit, total, ready, 2, Kind.GOUTER, lane)
         else:
@@ -117,7 +117,7 @@ def _reduce_plain(p: Program, unit: Unit) -> bool:
     grads = [results[i] for i in order]
     gfull = _bucket(p, unit, grads[0], grads, [mine[i] for i in order], 1 / spec.divide, ready)
     launch = Role(Kind.ALL_REDUCE, unit.name, lane)
-    p.insert(ops.all_reduce, (gfull, spec.encode()), ready, launch)
+    p.insert(ops.all_reduce, (gfull, spec.encode(), 0), ready, launch)
     p.insert(ops.wait, (gfull, []), ready, Role(Kind.WAIT, unit.name, lane))
     for i in order:
         value = results[i].meta["val"]

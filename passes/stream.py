@@ -16,7 +16,7 @@ writes is kept until then (laws 10 and 11).
 from __future__ import annotations
 
 from mfsdp import ops
-from mfsdp.program import Program
+from mfsdp.program import Program, lane_of
 from mfsdp.roles import role
 
 
@@ -27,8 +27,8 @@ def stream(p: Program) -> None:
         if node.target in (ops.reduce_scatter, ops.all_reduce):
             r = role(node)
             assert r is not None
-            lane = node.args[2] if len(node.args) > 2 else 0
-            assert isinstance(lane, int) and lane % 2 == 0, f"{node.name} has been through stream before"
+            lane = lane_of(node)
+            assert lane % 2 == 0, f"{node.name} has been through stream before"
             if p.unit(r.unit).spec.groups[lane + 1]:
                 node.args = (*node.args[:2], lane + 1)
                 moved += 1

@@ -14,7 +14,7 @@ from torch import fx
 from . import listing, lowering, ops, pipeline, runtime
 from .capture import Capture, sources
 from .config import Options
-from .program import Phase, Program
+from .program import Phase, Program, lane_of
 from .roles import role
 
 log = logging.getLogger("mfsdp")
@@ -78,8 +78,7 @@ def collectives(program: Program) -> dict[str, list[str]]:
         r = role(node)
         if node.target in ops.COLLECTIVES and r is not None:
             spec = program.unit(r.unit).spec
-            lane = node.args[2] if node.target in (ops.reduce_scatter, ops.all_reduce) and len(node.args) > 2 else 0
-            outer = lane in (2, 3) or (node.target is ops.refresh and spec.outer_optim)
+            outer = lane_of(node) >= 2 or (node.target is ops.refresh and spec.outer_optim)
             out.setdefault(spec.outer_group if outer else spec.group, []).append(
                 f"{listing.text(node)}  {r.lane.value}  {'+'.join(map(str, spec.splits))} x {spec.world}"
             )

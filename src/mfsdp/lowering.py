@@ -26,7 +26,7 @@ Transform = Callable[[fx.GraphModule, Phase], None]
 """Runs the pipeline on a graph, in place."""
 
 INDUCTOR = {
-    # Order is the schedule's business (Note [Order] in pipeline): Inductor must not move launches or waits.
+    # Order is the schedule's business (`prefetch`, `defer`, `bucket`): Inductor must not move launches or waits.
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,

@@ -9,7 +9,7 @@ Their kernels do what they say, alone (gather the unit, cut one parameter out; r
 program runs before any pass has touched it, and every pass can be compared with the one before. The rest is what
 passes rewrite them into:
 
-    refresh(source, spec)                     parameters that last are gathered again, if the optimizer has stepped;
+    refresh(source)                           parameters that last are gathered again, if the optimizer has stepped;
                                               launched, not finished
     all_gather(shard, spec, slot) -> full     launched, not finished
     wait(out, inputs)                         out is complete; inputs had to live until now
@@ -17,7 +17,7 @@ passes rewrite them into:
     bucket(like, holes, spec, slot) -> gfull  room for a unit's gradients; zeros in the holes (start, end, start, ...)
     pack(gfull, grads, offsets, scale)        copies gradients to their places
     mm(gfull, offset, size, stride, a, b)     writes a product to its place
-    hold(source, grads, offsets, spec)        between synchronisations: grads stay here, and the reductions of them that
+    hold(source, grads, offsets)              between synchronisations: grads stay here, and the reductions of them that
                                               follow do nothing; at the next one: what has stayed is added to grads
     reduce_scatter(gfull, spec, lane) -> gshard   sum over ranks; launched, not finished
     all_reduce(gfull, spec, lane)             in place, sum over ranks; launched, not finished
@@ -42,7 +42,7 @@ LIBRARY = torch.library.Library("mfsdp", "DEF")
 
 LIBRARY.define("param(Tensor shard, int offset, SymInt[] shape, str spec) -> Tensor")
 LIBRARY.define("param_grad(Tensor grad, Tensor shard, int offset, str spec) -> Tensor")
-LIBRARY.define("refresh(Tensor(a!) source, str spec) -> ()")
+LIBRARY.define("refresh(Tensor(a!) source) -> ()")
 LIBRARY.define("all_gather(Tensor shard, str spec, int slot=-1) -> Tensor")
 LIBRARY.define("wait(Tensor(a!) out, Tensor[] inputs) -> ()")
 LIBRARY.define("free(Tensor(a!) full) -> ()")
@@ -54,9 +54,9 @@ LIBRARY.define(
     "mm(Tensor(a!) gfull, int offset, int[] size, int[] stride, Tensor a, Tensor b) -> ()",
     tags=(torch.Tag.flexible_layout,),
 )
-LIBRARY.define("hold(Tensor source, Tensor(a!) grads, int[] offsets, str spec) -> ()")
-LIBRARY.define("reduce_scatter(Tensor gfull, str spec, int lane=0) -> Tensor")
-LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec, int lane=0) -> ()")
+LIBRARY.define("hold(Tensor source, Tensor(a!) grads, int[] offsets) -> ()")
+LIBRARY.define("reduce_scatter(Tensor gfull, str spec, int lane) -> Tensor")
+LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec, int lane) -> ()")
 LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale) -> ()")
 
 _ops = torch.ops.mfsdp
@@ -94,11 +94,11 @@ def _(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) -> torch.
 
 
 @torch.library.register_fake("mfsdp::refresh")
-def _(source: torch.Tensor, spec: str) -> None: ...
+def _(source: torch.Tensor) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::hold")
-def _(source: torch.Tensor, grads: torch.Tensor, offsets: list[int], spec: str) -> None: ...
+def _(source: torch.Tensor, grads: torch.Tensor, offsets: list[int]) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::all_gather")
@@ -123,7 +123,7 @@ def _(
 
 
 @torch.library.register_fake("mfsdp::reduce_scatter")
-def _(gfull: torch.Tensor, spec: str, lane: int = 0) -> torch.Tensor:
+def _(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
     return gfull.new_empty(sum(Spec.decode(spec).cut(lane)))
 
 
@@ -136,7 +136,7 @@ def _(full: torch.Tensor) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::all_reduce")
-def _(gfull: torch.Tensor, spec: str, lane: int = 0) -> None: ...
+def _(gfull: torch.Tensor, spec: str, lane: int) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::accumulate")

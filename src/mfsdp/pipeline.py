@@ -53,7 +53,7 @@ ORDER: tuple[tuple[str, str, str], ...] = (
     ),
     ("prefetch", "pool", "slots are coloured over the final order of launches and frees"),
     ("bucket", "pool", "slots are coloured over the final lives of gradient buffers"),
-    ("pool", "stream", "the listing of slots is read with one group, as the laws of values are; nothing else"),
+    ("pool", "stream", "a listing shows slots before groups; programs do not depend on it"),
 )
 """Earlier, later, why."""
 

@@ -205,6 +205,13 @@ def slot_of(node: Node) -> str:
     return f"{'p' if node.target is ops.all_gather else 'g'}{number}"
 
 
+def lane_of(node: Node) -> int:
+    """Which of its unit's process groups (`Spec.groups`) a collective goes through; that of gathers for others."""
+    if node.target in (ops.reduce_scatter, ops.all_reduce):
+        return node.args[2]  # type: ignore[return-value]
+    return 0
+
+
 def base_of(node: Node) -> Node:
     """The node that owns the storage."""
     while (parent := view_of(node)) is not None:

@@ -242,7 +242,7 @@ def all_gather(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
     return full
 
 
-def refresh(source: torch.Tensor, spec: str) -> None:
+def refresh(source: torch.Tensor) -> None:
     """Launches the gather of parameters that last, if their main weights have changed since."""
     # Behind what an earlier program may have left, which an exception kept from waiting.
     _under_way.setdefault(source.untyped_storage().data_ptr(), []).extend(owner(source).refresh())
@@ -255,9 +255,7 @@ def replicate(main: torch.Tensor, source: torch.Tensor, s: Spec) -> list[Callabl
         return _gathered(source, shard, s.splits, s.world, s.group)
     if not s.replica:
         return _gathered(source, shard, s.cut(2), s.outer, s.outer_group)
-    inner = source.new_empty(s.shard_numel)
-    for end in _gathered(inner, shard, s.cut(2), s.outer, s.outer_group):
-        end()
+    inner = _whole(shard, s.cut(2), s.outer, s.outer_group)
     return _gathered(source, inner, s.splits, s.world, s.group)
 
 
@@ -265,7 +263,7 @@ _held: set[int] = set()
 """Gradients that stay where they are, and what reductions of them would have given, by address."""
 
 
-def hold(source: torch.Tensor, grads: torch.Tensor, offsets: list[int], spec: str) -> None:
+def hold(source: torch.Tensor, grads: torch.Tensor, offsets: list[int]) -> None:
     """Keeps gradients back, or adds what was kept back to them."""
     key = grads.data_ptr()
     if key in _held:
@@ -274,7 +272,7 @@ def hold(source: torch.Tensor, grads: torch.Tensor, offsets: list[int], spec: st
         _held.add(key)
 
 
-def reduce_scatter(gfull: torch.Tensor, spec: str, lane: int = 0) -> torch.Tensor:
+def reduce_scatter(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
     """Launches the sum over ranks. ``gfull``: [full_numel], on an outer lane [shard_numel]; returns this rank's part,
     not yet complete.
     """
@@ -284,6 +282,7 @@ def reduce_scatter(gfull: torch.Tensor, spec: str, lane: int = 0) -> torch.Tenso
     if gfull.data_ptr() in _held:
         _held.remove(gfull.data_ptr())
         _held.add(gshard.data_ptr())
+        _launched(gshard, [])
         return gshard
     group, ranks = process_group(s.groups[lane]), s.outer if lane >= 2 else s.world
     launch = _exchange if dist.get_backend(group) == "gloo" and gfull.is_cpu else _scatter
@@ -319,9 +318,10 @@ def _exchange(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -
     return finish
 
 
-def all_reduce(gfull: torch.Tensor, spec: str, lane: int = 0) -> None:
+def all_reduce(gfull: torch.Tensor, spec: str, lane: int) -> None:
     """Launches the sum over ranks, in place."""
     if gfull.data_ptr() in _held:
+        _launched(gfull, [])
         return
     work = dist.all_reduce(gfull, group=process_group(Spec.decode(spec).groups[lane]), async_op=True)
     _launched(gfull, [work.wait])
@@ -329,7 +329,7 @@ def all_reduce(gfull: torch.Tensor, spec: str, lane: int = 0) -> None:
 
 def wait(out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
     """Returns once ``out`` may be read (on CUDA: once the current stream is behind the collective)."""
-    for end in _under_way.pop(out.untyped_storage().data_ptr(), ()):
+    for end in _under_way.pop(out.untyped_storage().data_ptr()):
         end()
 
 
@@ -382,7 +382,7 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     """
     s = Spec.decode(spec)
     if s.kept:
-        refresh(source, spec)
+        refresh(source)
         wait(source, [])
     flat = source.detach().to(s.precision.comm)
     if s.gathers:
@@ -414,10 +414,10 @@ def reduce_now(source: torch.Tensor, grads: list[torch.Tensor], offsets: list[in
     total = _packed(grads, offsets, spec)
     if s.world > 1:
         if s.hold:
-            hold(source, total, offsets, spec)
+            hold(source, total, offsets)
         total = _over_shards(total, spec)
     if s.outer > 1:
-        hold(source, total, offsets, spec)
+        hold(source, total, offsets)
         total = _over_outer(total, spec)
     accumulate(source, total, offsets, 1 / s.divide)
 
@@ -429,7 +429,7 @@ def _packed(grads: list[torch.Tensor], offsets: list[int], spec: str) -> torch.T
 
 
 def _over_shards(gfull: torch.Tensor, spec: str) -> torch.Tensor:
-    gshard = reduce_scatter(gfull, spec)
+    gshard = reduce_scatter(gfull, spec, 0)
     wait(gshard, [gfull])
     return gshard
 
