@@ -336,13 +336,6 @@ def test_nothing_keeps_the_old_parameters_alive():
     assert not [r for r in old if r() is not None]
 
 
-def test_freezing_after_sharding_is_refused():
-    model = mfsdp.fully_shard(MLP())
-    model.requires_grad_(True)
-    with pytest.raises(NotImplementedError, match=r"Freeze before fully_shard"):
-        model.requires_grad_(False)
-
-
 def test_gradients_that_somebody_holds_survive_zero_grad():
     model = mfsdp.fully_shard(MLP())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -11,6 +11,7 @@ from . import (
 )
 from .check import LawError
 from .config import MixedPrecisionPolicy
+from .norms import check_finite, norms
 from .optimizer import fully_shard_optimizer
 from .shard import FSDPModule, fully_shard, no_sync, summon_full_params
 from .tracing import trace
@@ -21,9 +22,11 @@ __all__ = [
     "FSDPModule",
     "LawError",
     "MixedPrecisionPolicy",
+    "check_finite",
     "fully_shard",
     "fully_shard_optimizer",
     "no_sync",
+    "norms",
     "passes",
     "pipeline",
     "summon_full_params",

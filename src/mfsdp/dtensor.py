@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from . import runtime
 from .layout import Layout, Local
@@ -325,19 +327,41 @@ class ShardedParameter(ShardedDTensor):
     def grad(self) -> None:
         self.grad = None  # type: ignore[method-assign, assignment]
 
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
+        if self._mfsdp_owner is not None:
+            self._mfsdp_owner.set_trains(self._sharding.slot, value)
+
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        if requires_grad != self.requires_grad:
-            raise NotImplementedError(
-                "requires_grad of a sharded parameter is fixed: its unit has a flat buffer for what trains and one for "
-                "what is frozen. Freeze before fully_shard, or leave the parameter out of the optimizer."
-            )
+        self.requires_grad = requires_grad  # type: ignore[method-assign]
         return self
 
-    def register_hook(self, hook: Callable[..., Any]) -> Any:
-        raise NotImplementedError("gradient hooks do not compose with sharded parameters yet")
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:  # type: ignore[override]
+        """``hook(grad)``, once per backward that synchronises, with the reduced gradient that is about to be added to
+        ``.grad``, a DTensor; it may return another one. Between synchronisations (`no_sync`) gradients wait for it.
+        """
+        return self._hook("hooks", hook)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[..., Any]) -> Any:
-        raise NotImplementedError("post-accumulate-grad hooks do not compose with sharded parameters yet")
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """``hook(param)``, once per backward that synchronises, when ``.grad`` is complete. It may step an optimizer
+        and set ``.grad`` to ``None``: no program of this backward reads the parameter any more.
+        """
+        return self._hook("post_hooks", hook)
+
+    def _hook(self, where: str, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
+        if not self.requires_grad:
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+        if self._mfsdp_owner is None:
+            raise RuntimeError("a sharded parameter without a model gets no gradients that a hook could see")
+        hooks = getattr(self._mfsdp_owner, where).setdefault(self._sharding.slot, OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._mfsdp_owner is not None:
@@ -599,8 +623,10 @@ def _norms_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None)
         some = torch._foreach_norm([locals_[i] for i in keep], order, wide)
         partial[torch.tensor(keep, device=partial.device)] = torch.stack(some)
     if math.isinf(order):
-        op = "max" if order > 0 else "min"
-        total = _all_reduce(partial, op, tensors[0]._sharding)
+        sign = math.copysign(1, order)
+        told = torch.cat([sign * partial, partial.isnan()])  # a maximum may lose the NaNs of other ranks
+        largest, nan = _all_reduce(told, "max", tensors[0]._sharding).chunk(2)
+        total = (sign * largest).where(nan == 0, torch.nan)
     elif order == 0:
         total = _all_reduce(partial, "sum", tensors[0]._sharding)
     else:
@@ -609,6 +635,16 @@ def _norms_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None)
             powers[partial == 0] = 0
         total = _all_reduce(powers, "sum", tensors[0]._sharding).pow(1 / order)
     return [n.to(dtype or t.dtype) for n, t in zip(total.unbind(), locals_, strict=True)]
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """``GradScaler``'s: scales gradients in place; an Inf or NaN on any rank is found on all of them."""
+    tensors, found, inverse = args
+    some = [t._local_tensor for t in tensors if t._local_tensor.numel()]
+    if some:
+        func(some, found, inverse)
+    for mesh in {t._sharding.mesh: t._sharding for t in tensors}.values():
+        _all_reduce(found, "max", mesh)
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedDTensor:
@@ -695,6 +731,7 @@ _BY_NAME: dict[str, Handler] = {
     "linalg_vector_norm": _norm,
     "norm": _norm,
     "_foreach_norm": _foreach_norm,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     "view": _view,
     "_unsafe_view": _view,
     "reshape": _view,

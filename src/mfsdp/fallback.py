@@ -75,7 +75,9 @@ class _Gather(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.buffer = buffer
         ctx.set_materialize_grads(False)
-        return tuple(buffer.full_view(full, i) for i in range(len(buffer.layout.slots)))
+        views = tuple(buffer.full_view(full, i) for i in range(len(buffer.layout.slots)))
+        ctx.mark_non_differentiable(*(v for v, trains in zip(views, buffer.trains, strict=True) if not trains))
+        return views
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]

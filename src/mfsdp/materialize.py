@@ -130,7 +130,7 @@ def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[Non
             value = ref.buffer.params[ref.slot].full_tensor().to(dtype)
         else:
             value = _blank(torch.Size(ref.shape), dtype, device)
-        whole = nn.Parameter(value, requires_grad=ref.buffer.trainable)
+        whole = nn.Parameter(value, requires_grad=ref.buffer.trains[ref.slot])
         whole.__dict__.update(ref.buffer.params[ref.slot].__dict__.get("_mfsdp_carried", {}))
         module._parameters[name] = whole
         mine.append((name, ref, whole, first and done))

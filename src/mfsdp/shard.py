@@ -552,7 +552,8 @@ def _property(name: str) -> property:
         if torch.compiler.is_compiling():
             if ref.unit.open:
                 return ref.unit.full[ref.index][ref.slot]  # type: ignore[no-any-return]
-            return ops.param(ref.buffer.source, ref.offset, ref.shape, ref.buffer.text)  # type: ignore[no-any-return]
+            out = ops.param(ref.buffer.source, ref.offset, ref.shape, ref.buffer.text)
+            return out.detach() if ref.buffer.trainable and not ref.buffer.trains[ref.slot] else out  # type: ignore[no-any-return]
         return fallback.read(self, name, ref)  # type: ignore[no-any-return]
 
     _never_a_frame(get)
@@ -625,7 +626,7 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
             view = ref.buffer.full_view(full, ref.slot)
             key = (id(ref.buffer), ref.slot)
             if key not in whole:
-                whole[key] = nn.Parameter(view, requires_grad=ref.buffer.trainable)
+                whole[key] = nn.Parameter(view, requires_grad=ref.buffer.trains[ref.slot])
             m._parameters[name] = whole[key]
         yield
         if writeback:

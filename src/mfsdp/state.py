@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
@@ -27,6 +28,10 @@ class Frame:
     """How often gradients of any unit have been synchronised."""
 
 
+GradHook = Callable[[torch.Tensor], torch.Tensor | None]
+PostHook = Callable[[torch.Tensor], None]
+
+
 class FlatBuffer:
     """The parameters of one unit that share dtypes, device and whether they train.
 
@@ -41,7 +46,7 @@ class FlatBuffer:
         layout: where each parameter lies; over all ranks that cut the main weights.
         placement: the strategy, and the ranks.
         precision: dtypes.
-        trainable: whether the parameters require gradients.
+        trainable: whether the parameters require gradients, at first (`set_trains`).
         reshard: whether forward frees the gathered buffer.
         device: where the shard lives.
     """
@@ -58,7 +63,10 @@ class FlatBuffer:
         device: torch.device,
     ):
         self.unit, self.layout, self.placement, self.precision = unit, layout, placement, precision
+        self.trains = [trainable] * len(layout.slots)
+        """Which parameters require gradients; Dynamo reads it where they are read."""
         self.trainable = trainable
+        """Whether any does."""
         self.spec = placement.spec(layout, precision, reshard)
         self.text = self.spec.encode()
         """The spec as markers carry it."""
@@ -73,10 +81,10 @@ class FlatBuffer:
         self.stale = True
         """Whether the source has to be filled again."""
         self._version = -1
-        self.source.requires_grad_(trainable)
         runtime.own(self.source, self)
-        if trainable:
-            self.source.register_post_accumulate_grad_hook(self._from_autograd)
+        self.source.requires_grad_()  # nobody may register a hook otherwise
+        self.source.register_post_accumulate_grad_hook(self._backward_done)
+        self.source.requires_grad_(trainable)
         self.sync = True
         """Whether backward reduces gradients over the outer axis, or at all (`no_sync`)."""
         self._kept: dict[int, torch.Tensor] = {}
@@ -84,6 +92,14 @@ class FlatBuffer:
         self._kept_offsets: set[int] = set()
         self._kept_at = 0
         """`Frame.syncs` when something was kept last."""
+        self.hooks: dict[int, OrderedDict[int, GradHook]] = {}
+        """What wants to see, and may change, a slot's gradient before it is added to what is there."""
+        self.post_hooks: dict[int, OrderedDict[int, PostHook]] = {}
+        """What wants to know that a slot's ``.grad`` is complete."""
+        self._arrived: set[int] = set()
+        """Slots whose hooks have not run since they got a gradient."""
+        self._pending: torch.Tensor | None = None
+        """Their gradients, [layout.shard_numel] in ``precision.grad``, if there are hooks that may change them."""
         self._dropped: set[int] = set()
         """Slots whose gradient has been set to ``None`` while others of the buffer have theirs."""
         self.before_first_gradient: Callable[[FlatBuffer], None] | None = None
@@ -117,7 +133,7 @@ class FlatBuffer:
     def __deepcopy__(self, memo: dict[int, object]) -> FlatBuffer:
         twin = FlatBuffer(
             self.unit, self.layout, self.placement, self.precision,
-            trainable=self.trainable, reshard=self.spec.reshard, device=self.main.device,
+            trainable=False, reshard=self.spec.reshard, device=self.main.device,
         )  # fmt: skip
         memo[id(self)] = twin
         twin.unit = copy.deepcopy(self.unit, memo)
@@ -127,6 +143,7 @@ class FlatBuffer:
             twin.main.copy_(self.main)
             for slot, (mine, its) in enumerate(zip(self.params, twin.params, strict=True)):
                 carry_attributes(mine, its)
+                its.requires_grad_(mine.requires_grad)
                 if slot in self._grads:
                     twin.set_grad_of(slot, self._grads[slot])
                 memo[id(mine)] = its
@@ -149,6 +166,14 @@ class FlatBuffer:
 
     # gradients
 
+    def set_trains(self, slot: int, trains: bool) -> None:
+        """Freezes or unfreezes a parameter; compiled graphs that read it recompile. A buffer in which any parameter
+        trains reduces whole gradients, with zeros for those that do not.
+        """
+        self.trains[slot] = trains
+        self.trainable = any(self.trains)
+        self.source.requires_grad_(self.trainable)
+
     def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool:
         """Whether gradients stay here for now: then they are kept. Otherwise what was kept is added to them."""
         kept = self._kept.pop(grads.numel(), None)
@@ -165,42 +190,79 @@ class FlatBuffer:
         """Drops what waits for the next synchronisation."""
         self._kept.clear()
         self._kept_offsets.clear()
+        self._arrived.clear()
+        self._pending = None
 
     def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None:
         """Adds ``scale * gshard`` ([shard_numel]) in the accumulator's dtype; the first write is a store."""
         if self.before_first_gradient is not None:
             self.before_first_gradient(self)
             self.before_first_gradient = None
-        if self.gradient is None:
-            self.gradient = torch.empty_like(self.main, dtype=self.precision.grad)
-            if gshard.dtype is self.precision.grad:
-                torch.mul(gshard, scale, out=self.gradient)
-            else:
-                self.gradient.copy_(gshard).mul_(scale)
+        slots = {self._index[offset] for offset in self._kept_offsets.union(offsets)}
+        if any(self.hooks.values()):
+            self._pending = self._sum(self._pending, gshard, scale)
         else:
-            for slot in self._dropped:
-                self.view(self.gradient, slot).zero_()
-            self._dropped.clear()
-            self.gradient.add_(gshard.to(self.precision.grad), alpha=scale)
-        for offset in self._kept_offsets.union(offsets):
-            slot = self._index[offset]
-            if slot not in self._grads:
-                self._grads[slot] = self._grad_view(slot)
+            self._land(gshard, slots, scale)
+        self._arrived |= slots
         self._kept_offsets.clear()
         self.unit.frame.syncs[0] += 1
 
-    def _from_autograd(self, source: torch.Tensor) -> None:
-        """Gradients that reach the source through autograd itself: programs that ran without our passes."""
-        if source.grad is None:
-            return  # our programs give autograd nothing for it
+    def _sum(self, total: torch.Tensor | None, gshard: torch.Tensor, scale: float) -> torch.Tensor:
+        dtype = self.precision.grad
+        if total is not None:
+            return total.add_(gshard.to(dtype), alpha=scale)
+        total = torch.empty_like(self.main, dtype=dtype)
+        return torch.mul(gshard, scale, out=total) if gshard.dtype is dtype else total.copy_(gshard).mul_(scale)
+
+    def _land(self, gshard: torch.Tensor, slots: Iterable[int], scale: float) -> None:
+        """Adds to what is in ``.grad`` of some slots."""
+        if self.gradient is not None:
+            for slot in self._dropped:
+                self.view(self.gradient, slot).zero_()
+        self._dropped.clear()
+        self.gradient = self._sum(self.gradient, gshard, scale)
+        for slot in slots:
+            if slot not in self._grads:
+                self._grads[slot] = self._shown(self.gradient, slot)
+
+    def _backward_done(self, source: torch.Tensor) -> None:
+        """Runs hooks. Autograd calls it once per backward, when all programs that read the source are through with it,
+        with what reached it through autograd itself: gradients of programs that ran without our passes.
+        """
         if source.is_meta:
             return  # nothing runs
-        self.accumulate(runtime.reduce_rest(source.grad, self.text), self._index, 1.0)
-        source.grad = None
+        if source.grad is not None:
+            offsets = [offset for offset, slot in self._index.items() if self.trains[slot]]
+            self.accumulate(runtime.reduce_rest(source.grad, self.text), offsets, 1.0)
+            source.grad = None
+        if not self.sync or not self._arrived:
+            return
+        slots, self._arrived = sorted(self._arrived), set()
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            for slot in slots:
+                self._ask_hooks(pending, slot)
+            self._land(pending, slots, 1.0)
+        for slot in slots:
+            for hook in tuple(self.post_hooks.get(slot, {}).values()):
+                hook(self.params[slot])
 
-    def _grad_view(self, slot: int) -> ShardedDTensor:
-        assert self.gradient is not None
-        return ShardedDTensor(self.view(self.gradient, slot), self.params[slot].sharding)
+    def _ask_hooks(self, gradients: torch.Tensor, slot: int) -> None:
+        for hook in tuple(self.hooks.get(slot, {}).values()):
+            mine = self._shown(gradients, slot)
+            with torch.no_grad():
+                changed = hook(mine)
+                if changed is not None and changed is not mine:
+                    if not isinstance(changed, torch.Tensor) or changed.shape != mine.shape:
+                        raise RuntimeError(
+                            f"mfsdp: a gradient hook of {self.layout.slots[slot].name} in unit {self.unit.fqn!r} "
+                            f"returned {changed!r}; return None or a gradient of shape {tuple(mine.shape)}"
+                        )
+                    mine.copy_(changed)
+
+    def _shown(self, gradients: torch.Tensor, slot: int) -> ShardedDTensor:
+        """A parameter's part of flat gradients."""
+        return ShardedDTensor(self.view(gradients, slot), self.params[slot].sharding)
 
     def grad_of(self, slot: int) -> ShardedDTensor | None:
         """The gradient of a parameter, a view into the accumulator, or ``None``.
@@ -230,7 +292,7 @@ class FlatBuffer:
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.main, dtype=self.precision.grad)
         if slot not in self._grads:
-            self._grads[slot] = self._grad_view(slot)
+            self._grads[slot] = self._shown(self.gradient, slot)
         self._dropped.discard(slot)
         with torch.no_grad():
             self._grads[slot].copy_(value)

@@ -1,0 +1,61 @@
+"""Norms of single parameters, and which gradients are not finite: by name, over all ranks, with one collective."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def norms(
+    model: nn.Module, of: Literal["weights", "gradients"] = "weights", *, norm_type: float = 2.0
+) -> dict[str, torch.Tensor]:
+    """The norm of every parameter of a sharded model, or of its gradient. All ranks must call it.
+
+    Args:
+        model: sharded or not, or sharded in parts.
+        of: ``"weights"`` (main weights), or ``"gradients"`` (what is in ``.grad``; parameters without are left out).
+        norm_type: order of the norm, ``math.inf`` for the largest absolute value.
+
+    Returns:
+        By name, scalar tensors in the dtype and on the device of what is measured, the same on every rank: norms of
+        whole tensors. Nothing waits for the device.
+
+    Raises:
+        ValueError: ``of`` is something else.
+    """
+    if of not in ("weights", "gradients"):
+        raise ValueError(f"norms: of={of!r}: choose 'weights' or 'gradients'")
+    found = {name: p if of == "weights" else p.grad for name, p in model.named_parameters()}
+    there = {name: t for name, t in found.items() if t is not None}
+    alike: dict[tuple[type, torch.device], list[str]] = {}
+    for name, t in there.items():
+        alike.setdefault((type(t), t.device), []).append(name)
+    out: dict[str, torch.Tensor] = {}
+    for names in alike.values():
+        out |= zip(names, torch._foreach_norm([there[n] for n in names], norm_type), strict=True)
+    return {name: out[name] for name in there}
+
+
+def check_finite(model: nn.Module, of: Literal["weights", "gradients"] = "gradients") -> None:
+    """Raises if a gradient (or a weight) has an Inf or a NaN anywhere. All ranks must call it, and all raise.
+
+    Costs one pass over what it looks at, one collective and one wait for the device; call it after backward, as often
+    as that is worth it.
+
+    Raises:
+        FloatingPointError: names every parameter, and whether it has a NaN.
+        ValueError: ``of`` is something else.
+    """
+    largest = norms(model, of, norm_type=math.inf)
+    if not largest:
+        return
+    values = torch.stack([v.float() for v in largest.values()]).tolist()
+    bad = {name: "NaN" if math.isnan(v) else "Inf" for name, v in zip(largest, values, strict=True)
+           if not math.isfinite(v)}  # fmt: skip
+    if bad:
+        named = ", ".join(f"{name} ({what})" for name, what in bad.items())
+        raise FloatingPointError(f"mfsdp: {len(bad)} of {len(values)} {of} are not finite: {named}")

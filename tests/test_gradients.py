@@ -1,0 +1,285 @@
+"""What people do to gradients and parameters: freezing, hooks, norms, loss scaling, parametrizations."""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mfsdp
+from tests.models import CASES, GPT, Block
+from tests.parity import averaged, batches, build, clip_and_step, compiled, error, farthest
+
+STRATEGIES = [0, 1, 2, 3]
+
+
+def thawed(strategy: int, lowering: str) -> tuple[float, list[list[str]]]:
+    """Parameters freeze and thaw between steps, one of a unit and whole units; which have gradients at each step."""
+    case = CASES["lora"]
+    reference, model = build(case, strategy=strategy)
+    run = compiled(model, lowering)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+    theirs = dict(reference.named_parameters())
+    changes: list[dict[str, bool]] = [
+        {},
+        {"layers.0.a": False},
+        {"layers.0.base.weight": True},
+        {"layers.0.a": True, "layers.2.a": False, "layers.2.b": False},
+        {"layers.0.base.weight": False, "layers.2.a": True},
+    ]
+    seen = []
+    for step, change in enumerate(changes):
+        for name, p in model.named_parameters():
+            if name in change:
+                p.requires_grad = change[name]
+                theirs[name].requires_grad_(change[name])
+        x = batches(case, step)[dist.get_rank()]
+        for m in (run, reference):
+            case.loss(m, x).backward()
+        mine = {n for n, p in model.named_parameters() if p.grad is not None}
+        assert mine == {n for n, p in theirs.items() if p.grad is not None}, step
+        assert all(p.requires_grad == theirs[n].requires_grad for n, p in model.named_parameters())
+        seen.append(sorted(mine))
+        clip_and_step(model, reference, optimizers, 1e-5)
+    return farthest(model, reference), seen
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("strategy", "lowering"),
+    [
+        *((strategy, lowering) for strategy in STRATEGIES for lowering in ("eager", "none")),
+        pytest.param(3, "inductor", marks=pytest.mark.inductor),
+    ],
+)
+def test_freezing_and_thawing_between_steps(two_ranks, strategy, lowering):
+    for worst, seen in two_ranks.run(thawed, strategy, lowering, timeout=300):
+        assert worst < 1e-5
+        assert [len(s) for s in seen] == [4, 3, 4, 3, 3]
+
+
+def hooked(strategy: int, lowering: str) -> tuple[float, list[int], list[str], float]:
+    """Hooks see the averaged gradient once per step, whatever the microbatches, and may change it."""
+    case = CASES["twice"]
+    reference, model = build(case, strategy=strategy)
+    run = compiled(model, lowering)
+    calls: list[str] = []
+    counts, worst = [], 0.0
+    handles = []
+    for name, p in model.named_parameters():
+        if name.endswith("weight"):
+            handles.append(p.register_hook(lambda g, n=name: (calls.append(f"grad {n}"), g * 2)[1]))
+        handles.append(p.register_post_accumulate_grad_hook(lambda p, n=name: calls.append(f"post {n} {p.grad.shape}")))
+    for step in range(2):
+        for m in range(3):
+            x = batches(case, 10 * step + m)[dist.get_rank()]
+            with mfsdp.no_sync(model) if m < 2 else nullcontext():
+                case.loss(run, x).backward()
+            case.loss(reference, x).backward()
+            counts.append(len(calls))
+        averaged(reference)
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            q.grad.mul_(2 if name.endswith("weight") else 1)
+            worst = max(worst, error(p.grad.full_tensor(), q.grad))
+        model.zero_grad()
+        reference.zero_grad()
+    for handle in handles:
+        handle.remove()
+    case.loss(run, x).backward()
+    case.loss(reference, x).backward()
+    averaged(reference)
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return worst, counts, calls, max(error(p.grad.full_tensor(), q.grad) for p, q in pairs)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lowering", ["eager", "none"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_hooks_run_once_on_the_reduced_gradient(two_ranks, strategy, lowering):
+    for worst, counts, calls, removed in two_ranks.run(hooked, strategy, lowering):
+        assert counts == [0, 0, 6, 6, 6, 12] and worst < 1e-5 and removed < 1e-5
+        assert sorted(calls[:6]) == [
+            "grad last.weight", "grad shared.weight", "post last.bias torch.Size([5])",
+            "post last.weight torch.Size([5, 18])", "post shared.bias torch.Size([18])",
+            "post shared.weight torch.Size([18, 18])",
+        ]  # fmt: skip
+
+
+def stepped_in_backward(lowering: str, broken: bool) -> float:
+    """An optimizer for each parameter, stepped as soon as its gradient is there; also through a graph break."""
+    case = CASES["gpt"]
+    torch.manual_seed(0)
+    reference = GPT(break_graph=broken)
+    model = mfsdp.fully_shard(GPT(break_graph=broken), units=[Block])
+    model.load_state_dict(reference.state_dict())
+    run = compiled(model, lowering)
+    own = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+
+    def step(p: Any) -> None:
+        own[p].step()
+        own[p].zero_grad()
+
+    for p in own:
+        p.register_post_accumulate_grad_hook(step)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for s in range(3):
+        x = batches(case, s)[dist.get_rank()]
+        case.loss(run, x).backward()
+        case.loss(reference, x).backward()
+        averaged(reference)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    return farthest(model, reference)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("lowering", "broken"), [("eager", False), ("eager", True), ("none", False)])
+def test_an_optimizer_steps_inside_of_backward(two_ranks, lowering, broken):
+    assert max(two_ranks.run(stepped_in_backward, lowering, broken)) < 1e-4
+
+
+def test_an_optimizer_steps_inside_of_backward_of_one_process():
+    """Programs read the main weights themselves: none may after they have been stepped."""
+    torch.manual_seed(0)
+    reference = CASES["mlp"].build()
+    model = mfsdp.fully_shard(CASES["mlp"].build(), units=["up", "down"])
+    model.load_state_dict(reference.state_dict())
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: p.detach().sub_(p.grad))
+    x = torch.randn(4, 24)
+    compiled(model, "eager")(x).square().mean().backward()
+    reference(x).square().mean().backward()
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(p.full_tensor(), q - q.grad, atol=1e-6)
+
+
+def test_hooks_that_cannot_work_are_refused():
+    model = mfsdp.fully_shard(CASES["mlp"].build())
+    model.scale.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="doesn't require gradient"):
+        model.scale.register_hook(lambda g: g)
+    model.up.weight.register_hook(lambda g: g.full_tensor()[0])
+    with pytest.raises(RuntimeError, match=r"gradient hook of up.weight in unit '\(root\)' returned"):
+        model(torch.randn(2, 24)).sum().backward()
+
+
+def measured(strategy: int) -> list[float]:
+    """Norms by name against those of the unsharded model, with a parameter that has no gradient and one left alone."""
+    case = CASES["unused"]
+    torch.manual_seed(0)
+    reference = case.build()
+    model = copy.deepcopy(reference)
+    mfsdp.fully_shard(model, units=case.units, strategy=strategy, ignored_params=[model.used.bias])
+    x = batches(case)[dist.get_rank()]
+    for m in (compiled(model, "eager"), reference):
+        case.loss(m, x).backward()
+    averaged(reference)
+    worst = []
+    for order in (1.0, 2.0, math.inf):
+        weights, gradients = mfsdp.norms(model, norm_type=order), mfsdp.norms(model, "gradients", norm_type=order)
+        theirs = mfsdp.norms(reference, norm_type=order)
+        assert list(weights) == list(theirs) == [n for n, _ in reference.named_parameters()]
+        assert list(gradients) == ["used.weight", "used.bias"]
+        for name, q in reference.named_parameters():
+            worst.append(error(weights[name], torch.linalg.vector_norm(q.detach(), order)))
+            assert torch.equal(theirs[name], torch.linalg.vector_norm(q.detach(), order))
+            if name == "used.weight":
+                worst.append(error(gradients[name], torch.linalg.vector_norm(q.grad, order)))
+    return worst
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_norms_by_name(two_ranks, strategy):
+    for worst in two_ranks.run(measured, strategy):
+        assert len(worst) == 18 and max(worst) < 1e-5
+
+
+def told(strategy: int) -> list[str]:
+    """One rank's data has an Inf, then its shard of a weight a NaN."""
+    case = CASES["mlp"]
+    _, model = build(case, strategy=strategy)
+    run = compiled(model, "eager")
+    texts = []
+
+    def check(of: Any) -> None:
+        try:
+            mfsdp.check_finite(model, of)
+            texts.append("finite")
+        except FloatingPointError as error:
+            texts.append(str(error))
+
+    for value in (1.0, math.inf):
+        x = batches(case)[dist.get_rank()]
+        if dist.get_rank() == 1:
+            x[0, 0] = value
+        model.zero_grad()
+        run(x).sum().backward()
+        check("gradients")
+    check("weights")
+    with torch.no_grad():
+        mine = model.down.bias.to_local()
+        if mine.numel() and dist.get_rank() == dist.get_world_size() - 1:
+            mine[-1] = math.nan
+    check("weights")
+    total = torch.nn.utils.get_total_norm(list(model.parameters()), math.inf)
+    return [*texts, str(total.item())]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_what_is_not_finite_is_named_on_every_rank(two_ranks, strategy):
+    answers = two_ranks.run(told, strategy)
+    assert answers[0] == answers[1]
+    finite, gradients, weights, broken, total = answers[0]
+    assert finite == weights == "finite" and total == "nan"
+    assert gradients == (
+        "mfsdp: 4 of 5 gradients are not finite: scale (NaN), up.weight (NaN), up.bias (NaN), down.weight (NaN)"
+    )
+    assert broken == "mfsdp: 1 of 5 weights are not finite: down.bias (NaN)"
+
+
+def scaled(strategy: int, flat: bool) -> tuple[float, list[float]]:
+    """fp16 with a GradScaler: a step in which one rank overflows is skipped on all, and the scale halves."""
+    case = CASES["mlp"]
+    policy = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.float16)
+    reference, model = build(case, strategy=strategy, mp_policy=policy)
+    run = compiled(model, "eager")
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, reference))
+    if flat:
+        mfsdp.fully_shard_optimizer(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
+    scales = []
+    for step in range(4):
+        x = batches(case, step)[dist.get_rank()].half()
+        if step == 1 and dist.get_rank() == 1:
+            x = x * 1e4
+        scaler.scale(run(x).float().square().mean()).backward()
+        scaler.unscale_(optimizer)
+        if step != 1:
+            reference(x.float()).square().mean().backward()
+            averaged(reference)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+            plain.step()
+            plain.zero_grad()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return farthest(model, reference), scales
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("strategy", [0, 1, 3])
+def test_loss_scaling_skips_a_step_on_all_ranks(two_ranks, strategy, flat):
+    for worst, scales in two_ranks.run(scaled, strategy, flat):
+        assert scales == [256.0, 128.0, 128.0, 128.0] and worst < 3e-3
