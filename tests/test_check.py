@@ -216,6 +216,12 @@ def communicated_in_another_dtype(p: Program) -> None:
     node.meta["val"] = node.meta["val"].to(torch.float16)
 
 
+@mutation(18)
+def added_up_in_another_dtype(p: Program) -> None:
+    node = one(p, ops.reduce_scatter)
+    node.meta["val"] = node.meta["val"].to(torch.float16)
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_caught(name):
     law, phase, mutate, sharding = MUTATIONS[name]

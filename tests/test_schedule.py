@@ -243,7 +243,7 @@ def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int]
         return stages
 
     spilt = 0
-    room = runtime._room
+    room, patience = runtime._room, runtime.PATIENCE
 
     def watched(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         nonlocal spilt
@@ -252,7 +252,7 @@ def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int]
             spilt += out.untyped_storage().data_ptr() != runtime._slots[device, slot].data_ptr()
         return out
 
-    pipeline.run, runtime._room = noted, watched
+    pipeline.run, runtime._room, runtime.PATIENCE = noted, watched, 1.0
     try:
         torch.manual_seed(0)
         model = mfsdp.fully_shard(GPT(layers=4), units=[Block])
@@ -268,7 +268,7 @@ def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int]
             seen.append(runtime.slot_bytes())
             addresses.append(sorted(s.data_ptr() for s in runtime._slots.values()))
     finally:
-        pipeline.run, runtime._room = run_pipeline, room
+        pipeline.run, runtime._room, runtime.PATIENCE = run_pipeline, room, patience
     assert all(a == addresses[1] for a in addresses[1:]), "the same storage from the second step on"
     return seen, planned, spilt
 
@@ -285,7 +285,7 @@ def groups_used() -> tuple[int, int]:
     gathered, reduced = set(), set()
     gather, exchange = runtime.gather_flat, runtime._exchange
     runtime.gather_flat = lambda *a, group, **k: (gathered.add(group.group_name), gather(*a, group=group, **k))[1]
-    runtime._exchange = lambda out, part, group: (reduced.add(group.group_name), exchange(out, part, group))[1]
+    runtime._exchange = lambda *a, **k: (reduced.add(a[2].group_name), exchange(*a, **k))[1]
     try:
         trained({}, "mlp")
     finally:

@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from . import ops
 from .cost import nbytes
-from .program import Program, base_of, mutates, slot_of, view_of
+from .program import Program, base_of, lane_of, mutates, slot_of, view_of
 from .roles import Kind, role
 
 Fault = tuple[Node, str]
@@ -271,12 +271,16 @@ def scaled(p: Program) -> Iterator[Fault]:
 
 
 def wide(p: Program) -> Iterator[Fault]:
-    """18: gradients are communicated in the dtype that the policy says."""
+    """18: gradients travel in the dtype that the policy says, and a last reduction gives what it has added up."""
     for node in p.nodes:
         if node.target is ops.bucket:
             want = p.unit(_unit(node)).spec.precision.grad_comm
-            if node.meta["val"].dtype is not want:
-                yield node, f"{node.name} is {node.meta['val'].dtype}, the policy says {want}"
+        elif node.target is ops.reduce_scatter:
+            want = p.unit(_unit(node)).spec.scattered(lane_of(node))
+        else:
+            continue
+        if node.meta["val"].dtype is not want:
+            yield node, f"{node.name} is {node.meta['val'].dtype}, the policy says {want}"
 
 
 LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (

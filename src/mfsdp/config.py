@@ -25,6 +25,11 @@ class Precision:
     grad: torch.dtype
     """What gradients are accumulated in."""
 
+    @property
+    def sum(self) -> torch.dtype:
+        """What a reduce-scatter adds up in: as wide as the accumulator, if that is wider than what travels."""
+        return self.grad if self.grad.itemsize > self.grad_comm.itemsize else self.grad_comm
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -35,7 +40,9 @@ class MixedPrecisionPolicy:
             this (float64) keeps its own, so that nothing is lost by wrapping.
         main_grads_dtype: accumulated gradients. ``None``: float32 when compute is 16 bit or lower, else the
             compute dtype.
-        grad_comm_dtype: gradients on the wire. ``None``: ``main_grads_dtype``.
+        grad_comm_dtype: gradients on the wire. ``None``: ``main_grads_dtype``. What a narrower one brings is added up
+            over ranks in ``main_grads_dtype`` all the same; only an all-reduce (``no_shard``, HSDP's outer axis) adds
+            up in what travels.
         param_comm_dtype: parameters on the wire. ``None``: ``compute_dtype``.
         compute_dtype: what ``forward`` sees. ``None``: the model's own dtype at wrap time.
 

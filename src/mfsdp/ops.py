@@ -124,7 +124,8 @@ def _(
 
 @torch.library.register_fake("mfsdp::reduce_scatter")
 def _(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
-    return gfull.new_empty(sum(Spec.decode(spec).cut(lane)))
+    s = Spec.decode(spec)
+    return gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
 
 
 @torch.library.register_fake("mfsdp::wait")

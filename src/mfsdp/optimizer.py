@@ -159,7 +159,7 @@ class _Runs:
         ]
         for run in self.runs:
             if self.decoupled:
-                run.flat.decoupled_grad = run.gradient()  # type: ignore[attr-defined]
+                run.flat.decoupled_grad = run.gradient().to(run.buffer.precision.grad)  # type: ignore[attr-defined]
             else:
                 run.flat.grad = run.gradient().to(run.flat.dtype)
         for plain in (p for flats in lists for p in flats if p in state):
@@ -240,7 +240,7 @@ def _members(optimizer: Optimizer) -> Members:
         for param in group["params"]:
             if _ours(param):
                 buffer, slot = param._mfsdp_owner, param.sharding.slot
-                if buffer.grad_of(slot) is not None:
+                if buffer.has_grad(slot):
                     found.setdefault(buffer, []).append((slot, number))
     return {buffer: tuple(sorted(slots)) for buffer, slots in found.items()}
 

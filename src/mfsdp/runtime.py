@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -195,11 +197,25 @@ def _room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> to
         return torch.empty(numel, dtype=dtype, device=device)
     storage = _slots.get((device, slot))
     size = numel * dtype.itemsize
-    if storage is not None and _holders(storage) > 1:
+    if storage is not None and not _vacant(storage, device):
         return torch.empty(numel, dtype=dtype, device=device)
     if storage is None or storage.nbytes() < size:
         storage = _slots[device, slot] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,))  # type: ignore[no-any-return, call-overload]
+
+
+PATIENCE = 0.002
+"""Seconds that a static buffer on the CPU is waited for: gloo's threads let go of a collective's tensors a moment after
+they have woken whoever waits for it.
+"""
+
+
+def _vacant(storage: torch.UntypedStorage, device: torch.device) -> bool:
+    """Whether nobody else uses a static buffer."""
+    deadline = time.monotonic() + (PATIENCE if device.type == "cpu" else 0)
+    while (taken := _holders(storage) > 1) and time.monotonic() < deadline:
+        time.sleep(1e-5)
+    return not taken
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
@@ -277,7 +293,7 @@ def reduce_scatter(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
     not yet complete.
     """
     s = Spec.decode(spec)
-    gshard = gfull.new_empty(sum(s.cut(lane)))
+    gshard = gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
     _held.discard(gshard.data_ptr())
     if gfull.data_ptr() in _held:
         _held.remove(gfull.data_ptr())
@@ -285,7 +301,10 @@ def reduce_scatter(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
         _launched(gshard, [])
         return gshard
     group, ranks = process_group(s.groups[lane]), s.outer if lane >= 2 else s.world
-    launch = _exchange if dist.get_backend(group) == "gloo" and gfull.is_cpu else _scatter
+    gloo = dist.get_backend(group) == "gloo" and gfull.is_cpu
+    launch: Callable[..., Callable[[], Any]] = _scatter
+    if gloo or s.precision.sum is not s.precision.grad_comm:
+        launch = partial(_exchange, dtype=s.precision.sum)
     _launched(gshard, [launch(out, part, group) for part, out in _segments(s.cut(lane), ranks, gfull, gshard)])
     return gshard
 
@@ -295,25 +314,36 @@ def _scatter(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) ->
     return work.wait  # type: ignore[no-any-return, union-attr]
 
 
-def _exchange(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], None]:
-    """A reduce-scatter for gloo, whose own is an all-reduce: twice the bytes. Every rank sends every other one its
-    part, and adds up what it gets, in the order of ranks, when it is waited for. Two ranks need no memory besides the
-    result.
+def _exchange(
+    out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype
+) -> Callable[[], None]:
+    """A reduce-scatter that adds up in a dtype of its own; and one for gloo, whose own is an all-reduce: twice the
+    bytes. Every rank sends every other one its part, and adds up what it gets, in the order of ranks, when it is waited
+    for. Two ranks need no memory besides the result, if all dtypes are one.
     """
     me, world = group.rank(), group.size()
     mine = part.view(world, -1)
     others = [r for r in range(world) if r != me]
-    room = dict(zip(others, [out, *(torch.empty_like(out) for _ in others[1:])], strict=True))
-    works = [dist.irecv(room[r], group=group, group_src=r) for r in others]
-    works += [dist.isend(mine[r], group=group, group_dst=r) for r in others]
+    in_place = out.dtype is part.dtype is dtype
+    rooms = [torch.empty_like(out, dtype=part.dtype) for _ in (others[1:] if in_place else others)]
+    room = dict(zip(others, [out, *rooms] if in_place else rooms, strict=True))
+    sends = [dist.P2POp(dist.isend, mine[r], group=group, group_peer=r) for r in others]
+    works = dist.batch_isend_irecv(
+        [*(dist.P2POp(dist.irecv, room[r], group=group, group_peer=r) for r in others), *sends]
+    )
 
     def finish() -> None:
         for work in works:
-            work.wait()  # type: ignore[union-attr]
-        parts = [room.get(r, mine[me]) for r in range(world)]
-        torch.add(parts[0], parts[1], out=out)
-        for more in parts[2:]:
-            out.add_(more)
+            work.wait()
+        first, second, *more = [room.get(r, mine[me]) for r in range(world)]
+        if in_place:
+            total = torch.add(first, second, out=out)
+        else:
+            total = first.to(dtype, copy=True).add_(second)
+        for another in more:
+            total.add_(another)
+        if total is not out:
+            out.copy_(total)
 
     return finish
 

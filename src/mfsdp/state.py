@@ -37,7 +37,8 @@ class FlatBuffer:
 
     ``main`` is this rank's flat part of the main weights, [layout.shard_numel] in ``precision.main``. ``params[i]`` is
     parameter i as a DTensor, its local tensor a view into ``main``. ``gradient`` is the accumulator,
-    [layout.shard_numel] in ``precision.grad``, there from the first reduction until every ``.grad`` is set to ``None``.
+    [layout.shard_numel] in ``precision.grad``, there from the first reduction until every ``.grad`` is set to ``None``;
+    whoever reads a ``.grad`` finds it cast to ``precision.main``, and what is accumulated after that casts it back.
     ``source`` is what programs read parameters from, a leaf: ``main`` itself, or, where the strategy cuts the optimizer
     state further than the parameters, a copy that lasts, [spec.source_numel] in ``precision.comm``.
 
@@ -208,11 +209,13 @@ class FlatBuffer:
         self.unit.frame.syncs[0] += 1
 
     def _sum(self, total: torch.Tensor | None, gshard: torch.Tensor, scale: float) -> torch.Tensor:
-        dtype = self.precision.grad
+        """Scales and adds in the wider of the two dtypes; rounds once."""
         if total is not None:
-            return total.add_(gshard.to(dtype), alpha=scale)
-        total = torch.empty_like(self.main, dtype=dtype)
-        return torch.mul(gshard, scale, out=total) if gshard.dtype is dtype else total.copy_(gshard).mul_(scale)
+            return total.add_(gshard, alpha=scale)
+        total = torch.empty_like(self.main, dtype=self.precision.grad)
+        if gshard.dtype.itemsize < total.dtype.itemsize:
+            return total.copy_(gshard).mul_(scale)
+        return torch.mul(gshard, scale, out=total)
 
     def _land(self, gshard: torch.Tensor, slots: Iterable[int], scale: float) -> None:
         """Adds to what is in ``.grad`` of some slots."""
@@ -220,10 +223,17 @@ class FlatBuffer:
             for slot in self._dropped:
                 self.view(self.gradient, slot).zero_()
         self._dropped.clear()
+        self._cast(self.precision.grad)
         self.gradient = self._sum(self.gradient, gshard, scale)
         for slot in slots:
             if slot not in self._grads:
                 self._grads[slot] = self._shown(self.gradient, slot)
+
+    def _cast(self, dtype: torch.dtype) -> None:
+        """Makes the accumulator, and every ``.grad``, have a dtype."""
+        if self.gradient is not None and self.gradient.dtype is not dtype:
+            self.gradient = self.gradient.to(dtype)
+            self._grads = {slot: self._shown(self.gradient, slot) for slot in self._grads}
 
     def _backward_done(self, source: torch.Tensor) -> None:
         """Runs hooks. Autograd calls it once per backward, when all programs that read the source are through with it,
@@ -264,8 +274,8 @@ class FlatBuffer:
         """A parameter's part of flat gradients."""
         return ShardedDTensor(self.view(gradients, slot), self.params[slot].sharding)
 
-    def grad_of(self, slot: int) -> ShardedDTensor | None:
-        """The gradient of a parameter, a view into the accumulator, or ``None``.
+    def has_grad(self, slot: int) -> bool:
+        """Whether a parameter has a gradient.
 
         Raises:
             RuntimeError: a backward has synchronised other units, while this one has gradients waiting from before.
@@ -275,7 +285,16 @@ class FlatBuffer:
                 f"mfsdp: unit {self.unit.fqn!r} has gradients from backward calls under no_sync, and the one that "
                 "synchronised did not use it. Let every unit take part in it, or do without no_sync."
             )
-        return self._grads.get(slot)
+        return slot in self._grads
+
+    def grad_of(self, slot: int) -> ShardedDTensor | None:
+        """The gradient of a parameter in ``precision.main``, a view into the accumulator, or ``None``; raises as
+        `has_grad` does.
+        """
+        if not self.has_grad(slot):
+            return None
+        self._cast(self.precision.main)
+        return self._grads[slot]
 
     def set_grad_of(self, slot: int, value: torch.Tensor | None) -> None:
         """``None`` forgets the gradient (the storage goes when all are forgotten); a tensor is copied in."""

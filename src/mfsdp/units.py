@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
+
 from .config import SHORT, Precision
 from .layout import Layout
 
@@ -80,6 +82,11 @@ class Spec:
     def cut(self, lane: int) -> tuple[int, ...]:
         """Elements per rank of each segment, once a collective on that lane has cut it."""
         return tuple(n // self.outer for n in self.splits) if lane >= 2 else self.splits
+
+    def scattered(self, lane: int) -> torch.dtype:
+        """The dtype of what a reduce-scatter on that lane gives: what travels, if another reduction follows."""
+        last = lane >= 2 or self.outer == 1
+        return self.precision.sum if last else self.precision.grad_comm
 
     def encode(self) -> str:
         p = self.precision
