@@ -145,6 +145,58 @@ class Conv(nn.Module):
         return self.last(self.conv2(x).mean((2, 3)))
 
 
+class Experts(nn.Module):
+    """Tokens go to one of six experts; those that no token reaches are not called, which differs by rank."""
+
+    def __init__(self, width: int = 10, experts: int = 6):
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = F.softmax(self.router(x), -1)
+        best = scores.argmax(-1)
+        out = x
+        for number, expert in enumerate(self.experts):
+            mine = (best == number).nonzero().squeeze(-1)
+            if len(mine):
+                out = out.index_add(0, mine, expert(x[mine]) * scores[mine, number, None])
+        return out
+
+
+class MoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layers = nn.Linear(10, 10), nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Normed(nn.Module):
+    """Weights that are computed: weight norm, spectral norm (whose buffers forward writes), a symmetric one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.nn.utils import parametrizations, parametrize
+
+        self.a = parametrizations.weight_norm(nn.Linear(12, 15))
+        self.b = parametrizations.spectral_norm(nn.Linear(15, 12))
+        self.c = nn.Linear(12, 12)
+        parametrize.register_parametrization(self.c, "weight", _Symmetric())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+class _Symmetric(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.triu() + x.triu(1).T
+
+
 def llama(layers: int = 2) -> nn.Module:
     """Hugging Face's Llama from a small config."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -192,5 +244,6 @@ CASES: dict[str, Case] = {
     "frozen": Case(Frozen, floats(4, 14), ["layers.*"]),
     "lora": Case(Adapted, floats(4, 20), [LoRA]),
     "conv": Case(Conv, floats(2, 3, 8, 8), ["conv*"], joined=False),
+    "normed": Case(Normed, floats(4, 12), ["a", "b"], joined=False),
     "llama": Case(llama, tokens(67, 2, 9), ["LlamaDecoderLayer"], traced=True),
 }

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import mfsdp
-from tests.models import CASES, GPT, Block
+from tests.models import CASES, GPT, Block, Experts, MoE
 from tests.parity import averaged, batches, build, clip_and_step, compiled, error, farthest
 
 STRATEGIES = [0, 1, 2, 3]
@@ -283,3 +283,41 @@ def scaled(strategy: int, flat: bool) -> tuple[float, list[float]]:
 def test_loss_scaling_skips_a_step_on_all_ranks(two_ranks, strategy, flat):
     for worst, scales in two_ranks.run(scaled, strategy, flat):
         assert scales == [256.0, 128.0, 128.0, 128.0] and worst < 3e-3
+
+
+def routed(strategy: int, lowering: str) -> tuple[float, list[str], list[bool]]:
+    """Experts that some rank reaches train on all of them, with zeros from the others; those that none does, do not."""
+    torch.manual_seed(0)
+    reference = MoE()
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Experts], strategy=strategy)
+    run = compiled(model, lowering)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (model, reference)]
+    uneven = []
+    for step in range(4):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = torch.randn(2, 10)
+        for m in (run, reference):
+            m(x).square().sum().backward()
+        reached = torch.tensor([q.grad is not None for q in reference.parameters()], dtype=torch.int32)
+        together = reached.clone()
+        dist.all_reduce(together)
+        uneven.append(not torch.equal(reached * dist.get_world_size(), together))
+        for q, ranks in zip(reference.parameters(), together.tolist(), strict=True):
+            q.grad = q.grad if q.grad is not None or not ranks else torch.zeros_like(q)
+        assert [p.grad is not None for p in model.parameters()] == [n > 0 for n in together.tolist()], step
+        clip_and_step(model, reference, optimizers, 1e-5)
+    untouched, theirs = (
+        [n for n, p in m.named_parameters() if p not in o.state]
+        for m, o in zip((model, reference), optimizers, strict=True)
+    )
+    assert untouched == theirs
+    return farthest(model, reference), untouched, uneven
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lowering", ["eager", "none"])
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_experts_that_no_token_reaches(two_ranks, strategy, lowering):
+    for worst, untouched, uneven in two_ranks.run(routed, strategy, lowering, timeout=300):
+        assert worst < 1e-5 and any(uneven)
+        assert untouched and all(".experts." in name for name in untouched)

@@ -13,15 +13,16 @@ pytestmark = pytest.mark.dist
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_eager_lowering_is_bitwise(two_ranks, name):
+    bound = 1e-6 if name == "normed" else 0  # the same sums over uses of a weight, in another order
     for worst in two_ranks.run(gradients, name, "eager"):
-        assert worst["loss"] == 0 and worst["average"] == 0
+        assert worst["loss"] == 0 and worst["average"] <= bound
         assert worst["joined"] < 1e-5
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_uncompiled(two_ranks, name):
     # A unit that is called twice is gathered and reduced twice here: the same sum in another order.
-    bound = 1e-6 if name == "twice" else 0
+    bound = 1e-6 if name in ("twice", "normed") else 0
     for worst in two_ranks.run(gradients, name, "none"):
         assert worst["loss"] == 0 and worst["average"] <= bound
         assert worst["joined"] < 1e-5

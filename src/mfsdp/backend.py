@@ -72,7 +72,9 @@ def mfsdp(
 
 
 def collectives(program: Program) -> dict[str, list[str]]:
-    """The collectives of a program by group (that of the gathers), in order: what all of its ranks must have alike."""
+    """The collectives of a program by group (that of the gathers), in order, and which gradients they bring: what all
+    of its ranks must have alike.
+    """
     out: dict[str, list[str]] = {}
     for node in program.nodes:
         r = role(node)
@@ -82,6 +84,11 @@ def collectives(program: Program) -> dict[str, list[str]]:
             out.setdefault(spec.outer_group if outer else spec.group, []).append(
                 f"{listing.text(node)}  {r.lane.value}  {'+'.join(map(str, spec.splits))} x {spec.world}"
             )
+        elif node.target is ops.accumulate and r is not None:
+            spec = program.unit(r.unit).spec
+            if spec.ranks > 1:
+                text = f"{listing.text(node)}  of {listing.operand(node.args[2])}"
+                out.setdefault(spec.group or spec.outer_group, []).append(text)
     return out
 
 

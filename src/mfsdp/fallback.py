@@ -184,8 +184,17 @@ def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:
             return saved.tensor()
         return outer[1](saved) if outer else saved
 
+    never_a_frame(pack)
+    never_a_frame(unpack)
     pack._mfsdp = True  # type: ignore[attr-defined]
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def never_a_frame(function: Any) -> None:
+    """Dynamo may inline the function but not compile it by itself. Private in torch; tried on 2.11 to 2.13."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
 
 
 def _plain(t: torch.Tensor) -> bool:

@@ -33,6 +33,8 @@ class Accumulator(Protocol):
 
     def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool: ...
 
+    def vote(self, offsets: Iterable[int]) -> None: ...
+
     def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None: ...
 
 
@@ -449,7 +451,17 @@ def reduce_now(source: torch.Tensor, grads: list[torch.Tensor], offsets: list[in
     if s.outer > 1:
         hold(source, total, offsets)
         total = _over_outer(total, spec)
+    if s.ranks > 1 and total.data_ptr() not in _held:
+        owner(source).vote(offsets)
     accumulate(source, total, offsets, 1 / s.divide)
+
+
+def everywhere(here: torch.Tensor, s: Spec) -> torch.Tensor:
+    """Where any rank that trains the unit says yes. ``here``: booleans."""
+    told = here.to(torch.uint8)
+    for group in filter(None, (s.group, s.outer_group)):
+        reduced(told, "max", process_group(group))
+    return told
 
 
 def _packed(grads: list[torch.Tensor], offsets: list[int], spec: str) -> torch.Tensor:

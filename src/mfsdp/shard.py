@@ -556,17 +556,9 @@ def _property(name: str) -> property:
             return out.detach() if ref.buffer.trainable and not ref.buffer.trains[ref.slot] else out  # type: ignore[no-any-return]
         return fallback.read(self, name, ref)  # type: ignore[no-any-return]
 
-    _never_a_frame(get)
+    # Where plain Python reads a parameter, a graph of one marker would gather the unit for it alone.
+    fallback.never_a_frame(get)
     return property(get)
-
-
-def _never_a_frame(function: Callable[..., Any]) -> None:
-    """Dynamo may inline the function but not compile it by itself: where plain Python reads a parameter, a graph of one
-    marker would gather the unit for it alone. Private in torch; tried on 2.11 to 2.13.
-    """
-    from torch._dynamo.eval_frame import skip_code
-
-    skip_code(function.__code__)
 
 
 # Around training

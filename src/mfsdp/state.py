@@ -97,6 +97,8 @@ class FlatBuffer:
         """What wants to see, and may change, a slot's gradient before it is added to what is there."""
         self.post_hooks: dict[int, OrderedDict[int, PostHook]] = {}
         """What wants to know that a slot's ``.grad`` is complete."""
+        self._votes: list[torch.Tensor] = []
+        """Which slots have a gradient on any rank, [slots], of reductions whose programs may differ by rank."""
         self._arrived: set[int] = set()
         """Slots whose hooks have not run since they got a gradient."""
         self._pending: torch.Tensor | None = None
@@ -208,6 +210,28 @@ class FlatBuffer:
         self._kept_offsets.clear()
         self.unit.frame.syncs[0] += 1
 
+    def vote(self, offsets: Iterable[int]) -> None:
+        """Asks all ranks which parameters have a gradient, before an `accumulate` whose offsets may differ by rank:
+        what any rank has counts on all of them. Nobody waits for the answer until a ``.grad`` is read.
+        """
+        mine = self._kept_offsets.union(offsets)
+        votes = [slot.offset in mine and slot.numel > 0 for slot in self.layout.slots]
+        self._votes.append(runtime.everywhere(torch.tensor(votes, device=self.main.device), self.spec))
+
+    def _settle(self) -> None:
+        """Counts the votes."""
+        for votes in self._votes:
+            slots = votes.nonzero().flatten().tolist()
+            self._arrived.update(slots)
+            self._show(slots)
+        self._votes.clear()
+
+    def _show(self, slots: Iterable[int]) -> None:
+        """Gives slots a gradient, if there is any."""
+        for slot in slots:
+            if self.gradient is not None and slot not in self._grads:
+                self._grads[slot] = self._shown(self.gradient, slot)
+
     def _sum(self, total: torch.Tensor | None, gshard: torch.Tensor, scale: float) -> torch.Tensor:
         """Scales and adds in the wider of the two dtypes; rounds once."""
         if total is not None:
@@ -225,9 +249,7 @@ class FlatBuffer:
         self._dropped.clear()
         self._cast(self.precision.grad)
         self.gradient = self._sum(self.gradient, gshard, scale)
-        for slot in slots:
-            if slot not in self._grads:
-                self._grads[slot] = self._shown(self.gradient, slot)
+        self._show(slots)
 
     def _cast(self, dtype: torch.dtype) -> None:
         """Makes the accumulator, and every ``.grad``, have a dtype."""
@@ -247,6 +269,8 @@ class FlatBuffer:
             source.grad = None
         if not self.sync or not self._arrived:
             return
+        if any(self.hooks.values()) or any(self.post_hooks.values()):
+            self._settle()
         slots, self._arrived = sorted(self._arrived), set()
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -285,6 +309,7 @@ class FlatBuffer:
                 f"mfsdp: unit {self.unit.fqn!r} has gradients from backward calls under no_sync, and the one that "
                 "synchronised did not use it. Let every unit take part in it, or do without no_sync."
             )
+        self._settle()
         return slot in self._grads
 
     def grad_of(self, slot: int) -> ShardedDTensor | None:
@@ -298,6 +323,7 @@ class FlatBuffer:
 
     def set_grad_of(self, slot: int, value: torch.Tensor | None) -> None:
         """``None`` forgets the gradient (the storage goes when all are forgotten); a tensor is copied in."""
+        self._settle()
         if value is None:
             there = self._grads.pop(slot, None) is not None
             if not self._grads:
@@ -310,8 +336,7 @@ class FlatBuffer:
             return
         if self.gradient is None:
             self.gradient = torch.zeros_like(self.main, dtype=self.precision.grad)
-        if slot not in self._grads:
-            self._grads[slot] = self._shown(self.gradient, slot)
+        self._show([slot])
         self._dropped.discard(slot)
         with torch.no_grad():
             self._grads[slot].copy_(value)
