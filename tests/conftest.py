@@ -38,6 +38,11 @@ def _ranks(world: int) -> Iterator[object]:
 
 
 @pytest.fixture(scope="session")
+def one_rank() -> Iterator[object]:
+    yield from _ranks(1)
+
+
+@pytest.fixture(scope="session")
 def two_ranks() -> Iterator[object]:
     yield from _ranks(2)
 

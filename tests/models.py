@@ -208,6 +208,26 @@ def llama(layers: int = 2) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
+def mixtral() -> nn.Module:
+    """Hugging Face's Mixtral from a small config, experts in one grouped product; some get no token."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=1, max_position_embeddings=32, use_cache=False,
+        attn_implementation="sdpa", experts_implementation="grouped_mm",
+    )  # fmt: skip
+    return MixtralForCausalLM(config)
+
+
+def peft() -> nn.Module:
+    """The same with peft's adapters on a frozen base."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(llama(), LoraConfig(r=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return model.float()
+
+
 def floats(*shape: int) -> Callable[[], torch.Tensor]:
     return lambda: torch.randn(shape)
 
@@ -246,4 +266,6 @@ CASES: dict[str, Case] = {
     "conv": Case(Conv, floats(2, 3, 8, 8), ["conv*"], joined=False),
     "normed": Case(Normed, floats(4, 12), ["a", "b"], joined=False),
     "llama": Case(llama, tokens(67, 2, 9), ["LlamaDecoderLayer"], traced=True),
+    "mixtral": Case(mixtral, tokens(67, 1, 5), ["MixtralDecoderLayer"], joined=False, traced=True),
+    "peft": Case(peft, tokens(67, 2, 9), ["LlamaDecoderLayer"], traced=True),
 }

@@ -5,16 +5,21 @@ from __future__ import annotations
 import copy
 import itertools
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import mfsdp
 from mfsdp.config import Precision
+from mfsdp.placement import STRATEGIES
 from tests.models import CASES
 from tests.parity import batches, compiled, error
+from tests.test_strategies import TWO_LEVELS, sharding
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 POLICIES = [
@@ -31,11 +36,33 @@ USUAL = {
 }
 
 
-class Plain:
-    """The same training, of whole tensors, cast by hand. Gradients that are held are added up before they travel."""
+@dataclass
+class Level:
+    """A reduction: over which ranks, which part of a step's microbatches it sees, and what it adds up in."""
 
-    def __init__(self, model: nn.Module, policy: mfsdp.MixedPrecisionPolicy, held: bool, all_reduced: bool):
-        self.model, self.held, self.all_reduced = model, held, all_reduced
+    ranks: list[int]
+    held: bool
+    """Gradients are added up before it."""
+    scatter: bool
+    """It adds up in ``precision.sum``, not in what travels."""
+    last: bool = True
+    """Nothing travels after it."""
+
+
+def levels(place: str, hold: bool) -> list[Level]:
+    ranks, me = list(range(dist.get_world_size())), dist.get_rank()
+    if place not in TWO_LEVELS:
+        return [Level(ranks, held=place in ("no_shard", "optim") or hold, scatter=place != "no_shard")]
+    half = len(ranks) // 2
+    inner, outer = ranks[me // half * half :][:half], ranks[me % half :: half]
+    return [Level(inner, hold, True, False), Level(outer, True, "hfsdp" in place)]
+
+
+class Plain:
+    """The same training, of whole tensors, cast by hand."""
+
+    def __init__(self, model: nn.Module, policy: mfsdp.MixedPrecisionPolicy, levels: list[Level]):
+        self.model, self.levels = model, levels
         dtype = next(model.parameters()).dtype
         self.precision: Precision = policy.resolve(dtype)
         self.main = {n: nn.Parameter(p.detach().to(self.precision.main)) for n, p in model.named_parameters()}
@@ -55,15 +82,23 @@ class Plain:
     def life(self, grads: list[torch.Tensor]) -> torch.Tensor:
         p = self.precision
         wires = [g.to(p.grad_comm) for g in grads]
-        if self.held:
-            kept = sum(wires[1:-1], wires[0].to(p.grad)) + wires[-1] if len(wires) > 1 else wires[0]
-            wires = [kept.to(p.grad_comm)]
+        for level in self.levels:
+            if len(level.ranks) == 1:
+                continue
+            if level.held and len(wires) > 1:
+                kept = wires[0].to(p.grad)
+                for wire in wires[1:-1]:
+                    kept = (kept + wire).to(p.grad)
+                wires = [(kept + wires[-1]).to(p.grad_comm)]
+            for i, wire in enumerate(wires):
+                parts = [torch.empty_like(wire) for _ in range(dist.get_world_size())]
+                dist.all_gather(parts, wire.contiguous())
+                first, *more = [parts[r] for r in level.ranks]
+                together = sum(more, first.to(p.sum if level.scatter else p.grad_comm))
+                wires[i] = together if level.last else together.to(p.grad_comm)
         total = None
         for wire in wires:
-            parts = [torch.empty_like(wire) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, wire.contiguous())
-            together = sum(parts[1:], parts[0].to(p.grad_comm if self.all_reduced else p.sum))
-            mine = together.to(torch.promote_types(together.dtype, p.grad)) / len(parts)
+            mine = wire.to(torch.promote_types(wire.dtype, p.grad)) / dist.get_world_size()
             total = (mine if total is None else total + mine).to(p.grad)
         return total
 
@@ -73,17 +108,18 @@ def loss(out: torch.Tensor) -> torch.Tensor:
 
 
 def differing(
-    policies: list[mfsdp.MixedPrecisionPolicy], strategies: list[int], lowering: str, microbatches: int, steps: int,
+    policies: list[mfsdp.MixedPrecisionPolicy], places: list[str], lowering: str, microbatches: int, steps: int,
     optimizer: str = "SGD", flat: bool = False, base: torch.dtype = F32, hold: bool = False,
 ) -> list[str]:  # fmt: skip
     """Policies under which some gradient is not bitwise that of the plain training, or some parameter not the same."""
     out = []
-    for policy, strategy in itertools.product(policies, strategies):
+    for policy, place in itertools.product(policies, places):
         torch._dynamo.reset()
         torch.manual_seed(0)
         plain_model = CASES["mlp"].build().to(base)
-        model = mfsdp.fully_shard(copy.deepcopy(plain_model), units=["up", "down"], strategy=strategy, mp_policy=policy)
-        plain = Plain(plain_model, policy, held=strategy < 2 or hold, all_reduced=strategy == 0)
+        model = copy.deepcopy(plain_model)
+        mfsdp.fully_shard(model, units=["up", "down"], **sharding(place, mp_policy=policy))
+        plain = Plain(plain_model, policy, levels(place, hold))
         run = compiled(model, lowering)
         make = {
             "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -108,7 +144,7 @@ def differing(
                 o.zero_grad()
             wrong += [f"{n} stepped" for n, p, q in pairs if not stepped_alike(p, q)]
             if wrong:
-                out.append(f"{policy} strategy {strategy} step {step}: {wrong}")
+                out.append(f"{policy} {place} step {step}: {wrong}")
                 break
     return out
 
@@ -130,33 +166,52 @@ def stepped_alike(mine: torch.Tensor, plain: torch.Tensor) -> bool:
 @pytest.mark.parametrize("base", [F32, BF16])
 def test_every_combination(two_ranks, base):
     """All that a policy can say, for models in two dtypes, through the eager path."""
-    for wrong in two_ranks.run(differing, POLICIES, [3], "none", 2, 1, base=base, timeout=400):
+    for wrong in two_ranks.run(differing, POLICIES, ["optim_grads_params"], "none", 2, 1, base=base, timeout=400):
         assert wrong == []
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", USUAL)
-@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
-def test_usual_policies(two_ranks, strategy, name):
+@pytest.mark.parametrize("place", STRATEGIES)
+def test_usual_policies(two_ranks, place, name):
     base = BF16 if name == "bf16 model" else F32
     for microbatches, optimizer in ((1, "AdamW"), (3, "SGD")):
-        args = ([USUAL[name]], [strategy], "eager", microbatches, 10, optimizer)
-        for wrong in two_ranks.run(differing, *args, base=base):
+        for wrong in two_ranks.run(differing, [USUAL[name]], [place], "eager", microbatches, 10, optimizer, base=base):
             assert wrong == []
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["bf16 model", "bf16 wires"])
-def test_held_and_flat(two_ranks, name):
-    base = BF16 if name == "bf16 model" else F32
-    for wrong in two_ranks.run(differing, [USUAL[name]], [2, 3], "eager", 3, 3, "AdamW", True, base, True):
-        assert wrong == []
+@pytest.mark.parametrize("name", ["bf16", "bf16 wires"])
+def test_one_rank(one_rank, name):
+    args = ([USUAL[name]], list(STRATEGIES), "eager", 3, 10, "AdamW")
+    assert one_rank.run(differing, *args) == [[]]
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_sums_over_more_ranks_are_wide(four_ranks):
-    """With four ranks a sum in bf16 would be rounded twice; the reduce-scatter's is not."""
-    args = ([USUAL["bf16 wires"], USUAL["fp16"]], [1, 2, 3], "eager", 2, 3, "AdamW")
-    for wrong in four_ranks.run(differing, *args, timeout=300):
+@pytest.mark.parametrize("places", [["optim", "optim_grads", "optim_grads_params"], list(TWO_LEVELS)])
+def test_four_ranks(four_ranks, places):
+    """A sum of four in 16 bit would be rounded twice; a reduce-scatter's is not."""
+    for microbatches, optimizer in ((1, "AdamW"), (3, "SGD")):
+        args = ([USUAL["bf16 wires"], USUAL["fp16"]], places, "eager", microbatches, 3, optimizer)
+        for wrong in four_ranks.run(differing, *args, timeout=300):
+            assert wrong == []
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    policy=st.sampled_from(POLICIES),
+    place=st.sampled_from(list(STRATEGIES)),
+    microbatches=st.integers(1, 3),
+    optimizer=st.sampled_from(["SGD", "AdamW"]),
+    flat=st.booleans(),
+    base=st.sampled_from([F32, BF16]),
+    hold=st.booleans(),
+)
+def test_anything_compiled(two_ranks, policy, place, microbatches, optimizer, flat, base, hold):
+    if policy.resolve(base).main is F16:
+        optimizer = "SGD"  # Adam's epsilon is zero in fp16
+    for wrong in two_ranks.run(differing, [policy], [place], "eager", microbatches, 2, optimizer, flat, base, hold):
         assert wrong == []

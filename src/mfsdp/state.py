@@ -182,7 +182,7 @@ class FlatBuffer:
         kept = self._kept.pop(grads.numel(), None)
         if self.sync:
             if kept is not None:
-                grads.copy_(kept.add_(grads))
+                torch.add(kept, grads, out=grads)
             return False
         self._kept[grads.numel()] = grads.to(self.precision.grad, copy=True) if kept is None else kept.add_(grads)
         self._kept_offsets.update(offsets)
@@ -233,13 +233,14 @@ class FlatBuffer:
                 self._grads[slot] = self._shown(self.gradient, slot)
 
     def _sum(self, total: torch.Tensor | None, gshard: torch.Tensor, scale: float) -> torch.Tensor:
-        """Scales and adds in the wider of the two dtypes; rounds once."""
+        """Scales and adds in a dtype that holds both; rounds once."""
         if total is not None:
             return total.add_(gshard, alpha=scale)
         total = torch.empty_like(self.main, dtype=self.precision.grad)
-        if gshard.dtype.itemsize < total.dtype.itemsize:
+        wide = torch.promote_types(gshard.dtype, total.dtype)
+        if wide is total.dtype is not gshard.dtype:
             return total.copy_(gshard).mul_(scale)
-        return torch.mul(gshard, scale, out=total)
+        return torch.mul(gshard.to(wide), scale, out=total)
 
     def _land(self, gshard: torch.Tensor, slots: Iterable[int], scale: float) -> None:
         """Adds to what is in ``.grad`` of some slots."""
