@@ -14,6 +14,7 @@ import torch.distributed as dist
 import mfsdp
 from tests.models import CASES, GPT, Block, Experts, MoE
 from tests.parity import averaged, batches, build, clip_and_step, compiled, error, farthest
+from tests.test_strategies import ONE_LEVEL, TWO_LEVELS, sharding
 
 STRATEGIES = [0, 1, 2, 3]
 
@@ -321,3 +322,39 @@ def test_experts_that_no_token_reaches(two_ranks, strategy, lowering):
     for worst, untouched, uneven in two_ranks.run(routed, strategy, lowering, timeout=300):
         assert worst < 1e-5 and any(uneven)
         assert untouched and all(".experts." in name for name in untouched)
+
+
+def per_token(place: str, lowering: str) -> list[float]:
+    """Ranks with different numbers of tokens: the sum over all of them divided by their number, then means of ranks."""
+    case = CASES["mlp"]
+    reference, model = build(case, **sharding(place))
+    run = compiled(model, lowering)
+    torch.manual_seed(1)
+    every = [torch.randn(3 + 2 * r, 24) for r in range(dist.get_world_size())]
+    mine, tokens = every[dist.get_rank()], sum(len(x) for x in every)
+    worst = []
+    for factor in (1.0, float(len(every))):
+        model.set_gradient_divide_factor(factor, recurse=True)
+        for x in every:
+            (reference(x).square().sum() / (tokens if factor == 1 else len(x) * len(every))).backward()
+        (run(mine).square().sum() / (tokens if factor == 1 else len(mine))).backward()
+        pairs = zip(model.parameters(), reference.parameters(), strict=True)
+        worst += [error(p.grad.full_tensor(), q.grad) for p, q in pairs]
+        model.zero_grad()
+        reference.zero_grad()
+    return worst
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lowering", ["eager", "none"])
+@pytest.mark.parametrize("place", ONE_LEVEL)
+def test_a_loss_per_token_is_not_scaled(two_ranks, place, lowering):
+    for worst in two_ranks.run(per_token, place, lowering):
+        assert len(worst) == 10 and max(worst) < 1e-5
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("place", TWO_LEVELS)
+def test_a_loss_per_token_on_two_levels(four_ranks, place):
+    for worst in four_ranks.run(per_token, place, "eager"):
+        assert max(worst) < 1e-5

@@ -31,6 +31,15 @@ def test_mixed_precision(golden):
         golden(f"mixed.{program.phase}", pipeline.run(program)[-1].listing)
 
 
+def test_narrow_gradients(golden):
+    """Gradients travel in bf16 and are added up in fp32; whole ones wait between synchronisations."""
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.empty(8, 64)
+    policy = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16, param_comm_dtype=torch.bfloat16)
+    _, backward = mfsdp.trace(model, (x,), world=4, strategy=1, units=["0", "2"], mp_policy=policy, name="narrow")
+    golden("narrow.backward", pipeline.run(backward)[-1].listing)
+
+
 STRATEGIES = {
     "no_shard": {"strategy": 0},
     "optim": {"strategy": 1},

@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from . import cost, ops
-from .config import SHORT
+from .config import SHORT, Precision
 from .cost import size
 from .program import Program, base_of, slot_of, view_of
 from .roles import Kind, Lane, is_kind, role
@@ -50,6 +50,7 @@ def render(program: Program, stage: str, before: str | None = None, *, fold: boo
         [
             f"; mfsdp  {program.name}  {stage}  {program.phase}       world {program.world}",
             *_head(program, rows, before),
+            *_dtypes(program.units),
             ";",
             *_units(program.units, fold),
             ";",
@@ -127,6 +128,20 @@ def _head(program: Program, rows: Sequence[cost.Line], before: str | None) -> It
     yield (f"; peak   {peak}{slots}    in flight {s.in_flight}    exposed {s.exposed} of {s.collectives}")
 
 
+def _dtypes(units: Sequence[Unit]) -> Iterator[str]:
+    """The life of a weight and of its gradient, where it changes dtype on the way."""
+    alike: dict[Precision, list[str]] = {}
+    for unit in units:
+        alike.setdefault(unit.spec.precision, []).append(unit.name)
+    for p, names in alike.items():
+        life = {
+            "main": p.main, "gather": p.comm, "compute": p.compute, "reduce": p.grad_comm, "sum": p.sum, "grad": p.grad
+        }  # fmt: skip
+        if len(set(life.values())) > 1:
+            whose = f"{' '.join(names)}  " if len(alike) > 1 else ""
+            yield f"; dtype  {whose}" + "  ".join(f"{role} {SHORT[dtype]}" for role, dtype in life.items())
+
+
 def _units(units: Sequence[Unit], fold: bool) -> Iterator[str]:
     names = max([4, *(len(u.name) for u in units)])
     fqns = max([8, *(len(u.fqn) for u in units)])
@@ -170,6 +185,8 @@ def _params(unit: Unit, fold: bool) -> str:
     words = [*texts, f"pad {unit.layout.pad}"] if unit.layout.pad else texts
     if not unit.trainable:
         words.append("frozen")
+    elif held := unit.spec.held_numel:
+        words.append(f"hold {size(held * unit.spec.precision.grad.itemsize)}")
     if not unit.sharded:
         words.append("not sharded")
     return "  ".join(words)

@@ -70,11 +70,19 @@ class FSDPModule:
         for buffer in _buffers(self, recurse):
             buffer.respec(reshard=bool(reshard_after_forward))
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """What sums over ranks are divided by, instead of the number of ranks; for this unit's own parameters."""
+    def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
+        """What sums over ranks are divided by, instead of the number of ranks. Compiled graphs recompile.
+
+        For a loss per token, where ranks have different numbers of them: a factor of 1, and every rank divides the sum
+        over its tokens by the number of all ranks' tokens.
+
+        Args:
+            factor: positive.
+            recurse: whether units below are meant too; as in FSDP2 they are not.
+        """
         if not factor > 0:
             raise ValueError(f"factor={factor!r}: must be positive")
-        for buffer in _buffers(self, recurse=False):
+        for buffer in _buffers(self, recurse):
             buffer.respec(divide=float(factor))
 
     def unshard(self) -> None:

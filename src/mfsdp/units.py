@@ -75,6 +75,13 @@ class Spec:
         return self.world > 1 and not self.replica
 
     @property
+    def held_numel(self) -> int:
+        """Elements of the gradients that a rank keeps between synchronisations, besides the accumulator."""
+        if self.world > 1 and self.hold:
+            return self.full_numel
+        return self.shard_numel if self.outer > 1 else 0
+
+    @property
     def groups(self) -> tuple[str, str, str, str]:
         """Names of process groups by lane number: gathers and reductions of the shard axis, of the outer axis."""
         return self.group, self.reduce_group, self.outer_group, self.outer_reduce_group
