@@ -25,6 +25,18 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x * self.scale)))
 
 
+class Several(MLP):
+    """Parameters in fp32 and in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up((x * self.scale).to(self.up.weight.dtype))
+        return self.down(F.gelu(x).to(self.down.weight.dtype))
+
+
 class Block(nn.Module):
     def __init__(self, width: int, heads: int = 2, break_graph: bool = False):
         super().__init__()

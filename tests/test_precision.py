@@ -17,7 +17,7 @@ from torch import nn
 import mfsdp
 from mfsdp.config import Precision
 from mfsdp.placement import STRATEGIES
-from tests.models import CASES
+from tests.models import CASES, MLP, Several
 from tests.parity import batches, compiled, error
 from tests.test_strategies import TWO_LEVELS, sharding
 
@@ -63,24 +63,24 @@ class Plain:
 
     def __init__(self, model: nn.Module, policy: mfsdp.MixedPrecisionPolicy, levels: list[Level]):
         self.model, self.levels = model, levels
-        dtype = next(model.parameters()).dtype
-        self.precision: Precision = policy.resolve(dtype)
-        self.main = {n: nn.Parameter(p.detach().to(self.precision.main)) for n, p in model.named_parameters()}
+        self.precision = {n: policy.resolve(p.dtype) for n, p in model.named_parameters()}
+        self.main = {n: nn.Parameter(p.detach().to(self.precision[n].main)) for n, p in model.named_parameters()}
 
     def step(self, data: list[torch.Tensor]) -> None:
         """Puts a step's gradient into ``.grad`` of the main weights."""
         every = [self.backward(x) for x in data]
         for name, main in self.main.items():
-            main.grad = self.life([grads[name] for grads in every]).to(main.dtype)
+            main.grad = self.life([grads[name] for grads in every], self.precision[name]).to(main.dtype)
 
     def backward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        p = self.precision
-        weights = {n: w.detach().to(p.comm).to(p.compute).requires_grad_() for n, w in self.main.items()}
+        weights = {
+            n: w.detach().to(self.precision[n].comm).to(self.precision[n].compute).requires_grad_()
+            for n, w in self.main.items()
+        }
         loss(torch.func.functional_call(self.model, weights, x)).backward()
         return {n: w.grad for n, w in weights.items()}
 
-    def life(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        p = self.precision
+    def life(self, grads: list[torch.Tensor], p: Precision) -> torch.Tensor:
         wires = [g.to(p.grad_comm) for g in grads]
         for level in self.levels:
             if len(level.ranks) == 1:
@@ -109,16 +109,18 @@ def loss(out: torch.Tensor) -> torch.Tensor:
 
 def differing(
     policies: list[mfsdp.MixedPrecisionPolicy], places: list[str], lowering: str, microbatches: int, steps: int,
-    optimizer: str = "SGD", flat: bool = False, base: torch.dtype = F32, hold: bool = False,
+    optimizer: str = "SGD", flat: bool = False, base: torch.dtype | None = F32, hold: bool = False,
 ) -> list[str]:  # fmt: skip
-    """Policies under which some gradient is not bitwise that of the plain training, or some parameter not the same."""
+    """Policies under which some gradient is not bitwise that of the plain training, or some parameter not the same.
+    Models are in ``base``; ``None`` is one unit with parameters in fp32 and in bf16.
+    """
     out = []
     for policy, place in itertools.product(policies, places):
         torch._dynamo.reset()
         torch.manual_seed(0)
-        plain_model = CASES["mlp"].build().to(base)
+        plain_model = MLP().to(base) if base else Several()
         model = copy.deepcopy(plain_model)
-        mfsdp.fully_shard(model, units=["up", "down"], **sharding(place, mp_policy=policy))
+        mfsdp.fully_shard(model, units=["up", "down"] if base else [], **sharding(place, mp_policy=policy))
         plain = Plain(plain_model, policy, levels(place, hold))
         run = compiled(model, lowering)
         make = {
@@ -129,7 +131,7 @@ def differing(
         if flat:
             mfsdp.fully_shard_optimizer(ours)
         for step in range(steps):
-            data = [batches(CASES["mlp"], 10 * step + m)[dist.get_rank()].to(plain.precision.compute)
+            data = [batches(CASES["mlp"], 10 * step + m)[dist.get_rank()].to(plain.precision["scale"].compute)
                     for m in range(microbatches)]  # fmt: skip
             for m, x in enumerate(data):
                 with nullcontext() if m == microbatches - 1 else mfsdp.no_sync(model, hold=hold or None):
@@ -178,6 +180,14 @@ def test_usual_policies(two_ranks, place, name):
     for microbatches, optimizer in ((1, "AdamW"), (3, "SGD")):
         for wrong in two_ranks.run(differing, [USUAL[name]], [place], "eager", microbatches, 10, optimizer, base=base):
             assert wrong == []
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("place", STRATEGIES)
+def test_several_dtypes_in_one_unit(two_ranks, place):
+    own = [mfsdp.MixedPrecisionPolicy(), mfsdp.MixedPrecisionPolicy(None), mfsdp.MixedPrecisionPolicy(None, BF16, BF16)]
+    for wrong in two_ranks.run(differing, own, [place], "eager", 3, 3, "AdamW", base=None):
+        assert wrong == []
 
 
 @pytest.mark.dist
