@@ -221,13 +221,13 @@ def llama(layers: int = 2) -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """Hugging Face's Mixtral from a small config, experts in one grouped product; some get no token."""
+    """Hugging Face's Mixtral from a small config, experts stacked; some get no token."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
         vocab_size=67, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=6, num_experts_per_tok=1, max_position_embeddings=32, use_cache=False,
-        attn_implementation="sdpa", experts_implementation="grouped_mm",
+        attn_implementation="sdpa", experts_implementation="batched_mm",
     )  # fmt: skip
     return MixtralForCausalLM(config)
 

@@ -13,7 +13,7 @@ from .check import LawError
 from .config import MixedPrecisionPolicy
 from .norms import check_finite, norms
 from .optimizer import fully_shard_optimizer
-from .shard import FSDPModule, fully_shard, no_sync, summon_full_params
+from .shard import FSDPModule, fully_shard, no_sync, summon_full_params, unsharded
 from .tracing import trace
 
 __version__ = "0.1.0"
@@ -31,4 +31,5 @@ __all__ = [
     "pipeline",
     "summon_full_params",
     "trace",
+    "unsharded",
 ]

@@ -638,3 +638,37 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
             m._parameters[name] = cast(nn.Parameter, ref.buffer.params[ref.slot])
         for buffer in found:
             buffer.summoned = None
+
+
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Keeps all parameters gathered inside of the ``with``, for many forwards of the same weights: generation,
+    evaluation. Nothing is communicated per forward, compiled or not; memory holds the whole model in ``compute_dtype``.
+    All ranks must enter together; what runs inside may differ by rank.
+
+    Compiled graphs are compiled once more, without collectives. Parameters are read as they were on entry: leave before
+    the optimizer steps. Gradients of a backward inside are reduced, unit by unit, so ranks must call it together.
+
+    Args:
+        module: a sharded model, or any of its modules.
+
+    Raises:
+        ValueError: nothing of the module is sharded.
+        RuntimeError: it is called inside of itself, or inside of a forward of the model.
+    """
+    units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    if not units:
+        raise ValueError("unsharded: the model is not sharded; call mfsdp.fully_shard first")
+    if any(m._mfsdp_unit.open for m in units):
+        raise RuntimeError("unsharded: the model is unsharded already, or in a forward")
+    kept = [m._mfsdp_unit.kept for m in units]
+    try:
+        for m in units:
+            m.unshard()
+            m._mfsdp_unit.open = True
+        yield
+    finally:
+        for m, was in zip(units, kept, strict=True):
+            m._mfsdp_unit.open = False
+            if not was:
+                m.reshard()
