@@ -54,6 +54,11 @@ def two_fresh_ranks() -> Iterator[object]:
 
 
 @pytest.fixture(scope="session")
+def three_ranks() -> Iterator[object]:
+    yield from _ranks(3)
+
+
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[object]:
     yield from _ranks(4)
 

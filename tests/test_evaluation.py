@@ -33,7 +33,7 @@ class Gathers:
 
 
 def generated(strategy: int) -> dict[str, Any]:
-    """Tokens of transformers' ``generate`` on a sharded Llama and on the unsharded one; each rank has its own prompt."""
+    """Tokens of transformers' ``generate`` on a sharded Llama and on the unsharded one; prompts differ by rank."""
     torch.manual_seed(0)
     reference = llama().eval()
     model = copy.deepcopy(reference)

@@ -178,8 +178,11 @@ class _Runs:
                 run.buffer.stale = True
         mine = {run.flat for run in self.runs}
         state.update({p: s for p, s in self.state.items() if p not in mine})
-        for run in self.runs:
-            self._show(optimizer, run)
+        shown = [self._show(optimizer, run) for run in self.runs]
+        if any(shown):  # in the order of parameters: runs, and so theirs, differ by rank
+            order = {p: state[p] for own in params for p in own if p in state}
+            state.clear()
+            state.update(order)
 
     def _untouched(self, optimizer: Optimizer, run: _Run) -> bool:
         """Whether the parameters' state is what the run shows: nobody has loaded another."""
@@ -212,16 +215,17 @@ class _Runs:
         if self.state.get(run.flat):
             self._show(optimizer, run)
 
-    def _show(self, optimizer: Optimizer, run: _Run) -> None:
-        """Makes the parameters' state views into the run's, if the optimizer has made it anew."""
+    def _show(self, optimizer: Optimizer, run: _Run) -> bool:
+        """Makes the parameters' state views into the run's, if the optimizer has made it anew; whether it has."""
         mine = self.state.get(run.flat, {})
         if mine.keys() == run.made.keys() and all(run.made[key] is value for key, value in mine.items()):
-            return
+            return False
         run.made = dict(mine)
         for slot in run.slots:
             param = run.buffer.params[slot]
             run.shown[slot] = {k: _seen(optimizer, k, v, run, slot, param) for k, v in mine.items()}
             optimizer.state[param] = run.shown[slot]
+        return True
 
 
 def _seen(optimizer: Optimizer, key: str, value: Any, run: _Run, slot: int, param: ShardedParameter) -> Any:
