@@ -209,13 +209,14 @@ class _Symmetric(nn.Module):
         return x.triu() + x.triu(1).T
 
 
-def llama(layers: int = 2) -> nn.Module:
+def llama(layers: int = 2, tied: bool = False) -> nn.Module:
     """Hugging Face's Llama from a small config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=67, hidden_size=32, intermediate_size=52, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, use_cache=False, attn_implementation="sdpa",
+        tie_word_embeddings=tied,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 

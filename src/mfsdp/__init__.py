@@ -11,6 +11,7 @@ from . import (
 )
 from .check import LawError
 from .config import MixedPrecisionPolicy
+from .huggingface import load_safetensors, save_safetensors
 from .norms import check_finite, norms
 from .optimizer import fully_shard_optimizer
 from .shard import FSDPModule, fully_shard, no_sync, summon_full_params, unsharded
@@ -25,10 +26,12 @@ __all__ = [
     "check_finite",
     "fully_shard",
     "fully_shard_optimizer",
+    "load_safetensors",
     "no_sync",
     "norms",
     "passes",
     "pipeline",
+    "save_safetensors",
     "summon_full_params",
     "trace",
     "unsharded",

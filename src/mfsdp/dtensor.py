@@ -277,13 +277,24 @@ class ShardedDTensor(DTensor):
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in boxes]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        try:
+            return self.chunk_at(None if index.offset is None else tuple(index.offset))
+        except ValueError as error:
+            raise ValueError(f"{error} of {index.fqn}") from None
+
+    def chunk_at(self, where: tuple[int, ...] | None) -> torch.Tensor:
+        """One of this rank's chunks, a view; the first for ``None``.
+
+        Raises:
+            ValueError: it holds none at these offsets.
+        """
         s, at = self._sharding, self._sharding.local()
         for offsets, sizes in s.layout.chunks(s.slot, s.rank):
-            if index.offset is None or tuple(index.offset) == offsets:
+            if where is None or where == offsets:
                 flat = sum(o * n for o, n in zip(offsets, _strides(torch.Size(s.shape)), strict=True))
                 start = flat - at.param_offset
                 return self._local_tensor.view(-1)[start : start + math.prod(sizes)].view(sizes)
-        raise ValueError(f"this rank holds no chunk at {index.offset} of {index.fqn}")
+        raise ValueError(f"this rank holds no chunk at {where}")
 
 
 class ShardedParameter(ShardedDTensor):

@@ -154,6 +154,13 @@ def initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def collective_device(group: dist.ProcessGroup) -> torch.device:
+    """A device whose tensors the group's collectives take."""
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def default_group() -> str:
     """Name of the default group."""
     assert dist.group.WORLD is not None
