@@ -17,6 +17,7 @@ import mfsdp
 from examples.bench.bench import peak_of
 from tests.models import MLP, llama
 from tests.parity import error, whole
+from tests.test_materialize import Largest
 
 MODELS = {"llama": llama, "tied": lambda: llama(tied=True)}
 
@@ -68,7 +69,9 @@ def peaks(folder: str) -> tuple[int, int, int, int]:
     """The most bytes that reading and writing have allocated; those of the model, and of the largest tensor."""
     model = mfsdp.fully_shard(nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(32))), units=[nn.Linear])
     size = 128 * 128 * 4
-    written = peak_of(lambda: mfsdp.save_safetensors(model, folder, max_file_bytes=2 * size))
+    with Largest() as seen:  # gloo's threads free what a profiler does not see
+        mfsdp.save_safetensors(model, folder, max_file_bytes=2 * size)
+    written = seen.most
     read = peak_of(lambda: mfsdp.load_safetensors(model, folder))
     return written, read, 32 * size, size
 
@@ -76,7 +79,7 @@ def peaks(folder: str) -> tuple[int, int, int, int]:
 @pytest.mark.dist
 def test_nobody_holds_the_whole_model(two_ranks, tmp_path):
     for written, read, model, tensor in two_ranks.run(peaks, str(tmp_path)):
-        assert written < model / 4, "a file's two tensors, and what gathering one takes"
+        assert written < model / 2 + 6 * tensor, "the shards, a file's two tensors, and what gathering one takes"
         assert read < 2 * tensor + 4096, "one file, mapped"
 
 

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp import cost, listing, ops, pipeline, runtime
+from mfsdp import backend, cost, listing, ops, pipeline, runtime
 from mfsdp.program import Program, slot_of
 from mfsdp.roles import Kind
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import batches, whole
+from tests.toys import toy2
 
 
 @cache
@@ -307,6 +308,15 @@ class Forked(nn.Module):
 
     def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
         return self.a(x) if left else self.b(self.c(x))
+
+
+def test_outer_replicas_compare_which_gradients_they_bring():
+    program = toy2("backward", mesh_shape=(2, 4))
+    pipeline.run(program)
+    sequences = backend.collectives(program)
+    assert len(sequences) == 2
+    for sequence in sequences.values():
+        assert sum(text.startswith("accumulate u") and text.endswith("of [0,1048576]") for text in sequence) == 2
 
 
 def diverging() -> str:

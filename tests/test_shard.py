@@ -336,6 +336,25 @@ def test_nothing_keeps_the_old_parameters_alive():
     assert not [r for r in old if r() is not None]
 
 
+def test_a_model_that_is_gone_leaves_nothing_behind():
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    model.up.weight.register_hook(lambda g: g)
+    model(torch.randn(2, 24)).sum().backward()
+    twin = copy.deepcopy(model)
+    buffers = [weakref.ref(u._mfsdp_unit.buffers[0]) for m in (model, twin) for u in (m, m.up)]
+    main = [weakref.ref(b().main) for b in buffers]
+    del model, twin
+    gc.collect()
+    assert not any(ref() is not None for ref in (*buffers, *main))
+
+
+def test_freezing_inside_of_summon_lasts():
+    model = mfsdp.fully_shard(MLP())
+    with mfsdp.summon_full_params(model):
+        model.up.requires_grad_(False)
+    assert not model.up.weight.requires_grad and model.down.weight.requires_grad
+
+
 def test_gradients_that_somebody_holds_survive_zero_grad():
     model = mfsdp.fully_shard(MLP())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

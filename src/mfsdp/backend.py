@@ -86,9 +86,8 @@ def collectives(program: Program) -> dict[str, list[str]]:
             )
         elif node.target is ops.accumulate and r is not None:
             spec = program.unit(r.unit).spec
-            if spec.ranks > 1:
-                text = f"{listing.text(node)}  of {listing.operand(node.args[2])}"
-                out.setdefault(spec.group or spec.outer_group, []).append(text)
+            for group in filter(None, (spec.group, spec.outer_group)):
+                out.setdefault(group, []).append(f"{listing.text(node)}  of {listing.operand(node.args[2])}")
     return out
 
 

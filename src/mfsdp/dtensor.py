@@ -353,8 +353,8 @@ class ShardedParameter(ShardedDTensor):
         return self
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:  # type: ignore[override]
-        """``hook(grad)``, once per backward that synchronises, with the reduced gradient that is about to be added to
-        ``.grad``, a DTensor; it may return another one. Between synchronisations (`no_sync`) gradients wait for it.
+        """``hook(grad)``, once per backward that reduces, with the reduced gradient that is about to be added to
+        ``.grad``, a DTensor; it may return another one. What `no_sync` holds back is in it when it is reduced.
         """
         return self._hook("hooks", hook)
 
@@ -613,13 +613,15 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Norms of order p; one collective for all tensors that are cut over the same ranks."""
-    alike: dict[DeviceMesh, list[int]] = {}
+    """Norms of order p; one collective for all tensors that are cut over the same ranks. Some may be plain ones."""
+    alike: dict[DeviceMesh | None, list[int]] = {}
     for i, t in enumerate(tensors):
-        alike.setdefault(t._sharding.mesh, []).append(i)
+        alike.setdefault(t._sharding.mesh if isinstance(t, ShardedDTensor) else None, []).append(i)
     out: dict[int, torch.Tensor] = {}
-    for members in alike.values():
-        out |= zip(members, _norms_over([tensors[i] for i in members], order, dtype), strict=True)
+    for mesh, members in alike.items():
+        mine = [tensors[i] for i in members]
+        found = _norms_over(mine, order, dtype) if mesh else torch._foreach_norm(mine, order, dtype)
+        out |= zip(members, found, strict=True)
     return [out[i] for i in range(len(tensors))]
 
 
@@ -651,11 +653,11 @@ def _norms_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None)
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """``GradScaler``'s: scales gradients in place; an Inf or NaN on any rank is found on all of them."""
     tensors, found, inverse = args
-    some = [t._local_tensor for t in tensors if t._local_tensor.numel()]
+    some = [_local(t) for t in tensors if _local(t).numel()]
     if some:
         func(some, found, inverse)
-    for mesh in {t._sharding.mesh: t._sharding for t in tensors}.values():
-        _all_reduce(found, "max", mesh)
+    for sharding in {t._sharding.mesh: t._sharding for t in tensors if isinstance(t, ShardedDTensor)}.values():
+        found.copy_(_all_reduce(found, "max", sharding))
 
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedDTensor:

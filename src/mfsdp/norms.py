@@ -29,14 +29,15 @@ def norms(
     """
     if of not in ("weights", "gradients"):
         raise ValueError(f"norms: of={of!r}: choose 'weights' or 'gradients'")
-    found = {name: p if of == "weights" else p.grad for name, p in model.named_parameters()}
+    found = {name: p if of == "weights" else p.grad for name, p in model.named_parameters() if p.is_floating_point()}
     there = {name: t for name, t in found.items() if t is not None}
-    alike: dict[tuple[type, torch.device], list[str]] = {}
+    alike: dict[torch.device, list[str]] = {}
     for name, t in there.items():
-        alike.setdefault((type(t), t.device), []).append(name)
+        alike.setdefault(t.device, []).append(name)
     out: dict[str, torch.Tensor] = {}
     for names in alike.values():
-        out |= zip(names, torch._foreach_norm([there[n] for n in names], norm_type), strict=True)
+        # Where nothing is sharded, parameters and plain tensors take no common path.
+        out |= zip(names, torch._foreach_norm([there[n].detach() for n in names], norm_type), strict=True)
     return {name: out[name] for name in there}
 
 
@@ -53,7 +54,8 @@ def check_finite(model: nn.Module, of: Literal["weights", "gradients"] = "gradie
     largest = norms(model, of, norm_type=math.inf)
     if not largest:
         return
-    values = torch.stack([v.float() for v in largest.values()]).tolist()
+    device = next(iter(largest.values())).device
+    values = torch.stack([v.double().to(device) for v in largest.values()]).tolist()
     bad = {name: "NaN" if math.isnan(v) else "Inf" for name, v in zip(largest, values, strict=True)
            if not math.isfinite(v)}  # fmt: skip
     if bad:

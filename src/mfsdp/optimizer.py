@@ -127,7 +127,7 @@ class _Run:
         return whole[start : start + at.numel].view(at.shape)
 
     def gradient(self) -> torch.Tensor:
-        whole = self.buffer.gradient
+        whole = self.buffer.total()
         if self.ghost or whole is None:
             return torch.zeros(1, dtype=self.buffer.precision.grad, device=self.flat.device)
         return whole[self.start : self.start + self.flat.numel()]

@@ -44,20 +44,35 @@ _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def own(shard: torch.Tensor, accumulator: Accumulator) -> None:
-    """Makes gradients of the shard go to the accumulator."""
-    setattr(shard, _OWNER, accumulator)
+    """Makes gradients of the shard go to the accumulator, as long as somebody else holds that: what hangs on a tensor
+    that autograd knows is never garbage to Python.
+    """
+    setattr(shard, _OWNER, weakref.ref(accumulator))
     if not shard.is_meta:
         _owners[shard.untyped_storage().data_ptr()] = accumulator
 
 
 def owner(shard: torch.Tensor) -> Any:
     """The buffer that the shard tensor belongs to, or ``None``."""
-    found = getattr(shard, _OWNER, None)
-    if found is None and type(shard) is torch.Tensor and not shard.is_meta:
+    hung = getattr(shard, _OWNER, None)
+    found = None if hung is None else hung()
+    if hung is None and type(shard) is torch.Tensor and not shard.is_meta:
         found = _owners.get(shard.untyped_storage().data_ptr())
         if found is not None and found.source.shape != shard.shape:
             return None
     return found
+
+
+def accumulates(node: Any) -> bool:
+    """Whether the backward that is running will bring a gradient to a leaf, given its accumulation node; outside of
+    one, ``True``. Private in torch (``_will_engine_execute_node``); tried on 2.11 to 2.13.
+    """
+    return backward_number() < 0 or bool(torch._C._will_engine_execute_node(node))
+
+
+def backward_number() -> int:
+    """A number of its own for every backward, -1 outside. Private in torch; tried on 2.11 to 2.13."""
+    return torch._C._current_graph_task_id()  # type: ignore[no-any-return, attr-defined]
 
 
 def agree(group: str, sequence: Sequence[str], patience: float = 600.0) -> None:
@@ -404,6 +419,8 @@ def mm(gfull: torch.Tensor, offset: int, size: list[int], stride: list[int], a: 
 def accumulate(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float) -> None:
     """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators])."""
     accumulator = owner(shard)
+    if accumulator is None and hasattr(shard, _OWNER):
+        return  # the model is gone
     if accumulator is None:
         raise RuntimeError(
             "mfsdp: backward got a copy of a shard instead of the shard. Saved-tensor hooks that copy what they are "

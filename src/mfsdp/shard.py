@@ -577,7 +577,8 @@ def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
     """Backward calls inside of the ``with`` do not synchronise gradients; the next one outside does, for all.
 
     Every unit that took part inside has to take part in the one that synchronises. What waits is not in ``.grad``, and
-    optimizers' ``zero_grad`` does not reach it: to give up a step half-way, call ``zero_grad`` of the sharded model.
+    neither optimizers' ``zero_grad`` nor that of torch.compile's wrapper reaches it: to give up a step half-way, call
+    ``zero_grad`` of what `fully_shard` returned.
 
     Args:
         module: a sharded model, or any of its modules.
@@ -635,7 +636,10 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
                 buffer.scatter_main(buffer.summoned)
     finally:
         for m, name, ref in places:
-            m._parameters[name] = cast(nn.Parameter, ref.buffer.params[ref.slot])
+            param, edited = ref.buffer.params[ref.slot], whole.get((id(ref.buffer), ref.slot))
+            if edited is not None and edited.requires_grad != param.requires_grad:
+                param.requires_grad_(edited.requires_grad)
+            m._parameters[name] = cast(nn.Parameter, param)
         for buffer in found:
             buffer.summoned = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,7 +39,8 @@ class FlatBuffer:
     ``main`` is this rank's flat part of the main weights, [layout.shard_numel] in ``precision.main``. ``params[i]`` is
     parameter i as a DTensor, its local tensor a view into ``main``. ``gradient`` is the accumulator,
     [layout.shard_numel] in ``precision.grad``, there from the first reduction until every ``.grad`` is set to ``None``;
-    whoever reads a ``.grad`` finds it cast to ``precision.main``, and what is accumulated after that casts it back.
+    whoever reads a ``.grad`` sees it in ``precision.main``: a wider one is what the accumulator becomes until more is
+    accumulated, a narrower one is a copy, whose changes count.
     ``source`` is what programs read parameters from, a leaf: ``main`` itself, or, where the strategy cuts the optimizer
     state further than the parameters, a copy that lasts, [spec.source_numel] in ``precision.comm``.
 
@@ -84,7 +86,9 @@ class FlatBuffer:
         self._version = -1
         runtime.own(self.source, self)
         self.source.requires_grad_()  # nobody may register a hook otherwise
-        self.source.register_post_accumulate_grad_hook(self._backward_done)
+        done = weakref.WeakMethod(self._backward_done)  # a tensor's hooks are no garbage to Python
+        self.source.register_post_accumulate_grad_hook(lambda source: (done() or _nobody)(source))
+        self._node = torch.autograd.graph.get_gradient_edge(self.source).node
         self.source.requires_grad_(trainable)
         self.sync = True
         """Whether backward reduces gradients over the outer axis, or at all (`no_sync`)."""
@@ -97,18 +101,27 @@ class FlatBuffer:
         """What wants to see, and may change, a slot's gradient before it is added to what is there."""
         self.post_hooks: dict[int, OrderedDict[int, PostHook]] = {}
         """What wants to know that a slot's ``.grad`` is complete."""
+        self._pending: torch.Tensor | None = None
+        """What a backward has brought, [layout.shard_numel] in ``precision.grad``, until hooks have seen it."""
+        self._arrived: set[int] = set()
+        """Slots that it has brought gradients for."""
+        self._backward = -1
+        """Which backward that was."""
         self._votes: list[torch.Tensor] = []
         """Which slots have a gradient on any rank, [slots], of reductions whose programs may differ by rank."""
-        self._arrived: set[int] = set()
-        """Slots whose hooks have not run since they got a gradient."""
-        self._pending: torch.Tensor | None = None
-        """Their gradients, [layout.shard_numel] in ``precision.grad``, if there are hooks that may change them."""
         self._dropped: set[int] = set()
         """Slots whose gradient has been set to ``None`` while others of the buffer have theirs."""
         self.before_first_gradient: Callable[[FlatBuffer], None] | None = None
         """Asked once, before anything is accumulated; may raise."""
         self.gradient: torch.Tensor | None = None
+        self._has: set[int] = set()
+        """Slots that have a gradient."""
+        self._looked: torch.Tensor | None = None
+        """The accumulator in a narrower ``precision.main``, while somebody looks at ``.grad``."""
+        self._touched = _Touched()
+        """Whether it has been written, through DTensors; through plain tensors its version says."""
         self._grads: dict[int, ShardedDTensor] = {}
+        """Every ``.grad`` that has been looked at, views of the accumulator or of ``_looked``."""
         self._index = {slot.offset: i for i, slot in enumerate(layout.slots) if slot.numel}
         self.born_on_meta: dict[int, torch.dtype] = {}
         """Slots whose parameter was built on the meta device, and its dtype there."""
@@ -142,13 +155,17 @@ class FlatBuffer:
         twin.unit = copy.deepcopy(self.unit, memo)
         twin.respec(divide=self.spec.divide, hold=self.spec.hold)
         twin.sync = self.sync
+        self._settle()
+        twin._kept = {size: kept.clone() for size, kept in self._kept.items()}
+        twin._kept_offsets, twin._kept_at = set(self._kept_offsets), self._kept_at
+        twin._has, twin._dropped = set(self._has), set(self._dropped)
         with torch.no_grad():
+            total = self.total()
+            twin.gradient = None if total is None else total.clone()
             twin.main.copy_(self.main)
-            for slot, (mine, its) in enumerate(zip(self.params, twin.params, strict=True)):
+            for mine, its in zip(self.params, twin.params, strict=True):
                 carry_attributes(mine, its)
                 its.requires_grad_(mine.requires_grad)
-                if slot in self._grads:
-                    twin.set_grad_of(slot, self._grads[slot])
                 memo[id(mine)] = its
         return twin
 
@@ -179,6 +196,8 @@ class FlatBuffer:
 
     def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool:
         """Whether gradients stay here for now: then they are kept. Otherwise what was kept is added to them."""
+        if not runtime.accumulates(self._node):
+            return not self.sync
         kept = self._kept.pop(grads.numel(), None)
         if self.sync:
             if kept is not None:
@@ -193,44 +212,44 @@ class FlatBuffer:
         """Drops what waits for the next synchronisation."""
         self._kept.clear()
         self._kept_offsets.clear()
-        self._arrived.clear()
+        self._votes.clear()
         self._pending = None
-
-    def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None:
-        """Adds ``scale * gshard`` ([shard_numel]) in the accumulator's dtype; the first write is a store."""
-        if self.before_first_gradient is not None:
-            self.before_first_gradient(self)
-            self.before_first_gradient = None
-        slots = {self._index[offset] for offset in self._kept_offsets.union(offsets)}
-        if any(self.hooks.values()):
-            self._pending = self._sum(self._pending, gshard, scale)
-        else:
-            self._land(gshard, slots, scale)
-        self._arrived |= slots
-        self._kept_offsets.clear()
-        self.unit.frame.syncs[0] += 1
 
     def vote(self, offsets: Iterable[int]) -> None:
         """Asks all ranks which parameters have a gradient, before an `accumulate` whose offsets may differ by rank:
         what any rank has counts on all of them. Nobody waits for the answer until a ``.grad`` is read.
         """
-        mine = self._kept_offsets.union(offsets)
-        votes = [slot.offset in mine and slot.numel > 0 for slot in self.layout.slots]
+        if not runtime.accumulates(self._node):
+            return
+        mine = self._slots(self._kept_offsets.union(offsets))
+        votes = [slot in mine for slot in range(len(self.layout.slots))]
         self._votes.append(runtime.everywhere(torch.tensor(votes, device=self.main.device), self.spec))
 
-    def _settle(self) -> None:
-        """Counts the votes."""
-        for votes in self._votes:
-            slots = votes.nonzero().flatten().tolist()
-            self._arrived.update(slots)
-            self._show(slots)
-        self._votes.clear()
+    def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None:
+        """Adds ``scale * gshard`` ([shard_numel]) in the accumulator's dtype; the first write is a store. Does nothing
+        in a backward that is not for parameters (``torch.autograd.grad``, ``backward(inputs=...)``).
+        """
+        if not runtime.accumulates(self._node):
+            return
+        if self.before_first_gradient is not None:
+            self.before_first_gradient(self)
+            self.before_first_gradient = None
+        slots = self._slots(self._kept_offsets.union(offsets))
+        self._kept_offsets.clear()
+        if any(self.hooks.values()):
+            now = runtime.backward_number()
+            if self._backward != now:  # what an earlier one has left, it died of an exception
+                self._backward, self._pending, self._arrived = now, None, set()
+            self._pending = self._sum(self._pending, gshard, scale)
+            self._arrived |= slots
+        else:
+            self._land(gshard, slots, scale)
+        if self.sync:
+            self.unit.frame.syncs[0] += 1
 
-    def _show(self, slots: Iterable[int]) -> None:
-        """Gives slots a gradient, if there is any."""
-        for slot in slots:
-            if self.gradient is not None and slot not in self._grads:
-                self._grads[slot] = self._shown(self.gradient, slot)
+    def _slots(self, offsets: Iterable[int]) -> set[int]:
+        """Those that start there, and train."""
+        return {slot for offset in offsets if self.trains[slot := self._index[offset]]}
 
     def _sum(self, total: torch.Tensor | None, gshard: torch.Tensor, scale: float) -> torch.Tensor:
         """Scales and adds in a dtype that holds both; rounds once."""
@@ -244,19 +263,29 @@ class FlatBuffer:
 
     def _land(self, gshard: torch.Tensor, slots: Iterable[int], scale: float) -> None:
         """Adds to what is in ``.grad`` of some slots."""
-        if self.gradient is not None:
+        total = self.total()
+        if total is not None:
             for slot in self._dropped:
-                self.view(self.gradient, slot).zero_()
+                self.view(total, slot).zero_()
+            self._become(total.to(self.precision.grad))
         self._dropped.clear()
-        self._cast(self.precision.grad)
-        self.gradient = self._sum(self.gradient, gshard, scale)
-        self._show(slots)
+        self._looked = None
+        self._become(self._sum(self.gradient, gshard, scale))
+        self._has.update(slots)
 
-    def _cast(self, dtype: torch.dtype) -> None:
-        """Makes the accumulator, and every ``.grad``, have a dtype."""
-        if self.gradient is not None and self.gradient.dtype is not dtype:
-            self.gradient = self.gradient.to(dtype)
-            self._grads = {slot: self._shown(self.gradient, slot) for slot in self._grads}
+    def total(self) -> torch.Tensor | None:
+        """The accumulator, with what has been done to ``.grad``; ``None`` where there is no gradient."""
+        looked = self._looked
+        if looked is not None and self.gradient is not None and self._touched != _Touched(looked._version):
+            self.gradient.copy_(looked)
+            self._touched.version, self._touched.stale = looked._version, False
+        return self.gradient
+
+    def _become(self, total: torch.Tensor | None) -> None:
+        """Makes a tensor the accumulator."""
+        if total is not self.gradient or self._looked is not None:
+            self._grads.clear()
+        self.gradient = total
 
     def _backward_done(self, source: torch.Tensor) -> None:
         """Runs hooks. Autograd calls it once per backward, when all programs that read the source are through with it,
@@ -265,22 +294,19 @@ class FlatBuffer:
         if source.is_meta:
             return  # nothing runs
         if source.grad is not None:
-            offsets = [offset for offset, slot in self._index.items() if self.trains[slot]]
-            self.accumulate(runtime.reduce_rest(source.grad, self.text), offsets, 1.0)
+            self.accumulate(runtime.reduce_rest(source.grad, self.text), self._index, 1.0)
             source.grad = None
-        if not self.sync or not self._arrived:
-            return
-        if any(self.hooks.values()) or any(self.post_hooks.values()):
-            self._settle()
-        slots, self._arrived = sorted(self._arrived), set()
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            for slot in slots:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._arrived |= self._counted()
+            for slot in sorted(self._arrived):
                 self._ask_hooks(pending, slot)
-            self._land(pending, slots, 1.0)
-        for slot in slots:
-            for hook in tuple(self.post_hooks.get(slot, {}).values()):
-                hook(self.params[slot])
+            self._land(pending, self._arrived, 1.0)
+        if self.sync and any(self.post_hooks.values()):
+            self._settle()
+            for slot in sorted(self._has):
+                for hook in tuple(self.post_hooks.get(slot, {}).values()):
+                    hook(self.params[slot])
 
     def _ask_hooks(self, gradients: torch.Tensor, slot: int) -> None:
         for hook in tuple(self.hooks.get(slot, {}).values()):
@@ -299,6 +325,17 @@ class FlatBuffer:
         """A parameter's part of flat gradients."""
         return ShardedDTensor(self.view(gradients, slot), self.params[slot].sharding)
 
+    def _counted(self) -> set[int]:
+        """Slots that somebody has voted for; the votes are gone."""
+        slots = {slot for votes in self._votes for slot in votes.nonzero().flatten().tolist()}
+        self._votes.clear()
+        return slots
+
+    def _settle(self) -> None:
+        """Counts votes of what has landed."""
+        if self._votes and self.gradient is not None:
+            self._has |= self._counted()
+
     def has_grad(self, slot: int) -> bool:
         """Whether a parameter has a gradient.
 
@@ -311,36 +348,48 @@ class FlatBuffer:
                 "synchronised did not use it. Let every unit take part in it, or do without no_sync."
             )
         self._settle()
-        return slot in self._grads
+        return slot in self._has
 
     def grad_of(self, slot: int) -> ShardedDTensor | None:
-        """The gradient of a parameter in ``precision.main``, a view into the accumulator, or ``None``; raises as
-        `has_grad` does.
-        """
+        """The gradient of a parameter in ``precision.main``, a view, or ``None``; raises as `has_grad` does."""
         if not self.has_grad(slot):
             return None
-        self._cast(self.precision.main)
+        assert self.gradient is not None
+        main = self.precision.main
+        if self.gradient.dtype.itemsize < main.itemsize:
+            self._become(self.gradient.to(main))
+        elif self.gradient.dtype is not main and self._looked is None:
+            self._looked = self.gradient.to(main)
+            self._touched = _Touched(self._looked._version)
+            self._grads.clear()
+        if slot not in self._grads:
+            self._grads[slot] = self._shown(self.gradient if self._looked is None else self._looked, slot)
+            self._grads[slot]._mfsdp_owner = self._touched
         return self._grads[slot]
 
     def set_grad_of(self, slot: int, value: torch.Tensor | None) -> None:
         """``None`` forgets the gradient (the storage goes when all are forgotten); a tensor is copied in."""
         self._settle()
         if value is None:
-            there = self._grads.pop(slot, None) is not None
-            if not self._grads:
-                self.gradient = None
-                self._dropped.clear()
-            elif there:
+            self._grads.pop(slot, None)
+            if slot in self._has:
+                self._has.remove(slot)
                 self._dropped.add(slot)
+            if not self._has:
+                self.gradient = self._looked = None
+                self._dropped.clear()
+                self._grads.clear()
             return
         if value is self._grads.get(slot):
             return
         if self.gradient is None:
-            self.gradient = torch.zeros_like(self.main, dtype=self.precision.grad)
-        self._show([slot])
+            self._become(torch.zeros_like(self.main))
+        self._has.add(slot)
         self._dropped.discard(slot)
+        mine = self.grad_of(slot)
+        assert mine is not None
         with torch.no_grad():
-            self._grads[slot].copy_(value)
+            mine.copy_(value)
 
     # whole values, outside of training
 
@@ -359,6 +408,18 @@ class FlatBuffer:
         at = self.locals[slot]
         part = value.detach().reshape(-1)[at.param_offset : at.param_offset + at.numel]
         self.view(self.main, slot).copy_(part.view(at.shape))
+
+
+@dataclass
+class _Touched:
+    """What a tensor was when it was made, and whether DTensors over it have written to it since."""
+
+    version: int = -1
+    stale: bool = False
+
+
+def _nobody(source: torch.Tensor) -> None:
+    """What a hook does for a buffer that is gone."""
 
 
 @dataclass
