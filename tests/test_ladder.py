@@ -18,7 +18,7 @@ LADDER = [
     {"__init__"},
     {"tracing", "backend"},
     {"shard"},
-    {"pipeline", "lowering", "materialize", "fallback", "optimizer", "norms", "huggingface"},
+    {"pipeline", "lowering", "materialize", "fallback", "optimizer", "norms", "huggingface", "checkpoint"},
     {"capture"},
     {"state"},
     {"placement"},

@@ -10,6 +10,7 @@ from . import (
     runtime,  # noqa: F401  (registers the kernels)
 )
 from .check import LawError
+from .checkpoint import CheckpointError, Checkpoints
 from .config import MixedPrecisionPolicy
 from .huggingface import load_safetensors, save_safetensors
 from .norms import check_finite, norms
@@ -20,6 +21,8 @@ from .tracing import trace
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
+    "Checkpoints",
     "FSDPModule",
     "LawError",
     "MixedPrecisionPolicy",

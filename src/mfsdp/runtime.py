@@ -189,6 +189,15 @@ def reduced(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Te
     return tensor
 
 
+def all_objects(mine: Any) -> list[Any]:
+    """Every rank's small object, by rank; over the default group, if there is one."""
+    if world() == 1:
+        return [mine]
+    found: list[Any] = [None] * world()
+    dist.all_gather_object(found, mine)
+    return found
+
+
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The tensor of the group's first rank, in place."""
     dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
