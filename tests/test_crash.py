@@ -197,7 +197,7 @@ def test_ranks_that_are_killed_at_random_resume_and_lose_nothing(tmp_path):
 
     chance, checkpoints = random.Random(0), Checkpoints(tmp_path)
     reached = 0
-    for kill in range(5):
+    for kill in range(4):
         ranks = Ranks(2)  # starts with what the last ones have left
         thread = threading.Thread(target=lambda r=ranks: _ignored(lambda: r.run(saving, str(tmp_path), 60)))
         try:

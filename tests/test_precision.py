@@ -202,15 +202,14 @@ def test_one_rank(one_rank, name):
 @pytest.mark.parametrize("places", [["optim", "optim_grads", "optim_grads_params"], list(TWO_LEVELS)])
 def test_four_ranks(four_ranks, places):
     """A sum of four in 16 bit would be rounded twice; a reduce-scatter's is not."""
-    for microbatches, optimizer in ((1, "AdamW"), (3, "SGD")):
-        args = ([USUAL["bf16 wires"], USUAL["fp16"]], places, "eager", microbatches, 3, optimizer)
-        for wrong in four_ranks.run(differing, *args, timeout=300):
-            assert wrong == []
+    args = ([USUAL["bf16 wires"], USUAL["fp16"]], places, "eager", 3, 3, "AdamW")
+    for wrong in four_ranks.run(differing, *args, timeout=300):
+        assert wrong == []
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     policy=st.sampled_from(POLICIES),
     place=st.sampled_from(list(STRATEGIES)),
