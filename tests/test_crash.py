@@ -248,7 +248,7 @@ def test_damaged_files_are_named_and_nothing_is_loaded(tmp_path, harm, which):
     assert checkpoints.load(**other.parts, step=1) == 1
 
 
-def full_disk(folder: str) -> tuple[str, list[int], list[int], bool]:
+def full_disk(folder: str, limit: int) -> tuple[str, list[int], list[int], bool]:
     """Rank 1 cannot write more than a few bytes to a file, then it can again."""
     run, checkpoints = Run(0), Checkpoints(folder)
     run.train(1)
@@ -256,7 +256,7 @@ def full_disk(folder: str) -> tuple[str, list[int], list[int], bool]:
     run.train(1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (700, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         checkpoints.save(2, **run.parts)
         text = "saved"
@@ -272,8 +272,9 @@ def full_disk(folder: str) -> tuple[str, list[int], list[int], bool]:
 
 
 @pytest.mark.dist
-def test_a_full_disk_is_an_error_on_every_rank_and_the_run_goes_on(two_ranks, tmp_path):
-    for text, between, steps, clean in two_ranks.run(full_disk, str(tmp_path)):
+@pytest.mark.parametrize("limit", [1, 700, 2000])
+def test_a_full_disk_is_an_error_on_every_rank_and_the_run_goes_on(two_ranks, tmp_path, limit):
+    for text, between, steps, clean in two_ranks.run(full_disk, str(tmp_path), limit):
         assert (
             "could not save step 2: rank 1: OSError" in text
             and "too large" in text

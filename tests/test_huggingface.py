@@ -15,6 +15,7 @@ from torch import nn
 
 import mfsdp
 from examples.bench.bench import peak_of
+from mfsdp.files import INDEX
 from tests.models import MLP, llama
 from tests.parity import error, whole
 from tests.test_materialize import Largest
@@ -62,7 +63,7 @@ def test_transformers_reads_what_we_write_and_the_other_way_round(two_ranks, nam
         assert seen["read"] == seen["written"] == [] and seen["logits"] < 1e-6 and seen["tied"] == (name == "tied")
         names = {f for f in seen["files"] if f.endswith("safetensors")}
         assert (names == {"model.safetensors"}) == (limit == 10**9) and "config.json" in seen["files"]
-        assert (mfsdp.huggingface.INDEX in seen["files"]) == (limit != 10**9)
+        assert (INDEX in seen["files"]) == (limit != 10**9)
 
 
 def peaks(folder: str) -> tuple[int, int, int, int]:
@@ -132,7 +133,7 @@ def test_damaged_files_are_named(tmp_path, harm):
         files[1].unlink()
         kind, match = FileNotFoundError, f"{files[1].name} is missing"
     elif harm == "index":
-        (tmp_path / mfsdp.huggingface.INDEX).write_text("{")
+        (tmp_path / INDEX).write_text("{")
         match = "index.json is damaged"
     elif harm == "empty":
         shutil.rmtree(tmp_path)

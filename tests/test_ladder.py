@@ -15,8 +15,9 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "mfsdp"
 
 LADDER = [
+    {"__main__"},
     {"__init__"},
-    {"tracing", "backend"},
+    {"tracing", "backend", "convert"},
     {"shard"},
     {"pipeline", "lowering", "materialize", "fallback", "optimizer", "norms", "huggingface", "checkpoint"},
     {"capture"},
@@ -28,7 +29,7 @@ LADDER = [
     {"program"},
     {"ops", "roles"},
     {"units"},
-    {"config", "layout"},
+    {"config", "files", "layout"},
 ]
 """Highest first. A file imports only from lower rows."""
 

@@ -12,6 +12,7 @@ from . import (
 from .check import LawError
 from .checkpoint import CheckpointError, Checkpoints
 from .config import MixedPrecisionPolicy
+from .convert import convert
 from .huggingface import load_safetensors, save_safetensors
 from .norms import check_finite, norms
 from .optimizer import fully_shard_optimizer
@@ -27,6 +28,7 @@ __all__ = [
     "LawError",
     "MixedPrecisionPolicy",
     "check_finite",
+    "convert",
     "fully_shard",
     "fully_shard_optimizer",
     "load_safetensors",

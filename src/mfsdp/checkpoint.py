@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from . import runtime
+from . import files, runtime
 
 T = TypeVar("T")
 
@@ -103,12 +103,12 @@ class Checkpoints:
 
         def publish() -> None:
             (aside / MANIFEST).write_text(
-                json.dumps({"step": step, "ranks": runtime.world(), "files": files}, indent=1)
+                json.dumps({"step": step, "ranks": runtime.world(), "files": written}, indent=1)
             )
             for path in (aside / MANIFEST, aside):
-                _sync(path)
+                files.sync(path)
             os.rename(aside, self.path(step))
-            _sync(self.folder)
+            files.sync(self.folder)
             for old in self.steps()[: -self.keep] if self.keep else ():
                 shutil.rmtree(self.path(old).rename(self.folder / f".step-{old:08d}.partial"))
 
@@ -116,7 +116,7 @@ class Checkpoints:
             _together(f"save step {step}", prepare if rank == 0 else _nothing)
             _together(f"save step {step}", write)
             sums = _together(f"save step {step}", lambda: {p.name: _summed(p) for p in _written_by(rank, aside)})
-            files = {name: entry for part in sums for name, entry in part.items()}
+            written = {name: entry for part in sums for name, entry in part.items()}
             _together(f"save step {step}", publish if rank == 0 else _nothing)
         except CheckpointError:
             if rank == 0:
@@ -155,9 +155,8 @@ class Checkpoints:
         step = there[-1] if step is None else step
         path, rank, world = self.path(step), runtime.rank(), runtime.world()
         manifest = json.loads((path / MANIFEST).read_text())
-        mine = sorted(manifest["files"])[rank::world]
-        found = _together("check", lambda: [_fault(path / name, manifest["files"][name]) for name in mine])
-        faults = [fault for part in found for fault in part if fault]
+        found = _together("check", lambda: faults_of(path, rank, world))
+        faults = [fault for part in found for fault in part]
         if faults:
             raise CheckpointError(
                 f"mfsdp: the checkpoint of step {step} in {self.folder} is damaged: {'; '.join(faults)}. "
@@ -205,10 +204,9 @@ def _together(what: str, function: Callable[[], T]) -> list[T]:
     try:
         result = function()
     except dcp.CheckpointException as error:  # of all ranks already, and no Exception
-        rank, (cause, _) = next(iter(error.failures.items()))
-        failure = f"rank {rank}: {type(cause).__name__}: {cause}"
+        failure = f"rank {next(iter(error.failures))}: {cause_of(error)}"
     except Exception as error:
-        failure = f"rank {runtime.rank()}: {type(error).__name__}: {error}"
+        failure = f"rank {runtime.rank()}: {cause_of(error)}"
     answers = runtime.all_objects((failure, result))
     for failed, _ in answers:
         if failed:
@@ -216,15 +214,34 @@ def _together(what: str, function: Callable[[], T]) -> list[T]:
     return [answer for _, answer in answers]
 
 
+def cause_of(error: BaseException) -> str:
+    """An error in words; a full disk as such, whatever torch's writers have wrapped it in."""
+    if isinstance(error, dcp.CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    chain, link = [error], error.__context__
+    while link is not None:
+        chain.append(link)
+        link = link.__context__
+    shown = next((e for e in chain if isinstance(e, OSError)), error)
+    return f"{type(shown).__name__}: {shown}"
+
+
 def _written_by(rank: int, folder: Path) -> list[Path]:
     """A rank's files: torch.distributed.checkpoint names them after it."""
-    files = [*folder.glob(f"__{rank}_*"), folder / f"rank{rank}.pt"]
-    return [*files, folder / ".metadata"] if rank == 0 else files
+    own = [*folder.glob(f"__{rank}_*"), folder / f"rank{rank}.pt"]
+    return [*own, folder / ".metadata"] if rank == 0 else own
 
 
 def _summed(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def faults_of(path: Path, rank: int = 0, world: int = 1) -> list[str]:
+    """What is wrong with the files of a checkpoint that has a manifest: with every ``world``-th of them."""
+    entries = json.loads((path / MANIFEST).read_text())["files"]
+    found = (_fault(path / name, entries[name]) for name in sorted(entries)[rank::world])
+    return [fault for fault in found if fault]
 
 
 def _fault(path: Path, entry: dict[str, Any]) -> str:
@@ -234,15 +251,6 @@ def _fault(path: Path, entry: dict[str, Any]) -> str:
     if path.stat().st_size != entry["bytes"]:
         return f"{path.name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
     return "" if _summed(path) == entry else f"{path.name} has changed since it was written"
-
-
-def _sync(path: Path) -> None:
-    """Makes a file or folder last."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _random_state() -> dict[str, Any]:

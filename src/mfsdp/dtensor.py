@@ -210,17 +210,21 @@ class ShardedDTensor(DTensor):
         """
         s = self._sharding
         layout, mine = s.layout, self._local_tensor.detach()
-        whole = mine.new_empty(s.shape)
         if layout.world == 1:
-            return whole.copy_(mine.view(s.shape))
+            return mine.reshape(s.shape).clone()
         parts = [s.local(r) for r in range(layout.world)]
         length = max(p.numel for p in parts)
-        padded = mine.new_zeros(length)
-        padded[: mine.numel()] = mine.reshape(-1)
-        gathered = padded
+        gathered = mine.reshape(-1)
+        if mine.numel() < length:
+            gathered = mine.new_zeros(length)
+            gathered[: mine.numel()] = mine.reshape(-1)
         for group in s.groups:
-            padded, gathered = gathered, gathered.new_empty(gathered.numel() * group.size())
-            runtime.gather_flat(gathered, padded, group=group)
+            mine, gathered = gathered, gathered.new_empty(gathered.numel() * group.size())
+            runtime.gather_flat(gathered, mine, group=group)
+            del mine  # not beside the whole
+        if all((p.param_offset, p.numel) == (rank * length, length) for rank, p in enumerate(parts)):
+            return gathered.view(s.shape)
+        whole = gathered.new_empty(s.shape)
         flat = whole.view(-1)
         for rank, part in enumerate(parts):
             start = rank * length

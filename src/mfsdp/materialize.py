@@ -3,8 +3,8 @@
 The values are those of an unsharded init under the same seed: every module's own initialiser runs on whole tensors, in
 the order in which constructors run (children first), and each rank keeps its part. Initialisers are
 ``reset_parameters()`` (``_reset_parameters()``), then, where a module has one, ``_init_weights(module)`` on itself and
-everything below, as many GPTs do at the end of their constructors, and Hugging Face models in ``post_init``. Only one
-module's own parameters are whole at a time.
+everything below, as many GPTs do at the end of their constructors, and Hugging Face models in ``post_init``; then the
+user's function, as ``model.apply(function)`` would call it. Only one module's own parameters are whole at a time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from torch import nn
 from . import runtime
 from .state import Ref, refs
 
+Init = Callable[[nn.Module], object]
 
-def materialize(root: nn.Module, device: torch.device, groups: Sequence[str]) -> None:
+
+def materialize(root: nn.Module, device: torch.device, groups: Sequence[str], init_fn: Init | None = None) -> None:
     """Gives values to the sharded parameters and to the buffers of ``root`` that were built on the meta device.
 
     All ranks must call it together. They draw the same random numbers, those of rank 0's generators.
@@ -45,6 +47,10 @@ def materialize(root: nn.Module, device: torch.device, groups: Sequence[str]) ->
                 for below in _children_first(module, set()):
                     with _whole(below, device, first=False):
                         init(below)
+        if init_fn is not None:
+            for module in born:
+                with _whole(module, device, first=False):
+                    init_fn(module)
     names = {m: fqn for fqn, m in root.named_modules()}
     missing = [_join(names[m], n) for m, n in blank if _untouched(m._buffers[n])]
     for m in born:
@@ -60,7 +66,7 @@ def materialize(root: nn.Module, device: torch.device, groups: Sequence[str]) ->
         )
 
 
-def _initialiser_below(module: nn.Module) -> Callable[[nn.Module], object] | None:
+def _initialiser_below(module: nn.Module) -> Init | None:
     """``_init_weights(module)``; Hugging Face's ``_initialize_weights`` also knows what an inner model has done."""
     for name in ("_initialize_weights", "_init_weights"):
         found = getattr(module, name, None)

@@ -120,6 +120,7 @@ def fully_shard(
     reshard_after_forward: bool = True,
     ignored_params: Iterable[nn.Parameter] | None = None,
     device: torch.device | str | None = None,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
 ) -> nn.Module:
     """Shards the parameters of a module over data-parallel ranks, in one flat buffer per unit.
 
@@ -144,6 +145,9 @@ def fully_shard(
         ignored_params: parameters left as they are, not sharded, their gradients not reduced.
         device: where parameters live; parameters on the meta device are materialised there unit by unit, with the
             values that an unsharded init under the same seed gives. Default: the current accelerator, else the CPU.
+        param_init_fn: for models on the meta device, what ``model.apply(param_init_fn)`` is for others: after the
+            modules' own initialisers it gets every module that has parameters or buffers from the meta device,
+            children first, and writes them: parameters are whole, meanwhile.
 
     Raises:
         ValueError: bad arguments, a unit that matches nothing, a module or parameter that is sharded already, a
@@ -182,7 +186,7 @@ def fully_shard(
         for claim in claims:
             for owner in claim.modules:
                 _swap(owner, states[claim.module], owner is claim.module, undo)
-        materialize.materialize(module, target, [g for g in placement.groups[::2] if g])
+        materialize.materialize(module, target, [g for g in placement.groups[::2] if g], param_init_fn)
     for fqn, m in module.named_modules():
         if isinstance(m, FSDPModule):  # those of earlier calls thought they were the root
             m._mfsdp_unit.fqn, m._mfsdp_unit.frame = fqn or "(root)", frame

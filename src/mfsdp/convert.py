@@ -1,0 +1,233 @@
+"""Checkpoints of torch.distributed.checkpoint to safetensors files and back, in one process, without a model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from . import files
+from .checkpoint import MANIFEST, CheckpointError, Checkpoints, cause_of, faults_of
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    key: str = "model",
+    rename: Callable[[str], str] | None = None,
+    tied: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5_000_000_000,
+    config: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[str]:
+    """Writes a checkpoint of `torch.distributed.checkpoint` as safetensors files, or the other way round; which, what
+    ``source`` is decides. Of the model only: optimizer state has no place in safetensors files.
+
+    Nobody holds the model: one file's tensors on the way to safetensors, one tensor on the way back.
+
+    Args:
+        source: a folder of `torch.distributed.checkpoint`, of :class:`Checkpoints` (the newest is taken), or with
+            ``.safetensors`` files; or one such file. Checkpoints with a manifest are checked first.
+        target: a folder that is not there yet, or is empty; it is there when all of it is.
+        key: where in the checkpoint the model is: ``{"model": model.state_dict()}``. ``""``: it is the whole.
+        rename: gives the name of a tensor in the target for that in the source.
+        tied: names (the source's) and the tensors that they only are other names of: left out of safetensors files,
+            written twice to checkpoints.
+        dtype: of floating-point tensors in the target; ``None``: as they are.
+        max_file_bytes: a new safetensors file is begun before one would get larger (a single tensor may be).
+        config: a ``config.json`` to copy beside safetensors files, so that ``from_pretrained`` reads them.
+        progress: is called with bytes done and bytes to do.
+
+    Returns:
+        Names that were written.
+
+    Raises:
+        FileNotFoundError: there is no source.
+        FileExistsError: there is something at ``target``.
+        ValueError: nothing is found under ``key``, ``rename`` gives two tensors one name, a safetensors file or a
+            name in ``tied`` is wrong.
+        CheckpointError: the source is damaged, or the target could not be written; nothing is left of it.
+    """
+    source, target = Path(source), Path(target)
+    if config is not None and not Path(config).is_file():
+        raise FileNotFoundError(f"convert: there is no file {config}")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"convert: there is something at {target}; give a folder that is not there yet")
+    checkpoint = _checkpoint(source)
+    aside = target.absolute().parent / f".{target.absolute().name}.partial"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    try:
+        if checkpoint is not None:
+            names = _to_safetensors(checkpoint, aside, key, rename, tied or {}, dtype, max_file_bytes, progress)
+            if config is not None:
+                shutil.copyfile(config, aside / "config.json")
+        else:
+            names = _to_checkpoint(source, aside, key, rename, tied or {}, dtype, progress)
+        for file in (*aside.iterdir(), aside):
+            files.sync(file)
+        if target.exists():
+            target.rmdir()
+        os.rename(aside, target)
+        files.sync(target.absolute().parent)
+    except (OSError, dcp.CheckpointException) as error:
+        raise CheckpointError(f"mfsdp: could not convert {source} to {target}: {cause_of(error)}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return names
+
+
+def _checkpoint(source: Path) -> Path | None:
+    """The folder of torch.distributed.checkpoint that is meant, ``None`` if it is no such thing."""
+    steps = Checkpoints(source).steps()
+    folder = Checkpoints(source).path(steps[-1]) if steps else source
+    if (folder / MANIFEST).is_file():
+        faults = faults_of(folder)
+        if faults:
+            raise CheckpointError(f"mfsdp: {folder} is damaged: {'; '.join(faults)}. Nothing was converted.")
+    return folder if (folder / ".metadata").is_file() else None
+
+
+def _names(
+    there: Mapping[str, Any], rename: Callable[[str], str] | None, tied: Mapping[str, str], both: bool
+) -> dict[str, str]:
+    """The source's name by the target's; ``both``: tied names are written."""
+    wrong = [n for n in tied.values() if n not in there]
+    if wrong:
+        raise ValueError(f"convert: tied: no tensor is called {files.some(wrong)}; there are {files.some(there)}")
+    pairs = [(n, n) for n in there if n not in tied] + [(n, whose) for n, whose in tied.items() if both]
+    names = {rename(n) if rename else n: whose for n, whose in pairs}
+    if len(names) < len(pairs):
+        raise ValueError("convert: rename gives two tensors one name")
+    return names
+
+
+def _cast(old: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and old.is_floating_point else old
+
+
+def _to_safetensors(
+    source: Path,
+    folder: Path,
+    key: str,
+    rename: Callable[[str], str] | None,
+    tied: Mapping[str, str],
+    dtype: torch.dtype | None,
+    limit: int,
+    progress: Callable[[int, int], object] | None,
+) -> list[str]:
+    everything = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+    prefix = f"{key}." if key else ""
+    there = {
+        name.removeprefix(prefix): entry
+        for name, entry in everything.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    if not there:
+        keys = sorted({name.split(".")[0] for name in everything})
+        raise ValueError(f"convert: no tensors under {key!r} in {source}; there are {files.some(keys)}")
+    names = _names(there, rename, tied, both=False)
+    sizes = {
+        n: there[old].size.numel() * _cast(there[old].properties.dtype, dtype).itemsize for n, old in names.items()
+    }
+    plan = files.split(sizes, limit)
+    total = sum(there[old].size.numel() * there[old].properties.dtype.itemsize for old in names.values())
+    count = _Counting(total, progress)
+    for file, inside in plan.items():
+        tensors = {n: torch.empty(there[names[n]].size, dtype=there[names[n]].properties.dtype) for n in inside}
+        with _quietly():
+            dcp.load(
+                {prefix + names[n]: t for n, t in tensors.items()},
+                storage_reader=dcp.FileSystemReader(source),
+                planner=_Loading(count),
+                no_dist=True,
+            )
+        for name in inside:
+            tensors[name] = tensors[name].to(_cast(tensors[name].dtype, dtype))
+        files.write(folder, file, tensors)
+    files.write_index(folder, sizes, plan)
+    return list(names)
+
+
+def _to_checkpoint(
+    source: Path,
+    folder: Path,
+    key: str,
+    rename: Callable[[str], str] | None,
+    tied: Mapping[str, str],
+    dtype: torch.dtype | None,
+    progress: Callable[[int, int], object] | None,
+) -> list[str]:
+    there = files.entries(source)
+    names = _names(there, rename, tied, both=True)
+    entries = {f"{key}.{n}" if key else n: there[old] for n, old in names.items()}
+    blank = {n: torch.empty(there[old].shape, dtype=_cast(there[old].dtype, dtype), device="meta")
+             for n, old in names.items()}  # fmt: skip
+    count = _Counting(sum(entry.nbytes for entry in entries.values()), progress)
+    with _quietly():
+        # One file per tensor: of a file's tensors the writer lets go when the file is closed.
+        dcp.save(
+            {key: blank} if key else blank,
+            storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=False),
+            planner=_Saving(entries, count),
+            no_dist=True,
+        )
+    return list(names)
+
+
+class _Counting:
+    """Tells how far it has come."""
+
+    def __init__(self, total: int, progress: Callable[[int, int], object] | None):
+        self.done, self.total, self.progress = 0, total, progress
+
+    def add(self, nbytes: int) -> None:
+        self.done += nbytes
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+
+class _Loading(DefaultLoadPlanner):
+    def __init__(self, count: _Counting):
+        super().__init__()
+        self.count = count
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        self.count.add(tensor.nbytes)
+
+
+class _Saving(DefaultSavePlanner):
+    """Plans with meta tensors, and reads a tensor when its turn to be written comes."""
+
+    def __init__(self, entries: Mapping[str, files.Entry], count: _Counting):
+        super().__init__()
+        self.entries, self.count = entries, count
+        self.file: Path | None = None
+        self.opened: Any = None
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        entry = self.entries[index.fqn]
+        if entry.file != self.file:
+            self.file, self.opened = entry.file, None  # two files are not mapped at once
+            self.opened = files.opened(entry.file)
+        tensor = self.opened.get_tensor(entry.name)
+        self.count.add(entry.nbytes)
+        return tensor.to(self.state_dict[index.fqn].dtype)
+
+
+class _quietly(warnings.catch_warnings):
+    """Without torch's remark that this is one process, which is what was asked for."""
+
+    def __enter__(self) -> None:  # type: ignore[override]
+        super().__enter__()
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")

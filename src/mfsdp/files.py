@@ -1,0 +1,174 @@
+"""Safetensors files: which there are, what they hold, how many to write, and how they take the place of older ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in a file, under the file's name for it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def entries(path: Path, rename: Callable[[str], str] | None = None) -> dict[str, Entry]:
+    """What a file holds, or a folder with one or with several and their index, by name; nothing is read but headers.
+
+    Raises:
+        FileNotFoundError: there is no such file or folder, or a file of the index is missing.
+        ValueError: a file is damaged, or two tensors have one name.
+    """
+    out: dict[str, Entry] = {}
+    for file in _find(path):
+        for entry in _header(file):
+            name = rename(entry.name) if rename else entry.name
+            if name in out:
+                raise ValueError(f"mfsdp: two tensors in {path} are called {name!r}: {out[name].name} and {entry.name}")
+            out[name] = entry
+    return out
+
+
+def opened(file: Path) -> Any:
+    """A mapped file, of safetensors.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"mfsdp: {file} is damaged: {error}") from error
+
+
+def split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Names of files to write, and of the tensors in each, in order; sizes in bytes.
+
+    Raises:
+        ValueError: ``limit`` is not positive.
+    """
+    if limit <= 0:
+        raise ValueError(f"mfsdp: max_file_bytes={limit} must be positive")
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if groups[-1] and used + size > limit:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def write(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> None:
+    """One file, as ``transformers`` expects it.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def write_index(folder: Path, sizes: Mapping[str, int], files: Mapping[str, list[str]]) -> None:
+    """The index of several files; one file needs none."""
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def publish(aside: Path, folder: Path) -> None:
+    """Moves what was written to its place. An index left from before would name files that are no longer meant."""
+    written = sorted(aside.iterdir())
+    for file in written:
+        sync(file)
+    for file in written:
+        os.replace(file, folder / file.name)
+    names = {file.name for file in written}
+    for old in (*folder.glob("model*.safetensors"), folder / INDEX):
+        if old.name not in names:
+            old.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Makes a file or folder last."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def some(names: Iterable[str]) -> str:
+    """A list of names for an error: not all of thousands."""
+    names = list(names)
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
+
+
+def _find(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"mfsdp: there is no file or folder {path}")
+    index = path / INDEX
+    if index.is_file():
+        try:
+            files = [path / name for name in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"mfsdp: {index} is damaged: {error}") from error
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"mfsdp: {path} holds no .safetensors file")
+    for file in files:
+        if not file.is_file():
+            raise FileNotFoundError(f"mfsdp: {file} is missing; {INDEX} names it")
+    return files
+
+
+def _header(file: Path) -> list[Entry]:
+    with opened(file) as held:
+        parts = {name: held.get_slice(name) for name in held.keys()}  # noqa: SIM118
+        return [Entry(file, name, tuple(p.get_shape()), _dtype(p.get_dtype(), file)) for name, p in parts.items()]
+
+
+def _dtype(name: str, file: Path) -> torch.dtype:
+    try:
+        return _DTYPES[name]
+    except KeyError:
+        raise ValueError(f"mfsdp: {file} holds tensors of type {name}, which torch does not know") from None
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "U16": torch.uint16, "U32": torch.uint32,
+    "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+"""Safetensors' names of dtypes (huggingface.co/docs/safetensors)."""

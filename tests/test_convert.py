@@ -1,0 +1,205 @@
+"""Between checkpoints and safetensors, without a model; and the command line that does it."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+import mfsdp
+from examples.bench.bench import peak_of
+from mfsdp import __main__ as command
+from mfsdp.files import INDEX
+from tests.models import MLP, llama
+from tests.parity import whole
+from tests.test_crash import Run
+
+
+def saved(folder: str, seed: int, tied: bool = False) -> dict[str, torch.Tensor]:
+    """A Llama in two ranks' checkpoint; its weights, whole."""
+    torch.manual_seed(seed)
+    model = mfsdp.fully_shard(llama(tied=tied), units=["LlamaDecoderLayer"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randint(67, (1, 6))).logits.sum().backward()
+    optimizer.step()
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=folder)
+    return {n: whole(t) for n, t in model.state_dict().items()}
+
+
+def loaded(folder: str, tied: bool = False) -> dict[str, torch.Tensor]:
+    model = mfsdp.fully_shard(llama(tied=tied), units=["LlamaDecoderLayer"], strategy=2)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    return {n: whole(t) for n, t in state["model"].items()}
+
+
+def same(a: Any, b: Any) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(t, b[n]) for n, t in a.items())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("limit", [10**9, 20_000])
+@pytest.mark.parametrize("tied", [False, True])
+def test_there_and_back(two_ranks, tmp_path, capsys, tied, limit):
+    weights = two_ranks.run(saved, str(tmp_path / "first"), 0, tied)[0]
+    config = tmp_path / "config.json"
+    config.write_text(llama(tied=tied).config.to_json_string())
+    tie = ["--tied", "lm_head.weight=model.embed_tokens.weight"] if tied else []
+    out = [str(tmp_path / "first"), str(tmp_path / "hf"), "--max-file-bytes", str(limit), "--config", str(config)]
+    assert command.main(["convert", *out, *tie]) == 0
+    files = {f.name for f in (tmp_path / "hf").iterdir()}
+    assert (INDEX in files) == (limit == 20_000) and "config.json" in files
+    shown = capsys.readouterr()
+    assert f"{len(weights) - tied} tensors in" in shown.out and "100%" in shown.err
+    model, found = type(llama()).from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert same(model.state_dict(), weights) and not any(found.values()), found
+    assert command.main(["convert", str(tmp_path / "hf"), str(tmp_path / "second"), *tie]) == 0
+    for got in two_ranks.run(loaded, str(tmp_path / "second"), tied):
+        assert same(got, weights)
+    assert {p.name for p in tmp_path.iterdir()} == {"first", "second", "hf", "config.json"}
+
+
+def test_names_and_dtypes(tmp_path):
+    torch.manual_seed(0)
+    model = MLP()
+    model.register_buffer("count", torch.tensor(7))
+    dcp.save({"net": model.state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
+    args = ["--key", "net", "--rename", r"^=inner.", "--rename", "down=lower", "--dtype", "bfloat16"]
+    assert command.main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), *args]) == 0
+    other = nn.ModuleDict({"inner": MLP()})
+    other["inner"].register_buffer("count", torch.tensor(0))
+    mfsdp.load_safetensors(other, tmp_path / "b", rename=lambda n: n.replace("lower", "down"))
+    got = other["inner"].state_dict()
+    assert got["count"] == 7
+    assert all(torch.equal(got[n], t.bfloat16().float()) for n, t in model.state_dict().items() if n != "count")
+    seen: list[tuple[int, int]] = []
+    args = {"key": "", "progress": lambda done, total: seen.append((done, total))}
+    names = mfsdp.convert(tmp_path / "b" / "model.safetensors", tmp_path / "c", **args)
+    assert "inner.lower.weight" in names and seen[-1][0] == seen[-1][1] > 0
+    state = {n: torch.zeros_like(t) for n, t in other.state_dict().items() if "lower" not in n and "down" not in n}
+    dcp.load(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    assert state["inner.up.weight"].dtype is torch.float32 and torch.equal(state["inner.up.weight"], got["up.weight"])
+
+
+def test_the_newest_of_a_run_and_not_if_it_is_damaged(tmp_path):
+    run, checkpoints = Run(0), mfsdp.Checkpoints(tmp_path / "run")
+    for step in (3, 20):
+        run.train(1)
+        checkpoints.save(step, **run.parts)
+    mfsdp.convert(tmp_path / "run", tmp_path / "a")
+    other = Run(1)
+    mfsdp.load_safetensors(other.model, tmp_path / "a")
+    assert all(torch.equal(a, b) for a, b in zip(run.values(), other.values(), strict=True))
+    file = checkpoints.path(20) / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(mfsdp.CheckpointError, match=r"step-00000020 is damaged: __0_0.distcp has .* Nothing was"):
+        mfsdp.convert(tmp_path / "run", tmp_path / "b")
+    mfsdp.convert(checkpoints.path(3), tmp_path / "b")
+
+
+def test_nobody_holds_the_model(tmp_path):
+    model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(32)))
+    size = 128 * 128 * 4
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert peak_of(lambda: mfsdp.convert(tmp_path / "a", tmp_path / "b", max_file_bytes=2 * size)) < 5 * size
+    mfsdp.convert(tmp_path / "a", tmp_path / "one")
+    # Whole files are mapped, and count as allocated; of a tensor there is a copy.
+    assert peak_of(lambda: mfsdp.convert(tmp_path / "b", tmp_path / "c")) < 5 * size
+    assert peak_of(lambda: mfsdp.convert(tmp_path / "one", tmp_path / "d")) < 34 * size
+
+
+@pytest.mark.parametrize("to", ["safetensors", "checkpoint"])
+def test_a_full_disk_leaves_nothing(tmp_path, to):
+    dcp.save({"model": nn.Linear(64, 64).state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
+    mfsdp.convert(tmp_path / "a", tmp_path / "b")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
+    try:
+        with pytest.raises(mfsdp.CheckpointError, match=r"could not convert .*(File too large|I/O error)"):
+            mfsdp.convert(tmp_path / ("a" if to == "safetensors" else "b"), tmp_path / "c")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "b"}
+    mfsdp.convert(tmp_path / ("a" if to == "safetensors" else "b"), tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["nowhere", "c"], "there is no file or folder"),
+        (["a", "b"], "there is something at"),
+        (["a", "c", "--key", "net"], "no tensors under 'net' in .*there are model, optimizer"),
+        (["a", "c", "--tied", "head=tokens"], "no tensor is called tokens; there are weight, bias"),
+        (["a", "c", "--tied", "head"], "'head': write it as OLD=NEW"),
+        (["a", "c", "--rename", ".*=same"], "rename gives two tensors one name"),
+        (["a", "c", "--config", "nowhere.json"], "there is no file nowhere.json"),
+        (["a", "c", "--max-file-bytes", "0"], "max_file_bytes=0 must be positive"),
+    ],
+)
+def test_what_cannot_be_is_a_line_and_leaves_nothing(tmp_path, monkeypatch, capsys, args, message):
+    monkeypatch.chdir(tmp_path)
+    model = nn.Linear(4, 4)
+    state = {"model": model.state_dict(), "optimizer": {"lr": 1.0}}
+    dcp.save(state, checkpoint_id="a", no_dist=True)
+    Path("b").mkdir()
+    Path("b", "kept").write_text("")
+    assert command.main(["convert", *args]) == 1
+    assert re.search(f"^mfsdp: .*{message}", capsys.readouterr().err, re.M)
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "b"} and Path("b", "kept").exists()
+
+
+def test_as_a_module_and_a_script(tmp_path):
+    dcp.save({"model": nn.Linear(4, 4).state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
+    run = [sys.executable, "-m", "mfsdp", "convert", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert "2 tensors in" in subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    script = Path(sys.executable).with_name("mfsdp")
+    help = subprocess.run([script, "convert", "--help"], capture_output=True, text=True, check=True).stdout
+    assert "--max-file-bytes" in help
+    wrong = subprocess.run([script, "convert", "x", "y", "--dtype", "blue"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "'blue' is no dtype of torch" in wrong.stderr
+
+
+def of_fsdp2(folder: str) -> list[str]:
+    """FSDP2 writes and reads safetensors through the same two functions; ours reads what it wrote."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def build(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return llama()
+
+    def theirs(seed: int) -> nn.Module:
+        model, mesh = build(seed), init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    reference, out = build(0).state_dict(), []
+    mfsdp.save_safetensors(theirs(0), f"{folder}/fsdp2")
+    ours = mfsdp.fully_shard(build(1), units=["LlamaDecoderLayer"])
+    mfsdp.load_safetensors(ours, f"{folder}/fsdp2")
+    out += [f"ours {n}" for n, t in ours.state_dict().items() if not torch.equal(whole(t), reference[n])]
+    mfsdp.save_safetensors(ours, f"{folder}/ours")
+    again = theirs(2)
+    mfsdp.load_safetensors(again, f"{folder}/ours")
+    out += [f"fsdp2 {n}" for n, t in again.state_dict().items() if not torch.equal(t.full_tensor(), reference[n])]
+    plain = type(llama()).from_pretrained(f"{folder}/fsdp2")
+    return out + [f"plain {n}" for n, t in plain.state_dict().items() if not torch.equal(t, reference[n])]
+
+
+@pytest.mark.dist
+def test_fsdp2_and_hugging_face(two_ranks, four_ranks, tmp_path):
+    for name, ranks in (("two", two_ranks), ("four", four_ranks)):
+        (tmp_path / name).mkdir()
+        assert not any(ranks.run(of_fsdp2, str(tmp_path / name)))
+        assert json.loads((tmp_path / name / "ours" / "config.json").read_text())["model_type"] == "llama"
