@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+import transformers
 
+import mfsdp
 from examples.demo.data import Batches, corpus
 from examples.demo.model import VOCABULARY, Config, Llama
 
@@ -45,19 +51,66 @@ def test_the_model_is_causal_and_of_the_promised_size():
         assert 4e6 < sum(p.numel() for p in Llama(Config()).parameters()) < 8e6
 
 
+def command(out: Path, lowering: str, steps: int, *more: str) -> list[str]:
+    line = [sys.executable, "examples/demo/train.py", "--layers", "1", "--width", "32", "--batch", "2"]
+    return [*line, "--steps", str(steps), "--lowering", lowering, "--out", str(out), *more]
+
+
+ENVIRONMENT = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def run(out: Path, *args: Any) -> str:
+    done = subprocess.run(command(out, *args), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_it_trains_on_two_processes(tmp_path, lowering):
-    command = [sys.executable, "examples/demo/train.py", "--layers", "1", "--width", "32", "--batch", "2"]
-    command += ["--steps", "6", "--lowering", lowering, "--out", str(tmp_path)]
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    out = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert out.returncode == 0, out.stderr[-3000:]
+@pytest.mark.inductor
+def test_it_trains_on_two_processes(tmp_path):
+    out = run(tmp_path, "inductor", 6)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["processes"] == 2 and summary["steps"] == 6 and summary["lowering"] == lowering
+    assert summary["processes"] == 2 and summary["steps"] == 6 and summary["lowering"] == "inductor"
     first, last = summary["validation"][0][1], summary["validation"][-1][1]
     assert last < first < 6
     assert (tmp_path / "loss.png").stat().st_size > 5000 and len((tmp_path / "sample.txt").read_text()) >= 20
     assert {"forward", "backward", "inference"} == {p.name.split(".")[1] for p in (tmp_path / "listings").iterdir()}
-    assert "Memory of one rank" in out.stdout and "optimizer state" in out.stdout
+    assert "Memory of one rank" in out and "optimizer state" in out
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_killed_and_resumed_it_ends_with_the_same_bits_and_transformers_reads_them(tmp_path):
+    run(tmp_path / "unstopped", "eager", 40)
+    stopped = tmp_path / "stopped"
+    kept = mfsdp.Checkpoints(stopped / "checkpoints")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    # Not by torchrun, whose processes would survive it.
+    victims = [subprocess.Popen(command(stopped, "eager", 40), cwd=ROOT, stderr=subprocess.DEVNULL,
+                                env={**ENVIRONMENT, **place, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"})
+               for rank in "01"]  # fmt: skip
+    while all(v.poll() is None for v in victims) and not [step for step in kept.steps() if step >= 8]:
+        time.sleep(0.01)
+    for victim in victims:
+        victim.kill()
+        victim.wait()
+    assert kept.steps() and not (stopped / "summary.json").exists(), "killed too early, or too late"
+    newest = kept.steps()[-1]
+    assert f"going on from step {newest}" in run(stopped, "eager", 40, "--resume")
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("unstopped", "stopped")]
+    assert summaries[0]["validation"] == summaries[1]["validation"] and summaries[1]["steps"] == 40
+    files = [(tmp_path / name / "huggingface" / "model.safetensors").read_bytes() for name in ("unstopped", "stopped")]
+    assert files[0] == files[1]
+    model, found = transformers.AutoModelForCausalLM.from_pretrained(stopped / "huggingface", output_loading_info=True)
+    assert not any(found.values()), found
+    loss = 0.0
+    for rank in range(2):
+        held = Batches(corpus()[1], 2, model.config.max_position_embeddings, seed=10_000 + rank)
+        for _ in range(16):
+            ids, targets = held.next()
+            with torch.no_grad():
+                loss += F.cross_entropy(model(ids).logits.flatten(0, 1), targets.flatten()).item() / 32
+    assert abs(loss - summaries[1]["validation"][-1][1]) < 1e-4

@@ -36,3 +36,9 @@ class Batches:
         starts = torch.randint(len(self.text) - self.length - 1, (self.batch,), generator=self.random)
         windows = self.text[starts[:, None] + torch.arange(self.length + 1)].long()
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"random": self.random.get_state()}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.random.set_state(state["random"])

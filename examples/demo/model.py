@@ -17,6 +17,11 @@ class Config:
     width: int = 256
     heads: int = 4
     length: int = 256
+    eps: float = 1e-5
+
+    @property
+    def hidden(self) -> int:
+        return 8 * self.width // 3 // 32 * 32
 
 
 class Attention(nn.Module):
@@ -39,10 +44,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
-        hidden = 8 * config.width // 3 // 32 * 32
-        self.gate = nn.Linear(config.width, hidden, bias=False)
-        self.up = nn.Linear(config.width, hidden, bias=False)
-        self.down = nn.Linear(hidden, config.width, bias=False)
+        self.gate = nn.Linear(config.width, config.hidden, bias=False)
+        self.up = nn.Linear(config.width, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -53,7 +57,7 @@ class Block(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(config.width), nn.RMSNorm(config.width)
+        self.norm1, self.norm2 = (nn.RMSNorm(config.width, config.eps) for _ in range(2))
         self.attention, self.mlp = Attention(config), MLP(config)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -67,7 +71,7 @@ class Llama(nn.Module):
         self.config = config
         self.tokens = nn.Embedding(VOCABULARY, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width)
+        self.norm = nn.RMSNorm(config.width, config.eps)
         self.head = nn.Linear(config.width, VOCABULARY, bias=False)
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import mfsdp
 
 sys.path.insert(0, str(Path(__file__).parent))
 from data import Batches, corpus
+from export import export
 from memory import Ledger
 from model import Block, Config, Llama
 
@@ -42,6 +44,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--lowering", choices=["inductor", "eager"], default=None)
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     return parser.parse_args()
 
 
@@ -56,6 +59,22 @@ def launch(args: argparse.Namespace) -> int:
 
 def has_compiler() -> bool:
     return any(shutil.which(c) for c in (os.environ.get("CXX", ""), "g++", "clang++") if c)
+
+
+@dataclass
+class Progress:
+    """How far training is; part of a checkpoint."""
+
+    step: int = 0
+    done: float = 0.0
+    train: list[tuple[int, float]] = field(default_factory=list)
+    held: list[tuple[int, float]] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
 
 def rate(args: argparse.Namespace, done: float) -> float:
@@ -145,46 +164,57 @@ def main(args: argparse.Namespace) -> None:
     say(f"{size / 1e6:.2f} M parameters, {world} processes, {device.type}, lowering {lowering}")
     say(f"{len(text) / 1e6:.1f} MB of text to train on, {len(held_out) / 1e6:.2f} MB held out")
 
+    checkpoints, at = mfsdp.Checkpoints(args.out / "checkpoints", keep=2), Progress()
+    if args.resume:
+        found = checkpoints.load(model, optimizer, batches=batches, progress=at)
+        say(f"going on from step {found}" if found is not None else f"no checkpoint in {args.out}: starting anew")
+    elif rank == 0:
+        shutil.rmtree(checkpoints.folder, ignore_errors=True)
+
     start = time.monotonic()
-    held = [(0, validate(compiled, held_out, args, device))]
-    train: list[tuple[int, float]] = []
-    begun, step, done, ledger = 0.0, 0, 0.0, Ledger()
+    if not at.held:
+        at.held.append((0, validate(compiled, held_out, args, device)))
+    begun, first, before, ledger = 0.0, at.step, at.done, Ledger()
     bar = tqdm(total=100, disable=rank != 0, bar_format="{l_bar}{bar}| {elapsed} {postfix}", mininterval=1)
-    checks = [0.04, 0.1, 0.2, 0.35, 0.5, 0.75]
-    while done < 1.0:
+    checks = [c for c in (0.04, 0.1, 0.2, 0.35, 0.5, 0.75) if c > at.done]
+    while at.done < 1.0:
         for group in optimizer.param_groups:
-            group["lr"] = rate(args, done)
+            group["lr"] = rate(args, at.done)
         inputs, targets = (t.to(device) for t in batches.next())
-        if step == 1:
+        if at.step == first + 1:
             ledger.before_forward()
         loss = compiled(inputs, targets)
-        if step == 1:
+        if at.step == first + 1:
             ledger.after_forward()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step == 0:
+        if at.step == first:
             begun = time.monotonic()
             say(f"first step, compilation included: {begun - start:.0f} s")
-        if step == 1:
+        if at.step == first + 1:
             ledger.after_step(model, optimizer, Block)
         optimizer.zero_grad()
-        step += 1
+        at.step += 1
         # What is averaged besides the loss lets all ranks stop in the same step.
-        spent = (time.monotonic() - begun) / (60 * args.minutes)
-        progress = torch.tensor([loss.item(), step / args.steps if args.steps else spent], device=device)
+        spent = before + (time.monotonic() - begun) / (60 * args.minutes)
+        progress = torch.tensor([loss.item(), at.step / args.steps if args.steps else spent], device=device)
         dist.all_reduce(progress)
-        value, done = (progress / world).tolist()
-        train.append((step, value))
-        if checks and done >= checks[0]:
+        value, at.done = (progress / world).tolist()
+        at.train.append((at.step, value))
+        if checks and at.done >= checks[0]:
             checks.pop(0)
-            held.append((step, validate(compiled, held_out, args, device)))
-        speed = (step - 1) * world * inputs.numel() / max(1e-9, time.monotonic() - begun)
-        bar.set_postfix_str(f"step {step}  loss {value:.3f}  held out {held[-1][1]:.3f}  {speed:,.0f} tokens/s", False)
-        bar.update(min(100.0, 100 * done) - bar.n)
+            at.held.append((at.step, validate(compiled, held_out, args, device)))
+            checkpoints.save(at.step, model, optimizer, batches=batches, progress=at)
+        speed = (at.step - first - 1) * world * inputs.numel() / max(1e-9, time.monotonic() - begun)
+        shown = f"step {at.step}  loss {value:.3f}  held out {at.held[-1][1]:.3f}  {speed:,.0f} tokens/s"
+        bar.set_postfix_str(shown, False)
+        bar.update(min(100.0, 100 * at.done) - bar.n)
     bar.close()
+    step, train, held = at.step, at.train, at.held
     held.append((step, validate(compiled, held_out, args, device, batches=16)))
     written = sample(compiled, "def ", 200 if not args.steps else 20, device)
+    export(model, config, args.out / "huggingface", rank)
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         plot(args.out / "loss.png", train, held)
@@ -198,8 +228,10 @@ def main(args: argparse.Namespace) -> None:
             f"\n{step} steps, {speed:,.0f} tokens/s; "
             f"validation loss {held[0][1]:.2f} -> {held[-1][1]:.2f} nats per byte"
         )
-        say("\nMemory of one rank\n" + str(ledger))
-        say(f"\nA sample:\n{written}\n\nIn {args.out}: loss.png, sample.txt, summary.json, and listings/")
+        if ledger.rows:
+            say("\nMemory of one rank\n" + str(ledger))
+        say(f"\nA sample:\n{written}\n\nIn {args.out}: loss.png, sample.txt, summary.json, listings/, checkpoints/,")
+        say("and huggingface/, for transformers' AutoModelForCausalLM.from_pretrained")
     dist.barrier()
     dist.destroy_process_group()
 
