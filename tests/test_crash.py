@@ -190,32 +190,43 @@ def counted(folder: str) -> tuple[int, bool]:
     return step, all(torch.equal(a, b) for a, b in zip(run.values(), unstopped.values(), strict=True))
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-def test_ranks_that_are_killed_at_random_resume_and_lose_nothing(tmp_path):
+def killed_and_resumed(folder: Path, kills: int) -> dict[str, int]:
+    """Kills one of two ranks, or both, at a random moment of a run that saves all the time, and starts it again."""
     from tests.ranks import Ranks
 
-    chance, checkpoints = random.Random(0), Checkpoints(tmp_path)
-    reached = 0
-    for kill in range(4):
+    chance, checkpoints = random.Random(0), Checkpoints(folder)
+    counts = {"kills": 0, "resumes": 0, "losses": 0, "step": 0}
+    for kill in range(kills + 1):
         ranks = Ranks(2)  # starts with what the last ones have left
-        thread = threading.Thread(target=lambda r=ranks: _ignored(lambda: r.run(saving, str(tmp_path), 60)))
+        thread = threading.Thread(target=lambda r=ranks: _ignored(lambda: r.run(saving, str(folder), 60)))
         try:
             if kill:
-                (step, right), other = ranks.run(counted, str(tmp_path))
-                assert other == (step, right) and right and step >= reached, f"kill {kill}"
-                reached = step
+                (step, right), other = ranks.run(counted, str(folder))
+                counts["resumes"] += 1
+                counts["losses"] += not (right and other == (step, right) and step >= counts["step"])
+                counts["step"] = step
+            if kill == kills:
+                break
             thread.start()
-            while thread.is_alive() and checkpoints.steps()[-1:] <= [reached + 1]:
+            while thread.is_alive() and checkpoints.steps()[-1:] <= [counts["step"] + 1]:
                 time.sleep(0.01)
             time.sleep(0.3 * chance.random())
             for worker in ranks._workers if kill % 2 else [chance.choice(ranks._workers)]:
                 os.kill(worker.pid, signal.SIGKILL)
+            counts["kills"] += 1
             time.sleep(0.2)
         finally:
             ranks.stop()
-            thread.join()
-    assert reached > 6
+            if thread.is_alive():
+                thread.join()
+    return counts
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_ranks_that_are_killed_at_random_resume_and_lose_nothing(tmp_path):
+    counts = killed_and_resumed(tmp_path, 3)
+    assert counts.pop("step") > 6 and counts == {"kills": 3, "resumes": 3, "losses": 0}
 
 
 def _ignored(function: Any) -> None:
@@ -298,3 +309,7 @@ def test_the_newest_are_kept(tmp_path):
         checkpoints.load(run.model, run.optimizer, more=run.loader)
     with pytest.raises(ValueError, match="keep=0 must be at least 1"):
         Checkpoints(tmp_path, keep=0)
+
+
+if __name__ == "__main__":  # python -m tests.test_crash FOLDER KILLS
+    print(killed_and_resumed(Path(sys.argv[1]), int(sys.argv[2])))

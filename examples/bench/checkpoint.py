@@ -1,9 +1,13 @@
-"""Saving and loading against plain ``torch.save`` of the same bytes: ``torchrun --nproc-per-node=2 checkpoint.py``."""
+"""Saving and loading against plain ``torch.save`` of the same bytes, and the memory that they take:
+``torchrun --nproc-per-node=2 checkpoint.py``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -16,6 +20,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import mfsdp
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench import peak_of
 
 
 def timed(function: Callable[[], object], rounds: int) -> float:
@@ -47,35 +54,61 @@ def main() -> None:
     mine = [t.to_local().clone() for t in model.parameters()] + [
         v.to_local().clone() for s in optimizer.state.values() for v in s.values() if v.dim()
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        where = [folder]
-        dist.broadcast_object_list(where)
-        root, step = Path(where[0]), 0
+    where = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(where)
+    root, step = Path(where[0]), 0
 
-        def plain() -> None:
-            with open(root / f"plain{rank}", "wb") as file:
-                torch.save(mine, file)
-                file.flush()
-                os.fsync(file.fileno())
+    def plain() -> None:
+        with open(root / f"plain{rank}", "wb") as file:
+            torch.save(mine, file)
+            file.flush()
+            os.fsync(file.fileno())
 
-        def torchs() -> None:
-            weights, state = get_state_dict(model, optimizer)
-            dcp.save({"model": weights, "optimizer": state}, checkpoint_id=root / "dcp")
+    def torchs() -> None:
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=root / "dcp")
 
-        checkpoints = mfsdp.Checkpoints(root / "run", keep=1)
+    checkpoints = mfsdp.Checkpoints(root / "run", keep=1)
 
-        def ours() -> None:
-            nonlocal step
-            step += 1
-            checkpoints.save(step, model, optimizer)
+    def ours() -> None:
+        nonlocal step
+        step += 1
+        checkpoints.save(step, model, optimizer)
 
-        rows = {"torch.save, each rank its part": timed(plain, args.rounds), "dcp.save": timed(torchs, args.rounds),
-                "Checkpoints.save": timed(ours, args.rounds),
-                "Checkpoints.load": timed(lambda: checkpoints.load(model, optimizer), args.rounds)}  # fmt: skip
+    def load() -> None:
+        checkpoints.load(model, optimizer)
+
+    def init() -> None:
+        with torch.device("meta"):
+            blank = nn.Sequential(*(nn.Linear(args.width, args.width) for _ in range(args.layers)))
+        mfsdp.fully_shard(blank, units=[nn.Linear], device="cpu")
+
+    one_file = 8 * args.width**2
+    rows = {"torch.save, each rank its part": plain, "dcp.save": torchs, "Checkpoints.save": ours,
+            "Checkpoints.load": load}  # fmt: skip
+    times = {name: timed(call, args.rounds) for name, call in rows.items()}
+    memory = {
+        "Checkpoints.save": peak_of(ours),
+        "Checkpoints.load": peak_of(load),
+        "save_safetensors": peak_of(lambda: mfsdp.save_safetensors(model, root / "hf", max_file_bytes=one_file)),
+        "load_safetensors": peak_of(lambda: mfsdp.load_safetensors(model, root / "hf")),
+        "fully_shard of a meta model": peak_of(init),
+    }
+    dist.barrier()
     if rank == 0:
         print(f"{dist.get_world_size()} ranks, {size / 2**20:.0f} MB of weights and moments, best of {args.rounds}")
-        for name, seconds in rows.items():
+        for name, seconds in times.items():
             print(f"| {name} | {seconds:.2f} s | {size / seconds / 1e6:.0f} MB/s |")
+        newest = checkpoints.path(step)
+        there = {"max_file_bytes": one_file}
+        memory["convert to safetensors"] = peak_of(lambda: mfsdp.convert(newest, root / "a", **there))
+        memory["convert to a checkpoint"] = peak_of(lambda: mfsdp.convert(root / "a", root / "b"))
+        part = sum(p.to_local().nbytes for p in model.parameters()) / 2**20
+        print(f"Most memory, MB; a rank's weights are {part:.0f}, a unit {args.width**2 / 2**18:.0f}, "
+              f"a safetensors file {one_file / 2**20:.0f}")  # fmt: skip
+        for name, peak in memory.items():
+            print(f"| {name} | {peak / 2**20:.1f} |")
+        shutil.rmtree(root)
     dist.destroy_process_group()
 
 
