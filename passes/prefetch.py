@@ -36,6 +36,9 @@ from mfsdp.cost import nbytes, size
 from mfsdp.program import Program
 from mfsdp.roles import Kind
 
+HELD_BACK = "mfsdp_held_back"
+"""``meta`` key of launches that a limit keeps from being earlier."""
+
 
 def prefetch(p: Program, *, depth: int = 1, limit: int | None = None) -> None:
     """Moves launches of all-gathers up.
@@ -68,7 +71,9 @@ def prefetch(p: Program, *, depth: int = 1, limit: int | None = None) -> None:
         if limit is not None:
             earliest = target
             target = _room(launches, i, earliest, limit)
-            yielded += target is not earliest
+            if target is not earliest:
+                launch.meta[HELD_BACK] = True
+                yielded += 1
         moved += _launch_before(p, launch, target)
     if moved:
         p.changed(f"{moved} all_gather up")

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,13 @@ def worker(args: argparse.Namespace) -> None:
             rows[name] = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
             continue
         running[name] = (entry, optimizer)
-        rows[name] = {"first_step": compiled, "losses": [first, second], "times": [], "averaged": entry.averaged}
+        rows[name] = {
+            "first_step": compiled,
+            "losses": [first, second],
+            "times": [],
+            "phases": [],
+            "averaged": entry.averaged,
+        }
         if rank == 0:
             print(f"  {name}: first step {compiled:.1f} s", flush=True)
     for name, (entry, optimizer) in running.items():
@@ -97,8 +103,9 @@ def worker(args: argparse.Namespace) -> None:
         for name, (entry, optimizer) in running.items():
             meet()
             begun = time.perf_counter()
-            step(entry, optimizer, data[0])
+            phases = timed_step(entry, optimizer, data[0])
             rows[name]["times"].append(time.perf_counter() - begun)
+            rows[name]["phases"].append(phases)
     if rank == 0:
         args.result.write_text(json.dumps({"rows": rows, **limits}, indent=1))
     meet.leave()
@@ -133,6 +140,19 @@ def step(entry: Contender, optimizer: torch.optim.Optimizer, ids: torch.Tensor) 
     return loss.item()
 
 
+def timed_step(entry: Contender, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> list[float]:
+    """Seconds of forward, backward and optimizer."""
+    times = [time.perf_counter()]
+    loss = entry.model(ids)
+    times.append(time.perf_counter())
+    loss.backward()
+    times.append(time.perf_counter())
+    optimizer.step()
+    optimizer.zero_grad()
+    times.append(time.perf_counter())
+    return [b - a for a, b in pairwise(times)]
+
+
 def peak_of(function: Any) -> int:
     """The most bytes that a call has allocated and not freed, on top of what was there before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -143,7 +163,9 @@ def peak_of(function: Any) -> int:
 
 
 def communication(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds on the link for the bytes of one step, nothing else running, and CPU seconds that gloo takes for them."""
+    """Seconds on the link for the bytes of one step, nothing else running; CPU seconds that gloo takes for them; and
+    seconds if every collective is waited for before the next begins.
+    """
     with torch.device("meta"):
         model = fresh_gpt(args.layers, args.width)
     world = dist.get_world_size()
@@ -161,8 +183,15 @@ def communication(args: argparse.Namespace) -> dict[str, float]:
             work.wait()
         best = min(best, time.perf_counter() - begun)
         cpu = min(cpu, time.process_time() - burnt)
+    alone = 0.0
+    for full, shard in zip(fulls * 3, shards * 3, strict=True):
+        dist.barrier()
+        begun = time.perf_counter()
+        for _ in range(2):
+            dist.all_gather_into_tensor(full, shard)
+        alone += (time.perf_counter() - begun) / 2
     received = 4 * 3 * sum(s.numel() for s in shards) * (world - 1)
-    return {"link_seconds": best, "link_cpu": cpu, "bytes": received}
+    return {"link_seconds": best, "link_cpu": cpu, "link_alone": alone, "bytes": received}
 
 
 # all of them

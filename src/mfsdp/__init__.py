@@ -13,6 +13,8 @@ from .check import LawError
 from .checkpoint import CheckpointError, Checkpoints
 from .config import MixedPrecisionPolicy
 from .convert import convert
+from .explain import explain
+from .hardware import Hardware
 from .huggingface import load_safetensors, save_safetensors
 from .norms import check_finite, norms
 from .optimizer import fully_shard_optimizer
@@ -25,10 +27,12 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "FSDPModule",
+    "Hardware",
     "LawError",
     "MixedPrecisionPolicy",
     "check_finite",
     "convert",
+    "explain",
     "fully_shard",
     "fully_shard_optimizer",
     "load_safetensors",

@@ -57,7 +57,7 @@ def render(program: Program, stage: str, before: str | None = None, *, fold: boo
             f"; {' '.join(lane.value for lane in _lanes(program))} "
             f"{'value' + ' ' * 15 + 'slot   op' if program.slots else 'value' + ' ' * 15 + 'op':<66} "
             "type               delta   live",
-            *_body(program, rows),
+            *body(program, rows),
             "",
         ]
     )
@@ -74,10 +74,10 @@ def around(program: Program, fault: Node, context: int = 10) -> str:
     """The lines either side of a fault, the fault marked with ``->``."""
     rows = cost.lines(program)
     order = {node: i for i, node in enumerate(program.nodes)}
-    body = list(_body(program, rows))
+    shown_lines = list(body(program, rows))
     at = min(range(len(rows)), key=lambda i: (abs(order[rows[i].node] - order[fault]), i), default=0)
     shown = range(max(0, at - context), min(len(rows), at + context + 1))
-    return "\n".join((" -> " if i == at else "    ") + body[i] for i in shown)
+    return "\n".join((" -> " if i == at else "    ") + shown_lines[i] for i in shown)
 
 
 def schedule(program: Program) -> Schedule:
@@ -192,7 +192,8 @@ def _params(unit: Unit, fold: bool) -> str:
     return "  ".join(words)
 
 
-def _body(program: Program, rows: Sequence[cost.Line]) -> Iterator[str]:
+def body(program: Program, rows: Sequence[cost.Line]) -> Iterator[str]:
+    """One line of text for each of a program's lines."""
     top = cost.peak(rows)
     peak_at = next((i for i, r in enumerate(rows) if r.top == top), -1)
     flying: dict[Node, Lane] = {}

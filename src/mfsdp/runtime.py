@@ -9,11 +9,13 @@ as an attribute. Programs stay free of process-wide state, and equal layers stay
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -544,7 +546,31 @@ def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
     return _over_outer(grad, spec) if s.outer > 1 else grad
 
 
+Observer = Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+
+_observers: list[Observer] = []
+"""Whoever wants to see every operation of a program as it runs (`mfsdp.profile`): called instead of it, with it."""
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Shows an observer every operation that programs run inside of the ``with``."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def _shown(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(kernel)
+    def run(*args: Any) -> Any:
+        return _observers[-1](kernel, args) if _observers else kernel(*args)
+
+    return run
+
+
 for _kernel in (
     param, param_grad, refresh, all_gather, wait, free, bucket, pack, mm, hold, reduce_scatter, all_reduce, accumulate,
 ):  # fmt: skip
-    LIBRARY.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")
+    LIBRARY.impl(_kernel.__name__, _shown(_kernel), "CompositeExplicitAutograd")

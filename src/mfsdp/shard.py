@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import functools
 import gc
@@ -172,7 +173,7 @@ def fully_shard(
     target = _device(claims, device)
     placement = Placement.of(strategy, outer_strategy, *_mesh(mesh, target), target.type)
     frame = _frame(module)
-    states = {claim.module: UnitState(claim.fqn, frame) for claim in claims}
+    states = {claim.module: UnitState(claim.fqn, frame, policy) for claim in claims}
     where: dict[nn.Parameter, Ref] = {}
     for claim in claims:
         _build(claim, states[claim.module], where, policy, placement, target, reshard_after_forward)
@@ -190,10 +191,52 @@ def fully_shard(
     for fqn, m in module.named_modules():
         if isinstance(m, FSDPModule):  # those of earlier calls thought they were the root
             m._mfsdp_unit.fqn, m._mfsdp_unit.frame = fqn or "(root)", frame
+    module.__dict__["_mfsdp_call"] = {
+        "units": units, "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": policy,
+        "reshard_after_forward": reshard_after_forward,
+    }  # fmt: skip
     for param, ref in where.items():
         _stale[param] = ref
         ref.buffer.before_first_gradient = _no_stale_optimizer
     return module
+
+
+def blueprint(model: nn.Module) -> tuple[nn.Module, list[tuple[nn.Module, dict[str, Any]]]]:
+    """A copy on the meta device as it was before it was sharded, if it was, with the same attributes; and with which
+    arguments which of its modules were given to :func:`fully_shard`, in order.
+    """
+    memo: dict[int, Any] = {}
+    for m in model.modules():
+        if "_mfsdp_unit" in m.__dict__:
+            memo[id(m.__dict__["_mfsdp_unit"])] = None
+        if refs(m):
+            memo[id(refs(m))] = {}
+        for ref in refs(m).values():
+            param = ref.buffer.params[ref.slot]
+            if id(param) not in memo:
+                own = ref.unit.policy.compute_dtype is None
+                kind = ref.buffer.precision.compute if own else ref.buffer.precision.main
+                twin = nn.Parameter(torch.empty(ref.shape, dtype=kind, device="meta"), ref.buffer.trains[ref.slot])
+                carry_attributes(param, twin)
+                memo[id(param)] = twin
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if id(tensor) not in memo:
+            plain: torch.Tensor = tensor.detach().to("meta")
+            if isinstance(tensor, nn.Parameter):
+                plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
+            plain.__dict__.update(tensor.__dict__)
+            memo[id(tensor)] = plain
+    out = copy.deepcopy(model, memo)
+    calls = []
+    for m in out.modules():
+        if "_mfsdp_unit" in m.__dict__:
+            m.__class__ = type(m).__bases__[-1]
+            call = m.__dict__.pop("_mfsdp_call", None)
+            for name in ("_mfsdp_unit", "_mfsdp_refs"):
+                m.__dict__.pop(name, None)
+            if call is not None:
+                calls.append((m, call))
+    return out, calls[::-1]
 
 
 # Units

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from . import runtime
-from .config import Precision
+from .config import MixedPrecisionPolicy, Precision
 from .dtensor import ShardedDTensor, ShardedParameter, Sharding, carry_attributes
 from .layout import Layout, Local
 from .placement import Placement
@@ -442,6 +442,7 @@ class UnitState:
     fqn: str
     """Path of the module from the outermost one that was sharded, ``"(root)"`` for that one."""
     frame: Frame
+    policy: MixedPrecisionPolicy
     buffers: list[FlatBuffer] = field(default_factory=list)
     open: bool = False
     """Whether a forward of the unit runs in plain Python now; Dynamo guards on it where parameters are read."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from . import lowering
 from .capture import Capture, sources
 from .dtensor import local_mesh
 from .program import Phase, Program
-from .shard import fully_shard, own_code
+from .shard import FSDPModule, blueprint, fully_shard, own_code
 
 
 @dataclass
@@ -30,6 +29,8 @@ class Programs:
     backward: Program | None = None
     inference: Program | None = None
     all: list[Program] = field(default_factory=list)
+    model: nn.Module | None = None
+    """What was traced: the model, sharded, on the meta device."""
 
     def __iter__(self) -> Any:
         return iter(self.all)
@@ -49,7 +50,8 @@ def trace(
     """The forward and backward programs of a model as ``world`` ranks would run them, before any pass.
 
     Args:
-        model: any module; it is copied to the meta device, not changed.
+        model: any module; it is copied to the meta device, not changed. One that is sharded already is traced as it is
+            sharded, but over ``world`` ranks.
         args, kwargs: example inputs (values do not matter).
         world: ranks to shard over.
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
@@ -58,16 +60,21 @@ def trace(
         **sharding: arguments of :func:`mfsdp.fully_shard` (``units``, ``mp_policy``, ...).
 
     Raises:
-        ValueError: the model is sharded already, or its arguments are bad.
+        ValueError: bad arguments, or some of fully_shard's for a model that is sharded already.
         RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
     """
-    meta = _on_meta(model)
+    meta, calls = blueprint(model)
+    if calls and sharding:
+        raise ValueError(f"trace: {type(model).__name__} is sharded already; leave out {', '.join(sharding)}")
     mesh = local_mesh("cpu", mesh_shape or (world,))
-    fully_shard(meta, mesh=mesh, device="meta", **sharding)
+    for module, call in calls or [(meta, sharding)]:
+        ignored = [p for p in module.parameters() if getattr(p, "_mfsdp_ignored", False)]
+        fully_shard(module, mesh=mesh, device="meta", **{"ignored_params": ignored, **call})
+    _settings(model, meta)
     kind = type(meta)
     forward = own_code(kind.forward, kind.__name__)  # so that traces do not count as recompilations of the model
     meta.__class__ = type(kind.__name__, (kind,), {"forward": forward})
-    out = Programs()
+    out = Programs(model=meta)
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         capture = Capture(inputs, sources(gm), name)
@@ -123,13 +130,9 @@ def _on_cpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
         ]
 
 
-def _on_meta(model: nn.Module) -> nn.Module:
-    """A copy whose tensors take no memory, with the same attributes."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        twin: torch.Tensor = tensor.detach().to("meta")
-        if isinstance(tensor, nn.Parameter):
-            twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
-        twin.__dict__.update(tensor.__dict__)
-        memo[id(tensor)] = twin
-    return copy.deepcopy(model, memo)
+def _settings(model: nn.Module, meta: nn.Module) -> None:
+    """What has been set since a model was sharded."""
+    for old, new in zip(model.modules(), meta.modules(), strict=True):
+        if isinstance(old, FSDPModule) and isinstance(new, FSDPModule):
+            for theirs, mine in zip(old._mfsdp_unit.buffers, new._mfsdp_unit.buffers, strict=True):
+                mine.respec(reshard=theirs.spec.reshard, hold=theirs.spec.hold)

@@ -1,0 +1,81 @@
+"""The clock of `mfsdp.explain` against measured steps: ``python examples/bench/clock.py RESULTS.json`` of bench.py.
+
+What the clock is told was measured apart from the steps that it predicts: the link's rate, what gloo takes of the
+processor for a byte and what a collective costs that finds its group idle, with nothing else running; and how long
+forward, backward and optimizer compute, with communication stubbed out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mfsdp
+from mfsdp.explain import Calibration
+from mfsdp.hardware import Hardware, Link
+
+sys.path.insert(0, str(Path(__file__).parent))
+from variants import fresh_gpt
+
+
+@dataclass(frozen=True)
+class Step:
+    """One configuration, in seconds."""
+
+    rate: str
+    name: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def machine(result: dict[str, Any]) -> Hardware:
+    """One rank of the benchmark, behind a link. Peaks do not matter: compute is calibrated."""
+    rate = result["bytes"] / result["link_seconds"]
+    restart = max(0.0, result["link_alone"] / result["link_seconds"] - 1)
+    link = Link(rate, 1e-4, cpu=result["link_cpu"] / result["bytes"], restart=restart)
+    return Hardware("one core", {"f32": 6e10}, 12 << 30, 8e9, link, link, reached=1.0, reached_bandwidth=1.0)
+
+
+def compare(results: dict[str, Any]) -> list[Step]:
+    """Every step of ours that was measured, and what the clock says."""
+    a = results["arguments"]
+    with torch.device("meta"):
+        model: Any = fresh_gpt(int(a["layers"]), int(a["width"]))
+    for block in model.blocks:  # as in variants.py
+        mfsdp.fully_shard(block, device="meta", reshard_after_forward=block is not model.blocks[-1])
+    mfsdp.fully_shard(model, device="meta", reshard_after_forward=False)
+    ids = torch.zeros(int(a["batch"]), int(a["length"]), dtype=torch.long)
+    rates = a["rates"].split(",")
+    names = [name for name, row in results[rates[0]]["rows"].items() if name.startswith("mfsdp") and row.get("times")]
+    depths = [int(name.rpartition(" ")[2]) for name in names]
+    quiet = [min(column) for column in zip(*results["stubbed"]["rows"][names[-1]]["phases"], strict=True)]
+    found = mfsdp.explain(
+        model, (ids,), world=int(a["world"]), hardware=[machine(results[rate]) for rate in rates],
+        options={"prefetch": depths}, profile=Calibration(*quiet), suggest=False,
+    )  # fmt: skip
+    pairs = [(rate, name) for rate in rates for name in names]
+    return [
+        Step(rate, name, report.step, min(results[rate]["rows"][name]["times"]))
+        for (rate, name), report in zip(pairs, found, strict=True)
+    ]
+
+
+def table(steps: list[Step]) -> str:
+    lines = ["| link | | predicted ms | measured ms | error |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {s.rate} | {s.name} | {1e3 * s.predicted:.0f} | {1e3 * s.measured:.0f} | {s.error:+.0%} |" for s in steps
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(compare(json.loads(Path(sys.argv[1]).read_text()))))

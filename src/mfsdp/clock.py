@@ -1,0 +1,240 @@
+"""What a program costs in time, line by line, on given hardware.
+
+Matrix products take their operations at the rate that the hardware reaches, or their bytes, whichever is longer. All
+other kernels take bytes. Neighbours of those fuse, as Inductor fuses them: a run of them, up to the next product,
+attention, collective or wait, is one kernel that reads what comes from outside of it once and writes what is read
+outside of it. Under ATen lowering each is a kernel of its own. Collectives: see :func:`mfsdp.hardware.transfer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from . import ops
+from .config import SHORT
+from .cost import is_line, nbytes, numel
+from .hardware import Group, Hardware, Transfer, transfer
+from .program import Program, base_of, lane_of, view_of
+from .roles import Kind, is_kind, role
+from .units import Spec
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Time:
+    """What one line takes."""
+
+    seconds: float
+    """Of a kernel; 0 for a collective, which compute does not wait for."""
+    flops: int = 0
+    limit: str = ""
+    """What decides: ``"compute"``, ``"memory"`` or ``"launch"``."""
+    transfer: Transfer | None = None
+    """Of a collective."""
+
+
+def times(
+    program: Program,
+    machine: Hardware,
+    *,
+    fused: bool = True,
+    measured: Mapping[str, float] | None = None,
+    compute: float | None = None,
+) -> dict[Node, Time]:
+    """What every line takes.
+
+    Args:
+        program: after any pass.
+        machine: on what.
+        fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
+        measured: seconds by name of a line, which replace estimates.
+        compute: seconds that all kernels together have been measured to take; estimates share them.
+    """
+    out: dict[Node, Time] = {}
+    for run in _runs(program, fused):
+        for node in run:
+            out[node] = _time(program, node, run, machine)
+    for node, time in out.items():
+        seconds = (measured or {}).get(node.name)
+        if seconds is not None and time.transfer is None:
+            out[node] = Time(seconds, time.flops, "measured")
+    total = sum(time.seconds for time in out.values())
+    if compute is not None and total > 0:
+        out = {node: replace(time, seconds=time.seconds * compute / total) for node, time in out.items()}
+    return out
+
+
+def total_flops(program: Program) -> int:
+    """Operations of all matrix products and attentions."""
+    return sum(flops(node) for node in program.nodes if is_line(node))
+
+
+def flops(node: Node) -> int:
+    """Operations of a matrix product, a convolution or an attention, by torch.utils.flop_counter's formulas; else 0."""
+    if node.target is ops.mm:
+        a, b = node.args[4].meta["val"], node.args[5].meta["val"]  # type: ignore[union-attr]
+        return 2 * numel(a) * int(b.shape[-1])
+    packet = getattr(node.target, "overloadpacket", None)
+    formula: Any = _FORMULAS.get(packet) or flop_registry.get(packet)  # type: ignore[arg-type]
+    if formula is None:
+        return 0
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+
+
+def _cpu_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
+
+
+def _cpu_attention_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, out_val: Any = None, **__: Any
+) -> int:
+    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
+
+
+_FORMULAS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+}
+"""Attention on CPU, which torch's table leaves out; programs are traced for it."""
+
+_ALONE = (ops.wait, ops.pack, ops.mm, ops.bucket, ops.hold, ops.accumulate, *ops.COLLECTIVES)
+
+
+def _runs(program: Program, fused: bool) -> Iterator[list[Node]]:
+    """Lines that are one kernel together; `free` is none."""
+    run: list[Node] = []
+    for node in program.nodes:
+        if not is_line(node):
+            continue
+        if node.target is ops.free:
+            continue
+        if fused and node.target not in _ALONE and not flops(node):
+            run.append(node)
+            continue
+        if run:
+            yield run
+            run = []
+        yield [node]
+    if run:
+        yield run
+
+
+def _time(program: Program, node: Node, run: list[Node], machine: Hardware) -> Time:
+    if node.target is ops.wait:
+        return Time(0.0)
+    if node.target in ops.COLLECTIVES:
+        return Time(0.0, transfer=_transfer(program, node, machine))
+    moved = _bytes(node, run) / (machine.bandwidth * machine.reached_bandwidth)
+    count = flops(node)
+    value = node.meta.get("val")
+    if node.target is ops.mm:
+        value = node.args[4].meta["val"]  # type: ignore[union-attr]
+    busy = count / (machine.peak(_short(value)) * machine.reached)
+    launch = machine.kernel if node is run[0] and moved + busy > 0 else 0.0
+    seconds = max(moved, busy, launch)
+    return Time(seconds, count, "launch" if seconds == launch else "compute" if busy >= moved else "memory")
+
+
+def _short(value: Any) -> str:
+    found = next((v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)), None)
+    return SHORT.get(found.dtype, "f8" if found.dtype.itemsize == 1 else "f32") if found is not None else "f32"
+
+
+def _bytes(node: Node, run: list[Node]) -> int:
+    """What the line reads and writes of memory, as a part of its kernel."""
+    if node.target is ops.bucket:
+        holes = node.args[1]
+        return sum(b - a for a, b in zip(holes[::2], holes[1::2], strict=True)) * node.meta["val"].dtype.itemsize  # type: ignore
+    if node.target is ops.hold:
+        return 0  # outside of no_sync it does nothing
+    if node.target is ops.pack:
+        return 2 * sum(nbytes(g.meta["val"]) for g in node.args[1])  # type: ignore
+    if node.target is ops.accumulate:
+        return 3 * nbytes(node.args[1].meta["val"])  # type: ignore[union-attr]
+    inside, before = set(run), set()
+    for other in run:
+        if other is node:
+            break
+        before |= {base_of(a) for a in other.all_input_nodes}
+    reads = {base_of(a): a for a in node.all_input_nodes}
+    read = sum(min(_size(a), _size(b)) for b, a in reads.items() if b not in inside and b not in before)
+    if node.target is ops.mm:
+        read -= _size(node.args[0])  # type: ignore[arg-type]
+        return read + _written(node)
+    return read + (_size(node) if _escapes(node, inside) else 0)
+
+
+def _written(node: Node) -> int:
+    gfull, _, shape, *_ = node.args
+    rows, columns = shape  # type: ignore[misc, union-attr, str-unpack]
+    return int(rows * columns * gfull.meta["val"].dtype.itemsize)  # type: ignore[union-attr, operator]
+
+
+def _size(node: Node) -> int:
+    return nbytes(node.meta.get("val"))
+
+
+def _escapes(node: Node, inside: set[Node]) -> bool:
+    """Whether somebody outside of the kernel reads the value."""
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if view_of(user) is not None:
+                stack.append(user)
+            elif user not in inside:
+                return True
+    return False
+
+
+def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:
+    unit = program.unit(role(node).unit)  # type: ignore[union-attr]
+    spec = unit.spec
+    if node.target is ops.refresh:
+        return _refresh(spec, machine)
+    lane = lane_of(node)
+    group = groups(spec, machine)[lane // 2]
+    if node.target is ops.all_gather:
+        return transfer("all_gather", nbytes(node.meta["val"]), group, machine)
+    sent = nbytes(node.args[0].meta["val"])  # type: ignore[union-attr]
+    kind = "reduce_scatter" if node.target is ops.reduce_scatter else "all_reduce"
+    return transfer(kind, sent, group, machine)
+
+
+def _refresh(spec: Spec, machine: Hardware) -> Transfer:
+    """Parameters that last, after an optimizer step: over the outer axis, then over that of the shards."""
+    shard, outer = groups(spec, machine)
+    parts = []
+    width = spec.precision.comm.itemsize
+    if spec.outer_optim:
+        parts.append(transfer("all_gather", spec.shard_numel * width, outer, machine))
+    if spec.replica:
+        parts.append(transfer("all_gather", spec.full_numel * width, shard, machine))
+    link = "between" if any(p.link == "between" for p in parts) else "inside"
+    fixed, moving, cpu, restart = (sum(getattr(p, x) for p in parts) for x in ("fixed", "moving", "cpu", "restart"))
+    return Transfer(fixed, moving, cpu, restart, link)
+
+
+def groups(spec: Spec, machine: Hardware) -> tuple[Group, Group]:
+    """The shard axis and the outer axis: ranks of one shard group are neighbours."""
+    per_node = machine.ranks_per_node
+    shard = Group(spec.world, min(spec.world, per_node))
+    outer = Group(spec.outer, max(1, min(spec.outer, per_node // spec.world)))
+    return shard, outer
+
+
+def kernel_kind(node: Node) -> str:
+    """In a word, for colours and sums: what a line is."""
+    if node.target in ops.COLLECTIVES:
+        return "collective"
+    if is_kind(node, Kind.PACK, Kind.GFULL, Kind.ACCUMULATE, Kind.HOLD, Kind.CAST):
+        return "sharding" if not flops(node) else "matrix"
+    return "matrix" if flops(node) else "other"

@@ -1,0 +1,351 @@
+"""`explain`: what a training step will do, cost and hold, before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from . import clock, cost, listing, pipeline
+from .config import Options
+from .cost import size
+from .hardware import Hardware
+from .hardware import hardware as find_hardware
+from .ledger import OPTIMIZER_STATES, Ledger, ledger
+from .program import Program
+from .report import WHY, Comparison, Line, Report, Suggestion, View  # noqa: F401
+from .roles import Lane, role
+from .shard import FSDPModule
+from .simulate import Span, simulate
+from .state import FlatBuffer
+from .tracing import Programs, trace
+
+GAIN = 0.01
+"""What a suggestion has to promise: a part of the step."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Seconds that the kernels of a step have been measured to take, without communication; lines share them in
+    proportion to their estimates. A profile that knows single lines is :class:`mfsdp.profile.Profile`.
+    """
+
+    forward: float
+    backward: float
+    optimizer: float
+
+    def given(self, program: Program) -> dict[str, Any]:
+        """What :func:`mfsdp.clock.times` takes."""
+        return {"compute": self.backward if program.phase == "backward" else self.forward}
+
+
+@dataclass(frozen=True)
+class _Question:
+    """One combination of what may vary."""
+
+    world: int | None
+    mesh_shape: tuple[int, int] | None
+    hardware: Hardware
+    options: Options
+    sharding: dict[str, Any]
+
+    @property
+    def traced(self) -> tuple[Any, ...]:
+        """What a new trace is needed for."""
+        return self.world, self.mesh_shape, tuple(sorted((k, repr(v)) for k, v in self.sharding.items()))
+
+
+def explain(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    world: int | Sequence[int] = 8,
+    mesh_shape: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
+    hardware: Any = "h100",
+    options: Mapping[str, Any] | None = None,
+    optimizer: str = "adamw",
+    profile: Any = None,
+    suggest: bool = True,
+    **sharding: Any,
+) -> Any:
+    """What a training step will do, cost and hold on ``world`` ranks. No process group, no GPU, no memory for the
+    model.
+
+    Args:
+        model: any module, on the meta device or not, sharded already or not; it is not changed.
+        args, kwargs: example inputs of one rank (values do not matter).
+        world: ranks.
+        mesh_shape: (outer, shard) ranks of a two-level mesh instead.
+        hardware: a name in :data:`mfsdp.hardware.KNOWN`, a JSON file, or a :class:`mfsdp.hardware.Hardware`.
+        options: those of the backend.
+        optimizer: a name in :data:`mfsdp.ledger.OPTIMIZER_STATES`.
+        profile: of :func:`mfsdp.profile`: measured times instead of estimates.
+        suggest: whether to look for changes that make the step faster.
+        **sharding: arguments of :func:`mfsdp.fully_shard`; none if the model is sharded already.
+
+    Several values at once, as a list (``world=[8, 64]``, ``hardware=["h100", "h200"]``, ``strategy=[2, 3]``,
+    ``options={"prefetch": [0, 1, 2]}``, ``units=[[Block], ["layers.*"]]``), give a :class:`Comparison` of all
+    combinations.
+
+    Returns:
+        A :class:`Report`, or a :class:`Comparison`.
+
+    Raises:
+        ValueError: bad arguments.
+        RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
+    """
+    questions, varied = _questions(world, mesh_shape, hardware, options, sharding)
+    traces: dict[tuple[Any, ...], Programs] = {}
+    reports = []
+    for q in questions:
+        if q.traced not in traces:
+            traces[q.traced] = trace(model, args, kwargs, world=q.world or 1, mesh_shape=q.mesh_shape, **q.sharding)
+        reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), optimizer, profile))
+    if varied:
+        return Comparison(varied, [_values(q, varied) for q in questions], reports)
+    report = reports[0]
+    if suggest:
+        programs = traces[questions[0].traced]
+        for text, changed in _ideas(questions[0], report):
+            other = _report(programs, changed, (args, dict(kwargs or {})), optimizer, profile, listings=False)
+            if other.fits and other.step < report.step * (1 - GAIN):
+                report.suggestions.append(Suggestion(text, other.step, other.peak))
+        report.suggestions = _worthwhile(report.suggestions)
+    return report
+
+
+def _worthwhile(found: list[Suggestion]) -> list[Suggestion]:
+    """The best first; none that gives no more than one that changes less."""
+    kept: list[Suggestion] = []
+    for s in sorted(found, key=lambda s: (len(s.text), s.step)):
+        if all(s.step < k.step * (1 - GAIN / 2) for k in kept):
+            kept.append(s)
+    return sorted(kept, key=lambda s: s.step)
+
+
+def _ideas(q: _Question, report: Report) -> Iterator[tuple[str, _Question]]:
+    """What might be faster, without tracing anew."""
+    o = q.options
+
+    def option(text: str, **changes: Any) -> tuple[str, _Question]:
+        return text, replace(q, options=replace(o, **changes))
+
+    if any(x.why == "memory limit" for x in report.exposed):
+        yield option("no max_unsharded", max_unsharded=None)
+    for depth in (o.prefetch + 1, o.prefetch + 2):
+        yield option(f"prefetch={depth}", prefetch=depth)
+        yield option(f"prefetch={depth}, reduce_lag={o.reduce_lag + 1}", prefetch=depth, reduce_lag=o.reduce_lag + 1)
+    yield option(f"reduce_lag={o.reduce_lag + 1}", reduce_lag=o.reduce_lag + 1)
+
+
+def _questions(
+    world: Any, mesh_shape: Any, machines: Any, options: Mapping[str, Any] | None, sharding: Mapping[str, Any]
+) -> tuple[list[_Question], list[str]]:
+    """All combinations, and the names of what varies."""
+    axes: dict[str, list[Any]] = {}
+    several: list[str] = []
+
+    def axis(name: str, value: Any, many: bool) -> None:
+        axes[name] = list(value) if many else [value]
+        if many:
+            if not axes[name]:
+                raise ValueError(f"explain: {name}=[]: give at least one value")
+            several.append(name)
+
+    axis("world", world, isinstance(world, (list, range)))
+    axis("mesh_shape", mesh_shape, isinstance(mesh_shape, list))
+    axis("hardware", machines, isinstance(machines, list))
+    given = dict(options or {})
+    Options.parse({k: v[0] if isinstance(v, list) and v else v for k, v in given.items()})
+    for name, value in given.items():
+        axis(name, value, isinstance(value, (list, range)))
+    for name, value in sharding.items():
+        nested = name in ("units", "ignored_params")
+        many = isinstance(value, list) and (not nested or (bool(value) and all(isinstance(v, list) for v in value)))
+        axis(name, value, many)
+    out = []
+    for values in itertools.product(*axes.values()):
+        q = dict(zip(axes, values, strict=True))
+        shape = q["mesh_shape"]
+        if shape is not None and (len(shape) != 2 or any(n < 1 for n in shape)):
+            raise ValueError(f"explain: mesh_shape={shape!r}: give (outer, shard) numbers of ranks")
+        if shape is None and (not isinstance(q["world"], int) or q["world"] < 1):
+            raise ValueError(f"explain: world={q['world']!r}: give a positive number of ranks")
+        out.append(
+            _Question(
+                q["world"],
+                tuple(shape) if shape is not None else None,
+                find_hardware(q["hardware"]),
+                Options.parse({k: q[k] for k in given}),
+                {k: q[k] for k in sharding},
+            )
+        )
+    return out, several
+
+
+def _values(q: _Question, varied: Sequence[str]) -> dict[str, str]:
+    out = {}
+    for name in varied:
+        value = (
+            q.hardware.name if name == "hardware"
+            else getattr(q, name) if name in ("world", "mesh_shape")
+            else q.sharding[name] if name in q.sharding
+            else getattr(q.options, name)
+        )  # fmt: skip
+        out[name] = getattr(value, "__name__", None) or re.sub(r"<class '(?:.*\.)?(\w+)'>", r"\1", str(value))
+    return out
+
+
+def _buffers(model: nn.Module | None) -> list[FlatBuffer]:
+    modules = [] if model is None else list(model.modules())
+    return [b for m in modules if isinstance(m, FSDPModule) for b in m._mfsdp_unit.buffers]
+
+
+def _unsharded(model: nn.Module | None) -> int:
+    """Bytes of buffers and of ignored parameters."""
+    if model is None:
+        return 0
+    plain = [p for p in model.parameters() if type(p) is nn.Parameter]
+    return sum(t.numel() * t.element_size() for t in {id(t): t for t in [*plain, *model.buffers()]}.values())
+
+
+def _report(traced: Programs, q: _Question, inputs: Any, optimizer: str, profile: Any, listings: bool = True) -> Report:
+    table = pipeline.table(q.options.prefetch, q.options.reduce_lag, q.options.max_unsharded, q.options.pool)
+    tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+    programs, stages = [], []
+    for original in traced:
+        program = original.copy()
+        stages.append(
+            pipeline.run(program, upto=q.options.upto, passes=table, checked=q.options.check, listings=listings)
+        )
+        programs.append(program)
+    buffers = _buffers(traced.model)
+    batch = sum(t.numel() * t.element_size() for t in tensors)
+    account = ledger(programs, buffers, inputs=batch, other=_unsharded(traced.model), optimizer=optimizer)
+    now, compute, views = 0.0, 0.0, []
+    for program, done in zip(programs, stages, strict=True):
+        fused = q.options.lowering == "inductor"
+        times = clock.times(program, q.hardware, fused=fused, **(profile.given(program) if profile is not None else {}))
+        spans = simulate(program, times)
+        compute += sum(t.seconds for t in times.values())
+        lines = _lines(program, spans, times, account, now, listings)
+        views.append(View(program.phase, tuple(done), lines, program.units))
+        now = max((x.end for x in lines), default=now)
+    seconds = _optimizer_seconds(buffers, optimizer, q.hardware)
+    if profile is not None and profile.optimizer:
+        seconds = profile.optimizer
+    ids = next((t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), None)
+    forward = sum(clock.total_flops(p) for p in programs if p.phase != "backward")
+    first = programs[0]
+    report = Report(
+        name=first.name,
+        world=first.world,
+        mesh_shape=q.mesh_shape or (first.world,),
+        machine=q.hardware,
+        options={f.name: getattr(q.options, f.name) for f in fields(Options) if f.name not in ("dump", "upto")},
+        views=views,
+        ledger=account,
+        optimizer=seconds,
+        step=now + seconds,
+        compute=compute + seconds,
+        tokens=ids.numel() if ids is not None else 0,
+        flops=3 * forward,
+        measured=profile is not None,
+        error=HONESTY,
+    )
+    report.warnings += _warnings(report, buffers)
+    return report
+
+
+HONESTY = (
+    "These are estimates. With compute measured, the same clock was off by 11% at most against 12 measured steps on "
+    "slow links (docs/EXPLAIN.md); how far off its compute is on a GPU has not been measured."
+)
+
+
+def _optimizer_seconds(buffers: Sequence[FlatBuffer], optimizer: str, machine: Hardware) -> float:
+    """Bytes: weights and state read and written, gradients read."""
+    trained = [b for b in buffers if b.trainable]
+    moved = sum(
+        2 * b.main.nbytes * (1 + OPTIMIZER_STATES[optimizer]) + b.layout.shard_numel * b.precision.grad.itemsize
+        for b in trained
+    )
+    return moved / (machine.bandwidth * machine.reached_bandwidth)
+
+
+def _warnings(report: Report, buffers: Sequence[FlatBuffer]) -> list[str]:
+    out = []
+    if not report.fits:
+        out.append(
+            f"the peak of {size(report.peak)} is more than the {size(report.machine.memory)} of {report.machine.name}"
+        )
+    for b in buffers:
+        share = b.layout.pad / max(1, b.layout.full_numel)
+        if share > 0.05:
+            out.append(f"unit {b.unit.fqn}: {share:.0%} of its flat buffer is padding; join it with a larger unit")
+            break
+    if len(buffers) == 1 and report.world > 1:
+        out.append(
+            "the whole model is one unit: nothing can overlap, and all parameters are gathered at once; give units="
+        )
+    return out
+
+
+def _lines(
+    program: Program,
+    spans: Sequence[Span],
+    times: Mapping[Any, clock.Time],
+    account: Ledger,
+    offset: float,
+    shown: bool,
+) -> tuple[Line, ...]:
+    rows = cost.lines(program)
+    body = dict(zip([r.node for r in rows], listing.body(program, rows), strict=True)) if shown else {}
+    fqns = {u.name: u.fqn for u in program.units}
+    out = []
+    for span in spans:
+        node, r = span.node, role(span.node)
+        why = span.why
+        if span.lane is not Lane.COMPUTE:
+            t = times[node].transfer
+            assert t is not None
+            why = "latency" if t.fixed > t.moving else "bandwidth"
+        out.append(
+            Line(
+                name=node.name,
+                text=listing.text(node),
+                gutter=body.get(node, ""),
+                unit=fqns[r.unit] if r is not None else "",
+                lane=span.lane.value,
+                kind="wait" if node.target.__name__.startswith("wait") else clock.kernel_kind(node),  # type: ignore
+                start=offset + span.start,
+                end=offset + span.end,
+                exposed=span.exposed,
+                why=why,
+                live=account.live[program.phase].get(node.name, 0),
+                after=account.after[program.phase].get(node.name, 0),
+                flops=times[node].flops if node in times else 0,
+                source=_source(node.meta.get("stack_trace")),
+            )
+        )
+    return tuple(out)
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)')
+
+
+def _source(trace: str | None) -> str:
+    """The innermost line of the model's own code."""
+    frames = _FRAME.findall(trace or "")
+    if not frames:
+        return ""
+    file, line, _, code = frames[-1]
+    return f"{'/'.join(Path(file).parts[-2:])}:{line}  {code.strip()}"

@@ -1,0 +1,206 @@
+"""What a machine can do, as numbers: for planning. No torch.
+
+Peaks are the makers' (dense, without sparsity), from NVIDIA's data sheets for A100, H100, H200 and HGX B200; networks
+are those of the makers' reference systems, eight GPUs a node and one network card for each: HDR 200 Gb/s for A100, NDR
+400 Gb/s for the others. What is reached of a peak, and latencies, are assumptions, said beside their fields: give a
+file with your own, or a profile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects two ranks."""
+
+    bandwidth: float
+    """Bytes per second, one way, of one rank."""
+    latency: float
+    """Seconds of one hop."""
+    cpu: float = 0.0
+    """Seconds per byte that moving it takes from computation: gloo's copies on the same core; 0 for NVLink."""
+    restart: float = 0.0
+    """What a transfer that finds its group idle takes longer, as a part of its time: gloo's handshake stands behind the
+    data of the one before. 0 for NCCL."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank of a cluster, and its links."""
+
+    name: str
+    flops: Mapping[str, float]
+    """Peak floating-point operations per second of matrix products, by dtype: ``f32``, ``bf16``, ..."""
+    memory: int
+    """Bytes."""
+    bandwidth: float
+    """Bytes per second between memory and processor."""
+    inside: Link
+    """Between ranks of a node."""
+    between: Link
+    """Between nodes."""
+    ranks_per_node: int = 8
+    reached: float = 0.7
+    """What matrix products reach of their peak. An assumption: large bf16 products on H100 measure 0.6 to 0.75."""
+    reached_bandwidth: float = 0.85
+    """What other kernels, and collectives, reach of theirs. An assumption."""
+    kernel: float = 4e-6
+    """Seconds that the smallest kernel takes. An assumption."""
+
+    def __post_init__(self) -> None:
+        for name in ("memory", "bandwidth", "ranks_per_node", "reached", "reached_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Hardware: {name}={getattr(self, name)!r} must be positive")
+        if not self.flops or any(not x > 0 for x in self.flops.values()):
+            raise ValueError(f"Hardware: flops={dict(self.flops)!r}: give a positive number for at least one dtype")
+
+    def peak(self, dtype: str) -> float:
+        """Operations per second in a dtype; in one that is not known, those of the widest that is."""
+        return self.flops.get(dtype) or self.flops.get("f32") or min(self.flops.values())
+
+    def with_link(self, bandwidth: float, latency: float | None = None, **more: float) -> Hardware:
+        """The same machine, with all ranks at one kind of link; ``more`` are fields of :class:`Link`."""
+        link = Link(bandwidth, self.between.latency if latency is None else latency, **more)
+        return replace(self, inside=link, between=link)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file that :func:`hardware` reads."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def _gpu(
+    name: str, f64: float, f32: float, bf16: float, f8: float | None, memory: float, bandwidth: float, nvlink: float,
+    network: float,
+) -> Hardware:  # fmt: skip
+    flops = {"f64": f64, "f32": f32, "bf16": bf16, "f16": bf16}
+    if f8 is not None:
+        flops["f8"] = f8
+    return Hardware(name, flops, int(memory), bandwidth, Link(nvlink, 2e-6), Link(network, 6e-6))
+
+
+KNOWN = {
+    "a100": _gpu("A100 SXM 80 GB", 19.5e12, 19.5e12, 312e12, None, 80e9, 2.039e12, 300e9, 25e9),
+    "h100": _gpu("H100 SXM", 67e12, 67e12, 989e12, 1979e12, 80e9, 3.35e12, 450e9, 50e9),
+    "h200": _gpu("H200 SXM", 67e12, 67e12, 989e12, 1979e12, 141e9, 4.8e12, 450e9, 50e9),
+    "b200": _gpu("HGX B200", 37e12, 75e12, 2250e12, 4500e12, 180e9, 7.7e12, 900e9, 50e9),
+}
+"""By name."""
+
+
+def hardware(what: str | os.PathLike[str] | Hardware | Mapping[str, Any]) -> Hardware:
+    """Hardware by name, from a JSON file with the fields of :class:`Hardware`, or as it is.
+
+    A file may say ``"like": "h100"`` and give only what differs.
+
+    Raises:
+        ValueError: there is none of that name, or a field is wrong; says which there are.
+    """
+    if isinstance(what, Hardware):
+        return what
+    if isinstance(what, Mapping):
+        return _parse(dict(what), "the mapping")
+    if isinstance(what, str) and what.lower() in KNOWN:
+        return KNOWN[what.lower()]
+    path = Path(what)
+    if not path.is_file():
+        raise ValueError(f"hardware={str(what)!r}: neither a file nor one of {', '.join(KNOWN)}, this (measured)")
+    try:
+        return _parse(json.loads(path.read_text()), str(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"hardware: {path} is no JSON: {error}") from error
+
+
+def _parse(given: dict[str, Any], where: str) -> Hardware:
+    like = given.pop("like", None)
+    if like is not None and like not in KNOWN:
+        raise ValueError(f"hardware: {where} is like {like!r}, which is none of {', '.join(KNOWN)}")
+    known = [f.name for f in fields(Hardware)]
+    wrong = sorted(set(given) - set(known))
+    if wrong:
+        raise ValueError(f"hardware: {where} has the unknown fields {', '.join(wrong)}; there are {', '.join(known)}")
+    try:
+        for name in ("inside", "between"):
+            if name in given:
+                given[name] = Link(**given[name])
+        return replace(KNOWN[like], **given) if like else Hardware(**given)
+    except TypeError as error:
+        raise ValueError(f"hardware: {where}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a collective, as far as their links go: ranks of the whole run are numbered node by node."""
+
+    ranks: int
+    per_node: int
+    """How many of them share a node."""
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.per_node)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a collective costs, alone."""
+
+    fixed: float
+    """Seconds that do not depend on bytes."""
+    moving: float
+    """Seconds of moving bytes, at the full rate of the link."""
+    cpu: float = 0.0
+    """Seconds that it takes from computation."""
+    restart: float = 0.0
+    """Seconds that it takes longer if its group was idle."""
+    link: str = "inside"
+    """Which link is the bottleneck, and so shared with others: ``"inside"`` nodes or ``"between"`` them."""
+
+    @property
+    def seconds(self) -> float:
+        return self.fixed + self.moving
+
+
+def transfer(kind: str, nbytes: float, group: Group, machine: Hardware) -> Transfer:
+    """A collective over a group.
+
+    Ring algorithms (Patarasuk and Yuan, 2009; the bus bandwidths of nccl-tests, doc/PERFORMANCE.md): every rank sends
+    (n-1)/n of the whole in a gather or a reduce-scatter, twice that in an all-reduce, in n-1 hops or twice as many. A
+    node's ranks in the group drive one network card each, so that the ring runs at the slower of the link inside and of
+    all these cards together. A small all-reduce goes through a tree instead, in 2 log2(nodes) hops.
+
+    Args:
+        kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
+        nbytes: of the whole: what is gathered, or what is reduced.
+        group: who takes part.
+        machine: whose links.
+    """
+    n = group.ranks
+    if n <= 1:
+        return Transfer(0.0, 0.0)
+    times = 2 if kind == "all_reduce" else 1
+    within, nodes = min(group.per_node, n), group.nodes
+    rates = ([machine.inside.bandwidth] if within > 1 else []) + (
+        [machine.between.bandwidth * within] if nodes > 1 else []
+    )
+    sent = times * nbytes * (n - 1) / n
+    moving = sent / (min(rates) * machine.reached_bandwidth)
+    hops = times * (
+        nodes * (within - 1) * machine.inside.latency + (nodes if nodes > 1 else 0) * machine.between.latency
+    )
+    link = "between" if nodes > 1 else "inside"
+    slowest = machine.between if nodes > 1 else machine.inside
+    cpu, restart = slowest.cpu * sent, slowest.restart * moving
+    ring = Transfer(hops, moving, cpu, restart, link)
+    if kind != "all_reduce":
+        return ring
+    depth = (nodes - 1).bit_length()
+    climb = 2 * depth * machine.between.latency + 2 * (within - 1) * machine.inside.latency
+    tree = Transfer(climb, 2 * nbytes / (min(rates) * machine.reached_bandwidth), cpu, restart, link)
+    return min(ring, tree, key=lambda t: t.seconds)

@@ -1,0 +1,141 @@
+"""What fills the memory of one rank, before anything has run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from . import ops
+from .cost import lines, nbytes, owned, size
+from .program import Program
+from .roles import role
+from .state import FlatBuffer
+
+OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
+"""Tensors of state per parameter, in the dtype of the main weights."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the ledger."""
+
+    name: str
+    nbytes: int
+    """At the peak."""
+    what: str
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The memory of one rank in a step after the first (static buffers and optimizer state are there)."""
+
+    entries: tuple[Entry, ...]
+    peak: int
+    """Bytes: the sum of the entries."""
+    phase: str
+    """Which program holds the peak; ``"optimizer"`` for none of them."""
+    line: str
+    """Name of the line, and what it does."""
+    padding: int
+    """Bytes among them that belong to no parameter."""
+    live: dict[str, dict[str, int]]
+    """By phase and name of a line: bytes of everything while it runs."""
+    after: dict[str, dict[str, int]]
+    """The same, behind it."""
+
+    def __str__(self) -> str:
+        rows = [f"{e.name:<34}{size(e.nbytes):>9}   {e.what}" for e in self.entries]
+        where = f"{self.phase}: {self.line}" if self.line else self.phase
+        return "\n".join(
+            [
+                *rows,
+                f"{'peak':<34}{size(self.peak):>9}   in {where}",
+                f"{'of which padding':<34}{size(self.padding):>9}",
+            ]
+        )
+
+
+def ledger(
+    programs: Sequence[Program], buffers: Sequence[FlatBuffer], *, inputs: int, other: int, optimizer: str
+) -> Ledger:
+    """Fills in the ledger.
+
+    Args:
+        programs: of one step, after all passes, in the order in which they run.
+        buffers: every flat buffer of the model.
+        inputs: bytes of the batch.
+        other: bytes of what is not sharded: buffers, ignored parameters.
+        optimizer: a name in :data:`OPTIMIZER_STATES`.
+
+    Raises:
+        ValueError: there is no such optimizer.
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
+    states = OPTIMIZER_STATES[optimizer]
+    main = sum(b.main.nbytes for b in buffers)
+    trained = sum(b.main.nbytes for b in buffers if b.trainable)
+    kept = sum(b.source.nbytes for b in buffers if b.spec.kept)
+    gradients = sum(b.layout.shard_numel * b.precision.grad.itemsize for b in buffers if b.trainable)
+    slots: dict[str, int] = {}
+    for p in programs:
+        for name, n in p.slots.items():
+            slots[name] = max(n, slots.get(name, 0))
+    lasting = main + states * trained + kept + other + inputs + sum(slots.values())
+    live: dict[str, dict[str, int]] = {}
+    after: dict[str, dict[str, int]] = {}
+    accumulated: dict[str, int] = {}
+    peak, where = lasting + gradients + trained, None  # a foreach optimizer makes one more of the main weights
+    for p in programs:
+        pooled = sum(p.slots.values())
+        live[p.phase], after[p.phase] = {}, {}
+        for row in lines(p):
+            if row.node.target is ops.accumulate and (r := role(row.node)) is not None:
+                unit = p.unit(r.unit)
+                accumulated[unit.name] = unit.layout.shard_numel * unit.spec.precision.grad.itemsize
+            base = lasting - pooled + sum(accumulated.values())
+            live[p.phase][row.node.name], after[p.phase][row.node.name] = base + row.top, base + row.live
+            if base + row.top > peak:
+                peak, where = base + row.top, (p, row.node, row.top - pooled, sum(accumulated.values()))
+    entries = [
+        Entry("main weights", main, "this rank's shards, as the optimizer sees them"),
+        Entry("optimizer state", states * trained, optimizer),
+        Entry("parameters that last", kept, "from step to step"),
+        Entry("gathered parameters", _sum(slots, "p"), "static buffers " + _names(slots, "p")),
+        Entry("gradient buckets", _sum(slots, "g"), "static buffers " + _names(slots, "g")),
+        Entry("not sharded", other, "buffers and ignored parameters"),
+        Entry("inputs", inputs, "the batch"),
+    ]
+    if where is None:
+        entries += [
+            Entry("gradients", gradients, "accumulated"),
+            Entry("temporaries", trained, "of a foreach optimizer: as much as the main weights"),
+        ]
+        phase, line = "optimizer", ""
+    else:
+        program, node, used, grown = where
+        saved = _saved(program, node) if program.phase == "backward" else 0
+        entries += [
+            Entry("gradients", grown, f"accumulated by then, of {size(gradients)}"),
+            Entry("activations saved by forward", saved, "still there"),
+            Entry("temporaries", used - saved, "what the lines around the peak hold"),
+        ]
+        phase, line = program.phase, node.name
+    padding = sum(b.layout.pad // b.layout.world * b.main.itemsize for b in buffers) * (1 + states)
+    return Ledger(tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after)
+
+
+def _sum(slots: dict[str, int], family: str) -> int:
+    return sum(n for name, n in slots.items() if name.startswith(family))
+
+
+def _names(slots: dict[str, int], family: str) -> str:
+    return " ".join(name for name in slots if name.startswith(family))
+
+
+def _saved(program: Program, at: Node) -> int:
+    """Bytes of forward's activations that backward has not let go of before a line."""
+    saved = [n for n in program.nodes if n.op == "placeholder" and owned(n)]
+    return sum(nbytes(n.meta.get("val")) for n in saved if not max(program.readers(n), default=n) < at)

@@ -1,0 +1,198 @@
+"""A program on the clock: compute and one queue per process group, side by side.
+
+compute   |addmm|relu|wait....|addmm|
+gather      |u1_full==========|u2_full====|          launched in program order, one at a time per group
+reduce                              |u0_gshard==|    beside it, sharing the link
+
+Collectives of one group run one after the other, in the order of their launches; those of several groups at once share
+the link they have in common evenly. Compute stops at a `wait` until its collective is complete; what it stood still is
+exposed. Where moving bytes takes the processor's time (`Link.cpu`), compute runs slower meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from . import ops
+from .clock import Time
+from .cost import is_line
+from .hardware import Transfer
+from .passes.prefetch import HELD_BACK
+from .program import Program, base_of, lane_of
+from .roles import Lane, role
+
+BUSIEST = 0.9
+"""Of the processor's time, what moving bytes takes at most."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One line on the clock, in seconds from the start of the program."""
+
+    node: Node
+    lane: Lane
+    start: float
+    end: float
+    exposed: float = 0.0
+    """Of a wait: how long compute stood still."""
+    why: str = ""
+    """What would have to change for it to be shorter: ``"bandwidth"``, ``"latency"``, ``"compute"`` (too little of it
+    between launch and wait) or ``"memory limit"``; of a kernel, what decides its time."""
+    launched: float = 0.0
+    """Of a collective: when compute gave it away."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass
+class _Moving:
+    node: Node
+    transfer: Transfer
+    launched: float
+    fixed: float
+    left: float
+    start: float = -1.0
+    end: float = -1.0
+
+
+class _Links:
+    """The queues; time passes here."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.queues: dict[str, deque[_Moving]] = {}
+
+    def launch(self, queue: str, moving: _Moving) -> None:
+        waiting = self.queues.setdefault(queue, deque())
+        if not waiting:
+            moving.fixed += moving.transfer.restart
+        waiting.append(moving)
+
+    def compute(self, seconds: float) -> None:
+        """Lets compute work for so long."""
+        while seconds > 1e-12:
+            rate = self._rate()
+            passed = self._step(seconds / rate)
+            seconds -= passed * rate
+
+    def until(self, moving: _Moving) -> None:
+        """Lets compute stand still until a collective is complete."""
+        while moving.end < 0:
+            self._step(float("inf"))
+
+    def _heads(self) -> list[_Moving]:
+        heads = [queue[0] for queue in self.queues.values() if queue]
+        for head in heads:
+            if head.start < 0:
+                head.start = self.now
+        return heads
+
+    def _rate(self) -> float:
+        """How fast compute is while bytes move."""
+        heads = self._heads()
+        taken = sum(
+            h.transfer.cpu / h.transfer.moving / self._sharing(h, heads)
+            for h in heads
+            if h.fixed <= 0 and h.transfer.moving > 0
+        )
+        return 1.0 - min(BUSIEST, taken)
+
+    @staticmethod
+    def _sharing(moving: _Moving, heads: list[_Moving]) -> int:
+        return sum(1 for h in heads if h.fixed <= 0 and h.transfer.link == moving.transfer.link) or 1
+
+    def _step(self, most: float) -> float:
+        """Passes time until something changes, at most so much; how much."""
+        heads = self._heads()
+        sharing = [self._sharing(h, heads) for h in heads]
+        ends = [h.fixed if h.fixed > 0 else h.left * n for h, n in zip(heads, sharing, strict=True)]
+        passed = min([most, *ends])
+        assert passed < float("inf"), "compute waits for what nobody has launched"
+        self.now += passed
+        for h, n in zip(heads, sharing, strict=True):
+            if h.fixed > 0:
+                h.fixed = h.fixed - passed if h.fixed - passed > 1e-15 else 0.0
+            else:
+                h.left -= passed / n
+            if h.fixed <= 0 and h.left <= 1e-12:
+                h.end = self.now
+        for queue in self.queues.values():
+            while queue and queue[0].end >= 0:
+                queue.popleft()
+        return passed
+
+
+def simulate(program: Program, times: Mapping[Node, Time]) -> list[Span]:
+    """Every line's place on the clock, in program order.
+
+    Args:
+        program: after any pass.
+        times: what its lines take (:func:`mfsdp.clock.times`).
+    """
+    links = _Links()
+    under_way: dict[Node, _Moving] = {}
+    order: list[tuple[Node, Span | _Moving]] = []
+    limits = {n for n in program.nodes if HELD_BACK in n.meta}
+    for node in program.nodes:
+        if not is_line(node) or (node not in times and node.target is not ops.free):
+            continue
+        begun = links.now
+        if node.target is ops.free:
+            order.append((node, Span(node, Lane.COMPUTE, begun, begun)))
+        elif node.target is ops.wait:
+            moving = _awaited(node, under_way)
+            if moving is not None and moving.end < 0:
+                links.until(moving)
+            exposed = links.now - begun
+            why = _why(moving, node in limits or moving.node in limits) if moving and exposed > 0 else ""
+            order.append((node, Span(node, Lane.COMPUTE, begun, links.now, exposed, why)))
+        elif (transfer := times[node].transfer) is not None:
+            moving = _Moving(node, transfer, begun, transfer.fixed, transfer.moving)
+            if transfer.seconds > 0:
+                links.launch(_queue(program, node), moving)
+            else:
+                moving.start = moving.end = begun
+            under_way[base_of(node.args[0]) if node.target in ops.IN_PLACE else node] = moving  # type: ignore[arg-type]
+            order.append((node, moving))
+        else:
+            links.compute(times[node].seconds)
+            order.append((node, Span(node, Lane.COMPUTE, begun, links.now, why=times[node].limit)))
+    for moving in under_way.values():
+        links.until(moving)
+    return [_span(thing) if isinstance(thing, _Moving) else thing for _, thing in order]
+
+
+def _queue(program: Program, node: Node) -> str:
+    r = role(node)
+    assert r is not None
+    lane = lane_of(node)
+    return program.unit(r.unit).spec.groups[lane] or f"lane {lane}"
+
+
+def _awaited(wait: Node, under_way: Mapping[Node, _Moving]) -> _Moving | None:
+    out = wait.args[0]
+    assert isinstance(out, Node)
+    return under_way.get(out) or under_way.get(base_of(out))
+
+
+def _why(moving: _Moving | None, limited: bool) -> str:
+    if moving is None:
+        return ""
+    alone = moving.transfer.seconds
+    if limited:
+        return "memory limit"
+    if moving.end - moving.launched > 1.05 * alone:
+        return "bandwidth"  # it stood behind others, or shared the link with them
+    return "latency" if moving.transfer.fixed > moving.transfer.moving else "compute"
+
+
+def _span(moving: _Moving) -> Span:
+    r = role(moving.node)
+    assert r is not None
+    return Span(moving.node, r.lane, moving.start, moving.end, launched=moving.launched)
