@@ -17,19 +17,24 @@ SOURCE = ROOT / "src" / "mfsdp"
 LADDER = [
     {"__main__"},
     {"__init__"},
+    {"explain"},
+    {"report"},
+    {"page"},
+    {"facts"},
     {"tracing", "backend", "convert"},
     {"shard"},
-    {"pipeline", "lowering", "materialize", "fallback", "optimizer", "norms", "huggingface", "checkpoint"},
-    {"capture"},
-    {"state"},
+    {"pipeline", "lowering", "materialize", "fallback", "optimizer", "norms", "huggingface", "checkpoint", "simulate"},
+    {"capture", "ledger"},
+    {"state", "measure"},
     {"placement"},
     {"dtensor"},
     {"passes", "check", "listing", "runtime"},
+    {"clock"},
     {"cost"},
     {"program"},
     {"ops", "roles"},
     {"units"},
-    {"config", "files", "layout"},
+    {"config", "files", "hardware", "layout"},
 ]
 """Highest first. A file imports only from lower rows."""
 

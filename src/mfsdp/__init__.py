@@ -16,6 +16,7 @@ from .convert import convert
 from .explain import explain
 from .hardware import Hardware
 from .huggingface import load_safetensors, save_safetensors
+from .measure import measure
 from .norms import check_finite, norms
 from .optimizer import fully_shard_optimizer
 from .shard import FSDPModule, fully_shard, no_sync, summon_full_params, unsharded
@@ -36,6 +37,7 @@ __all__ = [
     "fully_shard",
     "fully_shard_optimizer",
     "load_safetensors",
+    "measure",
     "no_sync",
     "norms",
     "passes",

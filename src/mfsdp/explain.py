@@ -16,11 +16,13 @@ from torch.utils import _pytree as pytree
 from . import clock, cost, listing, pipeline
 from .config import Options
 from .cost import size
+from .facts import WHY, Line, Suggestion, View  # noqa: F401
 from .hardware import Hardware
 from .hardware import hardware as find_hardware
 from .ledger import OPTIMIZER_STATES, Ledger, ledger
+from .measure import measure
 from .program import Program
-from .report import WHY, Comparison, Line, Report, Suggestion, View  # noqa: F401
+from .report import Comparison, Report
 from .roles import Lane, role
 from .shard import FSDPModule
 from .simulate import Span, simulate
@@ -84,7 +86,8 @@ def explain(
         args, kwargs: example inputs of one rank (values do not matter).
         world: ranks.
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
-        hardware: a name in :data:`mfsdp.hardware.KNOWN`, a JSON file, or a :class:`mfsdp.hardware.Hardware`.
+        hardware: a name in :data:`mfsdp.hardware.KNOWN`, a JSON file, ``"this"`` (:func:`mfsdp.measure`), or a
+            :class:`mfsdp.hardware.Hardware`.
         options: those of the backend.
         optimizer: a name in :data:`mfsdp.ledger.OPTIMIZER_STATES`.
         profile: of :func:`mfsdp.profile`: measured times instead of estimates.
@@ -183,12 +186,17 @@ def _questions(
             _Question(
                 q["world"],
                 tuple(shape) if shape is not None else None,
-                find_hardware(q["hardware"]),
+                machine_of(q["hardware"]),
                 Options.parse({k: q[k] for k in given}),
                 {k: q[k] for k in sharding},
             )
         )
     return out, several
+
+
+def machine_of(what: Any) -> Hardware:
+    """Hardware by name, from a file, measured, or as it is."""
+    return measure() if what == "this" else find_hardware(what)
 
 
 def _values(q: _Question, varied: Sequence[str]) -> dict[str, str]:
@@ -287,6 +295,12 @@ def _warnings(report: Report, buffers: Sequence[FlatBuffer]) -> list[str]:
         out.append(
             f"the peak of {size(report.peak)} is more than the {size(report.machine.memory)} of {report.machine.name}"
         )
+    saved = next((e.nbytes for e in report.ledger.entries if e.name.startswith("activations")), 0)
+    if not report.fits and saved > report.peak / 2:
+        out.append(
+            f"activations saved by forward are {saved / report.peak:.0%} of the peak: checkpoint the layers "
+            "(torch.utils.checkpoint), or use smaller microbatches"
+        )
     for b in buffers:
         share = b.layout.pad / max(1, b.layout.full_numel)
         if share > 0.05:
@@ -339,12 +353,14 @@ def _lines(
     return tuple(out)
 
 
+_HERE = Path(__file__).parent
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)')
 
 
 def _source(trace: str | None) -> str:
     """The innermost line of the model's own code."""
-    frames = _FRAME.findall(trace or "")
+    frames = [f for f in _FRAME.findall(trace or "") if Path(f[0]).parent != _HERE]
     if not frames:
         return ""
     file, line, _, code = frames[-1]

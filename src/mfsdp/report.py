@@ -1,143 +1,19 @@
-"""What :func:`mfsdp.explain` gives: a step on the clock and in memory, as text, as tables, as files."""
+"""What :func:`mfsdp.explain` gives: text, tables, files."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from . import page
 from .cost import size
-from .hardware import Hardware
-from .ledger import Ledger
-from .pipeline import Stage
-from .units import Unit
+from .facts import WHY, Facts, seconds
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of a listing, on the clock and in memory."""
-
-    name: str
-    """Of the value, the FX node's own."""
-    text: str
-    """What it does."""
-    gutter: str
-    """The whole line of the listing."""
-    unit: str
-    """Path of the unit it serves, ``""`` for the model's own computation."""
-    lane: str
-    """``"C"``, ``"G"``, ``"R"`` or ``"O"``."""
-    kind: str
-    """``"matrix"``, ``"other"``, ``"sharding"``, ``"collective"`` or ``"wait"``."""
-    start: float
-    """Seconds from the start of the step."""
-    end: float
-    exposed: float
-    """Seconds that compute stands still here."""
-    why: str
-    """What decides how long it takes, or why compute stands still."""
-    live: int
-    """Bytes of everything on this rank while it runs."""
-    after: int
-    """The same, behind it."""
-    flops: int
-    source: str
-    """Where the model's code says so: file, line, code."""
-
-
-@dataclass(frozen=True)
-class View:
-    """One program of the step."""
-
-    phase: str
-    stages: tuple[Stage, ...]
-    """The listing after every pass."""
-    lines: tuple[Line, ...]
-    units: tuple[Unit, ...]
-
-
-@dataclass(frozen=True)
-class Exposed:
-    """A wait that compute stands still at."""
-
-    phase: str
-    line: str
-    unit: str
-    seconds: float
-    why: str
-
-
-@dataclass(frozen=True)
-class Suggestion:
-    """A change that the simulation says is worth it."""
-
-    text: str
-    step: float
-    """Seconds."""
-    peak: int
-    """Bytes."""
-
-
-@dataclass
-class Report:
-    """What :func:`explain` gives. ``print(report)`` shows it; :meth:`html` and :meth:`trace` write files."""
-
-    name: str
-    world: int
-    mesh_shape: tuple[int, ...]
-    machine: Hardware
-    options: dict[str, Any]
-    views: list[View]
-    ledger: Ledger
-    optimizer: float
-    """Seconds of the optimizer."""
-    step: float
-    """Seconds of a whole step."""
-    compute: float
-    """Seconds that kernels take, the optimizer's too."""
-    tokens: int
-    """Per rank and step; 0 if the inputs are no token ids."""
-    flops: int
-    """Of the model per rank and step: three times forward's."""
-    warnings: list[str] = field(default_factory=list)
-    suggestions: list[Suggestion] = field(default_factory=list)
-    measured: bool = False
-    """Whether a profile stands behind the times."""
-    error: str = ""
-    """How far such estimates have been from measured steps."""
-
-    @property
-    def peak(self) -> int:
-        """Bytes on one rank at the worst line."""
-        return self.ledger.peak
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the hardware's memory."""
-        return self.peak <= self.machine.memory
-
-    @property
-    def exposed(self) -> list[Exposed]:
-        """Every wait that costs time, the longest first."""
-        found = [
-            Exposed(view.phase, x.text, x.unit, x.exposed, x.why)
-            for view in self.views
-            for x in view.lines
-            if x.exposed > 0
-        ]
-        return sorted(found, key=lambda x: -x.seconds)
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Of all ranks."""
-        return self.tokens * self.world / self.step if self.step else 0.0
-
-    @property
-    def utilization(self) -> float:
-        """Model FLOP/s utilization: the model's operations against the bf16 peak (PaLM, arXiv:2204.02311)."""
-        return self.flops / self.step / self.machine.peak("bf16") if self.step else 0.0
+class Report(Facts):
+    """A step, explained. ``print(report)`` shows it; :meth:`html` and :meth:`trace` write files."""
 
     def __str__(self) -> str:
         return "\n".join([self.summary(), "", *(self.listing(view.phase) for view in self.views)])
@@ -179,44 +55,13 @@ class Report:
         lines.append(self.error)
         return "\n".join(lines).rstrip()
 
-    def listing(self, phase: str, stage: str | None = None) -> str:
-        """The listing of a program after a pass, the last one by default.
-
-        Raises:
-            ValueError: there is no such program or pass.
-        """
-        for view in self.views:
-            if view.phase == phase:
-                for s in view.stages if stage else view.stages[-1:]:
-                    if stage in (None, s.name):
-                        return s.listing
-                raise ValueError(f"stage={stage!r}: choose one of {', '.join(s.name for s in view.stages)}")
-        raise ValueError(f"phase={phase!r}: choose one of {', '.join(v.phase for v in self.views)}")
-
     def html(self, path: str | os.PathLike[str]) -> None:
         """Writes the page: one file that needs no network. Needs the extra ``report``."""
-        from . import page
-
         Path(path).write_text(page.render(self), encoding="utf-8")
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated step as a Chrome trace (ui.perfetto.dev and chrome://tracing open it)."""
-        from . import page
-
         Path(path).write_text(page.chrome(self), encoding="utf-8")
-
-
-WHY = {
-    "bandwidth": "the link is full",
-    "latency": "hops take longer than bytes",
-    "compute": "too little compute between launch and wait",
-    "memory limit": "max_unsharded holds its launch back",
-}
-"""Why compute stands still, in words."""
-
-
-def seconds(x: float) -> str:
-    return f"{x:8.2f} s " if x >= 1 else f"{x * 1e3:8.2f} ms" if x >= 1e-3 else f"{x * 1e6:8.2f} us"
 
 
 @dataclass

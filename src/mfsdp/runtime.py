@@ -206,6 +206,41 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return tensor
 
 
+def measured_link(device: torch.device, nbytes: int = 2**22, rounds: int = 8) -> tuple[float, float, float, float]:
+    """What connects the ranks of the default group, measured with gathers of ``nbytes``: bytes per second of one rank,
+    seconds of a hop, seconds per byte that it takes from computation (on the CPU), and what a gather that finds its
+    group idle takes longer, as a part. The same on all ranks, which must call it together.
+    """
+    ranks = world()
+    shard = torch.zeros(nbytes // ranks, dtype=torch.uint8, device=device)
+    full = shard.new_empty(shard.numel() * ranks)
+
+    def timed(count: int, part: torch.Tensor, whole: torch.Tensor, queued: bool) -> tuple[float, float]:
+        dist.barrier()
+        begun, burnt = time.perf_counter(), time.process_time()
+        works = []
+        for _ in range(count):
+            work = gather_flat(whole, part, async_op=True)
+            works.append(work)
+            if not queued:
+                work.wait()  # type: ignore[union-attr]
+        for work in works:
+            work.wait()  # type: ignore[union-attr]
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        return (time.perf_counter() - begun) / count, (time.process_time() - burnt) / count
+
+    timed(rounds, shard, full, True)
+    small = min(timed(rounds, shard[:1], full[:ranks], False)[0] for _ in range(3))
+    alone = min(timed(rounds, shard, full, False)[0] for _ in range(3))
+    queued, burnt = min(timed(rounds, shard, full, True) for _ in range(3))
+    sent = shard.numel() * (ranks - 1)
+    cpu = min(burnt / sent, 0.9 * queued / sent) if device.type == "cpu" else 0.0
+    numbers = torch.tensor([sent / queued, small / (ranks - 1), cpu, max(0.0, alone / queued - 1)], dtype=torch.float64)
+    rate, hop, taken, restart = broadcast(numbers.to(device), process_group(default_group())).tolist()
+    return rate, hop, taken, restart
+
+
 # Named *_single from torch 2.13 on, where the old names warn; tried on 2.11 to 2.13.
 gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
