@@ -6,26 +6,22 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from . import clock, cost, listing, pipeline
+from . import pipeline
 from .config import Options
-from .cost import size
-from .facts import WHY, Line, Suggestion, View  # noqa: F401
+from .estimate import estimate
+from .facts import Facts, Suggestion
 from .hardware import Hardware
 from .hardware import hardware as find_hardware
-from .ledger import OPTIMIZER_STATES, Ledger, ledger
 from .measure import measure
 from .program import Program
 from .report import Comparison, Report
-from .roles import Lane, role
 from .shard import FSDPModule
-from .simulate import Span, simulate
 from .state import FlatBuffer
 from .tracing import Programs, trace
 
@@ -226,142 +222,14 @@ def _unsharded(model: nn.Module | None) -> int:
 
 
 def _report(traced: Programs, q: _Question, inputs: Any, optimizer: str, profile: Any, listings: bool = True) -> Report:
-    table = pipeline.table(q.options.prefetch, q.options.reduce_lag, q.options.max_unsharded, q.options.pool)
-    tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
-    programs, stages = [], []
-    for original in traced:
-        program = original.copy()
-        stages.append(
-            pipeline.run(program, upto=q.options.upto, passes=table, checked=q.options.check, listings=listings)
-        )
-        programs.append(program)
-    buffers = _buffers(traced.model)
-    batch = sum(t.numel() * t.element_size() for t in tensors)
-    account = ledger(programs, buffers, inputs=batch, other=_unsharded(traced.model), optimizer=optimizer)
-    now, compute, views = 0.0, 0.0, []
-    for program, done in zip(programs, stages, strict=True):
-        fused = q.options.lowering == "inductor"
-        times = clock.times(program, q.hardware, fused=fused, **(profile.given(program) if profile is not None else {}))
-        spans = simulate(program, times)
-        compute += sum(t.seconds for t in times.values())
-        lines = _lines(program, spans, times, account, now, listings)
-        views.append(View(program.phase, tuple(done), lines, program.units))
-        now = max((x.end for x in lines), default=now)
-    seconds = _optimizer_seconds(buffers, optimizer, q.hardware)
-    if profile is not None and profile.optimizer:
-        seconds = profile.optimizer
-    ids = next((t for t in tensors if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), None)
-    forward = sum(clock.total_flops(p) for p in programs if p.phase != "backward")
-    first = programs[0]
-    report = Report(
-        name=first.name,
-        world=first.world,
-        mesh_shape=q.mesh_shape or (first.world,),
-        machine=q.hardware,
-        options={f.name: getattr(q.options, f.name) for f in fields(Options) if f.name not in ("dump", "upto")},
-        views=views,
-        ledger=account,
-        optimizer=seconds,
-        step=now + seconds,
-        compute=compute + seconds,
-        tokens=ids.numel() if ids is not None else 0,
-        flops=3 * forward,
-        measured=profile is not None,
-        error=HONESTY,
-    )
-    report.warnings += _warnings(report, buffers)
-    return report
-
-
-HONESTY = (
-    "These are estimates. With compute measured, the same clock was off by 11% at most against 12 measured steps on "
-    "slow links (docs/EXPLAIN.md); how far off its compute is on a GPU has not been measured."
-)
-
-
-def _optimizer_seconds(buffers: Sequence[FlatBuffer], optimizer: str, machine: Hardware) -> float:
-    """Bytes: weights and state read and written, gradients read."""
-    trained = [b for b in buffers if b.trainable]
-    moved = sum(
-        2 * b.main.nbytes * (1 + OPTIMIZER_STATES[optimizer]) + b.layout.shard_numel * b.precision.grad.itemsize
-        for b in trained
-    )
-    return moved / (machine.bandwidth * machine.reached_bandwidth)
-
-
-def _warnings(report: Report, buffers: Sequence[FlatBuffer]) -> list[str]:
-    out = []
-    if not report.fits:
-        out.append(
-            f"the peak of {size(report.peak)} is more than the {size(report.machine.memory)} of {report.machine.name}"
-        )
-    saved = next((e.nbytes for e in report.ledger.entries if e.name.startswith("activations")), 0)
-    if not report.fits and saved > report.peak / 2:
-        out.append(
-            f"activations saved by forward are {saved / report.peak:.0%} of the peak: checkpoint the layers "
-            "(torch.utils.checkpoint), or use smaller microbatches"
-        )
-    for b in buffers:
-        share = b.layout.pad / max(1, b.layout.full_numel)
-        if share > 0.05:
-            out.append(f"unit {b.unit.fqn}: {share:.0%} of its flat buffer is padding; join it with a larger unit")
-            break
-    if len(buffers) == 1 and report.world > 1:
-        out.append(
-            "the whole model is one unit: nothing can overlap, and all parameters are gathered at once; give units="
-        )
-    return out
-
-
-def _lines(
-    program: Program,
-    spans: Sequence[Span],
-    times: Mapping[Any, clock.Time],
-    account: Ledger,
-    offset: float,
-    shown: bool,
-) -> tuple[Line, ...]:
-    rows = cost.lines(program)
-    body = dict(zip([r.node for r in rows], listing.body(program, rows), strict=True)) if shown else {}
-    fqns = {u.name: u.fqn for u in program.units}
-    out = []
-    for span in spans:
-        node, r = span.node, role(span.node)
-        why = span.why
-        if span.lane is not Lane.COMPUTE:
-            t = times[node].transfer
-            assert t is not None
-            why = "latency" if t.fixed > t.moving else "bandwidth"
-        out.append(
-            Line(
-                name=node.name,
-                text=listing.text(node),
-                gutter=body.get(node, ""),
-                unit=fqns[r.unit] if r is not None else "",
-                lane=span.lane.value,
-                kind="wait" if node.target.__name__.startswith("wait") else clock.kernel_kind(node),  # type: ignore
-                start=offset + span.start,
-                end=offset + span.end,
-                exposed=span.exposed,
-                why=why,
-                live=account.live[program.phase].get(node.name, 0),
-                after=account.after[program.phase].get(node.name, 0),
-                flops=times[node].flops if node in times else 0,
-                source=_source(node.meta.get("stack_trace")),
-            )
-        )
-    return tuple(out)
-
-
-_HERE = Path(__file__).parent
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)')
-
-
-def _source(trace: str | None) -> str:
-    """The innermost line of the model's own code."""
-    frames = [f for f in _FRAME.findall(trace or "") if Path(f[0]).parent != _HERE]
-    if not frames:
-        return ""
-    file, line, _, code = frames[-1]
-    return f"{'/'.join(Path(file).parts[-2:])}:{line}  {code.strip()}"
+    o = q.options
+    table = pipeline.table(o.prefetch, o.reduce_lag, o.max_unsharded, o.pool)
+    programs = [original.copy() for original in traced]
+    stages = [pipeline.run(p, upto=o.upto, passes=table, checked=o.check, listings=listings) for p in programs]
+    facts = estimate(
+        programs, stages, _buffers(traced.model),
+        [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)],
+        machine=q.hardware, options=o, other=_unsharded(traced.model), optimizer=optimizer, profile=profile,
+        mesh_shape=q.mesh_shape,
+    )  # fmt: skip
+    return Report(**{f.name: getattr(facts, f.name) for f in fields(Facts)})

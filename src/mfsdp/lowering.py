@@ -22,8 +22,8 @@ from . import ops
 from .capture import Capture, Partitioner
 from .program import Phase
 
-Transform = Callable[[fx.GraphModule, Phase], None]
-"""Runs the pipeline on a graph, in place."""
+Transform = Callable[[fx.GraphModule, Phase], Callable[[str], None] | None]
+"""Runs the pipeline on a graph, in place; what it returns wants to see the generated code."""
 
 INDUCTOR = {
     # Order is the schedule's business (`prefetch`, `defer`, `bucket`): Inductor must not move launches or waits.
@@ -40,9 +40,12 @@ def inductor(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transf
         phase: Phase = (
             "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         )
-        transform(graph, phase)
+        show = transform(graph, phase)
         strip(graph)
-        return compile_fx_inner(graph, example, **kwargs)
+        compiled = compile_fx_inner(graph, example, **kwargs)
+        if show is not None:
+            show(str(getattr(compiled, "source_code", "")))
+        return compiled
 
     # AOTAutograd's own cache would hand back graphs that the passes have not seen; Inductor's cache, whose key holds
     # the transformed graph, stays on.

@@ -1,0 +1,176 @@
+"""From programs after all passes to what a step takes: the one place where clock, simulation and ledger meet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import clock, cost, listing
+from .config import Options
+from .cost import size
+from .facts import Facts, Line, View
+from .hardware import Hardware
+from .ledger import OPTIMIZER_STATES, Ledger, ledger
+from .pipeline import Stage
+from .program import Program
+from .roles import Lane, role
+from .simulate import Span, simulate
+from .state import FlatBuffer
+
+
+def estimate(
+    programs: Sequence[Program],
+    stages: Sequence[Sequence[Stage]],
+    buffers: Sequence[FlatBuffer],
+    inputs: Sequence[torch.Tensor],
+    *,
+    machine: Hardware,
+    options: Options,
+    other: int = 0,
+    optimizer: str = "adamw",
+    profile: Any = None,
+    mesh_shape: tuple[int, ...] | None = None,
+) -> Facts:
+    """Puts a step on the clock and into memory.
+
+    Args:
+        programs: of one step, after all passes, in the order in which they run.
+        stages: what the passes have said, for each program.
+        buffers: every flat buffer of the model.
+        inputs: the batch of one rank.
+        machine: on what.
+        options: those of the backend.
+        other: bytes of what is not sharded.
+        optimizer: a name in :data:`mfsdp.ledger.OPTIMIZER_STATES`.
+        profile: what knows measured times: ``given(program)``, for :func:`mfsdp.clock.times`, and ``optimizer``.
+        mesh_shape: of a two-level mesh.
+    """
+    batch = sum(t.numel() * t.element_size() for t in inputs)
+    account = ledger(programs, buffers, inputs=batch, other=other, optimizer=optimizer)
+    now, compute, views = 0.0, 0.0, []
+    for program, done in zip(programs, stages, strict=True):
+        known = profile.given(program) if profile is not None else {}
+        times = clock.times(program, machine, fused=options.lowering == "inductor", **known)
+        compute += sum(t.seconds for t in times.values())
+        lines = _lines(program, simulate(program, times), times, account, now, bool(done and done[-1].listing))
+        views.append(View(program.phase, tuple(done), lines, program.units))
+        now = max((x.end for x in lines), default=now)
+    seconds = getattr(profile, "optimizer", 0.0) or _optimizer_seconds(buffers, optimizer, machine)
+    ids = next((t for t in inputs if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), None)
+    facts = Facts(
+        name=programs[0].name,
+        world=programs[0].world,
+        mesh_shape=mesh_shape or (programs[0].world,),
+        machine=machine,
+        options={f.name: getattr(options, f.name) for f in fields(Options) if f.name not in ("dump", "upto")},
+        views=views,
+        ledger=account,
+        optimizer=seconds,
+        step=now + seconds,
+        compute=compute + seconds,
+        tokens=ids.numel() if ids is not None else 0,
+        flops=3 * sum(clock.total_flops(p) for p in programs if p.phase != "backward"),
+        measured=profile is not None,
+        error=HONESTY,
+    )
+    facts.warnings += _warnings(facts, buffers)
+    return facts
+
+
+HONESTY = (
+    "These are estimates. With compute measured, the same clock was off by 11% at most against 12 measured steps on "
+    "slow links (docs/EXPLAIN.md); how far off its compute is on a GPU has not been measured."
+)
+
+
+def _optimizer_seconds(buffers: Sequence[FlatBuffer], optimizer: str, machine: Hardware) -> float:
+    """Bytes: weights and state read and written, gradients read."""
+    trained = [b for b in buffers if b.trainable]
+    moved = sum(
+        2 * b.main.nbytes * (1 + OPTIMIZER_STATES[optimizer]) + b.layout.shard_numel * b.precision.grad.itemsize
+        for b in trained
+    )
+    return moved / (machine.bandwidth * machine.reached_bandwidth)
+
+
+def _warnings(facts: Facts, buffers: Sequence[FlatBuffer]) -> list[str]:
+    out = []
+    if not facts.fits:
+        out.append(
+            f"the peak of {size(facts.peak)} is more than the {size(facts.machine.memory)} of {facts.machine.name}"
+        )
+    saved = next((e.nbytes for e in facts.ledger.entries if e.name.startswith("activations")), 0)
+    if not facts.fits and saved > facts.peak / 2:
+        out.append(
+            f"activations saved by forward are {saved / facts.peak:.0%} of the peak: checkpoint the layers "
+            "(torch.utils.checkpoint), or use smaller microbatches"
+        )
+    for b in buffers:
+        share = b.layout.pad / max(1, b.layout.full_numel)
+        if share > 0.05:
+            out.append(f"unit {b.unit.fqn}: {share:.0%} of its flat buffer is padding; join it with a larger unit")
+            break
+    if len(buffers) == 1 and facts.world > 1:
+        out.append(
+            "the whole model is one unit: nothing can overlap, and all parameters are gathered at once; give units="
+        )
+    return out
+
+
+def _lines(
+    program: Program,
+    spans: Sequence[Span],
+    times: Mapping[Any, clock.Time],
+    account: Ledger,
+    offset: float,
+    shown: bool,
+) -> tuple[Line, ...]:
+    rows = cost.lines(program)
+    body = dict(zip([r.node for r in rows], listing.body(program, rows), strict=True)) if shown else {}
+    fqns = {u.name: u.fqn for u in program.units}
+    out = []
+    for span in spans:
+        node, r = span.node, role(span.node)
+        why = span.why
+        if span.lane is not Lane.COMPUTE:
+            t = times[node].transfer
+            assert t is not None
+            why = "latency" if t.fixed > t.moving else "bandwidth"
+        out.append(
+            Line(
+                name=node.name,
+                text=listing.text(node),
+                gutter=body.get(node, ""),
+                unit=fqns[r.unit] if r is not None else "",
+                lane=span.lane.value,
+                kind="wait" if node.target.__name__.startswith("wait") else clock.kernel_kind(node),  # type: ignore
+                start=offset + span.start,
+                end=offset + span.end,
+                exposed=span.exposed,
+                why=why,
+                live=account.live[program.phase].get(node.name, 0),
+                after=account.after[program.phase].get(node.name, 0),
+                flops=times[node].flops if node in times else 0,
+                source=_source(node.meta.get("stack_trace")),
+            )
+        )
+    return tuple(out)
+
+
+_HERE = Path(__file__).parent
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)')
+
+
+def _source(trace: str | None) -> str:
+    """The innermost line of the model's own code."""
+    frames = [f for f in _FRAME.findall(trace or "") if Path(f[0]).parent != _HERE]
+    if not frames:
+        return ""
+    file, line, _, code = frames[-1]
+    return f"{'/'.join(Path(file).parts[-2:])}:{line}  {code.strip()}"

@@ -1,0 +1,140 @@
+"""The command line: explain, show, diff; and what a run leaves for other tools."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mfsdp
+from mfsdp import __main__ as command
+from tests.models import llama
+
+ROOT = Path(__file__).parent.parent
+
+
+def factory() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), (torch.empty(8, 64),)
+
+
+def alone() -> nn.Module:
+    return nn.Embedding(50, 8)
+
+
+def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert command.main(args) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_explain_a_function(capsys, tmp_path):
+    names = ["--units", "Linear", "--world", "4"]
+    text = shown(capsys, "explain", "tests.test_command:factory", *names)
+    assert "Sequential on 4 ranks" in text and "fits in" in text and "all_gather" not in text
+    html, trace = tmp_path / "a.html", tmp_path / "a.json"
+    text = shown(capsys, "explain", "tests.test_command:factory", *names, "--listing", "--trace", str(trace))
+    assert "= all_gather" in text and "bf16[" in text
+    assert json.loads(trace.read_text())["traceEvents"]
+    shown(capsys, "explain", "tests.test_command:factory", *names, "--html", str(html))
+    assert html.read_text().lstrip().lower().startswith("<!doctype html")
+    assert "tokens/s" in shown(capsys, "explain", "tests.test_command:alone", "--batch", "2", "--length", "16")
+
+
+def test_explain_a_table(capsys, tmp_path):
+    args = [
+        "--world",
+        "4,8",
+        "--prefetch",
+        "0,1",
+        "--strategy",
+        "3",
+        "--units",
+        "0+2,Linear",
+        "--compute-dtype",
+        "none",
+    ]
+    text = shown(capsys, "explain", "tests.test_command:factory", *args, "--plot", str(tmp_path / "a.png"))
+    assert text.splitlines()[0].split()[:3] == ["world", "prefetch", "units"] and len(text.splitlines()) == 9
+    assert (tmp_path / "a.png").exists()
+
+
+def test_explain_a_hugging_face_configuration(capsys, tmp_path):
+    llama().config.save_pretrained(tmp_path)
+    for where in (tmp_path, tmp_path / "config.json"):
+        text = shown(capsys, "explain", str(where), "--mesh-shape", "2x4", "--length", "16")
+        assert "LlamaForCausalLM on 8 ranks [2, 4]" in text and "model.layers.0" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["explain", "nothing"], "give package.module:factory"),
+        (["explain", "tests.test_command:nothing"], "has no function 'nothing'"),
+        (["explain", "no.such.module:f"], "No module named 'no'"),
+        (["explain", "nothing.json"], "there is no file nothing.json"),
+        (["explain", "pyproject.toml:f"], "No module named 'pyproject'"),
+        (["explain", "tests.test_command:factory", "--world", "many"], "'many': invalid literal"),
+        (["explain", "tests.test_command:factory", "--hardware", "abacus"], "neither a file nor one of"),
+        (["explain", "tests.test_command:factory", "--units", "Conv2d"], "'Conv2d' matches no module"),
+        (["explain", "tests.test_command:factory", "--reshard-after-forward", "perhaps"], "write true or false"),
+        (["show", "nowhere"], "there is no folder nowhere; MFSDP_DUMP=nowhere"),
+        (["show", "docs"], "docs holds no listings"),
+        (["diff", "docs", "README.md"], "give two files or two folders"),
+        (["diff", "README.md", "nowhere"], "there is no file nowhere"),
+    ],
+)
+def test_what_cannot_be_is_a_line(capsys, monkeypatch, args, message):
+    monkeypatch.chdir(ROOT)
+    assert command.main(args) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("mfsdp: ") and message in err
+
+
+def dump(folder: Path, prefetch: int) -> None:
+    torch._dynamo.reset()
+    model = mfsdp.fully_shard(factory()[0], units=[nn.Linear])
+    options = {"lowering": "eager", "dump": str(folder), "prefetch": prefetch}
+    torch.compile(model, backend="mfsdp", options=options)(torch.ones(8, 64)).sum().backward()
+
+
+def test_show_and_diff(capsys, tmp_path, monkeypatch):
+    dump(tmp_path / "a", 1)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    last = next((tmp_path / "b").glob("*.backward.8.stream.txt"))
+    last.write_text(last.read_text().replace("free", "forget", 1) + "; one more line\n")
+    text = shown(capsys, "show", str(tmp_path / "a"))
+    assert text.count("; mfsdp  Sequential  stream") == 2 and "\x1b" not in text
+    text = shown(capsys, "show", str(tmp_path / "a"), "--phase", "forward", "--stage", "all")
+    assert text.count("; mfsdp  Sequential") == 9 and "backward" not in text
+    assert shown(capsys, "diff", str(tmp_path / "a"), str(tmp_path / "a")) == ""
+    text = shown(capsys, "diff", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert "+; one more line" in text and text.count("@@") >= 2 and "forward" not in text
+    files = [next((tmp_path / "a").glob(f"*.forward.{stage}.txt")) for stage in ("0.capture", "1.gather")]
+    assert shown(capsys, "diff", *map(str, files)).startswith("---")
+    (tmp_path / "b" / last.name).rename(tmp_path / "b" / f"graph999.{last.name.partition('.')[2]}")
+    assert "only in " in shown(capsys, "diff", str(tmp_path / "a"), str(tmp_path / "b"))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert "\x1b[2m; mfsdp" in shown(capsys, "show", str(tmp_path / "a"))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in shown(capsys, "show", str(tmp_path / "a"))
+    assert command.main(["show", str(tmp_path / "a"), "--stage", "nothing"]) == 1
+
+
+def test_artifacts_and_logs_for_torchs_own_tools(tmp_path):
+    code = "from tests.test_command import dump; from pathlib import Path; dump(Path({!r}), 1)".format(
+        str(tmp_path / "d")
+    )
+    env = {**os.environ, "TORCH_TRACE": str(tmp_path / "trace"), "TORCH_LOGS": "+mfsdp"}
+    out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert out.returncode == 0, out.stderr[-2000:]
+    traces = "".join(p.read_text() for p in (tmp_path / "trace").iterdir())
+    assert "mfsdp_graph0_forward_0_capture" in traces and "; mfsdp  Sequential  stream  backward" in traces
+    assert "graph0 backward stream" in out.stderr and "graph0 forward: Sequential, Schedule(" in out.stderr
