@@ -83,7 +83,7 @@ def estimate(
 
 
 HONESTY = (
-    "These are estimates. With compute measured, the same clock was off by 11% at most against 12 measured steps on "
+    "These are estimates. With compute measured, the same clock was off by 10% at most against 12 measured steps on "
     "slow links (docs/EXPLAIN.md); how far off its compute is on a GPU has not been measured."
 )
 
@@ -148,6 +148,7 @@ def _lines(
                 gutter=body.get(node, ""),
                 unit=fqns[r.unit] if r is not None else "",
                 lane=span.lane.value,
+                queue=r.lane.value if r is not None else "C",
                 kind="wait" if node.target.__name__.startswith("wait") else clock.kernel_kind(node),  # type: ignore
                 start=offset + span.start,
                 end=offset + span.end,

@@ -25,6 +25,8 @@ class Line:
     """Path of the unit it serves, ``""`` for the model's own computation."""
     lane: str
     """``"C"``, ``"G"``, ``"R"`` or ``"O"``."""
+    queue: str
+    """Of a wait: the lane that compute waits for; else as ``lane``."""
     kind: str
     """``"matrix"``, ``"other"``, ``"sharding"``, ``"collective"`` or ``"wait"``."""
     start: float
@@ -118,7 +120,7 @@ class Facts:
     def exposed(self) -> list[Exposed]:
         """Every wait that costs time, the longest first."""
         found = [
-            Exposed(view.phase, x.text, x.unit, x.exposed, x.why)
+            Exposed(view.phase, x.text + (" (outer)" if x.queue == "O" else ""), x.unit, x.exposed, x.why)
             for view in self.views
             for x in view.lines
             if x.exposed > 0
