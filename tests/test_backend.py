@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -186,6 +188,23 @@ def dumped_by(folder: str) -> int:
     step(torch.compile(model, backend="mfsdp", options={**EAGER, "dump": folder}), torch.randn(2, 24))
     dist.barrier()
     return len(list(Path(folder).glob("*.txt")))
+
+
+def test_a_dump_keeps_no_model_alive(tmp_path):
+    """Nor does a plan, and a profile."""
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    run = torch.compile(model, backend="mfsdp", options={**EAGER, "dump": str(tmp_path)})
+    step(run, torch.randn(2, 24))
+    mfsdp.explain(model, (torch.randn(2, 24),), world=2)
+    with mfsdp.profile(run, steps=1) as seen:
+        step(run, torch.randn(2, 24))
+        seen.step()
+    buffers = [weakref.ref(m._mfsdp_unit.buffers[0]) for m in (model, model.up)]
+    assert list(tmp_path.glob("*.report.html"))
+    del model, run
+    torch._dynamo.reset()
+    gc.collect()
+    assert not [b for b in buffers if b() is not None] and seen.lines
 
 
 @pytest.mark.dist

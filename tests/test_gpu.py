@@ -156,3 +156,48 @@ def overlapped() -> float:
 @two_gpus
 def test_collectives_run_beside_compute(gpus):
     assert min(gpus.run(overlapped, timeout=300)) > 0.3
+
+
+def test_the_ledger_is_what_the_allocator_says():
+    torch.manual_seed(0)
+    model = GPT(tied=False, layers=4, width=512).cuda()
+    ids = torch.randint(31, (1024, 8), device="cuda")
+    options = {"lowering": "eager"}
+    told = mfsdp.explain(model, (ids,), world=1, units=[Block], options=options, suggest=False)
+    mfsdp.fully_shard(model, units=[Block])
+    run = torch.compile(model, backend="mfsdp", dynamic=False, options=options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
+        step(run, ids)
+        optimizer.step()
+        optimizer.zero_grad()
+    most = torch.cuda.max_memory_allocated()
+    assert abs(told.peak / most - 1) < 0.05, f"{told.peak} told, {most} held\n{told.ledger}"
+
+
+def test_this_gpu_is_measured_and_its_clock_compared():
+    """Prints how far off the clock is, for the record: what it may be is not known yet."""
+    machine = mfsdp.measure()
+    assert machine.flops["bf16"] > 10e12 and machine.memory > 2**30 and machine.bandwidth > 1e11
+    model = GPT(tied=False, layers=8, width=1024).cuda()
+    ids = torch.randint(31, (2048, 8), device="cuda")
+    policy = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+    plan = mfsdp.explain(model, (ids,), world=1, units=[Block], mp_policy=policy, hardware=machine, suggest=False)
+    mfsdp.fully_shard(model, units=[Block], mp_policy=policy)
+    run = torch.compile(model, backend="mfsdp", dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def train() -> None:
+        step(run, ids)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    train()
+    with mfsdp.profile(run, steps=3) as seen:
+        for _ in range(3):
+            train()
+            seen.step()
+    print(f"\nclock: {plan.step * 1e3:.2f} ms planned, {seen.total * 1e3:.2f} ms measured")
+    assert seen.total > 0 and seen.lines

@@ -1,0 +1,97 @@
+"""What a run leaves for people: ``MFSDP_DUMP=folder``, and the artifacts of tlparse.
+
+graph0.forward.1.gather.txt     the listing after every pass
+graph0.forward.code.py          what Inductor made of it
+graph0.report.html              the page of `explain`, for the hardware that the run is on
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._logging import trace_structured
+
+from . import page, runtime
+from .config import Options
+from .estimate import estimate
+from .hardware import KNOWN, Hardware
+from .pipeline import Stage
+from .program import Program
+from .state import FlatBuffer
+
+log = logging.getLogger("mfsdp")
+
+
+class Dump:
+    """The files of one graph that Dynamo has traced; one rank writes them. Once the report is written it holds nothing.
+
+    Args:
+        folder: made when it is needed.
+        number: of the graph.
+        options: those of the backend.
+        inputs: of the graph.
+    """
+
+    def __init__(self, folder: Path, number: int, options: Options, inputs: Sequence[Any]):
+        self.folder, self.number, self.options = folder, number, options
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        owners = {id(b): b for x in tensors if (b := runtime.owner(x)) is not None}
+        plain = [x for x in tensors if runtime.owner(x) is None and not isinstance(x, torch.nn.Parameter)]
+        self.buffers: list[FlatBuffer] = list(owners.values())
+        self.inputs = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in plain]
+        self.seen: list[tuple[Program, Sequence[Stage]]] = []
+
+    def add(self, program: Program, stages: Sequence[Stage]) -> Callable[[str], None]:
+        """Writes what there is of a program, and the report once there is a backward. What it returns writes code."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stem = f"graph{self.number}.{program.phase}"
+        for i, stage in enumerate(stages):
+            path = self.folder / f"{stem}.{i}.{stage.name}.txt"
+            path.write_text(stage.listing, encoding="ascii", errors="replace")
+        self.seen.append((program.copy(), stages))
+        if program.phase != "forward":
+            self._report()
+
+        def show(code: str) -> None:
+            (self.folder / f"{stem}.code.py").write_text(code, encoding="utf-8")
+
+        return show
+
+    def _report(self) -> None:
+        """Nothing that goes wrong here stops a run."""
+        programs, stages = [p for p, _ in self.seen], [s for _, s in self.seen]
+        path = self.folder / f"graph{self.number}.report.html"
+        try:
+            facts = estimate(
+                programs, stages, self.buffers, self.inputs, machine=_machine(), options=self.options
+            )  # fmt: skip
+            path.write_text(page.render(facts), encoding="utf-8")
+        except ImportError as error:
+            log.info("mfsdp: no report beside the listings: %s", error)
+        except Exception:
+            log.warning("mfsdp: could not write the report %s", path, exc_info=True)
+        self.buffers, self.inputs, self.seen = [], [], []
+
+
+def _machine() -> Hardware:
+    """This accelerator as its maker describes it; H100 if it is not known."""
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    return next((machine for key, machine in KNOWN.items() if key in name), KNOWN["h100"])
+
+
+def traced() -> bool:
+    """Whether somebody collects artifacts for tlparse (``TORCH_TRACE=folder``)."""
+    return bool(os.environ.get("TORCH_TRACE"))
+
+
+def artifacts(number: int, phase: str, stages: Sequence[Stage]) -> None:
+    """Hands the listings to tlparse. Private in torch (``trace_structured``); tried on 2.11 to 2.13."""
+    for i, stage in enumerate(stages) if traced() else ():
+        about = {"name": f"mfsdp_graph{number}_{phase}_{i}_{stage.name}", "encoding": "string"}
+        trace_structured("artifact", metadata_fn=partial(dict, about), payload_fn=partial(str, stage.listing))
