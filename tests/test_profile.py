@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp.profile import Outline, Outlined, _joined
+from mfsdp.profile import Outline, Outlined, _joined, _programs
 from tests.models import GPT, Block
 from tests.parity import compiled
 
@@ -96,6 +96,19 @@ def test_gaps_between_operations_are_shared_by_weight():
             ("all_gather", 0.5), ("wait", 0.5), ("accumulate", 1)]  # fmt: skip
     assert [(x.name, s) for _, x, s in found] == want and rest == 1.0
     assert [p for p, _, _ in found] == ["forward"] * 6 + ["backward"] * 4
+
+
+def test_programs_are_those_that_explain_all_of_it():
+    """An older model whose forward is longer also fits the beginning; and somebody else's operation is skipped."""
+    older = outline("forward", *["+all_gather", "+wait"] * 3)
+    forward = outline("forward", *["+all_gather", "+wait"] * 2)
+    backward = outline("backward", "+all_gather", "+wait", "+pack")
+    names = ["all_gather", "wait"] * 2 + ["bucket", "all_gather", "wait", "pack"]
+    found = _programs(names, [older, forward, backward])
+    assert [(at, o.phase, len(o.lines)) for at, o in found] == [(0, "forward", 4), (5, "backward", 3)]
+    found = _programs(names[:4] + names[5:], [older, forward, backward])
+    assert [(at, len(o.lines)) for at, o in found] == [(0, 4), (4, 3)]
+    assert _programs(["wait"], [older]) == []
 
 
 def test_nothing_to_see():

@@ -260,18 +260,32 @@ def _shared(lines: Sequence[tuple[str, Outlined]], passed: float) -> Iterator[Fo
         yield phase, line, passed * (line.weight / total if total else 1 / len(lines))
 
 
-def _programs(names: Sequence[str], outlines: Sequence[Outline]) -> Iterator[tuple[int, Outline]]:
-    """Where programs begin in a sequence of operations: at each place the longest that fits, the newest of equals."""
-    known = {tuple(o.operations): o for o in outlines if o.operations}
-    at = 0
+def _programs(names: Sequence[str], outlines: Sequence[Outline]) -> list[tuple[int, Outline]]:
+    """Which programs ran, and where each begins in a sequence of operations: those that leave the fewest operations
+    unexplained, the newest of several.
+    """
+    known: dict[tuple[str, ...], tuple[int, Outline]] = {}
+    for age, outline in enumerate(reversed(outlines)):
+        known.setdefault(tuple(outline.operations), (age, outline))
+    known.pop((), None)
+    # From the end: (operations unexplained, ages of programs), and the program to begin with.
+    best: list[tuple[tuple[int, int], Outline | None]] = [((0, 0), None)]
+    for at in range(len(names) - 1, -1, -1):
+        (skipped, ages), _ = best[-1]
+        choice: tuple[tuple[int, int], Outline | None] = ((skipped + 1, ages), None)
+        for sequence, (age, outline) in known.items():
+            if tuple(names[at : at + len(sequence)]) == sequence:
+                skipped, ages = best[-len(sequence)][0]
+                choice = min(choice, ((skipped, ages + age), outline), key=lambda c: c[0])
+        best.append(choice)
+    best.reverse()
+    out, at = [], 0
     while at < len(names):
-        fitting = [k for k in known if tuple(names[at : at + len(k)]) == k]
-        if fitting:
-            best = max(fitting, key=len)
-            yield at, known[best]
-            at += len(best)
-        else:
-            at += 1
+        chosen = best[at][1]
+        if chosen is not None:
+            out.append((at, chosen))
+        at += len(chosen.operations) if chosen is not None else 1
+    return out
 
 
 def _now() -> Any:
