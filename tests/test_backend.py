@@ -103,16 +103,25 @@ def test_evaluation_between_steps():
     assert all(torch.equal(losses[0], x) for x in losses), "nothing was updated in between"
 
 
-def test_shapes_may_change():
-    """A second length compiles a dynamic program; a third needs no other."""
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("lowering", ["eager", "eager and dump", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_shapes_may_change(monkeypatch, tmp_path, lowering, marked):
+    """A second length compiles a dynamic program, or the first one if it is marked; a third needs no other."""
+    runs = []
+    run_pipeline = pipeline.run
+    monkeypatch.setattr(pipeline, "run", lambda p, **kwargs: runs.append(p.phase) or run_pipeline(p, **kwargs))
     torch.manual_seed(0)
     reference = MLP()
     model = mfsdp.fully_shard(copy.deepcopy(reference), units=["up"])
     torch._dynamo.reset()
-    run = torch.compile(model, backend="mfsdp", options=EAGER)
-    for rows in (4, 6, 9):
+    options = {"lowering": lowering.split()[0], **({"dump": str(tmp_path)} if "dump" in lowering else {})}
+    run = torch.compile(model, backend="mfsdp", options=options)
+    for rows in (4, 6, 9, 11):
         x = torch.randn(rows, 24)
+        if marked:
+            torch._dynamo.mark_dynamic(x, 0)
         assert error(step(run, x), step(reference, x)) < 1e-6
+    assert runs == ["forward", "backward"] * (1 if marked else 2)
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert error(p.grad.full_tensor(), q.grad) < 1e-5
 
@@ -205,6 +214,13 @@ def test_a_dump_keeps_no_model_alive(tmp_path):
     torch._dynamo.reset()
     gc.collect()
     assert not [b for b in buffers if b() is not None] and seen.lines
+
+
+def test_a_dump_that_cannot_be_written_stops_nothing(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    step(torch.compile(model, backend="mfsdp", options={**EAGER, "dump": str(tmp_path / "file")}), torch.randn(2, 24))
+    assert model.up.weight.grad is not None and (tmp_path / "file").read_text() == ""
 
 
 @pytest.mark.dist

@@ -28,6 +28,14 @@ def alone() -> nn.Module:
     return nn.Embedding(50, 8)
 
 
+def needy(width: int) -> nn.Module:
+    return nn.Linear(width, width)
+
+
+def wrong() -> dict[str, int]:
+    return {}
+
+
 def shown(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     assert command.main(args) == 0, capsys.readouterr().err
     return capsys.readouterr().out
@@ -83,6 +91,10 @@ def test_explain_a_hugging_face_configuration(capsys, tmp_path):
         (["explain", "tests.test_command:factory", "--hardware", "abacus"], "neither a file nor one of"),
         (["explain", "tests.test_command:factory", "--units", "Conv2d"], "'Conv2d' matches no module"),
         (["explain", "tests.test_command:factory", "--reshard-after-forward", "perhaps"], "write true or false"),
+        (["explain", "tests.test_command:factory", "--world", "2,4", "--html", "a.html"], "are of one step"),
+        (["explain", "tests.test_command:factory", "--plot", "a.png"], "--plot draws several"),
+        (["explain", "tests.test_command:needy"], "cannot be called without arguments"),
+        (["explain", "tests.test_command:wrong"], "gives a dict: return a model, or"),
         (["show", "nowhere"], "there is no folder nowhere; MFSDP_DUMP=nowhere"),
         (["show", "docs"], "docs holds no listings"),
         (["diff", "docs", "README.md"], "give two files or two folders"),

@@ -140,6 +140,10 @@ def test_a_full_disk_leaves_nothing(tmp_path, to):
         (["a", "b"], "there is something at"),
         (["a", "c", "--key", "net"], "no tensors under 'net' in .*there are model, optimizer"),
         (["a", "c", "--tied", "head=tokens"], "no tensor is called tokens; there are weight, bias"),
+        (["a", "c", "--tied", "weight=weight"], "weight: tied to something, and to it"),
+        (["a", ".", "--config", "a/.metadata"], "there is something at"),
+        (["a", "link"], "there is something at link"),
+        (["a", "c", "--rename", "(=x"], "unterminated subpattern"),
         (["a", "c", "--tied", "head"], "'head': write it as OLD=NEW"),
         (["a", "c", "--rename", ".*=same"], "rename gives two tensors one name"),
         (["a", "c", "--config", "nowhere.json"], "there is no file nowhere.json"),
@@ -153,9 +157,27 @@ def test_what_cannot_be_is_a_line_and_leaves_nothing(tmp_path, monkeypatch, caps
     dcp.save(state, checkpoint_id="a", no_dist=True)
     Path("b").mkdir()
     Path("b", "kept").write_text("")
+    Path("link").symlink_to("nothing")
     assert command.main(["convert", *args]) == 1
     assert re.search(f"^mfsdp: .*{message}", capsys.readouterr().err, re.M)
-    assert {p.name for p in tmp_path.iterdir()} == {"a", "b"} and Path("b", "kept").exists()
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "b", "link"} and Path("b", "kept").exists()
+
+
+def test_an_interrupt_is_an_interrupt(tmp_path):
+    dcp.save({"model": nn.Linear(4, 4).state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
+    mfsdp.convert(tmp_path / "a", tmp_path / "b")
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    for source in ("a", "b"):
+        with pytest.raises(KeyboardInterrupt):
+            mfsdp.convert(tmp_path / source, tmp_path / "c", progress=interrupt)
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "b"}
+    with pytest.raises(ValueError, match="dtype='bfloat16': give a torch.dtype"):
+        mfsdp.convert(tmp_path / "a", tmp_path / "c", dtype="bfloat16")
+    with pytest.raises(FileNotFoundError, match="there is no file or folder"):
+        mfsdp.convert(tmp_path / "nowhere", tmp_path / "c")
 
 
 def test_as_a_module_and_a_script(tmp_path):

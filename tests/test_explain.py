@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import threading
+import weakref
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -107,16 +110,19 @@ def test_a_restart_is_paid_by_whoever_finds_the_group_idle():
 def test_collectives_by_formula():
     h100 = mfsdp.hardware.KNOWN["h100"]
     n = 1e9
-    inside = transfer("all_gather", n, Group(8, 8), h100)
+    inside = transfer("all_gather", n, Group.of(range(8), 8), h100)
     assert inside.moving == pytest.approx(7 / 8 * n / (450e9 * 0.85)) and inside.fixed == pytest.approx(7 * 2e-6)
-    across = transfer("reduce_scatter", n, Group(64, 8), h100)
+    across = transfer("reduce_scatter", n, Group.of(range(64), 8), h100)
     assert across.moving == pytest.approx(63 / 64 * n / (8 * 50e9 * 0.85)), "eight cards a node"
-    assert across.fixed == pytest.approx(8 * (7 * 2e-6 + 6e-6))
-    lonely = transfer("all_gather", n, Group(8, 1), h100)
+    assert across.fixed == pytest.approx(55 * 2e-6 + 8 * 6e-6)
+    odd = transfer("all_gather", n, Group.of(range(9), 8), h100)
+    assert odd.fixed == pytest.approx(6 * 2e-6 + 2 * 6e-6) and odd.moving == pytest.approx(8 / 9 * n / (50e9 * 0.85))
+    assert Group.of(range(6, 12), 8) == Group(6, 2, 2), "a group of neighbours that straddles two nodes"
+    lonely = transfer("all_gather", n, Group.of(range(0, 64, 8), 8), h100)
     assert lonely.moving == pytest.approx(7 / 8 * n / (50e9 * 0.85)), "one card a node"
-    big, small = (transfer("all_reduce", x, Group(64, 8), h100) for x in (100 * n, 1e3))
+    big, small = (transfer("all_reduce", x, Group.of(range(64), 8), h100) for x in (100 * n, 1e3))
     assert big.moving == pytest.approx(200 * across.moving) and small.fixed < 2 * across.fixed
-    assert transfer("all_gather", n, Group(1, 1), h100).seconds == 0
+    assert transfer("all_gather", n, Group.of(range(1), 8), h100).seconds == 0
 
 
 def test_fused_neighbours_read_and_write_once():
@@ -270,6 +276,83 @@ def test_a_sharded_model_is_explained_as_it_is():
         mfsdp.explain(whole, (ids,), units=[Block])
 
 
+def test_what_has_changed_since_sharding():
+    model = mfsdp.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), units=["0"])
+    x = torch.empty(4, 8)
+    assert mfsdp.explain(model, (x,), world=8, suggest=False).listing("backward").count("1/8") == 2
+    model.set_gradient_divide_factor(3.0, recurse=True)
+    assert mfsdp.explain(model, (x,), world=8, suggest=False).listing("backward").count("1/3") == 2
+    model[0].weight.requires_grad_(False)
+    part = mfsdp.explain(model, (x,), world=8, suggest=False)
+    assert "u0_gfull" in part.listing("backward")
+    model[0].requires_grad_(False)
+    assert "u0_gfull" not in mfsdp.explain(model, (x,), world=8, suggest=False).listing("backward")
+    frozen = mfsdp.fully_shard(nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8)))
+    frozen.requires_grad_(True)
+    thawed = mfsdp.explain(frozen, (x,), world=8, suggest=False)
+    assert len(thawed.views) == 2 and not model[0].weight.requires_grad
+
+
+def test_ignored_parameters_are_in_the_ledger():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1024, bias=False))
+    ignored = list(model[1].parameters())
+    report = mfsdp.explain(model, (torch.empty(2, 64),), ignored_params=ignored, suggest=False, world=4)
+    entries = {e.name: e.nbytes for e in report.ledger.entries}
+    assert entries["not sharded"] == 64 * 1024 * 4 and entries["main weights"] < 64 * 70 * 4
+    assert entries["optimizer state"] > 2 * 64 * 1024 * 4 and not hasattr(ignored[0], "_mfsdp_ignored")
+    sharded = mfsdp.fully_shard(model, ignored_params=ignored)
+    again = mfsdp.explain(sharded, (torch.empty(2, 64),), suggest=False, world=4)
+    assert {e.name: e.nbytes for e in again.ledger.entries} == entries
+    none = mfsdp.explain(sharded, (torch.empty(2, 64),), suggest=False, world=4, optimizer="none")
+    assert none.optimizer == 0 and "optimizer state" not in {e.name for e in none.ledger.entries}
+
+
+def test_nothing_is_kept_and_nothing_is_changed():
+    model = mfsdp.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), units=["0"])
+    model.cache = torch.ones(3, requires_grad=True) * 2  # a tensor that is no buffer, and no leaf
+    before = {n: (id(p), p.to_local().clone()) for n, p in model.named_parameters()}
+    report = mfsdp.explain(torch.compile(model, backend="mfsdp"), (torch.empty(4, 8),), world=4)
+    traced = weakref.ref(mfsdp.trace(model, (torch.empty(4, 8),), world=4).model)
+    gc.collect()
+    assert traced() is None and report.step > 0
+    assert all(id(p) == before[n][0] and torch.equal(p.to_local(), before[n][1]) for n, p in model.named_parameters())
+    model.lock = threading.Lock()
+    with pytest.raises(ValueError, match="Sequential cannot be copied to be traced"):
+        mfsdp.explain(model, (torch.empty(4, 8),))
+
+
+def test_what_does_not_fit_gets_suggestions_that_do():
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    machine = replace(PLAIN, memory=2_100_000, flops={"f32": 1e12})
+    found = {p: mfsdp.explain(model, (torch.empty(4, 256),), units=[nn.Linear], hardware=machine, world=8,
+                              options={"prefetch": p, "reduce_lag": p}) for p in (0, 2)}  # fmt: skip
+    machine = replace(machine, memory=(found[0].peak + found[2].peak) // 2)
+    report = mfsdp.explain(model, (torch.empty(4, 256),), units=[nn.Linear], hardware=machine, world=8,
+                           options={"prefetch": 2, "reduce_lag": 2})  # fmt: skip
+    assert not report.fits and report.suggestions
+    assert all(s.peak <= machine.memory for s in report.suggestions)
+
+
+def test_many_small_kernels_cost_no_more_than_they_are():
+    """A run of neighbours is looked at once."""
+
+    class Chain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(600):
+                x = torch.sin(x) + 1
+            return x
+
+    program = mfsdp.trace(Chain(), (torch.ones(4, requires_grad=True),)).backward
+    looked = []
+    original = clock.base_of
+    try:
+        clock.base_of = lambda node: looked.append(node) or original(node)
+        clock.times(program, PLAIN)
+    finally:
+        clock.base_of = original
+    assert len(looked) < 10 * len(program.nodes)
+
+
 def test_sixteen_thousand_ranks_and_two_levels():
     many = toy(world=16_384, suggest=False)
     assert many.world == 16_384 and {x.why for x in many.exposed} == {"latency"}
@@ -294,6 +377,9 @@ def test_hugging_face_and_tokens():
         ({"world": 0}, "world=0: give a positive number"),
         ({"world": []}, r"world=\[\]: give at least one"),
         ({"mesh_shape": (2,)}, r"mesh_shape=\(2,\): give \(outer, shard\)"),
+        ({"world": True}, "world=True: give a positive number"),
+        ({"world": 4, "mesh_shape": (2, 4)}, "give one of them"),
+        ({"mesh": None}, "mesh= is not needed: give world= or mesh_shape="),
         ({"hardware": "abacus"}, "hardware='abacus': neither a file nor one of a100, h100, h200, b200"),
         ({"options": {"prefetsh": 1}}, "does not know the option 'prefetsh'"),
         ({"optimizer": "magic"}, "optimizer='magic': choose one of adamw"),

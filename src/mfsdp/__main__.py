@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.run(args)
     except BrokenPipeError:  # head, less
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, re.error) as error:
         print(f"mfsdp: {str(error).removeprefix('mfsdp: ')}", file=sys.stderr)
         return 1
     return 0
@@ -52,7 +52,7 @@ def _explain_arguments(commands: Any) -> None:
     text = "what a training step will do, cost and hold; without process groups, GPUs or memory for the model"
     add = _command(commands, "explain", text, _explain)
     add("model", help="package.module:factory (gives a model, or (model, args, kwargs)), or a Hugging Face config.json")
-    add("--world", default="8", help="ranks; as all that follows, several with commas give a table: 8,64,512")
+    add("--world", help="ranks (default: 8); as all that follows, several with commas give a table: 8,64,512")
     add("--mesh-shape", help="outer x shard ranks instead: 128x8")
     add("--hardware", default="h100", help=f"{', '.join(KNOWN)}, or a JSON file (default: h100)")
     add("--units", help="classes or name patterns, joined by + (default for Hugging Face models: their layers)")
@@ -88,14 +88,19 @@ def _explain(args: argparse.Namespace) -> None:
     }
     shape = _several(args.mesh_shape, _shape) if args.mesh_shape else None
     found = explain(
-        model, inputs, named, world=_several(args.world, int), mesh_shape=shape, hardware=_several(args.hardware, str),
+        model, inputs, named, world=_several(args.world or "8", int), mesh_shape=shape,
+         hardware=_several(args.hardware, str),
         options=options, optimizer=args.optimizer, **several,
     )  # fmt: skip
     if isinstance(found, Comparison):
+        if args.html or args.trace or args.listing:
+            raise ValueError("--html, --trace and --listing are of one step: give one value of each")
         print(found)
         if args.plot:
             found.plot(args.plot)
         return
+    if args.plot:
+        raise ValueError("--plot draws several: give some values with commas, as --prefetch 0,1,2")
     print(found if args.listing else found.summary())
     for wanted, write in ((args.html, found.html), (args.trace, found.trace)):
         if wanted:
@@ -138,10 +143,15 @@ def _model(target: str, batch: int, length: int) -> tuple[Any, tuple[Any, ...], 
     factory = getattr(importlib.import_module(where), name, None)
     if not callable(factory):
         raise ValueError(f"{target!r}: {where} has no function {name!r}")
-    with torch.device("meta"):
-        made = factory()
+    try:
+        with torch.device("meta"):
+            made = factory()
+    except TypeError as error:
+        raise ValueError(f"{target!r} cannot be called without arguments: {error}") from error
     if isinstance(made, torch.nn.Module):
         return made, (torch.zeros(batch, length, dtype=torch.long),), {}, None
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
+        raise ValueError(f"{target!r} gives a {type(made).__name__}: return a model, or (model, args, kwargs)")
     model, args, kwargs = (*made, {})[:3]
     return model, tuple(args), dict(kwargs), None
 

@@ -15,7 +15,7 @@ from . import dump, listing, lowering, ops, pipeline, runtime
 from .capture import Capture, sources
 from .config import Options
 from .dump import Dump
-from .profile import remember
+from .profile import outline
 from .program import Phase, Program, lane_of
 from .roles import role
 
@@ -56,7 +56,7 @@ def mfsdp(
     passes = pipeline.table(chosen.prefetch, chosen.reduce_lag, chosen.max_unsharded, chosen.pool)
     dumped = Dump(Path(chosen.folder), number, chosen, example_inputs) if chosen.folder else None
 
-    def transform(graph: fx.GraphModule, phase: Phase) -> Callable[[str], None] | None:
+    def transform(graph: fx.GraphModule, phase: Phase) -> Callable[[lowering.Run, str], lowering.Run]:
         program = capture.program(graph, phase)
         stages = pipeline.run(
             program,
@@ -71,8 +71,15 @@ def mfsdp(
         dump.artifacts(number, phase, stages)
         for group, sequence in collectives(program).items():
             runtime.agree(group, sequence)
-        remember(program)
-        return dumped.add(program, stages) if dumped is not None and runtime.rank() == 0 else None
+        outlined = outline(program)
+        show = dumped.add(program, stages) if dumped is not None and runtime.rank() == 0 else None
+
+        def finish(compiled: lowering.Run, code: str) -> lowering.Run:
+            if show is not None:
+                show(code)
+            return runtime.marked(outlined, compiled)
+
+        return finish
 
     return lowering.LOWERINGS[chosen.lowering](gm, example_inputs, capture, transform)
 

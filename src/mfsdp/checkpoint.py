@@ -204,6 +204,8 @@ def _together(what: str, function: Callable[[], T]) -> list[T]:
     try:
         result = function()
     except dcp.CheckpointException as error:  # of all ranks already, and no Exception
+        if not isinstance(inner(error), Exception):
+            raise inner(error) from error  # Ctrl-C
         failure = f"rank {next(iter(error.failures))}: {cause_of(error)}"
     except Exception as error:
         failure = f"rank {runtime.rank()}: {cause_of(error)}"
@@ -214,10 +216,14 @@ def _together(what: str, function: Callable[[], T]) -> list[T]:
     return [answer for _, answer in answers]
 
 
+def inner(error: BaseException) -> BaseException:
+    """What torch.distributed.checkpoint has wrapped."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+
+
 def cause_of(error: BaseException) -> str:
     """An error in words; a full disk as such, whatever torch's writers have wrapped it in."""
-    if isinstance(error, dcp.CheckpointException):
-        error, _ = next(iter(error.failures.values()))
+    error = inner(error)
     chain, link = [error], error.__context__
     while link is not None:
         chain.append(link)

@@ -8,7 +8,7 @@ outside of it. Under ATen lowering each is a kernel of its own. Collectives: see
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from . import ops
 from .config import SHORT
-from .cost import is_line, nbytes, numel
+from .cost import is_line, nbytes, shape_of
 from .hardware import Group, Hardware, Transfer, transfer
 from .program import Program, base_of, lane_of, view_of
 from .roles import Kind, is_kind, role
@@ -60,8 +60,10 @@ def times(
     """
     out: dict[Node, Time] = {}
     for run in _runs(program, fused):
+        inside, read = set(run), set[Node]()
         for node in run:
-            out[node] = _time(program, node, run, machine)
+            out[node] = _time(program, node, inside, read, machine, first=node is run[0])
+            read |= {base_of(a) for a in node.all_input_nodes}
     for node, time in out.items():
         seconds = (measured or {}).get(node.name)
         if seconds is not None and time.transfer is None:
@@ -80,24 +82,30 @@ def total_flops(program: Program) -> int:
 def flops(node: Node) -> int:
     """Operations of a matrix product, a convolution or an attention, by torch.utils.flop_counter's formulas; else 0."""
     if node.target is ops.mm:
-        a, b = node.args[4].meta["val"], node.args[5].meta["val"]  # type: ignore[union-attr]
-        return 2 * numel(a) * int(b.shape[-1])
+        a, b = (_plain(x.meta["val"]) for x in node.args[4:6])  # type: ignore[union-attr]
+        return int(2 * a.numel() * b[-1])
     packet = getattr(node.target, "overloadpacket", None)
     formula: Any = _FORMULAS.get(packet) or flop_registry.get(packet)  # type: ignore[arg-type]
     if formula is None:
         return 0
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+    args, kwargs, out = pytree.tree_map(_plain, (args, kwargs, node.meta.get("val")))
+    return int(formula(*args, **kwargs, out_val=out))
 
 
-def _cpu_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape))
+def _plain(value: Any) -> Any:
+    """A tensor as its shape; hints for what is symbolic."""
+    if isinstance(value, torch.Tensor):
+        return shape_of(value)
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
 
-def _cpu_attention_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, out_val: Any = None, **__: Any
-) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, q.shape, k.shape, v.shape))
+def _cpu_attention(q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return int(sdpa_flop_count(q, k, v))
+
+
+def _cpu_attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, q, k, v))
 
 
 _FORMULAS = {
@@ -128,18 +136,25 @@ def _runs(program: Program, fused: bool) -> Iterator[list[Node]]:
         yield run
 
 
-def _time(program: Program, node: Node, run: list[Node], machine: Hardware) -> Time:
+def _time(program: Program, node: Node, inside: set[Node], read: set[Node], machine: Hardware, first: bool) -> Time:
+    """What a line takes.
+
+    Args:
+        inside: the lines of its kernel.
+        read: what lines before it have read already.
+        first: whether it is the kernel's first.
+    """
     if node.target is ops.wait:
         return Time(0.0)
     if node.target in ops.COLLECTIVES:
         return Time(0.0, transfer=_transfer(program, node, machine))
-    moved = _bytes(node, run) / (machine.bandwidth * machine.reached_bandwidth)
+    moved = _bytes(node, inside, read) / (machine.bandwidth * machine.reached_bandwidth)
     count = flops(node)
     value = node.meta.get("val")
     if node.target is ops.mm:
         value = node.args[4].meta["val"]  # type: ignore[union-attr]
     busy = count / (machine.peak(_short(value)) * machine.reached)
-    launch = machine.kernel if node is run[0] and moved + busy > 0 else 0.0
+    launch = machine.kernel if first and moved + busy > 0 else 0.0
     seconds = max(moved, busy, launch)
     return Time(seconds, count, "launch" if seconds == launch else "compute" if busy >= moved else "memory")
 
@@ -149,7 +164,7 @@ def _short(value: Any) -> str:
     return SHORT.get(found.dtype, "f8" if found.dtype.itemsize == 1 else "f32") if found is not None else "f32"
 
 
-def _bytes(node: Node, run: list[Node]) -> int:
+def _bytes(node: Node, inside: set[Node], before: set[Node]) -> int:
     """What the line reads and writes of memory, as a part of its kernel."""
     if node.target is ops.bucket:
         holes = node.args[1]
@@ -160,11 +175,8 @@ def _bytes(node: Node, run: list[Node]) -> int:
         return 2 * sum(nbytes(g.meta["val"]) for g in node.args[1])  # type: ignore
     if node.target is ops.accumulate:
         return 3 * nbytes(node.args[1].meta["val"])  # type: ignore[union-attr]
-    inside, before = set(run), set()
-    for other in run:
-        if other is node:
-            break
-        before |= {base_of(a) for a in other.all_input_nodes}
+    if node.target is aten.embedding.default:
+        return 2 * _size(node)  # rows of the table that are asked for
     reads = {base_of(a): a for a in node.all_input_nodes}
     read = sum(min(_size(a), _size(b)) for b, a in reads.items() if b not in inside and b not in before)
     if node.target is ops.mm:
@@ -224,11 +236,19 @@ def _refresh(spec: Spec, machine: Hardware) -> Transfer:
 
 
 def groups(spec: Spec, machine: Hardware) -> tuple[Group, Group]:
-    """The shard axis and the outer axis: ranks of one shard group are neighbours."""
-    per_node = machine.ranks_per_node
-    shard = Group(spec.world, min(spec.world, per_node))
-    outer = Group(spec.outer, max(1, min(spec.outer, per_node // spec.world)))
-    return shard, outer
+    """The shard axis and the outer axis, each by the worst of its groups: ranks of one shard group are neighbours."""
+    shard = [range(i * spec.world, (i + 1) * spec.world) for i in range(min(spec.outer, SAMPLED))]
+    outer = [range(i, spec.outer * spec.world, spec.world) for i in range(min(spec.world, SAMPLED))]
+    return _worst(shard, machine), _worst(outer, machine)
+
+
+SAMPLED = 64
+"""Groups of an axis that are looked at; their places on nodes repeat."""
+
+
+def _worst(found: Sequence[range], machine: Hardware) -> Group:
+    made = [Group.of(ranks, machine.ranks_per_node) for ranks in found]
+    return max(made, key=lambda g: transfer("all_gather", 2**26, g, machine).seconds)
 
 
 def kernel_kind(node: Node) -> str:

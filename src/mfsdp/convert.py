@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from . import files
-from .checkpoint import MANIFEST, CheckpointError, Checkpoints, cause_of, faults_of
+from .checkpoint import MANIFEST, CheckpointError, Checkpoints, cause_of, faults_of, inner
 
 
 def convert(
@@ -59,9 +59,14 @@ def convert(
         CheckpointError: the source is damaged, or the target could not be written; nothing is left of it.
     """
     source, target = Path(source), Path(target)
+    if not source.exists():
+        raise FileNotFoundError(f"convert: there is no file or folder {source}")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"convert: dtype={dtype!r}: give a torch.dtype")
     if config is not None and not Path(config).is_file():
         raise FileNotFoundError(f"convert: there is no file {config}")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    there = target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
+    if there or target.absolute() == Path.cwd():
         raise FileExistsError(f"convert: there is something at {target}; give a folder that is not there yet")
     checkpoint = _checkpoint(source)
     aside = target.absolute().parent / f".{target.absolute().name}.partial"
@@ -81,6 +86,9 @@ def convert(
         os.rename(aside, target)
         files.sync(target.absolute().parent)
     except (OSError, dcp.CheckpointException) as error:
+        refused = inner(error)
+        if not isinstance(refused, (OSError, RuntimeError)):
+            raise refused from error
         raise CheckpointError(f"mfsdp: could not convert {source} to {target}: {cause_of(error)}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -105,6 +113,8 @@ def _names(
     wrong = [n for n in tied.values() if n not in there]
     if wrong:
         raise ValueError(f"convert: tied: no tensor is called {files.some(wrong)}; there are {files.some(there)}")
+    if set(tied) & set(tied.values()):
+        raise ValueError(f"convert: tied: {files.some(set(tied) & set(tied.values()))}: tied to something, and to it")
     pairs = [(n, n) for n in there if n not in tied] + [(n, whose) for n, whose in tied.items() if both]
     names = {rename(n) if rename else n: whose for n, whose in pairs}
     if len(names) < len(pairs):

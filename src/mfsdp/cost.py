@@ -24,10 +24,14 @@ def nbytes(value: Any) -> int:
 
 def numel(value: torch.Tensor) -> int:
     """Elements, symbolic sizes with their hints."""
-    n = 1
-    for size in value.shape:
-        n *= size if isinstance(size, int) else size.node.hint
-    return n
+    return shape_of(value).numel()
+
+
+def shape_of(value: torch.Tensor) -> torch.Size:
+    """The shape, symbolic sizes with their hints: whoever computes with live symbols puts guards on them, and the
+    program is compiled anew for every shape.
+    """
+    return torch.Size(n if isinstance(n, int) else n.node.hint for n in value.shape)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch._logging import trace_structured
 
 from . import page, runtime
 from .config import Options
+from .cost import nbytes, shape_of
 from .estimate import estimate
 from .hardware import KNOWN, Hardware
 from .pipeline import Stage
@@ -44,24 +45,34 @@ class Dump:
         owners = {id(b): b for x in tensors if (b := runtime.owner(x)) is not None}
         plain = [x for x in tensors if runtime.owner(x) is None and not isinstance(x, torch.nn.Parameter)]
         self.buffers: list[FlatBuffer] = list(owners.values())
-        self.inputs = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in plain]
+        self.inputs = [torch.empty(shape_of(x), dtype=x.dtype, device="meta") for x in plain]
+        params = [x for x in tensors if isinstance(x, torch.nn.Parameter) and runtime.owner(x) is None]
+        self.other = sum(nbytes(x) for x in params)
+        self.plain = sum(nbytes(x) for x in params if x.requires_grad)
         self.seen: list[tuple[Program, Sequence[Stage]]] = []
 
     def add(self, program: Program, stages: Sequence[Stage]) -> Callable[[str], None]:
         """Writes what there is of a program, and the report once there is a backward. What it returns writes code."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         stem = f"graph{self.number}.{program.phase}"
         for i, stage in enumerate(stages):
-            path = self.folder / f"{stem}.{i}.{stage.name}.txt"
-            path.write_text(stage.listing, encoding="ascii", errors="replace")
+            self._write(f"{stem}.{i}.{stage.name}.txt", stage.listing.encode("ascii", "replace").decode())
         self.seen.append((program.copy(), stages))
         if program.phase != "forward":
             self._report()
 
         def show(code: str) -> None:
-            (self.folder / f"{stem}.code.py").write_text(code, encoding="utf-8")
+            if code:
+                self._write(f"{stem}.code.py", code)
 
         return show
+
+    def _write(self, name: str, text: str) -> None:
+        """What cannot be written is said; the other ranks go on, and so does this one."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            log.warning("mfsdp: could not write %s: %s", self.folder / name, error)
 
     def _report(self) -> None:
         """Nothing that goes wrong here stops a run."""
@@ -69,9 +80,10 @@ class Dump:
         path = self.folder / f"graph{self.number}.report.html"
         try:
             facts = estimate(
-                programs, stages, self.buffers, self.inputs, machine=_machine(), options=self.options
+                programs, stages, self.buffers, self.inputs, machine=_machine(), options=self.options,
+                other=self.other, plain=self.plain,
             )  # fmt: skip
-            path.write_text(page.render(facts), encoding="utf-8")
+            self._write(path.name, page.render(facts))
         except ImportError as error:
             log.info("mfsdp: no report beside the listings: %s", error)
         except Exception:

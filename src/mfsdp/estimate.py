@@ -32,6 +32,7 @@ def estimate(
     machine: Hardware,
     options: Options,
     other: int = 0,
+    plain: int = 0,
     optimizer: str = "adamw",
     profile: Any = None,
     mesh_shape: tuple[int, ...] | None = None,
@@ -46,12 +47,13 @@ def estimate(
         machine: on what.
         options: those of the backend.
         other: bytes of what is not sharded.
+        plain: how many of them are parameters that train.
         optimizer: a name in :data:`mfsdp.ledger.OPTIMIZER_STATES`.
         profile: what knows measured times: ``given(program)``, for :func:`mfsdp.clock.times`, and ``optimizer``.
         mesh_shape: of a two-level mesh.
     """
     batch = sum(t.numel() * t.element_size() for t in inputs)
-    account = ledger(programs, buffers, inputs=batch, other=other, optimizer=optimizer)
+    account = ledger(programs, buffers, inputs=batch, other=other, plain=plain, optimizer=optimizer)
     now, compute, views = 0.0, 0.0, []
     for program, done in zip(programs, stages, strict=True):
         known = profile.given(program) if profile is not None else {}
@@ -60,12 +62,12 @@ def estimate(
         lines = _lines(program, simulate(program, times), times, account, now, bool(done and done[-1].listing))
         views.append(View(program.phase, tuple(done), lines, program.units))
         now = max((x.end for x in lines), default=now)
-    seconds = getattr(profile, "optimizer", 0.0) or _optimizer_seconds(buffers, optimizer, machine)
+    seconds = getattr(profile, "optimizer", 0.0) or _optimizer_seconds(buffers, plain, optimizer, machine)
     ids = next((t for t in inputs if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), None)
     facts = Facts(
         name=programs[0].name,
         world=programs[0].world,
-        mesh_shape=mesh_shape or (programs[0].world,),
+        mesh_shape=mesh_shape or _mesh_shape(programs[0]),
         machine=machine,
         options={f.name: getattr(options, f.name) for f in fields(Options) if f.name not in ("dump", "upto")},
         views=views,
@@ -74,12 +76,20 @@ def estimate(
         step=now + seconds,
         compute=compute + seconds,
         tokens=ids.numel() if ids is not None else 0,
-        flops=3 * sum(clock.total_flops(p) for p in programs if p.phase != "backward"),
+        flops=(3 if any(p.phase == "backward" for p in programs) else 1)
+        * sum(clock.total_flops(p) for p in programs if p.phase != "backward"),
         measured=profile is not None,
         error=HONESTY,
     )
     facts.warnings += _warnings(facts, buffers)
     return facts
+
+
+def _mesh_shape(program: Program) -> tuple[int, ...]:
+    """As far as a program tells: (outer, shard) if both are more than one."""
+    specs = [u.spec for u in program.units]
+    two = next(((s.outer, s.world) for s in specs if s.outer > 1 and s.world > 1), None)
+    return two or (program.world,)
 
 
 HONESTY = (
@@ -88,13 +98,14 @@ HONESTY = (
 )
 
 
-def _optimizer_seconds(buffers: Sequence[FlatBuffer], optimizer: str, machine: Hardware) -> float:
+def _optimizer_seconds(buffers: Sequence[FlatBuffer], plain: int, optimizer: str, machine: Hardware) -> float:
     """Bytes: weights and state read and written, gradients read."""
+    if optimizer == "none":
+        return 0.0
     trained = [b for b in buffers if b.trainable]
-    moved = sum(
-        2 * b.main.nbytes * (1 + OPTIMIZER_STATES[optimizer]) + b.layout.shard_numel * b.precision.grad.itemsize
-        for b in trained
-    )
+    main = plain + sum(b.main.nbytes for b in trained)
+    gradients = plain + sum(b.layout.shard_numel * b.precision.grad.itemsize for b in trained)
+    moved = 2 * main * (1 + OPTIMIZER_STATES[optimizer]) + gradients
     return moved / (machine.bandwidth * machine.reached_bandwidth)
 
 

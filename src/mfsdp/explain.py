@@ -18,6 +18,7 @@ from .estimate import estimate
 from .facts import Facts, Suggestion
 from .hardware import Hardware
 from .hardware import hardware as find_hardware
+from .ledger import OPTIMIZER_STATES
 from .measure import measure
 from .program import Program
 from .report import Comparison, Report
@@ -105,6 +106,8 @@ def explain(
     traces: dict[tuple[Any, ...], Programs] = {}
     reports = []
     for q in questions:
+        if optimizer not in OPTIMIZER_STATES:
+            raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
         if q.traced not in traces:
             traces[q.traced] = trace(model, args, kwargs, world=q.world or 1, mesh_shape=q.mesh_shape, **q.sharding)
         reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), optimizer, profile))
@@ -115,7 +118,7 @@ def explain(
         programs = traces[questions[0].traced]
         for text, changed in _ideas(questions[0], report):
             other = _report(programs, changed, (args, dict(kwargs or {})), optimizer, profile, listings=False)
-            if other.fits and other.step < report.step * (1 - GAIN):
+            if other.fits and (not report.fits or other.step < report.step * (1 - GAIN)):
                 report.suggestions.append(Suggestion(text, other.step, other.peak))
         report.suggestions = _worthwhile(report.suggestions)
     return report
@@ -137,6 +140,12 @@ def _ideas(q: _Question, report: Report) -> Iterator[tuple[str, _Question]]:
     def option(text: str, **changes: Any) -> tuple[str, _Question]:
         return text, replace(q, options=replace(o, **changes))
 
+    if not report.fits:
+        for depth in range(min(o.prefetch, o.reduce_lag)):
+            yield option(f"prefetch={depth}, reduce_lag={depth}", prefetch=depth, reduce_lag=depth)
+        if o.pool:
+            yield option("pool=False", pool=False)
+        return
     if any(x.why == "memory limit" for x in report.exposed):
         yield option("no max_unsharded", max_unsharded=None)
     for depth in (o.prefetch + 1, o.prefetch + 2):
@@ -159,6 +168,10 @@ def _questions(
                 raise ValueError(f"explain: {name}=[]: give at least one value")
             several.append(name)
 
+    if mesh_shape is not None and world != 8:
+        raise ValueError(f"explain: world={world!r} and mesh_shape={mesh_shape!r}: give one of them")
+    if isinstance(mesh_shape, list) and all(isinstance(n, int) for n in mesh_shape):
+        mesh_shape = tuple(mesh_shape)
     axis("world", world, isinstance(world, (list, range)))
     axis("mesh_shape", mesh_shape, isinstance(mesh_shape, list))
     axis("hardware", machines, isinstance(machines, list))
@@ -176,7 +189,7 @@ def _questions(
         shape = q["mesh_shape"]
         if shape is not None and (len(shape) != 2 or any(n < 1 for n in shape)):
             raise ValueError(f"explain: mesh_shape={shape!r}: give (outer, shard) numbers of ranks")
-        if shape is None and (not isinstance(q["world"], int) or q["world"] < 1):
+        if shape is None and (not isinstance(q["world"], int) or isinstance(q["world"], bool) or q["world"] < 1):
             raise ValueError(f"explain: world={q['world']!r}: give a positive number of ranks")
         out.append(
             _Question(
@@ -213,12 +226,14 @@ def _buffers(model: nn.Module | None) -> list[FlatBuffer]:
     return [b for m in modules if isinstance(m, FSDPModule) for b in m._mfsdp_unit.buffers]
 
 
-def _unsharded(model: nn.Module | None) -> int:
-    """Bytes of buffers and of ignored parameters."""
+def _unsharded(model: nn.Module | None) -> tuple[int, int]:
+    """Bytes of buffers and of ignored parameters, and of those among them that train."""
     if model is None:
-        return 0
-    plain = [p for p in model.parameters() if type(p) is nn.Parameter]
-    return sum(t.numel() * t.element_size() for t in {id(t): t for t in [*plain, *model.buffers()]}.values())
+        return 0, 0
+    plain = {id(p): p for p in model.parameters() if type(p) is nn.Parameter}
+    every = plain | {id(b): b for b in model.buffers()}  # type: ignore[operator]
+    trained = sum(p.numel() * p.element_size() for p in plain.values() if p.requires_grad)
+    return sum(t.numel() * t.element_size() for t in every.values()), trained
 
 
 def _report(traced: Programs, q: _Question, inputs: Any, optimizer: str, profile: Any, listings: bool = True) -> Report:
@@ -226,10 +241,11 @@ def _report(traced: Programs, q: _Question, inputs: Any, optimizer: str, profile
     table = pipeline.table(o.prefetch, o.reduce_lag, o.max_unsharded, o.pool)
     programs = [original.copy() for original in traced]
     stages = [pipeline.run(p, upto=o.upto, passes=table, checked=o.check, listings=listings) for p in programs]
+    other, plain = _unsharded(traced.model)
     facts = estimate(
         programs, stages, _buffers(traced.model),
         [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)],
-        machine=q.hardware, options=o, other=_unsharded(traced.model), optimizer=optimizer, profile=profile,
+        machine=q.hardware, options=o, other=other, plain=plain, optimizer=optimizer, profile=profile,
         mesh_shape=q.mesh_shape,
     )  # fmt: skip
     return Report(**{f.name: getattr(facts, f.name) for f in fields(Facts)})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -18,7 +19,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two ranks."""
+    """What connects two ranks.
+
+    Raises:
+        ValueError: a rate that is not positive, or another field that is negative.
+    """
 
     bandwidth: float
     """Bytes per second, one way, of one rank."""
@@ -29,6 +34,11 @@ class Link:
     restart: float = 0.0
     """What a transfer that finds its group idle takes longer, as a part of its time: gloo's handshake stands behind the
     data of the one before. 0 for NCCL."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, (int, float)) or value < 0 or (name == "bandwidth" and value <= 0):
+                raise ValueError(f"Link: {name}={value!r}: give a positive number")
 
 
 @dataclass(frozen=True)
@@ -136,15 +146,19 @@ def _parse(given: dict[str, Any], where: str) -> Hardware:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a collective, as far as their links go: ranks of the whole run are numbered node by node."""
+    """The ranks of a collective, as far as their links go."""
 
     ranks: int
-    per_node: int
-    """How many of them share a node."""
+    nodes: int
+    """How many nodes they are on."""
+    fewest: int
+    """How many are on the node with the fewest: all of the ring passes through its network cards."""
 
-    @property
-    def nodes(self) -> int:
-        return -(-self.ranks // self.per_node)
+    @staticmethod
+    def of(ranks: range, per_node: int) -> Group:
+        """A group by its ranks, which are numbered node by node."""
+        shares = Counter(rank // per_node for rank in ranks)
+        return Group(len(ranks), len(shares), min(shares.values()))
 
 
 @dataclass(frozen=True)
@@ -173,7 +187,8 @@ def transfer(kind: str, nbytes: float, group: Group, machine: Hardware) -> Trans
     Ring algorithms (Patarasuk and Yuan, 2009; the bus bandwidths of nccl-tests, doc/PERFORMANCE.md): every rank sends
     (n-1)/n of the whole in a gather or a reduce-scatter, twice that in an all-reduce, in n-1 hops or twice as many. A
     node's ranks in the group drive one network card each, so that the ring runs at the slower of the link inside and of
-    all these cards together. A small all-reduce goes through a tree instead, in 2 log2(nodes) hops.
+    all these cards together, on the node that has the fewest. A small all-reduce goes through a tree instead, in
+    2 log2(nodes) hops.
 
     Args:
         kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
@@ -181,26 +196,23 @@ def transfer(kind: str, nbytes: float, group: Group, machine: Hardware) -> Trans
         group: who takes part.
         machine: whose links.
     """
-    n = group.ranks
+    n, nodes = group.ranks, group.nodes
     if n <= 1:
         return Transfer(0.0, 0.0)
     times = 2 if kind == "all_reduce" else 1
-    within, nodes = min(group.per_node, n), group.nodes
-    rates = ([machine.inside.bandwidth] if within > 1 else []) + (
-        [machine.between.bandwidth * within] if nodes > 1 else []
-    )
+    rates = [machine.inside.bandwidth] if n > nodes else []
+    rates += [machine.between.bandwidth * group.fewest] if nodes > 1 else []
+    rate = min(rates) * machine.reached_bandwidth
     sent = times * nbytes * (n - 1) / n
-    moving = sent / (min(rates) * machine.reached_bandwidth)
-    hops = times * (
-        nodes * (within - 1) * machine.inside.latency + (nodes if nodes > 1 else 0) * machine.between.latency
-    )
+    across = 0 if nodes == 1 else min(nodes, n - 1)
+    hops = times * ((n - 1 - across) * machine.inside.latency + across * machine.between.latency)
     link = "between" if nodes > 1 else "inside"
     slowest = machine.between if nodes > 1 else machine.inside
-    cpu, restart = slowest.cpu * sent, slowest.restart * moving
-    ring = Transfer(hops, moving, cpu, restart, link)
+    cpu, restart = slowest.cpu * sent, slowest.restart * sent / rate
+    ring = Transfer(hops, sent / rate, cpu, restart, link)
     if kind != "all_reduce":
         return ring
-    depth = (nodes - 1).bit_length()
+    depth, within = (nodes - 1).bit_length(), -(-n // nodes)
     climb = 2 * depth * machine.between.latency + 2 * (within - 1) * machine.inside.latency
-    tree = Transfer(climb, 2 * nbytes / (min(rates) * machine.reached_bandwidth), cpu, restart, link)
+    tree = Transfer(climb, 2 * nbytes / rate, cpu, restart, link)
     return min(ring, tree, key=lambda t: t.seconds)

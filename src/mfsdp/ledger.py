@@ -58,7 +58,13 @@ class Ledger:
 
 
 def ledger(
-    programs: Sequence[Program], buffers: Sequence[FlatBuffer], *, inputs: int, other: int, optimizer: str
+    programs: Sequence[Program],
+    buffers: Sequence[FlatBuffer],
+    *,
+    inputs: int,
+    other: int,
+    plain: int = 0,
+    optimizer: str,
 ) -> Ledger:
     """Fills in the ledger.
 
@@ -67,6 +73,7 @@ def ledger(
         buffers: every flat buffer of the model.
         inputs: bytes of the batch.
         other: bytes of what is not sharded: buffers, ignored parameters.
+        plain: how many of them are parameters that train.
         optimizer: a name in :data:`OPTIMIZER_STATES`.
 
     Raises:
@@ -76,9 +83,9 @@ def ledger(
         raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
     states = OPTIMIZER_STATES[optimizer]
     main = sum(b.main.nbytes for b in buffers)
-    trained = sum(b.main.nbytes for b in buffers if b.trainable)
+    trained = plain + sum(b.main.nbytes for b in buffers if b.trainable)
     kept = sum(b.source.nbytes for b in buffers if b.spec.kept)
-    gradients = sum(b.layout.shard_numel * b.precision.grad.itemsize for b in buffers if b.trainable)
+    gradients = plain + sum(b.layout.shard_numel * b.precision.grad.itemsize for b in buffers if b.trainable)
     slots: dict[str, int] = {}
     for p in programs:
         for name, n in p.slots.items():
@@ -87,7 +94,8 @@ def ledger(
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
     accumulated: dict[str, int] = {}
-    peak, where = lasting + gradients + trained, None  # a foreach optimizer makes one more of the main weights
+    temporaries = trained if states > 1 else 0  # Adam's square roots; simpler ones work in place
+    peak, where = lasting + (0 if optimizer == "none" else gradients + temporaries), None
     for p in programs:
         pooled = sum(p.slots.values())
         live[p.phase], after[p.phase] = {}, {}
@@ -110,8 +118,8 @@ def ledger(
     ]
     if where is None:
         entries += [
-            Entry("gradients", gradients, "accumulated"),
-            Entry("temporaries", trained, "of a foreach optimizer: as much as the main weights"),
+            Entry("gradients", 0 if optimizer == "none" else gradients, "accumulated"),
+            Entry("temporaries", 0 if optimizer == "none" else temporaries, "of a foreach optimizer"),
         ]
         phase, line = "optimizer", ""
     else:

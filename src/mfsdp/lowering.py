@@ -22,8 +22,11 @@ from . import ops
 from .capture import Capture, Partitioner
 from .program import Phase
 
-Transform = Callable[[fx.GraphModule, Phase], Callable[[str], None] | None]
-"""Runs the pipeline on a graph, in place; what it returns wants to see the generated code."""
+Run = Callable[[list[Any]], Any]
+"""A compiled graph: takes its arguments as one list."""
+
+Transform = Callable[[fx.GraphModule, Phase], Callable[[Run, str], Run] | None]
+"""Runs the pipeline on a graph, in place; what it returns is given the compiled graph and its code, and may wrap it."""
 
 INDUCTOR = {
     # Order is the schedule's business (`prefetch`, `defer`, `bucket`): Inductor must not move launches or waits.
@@ -40,12 +43,10 @@ def inductor(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transf
         phase: Phase = (
             "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         )
-        show = transform(graph, phase)
+        finish = transform(graph, phase)
         strip(graph)
         compiled = compile_fx_inner(graph, example, **kwargs)
-        if show is not None:
-            show(str(getattr(compiled, "source_code", "")))
-        return compiled
+        return compiled if finish is None else finish(compiled, str(getattr(compiled, "source_code", "")))
 
     # AOTAutograd's own cache would hand back graphs that the passes have not seen; Inductor's cache, whose key holds
     # the transformed graph, stays on.
@@ -63,9 +64,10 @@ def eager(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform
 
     def compiler(phase: Phase) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
         def compile(graph: fx.GraphModule, example: Sequence[Any]) -> Any:
-            transform(graph, phase)
+            finish = transform(graph, phase)
             strip(graph)
-            return boxed_nop(graph, list(example))
+            compiled = boxed_nop(graph, list(example))
+            return compiled if finish is None else finish(compiled, "")
 
         return compile
 

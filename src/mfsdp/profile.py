@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -49,17 +48,9 @@ class Outline:
     phase: str
     lines: tuple[Outlined, ...]
 
-    @property
-    def operations(self) -> list[str]:
-        return [x.operation for x in self.lines if x.operation]
 
-
-_compiled: deque[Outline] = deque(maxlen=256)
-"""What has been compiled, the newest last."""
-
-
-def remember(program: Program) -> None:
-    """Keeps the outline of a program that is about to be lowered."""
+def outline(program: Program) -> Outline:
+    """The outline of a program that is about to be lowered."""
     times = clock.times(program, KNOWN["h100"])
     units = {u.name: u.fqn for u in program.units}
     lines = []
@@ -68,8 +59,9 @@ def remember(program: Program) -> None:
             r, known = role(node), times.get(node)
             unit = units[r.unit] if r is not None else ""
             weight = known.seconds if known is not None else 0.0
-            lines.append(Outlined(node.name, listing.text(node), unit, _OPERATIONS.get(node.target, ""), weight))  # type: ignore[call-overload]
-    _compiled.append(Outline(program.name, program.phase, tuple(lines)))
+            operation = _OPERATIONS.get(node.target, "")  # type: ignore[call-overload]
+            lines.append(Outlined(node.name, listing.text(node), unit, operation, weight))
+    return Outline(program.name, program.phase, tuple(lines))
 
 
 @dataclass(frozen=True)
@@ -110,19 +102,26 @@ class profile(AbstractContextManager["profile"]):
             raise ValueError(f"profile: steps={steps} must be at least 1")
         self.model = type(getattr(model, "_orig_mod", model)).__name__
         self.wanted = steps
+        self._begin()
+
+    def _begin(self) -> None:
         self.lines: list[Measured] = []
         """Every line of every program of a step, in order."""
         self.total = 0.0
         """Seconds of a step, the median."""
         self.optimizer = 0.0
         """Seconds behind the last program of a step."""
-        self._logs: list[list[tuple[str, Any, Any]]] = []
+        self.outside = 0.0
+        """Seconds before and between programs: data, autograd, what is not compiled."""
+        self._logs: list[list[_Ran]] = []
         self._marks: list[Any] = []
-        self._observing: Any = None
+        self._observing: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> profile:
-        self._observing = runtime.observed(self._see)
-        self._observing.__enter__()
+        self._begin()
+        observing = runtime.observed(self)
+        observing.__enter__()
+        self._observing = observing
         self._marks.append(_now())
         self._logs.append([])
         return self
@@ -146,29 +145,46 @@ class profile(AbstractContextManager["profile"]):
         self._logs.append([])
         return True
 
-    def _see(self, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def program(self, outline: Outline, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """A program runs (called by `runtime`)."""
+        ran = _Ran(outline, _now(), [])
+        if outline.model == self.model:
+            self._logs[-1].append(ran)
+        try:
+            return run(args)
+        finally:
+            ran.ended = _now()
+
+    def operation(self, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """One of its operations runs (called by `runtime`)."""
+        ran = self._logs[-1][-1] if self._logs[-1] and self._logs[-1][-1].ended is None else None
+        if ran is None:
+            return kernel(*args)
         begun = _now()
         out = kernel(*args)
-        self._logs[-1].append((kernel.__name__, begun, _now()))
+        ran.operations.append((begun, _now()))
         return out
 
     def _join(self) -> None:
-        """Finds the programs in what was seen, and gives every line its time."""
-        outlines = [o for o in _compiled if o.model == self.model] or list(_compiled)
+        """Gives every line its time."""
         steps = []
         for (begun, ended), log in zip(pairwise(self._marks), self._logs):
-            clocked = [(name, _since(begun, a), _since(begun, b)) for name, a, b in log]
-            steps.append((_since(begun, ended), *_joined(clocked, outlines, _since(begun, ended))))
+            lines = [(ran.outline.phase, line, s) for ran in log for line, s in ran.shared()]
+            inside = sum(_since(ran.begun, ran.ended) for ran in log)
+            total = _since(begun, ended)
+            behind = _since(log[-1].ended, ended) if log else 0.0
+            steps.append((total, lines, behind, total - inside - behind))
         if not steps:
             raise RuntimeError("mfsdp.profile: no step was seen; call step() at the end of each")
         first = steps[0][1]
-        alike = [s for s in steps if [(p, x.name) for p, x, _ in s[1]] == [(p, x.name) for p, x, _ in first]]
         if not first:
             raise RuntimeError(
-                "mfsdp.profile: none of the steps ran a program of this model; is it compiled with backend='mfsdp'?"
+                f"mfsdp.profile: none of the steps ran a program of {self.model}; is it compiled with backend='mfsdp'?"
             )
+        alike = [s for s in steps if [(p, x.name) for p, x, _ in s[1]] == [(p, x.name) for p, x, _ in first]]
         self.total = median(s[0] for s in alike)
         self.optimizer = median(s[2] for s in alike)
+        self.outside = median(s[3] for s in alike)
         self.lines = [
             Measured(phase, line, median(s[1][i][2] for s in alike)) for i, (phase, line, _) in enumerate(first)
         ]
@@ -207,8 +223,8 @@ class profile(AbstractContextManager["profile"]):
                 planned[view.phase, x.name] = (
                     x.exposed if x.kind == "wait" else 0.0 if x.lane != "C" else x.end - x.start
                 )
-        head = f"{self.model}: step {seconds(self.total).strip()}, exposed {seconds(self.exposed).strip()}, "
-        lines = [head + f"optimizer {seconds(self.optimizer).strip()}"]
+        parts = {"step": self.total, "exposed": self.exposed, "outside": self.outside, "optimizer": self.optimizer}
+        lines = [f"{self.model}: " + ", ".join(f"{name} {seconds(s).strip()}" for name, s in parts.items())]
         if report is not None:
             waited = sum(x.seconds for x in report.exposed)
             lines.append(f"planned: step {seconds(report.step).strip()}, exposed {seconds(waited).strip()}")
@@ -225,67 +241,36 @@ class profile(AbstractContextManager["profile"]):
 _ELSEWHERE = ("wait", *(_OPERATIONS[x] for x in ops.COLLECTIVES))
 """Operations that are no kernels."""
 
-Found = tuple[str, Outlined, float]
 
+@dataclass
+class _Ran:
+    """A program that ran once: when, and when each of its operations did."""
 
-def _joined(
-    log: Sequence[tuple[str, float, float]], outlines: Sequence[Outline], end: float
-) -> tuple[list[Found], float]:
-    """Phase, line and seconds of every line of the programs found in a log, and the seconds behind the last."""
-    out: list[Found] = []
-    pending: list[tuple[str, Outlined]] = []
-    at = 0.0
-    names = [name for name, _, _ in log]
-    for start, outline in _programs(names, outlines):
-        operations = iter(log[start : start + len(outline.operations)])
-        for line in outline.lines:
+    outline: Outline
+    begun: Any
+    operations: list[tuple[Any, Any]]
+    ended: Any = None
+
+    def shared(self) -> Iterator[tuple[Outlined, float]]:
+        """Every line and its seconds: operations as they were seen, what lies between two of them by weight."""
+        seen = iter(self.operations)
+        pending: list[Outlined] = []
+        at = 0.0
+        for line in self.outline.lines:
             if not line.operation:
-                pending.append((outline.phase, line))
+                pending.append(line)
                 continue
-            _, begun, ended = next(operations)
-            if not pending:
-                begun = at  # what lies between two operations belongs to the second
-            out += _shared(pending, begun - at)
-            pending = []
-            out.append((outline.phase, line, ended - begun))
-            at = ended
-    # What follows the last operation is not told apart from the optimizer.
-    out += _shared(pending, 0.0)
-    return out, end - at
+            begun, ended = (_since(self.begun, x) for x in next(seen))
+            yield from _by_weight(pending, begun - at)
+            yield line, ended - (begun if pending else at)
+            pending, at = [], ended
+        yield from _by_weight(pending, _since(self.begun, self.ended) - at)
 
 
-def _shared(lines: Sequence[tuple[str, Outlined]], passed: float) -> Iterator[Found]:
-    total = sum(line.weight for _, line in lines)
-    for phase, line in lines:
-        yield phase, line, passed * (line.weight / total if total else 1 / len(lines))
-
-
-def _programs(names: Sequence[str], outlines: Sequence[Outline]) -> list[tuple[int, Outline]]:
-    """Which programs ran, and where each begins in a sequence of operations: those that leave the fewest operations
-    unexplained, the newest of several.
-    """
-    known: dict[tuple[str, ...], tuple[int, Outline]] = {}
-    for age, outline in enumerate(reversed(outlines)):
-        known.setdefault(tuple(outline.operations), (age, outline))
-    known.pop((), None)
-    # From the end: (operations unexplained, ages of programs), and the program to begin with.
-    best: list[tuple[tuple[int, int], Outline | None]] = [((0, 0), None)]
-    for at in range(len(names) - 1, -1, -1):
-        (skipped, ages), _ = best[-1]
-        choice: tuple[tuple[int, int], Outline | None] = ((skipped + 1, ages), None)
-        for sequence, (age, outline) in known.items():
-            if tuple(names[at : at + len(sequence)]) == sequence:
-                skipped, ages = best[-len(sequence)][0]
-                choice = min(choice, ((skipped, ages + age), outline), key=lambda c: c[0])
-        best.append(choice)
-    best.reverse()
-    out, at = [], 0
-    while at < len(names):
-        chosen = best[at][1]
-        if chosen is not None:
-            out.append((at, chosen))
-        at += len(chosen.operations) if chosen is not None else 1
-    return out
+def _by_weight(lines: Sequence[Outlined], passed: float) -> Iterator[tuple[Outlined, float]]:
+    total = sum(line.weight for line in lines)
+    for line in lines:
+        yield line, passed * (line.weight / total if total else 1 / len(lines))
 
 
 def _now() -> Any:

@@ -581,26 +581,50 @@ def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
     return _over_outer(grad, spec) if s.outer > 1 else grad
 
 
-Observer = Callable[[Callable[..., Any], tuple[Any, ...]], Any]
+class Observer(Protocol):
+    """Whoever wants to see what programs do as they run (`mfsdp.profile`): called instead of it, with it."""
 
-_observers: list[Observer] = []
-"""Whoever wants to see every operation of a program as it runs (`mfsdp.profile`): called instead of it, with it."""
+    def program(self, outline: Any, run: Callable[[list[Any]], Any], args: list[Any]) -> Any: ...
+
+    def operation(self, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any: ...
+
+
+_observer: Observer | None = None
 
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Shows an observer every operation that programs run inside of the ``with``."""
-    _observers.append(observer)
+    """Shows an observer every program and every operation inside of the ``with``.
+
+    Raises:
+        RuntimeError: there is one already.
+    """
+    global _observer
+    if _observer is not None:
+        raise RuntimeError("mfsdp.profile: another profile is running; end it first")
+    _observer = observer
     try:
         yield
     finally:
-        _observers.remove(observer)
+        _observer = None
+
+
+def marked(outline: Any, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A compiled program that says when it runs. It takes its arguments as one list and may empty that, as functions
+    of AOTAutograd do.
+    """
+
+    def program(args: list[Any]) -> Any:
+        return run(args) if _observer is None else _observer.program(outline, run, args)
+
+    program._boxed_call = True  # type: ignore[attr-defined]
+    return program
 
 
 def _shown(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
-        return _observers[-1](kernel, args) if _observers else kernel(*args)
+        return kernel(*args) if _observer is None else _observer.operation(kernel, args)
 
     return run
 

@@ -201,9 +201,22 @@ def fully_shard(
     return module
 
 
-def blueprint(model: nn.Module) -> tuple[nn.Module, list[tuple[nn.Module, dict[str, Any]]]]:
-    """A copy on the meta device as it was before it was sharded, if it was, with the same attributes; and with which
-    arguments which of its modules were given to :func:`fully_shard`, in order.
+@dataclass
+class Blueprint:
+    """A model on the meta device as it was before it was sharded, if it was; and how it was."""
+
+    model: nn.Module
+    calls: list[tuple[nn.Module, dict[str, Any]]]
+    """Which of its modules were given to :func:`fully_shard`, with which arguments, in order."""
+    twins: dict[int, Any]
+    """What has become of tensors, by ``id``."""
+
+
+def blueprint(model: nn.Module) -> Blueprint:
+    """The plan of a model, which is not changed; parameters require gradients as when they were sharded.
+
+    Raises:
+        ValueError: the model holds something that cannot be copied.
     """
     memo: dict[int, Any] = {}
     for m in model.modules():
@@ -216,17 +229,22 @@ def blueprint(model: nn.Module) -> tuple[nn.Module, list[tuple[nn.Module, dict[s
             if id(param) not in memo:
                 own = ref.unit.policy.compute_dtype is None
                 kind = ref.buffer.precision.compute if own else ref.buffer.precision.main
-                twin = nn.Parameter(torch.empty(ref.shape, dtype=kind, device="meta"), ref.buffer.trains[ref.slot])
+                twin = nn.Parameter(torch.empty(ref.shape, dtype=kind, device="meta"), ref.buffer.born_trainable)
                 carry_attributes(param, twin)
                 memo[id(param)] = twin
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if id(tensor) not in memo:
-            plain: torch.Tensor = tensor.detach().to("meta")
-            if isinstance(tensor, nn.Parameter):
-                plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
-            plain.__dict__.update(tensor.__dict__)
-            memo[id(tensor)] = plain
-    out = copy.deepcopy(model, memo)
+        kept = [t for t in m.__dict__.values() if isinstance(t, torch.Tensor)]
+        for tensor in [*m._parameters.values(), *m._buffers.values(), *kept]:
+            if tensor is not None and id(tensor) not in memo:
+                plain: torch.Tensor = tensor.detach().to("meta")
+                if isinstance(tensor, nn.Parameter):
+                    plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
+                plain.__dict__.update(tensor.__dict__)
+                memo[id(tensor)] = plain
+    twins = dict(memo)
+    try:
+        out = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"mfsdp: {type(model).__name__} cannot be copied to be traced: {error}") from error
     calls = []
     for m in out.modules():
         if "_mfsdp_unit" in m.__dict__:
@@ -236,7 +254,7 @@ def blueprint(model: nn.Module) -> tuple[nn.Module, list[tuple[nn.Module, dict[s
                 m.__dict__.pop(name, None)
             if call is not None:
                 calls.append((m, call))
-    return out, calls[::-1]
+    return Blueprint(out, calls[::-1], twins)
 
 
 # Units

@@ -68,8 +68,8 @@ class FlatBuffer:
         self.unit, self.layout, self.placement, self.precision = unit, layout, placement, precision
         self.trains = [trainable] * len(layout.slots)
         """Which parameters require gradients; Dynamo reads it where they are read."""
-        self.trainable = trainable
-        """Whether any does."""
+        self.trainable = self.born_trainable = trainable
+        """Whether any does; whether they did at first."""
         self.spec = placement.spec(layout, precision, reshard)
         self.text = self.spec.encode()
         """The spec as markers carry it."""

@@ -63,11 +63,18 @@ def trace(
         ValueError: bad arguments, or some of fully_shard's for a model that is sharded already.
         RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
     """
-    meta, calls = blueprint(model)
-    if calls and sharding:
+    model = getattr(model, "_orig_mod", model)
+    plan = blueprint(model)
+    meta = plan.model
+    if plan.calls and sharding:
         raise ValueError(f"trace: {type(model).__name__} is sharded already; leave out {', '.join(sharding)}")
+    for unwanted in ("mesh", "device"):
+        if unwanted in sharding:
+            raise ValueError(f"trace: {unwanted}= is not needed: give world= or mesh_shape=")
     mesh = local_mesh("cpu", mesh_shape or (world,))
-    for module, call in calls or [(meta, sharding)]:
+    if "ignored_params" in sharding:
+        sharding["ignored_params"] = [plan.twins[id(p)] for p in sharding["ignored_params"] or ()]
+    for module, call in plan.calls or [(meta, sharding)]:
         ignored = [p for p in module.parameters() if getattr(p, "_mfsdp_ignored", False)]
         fully_shard(module, mesh=mesh, device="meta", **{"ignored_params": ignored, **call})
     _settings(model, meta)
@@ -75,6 +82,7 @@ def trace(
     forward = own_code(kind.forward, kind.__name__)  # so that traces do not count as recompilations of the model
     meta.__class__ = type(kind.__name__, (kind,), {"forward": forward})
     out = Programs(model=meta)
+    found = [out]  # torch keeps backends
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         capture = Capture(inputs, sources(gm), name)
@@ -82,8 +90,8 @@ def trace(
 
         def keep(graph: torch.fx.GraphModule, phase: Phase) -> None:
             program = capture.program(graph, phase)
-            setattr(out, phase, program)
-            out.all.append(program)
+            setattr(found[0], phase, program)
+            found[0].all.append(program)
 
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
             lowering.eager(gm, fakes, capture, keep)
@@ -93,8 +101,11 @@ def trace(
         return x.to("meta") if isinstance(x, torch.Tensor) else x
 
     meta_args, meta_kwargs = pytree.tree_map(to_meta, (args, dict(kwargs or {})))
-    with torch.set_grad_enabled(train), suppress(_Traced):
-        torch.compile(meta, backend=backend, fullgraph=True, dynamic=False)(*meta_args, **meta_kwargs)
+    try:
+        with torch.set_grad_enabled(train), suppress(_Traced):
+            torch.compile(meta, backend=backend, fullgraph=True, dynamic=False)(*meta_args, **meta_kwargs)
+    finally:
+        found.clear()
     return out
 
 
@@ -133,6 +144,11 @@ def _on_cpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
 def _settings(model: nn.Module, meta: nn.Module) -> None:
     """What has been set since a model was sharded."""
     for old, new in zip(model.modules(), meta.modules(), strict=True):
-        if isinstance(old, FSDPModule) and isinstance(new, FSDPModule):
-            for theirs, mine in zip(old._mfsdp_unit.buffers, new._mfsdp_unit.buffers, strict=True):
-                mine.respec(reshard=theirs.spec.reshard, hold=theirs.spec.hold)
+        if not (isinstance(old, FSDPModule) and isinstance(new, FSDPModule)):
+            continue
+        for theirs, mine in zip(old._mfsdp_unit.buffers, new._mfsdp_unit.buffers, strict=True):
+            mine.respec(reshard=theirs.spec.reshard, hold=theirs.spec.hold)
+            if theirs.spec.divide != theirs.spec.ranks:
+                mine.respec(divide=theirs.spec.divide)
+            for param, trains in zip(mine.params, theirs.trains, strict=True):
+                param.requires_grad_(trains)
