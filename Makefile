@@ -17,7 +17,7 @@ help:
 demo: $(VENV)/.demo compiler
 	$(BIN)/python examples/demo/train.py $(ARGS)
 
-test: $(VENV)/.test compiler
+test: $(VENV)/.test compiler browser
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 check: $(VENV)/.test
@@ -50,8 +50,12 @@ compiler:
 	@command -v "$${CXX:-g++}" >/dev/null || command -v clang++ >/dev/null || \
 	  echo "No C++ compiler found (g++ or clang++; Debian: apt-get install g++). Inductor needs one: tests of generated code are skipped, and the demo runs with lowering=\"eager\"."
 
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+	  echo "No Chromium found (Debian: apt-get install chromium): tests of the report in a browser are skipped."
+
 clean:
 	rm -rf $(VENV) .cache build dist demo-out bench-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test check goldens bench gpu compiler clean
+.PHONY: help demo test check goldens bench gpu compiler browser clean

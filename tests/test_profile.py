@@ -81,6 +81,22 @@ def test_every_line_of_a_step(two_ranks, tmp_path, lowering):
         assert "torch.ops.mfsdp.all_gather.default" in path.read_text()
 
 
+def ranged() -> set[str]:
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    run = compiled(model, "eager")
+    run(torch.ones(2, 24)).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, mfsdp.ranges():
+        run(torch.ones(2, 24)).sum().backward()
+    run(torch.ones(2, 24))
+    return {e.name for e in profile.events()}
+
+
+@pytest.mark.dist
+def test_other_profilers_see_units(two_ranks):
+    for names in two_ranks.run(ranged):
+        assert {"MLP forward", "MLP backward", "all_gather up", "all_gather (root)", "reduce_scatter up"} <= names
+
+
 def test_gaps_between_operations_are_shared_by_weight():
     """``"+x"`` is an operation, ``"y3"`` a kernel of weight 3."""
     texts = ("a1", "+all_gather", "b1", "c3", "+wait", "+pack", "d1")

@@ -19,7 +19,7 @@ from .huggingface import load_safetensors, save_safetensors
 from .measure import measure
 from .norms import check_finite, norms
 from .optimizer import fully_shard_optimizer
-from .profile import profile
+from .profile import profile, ranges
 from .shard import FSDPModule, fully_shard, no_sync, summon_full_params, unsharded
 from .tracing import trace
 
@@ -44,6 +44,7 @@ __all__ = [
     "passes",
     "pipeline",
     "profile",
+    "ranges",
     "save_safetensors",
     "summon_full_params",
     "trace",

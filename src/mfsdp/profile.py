@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -236,6 +236,57 @@ class profile(AbstractContextManager["profile"]):
                 mark = "  exposed" if seen.line.operation == "wait" and seen.seconds > 1e-4 else ""
                 lines.append(f"{before if report is not None else ''}{1e3 * seen.seconds:8.3f}  {seen.line.text}{mark}")
         return "\n".join(lines)
+
+
+class ranges(AbstractContextManager["ranges"]):
+    """Names what sharding does in other profilers' timelines: inside of the ``with`` every program and every one of its
+    operations is a range of ``torch.profiler.record_function``, and of NVTX on CUDA, with the path of its unit
+    (``all_gather layers.3``).
+
+    with torch.profiler.profile() as profile, mfsdp.ranges():
+        ...                                       # steps
+
+    Raises:
+        RuntimeError: a :class:`profile` is running.
+    """
+
+    def __init__(self) -> None:
+        self._names: list[Iterator[str]] = []
+        self._observing: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> ranges:
+        observing = runtime.observed(self)
+        observing.__enter__()
+        self._observing = observing
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._observing is not None:
+            self._observing.__exit__(*error)
+            self._observing = None
+
+    def program(self, outline: Outline, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+        """A program runs (called by `runtime`)."""
+        names = (f"{x.operation} {x.unit}" for x in outline.lines if x.operation)
+        self._names.append(names)
+        try:
+            with _range(f"{outline.model} {outline.phase}"):
+                return run(args)
+        finally:
+            self._names.remove(names)
+
+    def operation(self, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """One of its operations runs (called by `runtime`)."""
+        name = next(self._names[-1], kernel.__name__) if self._names else kernel.__name__
+        with _range(name):
+            return kernel(*args)
+
+
+@contextmanager
+def _range(name: str) -> Iterator[None]:
+    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else nullcontext()
+    with torch.profiler.record_function(name), nvtx:
+        yield
 
 
 _ELSEWHERE = ("wait", *(_OPERATIONS[x] for x in ops.COLLECTIVES))
