@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,6 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no C++ compiler (g++ or clang++): Inductor cannot compile"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported stays: garbage collections need not go through it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _ranks(world: int) -> Iterator[object]:

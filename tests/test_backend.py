@@ -103,8 +103,13 @@ def test_evaluation_between_steps():
     assert all(torch.equal(losses[0], x) for x in losses), "nothing was updated in between"
 
 
-@pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.parametrize("lowering", ["eager", "eager and dump", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize(
+    ("lowering", "marked"),
+    [
+        ("eager", False), ("eager", True), ("eager and dump", False), ("eager and dump", True),
+        pytest.param("inductor", True, marks=pytest.mark.inductor),
+    ],
+)  # fmt: skip
 def test_shapes_may_change(monkeypatch, tmp_path, lowering, marked):
     """A second length compiles a dynamic program, or the first one if it is marked; a third needs no other."""
     runs = []

@@ -180,6 +180,7 @@ def test_an_interrupt_is_an_interrupt(tmp_path):
         mfsdp.convert(tmp_path / "nowhere", tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_as_a_module_and_a_script(tmp_path):
     dcp.save({"model": nn.Linear(4, 4).state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
     run = [sys.executable, "-m", "mfsdp", "convert", str(tmp_path / "a"), str(tmp_path / "b")]

@@ -155,12 +155,14 @@ def steps() -> list[bench_clock.Step]:
     return bench_clock.compare(json.loads((ROOT / "examples/bench/results/clock.json").read_text()))
 
 
+@pytest.mark.slow
 def test_measured_steps_are_predicted(steps):
     """Twelve configurations on slow links, recorded; the clock was told only what was measured apart from them."""
     assert len(steps) == 12
     assert max(abs(s.error) for s in steps) < 0.15, bench_clock.table(steps)
 
 
+@pytest.mark.slow
 def test_and_so_is_their_order(steps):
     for a, b in combinations(steps, 2):
         if abs(a.measured / b.measured - 1) > 0.02:  # closer ones change places from run to run

@@ -209,7 +209,7 @@ def test_four_ranks(four_ranks, places):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     policy=st.sampled_from(POLICIES),
     place=st.sampled_from(list(STRATEGIES)),

@@ -181,7 +181,7 @@ def drawn(blocks: list[int | None], root: int, synced: list[list[bool]], hold: b
 
 @pytest.mark.dist
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     blocks=st.lists(st.sampled_from([None, 0, 1, 2, 3]), min_size=1, max_size=3),
     root=st.integers(0, 3),
