@@ -19,6 +19,8 @@ from tests.models import llama
 
 ROOT = Path(__file__).parent.parent
 
+pytestmark = pytest.mark.slow
+
 
 def factory() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), (torch.empty(8, 64),)
@@ -72,7 +74,6 @@ def test_explain_a_table(capsys, tmp_path):
     assert (tmp_path / "a.png").exists()
 
 
-@pytest.mark.slow
 def test_explain_a_hugging_face_configuration(capsys, tmp_path):
     llama().config.save_pretrained(tmp_path)
     for where in (tmp_path, tmp_path / "config.json"):
@@ -141,7 +142,6 @@ def test_show_and_diff(capsys, tmp_path, monkeypatch):
     assert command.main(["show", str(tmp_path / "a"), "--stage", "nothing"]) == 1
 
 
-@pytest.mark.slow
 def test_artifacts_and_logs_for_torchs_own_tools(tmp_path):
     code = "from tests.test_command import dump; from pathlib import Path; dump(Path({!r}), 1)".format(
         str(tmp_path / "d")

@@ -241,6 +241,7 @@ def test_a_limit_on_memory_is_named():
     assert "max_unsharded holds its launch back" in str(report)
 
 
+@pytest.mark.slow
 def test_a_table_of_combinations(tmp_path):
     found = toy(world=[8, 64], options={"prefetch": [0, 1]}, strategy=[2, 3], hardware=["h100", PLAIN])
     assert len(list(found)) == 16
@@ -256,6 +257,7 @@ def test_a_table_of_combinations(tmp_path):
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_sharded_model_is_explained_as_it_is():
     """Per block, with arguments of their own, and what was set since."""
     with torch.device("meta"):
@@ -335,6 +337,7 @@ def test_what_does_not_fit_gets_suggestions_that_do():
     assert all(s.peak <= machine.memory for s in report.suggestions)
 
 
+@pytest.mark.slow
 def test_many_small_kernels_cost_no_more_than_they_are():
     """A run of neighbours is looked at once."""
 
@@ -363,6 +366,7 @@ def test_sixteen_thousand_ranks_and_two_levels():
     assert any(x.lane == "O" for v in two.views for x in v.lines)
 
 
+@pytest.mark.slow
 def test_hugging_face_and_tokens():
     with torch.device("meta"):
         model = llama()
