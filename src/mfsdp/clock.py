@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -121,9 +122,7 @@ def _runs(program: Program, fused: bool) -> Iterator[list[Node]]:
     """Lines that are one kernel together; `free` is none."""
     run: list[Node] = []
     for node in program.nodes:
-        if not is_line(node):
-            continue
-        if node.target is ops.free:
+        if not is_line(node) or node.target is ops.free:
             continue
         if fused and node.target not in _ALONE and not flops(node):
             run.append(node)
@@ -237,8 +236,7 @@ def _refresh(spec: Spec, machine: Hardware) -> Transfer:
 
 def groups(spec: Spec, machine: Hardware) -> tuple[Group, Group]:
     """The shard axis and the outer axis, each by the worst of its groups: ranks of one shard group are neighbours."""
-    shard = [range(i * spec.world, (i + 1) * spec.world) for i in range(min(spec.outer, SAMPLED))]
-    outer = [range(i, spec.outer * spec.world, spec.world) for i in range(min(spec.world, SAMPLED))]
+    shard, outer = _kinds(spec.world, spec.outer, machine.ranks_per_node)
     return _worst(shard, machine), _worst(outer, machine)
 
 
@@ -246,15 +244,24 @@ SAMPLED = 64
 """Groups of an axis that are looked at; their places on nodes repeat."""
 
 
-def _worst(found: Sequence[range], machine: Hardware) -> Group:
-    made = [Group.of(ranks, machine.ranks_per_node) for ranks in found]
-    return max(made, key=lambda g: transfer("all_gather", 2**26, g, machine).seconds)
+@cache
+def _kinds(world: int, outer: int, per_node: int) -> tuple[list[Group], list[Group]]:
+    """The groups of the shard axis and of the outer axis that differ."""
+    shard = [range(i * world, (i + 1) * world) for i in range(min(outer, SAMPLED))]
+    across = [range(i, outer * world, world) for i in range(min(world, SAMPLED))]
+    return tuple(list(dict.fromkeys(Group.of(ranks, per_node) for ranks in axis)) for axis in (shard, across))  # type: ignore[return-value]
 
 
-def kernel_kind(node: Node) -> str:
-    """In a word, for colours and sums: what a line is."""
+def _worst(found: Sequence[Group], machine: Hardware) -> Group:
+    return max(found, key=lambda g: transfer("all_gather", 2**26, g, machine).seconds)
+
+
+def kernel_kind(node: Node, time: Time | None) -> str:
+    """In a word, for colours: what a line is, given what it takes."""
+    if node.target is ops.wait:
+        return "wait"
     if node.target in ops.COLLECTIVES:
         return "collective"
-    if is_kind(node, Kind.PACK, Kind.GFULL, Kind.ACCUMULATE, Kind.HOLD, Kind.CAST):
-        return "sharding" if not flops(node) else "matrix"
-    return "matrix" if flops(node) else "other"
+    if time is not None and time.flops:
+        return "matrix"
+    return "sharding" if is_kind(node, Kind.PACK, Kind.GFULL, Kind.ACCUMULATE, Kind.HOLD, Kind.CAST) else "other"

@@ -160,7 +160,7 @@ def _lines(
                 unit=fqns[r.unit] if r is not None else "",
                 lane=span.lane.value,
                 queue=r.lane.value if r is not None else "C",
-                kind="wait" if node.target.__name__.startswith("wait") else clock.kernel_kind(node),  # type: ignore
+                kind=clock.kernel_kind(node, times.get(node)),
                 start=offset + span.start,
                 end=offset + span.end,
                 exposed=span.exposed,

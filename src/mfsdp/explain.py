@@ -33,7 +33,7 @@ GAIN = 0.01
 @dataclass(frozen=True)
 class Calibration:
     """Seconds that the kernels of a step have been measured to take, without communication; lines share them in
-    proportion to their estimates. A profile that knows single lines is :class:`mfsdp.profile.Profile`.
+    proportion to their estimates. A profile that knows single lines is :class:`mfsdp.profile`.
     """
 
     forward: float
@@ -57,8 +57,8 @@ class _Question:
 
     @property
     def traced(self) -> tuple[Any, ...]:
-        """What a new trace is needed for."""
-        return self.world, self.mesh_shape, tuple(sorted((k, repr(v)) for k, v in self.sharding.items()))
+        """What a new trace is needed for; combinations share the objects that do not vary."""
+        return self.world, self.mesh_shape, tuple((k, id(v)) for k, v in self.sharding.items())
 
 
 def explain(
@@ -102,12 +102,12 @@ def explain(
         ValueError: bad arguments.
         RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
     """
+    if optimizer not in OPTIMIZER_STATES:
+        raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
     questions, varied = _questions(world, mesh_shape, hardware, options, sharding)
     traces: dict[tuple[Any, ...], Programs] = {}
     reports = []
     for q in questions:
-        if optimizer not in OPTIMIZER_STATES:
-            raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
         if q.traced not in traces:
             traces[q.traced] = trace(model, args, kwargs, world=q.world or 1, mesh_shape=q.mesh_shape, **q.sharding)
         reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), optimizer, profile))

@@ -75,11 +75,6 @@ class Hardware:
         """Operations per second in a dtype; in one that is not known, those of the widest that is."""
         return self.flops.get(dtype) or self.flops.get("f32") or min(self.flops.values())
 
-    def with_link(self, bandwidth: float, latency: float | None = None, **more: float) -> Hardware:
-        """The same machine, with all ranks at one kind of link; ``more`` are fields of :class:`Link`."""
-        link = Link(bandwidth, self.between.latency if latency is None else latency, **more)
-        return replace(self, inside=link, between=link)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file that :func:`hardware` reads."""
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")

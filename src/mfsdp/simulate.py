@@ -42,12 +42,6 @@ class Span:
     why: str = ""
     """What would have to change for it to be shorter: ``"bandwidth"``, ``"latency"``, ``"compute"`` (too little of it
     between launch and wait) or ``"memory limit"``; of a kernel, what decides its time."""
-    launched: float = 0.0
-    """Of a collective: when compute gave it away."""
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.start
 
 
 @dataclass
@@ -195,4 +189,4 @@ def _why(moving: _Moving | None, limited: bool) -> str:
 def _span(moving: _Moving) -> Span:
     r = role(moving.node)
     assert r is not None
-    return Span(moving.node, r.lane, moving.start, moving.end, launched=moving.launched)
+    return Span(moving.node, r.lane, moving.start, moving.end)

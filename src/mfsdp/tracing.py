@@ -73,7 +73,7 @@ def trace(
             raise ValueError(f"trace: {unwanted}= is not needed: give world= or mesh_shape=")
     mesh = local_mesh("cpu", mesh_shape or (world,))
     if "ignored_params" in sharding:
-        sharding["ignored_params"] = [plan.twins[id(p)] for p in sharding["ignored_params"] or ()]
+        sharding["ignored_params"] = [plan.twins.get(id(p), p) for p in sharding["ignored_params"] or ()]
     for module, call in plan.calls or [(meta, sharding)]:
         ignored = [p for p in module.parameters() if getattr(p, "_mfsdp_ignored", False)]
         fully_shard(module, mesh=mesh, device="meta", **{"ignored_params": ignored, **call})
