@@ -19,7 +19,7 @@ from typing import Any
 from jinja2 import Environment
 
 from .cost import size
-from .facts import WHY, Facts, Line, View
+from .facts import WHY, Facts, Line, View, seconds
 from .layout import Layout
 from .units import Unit
 
@@ -161,7 +161,7 @@ def _memory(report: Facts) -> Iterator[tuple[float, int]]:
 
 
 def _time(x: float) -> str:
-    return f"{x:.2f} s" if x >= 1 else f"{x * 1e3:.2f} ms" if x >= 1e-3 else f"{x * 1e6:.2f} us"
+    return seconds(x).strip()
 
 
 def _count(x: float, what: str) -> str:
