@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 import time
 import warnings
 from typing import Any
@@ -95,6 +97,41 @@ def ranged() -> set[str]:
 def test_other_profilers_see_units(two_ranks):
     for names in two_ranks.run(ranged):
         assert {"MLP forward", "MLP backward", "all_gather up", "all_gather (root)", "reduce_scatter up"} <= names
+
+
+def recorded(lowering: str, strategy: str) -> list[tuple[str, str, str, int]]:
+    """Of every collective of a step that torch's FlightRecorder kept: its own name for it, elements, our two frames."""
+    model = mfsdp.fully_shard(GPT(width=64, layers=2), units=[Block], strategy=strategy)
+    run = compiled(model, lowering)
+    for _ in range(2):
+        before = torch._C._distributed_c10d._dump_fr_trace()
+        run(torch.randint(31, (4, 8))).float().square().mean().backward()
+        torch.optim.SGD(model.parameters()).step()
+    known = {e["record_id"] for e in pickle.loads(before)["entries"]}
+    found = []
+    for entry in pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"]:
+        names = [f["name"] for f in entry["frames"]]
+        at = [i for i, name in enumerate(names) if name in ("GPT forward", "GPT backward")]
+        if at and entry["record_id"] not in known:
+            operation = next(x for x in reversed(names[: at[0]]) if x.startswith(("all_", "re")))
+            numel = math.prod(entry["input_sizes"][0])
+            found.append((entry["profiling_name"].removeprefix("gloo:"), names[at[0]], operation, numel))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_flight_recorder_sees_units(monkeypatch, two_fresh_ranks, lowering):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1000")
+    units = ["(root)", "blocks.0", "blocks.1"]
+    for kept in two_fresh_ranks.run(recorded, lowering, "optim_grads_params"):
+        assert [k[:3] for k in kept] == [
+            *(("all_gather", "GPT forward", f"all_gather {u}") for u in units),
+            *(("all_gather", "GPT backward", f"all_gather {u}") for u in (units[0], units[2], units[1])),
+        ]
+        assert len({k[2:] for k in kept}) == 3, "a name goes with one size"
+    for kept in two_fresh_ranks.run(recorded, lowering, "no_shard"):
+        assert [k[:3] for k in kept] == [("all_reduce", "GPT backward", f"all_reduce {u}") for u in reversed(units)]
 
 
 def test_gaps_between_operations_are_shared_by_weight():

@@ -48,6 +48,16 @@ class Outline:
     phase: str
     lines: tuple[Outlined, ...]
 
+    @property
+    def name(self) -> str:
+        """What stacks and other profilers call it: ``GPT forward``."""
+        return f"{self.model} {self.phase}"
+
+    @property
+    def operations(self) -> list[str]:
+        """Names of what sharding does, in order, with the unit's path: ``all_gather layers.3``."""
+        return [f"{x.operation} {x.unit}" for x in self.lines if x.operation]
+
 
 def outline(program: Program) -> Outline:
     """The outline of a program that is about to be lowered."""
@@ -155,7 +165,7 @@ class profile(AbstractContextManager["profile"]):
         finally:
             ran.ended = _now()
 
-    def operation(self, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def operation(self, name: str, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """One of its operations runs (called by `runtime`)."""
         ran = self._logs[-1][-1] if self._logs[-1] and self._logs[-1][-1].ended is None else None
         if ran is None:
@@ -251,7 +261,6 @@ class ranges(AbstractContextManager["ranges"]):
     """
 
     def __init__(self) -> None:
-        self._names: list[Iterator[str]] = []
         self._observing: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> ranges:
@@ -267,17 +276,11 @@ class ranges(AbstractContextManager["ranges"]):
 
     def program(self, outline: Outline, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         """A program runs (called by `runtime`)."""
-        names = (f"{x.operation} {x.unit}" for x in outline.lines if x.operation)
-        self._names.append(names)
-        try:
-            with _range(f"{outline.model} {outline.phase}"):
-                return run(args)
-        finally:
-            self._names.remove(names)
+        with _range(outline.name):
+            return run(args)
 
-    def operation(self, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def operation(self, name: str, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """One of its operations runs (called by `runtime`)."""
-        name = next(self._names[-1], kernel.__name__) if self._names else kernel.__name__
         with _range(name):
             return kernel(*args)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -586,7 +587,7 @@ class Observer(Protocol):
 
     def program(self, outline: Any, run: Callable[[list[Any]], Any], args: list[Any]) -> Any: ...
 
-    def operation(self, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any: ...
+    def operation(self, name: str, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any: ...
 
 
 _observer: Observer | None = None
@@ -609,27 +610,73 @@ def observed(observer: Observer) -> Iterator[None]:
         _observer = None
 
 
-def marked(outline: Any, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A compiled program that says when it runs. It takes its arguments as one list and may empty that, as functions
-    of AOTAutograd do.
+class Outline(Protocol):
+    """What is known of a compiled program (`mfsdp.profile`)."""
+
+    @property
+    def name(self) -> str:
+        """The model and the phase."""
+
+    @property
+    def operations(self) -> Sequence[str]:
+        """Names of its operations in their order, with the unit's: ``all_gather layers.3``."""
+
+
+def marked(outline: Outline, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A compiled program that says when it runs, and what each of its operations is called. It takes its arguments as
+    one list and may empty that, as functions of AOTAutograd do.
     """
+    named = partial(_frame(outline.name), run)
+    frames = tuple(_frame(name) for name in outline.operations)
 
     def program(args: list[Any]) -> Any:
-        return run(args) if _observer is None else _observer.program(outline, run, args)
+        _running.programs.append(iter(frames))
+        try:
+            return named(args) if _observer is None else _observer.program(outline, named, args)
+        finally:
+            _running.programs.pop()
 
     program._boxed_call = True  # type: ignore[attr-defined]
     return program
 
 
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.programs: list[Iterator[Callable[..., Any]]] = []
+        """The programs that this thread is in, each with the frames of the operations still to come."""
+
+
+_running = _Running()
+
+
+@functools.cache
+def _frame(name: str) -> Callable[..., Any]:
+    """Calls what it is given in a frame of that name, for whoever looks at stacks: tracebacks, py-spy, and torch's
+    FlightRecorder, whose entries have no other room for a unit.
+    """
+
+    def frame(kernel: Callable[..., Any], *args: Any) -> Any:
+        return kernel(*args)
+
+    frame.__name__ = name
+    frame.__code__ = frame.__code__.replace(co_name=name, co_qualname=name)
+    return frame
+
+
 def _shown(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    nameless = _frame(kernel.__name__)
+
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
-        return kernel(*args) if _observer is None else _observer.operation(kernel, args)
+        frame = next(_running.programs[-1], nameless) if _running.programs else nameless
+        if _observer is None:
+            return frame(kernel, *args)
+        return _observer.operation(frame.__name__, partial(frame, kernel), args)
 
     return run
 
 
-for _kernel in (
-    param, param_grad, refresh, all_gather, wait, free, bucket, pack, mm, hold, reduce_scatter, all_reduce, accumulate,
-):  # fmt: skip
-    LIBRARY.impl(_kernel.__name__, _shown(_kernel), "CompositeExplicitAutograd")
+for _kernel in (param, param_grad, free):
+    LIBRARY.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")
+for _operation in (refresh, all_gather, wait, bucket, pack, mm, hold, reduce_scatter, all_reduce, accumulate):
+    LIBRARY.impl(_operation.__name__, _shown(_operation), "CompositeExplicitAutograd")
