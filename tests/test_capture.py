@@ -77,6 +77,17 @@ def test_gradients_are_packed_in_registration_order():
             assert node.args[2] == sorted(node.args[2])
 
 
+def test_constants_made_where_the_input_is():
+    class Constants(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x)
+            empty, half = torch.tensor([], device=h.device), torch.tensor(0.5, device=h.device)
+            return torch.cat([empty, h.flatten()]) * half + torch.as_tensor([1.0], device=h.device)
+
+    programs = mfsdp.trace(Constants(8, 8), (torch.ones(2, 8),))
+    assert {"cat", "mul", "add"} <= {n.name for n in programs.forward.nodes} and programs.backward is not None
+
+
 def test_inference_has_no_backward():
     (only,) = mfsdp.trace(GPT(), (CASES["gpt"].batch(),), world=4, units=[Block], train=False)
     assert only.phase == "inference"

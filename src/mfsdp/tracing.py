@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import fake_tensor_tls
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
@@ -102,11 +103,24 @@ def trace(
 
     meta_args, meta_kwargs = pytree.tree_map(to_meta, (args, dict(kwargs or {})))
     try:
-        with torch.set_grad_enabled(train), suppress(_Traced):
+        with torch.set_grad_enabled(train), _constants_on_meta(), suppress(_Traced):
             torch.compile(meta, backend=backend, fullgraph=True, dynamic=False)(*meta_args, **meta_kwargs)
     finally:
         found.clear()
     return out
+
+
+@contextmanager
+def _constants_on_meta() -> Iterator[None]:
+    """Lets a model make constants where its input is: ``torch.tensor(0.5, device=x.device)`` on the meta device is no
+    fake tensor, and fake tensors do not mix with others unless told to. Private in torch; tried on 2.11 to 2.13.
+    """
+    before = fake_tensor_tls.allow_non_fake_inputs_override
+    fake_tensor_tls.allow_non_fake_inputs_override = True
+    try:
+        yield
+    finally:
+        fake_tensor_tls.allow_non_fake_inputs_override = before
 
 
 class _Traced(Exception):
