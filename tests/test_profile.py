@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import time
+import traceback
 import warnings
 from typing import Any
 
@@ -99,39 +99,54 @@ def test_other_profilers_see_units(two_ranks):
         assert {"MLP forward", "MLP backward", "all_gather up", "all_gather (root)", "reduce_scatter up"} <= names
 
 
-def recorded(lowering: str, strategy: str) -> list[tuple[str, str, str, int]]:
-    """Of every collective of a step that torch's FlightRecorder kept: its own name for it, elements, our two frames."""
-    model = mfsdp.fully_shard(GPT(width=64, layers=2), units=[Block], strategy=strategy)
+def in_stacks(lowering: str) -> list[tuple[str, ...]]:
+    """Our frames above every exchange of messages in a step, innermost first."""
+    model = mfsdp.fully_shard(GPT(width=64, layers=2), units=[Block])
+    run = compiled(model, lowering)
+    run(torch.randint(31, (4, 8))).float().square().mean().backward()
+    found, launch = [], dist.batch_isend_irecv
+
+    def looked(operations: list[Any]) -> Any:
+        names = (f.name for f in reversed(traceback.extract_stack()))
+        found.append(tuple(x for x in names if x.split()[0] in ("all_gather", "reduce_scatter", "GPT") and " " in x))
+        return launch(operations)
+
+    dist.batch_isend_irecv = looked
+    try:
+        run(torch.randint(31, (4, 8))).float().square().mean().backward()
+    finally:
+        dist.batch_isend_irecv = launch
+    return found
+
+
+def recorded(lowering: str) -> list[tuple[str, str, str]]:
+    """Of every all-reduce of a step that torch's FlightRecorder kept: its own name for it, and our two frames."""
+    model = mfsdp.fully_shard(GPT(width=64, layers=2), units=[Block], strategy="no_shard")
     run = compiled(model, lowering)
     for _ in range(2):
         before = torch._C._distributed_c10d._dump_fr_trace()
         run(torch.randint(31, (4, 8))).float().square().mean().backward()
-        torch.optim.SGD(model.parameters()).step()
     known = {e["record_id"] for e in pickle.loads(before)["entries"]}
     found = []
     for entry in pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"]:
         names = [f["name"] for f in entry["frames"]]
-        at = [i for i, name in enumerate(names) if name in ("GPT forward", "GPT backward")]
-        if at and entry["record_id"] not in known:
-            operation = next(x for x in reversed(names[: at[0]]) if x.startswith(("all_", "re")))
-            numel = math.prod(entry["input_sizes"][0])
-            found.append((entry["profiling_name"].removeprefix("gloo:"), names[at[0]], operation, numel))
+        if "GPT backward" in names and entry["record_id"] not in known:
+            ours = next(x for x in names if x.startswith("all_reduce "))
+            found.append((entry["profiling_name"], ours, "GPT backward"))
     return found
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_flight_recorder_sees_units(monkeypatch, two_fresh_ranks, lowering):
+def test_stacks_and_the_flight_recorder_see_units(monkeypatch, two_fresh_ranks, lowering):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1000")
     units = ["(root)", "blocks.0", "blocks.1"]
-    for kept in two_fresh_ranks.run(recorded, lowering, "optim_grads_params"):
-        assert [k[:3] for k in kept] == [
-            *(("all_gather", "GPT forward", f"all_gather {u}") for u in units),
-            *(("all_gather", "GPT backward", f"all_gather {u}") for u in (units[0], units[2], units[1])),
-        ]
-        assert len({k[2:] for k in kept}) == 3, "a name goes with one size"
-    for kept in two_fresh_ranks.run(recorded, lowering, "no_shard"):
-        assert [k[:3] for k in kept] == [("all_reduce", "GPT backward", f"all_reduce {u}") for u in reversed(units)]
+    for seen in two_fresh_ranks.run(in_stacks, lowering):
+        forward, backward = ([x[0] for x in seen if x[1] == f"GPT {phase}"] for phase in ("forward", "backward"))
+        assert forward == [f"all_gather {u}" for u in units]
+        assert sorted(backward) == sorted(f"{x} {u}" for x in ("all_gather", "reduce_scatter") for u in units)
+    for kept in two_fresh_ranks.run(recorded, lowering):
+        assert kept == [("gloo:all_reduce", f"all_reduce {u}", "GPT backward") for u in reversed(units)]
 
 
 def test_gaps_between_operations_are_shared_by_weight():

@@ -220,7 +220,7 @@ class ShardedDTensor(DTensor):
             gathered[: mine.numel()] = mine.reshape(-1)
         for group in s.groups:
             mine, gathered = gathered, gathered.new_empty(gathered.numel() * group.size())
-            runtime.gather_flat(gathered, mine, group=group)
+            runtime.gather_flat(gathered, mine, group=group)()
             del mine  # not beside the whole
         if all((p.param_offset, p.numel) == (rank * length, length) for rank, p in enumerate(parts)):
             return gathered.view(s.shape)

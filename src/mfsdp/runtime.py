@@ -212,21 +212,22 @@ def measured_link(device: torch.device, nbytes: int = 2**22, rounds: int = 8) ->
     seconds of a hop, seconds per byte that it takes from computation (on the CPU), and what a gather that finds its
     group idle takes longer, as a part. The same on all ranks, which must call it together.
     """
-    ranks = world()
+    ranks, everybody = world(), process_group(default_group())
     shard = torch.zeros(nbytes // ranks, dtype=torch.uint8, device=device)
     full = shard.new_empty(shard.numel() * ranks)
 
     def timed(count: int, part: torch.Tensor, whole: torch.Tensor, queued: bool) -> tuple[float, float]:
         dist.barrier()
         begun, burnt = time.perf_counter(), time.process_time()
-        works = []
+        ends = []
         for _ in range(count):
-            work = gather_flat(whole, part, async_op=True)
-            works.append(work)
-            if not queued:
-                work.wait()  # type: ignore[union-attr]
-        for work in works:
-            work.wait()  # type: ignore[union-attr]
+            end = gather_flat(whole, part, group=everybody)
+            if queued:
+                ends.append(end)
+            else:
+                end()
+        for end in ends:
+            end()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         return (time.perf_counter() - begun) / count, (time.process_time() - burnt) / count
@@ -238,13 +239,50 @@ def measured_link(device: torch.device, nbytes: int = 2**22, rounds: int = 8) ->
     sent = shard.numel() * (ranks - 1)
     cpu = min(burnt / sent, 0.9 * queued / sent) if device.type == "cpu" else 0.0
     numbers = torch.tensor([sent / queued, small / (ranks - 1), cpu, max(0.0, alone / queued - 1)], dtype=torch.float64)
-    rate, hop, taken, restart = broadcast(numbers.to(device), process_group(default_group())).tolist()
+    rate, hop, taken, restart = broadcast(numbers.to(device), everybody).tolist()
     return rate, hop, taken, restart
 
 
 # Named *_single from torch 2.13 on, where the old names warn; tried on 2.11 to 2.13.
-gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_flat(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
+    """Launches the all-gather of every rank's ``part``, [n], into ``out``, [ranks * n]. Returns what has to be called
+    before ``out`` may be read. On gloo, whose own gathers into memory of its own and copies, ranks send to each other.
+    """
+    if not _on_gloo(group, out):
+        return _all_gather(out, part, group=group, async_op=True).wait  # type: ignore[no-any-return, union-attr]
+    parts = dict(enumerate(out.view(group.size(), part.numel())))
+    parts.pop(group.rank()).copy_(part)
+    return _swap(parts, dict.fromkeys(parts, part), group)
+
+
+def _on_gloo(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and "cpu:gloo" in dist.get_backend_config(group)
+
+
+TAG = 0x6D66
+"""Of our messages, so that they do not meet a user's own (pipeline stages)."""
+
+
+def _swap(
+    here: dict[int, torch.Tensor], there: dict[int, torch.Tensor], group: dist.ProcessGroup
+) -> Callable[[], None]:
+    """Launches messages: what ranks of the group send arrives in ``here``, and ``there`` goes to them. Returns what has
+    to be called before either may be touched.
+    """
+    receives = [dist.P2POp(dist.irecv, t, group=group, group_peer=r, tag=TAG) for r, t in here.items()]
+    sends = [dist.P2POp(dist.isend, t, group=group, group_peer=r, tag=TAG) for r, t in there.items()]
+    works = dist.batch_isend_irecv([*receives, *sends]) if receives else []
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+
+    return finish
+
 
 _slots: dict[tuple[torch.device, str], torch.UntypedStorage] = {}
 """Static buffers by device and name; they stay from step to step, and programs share them."""
@@ -318,7 +356,7 @@ def _gathered(
     """Launches all-gathers into ``full``; what has to be called before it may be read."""
     over = process_group(group)
     parts = _segments(splits, ranks, full, shard)
-    return [gather_flat(out, part, group=over, async_op=True).wait for out, part in parts]
+    return [gather_flat(out, part, group=over) for out, part in parts]
 
 
 def all_gather(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
@@ -372,17 +410,15 @@ def reduce_scatter(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
         _launched(gshard, [])
         return gshard
     group, ranks = process_group(s.groups[lane]), s.outer if lane >= 2 else s.world
-    gloo = dist.get_backend(group) == "gloo" and gfull.is_cpu
     launch: Callable[..., Callable[[], Any]] = _scatter
-    if gloo or s.precision.sum is not s.precision.grad_comm:
+    if _on_gloo(group, gfull) or s.precision.sum is not s.precision.grad_comm:
         launch = partial(_exchange, dtype=s.precision.sum)
     _launched(gshard, [launch(out, part, group) for part, out in _segments(s.cut(lane), ranks, gfull, gshard)])
     return gshard
 
 
 def _scatter(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
-    work = scatter_flat(out, part, group=group, async_op=True)
-    return work.wait  # type: ignore[no-any-return, union-attr]
+    return _reduce_scatter(out, part, group=group, async_op=True).wait  # type: ignore[no-any-return, union-attr]
 
 
 def _exchange(
@@ -398,14 +434,10 @@ def _exchange(
     in_place = out.dtype is part.dtype is dtype
     rooms = [torch.empty_like(out, dtype=part.dtype) for _ in (others[1:] if in_place else others)]
     room = dict(zip(others, [out, *rooms] if in_place else rooms, strict=True))
-    sends = [dist.P2POp(dist.isend, mine[r], group=group, group_peer=r) for r in others]
-    works = dist.batch_isend_irecv(
-        [*(dist.P2POp(dist.irecv, room[r], group=group, group_peer=r) for r in others), *sends]
-    )
+    arrived = _swap(room, {r: mine[r] for r in others}, group)
 
     def finish() -> None:
-        for work in works:
-            work.wait()
+        arrived()
         first, second, *more = [room.get(r, mine[me]) for r in range(world)]
         if in_place:
             total = torch.add(first, second, out=out)
