@@ -152,7 +152,7 @@ def test_operations_are_counted():
 
 @pytest.fixture(scope="module")
 def steps() -> list[bench_clock.Step]:
-    return bench_clock.compare(json.loads((ROOT / "examples/bench/results/clock.json").read_text()))
+    return bench_clock.compare(json.loads((ROOT / "examples/bench/results/results.json").read_text()))
 
 
 @pytest.mark.slow

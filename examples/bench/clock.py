@@ -20,7 +20,7 @@ from mfsdp.explain import Calibration
 from mfsdp.hardware import Hardware, Link
 
 sys.path.insert(0, str(Path(__file__).parent))
-from variants import fresh_gpt
+from variants import fresh_gpt, shard
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,7 @@ def compare(results: dict[str, Any]) -> list[Step]:
     a = results["arguments"]
     with torch.device("meta"):
         model: Any = fresh_gpt(int(a["layers"]), int(a["width"]))
-    for block in model.blocks:  # as in variants.py
-        mfsdp.fully_shard(block, device="meta", reshard_after_forward=block is not model.blocks[-1])
-    mfsdp.fully_shard(model, device="meta", reshard_after_forward=False)
+    shard(model, device="meta")
     ids = torch.zeros(int(a["batch"]), int(a["length"]), dtype=torch.long)
     rates = a["rates"].split(",")
     names = [name for name, row in results[rates[0]]["rows"].items() if name.startswith("mfsdp") and row.get("times")]

@@ -37,7 +37,7 @@ class Contender:
     model: Any
     parameters: list[nn.Parameter]
     averaged: bool = True
-    """Whether gradients are averaged over ranks: all losses of averaged contenders must agree."""
+    """Whether gradients are averaged over ranks, in float32: all losses of averaged contenders must agree."""
 
 
 def local(model: Any) -> Contender:
@@ -45,16 +45,24 @@ def local(model: Any) -> Contender:
     return Contender(torch.compile(model, dynamic=False), list(model.parameters()), averaged=False)
 
 
-def ours(**options: Any) -> Callable[[Any], Contender]:
+NARROW = mfsdp.MixedPrecisionPolicy(param_comm_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16)
+"""Half the bytes on the link; weights, compute and sums stay in float32."""
+
+
+def ours(policy: mfsdp.MixedPrecisionPolicy | None = None, **options: Any) -> Callable[[Any], Contender]:
     def make(model: Any) -> Contender:
-        for block in model.blocks:
-            mfsdp.fully_shard(block, reshard_after_forward=block is not model.blocks[-1])
-        mfsdp.fully_shard(model, reshard_after_forward=False)  # as FSDP2 does with the root by itself
-        return Contender(
-            torch.compile(model, backend="mfsdp", dynamic=False, options=options), list(model.parameters())
-        )
+        shard(model, policy)
+        compiled = torch.compile(model, backend="mfsdp", dynamic=False, options=options)
+        return Contender(compiled, list(model.parameters()), averaged=policy is None)
 
     return make
+
+
+def shard(model: Any, policy: mfsdp.MixedPrecisionPolicy | None = None, **more: Any) -> None:
+    """Backward needs the last block first; forward and backward need the root at both ends. As FSDP2 does by itself."""
+    for block in model.blocks:
+        mfsdp.fully_shard(block, mp_policy=policy, reshard_after_forward=block is not model.blocks[-1], **more)
+    mfsdp.fully_shard(model, mp_policy=policy, reshard_after_forward=False, **more)
 
 
 def fsdp2(compiled: str = "") -> Callable[[Any], Contender]:
@@ -150,6 +158,7 @@ def contenders(torchtitan: Path | None) -> dict[str, Callable[[Any], Contender]]
         "mfsdp, prefetch 0": ours(prefetch=0, reduce_lag=0),
         "mfsdp, prefetch 1": ours(prefetch=1, reduce_lag=1),
         "mfsdp, prefetch 2": ours(prefetch=2, reduce_lag=2),
+        "bf16 on the link": ours(NARROW, prefetch=1, reduce_lag=1),
         "FSDP2, eager": fsdp2(),
         "FSDP2, blocks compiled": fsdp2("blocks"),
         "FSDP2, whole compiled": fsdp2("whole"),
