@@ -32,6 +32,7 @@ LADDER = [
     {"dtensor"},
     {"passes", "check", "listing", "runtime"},
     {"clock"},
+    {"kernels"},
     {"cost"},
     {"program"},
     {"ops", "roles"},

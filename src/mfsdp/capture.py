@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import ops, runtime
 from .config import Precision
 from .layout import plan
-from .program import INPUT, Phase, Program
+from .program import INPUT, STORAGE, Phase, Program, storage_of
 from .roles import Kind, Role, mark, role
 from .state import FlatBuffer, UnitState
 from .units import Spec, Unit
@@ -113,7 +113,9 @@ class Capture:
         """Cuts the joint graph with the stock min-cut partitioner, told what must be gathered again (law 6)."""
         self.label(joint)
         recompute_parameters(joint)
-        return min_cut_rematerialization_partition(joint, inputs, **kwargs)  # type: ignore[no-any-return]
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        note_storages(forward, backward)
+        return forward, backward
 
     def program(self, gm: fx.GraphModule, phase: Phase) -> Program:
         """The program of a forward, backward or inference graph."""
@@ -181,6 +183,19 @@ def recompute_parameters(joint: fx.GraphModule) -> None:
     for node in tagged:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _LAST_REGION
+
+
+def note_storages(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Tells backward which of the values that forward saved share storage: three slices of one product, a value and a
+    view of it. They live and die together. Views of the caller's inputs cost nothing.
+    """
+    saved = {n.name: n for n in forward.graph.output_node().all_input_nodes}
+    numbers: dict[fx.Node, int] = {}
+    for node in backward.graph.find_nodes(op="placeholder"):
+        if node.name in saved:
+            owner = storage_of(saved[node.name])
+            number = numbers.setdefault(owner, len(numbers))
+            node.meta[STORAGE] = (number, None if INPUT in owner.meta else owner.meta.get("val"))
 
 
 def _readable(source: str, parameters: Sequence[str]) -> str:

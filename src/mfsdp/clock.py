@@ -1,28 +1,25 @@
 """What a program costs in time, line by line, on given hardware.
 
 Matrix products take their operations at the rate that the hardware reaches, or their bytes, whichever is longer. All
-other kernels take bytes. Neighbours of those fuse, as Inductor fuses them: a run of them, up to the next product,
-attention, collective or wait, is one kernel that reads what comes from outside of it once and writes what is read
-outside of it. Under ATen lowering each is a kernel of its own. Collectives: see :func:`mfsdp.hardware.transfer`.
+other kernels take bytes: what comes from outside of a kernel (:mod:`mfsdp.kernels`) is read once, what is read outside
+of it is written. Collectives: see :func:`mfsdp.hardware.transfer`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from . import ops
+from . import kernels, ops
 from .config import SHORT
-from .cost import is_line, nbytes, shape_of
+from .cost import escapes, nbytes
 from .hardware import Group, Hardware, Transfer, transfer
-from .program import Program, base_of, lane_of, view_of
+from .program import Program, base_of, lane_of
 from .roles import Kind, is_kind, role
 from .units import Spec
 
@@ -60,7 +57,7 @@ def times(
         compute: seconds that all kernels together have been measured to take; estimates share them.
     """
     out: dict[Node, Time] = {}
-    for run in _runs(program, fused):
+    for run in kernels.together(program, fused):
         inside, read = set(run), set[Node]()
         for node in run:
             out[node] = _time(program, node, inside, read, machine, first=node is run[0])
@@ -73,66 +70,6 @@ def times(
     if compute is not None and total > 0:
         out = {node: replace(time, seconds=time.seconds * compute / total) for node, time in out.items()}
     return out
-
-
-def total_flops(program: Program) -> int:
-    """Operations of all matrix products and attentions."""
-    return sum(flops(node) for node in program.nodes if is_line(node))
-
-
-def flops(node: Node) -> int:
-    """Operations of a matrix product, a convolution or an attention, by torch.utils.flop_counter's formulas; else 0."""
-    if node.target is ops.mm:
-        a, b = (_plain(x.meta["val"]) for x in node.args[4:6])  # type: ignore[union-attr]
-        return int(2 * a.numel() * b[-1])
-    packet = getattr(node.target, "overloadpacket", None)
-    formula: Any = _FORMULAS.get(packet) or flop_registry.get(packet)  # type: ignore[arg-type]
-    if formula is None:
-        return 0
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    args, kwargs, out = pytree.tree_map(_plain, (args, kwargs, node.meta.get("val")))
-    return int(formula(*args, **kwargs, out_val=out))
-
-
-def _plain(value: Any) -> Any:
-    """A tensor as its shape; hints for what is symbolic."""
-    if isinstance(value, torch.Tensor):
-        return shape_of(value)
-    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
-
-
-def _cpu_attention(q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_flop_count(q, k, v))
-
-
-def _cpu_attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, q, k, v))
-
-
-_FORMULAS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
-}
-"""Attention on CPU, which torch's table leaves out; programs are traced for it."""
-
-_ALONE = (ops.wait, ops.pack, ops.mm, ops.bucket, ops.hold, ops.accumulate, *ops.COLLECTIVES)
-
-
-def _runs(program: Program, fused: bool) -> Iterator[list[Node]]:
-    """Lines that are one kernel together; `free` is none."""
-    run: list[Node] = []
-    for node in program.nodes:
-        if not is_line(node) or node.target is ops.free:
-            continue
-        if fused and node.target not in _ALONE and not flops(node):
-            run.append(node)
-            continue
-        if run:
-            yield run
-            run = []
-        yield [node]
-    if run:
-        yield run
 
 
 def _time(program: Program, node: Node, inside: set[Node], read: set[Node], machine: Hardware, first: bool) -> Time:
@@ -148,19 +85,19 @@ def _time(program: Program, node: Node, inside: set[Node], read: set[Node], mach
     if node.target in ops.COLLECTIVES:
         return Time(0.0, transfer=_transfer(program, node, machine))
     moved = _bytes(node, inside, read) / (machine.bandwidth * machine.reached_bandwidth)
-    count = flops(node)
-    value = node.meta.get("val")
-    if node.target is ops.mm:
-        value = node.args[4].meta["val"]  # type: ignore[union-attr]
-    busy = count / (machine.peak(_short(value)) * machine.reached)
+    count = kernels.flops(node)
+    busy = count / (machine.peak(_short(node)) * machine.reached)
     launch = machine.kernel if first and moved + busy > 0 else 0.0
     seconds = max(moved, busy, launch)
     return Time(seconds, count, "launch" if seconds == launch else "compute" if busy >= moved else "memory")
 
 
-def _short(value: Any) -> str:
-    found = next((v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)), None)
-    return SHORT.get(found.dtype, "f8" if found.dtype.itemsize == 1 else "f32") if found is not None else "f32"
+def _short(node: Node) -> str:
+    """The dtype in which a product works: that of its narrowest operand, whatever adds up or scales."""
+    values = pytree.tree_leaves([a.meta.get("val") for a in node.all_input_nodes])
+    dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor) and v.dtype.is_floating_point]
+    dtype = min(dtypes, key=lambda d: d.itemsize, default=torch.float32)
+    return SHORT.get(dtype, "f8" if dtype.itemsize == 1 else "f32")
 
 
 def _bytes(node: Node, inside: set[Node], before: set[Node]) -> int:
@@ -181,7 +118,7 @@ def _bytes(node: Node, inside: set[Node], before: set[Node]) -> int:
     if node.target is ops.mm:
         read -= _size(node.args[0])  # type: ignore[arg-type]
         return read + _written(node)
-    return read + (_size(node) if _escapes(node, inside) else 0)
+    return read + (_size(node) if escapes(node, inside) else 0)
 
 
 def _written(node: Node) -> int:
@@ -192,18 +129,6 @@ def _written(node: Node) -> int:
 
 def _size(node: Node) -> int:
     return nbytes(node.meta.get("val"))
-
-
-def _escapes(node: Node, inside: set[Node]) -> bool:
-    """Whether somebody outside of the kernel reads the value."""
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            if view_of(user) is not None:
-                stack.append(user)
-            elif user not in inside:
-                return True
-    return False
 
 
 def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from .program import INPUT, Program, base_of, slot_of, view_of
+from .program import INPUT, STORAGE, Program, base_of, slot_of, view_of
 from .roles import Kind, is_kind
 
 
@@ -52,35 +52,113 @@ def is_line(node: Node) -> bool:
     return node.op == "call_function" and view_of(node) is None and hasattr(node.target, "_schema")
 
 
-def lines(program: Program) -> list[Line]:
-    """Every line with its bytes. Full buffers live until their `free`, everything else until its last reader."""
-    nodes = program.nodes
+def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
+    """Every line with its bytes. Full buffers live until their `free`, everything else until its last reader.
+
+    Args:
+        program: after any pass.
+        fused: runs of lines that are one kernel each. What is read only inside of one, or is cheap enough to be
+            computed again wherever it is read, has no memory; what a kernel writes takes the place of what it is the
+            last to read, if that is as large.
+    """
+    nodes, output = program.nodes, program.output
+    end = {node: run[-1] for run in fused for node in run}
+    held, shared = saved(program)
     last: dict[Node, Node] = {}
     for node in nodes:
         for arg in node.all_input_nodes:
-            last[base_of(arg)] = node
+            owner = base_of(arg)
+            last[shared.get(owner, owner)] = end.get(node, node)
+    again = _inlined(nodes, end)
+    for node in reversed(again):  # what they read has to be there when they are computed again
+        for arg in node.all_input_nodes:
+            owner = base_of(arg)
+            owner = shared.get(owner, owner)
+            last[owner] = max(last[owner], last[node])
+    live = sum(program.slots.values()) + sum(held.values())
+    allocated = {node: allocation(node) for node in nodes}
+    held = allocated | held
     frees: dict[Node, list[Node]] = {}
-    output = program.output
     for owner, reader in last.items():
         if is_kind(owner, Kind.FULL) and not any(is_kind(u, Kind.FREE) for u in owner.users):
             continue  # nobody frees it
         if reader is not output and owned(owner):
             frees.setdefault(reader, []).append(owner)
-    live = sum(program.slots.values())
-    live += sum(nbytes(n.meta.get("val")) for n in nodes if n.op == "placeholder" and owned(n))
+    for run in fused:
+        inside, given_up = set(run), frees.get(run[-1], [])
+        for node in run:
+            if node in again or (len(run) > 1 and node in last and not escapes(node, inside)):
+                held[node] = allocated[node] = 0
+                continue
+            for place in given_up:
+                if place not in inside and held[place] == held[node] > 0 and not is_kind(place, Kind.FULL):
+                    allocated[node] = 0
+                    given_up.remove(place)
+                    break
     out = []
     for node in nodes:
-        freed = sum(allocation(n) for n in frees.get(node, ()))
+        freed = sum(held[n] for n in frees.get(node, ()))
         if not is_line(node):
             live -= freed
             continue
-        allocated = allocation(node)
-        top = live + allocated
+        top = live + allocated[node]
         if node not in last and not is_kind(node, Kind.FULL):
-            freed += allocated  # nobody reads it
-        live += allocated - freed
-        out.append(Line(node, allocated - freed, live, top))
+            freed += held[node]  # nobody reads it
+        live += allocated[node] - freed
+        out.append(Line(node, allocated[node] - freed, live, top))
     return out
+
+
+READS = 4
+"""What a value that is computed several times may read: Inductor's ``realize_reads_threshold``."""
+
+
+def _inlined(nodes: Sequence[Node], fused: Mapping[Node, Any]) -> dict[Node, int]:
+    """Values that Inductor computes anew wherever they are read, and what they read: elementwise ones, read by nothing
+    but kernels that it writes itself. In program order.
+    """
+    out: dict[Node, int] = {}
+    for node in nodes:
+        if node not in fused or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+            continue
+        reads = sum(out.get(base_of(a), 1) for a in node.all_input_nodes)
+        users = _readers(node)
+        if users and reads <= READS and all(u in fused for u in users):
+            out[node] = reads
+    return out
+
+
+def _readers(node: Node) -> set[Node]:
+    """Who reads the value or a view of it."""
+    found, stack = set[Node](), [node]
+    while stack:
+        for user in stack.pop().users:
+            if view_of(user) is not None:
+                stack.append(user)
+            else:
+                found.add(user)
+    return found
+
+
+def saved(program: Program) -> tuple[dict[Node, int], dict[Node, Node]]:
+    """What forward has saved: bytes of every storage, by the first placeholder that has it, and that one for others."""
+    held: dict[Node, int] = {}
+    shared: dict[Node, Node] = {}
+    first: dict[int, Node] = {}
+    for node in program.nodes:
+        if node.op == "placeholder" and owned(node):
+            number, value = node.meta.get(STORAGE, (-len(held) - 1, node.meta.get("val")))
+            owner = first.setdefault(number, node)
+            if owner is node:
+                held[node] = nbytes(value)
+            else:
+                shared[node] = owner
+    return held, shared
+
+
+def escapes(node: Node, inside: set[Node]) -> bool:
+    """Whether somebody outside of a kernel reads the value."""
+    return not _readers(node) <= inside
 
 
 def allocation(node: Node) -> int:

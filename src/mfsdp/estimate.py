@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import clock, cost, listing
+from . import clock, cost, kernels, listing
 from .config import Options
 from .cost import size
 from .facts import Facts, Line, View
@@ -53,11 +53,12 @@ def estimate(
         mesh_shape: of a two-level mesh.
     """
     batch = sum(t.numel() * t.element_size() for t in inputs)
-    account = ledger(programs, buffers, inputs=batch, other=other, plain=plain, optimizer=optimizer)
+    fused = options.lowering == "inductor"
+    account = ledger(programs, buffers, inputs=batch, other=other, plain=plain, optimizer=optimizer, fused=fused)
     now, compute, views = 0.0, 0.0, []
     for program, done in zip(programs, stages, strict=True):
         known = profile.given(program) if profile is not None else {}
-        times = clock.times(program, machine, fused=options.lowering == "inductor", **known)
+        times = clock.times(program, machine, fused=fused, **known)
         compute += sum(t.seconds for t in times.values())
         lines = _lines(program, simulate(program, times), times, account, now, bool(done and done[-1].listing))
         views.append(View(program.phase, tuple(done), lines, program.units))
@@ -77,7 +78,7 @@ def estimate(
         compute=compute + seconds,
         tokens=ids.numel() if ids is not None else 0,
         flops=(3 if any(p.phase == "backward" for p in programs) else 1)
-        * sum(clock.total_flops(p) for p in programs if p.phase != "backward"),
+        * sum(kernels.total_flops(p) for p in programs if p.phase != "backward"),
         measured=profile is not None,
         error=HONESTY,
     )

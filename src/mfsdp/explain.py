@@ -58,7 +58,7 @@ class _Question:
     @property
     def traced(self) -> tuple[Any, ...]:
         """What a new trace is needed for; combinations share the objects that do not vary."""
-        return self.world, self.mesh_shape, tuple((k, id(v)) for k, v in self.sharding.items())
+        return self.world, self.mesh_shape, self.options.lowering, tuple((k, id(v)) for k, v in self.sharding.items())
 
 
 def explain(
@@ -109,7 +109,10 @@ def explain(
     reports = []
     for q in questions:
         if q.traced not in traces:
-            traces[q.traced] = trace(model, args, kwargs, world=q.world or 1, mesh_shape=q.mesh_shape, **q.sharding)
+            traces[q.traced] = trace(
+                model, args, kwargs, world=q.world or 1, mesh_shape=q.mesh_shape, lowering=q.options.lowering,
+                **q.sharding,
+            )  # fmt: skip
         reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), optimizer, profile))
     if varied:
         return Comparison(varied, [_values(q, varied) for q in questions], reports)

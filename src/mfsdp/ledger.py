@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from . import ops
-from .cost import lines, nbytes, owned, size
+from . import kernels, ops
+from .cost import lines, saved, size
 from .program import Program
 from .roles import role
 from .state import FlatBuffer
@@ -65,6 +65,7 @@ def ledger(
     other: int,
     plain: int = 0,
     optimizer: str,
+    fused: bool = False,
 ) -> Ledger:
     """Fills in the ledger.
 
@@ -75,6 +76,7 @@ def ledger(
         other: bytes of what is not sharded: buffers, ignored parameters.
         plain: how many of them are parameters that train.
         optimizer: a name in :data:`OPTIMIZER_STATES`.
+        fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
 
     Raises:
         ValueError: there is no such optimizer.
@@ -99,7 +101,8 @@ def ledger(
     for p in programs:
         pooled = sum(p.slots.values())
         live[p.phase], after[p.phase] = {}, {}
-        for row in lines(p):
+        runs = [run for run in kernels.together(p, True) if kernels.fuses(run[0])] if fused else []
+        for row in lines(p, runs):
             if row.node.target is ops.accumulate and (r := role(row.node)) is not None:
                 unit = p.unit(r.unit)
                 accumulated[unit.name] = unit.layout.shard_numel * unit.spec.precision.grad.itemsize
@@ -124,11 +127,11 @@ def ledger(
         phase, line = "optimizer", ""
     else:
         program, node, used, grown = where
-        saved = _saved(program, node) if program.phase == "backward" else 0
+        back = _saved(program, node) if program.phase == "backward" else 0
         entries += [
             Entry("gradients", grown, f"accumulated by then, of {size(gradients)}"),
-            Entry("activations saved by forward", saved, "still there"),
-            Entry("temporaries", used - saved, "what the lines around the peak hold"),
+            Entry("activations saved by forward", back, "still there"),
+            Entry("temporaries", used - back, "what the lines around the peak hold"),
         ]
         phase, line = program.phase, node.name
     padding = sum(b.layout.pad // b.layout.world * b.main.itemsize for b in buffers) * (1 + states)
@@ -145,5 +148,8 @@ def _names(slots: dict[str, int], family: str) -> str:
 
 def _saved(program: Program, at: Node) -> int:
     """Bytes of forward's activations that backward has not let go of before a line."""
-    saved = [n for n in program.nodes if n.op == "placeholder" and owned(n)]
-    return sum(nbytes(n.meta.get("val")) for n in saved if not max(program.readers(n), default=n) < at)
+    held, shared = saved(program)
+    last = {node: max(program.readers(node), default=node) for node in [*held, *shared]}
+    for node, owner in shared.items():
+        last[owner] = max(last[owner], last[node])
+    return sum(n for node, n in held.items() if not last[node] < at)

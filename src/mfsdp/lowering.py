@@ -10,6 +10,7 @@ order: the oracle that other lowerings are compared with, and bitwise what eager
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch._functorch.config as functorch_config
@@ -36,7 +37,13 @@ INDUCTOR = {
 }
 
 
-def inductor(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform: Transform) -> Callable[..., Any]:
+def inductor(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    capture: Capture,
+    transform: Transform,
+    compile: Callable[..., Any] = compile_fx_inner,
+) -> Callable[..., Any]:
     """Compiles with Inductor. Private in torch (``compile_fx``); tried on 2.11 to 2.13."""
 
     def inner(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
@@ -45,7 +52,7 @@ def inductor(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transf
         )
         finish = transform(graph, phase)
         strip(graph)
-        compiled = compile_fx_inner(graph, example, **kwargs)
+        compiled = compile(graph, example, **kwargs)
         return compiled if finish is None else finish(compiled, str(getattr(compiled, "source_code", "")))
 
     # AOTAutograd's own cache would hand back graphs that the passes have not seen; Inductor's cache, whose key holds
@@ -81,7 +88,17 @@ def eager(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform
         )(gm, inputs)
 
 
-LOWERINGS = {"inductor": inductor, "eager": eager}
+def _nothing(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
+    return boxed_nop(graph, list(example))
+
+
+LOWERINGS: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": inductor, "eager": eager}
+
+CAPTURES: dict[str, Callable[..., Callable[..., Any]]] = {
+    "inductor": partial(inductor, compile=_nothing),
+    "eager": eager,
+}
+"""The same graphs, compiled to nothing."""
 
 
 def strip(graph: fx.GraphModule) -> None:

@@ -205,8 +205,8 @@ class profile(AbstractContextManager["profile"]):
         return sum(x.seconds for x in self.lines if x.line.operation == "wait")
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What :func:`mfsdp.clock.times` takes: measured lines, or, if the program has others (Inductor's
-        decompositions), what all of them take together.
+        """What :func:`mfsdp.clock.times` takes: measured lines, or, if the program has others (those of another
+        lowering), what all of them take together.
         """
         mine = [x for x in self.lines if x.phase == program.phase]
         kernels = {x.line.name: x.seconds for x in mine if x.line.operation not in _ELSEWHERE}

@@ -18,6 +18,10 @@ from . import ops
 from .roles import Kind, Role, is_kind, mark, role
 from .units import Unit
 
+STORAGE = "mfsdp_storage"
+"""``node.meta`` key of what forward saved: (number, fake tensor) of the storage, which several of them may share;
+``None`` for the tensor if it is the caller's."""
+
 Phase = Literal["forward", "backward", "inference"]
 
 INPUT = "mfsdp_input"
@@ -215,5 +219,12 @@ def lane_of(node: Node) -> int:
 def base_of(node: Node) -> Node:
     """The node that owns the storage."""
     while (parent := view_of(node)) is not None:
+        node = parent
+    return node
+
+
+def storage_of(node: Node) -> Node:
+    """Like :func:`base_of`, but the elements of a multiple output are apart."""
+    while getattr(node.target, "__name__", "") != "getitem" and (parent := view_of(node)) is not None:
         node = parent
     return node

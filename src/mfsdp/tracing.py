@@ -15,9 +15,9 @@ from torch._subclasses.fake_tensor import fake_tensor_tls
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from . import lowering
 from .capture import Capture, sources
 from .dtensor import local_mesh
+from .lowering import CAPTURES
 from .program import Phase, Program
 from .shard import FSDPModule, blueprint, fully_shard, own_code
 
@@ -46,6 +46,7 @@ def trace(
     mesh_shape: tuple[int, int] | None = None,
     train: bool = True,
     name: str | None = None,
+    lowering: str = "eager",
     **sharding: Any,
 ) -> Programs:
     """The forward and backward programs of a model as ``world`` ranks would run them, before any pass.
@@ -58,12 +59,15 @@ def trace(
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
         train: ``False`` traces under ``torch.no_grad()``: one inference program.
         name: what listings call the programs; default: the class of the model.
+        lowering: for which: ``"eager"`` has operators as autograd wrote them, ``"inductor"`` Inductor's decompositions.
         **sharding: arguments of :func:`mfsdp.fully_shard` (``units``, ``mp_policy``, ...).
 
     Raises:
         ValueError: bad arguments, or some of fully_shard's for a model that is sharded already.
         RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
     """
+    if lowering not in CAPTURES:
+        raise ValueError(f"trace: lowering={lowering!r}: choose one of {', '.join(CAPTURES)}")
     model = getattr(model, "_orig_mod", model)
     plan = blueprint(model)
     meta = plan.model
@@ -95,7 +99,7 @@ def trace(
             found[0].all.append(program)
 
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            lowering.eager(gm, fakes, capture, keep)
+            CAPTURES[lowering](gm, fakes, capture, keep)
         return _stop
 
     def to_meta(x: Any) -> Any:

@@ -1,0 +1,92 @@
+"""Which lines of a program are one kernel, and how many operations it does.
+
+Under ATen lowering each line is a kernel of its own. Inductor fuses neighbours: a run of lines, up to the next product,
+attention, collective or wait, counts as one kernel, which reads what comes from outside of it and writes what is read
+outside of it; what is read only inside never has memory. That is coarser than Inductor, which fuses by shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from . import ops
+from .cost import is_line, shape_of
+from .program import Program
+
+aten = torch.ops.aten
+
+_ALONE = (ops.wait, ops.pack, ops.mm, ops.bucket, ops.hold, ops.accumulate, *ops.COLLECTIVES)
+
+
+def together(program: Program, fused: bool) -> Iterator[list[Node]]:
+    """Lines that are one kernel together, in order; `free` is none.
+
+    Args:
+        program: after any pass.
+        fused: whether neighbours fuse (Inductor) or not (ATen).
+    """
+    run: list[Node] = []
+    for node in program.nodes:
+        if not is_line(node) or node.target is ops.free:
+            continue
+        if fused and fuses(node):
+            run.append(node)
+            continue
+        if run:
+            yield run
+            run = []
+        yield [node]
+    if run:
+        yield run
+
+
+def fuses(node: Node) -> bool:
+    """Whether Inductor writes the kernel, and may write it together with its neighbours."""
+    return node.target not in _ALONE and not flops(node)
+
+
+def total_flops(program: Program) -> int:
+    """Operations of all matrix products and attentions."""
+    return sum(flops(node) for node in program.nodes if is_line(node))
+
+
+def flops(node: Node) -> int:
+    """Operations of a matrix product, a convolution or an attention, by torch.utils.flop_counter's formulas; else 0."""
+    if node.target is ops.mm:
+        a, b = (_plain(x.meta["val"]) for x in node.args[4:6])  # type: ignore[union-attr]
+        return int(2 * a.numel() * b[-1])
+    packet = getattr(node.target, "overloadpacket", None)
+    formula: Any = _FORMULAS.get(packet) or flop_registry.get(packet)  # type: ignore[arg-type]
+    if formula is None:
+        return 0
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs, out = pytree.tree_map(_plain, (args, kwargs, node.meta.get("val")))
+    return int(formula(*args, **kwargs, out_val=out))
+
+
+def _plain(value: Any) -> Any:
+    """A tensor as its shape; hints for what is symbolic."""
+    if isinstance(value, torch.Tensor):
+        return shape_of(value)
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+
+
+def _cpu_attention(q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return int(sdpa_flop_count(q, k, v))
+
+
+def _cpu_attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, q, k, v))
+
+
+_FORMULAS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+}
+"""Attention on CPU, which torch's table leaves out; programs are traced for it."""
