@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 from functools import cache
 from typing import Any
@@ -367,3 +368,18 @@ def uneven_shapes() -> bool:
 @pytest.mark.dist
 def test_ranks_may_compile_different_shapes(two_ranks):
     assert two_ranks.run(uneven_shapes) == [True, True]
+
+
+def abandoned() -> float:
+    group = runtime.process_group(runtime.default_group())
+    mine, whole = torch.full((1 << 16,), float(dist.get_rank())), torch.empty(2 << 16)
+    for _ in range(3):
+        runtime.gather_flat(whole, mine, group=group)  # an exception kept whoever launched it from waiting
+        gc.collect()
+    runtime.gather_flat(whole, mine, group=group)()
+    return whole.sum().item()
+
+
+@pytest.mark.dist
+def test_gathers_that_nobody_waits_for_break_nothing(two_fresh_ranks):
+    assert two_fresh_ranks.run(abandoned, timeout=30) == [1 << 16] * 2

@@ -85,16 +85,20 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
         if reader is not output and owned(owner):
             frees.setdefault(reader, []).append(owner)
     for run in fused:
-        inside, given_up = set(run), frees.get(run[-1], [])
+        inside = set(run)
+        places: dict[int, list[Node]] = {}
+        for owner in frees.get(run[-1], ()):
+            if owner not in inside and not is_kind(owner, Kind.FULL) and _donated(owner):
+                places.setdefault(held[owner], []).append(owner)
+        taken = set()
         for node in run:
             if node in again or (len(run) > 1 and node in last and not escapes(node, inside)):
                 held[node] = allocated[node] = 0
-                continue
-            for place in given_up:
-                if place not in inside and held[place] == held[node] > 0 and not is_kind(place, Kind.FULL):
-                    allocated[node] = 0
-                    given_up.remove(place)
-                    break
+            elif held[node] and places.get(held[node]):
+                taken.add(places[held[node]].pop(0))
+                allocated[node] = 0
+        if taken:
+            frees[run[-1]] = [owner for owner in frees[run[-1]] if owner not in taken]
     out = []
     for node in nodes:
         freed = sum(held[n] for n in frees.get(node, ()))
@@ -109,8 +113,14 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
     return out
 
 
+def _donated(node: Node) -> bool:
+    """Whether Inductor may write over the value: its own, or what forward saved, but not what autograd hands in."""
+    return node.op != "placeholder" or STORAGE in node.meta
+
+
 READS = 4
-"""What a value that is computed several times may read: Inductor's ``realize_reads_threshold``."""
+"""What a value that is computed several times may read: Inductor's ``realize_reads_threshold``. Its other rules (heavy
+operations on a CPU, long chains) keep more values than are counted here."""
 
 
 def _inlined(nodes: Sequence[Node], fused: Mapping[Node, Any]) -> dict[Node, int]:

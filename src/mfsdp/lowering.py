@@ -98,7 +98,7 @@ CAPTURES: dict[str, Callable[..., Callable[..., Any]]] = {
     "inductor": partial(inductor, compile=_nothing),
     "eager": eager,
 }
-"""The same graphs, compiled to nothing."""
+"""The same graphs, without Inductor's code generation: for looking at, not for running."""
 
 
 def strip(graph: fx.GraphModule) -> None:

@@ -147,8 +147,12 @@ def _on_cpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     def moved(x: Any) -> Any:
         return cpu if isinstance(x, torch.device) and x == meta else x
 
-    for node in gm.graph.nodes:
+    for node in list(gm.graph.nodes):
         node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+        if node.target is torch.histc:  # of integers: accelerators have it, CPUs have not (transformers' experts)
+            with gm.graph.inserting_before(node):
+                counted = gm.graph.call_method("float", (node.args[0],))
+            node.args = (counted, *node.args[1:])
     gm.recompile()
     with context.fake_mode, torch.no_grad():
         return [
