@@ -15,10 +15,11 @@ from torch import nn
 
 import mfsdp
 from mfsdp import backend, cost, listing, ops, pipeline, runtime
+from mfsdp.profile import Outline
 from mfsdp.program import Program, slot_of
 from mfsdp.roles import Kind
 from tests.models import CASES, GPT, MLP, Block
-from tests.parity import batches, whole
+from tests.parity import batches, compiled, whole
 from tests.toys import toy2
 
 
@@ -383,3 +384,26 @@ def abandoned() -> float:
 @pytest.mark.dist
 def test_gathers_that_nobody_waits_for_break_nothing(two_fresh_ranks):
     assert two_fresh_ranks.run(abandoned, timeout=30) == [1 << 16] * 2
+
+
+def interrupted() -> tuple[int, list[int]]:
+    model = mfsdp.fully_shard(MLP())
+    run = compiled(model, "eager")
+    x = torch.ones(2, 24)
+    run(x).sum().backward()
+    buffer = model._mfsdp_unit.buffers[0]
+
+    def fails(args: list[Any]) -> None:
+        runtime.all_gather(buffer.source.detach(), buffer.spec.encode(), 0)
+        raise ValueError("out of memory")
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="out of memory"):
+            runtime.marked(Outline("MLP", "forward", ()), fails)([])
+    run(x).sum().backward()
+    return len(runtime._under_way), [runtime._holders(s) for (_, name), s in runtime._slots.items() if name == "p0"]
+
+
+@pytest.mark.dist
+def test_an_exception_in_a_program_leaves_static_buffers_free(two_fresh_ranks):
+    assert two_fresh_ranks.run(interrupted, timeout=60) == [(0, [1])] * 2

@@ -31,7 +31,8 @@ from variants import Contender, contenders, fresh_gpt
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--rates", default="4gbit,2gbit,1300mbit,500mbit", help="of each rank's link; 'none' is not limited")
+    rates = "4gbit,2gbit,1300mbit,500mbit"
+    parser.add_argument("--rates", default=rates, help="of each rank's link; 'none' is not limited")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--batch", type=int, default=2)

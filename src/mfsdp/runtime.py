@@ -670,14 +670,26 @@ def marked(outline: Outline, run: Callable[[list[Any]], Any]) -> Callable[[list[
     frames = tuple(_frame(name) for name in outline.operations)
 
     def program(args: list[Any]) -> Any:
+        while _abandoned:
+            _abandoned.pop(0)()
+        before = set(_under_way)
         _running.programs.append(iter(frames))
         try:
             return named(args) if _observer is None else _observer.program(outline, named, args)
+        except BaseException:
+            for key in _under_way.keys() - before:
+                _abandoned.extend(_under_way.pop(key))
+            raise
         finally:
             _running.programs.pop()
 
     program._boxed_call = True  # type: ignore[attr-defined]
     return program
+
+
+_abandoned: list[Callable[[], Any]] = []
+"""What an exception kept a program from calling: the next one does, so that static buffers are free again. Not earlier:
+the other ranks may not come."""
 
 
 class _Running(threading.local):
