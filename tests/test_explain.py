@@ -182,6 +182,26 @@ def test_what_shares_storage_is_held_once():
     assert product == 3 * cost.nbytes(slices[0].meta["val"])
 
 
+def test_what_forward_returned_is_not_written_over():
+    """The square's gradient takes the place of what forward saved, unless the caller has that too."""
+
+    class Square(nn.Module):
+        def __init__(self, both: bool):
+            super().__init__()
+            self.both = both
+
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> Any:
+            y = x @ w
+            return (y.square().sum(), y.detach()) if self.both else y.square().sum()
+
+    x, n = torch.empty(256, 256), 4 * 256 * 256
+    for both in (False, True):
+        program = mfsdp.trace(Square(both), (x, x.clone().requires_grad_()), lowering="inductor").backward
+        runs = [run for run in kernels.together(program, True) if kernels.fuses(run[0])]
+        before_the_product = [row for row in cost.lines(program, runs) if not kernels.flops(row.node)]
+        assert max(row.top for row in before_the_product) // n == 1 + both
+
+
 def test_views_of_the_batch_are_the_callers():
     class Product(nn.Module):
         def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,7 @@ class Capture:
         self.label(joint)
         recompute_parameters(joint)
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        note_storages(forward, backward)
+        note_storages(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
 
     def program(self, gm: fx.GraphModule, phase: Phase) -> Program:
@@ -185,17 +185,21 @@ def recompute_parameters(joint: fx.GraphModule) -> None:
         node.meta["ac_graph_id"] = _LAST_REGION
 
 
-def note_storages(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+def note_storages(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
     """Tells backward which of the values that forward saved share storage: three slices of one product, a value and a
-    view of it. They live and die together. Views of the caller's inputs cost nothing.
+    view of it. They live and die together. Views of the caller's inputs cost nothing, and what forward also returned
+    (its first ``outputs`` results) is not backward's to write over.
     """
-    saved = {n.name: n for n in forward.graph.output_node().all_input_nodes}
+    results: Any = forward.graph.output_node().args[0]
+    returned = {storage_of(n) for n in results[:outputs] if isinstance(n, fx.Node)}
+    saved = {n.name: n for n in results if isinstance(n, fx.Node)}
     numbers: dict[fx.Node, int] = {}
     for node in backward.graph.find_nodes(op="placeholder"):
         if node.name in saved:
             owner = storage_of(saved[node.name])
             number = numbers.setdefault(owner, len(numbers))
-            node.meta[STORAGE] = (number, None if INPUT in owner.meta else owner.meta.get("val"))
+            value = None if INPUT in owner.meta else owner.meta.get("val")
+            node.meta[STORAGE] = (number, value, owner not in returned)
 
 
 def _readable(source: str, parameters: Sequence[str]) -> str:

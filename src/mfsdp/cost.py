@@ -114,8 +114,10 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
 
 
 def _donated(node: Node) -> bool:
-    """Whether Inductor may write over the value: its own, or what forward saved, but not what autograd hands in."""
-    return node.op != "placeholder" or STORAGE in node.meta
+    """Whether Inductor may write over the value: its own, or what forward saved and did not return, but not what
+    autograd hands in.
+    """
+    return node.op != "placeholder" or bool(node.meta.get(STORAGE, (0, None, False))[2])
 
 
 READS = 4
@@ -157,7 +159,7 @@ def saved(program: Program) -> tuple[dict[Node, int], dict[Node, Node]]:
     first: dict[int, Node] = {}
     for node in program.nodes:
         if node.op == "placeholder" and owned(node):
-            number, value = node.meta.get(STORAGE, (-len(held) - 1, node.meta.get("val")))
+            number, value, _ = node.meta.get(STORAGE, (-len(held) - 1, node.meta.get("val"), False))
             owner = first.setdefault(number, node)
             if owner is node:
                 held[node] = nbytes(value)

@@ -19,8 +19,8 @@ from .roles import Kind, Role, is_kind, mark, role
 from .units import Unit
 
 STORAGE = "mfsdp_storage"
-"""``node.meta`` key of what forward saved: (number, fake tensor) of the storage, which several of them may share;
-``None`` for the tensor if it is the caller's."""
+"""``node.meta`` key of what forward saved: (number, fake tensor) of the storage, which several of them may share,
+``None`` for the tensor if it is the caller's; and whether backward may write over it."""
 
 Phase = Literal["forward", "backward", "inference"]
 
