@@ -153,7 +153,7 @@ def test_a_fused_kernel_holds_what_is_read_outside():
     x, n = torch.empty(256, 256, device="meta"), 4 * 256 * 256
     with torch.no_grad():
         program = mfsdp.trace(Chain(), (x, x.clone(), x.clone()), train=False).inference
-    runs = [run for run in kernels.together(program, True) if kernels.fuses(run[0])]
+    runs = kernels.fused(program)
     assert [[r.name for r in run] for run in runs] == [["relu", "mul", "add"], ["add_1"]]
     # mm, relu, mul, add, mm_1, add_1: mm is kept, from which both kernels compute relu
     assert [row.top // n for row in cost.lines(program)] == [1, 2, 2, 3, 3, 3]
@@ -167,7 +167,7 @@ def test_what_inductor_only_calls_has_memory():
 
     x, n = torch.empty(256, 256, device="meta"), 4 * 256 * 256
     program = mfsdp.trace(Chain(), (x,), train=False).inference
-    runs = [run for run in kernels.together(program, True) if kernels.fuses(run[0])]
+    runs = kernels.fused(program)
     assert [[r.name for r in run] for run in runs] == [["relu"], ["mul"]]
     assert [row.top // n for row in cost.lines(program, runs)] == [1, 2, 1]
 
@@ -197,7 +197,7 @@ def test_what_forward_returned_is_not_written_over():
     x, n = torch.empty(256, 256), 4 * 256 * 256
     for both in (False, True):
         program = mfsdp.trace(Square(both), (x, x.clone().requires_grad_()), lowering="inductor").backward
-        runs = [run for run in kernels.together(program, True) if kernels.fuses(run[0])]
+        runs = kernels.fused(program)
         before_the_product = [row for row in cost.lines(program, runs) if not kernels.flops(row.node)]
         assert max(row.top for row in before_the_product) // n == 1 + both
 

@@ -25,18 +25,18 @@ aten = torch.ops.aten
 _ALONE = (ops.wait, ops.pack, ops.mm, ops.bucket, ops.hold, ops.accumulate, *ops.COLLECTIVES)
 
 
-def together(program: Program, fused: bool) -> Iterator[list[Node]]:
+def together(program: Program, fusing: bool) -> Iterator[list[Node]]:
     """Lines that are one kernel together, in order; `free` is none.
 
     Args:
         program: after any pass.
-        fused: whether neighbours fuse (Inductor) or not (ATen).
+        fusing: whether neighbours fuse (Inductor) or not (ATen).
     """
     run: list[Node] = []
     for node in program.nodes:
         if not is_line(node) or node.target is ops.free:
             continue
-        if fused and fuses(node):
+        if fusing and fuses(node):
             run.append(node)
             continue
         if run:
@@ -45,6 +45,11 @@ def together(program: Program, fused: bool) -> Iterator[list[Node]]:
         yield [node]
     if run:
         yield run
+
+
+def fused(program: Program) -> list[list[Node]]:
+    """The kernels that Inductor writes, each as its lines; calls left out."""
+    return [run for run in together(program, True) if fuses(run[0])]
 
 
 def fuses(node: Node) -> bool:

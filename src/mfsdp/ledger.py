@@ -101,8 +101,7 @@ def ledger(
     for p in programs:
         pooled = sum(p.slots.values())
         live[p.phase], after[p.phase] = {}, {}
-        runs = [run for run in kernels.together(p, True) if kernels.fuses(run[0])] if fused else []
-        for row in lines(p, runs):
+        for row in lines(p, kernels.fused(p) if fused else ()):
             if row.node.target is ops.accumulate and (r := role(row.node)) is not None:
                 unit = p.unit(r.unit)
                 accumulated[unit.name] = unit.layout.shard_numel * unit.spec.precision.grad.itemsize

@@ -667,7 +667,7 @@ def marked(outline: Outline, run: Callable[[list[Any]], Any]) -> Callable[[list[
     one list and may empty that, as functions of AOTAutograd do.
     """
     named = partial(_frame(outline.name), run)
-    frames = tuple(_frame(name) for name in outline.operations)
+    frames = tuple((name.partition(" ")[0], _frame(name)) for name in outline.operations)
 
     def program(args: list[Any]) -> Any:
         while _abandoned:
@@ -694,8 +694,8 @@ the other ranks may not come."""
 
 class _Running(threading.local):
     def __init__(self) -> None:
-        self.programs: list[Iterator[Callable[..., Any]]] = []
-        """The programs that this thread is in, each with the frames of the operations still to come."""
+        self.programs: list[Iterator[tuple[str, Callable[..., Any]]]] = []
+        """The programs that this thread is in, each with the operations still to come and their frames."""
 
 
 _running = _Running()
@@ -716,15 +716,13 @@ def _frame(name: str) -> Callable[..., Any]:
 
 
 def _shown(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    nameless = _frame(kernel.__name__)
+    nameless = (kernel.__name__, _frame(kernel.__name__))
 
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
-        frame = next(_running.programs[-1], nameless) if _running.programs else nameless
-        if frame.__name__.partition(" ")[0] != kernel.__name__:
-            frame = (
-                nameless  # the program runs in another order than it was outlined: no name is better than a wrong one
-            )
+        operation, frame = next(_running.programs[-1], nameless) if _running.programs else nameless
+        if operation != kernel.__name__:  # not the order of the outline: no name is better than a wrong one
+            _, frame = nameless
         if _observer is None:
             return frame(kernel, *args)
         return _observer.operation(frame.__name__, partial(frame, kernel), args)
