@@ -58,6 +58,7 @@ def reduce(p: Program) -> None:
             reduced += 1
         elif not unit.sharded and unit.spec.world > 1:
             reduced += _reduce_plain(p, unit)
+    p.reduced = True
     if not reduced:
         p.note("no gradient to reduce")
 

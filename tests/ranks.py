@@ -28,12 +28,13 @@ import torch.multiprocessing as mp
 
 
 class Ranks:
-    """``world`` processes with a default group, gloo unless told otherwise; with ``"nccl"`` each has a GPU of its own.
-    Rebuilt after a failure, so that every test finds them sound.
+    """``world`` processes with a default group, gloo unless told otherwise; with ``"nccl"`` each has a GPU of its own,
+    with ``""`` there is no group. Rebuilt after a failure, so that every test finds them sound. Those that a
+    ``"forkserver"`` starts have imported everything at once.
     """
 
-    def __init__(self, world: int, backend: str = "gloo"):
-        self.world, self.backend = world, backend
+    def __init__(self, world: int, backend: str = "gloo", start: str = "spawn"):
+        self.world, self.backend, self.start = world, backend, start
         self._workers: list[Any] = []
         self._pipes: list[Any] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -44,6 +45,31 @@ class Ranks:
         Raises:
             AssertionError: a rank raised (with its traceback), or did not answer in time (with its stack).
         """
+        answers = self.answers(function, *args, timeout=timeout, **kwargs)
+        faults = [f"rank {r}:\n{a[1]}" for r, a in enumerate(answers) if a is not None and not a[0]]
+        if not faults:
+            stuck = [r for r, a in enumerate(answers) if a is None]
+            faults = [f"rank {r} did not answer in {timeout} s:\n{self._stack(r)}" for r in stuck]
+        if faults:
+            self.stop()
+            raise AssertionError("\n".join(faults))
+        return [a[1] for a in answers if a is not None]
+
+    def answers(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120,
+        patience: float = 2,
+        bad: Callable[[tuple[bool, Any]], bool] = lambda answer: not answer[0],
+        **kwargs: Any,
+    ) -> list[tuple[bool, Any] | None]:
+        """By rank: whether it returned, with the result or a traceback; ``None`` from those that did not answer.
+
+        After a ``bad`` answer the others, which may wait for that rank in vain, have ``patience`` seconds.
+        """
+        if not all(worker.is_alive() for worker in self._workers):  # of what the last one left behind
+            self.stop()
         if not self._workers:
             self._start()
         for pipe in self._pipes:
@@ -55,18 +81,11 @@ class Ranks:
                 if answers[rank] is None and pipe.poll(0.005):
                     try:
                         answers[rank] = pipe.recv()
-                    except EOFError:
+                    except (EOFError, ConnectionResetError):
                         answers[rank] = (False, "the process died")
-            if any(a is not None and not a[0] for a in answers):
-                deadline = min(deadline, time.monotonic() + 2)  # the others may wait for it in vain
-        faults = [f"rank {r}:\n{a[1]}" for r, a in enumerate(answers) if a is not None and not a[0]]
-        if not faults:
-            stuck = [r for r, a in enumerate(answers) if a is None]
-            faults = [f"rank {r} did not answer in {timeout} s:\n{self._stack(r)}" for r in stuck]
-        if faults:
-            self.stop()
-            raise AssertionError("\n".join(faults))
-        return [a[1] for a in answers if a is not None]
+                    if bad(answers[rank]):
+                        deadline = min(deadline, time.monotonic() + patience)
+        return answers
 
     def stop(self) -> None:
         """Ends the processes."""
@@ -79,7 +98,11 @@ class Ranks:
             self._folder.cleanup()
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context(self.start)
+        if self.start == "forkserver":
+            context.set_forkserver_preload(
+                ["mfsdp", "torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor"]
+            )
         self._folder = tempfile.TemporaryDirectory(prefix="mfsdp-ranks-")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
@@ -103,7 +126,8 @@ def _serve(rank: int, world: int, backend: str, folder: str, pipe: Any) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    if backend:
+        dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     while True:
         function, args, kwargs = pipe.recv()
         try:

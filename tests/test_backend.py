@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.backends.debugging import boxed_nop
 
 import mfsdp
-from mfsdp import backend, pipeline
+from mfsdp import backend, lowering, pipeline, runtime
 from mfsdp.config import Options
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import averaged, batches, error
@@ -55,6 +59,48 @@ def test_modes_are_refused():
     run = torch.compile(MLP(), backend="mfsdp", mode="max-autotune")
     with pytest.raises(ValueError, match="mode='max-autotune'.*options="):
         run(torch.randn(2, 24))
+
+
+def test_a_memory_budget_is_refused():
+    """With dropout its gradients are wrong upstream; without, nobody has to know which operations are random."""
+    torch._dynamo.reset()  # other tests have compiled it up to torch's limit
+    run = torch.compile(MLP(), backend="mfsdp", options=EAGER)
+    with torch._functorch.config.patch(activation_memory_budget=0.5), pytest.raises(ValueError, match="budget of 0.5"):
+        run(torch.randn(2, 24))
+
+
+@pytest.mark.skipif(not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="from torch 2.13 on")
+def test_a_memory_budget_for_a_region_is_refused():
+    class Thrifty(MLP):
+        def forward(self, x):
+            with torch.autograd.graph.region_activation_memory_budget(0.3):
+                return super().forward(x)
+
+    with pytest.raises(ValueError, match="budget of 0.3.*torch.utils.checkpoint"):
+        torch.compile(mfsdp.fully_shard(Thrifty()), backend="mfsdp", options=EAGER)(torch.randn(2, 24))
+
+
+def test_nothing_is_captured_into_a_cuda_graph(monkeypatch):
+    """A replay would repeat what runs in Python in every step: refresh, hold, the first store of an accumulator."""
+    torch._dynamo.reset()
+    seen = []
+
+    def note(graph, example, **kwargs):
+        seen.append((bool(kwargs["cudagraphs"]), torch._inductor.config.triton.cudagraphs))
+        return boxed_nop(graph, list(example))
+
+    monkeypatch.setitem(lowering.LOWERINGS, "inductor", partial(lowering.inductor, compile=note))
+
+    class Asked(MLP):
+        def forward(self, x):
+            with torch._dynamo.override_cudagraphs(fwd=True, bwd=True):
+                return super().forward(x)
+
+    with torch._inductor.config.patch({"triton.cudagraphs": True}):
+        for build in (MLP, Asked) if hasattr(torch._dynamo, "override_cudagraphs") else (MLP,):
+            torch.compile(mfsdp.fully_shard(build()), backend="mfsdp")(torch.randn(2, 24)).sum().backward()
+            assert seen == [(False, False)] * 2, "forward and backward"
+            seen.clear()
 
 
 def test_defaults():
@@ -127,6 +173,67 @@ def test_shapes_may_change(monkeypatch, tmp_path, lowering, marked):
             torch._dynamo.mark_dynamic(x, 0)
         assert error(step(run, x), step(reference, x)) < 1e-6
     assert runs == ["forward", "backward"] * (1 if marked else 2)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert error(p.grad.full_tensor(), q.grad) < 1e-5
+
+
+class Broken(nn.Module):
+    """A graph break between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.up(x)
+        torch._dynamo.graph_break()
+        return self.down(x.relu()).tanh()
+
+
+def test_pieces_of_a_sharded_model_are_not_said_to_be_unsharded(monkeypatch):
+    told = []
+    monkeypatch.setattr(backend.log, "warning", lambda text, *args: told.append(text % args))
+    monkeypatch.setattr(backend, "_told", False)
+    step(torch.compile(mfsdp.fully_shard(Broken(), units=["up"]), backend="mfsdp", options=EAGER), torch.randn(2, 4))
+    assert not told
+    step(torch.compile(Broken(), backend="mfsdp", options=EAGER), torch.randn(2, 4))
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("other", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_sharded_model_compiled_by_another_backend_is_named(monkeypatch, other):
+    monkeypatch.setattr(runtime, "_told", False)
+    torch.manual_seed(0)
+    reference = MLP()
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=["up"])
+    run = torch.compile(model, backend=other)
+    x = torch.randn(2, 24)
+    with pytest.warns(UserWarning, match=r"unit '\(root\)' of MLP.* compiled by another backend") as seen:
+        for _ in range(2):
+            assert error(step(run, x), step(reference, x)) < 1e-6
+    assert sum("another backend" in str(w.message) for w in seen) == 1
+    assert error(model.up.weight.grad.full_tensor(), reference.up.weight.grad) < 1e-5
+    monkeypatch.setattr(runtime, "_told", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for upto in ("capture", None):
+            torch._dynamo.reset()
+            step(torch.compile(model, backend="mfsdp", options=EAGER if upto is None else {**EAGER, "upto": upto}), x)
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+@pytest.mark.parametrize("held", [False, True])
+def test_backward_twice_through_one_graph(held, strategy):
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=["0", "2"], strategy=strategy)
+    run = torch.compile(model, backend="mfsdp", options=EAGER)
+    x = torch.randn(2, 4)
+    for m in (run, reference):
+        loss = m(x).square().sum()
+        with mfsdp.no_sync(model, hold=True) if held and m is run else contextlib.nullcontext():
+            loss.backward(retain_graph=True)
+        loss.backward()
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert error(p.grad.full_tensor(), q.grad) < 1e-5
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mfsdp import ops, pipeline
+from mfsdp import MixedPrecisionPolicy, ops, pipeline
 from mfsdp.check import LAWS, LawError, check
 from mfsdp.program import Program
 from mfsdp.roles import Kind, Role
@@ -198,6 +198,118 @@ def two_buffers(p: Program) -> None:
     p.insert(ops.bucket, everything, bucket, role_of(bucket))
 
 
+def chain(p: Program, unit: str) -> list[torch.fx.Node]:
+    """What brings a unit's gradients to its accumulator."""
+    brings = (ops.bucket, ops.pack, ops.mm, ops.hold, ops.reduce_scatter, ops.all_reduce, ops.wait, ops.accumulate)
+    lanes = ("C", "R", "O")
+    mine = [n for n in p.nodes if n.target in brings and role_of(n).unit == unit]
+    return [n for n in mine if n.target is not ops.wait or role_of(n).lane.value in lanes[1:]]
+
+
+@mutation(15)
+def unit_forgotten(p: Program) -> None:
+    for node in reversed(chain(p, "u0")):
+        p.erase(node)
+
+
+@mutation(15, mesh_shape=(2, 4), outer_strategy="optim")
+def unit_forgotten_on_two_levels(p: Program) -> None:
+    for node in reversed(chain(p, "u1")):
+        p.erase(node)
+
+
+@mutation(15)
+def one_gradient_forgotten(p: Program) -> None:
+    pack = one(p, ops.pack)
+    bucket, (offset,) = pack.args[0], pack.args[2]  # type: ignore[misc]
+    hole = [offset, offset + pack.args[1][0].meta["val"].numel()]  # type: ignore[index, operator]
+    bucket.args = (bucket.args[0], [*bucket.args[1], *hole], *bucket.args[2:])  # type: ignore[union-attr, misc]
+    p.erase(pack)
+
+
+@mutation(15)
+def accumulated_without_a_name(p: Program) -> None:
+    add = one(p, ops.accumulate)
+    add.args = (*add.args[:2], add.args[2][1:], add.args[3])
+
+
+@mutation(15, mesh_shape=(2, 4))
+def held_without_a_name(p: Program) -> None:
+    hold = one(p, ops.hold)
+    hold.args = (*hold.args[:2], hold.args[2][:1])
+
+
+@mutation(14, mesh_shape=(2, 4))
+def replicas_apart(p: Program) -> None:
+    reduction = one(p, ops.all_reduce)
+    p.erase(next(u for u in reduction.args[0].users if u.target is ops.wait and reduction < u))
+    p.erase(reduction)
+
+
+@mutation(14, mesh_shape=(2, 4), outer_strategy="optim")
+def one_axis_twice(p: Program) -> None:
+    outer = next(n for n in p.nodes if n.target is ops.reduce_scatter and n.args[2] >= 2)
+    outer.args = (*outer.args[:2], 0)
+    outer.meta["val"] = outer.meta["val"].new_empty(outer.args[0].meta["val"].numel())
+
+
+@mutation(14)
+def never_scattered(p: Program) -> None:
+    add = one(p, ops.accumulate)
+    scattered = add.args[1]
+    add.args = (add.args[0], scattered.args[0], *add.args[2:])
+    p.erase(next(u for u in scattered.users if u.target is ops.wait))
+    p.erase(scattered)
+
+
+@mutation(14)
+def added_to_another_unit(p: Program) -> None:
+    first, second = (n for n in p.nodes if n.target is ops.accumulate)
+    first.args = (second.args[0], *first.args[1:])
+
+
+@mutation(14)
+def gradients_of_another_unit(p: Program) -> None:
+    first, second = (n for n in p.nodes if n.target is ops.accumulate)
+    second.args = (second.args[0], first.args[1], *second.args[2:])
+
+
+@mutation(7, "forward")
+def another_unit_gathered(p: Program) -> None:
+    first, second = (n for n in p.nodes if n.target is ops.all_gather)
+    wait = next(u for u in second.users if u.target is ops.wait)
+    wait.args = (second, [first.args[0]])
+    second.args = (first.args[0], *second.args[1:])
+
+
+@mutation(7, "forward")
+def parameter_of_another_unit(p: Program) -> None:
+    first, second = (n for n in p.nodes if n.name in ("u0_bias", "u1_bias"))
+    p.move([n for n in p.find(Kind.FREE) if n.args[0] is first.args[0]], p.output)
+    second.args = (first.args[0], *second.args[1:])
+
+
+@mutation(7, "forward")
+def not_gathered(p: Program) -> None:
+    full = next(n for n in p.nodes if n.target is ops.all_gather)
+    for user in list(full.users):
+        if user.target in (ops.wait, ops.free):
+            p.erase(user)
+    full.replace_all_uses_with(full.args[0])
+    p.erase(full)
+
+
+@mutation(18, "forward", mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32))
+def gathered_in_another_dtype(p: Program) -> None:
+    cast = p.find(Kind.CAST)[0]
+    shard = cast.args[0]
+    cast.replace_all_uses_with(shard)
+    p.erase(cast)
+    gather = next(n for n in shard.users if n.target is ops.all_gather)
+    gather.meta["val"] = gather.meta["val"].to(torch.float32)
+    p.slots.update({name: 2 * n for name, n in p.slots.items()})
+
+
 @mutation(17)
 def scaled_twice(p: Program) -> None:
     node = one(p, ops.pack)
@@ -232,6 +344,59 @@ def test_mutation_is_caught(name):
     text = str(caught.value)
     assert caught.value.law == law, text
     assert f"after {name}" in text and f"(law {law})" in text and "\n -> " in text
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_gradient_that_is_lost_before_it_is_reduced(at):
+    def forget(p: Program) -> None:
+        p.set_results([None if isinstance(r, torch.fx.Node) and r.target is not ops.param else r for r in p.results()])
+        for node in reversed(p.find(Kind.GRAD)):
+            for user in [u for u in node.users if u.target is torch.ops.aten.add.Tensor]:
+                p.erase(user)
+            p.erase(node)
+
+    passes = (*pipeline.PIPELINE[:at], ("forget", forget), *pipeline.PIPELINE[at:])
+    with pytest.raises(LawError, match=r"after forget: u\d: the gradient of \w+ is lost \(law 15\)"):
+        pipeline.run(toy2("backward"), passes=passes)
+
+
+def plain(kind: str) -> str:
+    """A model that was never sharded, and a pass that hands autograd what only this rank has."""
+
+    def forget(p: Program) -> None:
+        if p.phase != "backward":
+            return
+        (reduction,) = (n for n in p.nodes if n.target is ops.all_reduce)
+        (wait,) = (n for n in p.nodes if n.target is ops.wait)
+        p.erase(wait)
+        p.erase(reduction)
+        if kind == "local":
+            (pack,) = (n for n in p.nodes if n.target is ops.pack)
+            local = dict(zip(pack.args[2], pack.args[1], strict=True))  # type: ignore[arg-type]
+            places = {i: local[offset] for i, (_, offset) in p.gradients.items()}
+            views = [r for i, r in enumerate(p.results()) if i in places]
+            p.set_results([places.get(i, r) for i, r in enumerate(p.results())])
+            for node in (*views, pack, pack.args[0]):
+                p.erase(node)
+        if kind == "none":
+            p.set_results([None if i in p.gradients else r for i, r in enumerate(p.results())])
+
+    table = pipeline.table
+    pipeline.table = lambda *args: (*table(*args), ("forget", forget))
+    try:
+        model = torch.compile(torch.nn.Linear(3, 3), backend="mfsdp", options={"lowering": "eager"})
+        model(torch.ones(1, 3)).sum().backward()
+        return "nothing was raised"
+    except Exception as error:
+        return str(error)
+    finally:
+        pipeline.table = table
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind, law", [("all_reduce", "(law 14)"), ("local", "(law 14)"), ("none", "is lost (law 15)")])
+def test_gradients_of_parameters_that_are_not_sharded(two_ranks, kind, law):
+    assert all("after forget: " in text and law in text for text in two_ranks.run(plain, kind))
 
 
 def test_every_law_has_a_mutation():

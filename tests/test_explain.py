@@ -14,17 +14,24 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import mfsdp
 from examples.bench import clock as bench_clock
 from examples.bench.bench import peak_of
-from mfsdp import clock, cost, hardware, kernels, pipeline
+from mfsdp import clock, cost, hardware, kernels, listing, pipeline
 from mfsdp.hardware import Group, Hardware, Link, transfer
+from mfsdp.program import Program, operator
+from mfsdp.roles import role
 from mfsdp.simulate import simulate
 from tests.models import GPT, Block, llama
 from tests.parity import compiled
 from tests.toys import BF16, Toy2, toy2
+
+aten = torch.ops.aten
 
 ROOT = Path(__file__).parent.parent
 UNITS = {"units": ["layers.0", "layers.2"], "mp_policy": BF16}
@@ -229,6 +236,52 @@ def test_operations_are_counted():
     backward = toy2("backward")
     pipeline.run(backward)
     assert kernels.total_flops(backward) == 3 * 2 * 256 * 1024 * 1024, "the first layer's input needs no gradient"
+
+
+CPU_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *a, **kw: sdpa_flop_count(q, k, v),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda *a, **kw: sdpa_backward_flop_count(*a[:4]),
+}
+"""What torch's own table leaves out."""
+
+
+def counted(program: Program) -> int:
+    """What torch counts while all operators of a program are called, one by one, on fake tensors."""
+    with program._fake_mode, FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
+        for node in program.nodes:
+            if node.op == "call_function" and "val" in node.meta and role(node) is None:
+                target, args, kwargs = torch.fx.map_arg(operator(node), lambda n: n.meta["val"])
+                target(*args, **kwargs)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_operations_are_those_that_torch_counts(recompute):
+    """Attention that is computed again comes in a wrapper without a schema: it is a line like any other (law 55)."""
+    model, ids = GPT(recompute=recompute, tied=False), torch.randint(31, (2, 8))
+    programs = mfsdp.trace(model, (ids,), world=4, units=[Block])
+    for program in programs:
+        want = counted(program)
+        pipeline.run(program)
+        assert kernels.total_flops(program) == want > 0
+    again = [x for x in cost.lines(programs.backward) if listing.text(x.node).startswith("scaled_dot_product_flash")]
+    assert len(again) == (4 if recompute else 2) and all("_backward" in listing.text(x.node) for x in again[1::2])
+    assert all(clock.times(programs.backward, PLAIN)[x.node].flops > 0 for x in again)
+    assert all(x.top - x.live + x.delta >= 0 and cost.allocation(x.node) > 0 for x in again), "it fills memory"
+
+
+def test_dropout_that_is_computed_again_is_a_line():
+    class Dropping(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(lambda x: F.dropout(super(Dropping, self).forward(x), 0.5).sin(), x, use_reentrant=False)
+
+    model = nn.Sequential(Dropping(8, 8), Dropping(8, 8))
+    for program in list(mfsdp.trace(model, (torch.ones(4, 8),), world=4)):
+        texts = [listing.text(x.node) for x in cost.lines(program)]
+        assert sum("native_dropout" in text for text in texts) >= 1, texts
+        assert "run_" not in " ".join(texts)
+        pipeline.run(program)
+        listing.render(program, "end")
 
 
 @pytest.fixture(scope="module")

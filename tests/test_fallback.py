@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -158,6 +159,169 @@ def checkpointed_by_hand() -> float:
 
 def test_a_checkpoint_around_the_whole_model(two_ranks):
     assert max(two_ranks.run(checkpointed_by_hand)) < 1e-6
+
+
+def functional(strategy: int) -> list[float]:
+    """What `torch.func.functional_call` puts in the place of parameters is what forward reads."""
+    torch.manual_seed(0)
+    reference = build("plain call")
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block], strategy=strategy)
+    ids = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
+    given = {name: torch.randn_like(p) / 4 for name, p in reference.named_parameters()}
+    some = {name: p for i, (name, p) in enumerate(given.items()) if i % 3 == 0}
+    warnings.simplefilter("ignore")
+
+    def loss(m: nn.Module, params: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(m, params, (ids,)).square().mean()
+
+    worst = [error(loss(model, p).detach(), loss(reference, p).detach()) for p in (given, some, {})]
+    wants, gots = (torch.func.grad(partial(loss, m))(given) for m in (reference, model))
+    worst += [error(gots[name], wants[name], 1e-3) for name in given]
+    stacked = {name: torch.stack([p, 2 * p]) for name, p in given.items()}
+    want, got = (torch.func.vmap(partial(loss, m))(stacked) for m in (reference, model))
+    loss(model, some).backward()
+    for m in (reference, model):
+        m.zero_grad()
+    loss(reference, some).backward()
+    loss(model, some).backward()
+    averaged(reference)
+    worst.append(error(got, want))
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (name in some) == (q.grad is None)
+        worst.append(error(whole(p.grad), q.grad, 1e-3) if q.grad is not None else 0.0)
+    try:
+        torch.func.grad(lambda p: loss(model, p))(some)
+    except NotImplementedError as e:
+        assert "is sharded, and torch.func" in str(e) and "full_tensor()" in str(e), e
+    else:
+        raise AssertionError("not refused")
+    assert isinstance(model.tokens.weight, mfsdp.dtensor.ShardedParameter)
+    worst.append(error(model(ids), reference(ids)))
+    return worst
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_functional_call(two_ranks, strategy):
+    assert max(max(worst) for worst in two_ranks.run(functional, strategy)) < 1e-5
+
+
+class Inner(nn.Module):
+    """Uses its layers' weights without calling them, and is checkpointed in parts itself."""
+
+    def __init__(self, width: int, again: bool, reentrant: bool):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.scale = nn.Parameter(torch.ones(width), requires_grad=False)
+        self.again, self.reentrant = again, reentrant
+
+    def half(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ self.up.weight.T * 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = checkpoint(self.half, x, use_reentrant=self.reentrant) if self.again else self.half(x)
+        return x + self.down(torch.relu(h)) * self.scale
+
+
+class Regions(nn.Module):
+    """Checkpoints parts whose parameters belong to a unit that is open around them; one weight is used in and out."""
+
+    def __init__(self, again: bool, reentrant: bool, broken: bool):
+        super().__init__()
+        width = 6
+        self.first, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.parts = nn.ModuleList(Inner(width, again, reentrant) for _ in range(2))
+        self.parts[1].down.weight = self.parts[0].down.weight
+        self.last = nn.Linear(width, width)
+        self.reentrant, self.broken = reentrant, broken
+
+    def part(self, i: int, x: torch.Tensor) -> torch.Tensor:
+        if self.broken:
+            torch._dynamo.graph_break()
+        return torch.nn.functional.linear(self.parts[i](self.norm(x)), self.last.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for i in range(2):
+            x = x + checkpoint(self.part, i, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+
+def regions(units: list[str] | None, compiled: bool, again: bool, reentrant: bool, strategy: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    reference = Regions(again, reentrant, compiled)
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=units, strategy=strategy)
+    run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"}) if compiled else model
+    warnings.simplefilter("ignore")
+    gathers, gather = [], runtime.gather_now
+    runtime.gather_now = lambda *a: (gathers.append(1), gather(*a))[1]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    worst = 0.0
+    try:
+        for step in range(3):
+            torch.manual_seed(10 * step + dist.get_rank())
+            x = torch.randn(4, 6)
+            gathers.clear()
+            for m in (run, reference):
+                m(x).square().mean().backward()
+            averaged(reference)
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                assert (p.grad is None) == (q.grad is None)
+                worst = max(worst, error(whole(p.grad), q.grad, 1e-3) if q.grad is not None else 0.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        runtime.gather_now = gather
+    left = [
+        u for u in model.modules() if isinstance(u, mfsdp.FSDPModule) and (u._mfsdp_unit.full or u._mfsdp_unit.open)
+    ]
+    outside = isinstance(model.last.weight, mfsdp.dtensor.ShardedParameter)
+    here = fallback._here
+    clean = not left and outside and not (here.tickets or here.again or here.visited or here.stack)
+    return {"worst": worst, "gathers": len(gathers), "clean": clean}
+
+
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("units, compiled, again", [
+    (None, False, False), (None, True, True), (["parts.*"], False, True), (["parts.1", "norm"], True, False),
+])  # fmt: skip
+def test_checkpointed_parts_of_a_unit_that_is_open_around_them(two_ranks, units, compiled, again, reentrant, strategy):
+    for got in two_ranks.run(regions, units, compiled, again, reentrant, strategy):
+        assert got["worst"] < 1e-5 and got["clean"], got
+        if units is None and not (again and reentrant):  # two buffers: forward, its tickets, the recomputation
+            assert got["gathers"] <= 6, got
+
+
+def given_up() -> float:
+    """A backward that dies inside of a recomputation leaves nothing behind that a later forward would read."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    reference = Regions(False, False, False)
+    model = mfsdp.fully_shard(copy.deepcopy(reference))
+    x = torch.randn(4, 6)
+    loss, part, calls = model(x).square().mean(), model.parts[0].forward, []
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        calls.append(part(x))
+        raise KeyError("mine")
+
+    model.parts[0].forward = fails
+    try:
+        loss.backward()
+    except KeyError:
+        del model.parts[0].forward
+    assert calls
+    assert isinstance(model.last.weight, mfsdp.dtensor.ShardedParameter)
+    with torch.no_grad():
+        for m in (model, reference):
+            for p in m.parameters():
+                p.mul_(0.5)
+    return error(model(x), reference(x))
+
+
+def test_a_backward_that_dies_in_a_recomputation(two_ranks):
+    assert max(two_ranks.run(given_up)) < 1e-6
 
 
 def offloaded() -> str:

@@ -26,10 +26,12 @@ LADDER = [
     {"facts"},
     {"shard"},
     {"pipeline", "lowering", "materialize", "fallback", "optimizer", "norms", "huggingface", "checkpoint", "simulate"},
-    {"capture", "ledger"},
-    {"state", "measure"},
+    {"admission", "alike", "fsdp2", "undo", "capture", "ledger", "writes"},
+    {"state", "statedicts", "measure"},
     {"placement"},
+    {"mesh"},
     {"dtensor"},
+    {"outside"},
     {"passes", "check", "listing", "runtime"},
     {"clock"},
     {"kernels"},
@@ -37,7 +39,7 @@ LADDER = [
     {"program"},
     {"ops", "roles"},
     {"units"},
-    {"config", "files", "hardware", "layout"},
+    {"agreement", "clients", "config", "files", "hardware", "layout", "names", "rows"},
 ]
 """Highest first. A file imports only from lower rows."""
 

@@ -24,6 +24,8 @@ def faults(layout: Layout) -> list[str]:
         end = s.full_start + layout.world * s.chunk
     if end != layout.full_numel:
         out.append("segments do not fill the buffer")
+    if len({s.offset for s in layout.slots}) != len(layout.slots):
+        out.append("two parameters start at the same place")
     taken = 0
     for i, slot in sorted(enumerate(layout.slots), key=lambda pair: (pair[1].offset, pair[1].numel)):
         if slot.offset % ALIGN:

@@ -189,6 +189,32 @@ def test_never_more_than_the_shards_and_two_units(four_ranks):
         assert shards < most < shards + 2 * unit
 
 
+def most_bytes_of_a_real_model(**sharding: Any) -> tuple[int, int, int, int]:
+    """At any time of sharding a model with values; what it takes itself; what the shards take; the largest unit."""
+    with Largest() as seen:
+        model = Large()
+        seen.most = 0
+        mfsdp.fully_shard(model, units=["blocks.*"], device="cpu", **sharding)
+    whole_bytes = sum(p.nbytes for p in model.parameters())
+    shards = sum(p.to_local().nbytes for p in model.parameters())
+    return seen.most, whole_bytes, shards, max(300 * 64, 4 * 65 * 64) * 4
+
+
+def test_originals_are_freed_as_their_values_are_taken_over():
+    most, model, shards, unit = most_bytes_of_a_real_model()
+    assert shards == model < most <= model + 1.1 * unit
+    wide = mfsdp.MixedPrecisionPolicy(main_params_dtype=torch.float64)
+    most, model, shards, unit = most_bytes_of_a_real_model(mp_policy=wide)
+    assert most <= shards + 1.1 * 2 * unit
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_originals_are_freed_on_two_ranks(two_ranks, strategy):
+    for most, model, _, unit in two_ranks.run(most_bytes_of_a_real_model, strategy=strategy):
+        assert model < most <= model + 1.1 * unit
+
+
 def test_what_nothing_initialises_is_named():
     with torch.device("meta"):
         model = Bare()
@@ -220,3 +246,122 @@ def test_per_block_calls_draw_in_the_order_of_the_calls():
     torch.manual_seed(4)
     reference = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+# models partly on the meta device
+
+
+class Zeroing(nn.Module):
+    """Its initialisers write to whatever is below it, and to what they should not."""
+
+    def __init__(self, real: nn.Module, ignored: nn.Module) -> None:
+        super().__init__()
+        self.meta = nn.Linear(6, 6, device="meta")
+        self.meta.bias = nn.Parameter(torch.full((6,), 5.0))
+        self.real, self.ignored = real, ignored
+        self.tied = nn.Linear(6, 6, bias=False, device="meta")
+        self.tied.weight = real.weight
+        self.register_buffer("here", torch.arange(3.0))
+        self.register_buffer("there", torch.empty(3, device="meta"))
+        self.meta.register_buffer("there", self.there)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.real.weight)
+        nn.init.zeros_(self.ignored.weight)
+        self.here = torch.zeros(3)
+        self.there.fill_(7.0)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight)
+            if module.bias is not None:
+                nn.init.normal_(module.bias)
+
+
+def ones(module: nn.Module) -> None:
+    for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+        tensor.fill_(1.0)
+
+
+def kept(where: str, **sharding: Any) -> list[str]:
+    """Names of real values that are not what they were."""
+    model = Zeroing(nn.Linear(6, 6), nn.Linear(6, 6))
+    ignored = list(model.ignored.parameters())
+    want = {n: t.detach().clone() for n, t in model.state_dict().items() if not t.is_meta}
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    mfsdp.fully_shard(
+        model, units=["real", "meta"], device="cpu", ignored_params=ignored,
+        param_init_fn=ones if where == "user" else None, **sharding,
+    )  # fmt: skip
+    got = {n: whole(t) if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
+    assert model.meta.there is model.there, "a tied buffer"
+    assert not torch.isnan(got["meta.weight"]).any()
+    assert (got["there"] == (1 if where == "user" else 7)).all()
+    return [n for n, t in want.items() if not torch.equal(got[n], t)]
+
+
+@pytest.mark.parametrize("where", ["module", "user"])
+def test_what_is_real_keeps_its_value(where):
+    assert kept(where) == []
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", [0, 3])
+@pytest.mark.parametrize("where", ["module", "user"])
+def test_what_is_real_keeps_its_value_on_two_ranks(two_ranks, strategy, where):
+    torch.manual_seed(0)
+    assert two_ranks.run(kept_alike, where, strategy) == [[], []]
+
+
+def kept_alike(where: str, strategy: int) -> list[str]:
+    torch.manual_seed(0)
+    return kept(where, strategy=strategy)
+
+
+def test_a_failing_initialiser_leaves_a_model_partly_on_meta_as_it_was():
+    model = Zeroing(nn.Linear(6, 6), nn.Linear(6, 6))
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    tensors = [*model.parameters(), *model.buffers()]
+
+    def fail(module: nn.Module) -> None:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        mfsdp.fully_shard(model, device="cpu", param_init_fn=fail)
+    assert all(a is b for a, b in zip([*model.parameters(), *model.buffers()], tensors, strict=True))
+    assert all(before[n].is_meta or torch.equal(before[n], t) for n, t in model.state_dict().items())
+
+
+def test_initialisers_see_the_attributes_of_parameters():
+    class Flagged(nn.Linear):
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            if getattr(self.weight, "is_residual", False):
+                nn.init.zeros_(self.weight)
+
+    layer = Flagged(3, 3, device="meta")
+    layer.weight.is_residual = True
+    mfsdp.fully_shard(layer, device="cpu")
+    assert (layer.weight.full_tensor() == 0).all()
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "copy_", "summoned"])
+def test_what_was_loaded_between_two_calls_is_real(how):
+    with torch.device("meta"):
+        model = Initialised()
+    block, other = model.blocks[0], model.blocks[1]
+    for m in (block, other):
+        mfsdp.fully_shard(m, device="cpu")
+    want = {n: torch.full(p.shape, 3.0) for n, p in block.named_parameters()}
+    if how == "load_state_dict":
+        block.load_state_dict(want)
+    elif how == "copy_":
+        for n, p in block.named_parameters():
+            p.detach().copy_(want[n])
+    else:
+        with mfsdp.summon_full_params(block):
+            for p in block.parameters():
+                p.data.fill_(3.0)
+    mfsdp.fully_shard(model, device="cpu")
+    assert all((p.full_tensor() == 3).all() for p in block.parameters())
+    assert other[1].weight.full_tensor().std() < 0.03, "initialised by the root"

@@ -18,6 +18,7 @@ from mfsdp import backend, cost, listing, ops, pipeline, runtime
 from mfsdp.profile import Outline
 from mfsdp.program import Program, slot_of
 from mfsdp.roles import Kind
+from mfsdp.state import FlatBuffer
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import batches, compiled, whole
 from tests.toys import toy2
@@ -185,6 +186,53 @@ def test_static_buffers_are_reused_unless_somebody_holds_them():
     del runtime._slots[cpu, "t0"]
 
 
+class Stream:
+    """Stands for one of a GPU's."""
+
+    def __init__(self, number: int, log: list[str] | None = None):
+        self.stream_id, self.log = number, [] if log is None else log
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.stream_id} waits for {other.stream_id}")
+
+
+def test_a_static_buffer_belongs_to_a_stream(monkeypatch):
+    """Nobody orders two streams: what one still reads, the other's gather would write."""
+    cpu = torch.device("cpu")
+    addresses: dict[int, set[int]] = {0: set(), 7: set(), 8: set()}
+    for number in (0, 7, 8, 7, 0, 8):
+        monkeypatch.setattr(runtime, "current_stream", lambda device, number=number: Stream(number))
+        buffer = runtime._room("t1", 100, torch.float32, cpu)
+        addresses[number].add(buffer.data_ptr())
+        del buffer
+    assert all(len(own) == 1 for own in addresses.values()), "each has its own, and keeps it"
+    assert len(set.union(*addresses.values())) == 3
+    assert {"t1", "t1@7", "t1@8"} <= set(runtime.slot_bytes())
+    for name in ("t1", "t1@7", "t1@8"):
+        del runtime._slots[cpu, name]
+
+
+def test_whoever_called_backward_waits_for_the_stream_of_its_gradients(monkeypatch):
+    """Autograd joins the stream of the shard with that of the caller, but gradients come by another way."""
+    log: list[str] = []
+    streams = {"now": Stream(0, log)}
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    run = compiled(model, "eager")
+    loss = run(torch.randn(2, 24)).sum()
+    monkeypatch.setattr(runtime, "current_stream", lambda device: streams["now"])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: log.append(f"kept for {s.stream_id}"))
+    accumulate = FlatBuffer.accumulate
+
+    def on_a_side_stream(self: FlatBuffer, *args: Any) -> None:
+        streams["now"] = Stream(7, log)
+        accumulate(self, *args)
+        streams["now"] = Stream(0, log)
+
+    monkeypatch.setattr(FlatBuffer, "accumulate", on_a_side_stream)
+    loss.backward()
+    assert log == ["0 waits for 7", "kept for 0"] * 2, "one for each unit"
+
+
 # on ranks
 
 
@@ -335,24 +383,8 @@ def diverging() -> str:
 def test_ranks_that_would_run_different_collectives_say_so_and_do_not_hang(two_fresh_ranks):
     for rank, text in enumerate(two_fresh_ranks.run(diverging, timeout=60)):
         assert "would run different collectives (law 13)" in text, text
-        assert "    0  all_gather u0_shard" in text and f" -> 1  rank {rank}: " in text
-        assert f"rank {0}: nothing more" in text and f"rank {1}: all_gather u1_shard" in text
-
-
-def alone() -> str:
-    if dist.get_rank() == 1:
-        return "went elsewhere"
-    try:
-        runtime.agree(runtime.default_group(), ["all_gather u0_shard"], patience=1)
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.dist
-def test_a_rank_that_never_comes_is_named(two_fresh_ranks):
-    text, _ = two_fresh_ranks.run(alone, timeout=60)
-    assert "ranks [1] have not announced one in 1 s" in text
+        assert f" -> 0  rank {rank}: all_gather u0_shard" in text, text
+        assert "unit 'a' of Forked" in text and "unit 'c' of Forked" in text, text
 
 
 def uneven_shapes() -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import mfsdp
+from mfsdp import shard
 from mfsdp.dtensor import local_mesh
 from mfsdp.shard import _no_optimizer
 from tests.models import GPT, MLP, Adapted, Block, Frozen, LoRA
@@ -95,10 +96,10 @@ def test_the_same_object_with_the_same_names():
 
 def test_attributes_are_carried():
     model = MLP()
-    model.scale.sequence_parallel = True
+    model.scale.sequence_parallel = False
     model.up.weight.weight_decay = 0.0
     mfsdp.fully_shard(model, units=["up"])
-    assert model.scale.sequence_parallel is True
+    assert model.scale.sequence_parallel is False
     assert model.up.weight.weight_decay == 0.0
     assert not hasattr(model.down.weight, "weight_decay")
 
@@ -284,17 +285,48 @@ def test_plain_references_to_parameters_do_not_start_a_search(monkeypatch):
     assert searched and optimizer
 
 
-def test_a_failure_half_way_is_taken_back(monkeypatch):
-    model = MLP()
-    before = snapshot(model)
+class Fails:
+    """A flat buffer for which there is no memory, after so many."""
 
-    def fail(*args: object) -> None:
-        raise RuntimeError("out of memory")
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+        self.real, self.left = shard.FlatBuffer, after
+        monkeypatch.setattr(shard, "FlatBuffer", self)
 
-    monkeypatch.setattr("mfsdp.shard.materialize.materialize", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        mfsdp.fully_shard(model, units=["up"])
-    assert snapshot(model) == before
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        self.left -= 1
+        if self.left < 0:
+            raise MemoryError("none left")
+        return self.real(*args, **kwargs)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_failure_half_way_is_taken_back(monkeypatch, after):
+    model = nn.Sequential(GPT(), nn.LSTM(3, 4).bfloat16(), nn.Linear(2, 2).requires_grad_(False))
+    model[0].norm.weight.tag = 3
+    before = {n: (p.detach().clone(), p.dtype, p.requires_grad) for n, p in model.named_parameters()}
+    shape = [(fqn, kind, names) for fqn, kind, _, names in snapshot(model)]
+    held = model[0].tokens.weight
+    Fails(monkeypatch, after)
+    with pytest.raises(MemoryError, match="none left"):
+        mfsdp.fully_shard(model, units=[Block])
+    assert [(fqn, kind, names) for fqn, kind, _, names in snapshot(model)] == shape
+    assert model[0].tokens.weight is held is model[0].head.weight and model[0].norm.weight.tag == 3
+    for n, p in model.named_parameters():
+        value, dtype, trainable = before[n]
+        assert type(p) is nn.Parameter and (p.dtype, p.requires_grad) == (dtype, trainable) and torch.equal(p, value)
+    monkeypatch.undo()
+    model[1](torch.randn(1, 3, dtype=torch.bfloat16))
+    mfsdp.fully_shard(model, units=[Block])
+
+
+def test_a_failure_where_this_rank_has_a_part_says_what_is_lost(monkeypatch):
+    model = GPT()
+    held = model.blocks[0].up.weight
+    Fails(monkeypatch, 1)
+    with pytest.raises(RuntimeError, match="none left.* when it had freed .* of unit 'blocks.0'.*Build the model anew"):
+        mfsdp.fully_shard(model, units=[Block], mesh=local_mesh("cpu", (2,)), device="meta")
+    assert model.blocks[0].up.weight is held and model.blocks[0].down.weight.is_meta
+    assert type(model) is GPT and not model.blocks[1].up.weight.is_meta
 
 
 def test_a_sharded_model_refuses_what_would_break_it():
@@ -368,3 +400,27 @@ def test_gradients_that_somebody_holds_survive_zero_grad():
     first.grad = None
     model(torch.zeros(2, 24)).sum().backward()
     assert not first.grad.full_tensor().any(), "what was dropped is not added to"
+
+
+@pytest.mark.filterwarnings("ignore:mfsdp. .* outside of a compiled graph")
+def test_a_slice_of_a_sharded_container_is_a_plain_container():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+    x = torch.randn(2, 3)
+    want = model[:2](x)
+    mfsdp.fully_shard(model)
+    part = model[:2]
+    assert type(part) is nn.Sequential and type(copy.deepcopy(model)) is type(model)
+    assert torch.equal(part(x), want)
+
+
+@pytest.mark.filterwarnings("ignore:mfsdp. .* outside of a compiled graph")
+def test_recurrent_layers_list_what_they_have():
+    torch.manual_seed(0)
+    layer, x = nn.LSTM(3, 4), torch.randn(5, 2, 3)
+    want = layer(x)[0].detach()
+    old = [weakref.ref(p) for p in layer.parameters()]
+    mfsdp.fully_shard(layer)
+    assert not any(r() is not None for r in old)
+    assert torch.allclose(layer(x)[0], want)
+    assert torch.allclose(copy.deepcopy(layer)(x)[0], want)

@@ -175,12 +175,17 @@ def operations() -> None:
     assert model.scale.detach().equal(model.scale.detach())
     replicated = model.up.weight.redistribute(placements=[torch.distributed.tensor.Replicate()])
     assert torch.equal(replicated.to_local(), reference.up.weight)
-    for refused in (
-        lambda: model.up.weight @ torch.ones(24), lambda: model.up.weight.view(-1), lambda: model.up.weight.sum(0),
-        lambda: model.up.weight + torch.ones(37, 1), lambda: model.up.weight[0],
+    for function in (
+        lambda w: w @ torch.ones(24), lambda w: w.view(-1), lambda w: w.sum(0), lambda w: w + torch.ones(37, 1),
+        lambda w: w[0],
     ):  # fmt: skip
         with pytest.raises(NotImplementedError, match="full_tensor"):
-            refused()
+            function(model.up.weight.detach())
+        assert torch.equal(function(model.up.weight), function(reference.up.weight)), "a parameter is gathered"
+    with torch.no_grad():
+        assert torch.equal(torch.ones(24) @ model.down.weight, torch.ones(24) @ reference.down.weight)
+        with pytest.raises(NotImplementedError, match="full_tensor"):
+            model.up.weight[0].zero_()
 
 
 def test_operations(two_ranks):

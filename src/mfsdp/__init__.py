@@ -8,6 +8,7 @@ from . import (
     passes,
     pipeline,
     runtime,  # noqa: F401  (registers the kernels)
+    statedicts,  # noqa: F401  (torch's functions ask it)
 )
 from .check import LawError
 from .checkpoint import CheckpointError, Checkpoints

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from . import dump, listing, lowering, ops, pipeline, runtime
+from . import dump, listing, lowering, ops, pipeline, runtime, writes
 from .capture import Capture, sources
 from .config import Options
 from .dump import Dump
@@ -42,16 +42,19 @@ def mfsdp(
 
     Raises:
         ValueError: bad options (raised by the first call of the model).
+        RuntimeError: forward writes to a sharded parameter (so is this).
     """
     try:
         if mode not in (None, "default"):
             raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}; use options={{...}}")
         chosen = Options.parse(options)
-    except (ValueError, TypeError) as error:
+        _whole_budget(gm)
+        writes.traced(gm, example_inputs)
+    except (ValueError, TypeError, RuntimeError) as error:
         return _raise(error)
     capture = Capture(example_inputs, sources(gm))
     if not capture.shards:
-        _tell_unsharded(capture)
+        _tell_unsharded(capture, example_inputs)
     number = next(_graphs)
     passes = pipeline.table(chosen.prefetch, chosen.reduce_lag, chosen.max_unsharded, chosen.pool)
     dumped = Dump(Path(chosen.folder), number, chosen, example_inputs) if chosen.folder else None
@@ -69,15 +72,13 @@ def mfsdp(
             log.debug("mfsdp: graph%d %s %s: %.1f ms", number, phase, stage.name, 1e3 * stage.seconds)
         log.info("mfsdp: graph%d %s: %s, %s", number, phase, program.name, listing.schedule(program))
         dump.artifacts(number, phase, stages)
-        for group, sequence in collectives(program).items():
-            runtime.agree(group, sequence)
-        outlined = outline(program)
+        outlined, sequences, held = outline(program), collectives(program), holding(program)
         show = dumped.add(program, stages) if dumped is not None and runtime.rank() == 0 else None
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
             if show is not None:
                 show(code)
-            return runtime.marked(outlined, compiled)
+            return runtime.marked(outlined, compiled, sequences, held)
 
         return finish
 
@@ -86,22 +87,48 @@ def mfsdp(
 
 def collectives(program: Program) -> dict[str, list[str]]:
     """The collectives of a program by group (that of the gathers), in order, and which gradients they bring: what all
-    of its ranks must have alike.
+    of its ranks must have alike. Units have their paths in it: equal layers are not the same layer (law 39).
     """
     out: dict[str, list[str]] = {}
     for node in program.nodes:
         r = role(node)
-        if node.target in ops.COLLECTIVES and r is not None:
-            spec = program.unit(r.unit).spec
+        if r is None or node.target not in (*ops.COLLECTIVES, ops.accumulate):
+            continue
+        unit = program.unit(r.unit)
+        spec, text = unit.spec, f"{listing.text(node)}  unit {unit.fqn!r} of {program.name}"
+        if node.target is ops.accumulate:
+            for group in spec.reducing:
+                out.setdefault(group, []).append(f"{text}  of {listing.operand(node.args[2])}")
+        else:
             outer = lane_of(node) >= 2 or (node.target is ops.refresh and spec.outer_optim)
-            out.setdefault(spec.outer_group if outer else spec.group, []).append(
-                f"{listing.text(node)}  {r.lane.value}  {'+'.join(map(str, spec.splits))} x {spec.world}"
-            )
-        elif node.target is ops.accumulate and r is not None:
-            spec = program.unit(r.unit).spec
-            for group in filter(None, (spec.group, spec.outer_group)):
-                out.setdefault(group, []).append(f"{listing.text(node)}  of {listing.operand(node.args[2])}")
+            groups = [spec.outer_group if outer else spec.group]
+            if node.target is ops.refresh and spec.replica and outer:
+                groups.append(spec.group)
+            for group in groups:
+                out.setdefault(group, []).append(f"{text}  {r.lane.value}  {spec.cutting}")
     return out
+
+
+def _whole_budget(gm: fx.GraphModule) -> None:
+    """Refuses what makes torch compute random operations again with other numbers (pytorch#190758).
+
+    Raises:
+        ValueError: the budget for activations is not all of them.
+    """
+    budget = lowering.memory_budget(gm)
+    if budget < 1:
+        raise ValueError(
+            f"backend 'mfsdp' does not support an activation memory budget of {budget}: gradients behind dropout would "
+            "be wrong (pytorch#190758). Leave torch._functorch.config.activation_memory_budget at 1.0; to save memory, "
+            "checkpoint layers (torch.utils.checkpoint)"
+        )
+
+
+def holding(program: Program) -> dict[int, str]:
+    """Which of a program's arguments belong to units whose gradients it may keep back, and the units' paths."""
+    sources = {node.args[0] for node in program.nodes if node.target is ops.hold}
+    places = enumerate(program.gm.graph.find_nodes(op="placeholder"))
+    return {i: program.unit(r.unit).fqn for i, n in places if n in sources and (r := role(n)) is not None}
 
 
 def _raise(error: Exception) -> Callable[..., Any]:
@@ -113,9 +140,11 @@ def _raise(error: Exception) -> Callable[..., Any]:
     return compiled
 
 
-def _tell_unsharded(capture: Capture) -> None:
+def _tell_unsharded(capture: Capture, inputs: Sequence[Any]) -> None:
+    """Says once how to shard the model; not of what reads no parameter of it, a piece behind a graph break."""
     global _told
-    if _told or not torch.is_grad_enabled():
+    plain = (isinstance(t, nn.Parameter) and not getattr(t, "_mfsdp_ignored", False) for t in inputs)
+    if _told or not torch.is_grad_enabled() or not any(plain):
         return
     _told = True
     how = "gradients are averaged over all ranks" if capture.plain else "one process, nothing to communicate"

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import ops, runtime
 from .config import Precision
 from .layout import plan
-from .program import INPUT, STORAGE, Phase, Program, storage_of
+from .program import INPUT, STORAGE, Phase, Program, base_of, storage_of
 from .roles import Kind, Role, mark, role
 from .state import FlatBuffer, UnitState
 from .units import Spec, Unit
@@ -113,6 +113,7 @@ class Capture:
         """Cuts the joint graph with the stock min-cut partitioner, told what must be gathered again (law 6)."""
         self.label(joint)
         recompute_parameters(joint)
+        return_copies(joint, kwargs["num_fwd_outputs"])
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         note_storages(forward, backward, kwargs["num_fwd_outputs"])
         return forward, backward
@@ -121,6 +122,7 @@ class Capture:
         """The program of a forward, backward or inference graph."""
         if phase == "inference":
             self.label(gm)
+            return_copies(gm)
         read = {r.unit for n in gm.graph.nodes if (r := role(n)) is not None}
         plain = self.plain if phase == "backward" else {}
         read |= {unit.name for unit, _ in plain.values()}
@@ -134,6 +136,8 @@ class Capture:
             elif name:
                 program.rename(node, name)
         program.gradients = {i: (unit.name, offset) for i, (unit, offset) in plain.items()}
+        program.trained = _trained(program)
+        program.fill()
         for node in gm.graph.find_nodes(op="call_function", target=ops.param):
             r = role(node)
             assert r is not None
@@ -141,6 +145,19 @@ class Capture:
             assert isinstance(offset, int)
             program.rename(node, f"{r.unit}_{program.unit(r.unit).offset_name(offset)}")
         return program
+
+
+def _trained(program: Program) -> dict[str, frozenset[int]]:
+    """Units that have gradients in a program, and the offsets of their parameters."""
+    found: dict[str, set[int]] = {}
+    for marker in program.find(Kind.GRAD):
+        if marker.args[0].meta["val"].numel():  # type: ignore[union-attr]
+            found.setdefault(role(marker).unit, set()).add(marker.args[2])  # type: ignore[union-attr, arg-type]
+    results = program.results()
+    for i, (name, offset) in program.gradients.items():
+        if isinstance(results[i], fx.Node):
+            found.setdefault(name, set()).add(offset)
+    return {name: frozenset(offsets) for name, offsets in found.items()}
 
 
 class Partitioner(CustomPartitionerFn):
@@ -183,6 +200,23 @@ def recompute_parameters(joint: fx.GraphModule) -> None:
     for node in tagged:
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _LAST_REGION
+
+
+def return_copies(gm: fx.GraphModule, outputs: int | None = None) -> None:
+    """Makes copies of what forward returns of parameters (its first ``outputs`` results): gathered buffers do not
+    outlive a program.
+    """
+    output = gm.graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    copies: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(results[:outputs]):
+        if isinstance(node, fx.Node) and base_of(node).target is ops.param:
+            if node not in copies:
+                with gm.graph.inserting_before(output):
+                    copies[node] = gm.graph.call_function(ops.returned, (node,))
+                copies[node].meta["val"] = node.meta["val"]
+            results[i] = copies[node]
+    output.args = (tuple(results),)
 
 
 def note_storages(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:

@@ -14,7 +14,8 @@ from torch.fx import Node
 from . import ops
 from .cost import nbytes
 from .program import Program, base_of, lane_of, mutates, slot_of, view_of
-from .roles import Kind, role
+from .roles import Kind, Role, is_kind, role
+from .units import Unit
 
 Fault = tuple[Node, str]
 
@@ -124,7 +125,7 @@ def regathered(p: Program) -> Iterator[Fault]:
 
 
 def inside(p: Program) -> Iterator[Fault]:
-    """7: parameters lie inside the full buffer, apart from each other."""
+    """7: parameters lie inside their unit's full buffer, apart from each other."""
     params = p.by_unit(Kind.PARAM)
     for unit in p.units:
         end = 0
@@ -139,14 +140,27 @@ def inside(p: Program) -> Iterator[Fault]:
                 continue
             if (node.args[3], value.numel()) not in known:
                 yield node, f"{node.name} is no parameter of {unit.name}"
+            yield from _own(unit, node)
+
+
+def _own(unit: Unit, param: Node) -> Iterator[Fault]:
+    """A view is of what its own unit gathers, or keeps."""
+    owner = base_of(param)
+    r = role(owner)
+    if r is None or r.unit != unit.name or (r.kind is Kind.FULL) is not unit.spec.gathers:
+        yield param, f"{param.name} is a view of {owner.name}, not of what {unit.name} gathers"
+    while owner.target is ops.all_gather or is_kind(owner, Kind.CAST):
+        owner = base_of(owner.args[0])  # type: ignore[arg-type]
+    if role(owner) != Role(Kind.SHARD, unit.name):
+        yield param, f"{param.name} comes from {owner.name}, not from {unit.name}'s shard"
 
 
 def tied(p: Program) -> Iterator[Fault]:
     """8: each parameter's gradient comes to its place once, after all its uses."""
     for gfull in p.find(Kind.GFULL):
         seen: set[int] = set()
-        for node, offset, numel in _written(p, gfull) if gfull.target is ops.bucket else ():
-            if offset in seen and numel:
+        for node, offset, _ in _written(p, gfull) if gfull.target is ops.bucket else ():
+            if offset in seen:
                 yield node, f"{gfull.name}: a parameter's gradient is packed twice"
             seen.add(offset)
 
@@ -216,7 +230,9 @@ def finished(p: Program) -> Iterator[Fault]:
 
 
 def joined(p: Program) -> Iterator[Fault]:
-    """14: every gradient is in its buffer when the reduction starts, and every reduction reaches its destination."""
+    """14: every gradient is in its buffer when the reduction starts, every reduction reaches its destination, and what
+    gets there has been summed over all ranks.
+    """
     results = {base_of(r) for r in p.results() if isinstance(r, Node)}
     for node in p.nodes:
         if node.target not in (ops.reduce_scatter, ops.all_reduce):
@@ -229,10 +245,36 @@ def joined(p: Program) -> Iterator[Fault]:
         onwards = (ops.accumulate, ops.reduce_scatter, ops.all_reduce)
         if gfull not in results and not any(u.target in onwards and node < u for u in product.users):
             yield node, f"{node.name} reaches neither an accumulator nor an output"
+    for node in p.nodes:
+        if node.target is ops.accumulate:
+            yield from _over_all_ranks(p, node, node.args[1])  # type: ignore[arg-type]
+            if role(base_of(node.args[0])) != Role(Kind.SHARD, _unit(node)):  # type: ignore[arg-type]
+                yield node, f"{node.name} adds {_unit(node)}'s gradients to {node.args[0].name}"  # type: ignore[union-attr]
+    for i, (unit, _) in p.gradients.items() if p.reduced else ():
+        result = p.results()[i]
+        if isinstance(result, Node):
+            yield from _over_all_ranks(p, p.output, result, unit)
+
+
+def _over_all_ranks(p: Program, end: Node, grads: Node, name: str | None = None) -> Iterator[Fault]:
+    """What ends as a unit's gradient was reduced over each axis of its ranks, once, from that unit's buffer."""
+    name = name or _unit(end)
+    spec, axes, buffer = p.unit(name).spec, [], base_of(grads)
+    while True:
+        axes += [lane_of(n) // 2 for n in p.readers(buffer) if n.target is ops.all_reduce and n < end]
+        if buffer.target is not ops.reduce_scatter:
+            break
+        axes.append(lane_of(buffer) // 2)
+        buffer = base_of(buffer.args[0])  # type: ignore[arg-type]
+    want = [0] * (spec.world > 1) + [1] * (spec.outer > 1)
+    if sorted(axes) != want:
+        yield end, f"{grads.name} is summed over {len(axes)} axes of {name}'s ranks, not over {len(want)}"
+    if buffer.target is not ops.bucket or _unit(buffer) != name:
+        yield end, f"{grads.name} does not come from {name}'s gradient buffer"
 
 
 def everywhere(p: Program) -> Iterator[Fault]:
-    """15: a trainable unit whose gradients are in the program reduces all of them in one buffer."""
+    """15: a unit whose gradients are in the captured program reduces all of them in one buffer, and none is lost."""
     buckets: set[str] = set()
     for node in p.nodes:
         if node.target is ops.bucket:
@@ -243,6 +285,30 @@ def everywhere(p: Program) -> Iterator[Fault]:
     for node in p.find(Kind.GRAD):
         if _unit(node) in buckets:
             yield node, f"{node.name} is left out of {_unit(node)}_gfull"
+    for name, offsets in p.trained.items():
+        starts = {slot.offset for slot in p.unit(name).layout.slots if slot.numel}
+        for node, found in _brought(p, name):
+            for offset in offsets ^ (found & starts):
+                what = f"{name}: the gradient of {p.unit(name).offset_name(offset)}"
+                yield node, f"{what} {'is lost' if offset in offsets else 'comes from nowhere'}"
+
+
+def _brought(p: Program, name: str) -> Iterator[tuple[Node, set[int]]]:
+    """Parameters of a unit whose gradients are somewhere on their way, by offset; and where: every stage in turn."""
+    unit, results = p.unit(name), p.results()
+    if not unit.sharded:
+        yield p.output, {o for i, (u, o) in p.gradients.items() if u == name and isinstance(results[i], Node)}
+    elif not p.reduced:
+        yield p.output, {n.args[2] for n in p.find(Kind.GRAD) if _unit(n) == name}  # type: ignore[misc]
+    if p.reduced:
+        mine = [n for n in p.nodes if (r := role(n)) is not None and r.unit == name]
+        buckets = [n for n in mine if n.target is ops.bucket]
+        yield next(iter(buckets), p.output), {o for b in buckets for _, o, numel in _written(p, b) if numel}
+        ends = [n for n in mine if n.target in (ops.accumulate, ops.hold)]
+        for node in ends:
+            yield node, set(node.args[2])  # type: ignore[arg-type]
+        if unit.sharded and not any(n.target is ops.accumulate for n in ends):
+            yield p.output, set()
 
 
 def _unit(node: Node) -> str:
@@ -271,9 +337,13 @@ def scaled(p: Program) -> Iterator[Fault]:
 
 
 def wide(p: Program) -> Iterator[Fault]:
-    """18: gradients travel in the dtype that the policy says, and a last reduction gives what it has added up."""
+    """18: parameters and gradients travel in the dtypes that the policy says, and a last reduction gives what it has
+    added up.
+    """
     for node in p.nodes:
-        if node.target is ops.bucket:
+        if node.target is ops.all_gather:
+            want = p.unit(_unit(node)).spec.precision.comm
+        elif node.target is ops.bucket:
             want = p.unit(_unit(node)).spec.precision.grad_comm
         elif node.target is ops.reduce_scatter:
             want = p.unit(_unit(node)).spec.scattered(lane_of(node))

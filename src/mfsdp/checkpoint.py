@@ -95,7 +95,7 @@ class Checkpoints:
         def write() -> None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.save(_state(model, optimizer), storage_writer=dcp.FileSystemWriter(aside))
+                dcp.save(_state_to_save(model, optimizer), storage_writer=dcp.FileSystemWriter(aside))
             own = {name: thing.state_dict() for name, thing in more.items()}
             with open(aside / f"rank{rank}.pt", "wb") as file:
                 torch.save({"more": own, "random": _random_state()}, file)
@@ -184,6 +184,21 @@ class Checkpoints:
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
+
+
+def _state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """As `_state`. An optimizer that has not stepped has no state afterwards either (law 23): torch makes it by a step
+    without gradients, which counts.
+    """
+    fresh = optimizer is not None and not optimizer.state
+    out = _state(model, optimizer)
+    if fresh:
+        assert optimizer is not None
+        optimizer.state.clear()
+        for state in out["optimizer"]["state"].values():
+            if "step" in state:
+                state["step"] = state["step"] * 0
+    return out
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, fields
 from typing import Any
 
 import torch
@@ -45,9 +45,14 @@ class MixedPrecisionPolicy:
             up in what travels.
         param_comm_dtype: parameters on the wire. ``None``: ``compute_dtype``.
         compute_dtype: what ``forward`` sees. ``None``: the model's own dtype at wrap time.
+        output_dtype: what floating-point results of the forward are cast to, of the module that `fully_shard` is called
+            on, not of those in ``units``. ``None``: they are left alone.
+        cast_forward_inputs: whether floating-point arguments of a unit's forward are cast to ``compute_dtype``, if that
+            is given.
+        param_dtype, reduce_dtype: FSDP2's names of ``compute_dtype`` and ``grad_comm_dtype``.
 
     Raises:
-        ValueError: a dtype is not a floating-point ``torch.dtype``.
+        ValueError: a dtype is not a floating-point ``torch.dtype``, or one role has two of them.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -55,17 +60,32 @@ class MixedPrecisionPolicy:
     grad_comm_dtype: torch.dtype | None = None
     param_comm_dtype: torch.dtype | None = None
     compute_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    param_dtype: InitVar[torch.dtype | None] = None
+    reduce_dtype: InitVar[torch.dtype | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
+        self._also("compute_dtype", "param_dtype", param_dtype)
+        self._also("grad_comm_dtype", "reduce_dtype", reduce_dtype)
         for field in fields(self):
             dtype = getattr(self, field.name)
-            if dtype is None:
+            if dtype is None or field.name == "cast_forward_inputs":
                 continue
             if not isinstance(dtype, torch.dtype) or dtype not in SHORT:
                 raise ValueError(
                     f"MixedPrecisionPolicy: {field.name}={dtype!r} is not supported; "
                     f"choose None or one of {', '.join(str(d) for d in SHORT)}"
                 )
+
+    def _also(self, name: str, alias: str, value: torch.dtype | None) -> None:
+        if value is None:
+            return
+        if getattr(self, name) not in (None, value):
+            raise ValueError(
+                f"MixedPrecisionPolicy: {alias}={value!r} is FSDP2's name of {name}={getattr(self, name)!r}: give one"
+            )
+        object.__setattr__(self, name, value)
 
     def resolve(self, dtype: torch.dtype) -> Precision:
         """The five dtypes for a parameter whose own dtype is ``dtype``."""

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from . import files
 from .checkpoint import MANIFEST, CheckpointError, Checkpoints, cause_of, faults_of, inner
+from .names import original
 
 
 def convert(
@@ -40,7 +41,8 @@ def convert(
             ``.safetensors`` files; or one such file. Checkpoints with a manifest are checked first.
         target: a folder that is not there yet, or is empty; it is there when all of it is.
         key: where in the checkpoint the model is: ``{"model": model.state_dict()}``. ``""``: it is the whole.
-        rename: gives the name of a tensor in the target for that in the source.
+        rename: gives the name of a tensor in the target for that in the source; what torch.compile's wrapper puts into
+            names, ``_orig_mod``, is left out by itself.
         tied: names (the source's) and the tensors that they only are other names of: left out of safetensors files,
             written twice to checkpoints.
         dtype: of floating-point tensors in the target; ``None``: as they are.
@@ -116,7 +118,7 @@ def _names(
     if set(tied) & set(tied.values()):
         raise ValueError(f"convert: tied: {files.some(set(tied) & set(tied.values()))}: tied to something, and to it")
     pairs = [(n, n) for n in there if n not in tied] + [(n, whose) for n, whose in tied.items() if both]
-    names = {rename(n) if rename else n: whose for n, whose in pairs}
+    names = {original(rename(n) if rename else n): whose for n, whose in pairs}
     if len(names) < len(pairs):
         raise ValueError("convert: rename gives two tensors one name")
     return names

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .program import INPUT, STORAGE, Program, base_of, slot_of, view_of
+from .program import INPUT, STORAGE, Program, base_of, operator, slot_of, view_of
 from .roles import Kind, is_kind
 
 
@@ -49,7 +49,7 @@ class Line:
 
 def is_line(node: Node) -> bool:
     """Views, constants, placeholders and the output cost nothing and have no line."""
-    return node.op == "call_function" and view_of(node) is None and hasattr(node.target, "_schema")
+    return node.op == "call_function" and view_of(node) is None and hasattr(operator(node)[0], "_schema")
 
 
 def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:

@@ -10,20 +10,26 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
+from torch._guards import TracingContext
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from . import runtime
-from .layout import Layout, Local
+from . import outside, runtime
+from .layout import Layout, Local, Segment, Slot
+from .rows import RowShard
 
 aten = torch.ops.aten
 
@@ -36,16 +42,6 @@ def local_mesh(device_type: str, shape: tuple[int, ...], rank: int = 0) -> Devic
     names = ("dp_outer", "dp_shard")[-len(shape) :]
     ranks = torch.arange(math.prod(shape)).view(shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
-
-
-def inner_axis(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """One axis of a larger mesh, also of one for planning, which torch does not slice."""
-    if hasattr(mesh, "_dim_group_names"):
-        return mesh[name]
-    assert mesh.mesh_dim_names is not None
-    dim, coordinate = mesh.mesh_dim_names.index(name), mesh.get_coordinate()
-    assert coordinate is not None
-    return local_mesh(mesh.device_type, (mesh.size(dim),), coordinate[dim])
 
 
 def layout_rank(mesh: DeviceMesh) -> int:
@@ -65,6 +61,10 @@ class Sharding:
     layout: Layout
     slot: int
     mesh: DeviceMesh
+    copies: DeviceMesh | None = None
+    """Where nothing is cut, and ``mesh`` is this rank alone: the ranks that all hold it whole."""
+    home: Any = field(default=None, compare=False, repr=False)
+    """A weak reference to the flat buffer that the parameter lies in, if it is one of a model."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,22 +92,68 @@ class Sharding:
                 f"{self.mesh} has no process group: this model was sharded for planning and cannot communicate"
             ) from error
 
+    @property
+    def trains_over(self) -> tuple[tuple[str, ...], float]:
+        """Names of the process groups whose ranks train it together, and what their gradients' sum is divided by."""
+        buffer = None if self.home is None else self.home()
+        if buffer is None:
+            return tuple(g.group_name for g in self.groups), float(self.layout.world)
+        spec = buffer.spec
+        return tuple(filter(None, (spec.group, spec.outer_group))), spec.divide
+
+    def total(self, grad: torch.Tensor) -> torch.Tensor:
+        """What all ranks' derivatives of one value come to (Note [The way out]); a collective for each group."""
+        groups, divide = self.trains_over
+        total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous()
+        with runtime.announced(f"derivatives of {self.layout.slots[self.slot].name}{list(self.shape)}", *groups):
+            for name in groups:
+                total = runtime.reduced(total, "sum", runtime.process_group(name))
+        return total.div_(divide).to(grad.dtype)
+
+    def everywhere(self, number: int) -> bool:
+        """Whether all ranks that hold it have the same number; a collective."""
+        low_high = torch.tensor([-number, number], device=self.mesh.device_type)
+        with self.announced(f"numbers of {self.layout.slots[self.slot].name}{list(self.shape)}"):
+            for group in self.groups:
+                low_high = runtime.reduced(low_high, "max", group)
+        return bool(low_high.sum() == 0)
+
+    def announced(self, what: str) -> AbstractContextManager[None]:
+        """Around collectives over the ranks that hold it: they are compared (`runtime.announced`)."""
+        return runtime.announced(what, *(group.group_name for group in self.groups))
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """What torch is told: which rows of dimension 0 are here."""
+        if self.copies is not None:
+            return (Replicate(),) * self.copies.ndim
+        if self.layout.world == 1 or not self.shape or self.mesh.get_coordinate() is None:
+            return (Shard(0),) * self.mesh.ndim
+        at, columns = self.local(), max(math.prod(self.shape[1:]), 1)
+        rows = (at.numel // columns, at.param_offset // columns) if at.shape[1:] == self.shape[1:] else None
+        return (*(RowShard(rows, last=False) for _ in range(self.mesh.ndim - 1)), RowShard(rows))
+
     def same(self, other: Sharding) -> bool:
         """Whether ranks hold the same rows of tensors of the same shape."""
-        if self is other:
+        if self is other or other.__dict__.get("_like") is self:
             return True
-        return (
+        alike = (
             self.shape == other.shape
+            and self.layout.world == other.layout.world
             and all(
                 (a.param_offset, a.numel) == (b.param_offset, b.numel)
                 for a, b in ((self.local(r), other.local(r)) for r in range(self.layout.world))
             )
-            and self.layout.world == other.layout.world
         )
+        if alike:
+            other.__dict__["_like"] = self  # optimizer state from a pickle is compared in every step
+        return alike
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a whole tensor."""
         at = self.local()
+        if not any(whole.stride()) and whole.dim():  # one value everywhere, as derivatives of sums are
+            return whole[(0,) * whole.dim()].expand(at.shape) if whole.numel() else whole.new_empty(at.shape)
         return whole.reshape(-1)[at.param_offset : at.param_offset + at.numel].view(at.shape)
 
 
@@ -145,9 +191,13 @@ class _Dispatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _under_mode(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    with _Dispatch(), torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **(kwargs or {}))
+_DISPATCHES = _subclasses_dispatch()
+
+
+def _native(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls a function of torch on sharded tensors as they are."""
+    with nullcontext() if _DISPATCHES else _Dispatch(), torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 class ShardedDTensor(DTensor):
@@ -162,6 +212,8 @@ class ShardedDTensor(DTensor):
     _sharding: Sharding
     _mfsdp_owner: Any = None
     """The flat buffer whose main weights it is a view of, if it is: writing to it makes what was gathered stale."""
+    _mfsdp_numbers: str = ""
+    """The numbers that it was computed with, outside of forward (`outside`)."""
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool = False) -> ShardedDTensor:
@@ -172,16 +224,16 @@ class ShardedDTensor(DTensor):
         )
         out._local_tensor = local.detach()
         out._sharding = sharding
-        placements = (Shard(0),) * sharding.mesh.ndim
-        out._spec = DTensorSpec(sharding.mesh, placements, tensor_meta=TensorMeta(shape, strides, local.dtype))
+        mesh, meta = sharding.copies or sharding.mesh, TensorMeta(shape, strides, local.dtype)
+        out._spec = DTensorSpec(mesh, sharding.placements, tensor_meta=meta)
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         torch.Tensor.__init__(self)
 
-    __torch_function__: Any = (
-        torch._C._disabled_torch_function_impl if _subclasses_dispatch() else classmethod(_under_mode)
-    )
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return outside.call(func, args, kwargs or {}, ShardedDTensor, _native, _DISPATCHES)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -199,15 +251,24 @@ class ShardedDTensor(DTensor):
         return self._sharding
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's rows, sharing storage; autograd does not follow."""
+        """This rank's rows, sharing storage. Their derivative is this rank's own, neither summed nor divided."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Rows.apply(self)  # type: ignore[no-any-return, no-untyped-call]
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank, a copy; a collective. Autograd does not follow.
+        """The whole tensor on every rank, a copy; a collective. Its derivative is the sum of all ranks', divided like
+        every gradient (Note [The way out]); another collective.
 
         Raises:
             RuntimeError: several ranks, but the mesh has no process group (it was made for planning).
         """
+        if torch.is_grad_enabled() and self.requires_grad:
+            outside.compare_numbers(self)
+            return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
+        return self._gathered()
+
+    def _gathered(self) -> torch.Tensor:
         s = self._sharding
         layout, mine = s.layout, self._local_tensor.detach()
         if layout.world == 1:
@@ -218,10 +279,11 @@ class ShardedDTensor(DTensor):
         if mine.numel() < length:
             gathered = mine.new_zeros(length)
             gathered[: mine.numel()] = mine.reshape(-1)
-        for group in s.groups:
-            mine, gathered = gathered, gathered.new_empty(gathered.numel() * group.size())
-            runtime.gather_flat(gathered, mine, group=group)()
-            del mine  # not beside the whole
+        with s.announced(f"full_tensor of {layout.slots[s.slot].name}{list(s.shape)}"):
+            for group in s.groups:
+                mine, gathered = gathered, gathered.new_empty(gathered.numel() * group.size())
+                runtime.gather_flat(gathered, mine, group=group)()
+                del mine  # not beside the whole
         if all((p.param_offset, p.numel) == (rank * length, length) for rank, p in enumerate(parts)):
             return gathered.view(s.shape)
         whole = gathered.new_empty(s.shape)
@@ -242,7 +304,7 @@ class ShardedDTensor(DTensor):
             raise NotImplementedError(
                 f"redistribute of uneven shards to {placements} is not supported; use full_tensor()"
             )
-        mesh = self._sharding.mesh
+        mesh = self._spec.mesh
         return DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -250,6 +312,41 @@ class ShardedDTensor(DTensor):
         memo[id(self)] = out
         carry_attributes(self, out)
         return out
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.Tensor.data.__get__(self)  # type: ignore[attr-defined, no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Copies values in: the storage is a piece of a flat buffer, and stays.
+
+        Raises:
+            ValueError: the value has another shape, dtype or device.
+        """
+        mine, its = ((tuple(t.shape), t.dtype, t.device) for t in (self, value))
+        if mine != its:
+            raise ValueError(
+                f"a sharded tensor of shape {mine[0]} in {mine[1]} on {mine[2]} cannot get .data of shape {its[0]} in "
+                f"{its[1]} on {its[2]}: only its values may change. Cast or move the model before fully_shard."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """This rank's rows, what others hold is not in the pickle; a tensor that is whole here becomes a plain one."""
+        s, local = self._sharding, self._local_tensor
+        if s.layout.world == 1 and self._mfsdp_owner is not None:  # of a model: anybody may load it
+            whole = local.view(s.shape).clone()
+            kept = torch.nn.Parameter(whole, self.requires_grad) if isinstance(self, ShardedParameter) else whole
+            return kept.__reduce_ex__(protocol)
+        alone = s.layout.world == 1
+        if not alone:
+            _tell_of_pickles()
+        slot, segment = s.layout.slots[s.slot], s.layout.segment(s.slot)
+        place = (tuple(slot.shape), slot.offset, slot.row, segment.full_start, segment.chunk, s.layout.world)
+        written = None if alone else (runtime.rank(), runtime.world())
+        return _rebuilt, (local.clone(), place, s.mesh, written, self.requires_grad)
 
     @classmethod
     def _alike(cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool) -> ShardedDTensor:
@@ -301,6 +398,34 @@ class ShardedDTensor(DTensor):
         raise ValueError(f"this rank holds no chunk at {where}")
 
 
+class _Whole(torch.autograd.Function):
+    """All rows, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardedDTensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.sharding = x._sharding
+        return x._gathered()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> ShardedDTensor:  # type: ignore[override]
+        return ShardedDTensor(ctx.sharding.part(ctx.sharding.total(grad)).clone(), ctx.sharding)
+
+
+class _Rows(torch.autograd.Function):
+    """This rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: ShardedDTensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.sharding = x._sharding
+        return x._local_tensor.detach()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: torch.Tensor) -> ShardedDTensor:  # type: ignore[override]
+        return ShardedDTensor(grad, ctx.sharding)
+
+
 class ShardedParameter(ShardedDTensor):
     """A parameter. Its ``.grad`` lives in its owner, the unit's flat buffer: a view into the gradient accumulator.
 
@@ -323,7 +448,27 @@ class ShardedParameter(ShardedDTensor):
         out._is_param = True  # what isinstance(_, torch.nn.Parameter) asks for
         out._mfsdp_owner = owner
         out._mfsdp_grad = None
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.requires_grad.__set__(out, True)  # type: ignore[attr-defined]  # no hook otherwise
+            torch.Tensor.register_post_accumulate_grad_hook(out, _brought)
+            torch.Tensor.requires_grad.__set__(out, requires_grad)  # type: ignore[attr-defined]
         return out
+
+    def __tensor_flatten__(self) -> Any:
+        """Refuses to be an input of compiled code. Private in torch (``TracingContext``); tried on 2.13.
+
+        Raises:
+            NotImplementedError: Dynamo is tracing.
+        """
+        if TracingContext.try_get() is None:
+            return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
+        name = self._sharding.layout.slots[self._sharding.slot].name
+        raise NotImplementedError(
+            f"mfsdp: compiled code takes the sharded form of the parameter {name}. Read it as an "
+            "attribute of its module (module.weight), or through parameters() of a module that has parameters of its "
+            "own: there it is whole. state_dict(), torch.func.functional_call and parameters() of containers "
+            "(ModuleList) read what is sharded: do that in a function under torch.compiler.disable, or outside."
+        )
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -385,6 +530,59 @@ class ShardedParameter(ShardedDTensor):
         return super().__deepcopy__(memo)
 
 
+def _brought(param: torch.Tensor) -> None:
+    """What autograd itself has brought to a parameter, from outside of forward, belongs to its ``.grad`` too."""
+    assert isinstance(param, ShardedParameter)
+    with torch._C.DisableTorchFunctionSubclass():
+        grad = torch.Tensor.grad.__get__(param)  # type: ignore[union-attr]
+        torch.Tensor.grad.__set__(param, None)  # type: ignore[union-attr]
+    rows = grad._local_tensor if isinstance(grad, ShardedDTensor) else param._sharding.part(grad)
+    if param._mfsdp_owner is not None:
+        param._mfsdp_owner.bring(param._sharding.slot, rows)
+    elif param._mfsdp_grad is None:
+        param._mfsdp_grad = ShardedDTensor(rows.clone(), param._sharding)
+    else:
+        param._mfsdp_grad += rows
+
+
+_told_of_pickles = False
+
+
+def _tell_of_pickles() -> None:
+    global _told_of_pickles
+    if not _told_of_pickles:
+        _told_of_pickles = True
+        warnings.warn(
+            "mfsdp: torch.save and pickle write the rows of one rank. Every rank has to write a file of its own, and "
+            "to load that one; for one checkpoint of all use torch.distributed.checkpoint.save, mfsdp.Checkpoints, "
+            "mfsdp.save_safetensors or get_model_state_dict(..., options=StateDictOptions(full_state_dict=True)).",
+            stacklevel=4,
+        )
+
+
+def _rebuilt(
+    local: torch.Tensor, place: tuple[Any, ...], mesh: DeviceMesh, written: tuple[int, int] | None, requires_grad: bool
+) -> ShardedDTensor:
+    """What comes out of a pickle: rows without a model.
+
+    Raises:
+        RuntimeError: another rank, or one of another number of ranks, has written it.
+    """
+    here = (runtime.rank(), runtime.world())
+    if written is not None and runtime.initialized() and here != written:
+        raise RuntimeError(
+            f"mfsdp: this file holds the rows of rank {written[0]} of {written[1]}, and this is rank {here[0]} of "
+            f"{here[1]}. Every rank loads the file that it wrote; for other numbers of ranks, or one file for all, "
+            "save with torch.distributed.checkpoint.save, mfsdp.Checkpoints or mfsdp.save_safetensors."
+        )
+    shape, offset, row, full_start, chunk, world = place
+    layout = Layout(world, (Slot("", shape, offset, row),), (Segment(full_start, 0, chunk),), (0,))
+    return ShardedDTensor(local, Sharding(layout, 0, mesh), requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuilt])  # for weights_only, as torch does for DTensor
+
+
 def _take_foreach_paths() -> None:
     """Lets ``clip_grad_norm_`` and optimizers choose their ``foreach`` form for us, as they do for DTensor: one
     collective for all norms instead of one each. Private in torch (two lists of types); tried on 2.11 to 2.13.
@@ -433,9 +631,15 @@ def _handler_of(func: Any) -> Handler:
         return _BY_NAME[name]
     if name.startswith(("_foreach_", "_fused_")):
         return _lists
-    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE or _derivative_of_pointwise(name):
         return _elementwise
     return _refuse
+
+
+def _derivative_of_pointwise(name: str) -> bool:
+    """Whether it is the derivative of an elementwise operator, which torch tags in part only."""
+    packet = getattr(aten, name.removesuffix("_backward"), None) if name.endswith("_backward") else None
+    return packet is not None and torch.Tag.pointwise in packet.default.tags
 
 
 _ELEMENTWISE = frozenset(
@@ -597,8 +801,9 @@ def _all_reduce(partial: torch.Tensor, op: str, sharding: Sharding) -> torch.Ten
     if sharding.layout.world == 1:
         return partial
     total = partial.to(torch.uint8) if partial.dtype is torch.bool else partial.contiguous()
-    for group in sharding.groups:
-        total = runtime.reduced(total, op, group)
+    with sharding.announced(f"{op} of a tensor {list(sharding.shape)} over ranks"):
+        for group in sharding.groups:
+            total = runtime.reduced(total, op, group)
     return total.bool() if partial.dtype is torch.bool else total
 
 
@@ -631,6 +836,11 @@ def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> l
 
 def _norms_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """The p-th root of the sum over ranks of the p-th powers of the local norms."""
+    with tensors[0]._sharding.announced(f"norms of {len(tensors)} tensors"):
+        return _powers_over(tensors, order, dtype)
+
+
+def _powers_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     locals_ = [t._local_tensor for t in tensors]
     keep = [i for i, t in enumerate(locals_) if t.numel()]
     wide = torch.float64 if any(t.dtype is torch.float64 for t in locals_) else torch.float32
@@ -672,11 +882,35 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedDT
         shape[shape.index(-1)] = x.numel() // known if known else 0
     if tuple(shape) != tuple(x.shape):
         raise NotImplementedError(
-            f"{func}: a sharded tensor cannot be viewed as {tuple(args[1])}; use .full_tensor() or .to_local()"
+            f"{func}: a sharded tensor cannot be viewed as {tuple(args[1])}; use .full_tensor() or .to_local(). "
+            "DistributedDataParallel has no place around a sharded model, which averages gradients itself; "
+            "mfsdp.save_safetensors saves one."
         )
     out = ShardedDTensor(x._local_tensor, x._sharding)
     out._mfsdp_owner = x._mfsdp_owner
     return out
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``copy_``: between equal cuts locally; from tensors that are cut in another way by way of the whole, so that
+    whatever a state dict holds can be loaded. All ranks have to take part then.
+    """
+    target, source, *rest = args
+    if not isinstance(target, ShardedDTensor) or not isinstance(source, DTensor) or source.shape != target.shape:
+        return _elementwise(func, args, kwargs)
+    if isinstance(source, ShardedDTensor):
+        if target._sharding.same(source._sharding):
+            return _elementwise(func, args, kwargs)
+        source = source.full_tensor()
+    elif any(isinstance(p, RowShard) for p in source.placements):
+        local = source._local_tensor
+        if source.placements != target.placements or local.shape != target._local_tensor.shape:
+            return _refuse(func, args, kwargs)
+        func(target._local_tensor, local, *rest, **kwargs)
+        return target
+    else:
+        source = source.full_tensor()
+    return _elementwise(func, (target, source, *rest), kwargs)
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -749,6 +983,7 @@ _BY_NAME: dict[str, Handler] = {
     "norm": _norm,
     "_foreach_norm": _foreach_norm,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+    "copy_": _copy,
     "view": _view,
     "_unsafe_view": _view,
     "reshape": _view,

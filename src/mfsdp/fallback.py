@@ -11,6 +11,13 @@ What autograd saves of a gathered buffer is packed into a ticket (saved-tensor h
 backward node is done, takes the gathered buffer along: nobody has to know when a unit's backward is over, and frozen
 units, which have no backward of their own, are no special case. Hooks that are already there, such as
 ``torch.utils.checkpoint``'s, keep getting every other tensor.
+
+Note [Recomputation]
+A checkpointed region runs again in backward, where the unit that was open around it no longer is: modules in it open
+that unit themselves, and what is read between them is gathered all the same. Such a unit stays gathered until backward
+ends. Checkpointing compares what is saved both times. So the rule of who sees what must not depend on who opened the
+unit: inside of a module that owns sharded parameters our hooks are on top, elsewhere checkpoint's are. A module whose
+unit is open already therefore puts our hooks back where somebody else's cover them.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import runtime
+from . import runtime, writes
 from .state import FlatBuffer, Ref, UnitState
 
 
@@ -36,6 +43,8 @@ class _Thread(threading.local):
         """Gathered buffers that forward is reading, by address of their storage."""
         self.visited: set[UnitState] = set()
         """Units that are read inside of another unit's scope only."""
+        self.again: dict[UnitState, int] = {}
+        """Units that a recomputation reads and nobody will close, and the number of the backward."""
 
 
 _here = _Thread()
@@ -47,8 +56,11 @@ class Ticket:
 
     def __init__(self, buffer: FlatBuffer, full: torch.Tensor | None):
         self.buffer, self.full = buffer, full
+        self.watch: writes.Watch | None = None
 
     def storage(self) -> torch.Tensor:
+        if self.full is None and self.buffer.unit in _here.again:
+            self.full = next((t.full for t in _here.tickets.values() if t.buffer is self.buffer), None)
         if self.full is None:
             self.full = runtime.gather_now(self.buffer.source, self.buffer.text)
         return self.full
@@ -82,27 +94,58 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         buffer: FlatBuffer = ctx.buffer
-        there = [
-            (g, slot.offset) for g, slot in zip(grads, buffer.layout.slots, strict=True) if g is not None and slot.numel
-        ]
+        there = [(g, slot.offset) for g, slot in zip(grads, buffer.layout.slots, strict=True) if g is not None]
         if there:
             tensors, offsets = [g for g, _ in there], [o for _, o in there]
             runtime.reduce_now(buffer.source, tensors, offsets, buffer.text)
         return None, None, None
 
 
-class Scope:
-    """A forward of a unit, in plain Python: gathers it, and lets go of it in the end."""
+class Cover:
+    """A forward of a module whose unit is open already: puts our hooks on top of somebody else's."""
 
-    def __init__(self, unit: UnitState, place: str):
-        self.unit = unit
+    def __init__(self, hooks: torch.autograd.graph.saved_tensors_hooks):
+        self.hooks = hooks
+        hooks.__enter__()
+
+    def check(self) -> None:
+        """Whoever opened the unit looks."""
+
+    @torch.compiler.disable
+    def close(self) -> None:
+        self.hooks.__exit__(None, None, None)
+
+
+class Scope:
+    """A forward of a unit, in plain Python: gathers it, and lets go of it in the end.
+
+    Args:
+        unit: the unit.
+        place: what warnings and errors call the forward.
+        own: whether it is that of the unit's own module, not of one below.
+    """
+
+    def __init__(self, unit: UnitState, place: str, own: bool):
+        self.unit, self.place, self.own = unit, place, own
+        _forget_recomputed()
         unit.open = True
         _here.stack.append(self)
-        self.hooks = _hooks() if torch.is_grad_enabled() else None
+        transformed = _transformed()
+        self.hooks = _hooks() if torch.is_grad_enabled() and not transformed else None
         if self.hooks is not None:
             self.hooks.__enter__()
-        for index in range(len(unit.buffers)):
-            _whole(unit, index, place)
+        try:
+            for index in range(0 if transformed else len(unit.buffers)):
+                _whole(unit, index, place)
+        except BaseException:  # ranks have gone apart: nobody has the scope yet, to close it
+            self.close()
+            raise
+
+    @torch.compiler.disable
+    def check(self) -> None:
+        """Raises a RuntimeError if the forward, which is through, has written to a parameter."""
+        for unit in [self.unit, *(_here.visited if len(_here.stack) == 1 else ())]:
+            check(unit, self.place)
 
     @torch.compiler.disable
     def close(self) -> None:
@@ -110,6 +153,8 @@ class Scope:
             self.hooks.__exit__(None, None, None)
         _here.stack.remove(self)
         self.unit.open = False
+        if not self.own and _recomputing():
+            _keep_until_backward_ends(self.unit)
         release(self.unit)
         if not _here.stack:
             for unit in list(_here.visited):
@@ -118,20 +163,50 @@ class Scope:
 
 
 @torch.compiler.disable
-def scope(module: nn.Module) -> Scope:
-    """Opens the scope of a module's unit; close it when the call ends."""
+def scope(module: nn.Module, own: bool) -> Scope | Cover | None:
+    """Opens the scope of a module's unit (its own, or one that it is part of); close it when the call ends."""
+    if module.__dict__["_mfsdp_unit"].open:
+        hooks = _hooks() if _here.stack and _outer_hooks() is not None else None
+        return None if hooks is None else Cover(hooks)
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-    return Scope(module.__dict__["_mfsdp_unit"], f"{type(module).__name__}.forward{line}, called from {_caller()},")
+    return Scope(
+        module.__dict__["_mfsdp_unit"], f"{type(module).__name__}.forward{line}, called from {_caller()},", own
+    )
+
+
+def inside() -> bool:
+    """Whether ``parameters()`` shows whole parameters now: in a forward in plain Python, where gradients are asked for.
+    Under ``torch.no_grad()`` it shows shards in a forward too: what is done to them there lasts (moving averages).
+    """
+    return bool(_here.stack) and torch.is_grad_enabled()
 
 
 @torch.compiler.disable
 def read(module: nn.Module, name: str, ref: Ref) -> torch.Tensor:
-    """A parameter as plain Python sees it now: whole inside of a forward, a DTensor elsewhere."""
-    outside = not _here.stack and ref.index not in ref.unit.full
-    if ref.buffer.summoned is not None or outside:
-        return module._parameters[name]  # type: ignore[return-value]
-    if ref.index not in ref.unit.full:
+    """A parameter as plain Python sees it now: whole inside of a forward, a DTensor elsewhere; what
+    ``torch.func.functional_call`` has put in its place, if it has.
+
+    Raises:
+        NotImplementedError: inside of a ``torch.func`` transform, which does not see through a gather.
+    """
+    now: Any = module._parameters[name]
+    if now is not ref.buffer.params[ref.slot]:
+        return now  # type: ignore[no-any-return]
+    _forget_recomputed()
+    again = not _here.stack and _recomputing()
+    lasts = ref.index in ref.unit.full and ref.unit not in _here.again
+    if not (_here.stack or again or lasts):
+        return now  # type: ignore[no-any-return]
+    if _transformed():
+        raise NotImplementedError(
+            f"mfsdp: {type(module).__name__}.{name} of unit {ref.unit.fqn!r} is sharded, and torch.func (grad, vmap, "
+            "...) cannot transform what gathers it. Give the call whole values of all parameters: "
+            "torch.func.functional_call(model, {name: p.full_tensor() for name, p in model.named_parameters()}, args)."
+        )
+    if again and not ref.unit.kept:
+        _keep_until_backward_ends(ref.unit)
+    elif ref.index not in ref.unit.full:
         _here.visited.add(ref.unit)
     return _whole(ref.unit, ref.index, _caller())[ref.slot]
 
@@ -146,26 +221,77 @@ def _whole(unit: UnitState, index: int, place: str) -> Sequence[torch.Tensor]:
 def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
     """All parameters of a buffer, whole, with autograd; one collective."""
     full = runtime.gather_now(buffer.source, buffer.text)
-    _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
+    ticket = _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
     with torch.enable_grad():  # whoever reads them next may want gradients
-        return _Gather.apply(buffer.source, buffer, full)  # type: ignore[no-any-return, no-untyped-call]
+        params = _Gather.apply(buffer.source, buffer, full)  # type: ignore[no-untyped-call]
+    ticket.watch = writes.Watch(buffer, params)
+    return params  # type: ignore[no-any-return]
+
+
+def check(unit: UnitState, place: str) -> None:
+    """Raises a RuntimeError if a gathered parameter of the unit has been written to."""
+    for ticket in _here.tickets.values():
+        if ticket.buffer in unit.buffers and ticket.watch is not None:
+            slot = ticket.watch.written()
+            if slot is not None:
+                ticket.buffer.stale = True  # it may have been written to where it lasts
+                raise writes.refuse(ticket.buffer, slot, place)
 
 
 def release(unit: UnitState) -> None:
     """Lets go of what the unit gathered, unless it is kept; backward gathers again."""
+    if unit not in _here.again:
+        _release(unit, _here.tickets)
+
+
+def _release(unit: UnitState, tickets: dict[int, Ticket]) -> None:
     if unit.kept or unit.open:
         return
     unit.full.clear()
-    for ticket in list(_here.tickets.values()):
+    for address, ticket in list(tickets.items()):
         if ticket.buffer in unit.buffers:
+            del tickets[address]
             _drop(ticket)
 
 
 def _drop(ticket: Ticket) -> None:
-    assert ticket.full is not None
-    _here.tickets.pop(ticket.full.untyped_storage().data_ptr(), None)
+    ticket.watch = None
     if ticket.buffer.spec.reshard and ticket.buffer.spec.gathers:
         ticket.full = None
+
+
+def _transformed() -> bool:
+    """Whether a ``torch.func`` transform is running. Private in torch; tried on 2.13."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _recomputing() -> bool:
+    """Whether a checkpointed region runs again: backward is under way, and gradients are asked for all the same."""
+    return torch.is_grad_enabled() and runtime.backward_number() >= 0
+
+
+def _keep_until_backward_ends(unit: UnitState) -> None:
+    """Private in torch (``queue_callback``); tried on 2.11 to 2.13."""
+    if unit in _here.again:
+        return
+    if not _here.again:
+        again, tickets = _here.again, _here.tickets  # the callback may run in another thread
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: _recomputed(again, tickets))  # type: ignore[attr-defined]
+    _here.again[unit] = runtime.backward_number()
+
+
+def _recomputed(again: dict[UnitState, int], tickets: dict[int, Ticket]) -> None:
+    """Lets go of what a backward has gathered for recomputations."""
+    units = list(again)
+    again.clear()
+    for unit in units:
+        _release(unit, tickets)
+
+
+def _forget_recomputed() -> None:
+    """The same, after a backward that an exception has ended, or for one inside of another."""
+    if _here.again and runtime.backward_number() not in _here.again.values():
+        _recomputed(_here.again, _here.tickets)
 
 
 def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import files, runtime
+from . import files, names, runtime
 from .dtensor import ShardedDTensor
 
 
@@ -37,10 +37,10 @@ def load_safetensors(
             model is left as it was.
     """
     model = getattr(model, "_orig_mod", model)
-    there = files.entries(Path(path), rename)
+    there = files.entries(Path(path), lambda name: names.original(rename(name) if rename else name))
     wanted = _tensors(model)
-    names = {id(t): [n for n, other in wanted.items() if other is t] for t in wanted.values()}
-    missing = [n for n, t in wanted.items() if not any(alias in there for alias in names[id(t)])]
+    aliases = {id(t): [n for n, other in wanted.items() if other is t] for t in wanted.values()}
+    missing = [n for n, t in wanted.items() if not any(alias in there for alias in aliases[id(t)])]
     unexpected = [n for n in there if n not in wanted]
     if strict and (missing or unexpected):
         raise ValueError(
@@ -106,9 +106,9 @@ def save_safetensors(
             aside = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
     except OSError as error:
         failure = str(error)
-    for file, names in plan.items():
+    for file, inside in plan.items():
         whole: dict[str, torch.Tensor] = {}
-        for name in names:
+        for name in inside:
             full = tensors[name].detach()
             if isinstance(full, DTensor):
                 full = full.full_tensor()
@@ -136,8 +136,10 @@ def save_safetensors(
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers under all of their names."""
-    return {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    """Parameters and persistent buffers under all of their original names."""
+    state = model.state_dict(keep_vars=True)
+    names.restore(state)
+    return {n: t for n, t in state.items() if isinstance(t, torch.Tensor)}
 
 
 def _read(opened: Any, name: str, tensor: torch.Tensor) -> None:

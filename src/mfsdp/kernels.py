@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from . import ops
 from .cost import is_line, shape_of
-from .program import Program
+from .program import Program, operator
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ def fuses(node: Node) -> bool:
     ``fallbacks``); tried on 2.11 to 2.13.
     """
     target: Any = node.target
-    known = target in inductor.lowerings and target not in inductor.fallbacks
+    known = target in inductor.lowerings and target not in inductor.fallbacks and operator(node)[0] is target
     return known and node.target not in _ALONE and not flops(node)
 
 
@@ -72,13 +72,14 @@ def flops(node: Node) -> int:
     if node.target is ops.mm:
         a, b = (_plain(x.meta["val"]) for x in node.args[4:6])  # type: ignore[union-attr]
         return int(2 * a.numel() * b[-1])
-    packet = getattr(node.target, "overloadpacket", None)
+    target, args, kwargs = operator(node)
+    packet = getattr(target, "overloadpacket", None)
     formula: Any = _FORMULAS.get(packet) or flop_registry.get(packet)  # type: ignore[arg-type]
     if formula is None and "grouped_mm" in str(packet):
         formula = _grouped
     if formula is None:
         return 0
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = torch.fx.map_arg((args, kwargs), lambda n: n.meta.get("val"))
     args, kwargs, out = pytree.tree_map(_plain, (args, kwargs, node.meta.get("val")))
     return int(formula(*args, **kwargs, out_val=out))
 

@@ -97,9 +97,13 @@ class Layout:
         """Elements of the full buffer that belong to no parameter."""
         return self.full_numel - sum(s.numel for s in self.slots)
 
+    def segment(self, slot: int) -> Segment:
+        """Where parameter number ``slot`` lies."""
+        return self.segments[self._segment_of[slot]]
+
     def local(self, slot: int, rank: int) -> Local:
         """What ``rank`` holds of parameter number ``slot``."""
-        s, segment = self.slots[slot], self.segments[self._segment_of[slot]]
+        s, segment = self.slots[slot], self.segment(slot)
         start = segment.full_start + rank * segment.chunk
         low, high = max(s.offset, start), min(s.offset + s.numel, start + segment.chunk)
         if low >= high:
@@ -108,14 +112,19 @@ class Layout:
         return Local(segment.shard_start + low - start, low - s.offset, n, (n // s.row, *_trailing(s)))
 
     def chunks(self, slot: int, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """The rank's range as boxes ``(offsets, sizes)`` of the parameter, in flattened order (for checkpoints)."""
-        at = self.local(slot, rank)
+        """The rank's range as boxes ``(offsets, sizes)`` of the parameter, in flattened order (for checkpoints).
+
+        A parameter without elements is one empty box of rank 0, so that checkpoints know of it.
+        """
+        at, s = self.local(slot, rank), self.slots[slot]
+        if not s.numel and not rank:
+            return (((0,) * len(s.shape), s.shape),)
         return tuple(_boxes(self.slots[slot].shape, at.param_offset, at.numel))
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding as ``(start, elements)``, in order."""
         out, end = [], 0
-        for s in sorted(self.slots, key=lambda s: s.offset):
+        for s in sorted((s for s in self.slots if s.numel), key=lambda s: s.offset):
             if s.offset > end:
                 out.append((end, s.offset - end))
             end = max(end, s.offset + s.numel)
@@ -231,7 +240,8 @@ def _groups(
 def _place(items: Sequence[tuple[Sequence[int], int]], world: int, align: int) -> tuple[list[int], int]:
     """Offsets inside of one segment, and its chunk.
 
-    Every start is a multiple of the parameter's row, and so is every boundary between ranks.
+    Every start is a multiple of the parameter's row, and so is every boundary between ranks. A parameter without
+    elements has a start of its own too: markers and gradients are told apart by it.
     """
     offsets, end, unit = [], 0, align
     for shape, row in items:
@@ -239,7 +249,7 @@ def _place(items: Sequence[tuple[Sequence[int], int]], world: int, align: int) -
         unit = lcm(unit, step)
         end = -(-end // step) * step
         offsets.append(end)
-        end += prod(shape)
+        end += max(prod(shape), 1)
     chunk = -(-end // (world * unit)) * unit
     return offsets, max(chunk, unit if not items else 0) or align
 

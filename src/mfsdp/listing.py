@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.utils import _pytree as pytree
 
 from . import cost, ops
 from .config import SHORT, Precision
 from .cost import size
-from .program import Program, base_of, slot_of, view_of
+from .program import Program, base_of, operator, slot_of, view_of
 from .roles import Kind, Lane, is_kind, role
 from .units import Unit
 
@@ -242,7 +243,8 @@ def _joined(cells: dict[Lane, str], lane: Lane, left: str, right: str) -> str:
 
 
 def _verb(node: Node) -> str:
-    name = getattr(getattr(node.target, "_schema", None), "name", str(node.target))
+    target = operator(node)[0]
+    name = getattr(getattr(target, "_schema", None), "name", str(target))
     return name.split("::")[-1].removeprefix("_")
 
 
@@ -279,7 +281,10 @@ def _known(node: Node) -> list[Any]:
     """Arguments worth reading: not the text of a spec, not trailing defaults."""
     if is_kind(node, Kind.PARAM, Kind.GRAD):
         return [a for a in node.args if not isinstance(a, str)]
-    return [a for a in (*node.args, *node.kwargs.values()) if not isinstance(a, _UNSAID)]
+    _, args, kwargs = operator(node)
+    given = [*args, *kwargs.values()]
+    wrapper = [a for a in node.all_input_nodes if args is not node.args and a not in pytree.tree_leaves(given)]
+    return [a for a in (*given, *wrapper) if not isinstance(a, _UNSAID)]
 
 
 def _factor(scale: Any) -> str:

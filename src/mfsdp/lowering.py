@@ -34,6 +34,8 @@ INDUCTOR = {
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
+    # A captured program would replay what Python decides anew in every step: whether to refresh, hold, add or store.
+    "triton.cudagraphs": False,
 }
 
 
@@ -44,7 +46,10 @@ def inductor(
     transform: Transform,
     compile: Callable[..., Any] = compile_fx_inner,
 ) -> Callable[..., Any]:
-    """Compiles with Inductor. Private in torch (``compile_fx``); tried on 2.11 to 2.13."""
+    """Compiles with Inductor, never into CUDA graphs, whoever asks for them. Private in torch (``compile_fx``); tried
+    on 2.11 to 2.13.
+    """
+    gm.meta.pop("cudagraph_annotation", None)  # torch._dynamo.override_cudagraphs, which goes before the configuration
 
     def inner(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
         phase: Phase = (
@@ -52,6 +57,7 @@ def inductor(
         )
         finish = transform(graph, phase)
         strip(graph)
+        forget_visible(graph)
         compiled = compile(graph, example, **kwargs)
         return compiled if finish is None else finish(compiled, str(getattr(compiled, "source_code", "")))
 
@@ -78,7 +84,8 @@ def eager(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform
 
         return compile
 
-    with functorch_config.patch(enable_autograd_cache=False):
+    # Nothing here writes over what forward has saved, so backward may be called twice (``retain_graph=True``).
+    with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
         return aot_autograd(  # type: ignore[no-any-return]
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
@@ -101,8 +108,28 @@ CAPTURES: dict[str, Callable[..., Callable[..., Any]]] = {
 """The same graphs, without Inductor's code generation: for looking at, not for running."""
 
 
+def memory_budget(gm: fx.GraphModule) -> float:
+    """The part of its activations that a graph may save, as far as somebody has limited it. Private in torch
+    (``activation_memory_budget``, and what ``region_activation_memory_budget`` leaves on nodes); tried on 2.13.
+    """
+    marks = [n.meta.get("custom", {}).get("_region_activation_memory_budget", 1.0) for n in gm.graph.nodes]
+    return float(min([functorch_config.activation_memory_budget, *marks]))
+
+
 def strip(graph: fx.GraphModule) -> None:
     """Drops `free` nodes: both lowerings drop a buffer's last reference where its last reader is, which is there."""
     for node in graph.graph.find_nodes(op="call_function", target=ops.free):
         graph.graph.erase_node(node)
     graph.recompile()
+
+
+def forget_visible(graph: fx.GraphModule) -> None:
+    """Takes outputs that the passes have made ``None`` off the list of those that the user sees, which Inductor wrote
+    before: where it pads strides (on GPUs), it looks each of them up. Private in torch (``user_visible_output_idxs``);
+    tried on 2.13.
+    """
+    output = graph.graph.output_node()
+    results: Any = output.args[0]
+    visible = output.meta.get("user_visible_output_idxs")
+    if visible is not None:
+        output.meta["user_visible_output_idxs"] = [i for i in visible if isinstance(results[i], fx.Node)]

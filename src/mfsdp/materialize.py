@@ -5,20 +5,24 @@ the order in which constructors run (children first), and each rank keeps its pa
 ``reset_parameters()`` (``_reset_parameters()``), then, where a module has one, ``_init_weights(module)`` on itself and
 everything below, as many GPTs do at the end of their constructors, and Hugging Face models in ``post_init``; then the
 user's function, as ``model.apply(function)`` would call it. Only one module's own parameters are whole at a time.
+
+What was not on the meta device keeps its value, whatever an initialiser does to it (law 51): its own module's
+initialiser writes to copies, and what others write is taken back.
 """
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from . import runtime
-from .state import Ref, refs
+from .dtensor import carry_attributes
+from .state import FlatBuffer, Ref, refs
 
 Init = Callable[[nn.Module], object]
 
@@ -32,37 +36,68 @@ def materialize(root: nn.Module, device: torch.device, groups: Sequence[str], in
         UserWarning: no initialiser has written some tensors; names them. Floating-point ones hold NaN.
     """
     modules = list(_children_first(root, set()))
-    born = [m for m in modules if _on_meta(m)]
+    _forget_what_was_written_since(modules)
+    born = {m: None for m in modules if _on_meta(m)}
     if not born or device.type == "meta":
         return
-    blank = [(m, name) for m in born for name in _allocate_buffers(m, device)]
-    with torch.no_grad(), _same_random_numbers(device, groups):
+    with torch.no_grad(), _real_values_kept(modules), _buffers_from_meta(born, device) as blank:
+        _initialise(modules, born, device, groups, init_fn)
+    _name_what_is_missing(root, born, blank)
+    for buffer in _buffers_of(born):
+        buffer.initialised, buffer.stale, buffer._version = True, False, -1
+
+
+def _buffers_of(modules: Iterable[nn.Module]) -> Iterable[FlatBuffer]:
+    return dict.fromkeys(ref.buffer for m in modules for ref in refs(m).values())
+
+
+def _forget_what_was_written_since(modules: Iterable[nn.Module]) -> None:
+    """What somebody has written after an earlier call had initialised it, on all ranks, is not from the meta device."""
+    for buffer in _buffers_of(modules):
+        if buffer.initialised and buffer.stale:
+            buffer.born_on_meta.clear()
+
+
+def _initialise(
+    modules: Sequence[nn.Module],
+    born: Mapping[nn.Module, None],
+    device: torch.device,
+    groups: Sequence[str],
+    init_fn: Init | None,
+) -> None:
+    """Calls every initialiser of the modules, children first, that has something from the meta device to write."""
+    with _same_random_numbers(device, groups):
         for module in modules:
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-            if callable(reset) and any(_on_meta(m) or m in born for m in module.modules()):
+            if callable(reset) and any(m in born for m in module.modules()):
                 with _whole(module, device, first=True):
                     reset()
             init = _initialiser_below(module)
             if init is not None:
                 for below in _children_first(module, set()):
+                    if not any(m in born for m in below.modules()):
+                        continue
                     with _whole(below, device, first=False):
                         init(below)
         if init_fn is not None:
             for module in born:
                 with _whole(module, device, first=False):
                     init_fn(module)
+
+
+def _name_what_is_missing(root: nn.Module, born: Iterable[nn.Module], blank: Iterable[tuple[nn.Module, str]]) -> None:
     names = {m: fqn for fqn, m in root.named_modules()}
     missing = [_join(names[m], n) for m, n in blank if _untouched(m._buffers[n])]
     for m in born:
         for name, ref in refs(m).items():
-            if ref.slot in ref.buffer.born_on_meta and ref.slot not in ref.buffer.written:
+            if _from_meta(ref) and ref.slot not in ref.buffer.written:
                 missing.append(_join(names[m], name))
     if missing:
         warnings.warn(
             "mfsdp: nothing has initialised " + ", ".join(dict.fromkeys(missing)) + ". Their modules have no "
             "reset_parameters() and the model no _init_weights(module) that writes them: load a checkpoint, or write "
             "them in place, before training.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -90,17 +125,49 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
 
 def _on_meta(module: nn.Module) -> bool:
     return any(b is not None and b.is_meta for b in module._buffers.values()) or any(
-        ref.slot in ref.buffer.born_on_meta for ref in refs(module).values()
+        _from_meta(ref) for ref in refs(module).values()
     )
 
 
-def _allocate_buffers(module: nn.Module, device: torch.device) -> list[str]:
-    names = [n for n, b in module._buffers.items() if b is not None and b.is_meta]
-    for name in names:
-        old = module._buffers[name]
-        assert old is not None
-        module._buffers[name] = _blank(old.shape, old.dtype, device)
-    return names
+def _from_meta(ref: Ref) -> bool:
+    return ref.slot in ref.buffer.born_on_meta
+
+
+@contextmanager
+def _buffers_from_meta(born: Iterable[nn.Module], device: torch.device) -> Iterator[list[tuple[nn.Module, str]]]:
+    """Allocates buffers that are on the meta device, tied ones once, and names them; takes it back on an exception."""
+    places = [(m, name, b) for m in born for name, b in m._buffers.items() if b is not None and b.is_meta]
+    new = {old: _blank(old.shape, old.dtype, device) for _, _, old in places}
+    for m, name, old in places:
+        m._buffers[name] = new[old]
+    try:
+        yield [(m, name) for m, name, _ in places]
+    except BaseException:
+        for m, name, old in places:
+            m._buffers[name] = old
+        raise
+
+
+@contextmanager
+def _real_values_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """What is real when it begins is what it was when it ends: parameters, sharded or ignored, and buffers."""
+    places: list[tuple[nn.Module, str, torch.Tensor]] = []
+    real: dict[torch.Tensor, torch.Tensor] = {}
+    for m in modules:
+        found = refs(m)
+        mine = [ref.buffer.params[ref.slot].to_local() for ref in found.values() if not _from_meta(ref)]
+        mine += [p for name, p in m._parameters.items() if p is not None and name not in found]
+        buffers = [(m, name, b) for name, b in m._buffers.items() if b is not None and not b.is_meta]
+        places += buffers
+        mine += [b for _, _, b in buffers]
+        real.update((t, t.detach().clone()) for t in mine if t not in real and not t.is_meta)
+    try:
+        yield
+    finally:
+        for m, name, buffer in places:
+            m._buffers[name] = buffer
+        for tensor, value in real.items():
+            tensor.copy_(value)
 
 
 def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -121,25 +188,24 @@ def _untouched(tensor: torch.Tensor | None) -> bool:
 
 @contextmanager
 def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[None]:
-    """The module's own parameters that were built on meta, as whole tensors; each rank keeps its part at the end.
+    """The module's own parameters as whole tensors, if any was built on meta; each rank keeps its part of those.
 
-    In the ``first`` round tensors start blank, and a tied parameter keeps what its first module wrote; later rounds
-    start from what is there.
+    In the ``first`` round they start blank, and a tied one keeps what its first module wrote; later rounds start from
+    what is there. Real parameters beside them are copies, which are dropped.
     """
     mine: list[tuple[str, Ref, nn.Parameter, bool]] = []
-    for name, ref in refs(module).items():
+    found = refs(module) if any(_from_meta(ref) for ref in refs(module).values()) else {}
+    for name, ref in found.items():
         dtype = ref.buffer.born_on_meta.get(ref.slot)
-        if dtype is None:
-            continue
         done = ref.slot in ref.buffer.written
-        if done and not first:
-            value = ref.buffer.params[ref.slot].full_tensor().to(dtype)
+        if dtype is None or (done and not first):
+            value = ref.buffer.params[ref.slot].full_tensor().to(dtype or ref.buffer.precision.main)
         else:
             value = _blank(torch.Size(ref.shape), dtype, device)
         whole = nn.Parameter(value, requires_grad=ref.buffer.trains[ref.slot])
-        whole.__dict__.update(ref.buffer.params[ref.slot].__dict__.get("_mfsdp_carried", {}))
+        carry_attributes(ref.buffer.params[ref.slot], whole)
         module._parameters[name] = whole
-        mine.append((name, ref, whole, first and done))
+        mine.append((name, ref, whole, dtype is None or (first and done)))
     try:
         yield
         for _, ref, whole, discard in mine:

@@ -9,6 +9,7 @@ Their kernels do what they say, alone (gather the unit, cut one parameter out; r
 program runs before any pass has touched it, and every pass can be compared with the one before. The rest is what
 passes rewrite them into:
 
+    returned(param) -> copy                   what forward returns of a parameter, in memory of its own
     refresh(source)                           parameters that last are gathered again, if the optimizer has stepped;
                                               launched, not finished
     all_gather(shard, spec, slot) -> full     launched, not finished
@@ -42,6 +43,7 @@ LIBRARY = torch.library.Library("mfsdp", "DEF")
 
 LIBRARY.define("param(Tensor shard, int offset, SymInt[] shape, str spec) -> Tensor")
 LIBRARY.define("param_grad(Tensor grad, Tensor shard, int offset, str spec) -> Tensor")
+LIBRARY.define("returned(Tensor param) -> Tensor")
 LIBRARY.define("refresh(Tensor(a!) source) -> ()")
 LIBRARY.define("all_gather(Tensor shard, str spec, int slot=-1) -> Tensor")
 LIBRARY.define("wait(Tensor(a!) out, Tensor[] inputs) -> ()")
@@ -62,6 +64,7 @@ LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float
 _ops = torch.ops.mfsdp
 param = _ops.param.default
 param_grad = _ops.param_grad.default
+returned = _ops.returned.default
 refresh = _ops.refresh.default
 all_gather = _ops.all_gather.default
 wait = _ops.wait.default
@@ -91,6 +94,11 @@ def _(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torch.Te
 @torch.library.register_fake("mfsdp::param_grad")
 def _(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) -> torch.Tensor:
     return torch.empty_like(shard)
+
+
+@torch.library.register_fake("mfsdp::returned")
+def _(param: torch.Tensor) -> torch.Tensor:
+    return param.clone()
 
 
 @torch.library.register_fake("mfsdp::refresh")

@@ -6,7 +6,9 @@
     optim_grads      2     cut                          cut         whole
     optim_grads_params 3   cut                          cut         cut
 
-Over the outer axis of a two-level mesh only the first two are meant: ``no_shard`` is HSDP, ``optim`` is HFSDP.
+Over the outer axis of a two-level mesh only the first two are meant: ``no_shard`` is HSDP, ``optim`` is HFSDP. To a
+unit whose own strategy is ``no_shard`` or ``optim`` both axes are one: nothing happens in every program that the faster
+links of the shard axis would be for.
 
 The names end here. What follows from them are sizes: over how many ranks programs cut a unit (``world``; gradients are
 scattered over them in every backward), over how many more its gradients are reduced (``outer``; at every
@@ -24,6 +26,7 @@ from . import runtime
 from .config import Precision
 from .dtensor import layout_rank, local_mesh
 from .layout import Layout
+from .mesh import Axes
 from .units import Spec
 
 
@@ -78,41 +81,44 @@ class Placement:
     """Names of process groups: for gathers and for reductions, of the shard axis and of the outer axis."""
     outer_optim: bool
     replica: bool
+    copies: DeviceMesh | None = field(default=None, hash=False, compare=False)
+    """The ranks that hold everything whole, under ``no_shard``; ``mesh`` is this rank alone then."""
 
     @staticmethod
-    def of(strategy: str, outer_strategy: str, shard: DeviceMesh, both: DeviceMesh | None, device: str) -> Placement:
+    def of(strategy: str, outer_strategy: str, axes: Axes, device: str) -> Placement:
         """The placement of a strategy.
 
         Args:
             strategy: its name.
-            outer_strategy: that of the outer axis, of no effect without one.
-            shard: the 1-D mesh to cut over.
-            both: the (outer, shard) mesh that it is part of, if there are two levels.
+            outer_strategy: that of the outer axis, of no effect beside ``optim``, which cuts over both.
+            axes: what is used of the mesh.
             device: type of device, ``"meta"`` where nothing will run.
 
         Raises:
-            ValueError: an outer strategy without an outer axis, or a mesh without process groups.
-            NotImplementedError: a strategy of the shard axis that two levels do not support.
+            ValueError: an outer strategy without an outer axis, or beside ``no_shard``; a mesh without process groups.
         """
-        roles, size = STRATEGIES[strategy], shard.size()
-        if outer_strategy == "optim" and both is None and size > 1:
-            raise ValueError("outer_strategy='optim' needs a mesh with an outer axis, (dp_outer, dp_shard)")
-        if both is not None and not roles.grads:
-            raise NotImplementedError(
-                f"fully_shard does not support strategy {strategy!r} on a two-level mesh: use 'optim_grads' or "
-                "'optim_grads_params' there, or a one-level mesh"
+        roles, alone = STRATEGIES[strategy], ("", "")
+        if outer_strategy == "optim" and axes.outer and not roles.optim:
+            raise ValueError(
+                f"outer_strategy='optim' cuts optimizer state, and strategy={strategy!r} keeps it whole: use "
+                "strategy='optim', which cuts it over both axes"
             )
-        over = _groups(shard, device)
-        alone = ("", "")
-        if both is not None:
-            outer = both.size(0)
+        if axes.outer and roles.grads:
+            shard, both = axes.inner(), axes.both()
+            size, outer = both.size(1), both.size(0)
             cut = outer_strategy == "optim" and outer > 1
-            groups = over + _groups(both, device)
+            groups = _groups(shard, device) + _groups(both, device)
             return Placement(both if cut else shard, size, outer, groups, cut, not roles.params and size > 1)
+        one = axes.one()
+        size = one.size()
+        if outer_strategy == "optim" and not axes.outer and size > 1:
+            raise ValueError("outer_strategy='optim' needs a mesh with an outer axis, (dp_outer, dp_shard)")
+        over = _groups(one, device)
         if roles.grads or size == 1:
-            return Placement(shard, size, 1, over + alone, False, not roles.params and size > 1)
-        mesh = shard if roles.optim else local_mesh(shard.device_type, (1,))
-        return Placement(mesh, 1, size, alone + over, roles.optim, False)
+            return Placement(one, size, 1, over + alone, False, not roles.params and size > 1)
+        if roles.optim:
+            return Placement(one, 1, size, alone + over, True, False)
+        return Placement(local_mesh(one.device_type, (1,)), 1, size, alone + over, False, False, copies=one)
 
     @property
     def cut(self) -> int:

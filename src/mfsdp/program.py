@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.fx
 from torch._guards import detect_fake_mode
+from torch._prims import rng_prims
 from torch.fx import Node
 
 from . import ops
@@ -44,6 +45,10 @@ class Program:
         self._units = {u.name: u for u in self.units}
         self.gradients: dict[int, tuple[str, int]] = {}
         """Backward: which outputs are gradients of parameters that are not sharded: index -> (unit, offset)."""
+        self.trained: dict[str, frozenset[int]] = {}
+        """Backward: units with gradients when the program was captured, and the offsets of their parameters."""
+        self.reduced = False
+        """Whether `reduce` has run: from then on all these gradients reach accumulators (law 15)."""
         self.slots: dict[str, int] = {}
         """Bytes of every static buffer, by name, once there are any."""
         self.notes: list[str] = []
@@ -111,6 +116,7 @@ class Program:
         graph.output_node().meta = dict(self.output.meta)
         twin = Program(torch.fx.GraphModule(self.gm, graph), self.phase, self.units, self.name)
         twin.gradients, twin.slots = dict(self.gradients), dict(self.slots)
+        twin.trained, twin.reduced = dict(self.trained), self.reduced
         return twin
 
     # edits
@@ -127,11 +133,24 @@ class Program:
         node.target, node.args, node.kwargs = target, args, {}
         node.meta["val"] = self._fake(target, args)
 
-    def _fake(self, target: Any, args: tuple[Any, ...]) -> Any:
+    def fill(self) -> None:
+        """Gives the wrappers of operators that draw random numbers (`operator`) a name and a value, which AOTAutograd
+        leaves out.
+        """
+        for node in self.nodes:
+            target, args, kwargs = operator(node)
+            if target is node.target:
+                continue
+            if "val" not in node.meta:
+                parts = tuple(u.meta["val"] for u in node.users if is_element(u))
+                node.meta["val"] = parts or self._fake(target, args, kwargs)
+            self.rename(node, target._schema.name.split("::")[-1])
+
+    def _fake(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         """What the operation would give."""
-        values = torch.fx.map_arg(args, lambda n: n.meta["val"])
+        values, named = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
         with self._fake_mode, torch.no_grad():
-            return target(*values)
+            return target(*values, **named)
 
     @cached_property
     def _fake_mode(self) -> Any:
@@ -170,6 +189,11 @@ class Program:
         self.notes.append(text)
 
 
+def is_element(node: Node) -> bool:
+    """Whether the node is one of several results of another."""
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
 def view_of(node: Node) -> Node | None:
     """The node whose storage this one shares, or ``None`` when it has its own.
 
@@ -177,7 +201,7 @@ def view_of(node: Node) -> Node | None:
     """
     if node.op != "call_function":
         return None
-    if getattr(node.target, "__name__", "") == "getitem":
+    if is_element(node):
         return node.args[0]  # type: ignore[return-value]
     schema = getattr(node.target, "_schema", None)
     if schema is None or not schema.returns:
@@ -186,6 +210,20 @@ def view_of(node: Node) -> Node | None:
         return None  # _unsafe_view shares storage, whatever its schema says
     first = node.args[0]
     return first if isinstance(first, Node) else None
+
+
+def operator(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What a node calls, and with which arguments.
+
+    AOTAutograd wraps an operator that may draw random numbers and is computed again in backward: in one that saves the
+    generator's state, and in one that goes back to it. Private in torch (``rng_prims``); tried on 2.13.
+    """
+    target, args, kwargs = node.target, node.args, node.kwargs
+    if target in (rng_prims.run_and_save_rng_state, rng_prims.graphsafe_run_with_rng_state):
+        return args[0], args[1:], {name: value for name, value in kwargs.items() if name != "rng_state"}
+    if target is rng_prims.run_with_rng_state:
+        return args[1], args[2:], dict(kwargs)
+    return target, args, dict(kwargs)
 
 
 def mutates(node: Node) -> list[Node]:
@@ -225,6 +263,6 @@ def base_of(node: Node) -> Node:
 
 def storage_of(node: Node) -> Node:
     """Like :func:`base_of`, but the elements of a multiple output are apart."""
-    while getattr(node.target, "__name__", "") != "getitem" and (parent := view_of(node)) is not None:
+    while not is_element(node) and (parent := view_of(node)) is not None:
         node = parent
     return node

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
+import os
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -25,12 +26,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from .agreement import Apart, Company, Left, Said, Words, operation
 from .ops import LIBRARY
 from .units import Spec
 
 
 class Accumulator(Protocol):
     """What hangs on a shard tensor (`state.FlatBuffer`)."""
+
+    sync: bool
+
+    @property
+    def path(self) -> str: ...
+
+    def due(self) -> bool: ...
 
     def refresh(self) -> list[Callable[[], Any]]: ...
 
@@ -66,6 +75,11 @@ def owner(shard: torch.Tensor) -> Any:
     return found
 
 
+def sharded() -> bool:
+    """Whether this process holds a shard of anything."""
+    return len(_owners) > 0
+
+
 def accumulates(node: Any) -> bool:
     """Whether the backward that is running will bring a gradient to a leaf, given its accumulation node; outside of
     one, ``True``. Private in torch (``_will_engine_execute_node``); tried on 2.11 to 2.13.
@@ -78,28 +92,36 @@ def backward_number() -> int:
     return torch._C._current_graph_task_id()  # type: ignore[no-any-return, attr-defined]
 
 
-def agree(group: str, sequence: Sequence[str], patience: float = 600.0) -> None:
-    """Makes sure that all ranks of a group are about to run the same collectives (law 13).
+def accumulation_node(leaf: torch.Tensor) -> Any:
+    """Where autograd adds up a leaf's gradient; a new one every time, as long as nobody computes with the leaf."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(leaf).node
 
-    Every rank calls it with the collectives of each program that it compiles, one text each, before the program's first
-    run. A sequence that the ranks have agreed on before is not asked for again. Costs a few messages through the
-    process group's store, however many ranks there are.
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls something when the backward that is running ends. Private in torch (``_execution_engine.queue_callback``);
+    tried on 2.11 to 2.13.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0) -> dict[int, list[str]]:
+    """What other ranks of a group have said, by rank, where it is not what this one says; all call it together. Costs a
+    few messages through the process group's store, and one with the lines if they differ.
 
     Raises:
-        RuntimeError: another rank has another sequence (on every rank, with the first difference), or has not come to
-            this point in ``patience`` seconds.
+        RuntimeError: a rank has not come to this point in ``patience`` seconds.
     """
     if dist.get_backend(process_group(group)) == "fake":
-        return  # nobody is there
+        return {}  # nobody is there
     ranks = dist.get_process_group_ranks(process_group(group))
-    digest = hashlib.sha256("\n".join(sequence).encode()).hexdigest()[:16]
-    known = _agreed.setdefault(group, [])
-    if digest in known:
-        return
+    text = "\n".join(lines)
     store, me = c10d._get_default_store(), dist.get_rank()
-    key = f"mfsdp/{group}/{len(known)}"
-    store.set(f"{key}/{me}", json.dumps([digest, *sequence]))
-    store.add(f"{key}/votes/{digest}", 1)
+    _asked[group] = _asked.get(group, 0) + 1
+    key = f"mfsdp/alike/{group}/{ranks[0]}/{_asked[group]}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    store.add(f"{key}/{digest}", 1)
+    store.set(f"{key}/{me}", "")
     if store.add(f"{key}/arrived", 1) == len(ranks):
         store.set(f"{key}/all", "1")
     try:
@@ -107,27 +129,17 @@ def agree(group: str, sequence: Sequence[str], patience: float = 600.0) -> None:
     except (RuntimeError, dist.DistError) as error:
         missing = [r for r in ranks if not store.check([f"{key}/{r}"])]
         raise RuntimeError(
-            f"mfsdp: rank {me} is about to run a program with {len(sequence)} collectives, and ranks {missing} have "
-            f"not announced one in {patience:g} s: they took another way through the model, or died"
+            f"mfsdp: rank {me} shards a model, and ranks {missing} have not come to the same call of fully_shard in "
+            f"{patience:g} s: they shard other modules, raised, or died"
         ) from error
-    if store.add(f"{key}/votes/{digest}", 0) != len(ranks):
-        for other in ranks:
-            theirs = json.loads(store.get(f"{key}/{other}"))
-            if theirs[0] != digest:
-                raise RuntimeError(f"mfsdp: rank {me} and rank {other} would run different collectives (law 13)\n"
-                                   + _difference(me, sequence, other, theirs[1:]))  # fmt: skip
-    known.append(digest)
+    if store.add(f"{key}/{digest}", 0) == len(ranks):
+        return {}
+    store.set(f"{key}/{me}/lines", text)
+    said = {r: store.get(f"{key}/{r}/lines").decode().split("\n") for r in ranks}
+    return {r: theirs for r, theirs in said.items() if theirs != list(lines)}
 
 
-_agreed: dict[str, list[str]] = {}
-
-
-def _difference(me: int, mine: Sequence[str], other: int, theirs: Sequence[str]) -> str:
-    """The first collective that differs."""
-    at = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
-    lines = [f"    {i}  {text}" for i, text in enumerate(mine[:at])][-3:]
-    a, b = (s[at] if at < len(s) else "nothing more" for s in (mine, theirs))
-    return "\n".join([*lines, f" -> {at}  rank {me}: {a}", f"    {at}  rank {other}: {b}"])
+_asked: dict[str, int] = {}
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -173,10 +185,62 @@ def initialized() -> bool:
 
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:
-    """A device whose tensors the group's collectives take."""
-    if "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    """A device whose tensors the group's collectives take: a group that ``init_process_group()`` makes by itself on a
+    machine with an accelerator has no backend for the CPU's.
+    """
+    return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else home()
+
+
+def accelerator() -> torch.device | None:
+    """The kind of accelerator that is here, without an index; asking does not begin to use it."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def home() -> torch.device:
+    """The device of this process: the one that the default group is bound to; else, if the process has not used its
+    accelerator yet, the one of ``LOCAL_RANK``, which torchrun sets; else the current one. The CPU, if there is no
+    accelerator. What a process that had chosen none gets is its current device from now on.
+    """
+    kind = accelerator()
+    if kind is None:
+        return torch.device("cpu")
+    group = dist.group.WORLD if initialized() else None
+    bound = None if group is None else group.bound_device_id
+    index = bound.index if bound is not None and bound.type == kind.type else None
+    if not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+        if index is None and int(local := os.environ.get("LOCAL_RANK", "0")) < torch.accelerator.device_count():
+            index = int(local)
+        if index is not None:
+            torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, torch.accelerator.current_device_index() if index is None else index)
+
+
+def alone_on(device: torch.device) -> None:
+    """Makes sure that no other rank has this device, where NCCL connects them: it refuses that in words that help
+    nobody, or memory runs out first. The last of two ranks to come finds out.
+
+    Raises:
+        ValueError: another rank has it.
+    """
+    shared = device.type == "cpu" or f"{device.type}:nccl" not in (dist.get_backend_config() if initialized() else "")
+    if shared or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return
+    number = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+    if number is not None:
+        _claim(str(number), device)
+
+
+@functools.cache
+def _claim(number: str, device: torch.device) -> None:
+    """Private in torch (``_get_default_store``); tried on 2.11 to 2.13."""
+    me = str(rank())
+    other = c10d._get_default_store().compare_set(f"mfsdp/device/{number}", "", me).decode()
+    if other != me:
+        raise ValueError(
+            f"fully_shard: ranks {other} and {me} are on the same device, {device} here. Give each rank its own before "
+            f"anything uses one: torch.{device.type}.set_device(int(os.environ['LOCAL_RANK'])), or "
+            "init_process_group(device_id=...)"
+        )
 
 
 def default_group() -> str:
@@ -188,6 +252,7 @@ def default_group() -> str:
 def reduced(tensor: torch.Tensor, op: str, group: dist.ProcessGroup) -> torch.Tensor:
     """All-reduces a tensor in place and returns it; ``op`` is ``"sum"``, ``"min"`` or ``"max"``."""
     ops = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+    _running.runs[-1].compare()
     dist.all_reduce(tensor, ops[op], group=group)
     return tensor
 
@@ -253,6 +318,7 @@ def gather_flat(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup)
     before ``out`` may be read. On gloo, whose own gathers into memory of its own and copies, ranks send to each other.
     """
     if not _on_gloo(group, out):
+        _running.runs[-1].compare()
         return _all_gather(out, part, group=group, async_op=True).wait  # type: ignore[no-any-return, union-attr]
     n = part.numel()
     parts = {rank: out[rank * n : (rank + 1) * n] for rank in range(group.size())}
@@ -265,7 +331,10 @@ def _on_gloo(group: dist.ProcessGroup, tensor: torch.Tensor) -> bool:
 
 
 TAG = 0x6D66
-"""Of our messages, so that they do not meet a user's own (pipeline stages)."""
+"""Of our messages that nobody has announced, so that they do not meet a user's own (pipeline stages)."""
+
+WORD = TAG + 1
+"""Of announcements."""
 
 
 def _swap(
@@ -275,21 +344,218 @@ def _swap(
     to be called before either may be touched.
     """
     assert all(t.is_contiguous() for t in [*here.values(), *there.values()]), "messages are contiguous"
-    receives = [dist.P2POp(dist.irecv, t, group=group, group_peer=r, tag=TAG) for r, t in here.items()]
-    sends = [dist.P2POp(dist.isend, t, group=group, group_peer=r, tag=TAG) for r, t in there.items()]
-    works = dist.batch_isend_irecv([*receives, *sends]) if receives else []
-    _messages[id(works)] = works
+    run = _running.runs[-1]
+    tag = run.tags.get(group.group_name, TAG)
+    works = _posted(here, there, group, tag)
 
     def finish() -> None:
-        for work in works:
-            work.wait()
+        run.finish(works)
         _messages.pop(id(works), None)
 
     return finish
 
 
+def _posted(
+    here: dict[int, torch.Tensor], there: dict[int, torch.Tensor], group: dist.ProcessGroup, tag: int
+) -> list[Any]:
+    """Messages under way, receives first; on the CPU straight to the group."""
+    works: list[Any]
+    if all(t.is_cpu for t in here.values()):
+        works = [group.recv([t], r, tag) for r, t in here.items()]
+        works += [group.send([t], r, tag) for r, t in there.items()]
+    else:
+        receives = [dist.P2POp(dist.irecv, t, group=group, group_peer=r, tag=tag) for r, t in here.items()]
+        sends = [dist.P2POp(dist.isend, t, group=group, group_peer=r, tag=tag) for r, t in there.items()]
+        works = dist.batch_isend_irecv([*receives, *sends]) if receives else []
+    _messages[id(works)] = works
+    return works
+
+
 _messages: dict[int, list[Any]] = {}
 """Under way, or never waited for: gloo breaks a connection if a message's handle goes before the message has."""
+
+
+class _Answers:
+    """Words that are messages, over gloo."""
+
+    def __init__(self, word: int, group: dist.ProcessGroup):
+        self.words = torch.full((group.size(),), word)
+        self.others = [r for r in range(group.size()) if r != group.rank()]
+        here, mine = {r: self.words[r : r + 1] for r in self.others}, torch.tensor([word])
+        self.works = _posted(here, dict.fromkeys(here, mine), group, WORD)
+
+    def ready(self) -> bool:
+        return False
+
+    def wait(self) -> list[int]:
+        for work in self.works:
+            work.wait()
+        _messages.pop(id(self.works), None)
+        return self.words.tolist()  # type: ignore[no-any-return]
+
+
+class _Gathered:
+    """Words that are gathered, on a device: on the stream of the group's collectives, and from there to the host,
+    without that either the host or the current stream waits.
+    """
+
+    def __init__(self, word: int, group: dist.ProcessGroup):
+        device = collective_device(group)
+        mine = torch.full((1,), word, device=device)
+        self.words = mine.new_empty(group.size())
+        self.work: Any = _all_gather(self.words, mine, group=group, async_op=True)
+        self.event: torch.Event | None = None
+        if device.type != "cpu":
+            side = torch.Stream(device)
+            with side:
+                self.work.wait()
+                told = torch.empty(self.words.shape, dtype=torch.int64, pin_memory=True)
+                self.words = told.copy_(self.words, non_blocking=True)
+                self.event = torch.Event(device)
+                self.event.record(side)
+
+    def ready(self) -> bool:
+        return bool(self.work.is_completed() if self.event is None else self.event.query())
+
+    def wait(self) -> list[int]:
+        if self.event is None:
+            self.work.wait()
+        else:
+            self.event.synchronize()
+        return self.words.tolist()  # type: ignore[no-any-return]
+
+
+class _Line:
+    """What carries words between the ranks of a group: `agreement.Transport`."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = weakref.ref(group)
+        self.ranks, self.me = dist.get_process_group_ranks(group), dist.get_rank()
+        self.prompt = "cpu:gloo" in dist.get_backend_config(group)
+
+    def exchange(self, word: int) -> _Answers | _Gathered:
+        group = self.group()
+        assert group is not None
+        return _Answers(word, group) if self.prompt else _Gathered(word, group)
+
+    def tell(self, key: str, text: str) -> None:
+        c10d._get_default_store().set(f"mfsdp/{key}", text)
+
+    def ask(self, key: str, seconds: float) -> str | None:
+        store = c10d._get_default_store()
+        try:
+            store.wait([f"mfsdp/{key}"], timedelta(seconds=seconds))
+        except RuntimeError:
+            return None
+        return str(store.get(f"mfsdp/{key}").decode())
+
+    def sever(self) -> None:
+        """Over gloo a message that times out breaks all connections of its group, on both sides."""
+        group = self.group()
+        if group is None or not self.prompt:
+            return
+        other = _others.get(group.group_name)
+        for over in (group, *([] if other is None else [process_group(other[1])])):
+            for peer in set(range(over.size())) - {over.rank()}:
+                with suppress(RuntimeError):
+                    over.recv([torch.empty(1)], peer, WORD + 1).wait(timedelta(milliseconds=1))
+
+
+_companies: dict[str, tuple[weakref.ref[dist.ProcessGroup], Company | None]] = {}
+
+
+def _company(name: str) -> Company | None:
+    """The ranks of a group, where there is somebody to agree with."""
+    group = process_group(name)
+    found = _companies.get(name)
+    if found is None or found[0]() is not group:
+        somebody = group.size() > 1 and dist.get_backend(group) != "fake"
+        found = _companies[name] = (weakref.ref(group), Company(name, _Line(group)) if somebody else None)
+    return found[1]
+
+
+class _Run:
+    """A program that is running, or an operation of the eager path (Note [In step])."""
+
+    def __init__(self, name: str = "", frames: Iterator[tuple[str, Callable[..., Any]]] = iter(())):  # noqa: B008
+        self.name = name
+        self.frames = frames
+        """Its operations still to come, by name, and their frames."""
+        self.at = ""
+        """The one that is running, or ran last, with the path of its unit."""
+        self.launched = 0
+        """Collectives so far."""
+        self.said: list[Said] = []
+        self.tags: dict[str, int] = {}
+        """Of its messages, by group."""
+        self.compared = True
+
+    def announce(self, sequences: Mapping[str, Words]) -> None:
+        """Tells the ranks of groups what this one is about to run."""
+        for name, words in sequences.items():
+            company = _company(name)
+            if company is not None:
+                try:
+                    said = company.announce(words)
+                except RuntimeError as error:
+                    self.disconnected(error, [company])
+                    raise
+                self.said.append(said)
+                self.tags[name] = said.tag
+                if name in _others:
+                    self.tags[_others[name][1]] = said.tag
+                self.compared = False
+
+    def compare(self) -> None:
+        """Makes sure that all ranks are running the same, before what they send is waited for."""
+        if self.compared:
+            return
+        self.compared = True
+        try:
+            for said in self.said:
+                if said.company.transport.prompt:
+                    said.check()
+        except Apart as error:
+            if len(self.said) > 1:  # ranks of the other groups have seen no difference
+                self.said[0].company.lost_with([said.company for said in self.said], str(error))
+            raise
+        except RuntimeError as error:
+            self.disconnected(error, [said.company for said in self.said])
+            raise
+
+    def finish(self, works: Iterable[Any]) -> None:
+        """Waits for collectives."""
+        self.compare()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self.disconnected(error, [said.company for said in self.said])
+            raise
+
+    def disconnected(self, error: RuntimeError, companies: list[Company]) -> None:
+        """Raises with words what is left of a broken connection."""
+        if not companies or isinstance(error, Apart):
+            return
+        story = next(filter(None, (c.story() for c in companies)), f"{error}")
+        at = f"{self.at} of {self.name}" if self.at else self.name
+        for company in companies:
+            company.transport.sever()
+            company.lost = f"mfsdp: rank {rank()} has lost the other ranks at {at}: {story}"
+        raise RuntimeError(companies[0].lost) from error
+
+    def leave(self, error: BaseException, ends: list[Callable[[], Any]]) -> None:
+        """Notes that an exception has ended it, and what has to be called before its memory is free."""
+        companies = [said.company for said in self.said]
+        if not companies:
+            _abandoned.extend(ends)
+        elif any(company.lost for company in companies):
+            forget_slots()  # those that it has taken will never be free
+        else:
+            place = f"at or after {self.at}" if self.at else "at its beginning"
+            left = Left(self.name, place, self.launched, f"{type(error).__name__}: {error}", companies, ends)
+            for company in companies:
+                company.leave(left)
 
 
 _slots: dict[tuple[torch.device, str], torch.UntypedStorage] = {}
@@ -312,6 +578,9 @@ def _room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> to
     """
     if not slot:
         return torch.empty(numel, dtype=dtype, device=device)
+    stream = current_stream(device)
+    if stream is not None and stream.stream_id:
+        slot = f"{slot}@{stream.stream_id}"  # nobody orders two streams: each has buffers of its own
     storage = _slots.get((device, slot))
     size = numel * dtype.itemsize
     if storage is not None and not _vacant(storage, device):
@@ -319,6 +588,21 @@ def _room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> to
     if storage is None or storage.nbytes() < size:
         storage = _slots[device, slot] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,))  # type: ignore[no-any-return, call-overload]
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream that this thread launches on; ``None`` where there is none."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+
+
+def follow(stream: torch.Stream | None, tensor: torch.Tensor) -> None:
+    """Makes the current stream wait for what another one has done to a tensor, and keeps the tensor's memory from being
+    given away before the current one is done with it.
+    """
+    here = current_stream(tensor.device)
+    if here is not None and stream is not None and here != stream:
+        here.wait_stream(stream)
+        tensor.record_stream(here)
 
 
 PATIENCE = 0.002
@@ -348,7 +632,7 @@ def _launched(out: torch.Tensor, ends: list[Callable[[], Any]]) -> None:
     _under_way[out.untyped_storage().data_ptr()] = ends
 
 
-def _segments(
+def segments(
     splits: Iterable[int], ranks: int, full: torch.Tensor, shard: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The parts of a full buffer and of a shard that travel together."""
@@ -363,7 +647,7 @@ def _gathered(
 ) -> list[Callable[[], Any]]:
     """Launches all-gathers into ``full``; what has to be called before it may be read."""
     over = process_group(group)
-    parts = _segments(splits, ranks, full, shard)
+    parts = segments(splits, ranks, full, shard)
     return [gather_flat(out, part, group=over) for out, part in parts]
 
 
@@ -421,11 +705,12 @@ def reduce_scatter(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
     launch: Callable[..., Callable[[], Any]] = _scatter
     if _on_gloo(group, gfull) or s.precision.sum is not s.precision.grad_comm:
         launch = partial(_exchange, dtype=s.precision.sum)
-    _launched(gshard, [launch(out, part, group) for part, out in _segments(s.cut(lane), ranks, gfull, gshard)])
+    _launched(gshard, [launch(out, part, group) for part, out in segments(s.cut(lane), ranks, gfull, gshard)])
     return gshard
 
 
 def _scatter(out: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], Any]:
+    _running.runs[-1].compare()
     return _reduce_scatter(out, part, group=group, async_op=True).wait  # type: ignore[no-any-return, union-attr]
 
 
@@ -464,8 +749,10 @@ def all_reduce(gfull: torch.Tensor, spec: str, lane: int) -> None:
     if gfull.data_ptr() in _held:
         _launched(gfull, [])
         return
+    running = _running.runs[-1]
+    running.compare()
     work = dist.all_reduce(gfull, group=process_group(Spec.decode(spec).groups[lane]), async_op=True)
-    _launched(gfull, [work.wait])
+    _launched(gfull, [partial(running.finish, [work])])
 
 
 def wait(out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
@@ -524,13 +811,16 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     has to be gathered or cast.
     """
     s = Spec.decode(spec)
-    if s.kept:
-        refresh(source)
-        wait(source, [])
-    flat = source.detach().to(s.precision.comm)
-    if s.gathers:
-        shard, flat = flat, all_gather(flat, spec)
-        wait(flat, [shard])
+    buffer = owner(source)
+    communicates = s.gathers or (buffer is not None and buffer.due())
+    with announced(f"gather of {path(source)}", *(s.gathering if communicates else ())):
+        if s.kept:
+            refresh(source)
+            wait(source, [])
+        flat = source.detach().to(s.precision.comm)
+        if s.gathers:
+            shard, flat = flat, all_gather(flat, spec)
+            wait(flat, [shard])
     return flat.to(s.precision.compute)
 
 
@@ -555,15 +845,17 @@ def reduce_now(source: torch.Tensor, grads: list[torch.Tensor], offsets: list[in
     """Packs, reduces and accumulates gradients at once."""
     s = Spec.decode(spec)
     total = _packed(grads, offsets, spec)
-    if s.world > 1:
-        if s.hold:
+    kept = ", kept back under no_sync" if s.held_numel and not owner(source).sync else ""
+    with announced(f"reduction of {path(source)}{kept}", *s.reducing):
+        if s.world > 1:
+            if s.hold:
+                hold(source, total, offsets)
+            total = _over_shards(total, spec)
+        if s.outer > 1:
             hold(source, total, offsets)
-        total = _over_shards(total, spec)
-    if s.outer > 1:
-        hold(source, total, offsets)
-        total = _over_outer(total, spec)
-    if s.ranks > 1 and total.data_ptr() not in _held:
-        owner(source).vote(offsets)
+            total = _over_outer(total, spec)
+        if s.ranks > 1 and total.data_ptr() not in _held:
+            owner(source).vote(offsets)
     accumulate(source, total, offsets, 1 / s.divide)
 
 
@@ -599,9 +891,26 @@ def _over_outer(gshard: torch.Tensor, spec: str) -> torch.Tensor:
 
 def param(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torch.Tensor:
     """The marker's own meaning: gathers the unit and copies one parameter out."""
+    if len(_running.runs) == 1:
+        _warn_of_another_backend(path(shard))
     full = gather_now(shard, spec)
     n = torch.Size(shape).numel()
     return full[offset : offset + n].view(shape).clone()
+
+
+def _warn_of_another_backend(unit: str) -> None:
+    """Markers run by themselves in no program of ours: the model was compiled, but not by this backend."""
+    global _told
+    if not _told:
+        _told = True
+        warnings.warn(
+            f"mfsdp: {unit} is sharded, and compiled by another backend, which gathers the whole unit for each of its "
+            'parameters, without overlap. Call torch.compile(model, backend="mfsdp") instead.',
+            stacklevel=3,
+        )
+
+
+_told = False
 
 
 def param_grad(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) -> torch.Tensor:
@@ -610,7 +919,15 @@ def param_grad(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) 
     """
     s = Spec.decode(spec)
     gfull = _packed([grad], [offset], spec)
-    return (_over_shards(gfull, spec) if s.gathers else gfull).to(shard.dtype).mul_(1 / s.divide)
+    if s.gathers:
+        with announced(f"reduction of {path(shard)} at {offset}", s.group):
+            gfull = _over_shards(gfull, spec)
+    return gfull.to(shard.dtype).mul_(1 / s.divide)
+
+
+def returned(param: torch.Tensor) -> torch.Tensor:
+    """A copy. Not ``clone``, which Inductor takes out where it thinks that nobody will notice."""
+    return param.clone()
 
 
 def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
@@ -662,40 +979,95 @@ class Outline(Protocol):
         """Names of its operations in their order, with the unit's: ``all_gather layers.3``."""
 
 
-def marked(outline: Outline, run: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+def marked(
+    outline: Outline,
+    run: Callable[[list[Any]], Any],
+    sequences: Mapping[str, Sequence[str]] | None = None,
+    held: Mapping[int, str] | None = None,
+) -> Callable[[list[Any]], Any]:
     """A compiled program that says when it runs, and what each of its operations is called. It takes its arguments as
     one list and may empty that, as functions of AOTAutograd do.
+
+    Args:
+        outline: names.
+        run: the program.
+        sequences: its collectives by group, one text each: what all ranks of the group must have alike (law 13). They
+            are compared every time that it runs (Note [In step]).
+        held: which of its arguments are sources of units whose gradients it may keep back (`no_sync`), and the units'
+            paths; whether it does is compared too.
+
+    Raises:
+        RuntimeError: another rank runs something else (from the program, on every rank, with the first difference), or
+            has been left behind by an exception.
     """
     named = partial(_frame(outline.name), run)
     frames = tuple((name.partition(" ")[0], _frame(name)) for name in outline.operations)
 
+    @functools.cache
+    def words(*kept: str) -> dict[str, Words]:
+        more = (f"gradients of {', '.join(kept)} are kept back under no_sync",) if kept else ()
+        return {group: Words(outline.name, (*lines, *more)) for group, lines in (sequences or {}).items()}
+
+    if held:
+        words(*held.values())  # what another rank may say
+
     def program(args: list[Any]) -> Any:
+        running = _Run(outline.name, iter(frames))
+        running.announce(words(*(unit for i, unit in held.items() if _keeps(args[i]))) if held else words())
         while _abandoned:
             _abandoned.pop(0)()
         before = set(_under_way)
-        _running.programs.append(iter(frames))
+        _running.runs.append(running)
         try:
             return named(args) if _observer is None else _observer.program(outline, named, args)
-        except BaseException:
-            for key in _under_way.keys() - before:
-                _abandoned.extend(_under_way.pop(key))
+        except BaseException as error:
+            keys = _under_way.keys() - before
+            running.leave(error, [end for key in keys for end in _under_way.pop(key)])
             raise
         finally:
-            _running.programs.pop()
+            _running.runs.pop()
 
     program._boxed_call = True  # type: ignore[attr-defined]
     return program
 
 
+def _keeps(source: torch.Tensor) -> bool:
+    buffer = owner(source)
+    return buffer is not None and not buffer.sync
+
+
 _abandoned: list[Callable[[], Any]] = []
-"""What an exception kept a program from calling: the next one does, so that static buffers are free again. Not earlier:
-the other ranks may not come."""
+"""What an exception kept a program from calling that no other rank knows of: the next one does, so that static buffers
+are free again. Not earlier: the other ranks may not come."""
+
+
+@contextmanager
+def announced(what: str, *groups: str) -> Iterator[None]:
+    """Around collectives of no program: tells the ranks of groups what this one is about to do. Inside of something
+    that has been announced it is part of that.
+    """
+    if not groups or any(group in _running.runs[-1].tags for group in groups):
+        yield
+        return
+    running = _Run(what)
+    running.announce(dict.fromkeys(groups, operation(what)))
+    _running.runs.append(running)
+    try:
+        yield
+    finally:
+        _running.runs.pop()
+
+
+def path(source: torch.Tensor) -> str:
+    """What errors call the unit that a shard belongs to."""
+    found = owner(source)
+    return "a unit that is gone" if found is None else str(found.path)
 
 
 class _Running(threading.local):
     def __init__(self) -> None:
-        self.programs: list[Iterator[tuple[str, Callable[..., Any]]]] = []
-        """The programs that this thread is in, each with the operations still to come and their frames."""
+        self.runs: list[_Run] = [_Run()]
+        """What this thread is in: programs and operations, the innermost last; the first stands for neither."""
 
 
 _running = _Running()
@@ -718,19 +1090,26 @@ def _frame(name: str) -> Callable[..., Any]:
 def _shown(kernel: Callable[..., Any]) -> Callable[..., Any]:
     nameless = (kernel.__name__, _frame(kernel.__name__))
 
+    launches = kernel in (refresh, all_gather, reduce_scatter, all_reduce)
+
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
-        operation, frame = next(_running.programs[-1], nameless) if _running.programs else nameless
+        running = _running.runs[-1]
+        operation, frame = next(running.frames, nameless)
         if operation != kernel.__name__:  # not the order of the outline: no name is better than a wrong one
             _, frame = nameless
+        running.at = frame.__name__
         if _observer is None:
-            return frame(kernel, *args)
-        return _observer.operation(frame.__name__, partial(frame, kernel), args)
+            out = frame(kernel, *args)
+        else:
+            out = _observer.operation(frame.__name__, partial(frame, kernel), args)
+        running.launched += launches
+        return out
 
     return run
 
 
-for _kernel in (param, param_grad, free):
+for _kernel in (param, param_grad, returned, free):
     LIBRARY.impl(_kernel.__name__, _kernel, "CompositeExplicitAutograd")
 for _operation in (refresh, all_gather, wait, bucket, pack, mm, hold, reduce_scatter, all_reduce, accumulate):
     LIBRARY.impl(_operation.__name__, _shown(_operation), "CompositeExplicitAutograd")

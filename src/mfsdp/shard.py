@@ -12,7 +12,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,18 +21,28 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import fallback, materialize, ops, runtime
+from . import admission, alike, clients, fallback, fsdp2, materialize, ops, runtime, writes
 from .config import MixedPrecisionPolicy, Precision
-from .dtensor import ShardedParameter, carry_attributes, inner_axis, local_mesh
-from .layout import plan
+from .dtensor import carry_attributes
+from .layout import Layout, plan
+from .mesh import axes
 from .placement import OUTER, Placement, strategy_name
 from .state import FlatBuffer, Frame, Ref, UnitState, refs
+from .undo import Undo
 
 UnitLike = type[nn.Module] | str
+Casts = tuple[torch.dtype | None, torch.dtype | None]
+"""What floating-point arguments of a unit's forward are cast to, and its results."""
 
 
-class FSDPModule:
-    """What a module is, besides itself, once it is a unit. Method names are FSDP2's."""
+class FSDPModule(fsdp2.Spelling):
+    """What a module is, besides itself, once it is a unit. Method names are FSDP2's.
+
+    It is no ``torch.distributed.fsdp.FSDPModule``: who finds one reaches for the state behind it, and there is none
+    (torch's pipeline schedules hold its gradients back and reduce them through it; its memory tracker reads it). What
+    asks by ``isinstance`` takes this one for a plain module, which gives the right numbers; ask for
+    ``mfsdp.FSDPModule``.
+    """
 
     _mfsdp_unit: UnitState
 
@@ -60,6 +70,16 @@ class FSDPModule:
             if hold is not None and hold != buffer.spec.hold and buffer.spec.world > 1:
                 buffer.respec(hold=hold)
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether the backward calls that follow reduce gradients over the outer axis of a two-level mesh; those over
+        the shard axis go on. Where gradients are whole (``no_shard``, ``optim``) it is their only reduction.
+        """
+        if not isinstance(requires_all_reduce, bool):
+            raise ValueError(f"requires_all_reduce={requires_all_reduce!r}: choose True or False")
+        for buffer in _buffers(self, recurse):
+            if buffer.spec.outer > 1 and not buffer.spec.hold:
+                buffer.sync = requires_all_reduce
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``nn.Module``; also forgets gradients that wait for a synchronisation."""
         for buffer in _buffers(self, recurse=True):
@@ -67,9 +87,16 @@ class FSDPModule:
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward frees what it gathered. Compiled graphs recompile on the next call."""
+        """Whether forward frees what it gathered. Compiled graphs recompile on the next call.
+
+        Raises:
+            ValueError: it is neither ``True`` nor ``False``.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: choose True or False")
+        self._mfsdp_unit.root_keeps = False
         for buffer in _buffers(self, recurse):
-            buffer.respec(reshard=bool(reshard_after_forward))
+            buffer.respec(reshard=reshard_after_forward)
 
     def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
         """What sums over ranks are divided by, instead of the number of ranks. Compiled graphs recompile.
@@ -86,22 +113,42 @@ class FSDPModule:
         for buffer in _buffers(self, recurse):
             buffer.respec(divide=float(factor))
 
-    def unshard(self) -> None:
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's former name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def reset_iter_state(self) -> None:
+        """After an exception: forgets gradients that wait for a synchronisation, as in FSDP2."""
+        for buffer in _buffers(self, recurse=True):
+            buffer.forget()
+
+    def unshard(self, async_op: bool = False) -> fsdp2.Unsharding | None:
         """Gathers the unit's own parameters for uncompiled code, and keeps them until :meth:`reshard`.
 
         Compiled graphs are not affected: they gather when they need to. The values are those of the moment: call
         :meth:`reshard` before the optimizer steps.
+
+        Args:
+            async_op: ``True`` gives a handle whose ``wait()`` returns at once: they are there already.
         """
         unit = self._mfsdp_unit
         unit.kept = True
         for index, buffer in enumerate(unit.buffers):
             if index not in unit.full:
                 unit.full[index] = fallback.gather(buffer)
+        return fsdp2.Unsharding() if async_op else None
 
     def reshard(self) -> None:
-        """Lets go of what :meth:`unshard` gathered."""
+        """Lets go of what :meth:`unshard` gathered.
+
+        Raises:
+            RuntimeError: it has been written to; what was written is lost.
+        """
         self._mfsdp_unit.kept = False
-        fallback.release(self._mfsdp_unit)
+        try:
+            fallback.check(self._mfsdp_unit, "between unshard() and reshard()")
+        finally:
+            fallback.release(self._mfsdp_unit)
 
 
 def _buffers(module: Any, recurse: bool) -> list[FlatBuffer]:
@@ -115,13 +162,17 @@ def fully_shard(
     *,
     units: Sequence[UnitLike] | None = None,
     mesh: DeviceMesh | None = None,
+    dp_mesh_dims: Any = None,
     strategy: str | int = 3,
     outer_strategy: str = "no_shard",
-    mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | torch.distributed.fsdp.MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | None = True,
     ignored_params: Iterable[nn.Parameter] | None = None,
     device: torch.device | str | None = None,
     param_init_fn: Callable[[nn.Module], object] | None = None,
+    offload_policy: Any = None,
+    shard_placement_fn: Any = None,
+    sync_module_states: bool = False,
 ) -> nn.Module:
     """Shards the parameters of a module over data-parallel ranks, in one flat buffer per unit.
 
@@ -129,76 +180,120 @@ def fully_shard(
     ``state_dict()`` show DTensors with the original names and global shapes; inside ``forward`` a parameter is the full
     tensor, in ``compute_dtype``. As in FSDP2 one may instead call it on every block and then on the root.
 
+    Originals are freed as their values are taken over: at no time there is more than the model, the shards made so far
+    and one unit. If something fails after that has begun (memory, an initialiser), the model is put back as it was;
+    where originals were freed, new parameters get their values, or, where this rank holds only a part of them, an error
+    says that the model has to be built anew.
+
     Args:
         module: the root, or one unit of a larger model.
         units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
             number); each match becomes a unit, what no unit claims belongs to ``module``. ``None``: one unit.
         mesh: ``DeviceMesh``, 1-D or (outer, shard); or a larger one with axes named ``dp_shard`` and, for two levels,
-            ``dp_outer``. Default: all ranks of the default process group, or this process alone when there is none.
+            ``dp_outer`` or ``dp_replicate`` (other names that are known: :mod:`mfsdp.mesh`). An axis ``cp`` is part of
+            the shard axis; ``tp`` and ``pp`` are left alone; what is neither is refused.
+            Default: all ranks of the default process group, or this process alone when there is none.
+        dp_mesh_dims: which axes of ``mesh`` are meant, if their names do not say so: torch's ``DataParallelMeshDims``,
+            a dict ``{"shard": name, "replicate": name}`` (several names: these axes are taken as one), or two names,
+            (outer, shard). Axes that it leaves out belong to others.
         strategy: what is sharded, by name or number: ``"no_shard"``/0, ``"optim"``/1 (optimizer state; gradients are
             added up locally and reduced at a synchronisation), ``"optim_grads"``/2 (gradients are scattered in every
             backward), ``"optim_grads_params"``/3 (parameters are gathered in every forward and backward; below 3 they
-            stay whole on every rank, and are gathered once per optimizer step).
+            stay whole on every rank, and are gathered once per optimizer step). 0 and 1 take both axes of a two-level
+            mesh as one.
         outer_strategy: over the outer axis of a two-level mesh: ``"no_shard"`` (HSDP: gradients are all-reduced over
             it) or ``"optim"`` (HFSDP: optimizer state is sharded over it too).
-        mp_policy: dtypes per role, :class:`MixedPrecisionPolicy`.
-        reshard_after_forward: ``False`` keeps the parameters gathered from forward to backward.
+        mp_policy: dtypes per role, :class:`MixedPrecisionPolicy`, or torch's own of that name.
+        reshard_after_forward: ``False`` keeps the parameters gathered from forward to backward; ``None``, FSDP2's
+            default, is ``False`` for the outermost module and ``True`` for all others.
         ignored_params: parameters left as they are, not sharded, their gradients not reduced.
         device: where parameters live; parameters on the meta device are materialised there unit by unit, with the
             values that an unsharded init under the same seed gives. Default: the current accelerator, else the CPU.
         param_init_fn: for models on the meta device, what ``model.apply(param_init_fn)`` is for others: after the
             modules' own initialisers it gets every module that has parameters or buffers from the meta device,
             children first, and writes them: parameters are whole, meanwhile.
+        offload_policy, shard_placement_fn: FSDP2's, refused unless they ask for nothing.
+        sync_module_states: gives parameters and buffers the values that they have on the first rank of the mesh.
+            Without it a sample of the values is compared, and a warning names parameters that differ.
+
+    Warns:
+        UserWarning: parameters have other values on other ranks; no initialiser has written some from the meta device.
 
     Raises:
         ValueError: bad arguments, a unit that matches nothing, a module or parameter that is sharded already, a
             parameter that is not floating point, parameters on different devices, a mesh this rank is not in, an
-            optimizer that holds parameters of the module. The model is left as it was.
-        NotImplementedError: a combination that is not built yet.
+            optimizer that holds parameters of the module, a unit below that is gathered or has gradients. Nothing has
+            been copied or changed then.
+        NotImplementedError: a combination that is not built yet, a parameter that is a tensor subclass, a piece of
+            tensor parallelism (Megatron-LM's attributes), or has sparse gradients; likewise.
+        RuntimeError: other ranks have built another model, or shard it differently; or it failed half-way, and this
+            rank alone cannot put the model back.
     """
     strategy = strategy_name(strategy)
     if outer_strategy not in OUTER:
         raise ValueError(f"outer_strategy={outer_strategy!r}: choose one of {OUTER}")
-    policy = mp_policy if mp_policy is not None else MixedPrecisionPolicy()
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise ValueError(f"mp_policy={mp_policy!r}: give a mfsdp.MixedPrecisionPolicy")
+    policy = fsdp2.policy_of(mp_policy)
+    fsdp2.reshards(reshard_after_forward)
+    fsdp2.no_offload(offload_policy, shard_placement_fn)
+    if not isinstance(module, nn.Module):
+        raise _no_module(module)
     if isinstance(module, FSDPModule):
         raise ValueError(
             f"fully_shard: {type(module).__name__} is sharded already. Call it once per module, inner modules first."
         )
+    admission.at_rest(module)
     _no_optimizer(module)
     roots = _match(module, units)
     ignored = set(ignored_params or ())
     claims = _claim(module, roots, ignored)
     target = _device(claims, device)
-    placement = Placement.of(strategy, outer_strategy, *_mesh(mesh, target), target.type)
+    placement = Placement.of(strategy, outer_strategy, axes(mesh, dp_mesh_dims, target), target.type)
     frame = _frame(module)
-    states = {claim.module: UnitState(claim.fqn, frame, policy) for claim in claims}
-    where: dict[nn.Parameter, Ref] = {}
+    units_of = {claim.module: UnitState(claim.fqn, frame, policy) for claim in claims}
     for claim in claims:
-        _build(claim, states[claim.module], where, policy, placement, target, reshard_after_forward)
-    with _undo() as undo:
+        claim.draft(policy, placement)
+    groups = [g for g in placement.groups[::2] if g and target.type != "meta"]
+    if groups:
+        options = (
+            f"strategy {strategy}, outer {outer_strategy}, reshard_after_forward {reshard_after_forward}, {policy}"
+        )
+        alike.compare(groups, *_described(claims, options, values=not sync_module_states))
+    synced = groups if sync_module_states else []
+    with Undo(placement.cut == 1, keep=len({p.is_meta for c in claims for p in c.owners}) > 1) as undo:
         for param in ignored:
-            param._mfsdp_ignored = True  # type: ignore[attr-defined]
+            _ignore(param, undo)
         for claim in claims:
-            for param, owners in claim.owners.items():
-                for owner, name in owners:
-                    _hand_over(owner, name, where[param], undo)
+            unit = units_of[claim.module]
+            unit.root_keeps = reshard_after_forward is None and claim.module is module
+            reshard = not unit.root_keeps and reshard_after_forward is not False
+            _fill(claim, unit, placement, target, reshard, synced, undo)
         for claim in claims:
             for owner in claim.modules:
-                _swap(owner, states[claim.module], owner is claim.module, undo)
-        materialize.materialize(module, target, [g for g in placement.groups[::2] if g], param_init_fn)
+                entering = policy.compute_dtype if policy.cast_forward_inputs and owner is claim.module else None
+                casts = entering, policy.output_dtype if owner is module else None
+                _swap(owner, units_of[claim.module], owner is claim.module, casts, undo)
+        materialize.materialize(module, target, groups, param_init_fn)
+        for kept in dict.fromkeys(module.buffers()) if synced else ():
+            kept.copy_(alike.of_first_rank(kept, synced, target))
     for fqn, m in module.named_modules():
         if isinstance(m, FSDPModule):  # those of earlier calls thought they were the root
             m._mfsdp_unit.fqn, m._mfsdp_unit.frame = fqn or "(root)", frame
+            if fqn and m._mfsdp_unit.root_keeps:
+                m.set_reshard_after_forward(True, recurse=False)
     module.__dict__["_mfsdp_call"] = {
         "units": units, "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": policy,
         "reshard_after_forward": reshard_after_forward,
     }  # fmt: skip
-    for param, ref in where.items():
-        _stale[param] = ref
-        ref.buffer.before_first_gradient = _no_stale_optimizer
     return module
+
+
+def _no_module(given: Any) -> Exception:
+    if isinstance(given, (list, tuple)) and all(isinstance(m, nn.Module) for m in given):
+        return NotImplementedError(
+            "fully_shard: several modules as one unit are not supported; give each a call of its own, or leave them to "
+            "the unit of the module around them"
+        )
+    return ValueError(f"fully_shard: {given!r} is no module")
 
 
 @dataclass
@@ -321,6 +416,16 @@ def _frame(module: nn.Module) -> Frame:
 
 
 @dataclass
+class _Draft:
+    """A flat buffer to be. Parameters leave the list when their values have been taken over."""
+
+    layout: Layout
+    precision: Precision
+    trainable: bool
+    params: list[nn.Parameter]
+
+
+@dataclass
 class _Claim:
     """A unit to be: its module, the modules whose forward it covers, the parameters it owns and where they hang."""
 
@@ -329,6 +434,16 @@ class _Claim:
     modules: list[nn.Module] = field(default_factory=list)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     names: dict[nn.Parameter, str] = field(default_factory=dict)
+    drafts: list[_Draft] = field(default_factory=list)
+
+    def draft(self, policy: MixedPrecisionPolicy, placement: Placement) -> None:
+        """Plans the unit's buffers, one for each kind of parameter."""
+        kinds: dict[tuple[Precision, bool], list[nn.Parameter]] = {}
+        for param in self.owners:
+            kinds.setdefault((policy.resolve(param.dtype), param.requires_grad), []).append(param)
+        for (precision, trainable), params in kinds.items():
+            layout = plan([(self.names[p], tuple(p.shape)) for p in params], placement.cut)
+            self.drafts.append(_Draft(layout, precision, trainable, params))
 
 
 def _claim(root: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter]) -> list[_Claim]:
@@ -357,10 +472,12 @@ def _claim(root: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter]) 
         if m._parameters or m is unit:
             claims[unit].modules.append(m)
         for name, param in m._parameters.items():
-            if param is None or param in ignored or isinstance(param, ShardedParameter):
+            if param is None or param in ignored:
                 continue
             full = f"{fqn}.{name}" if fqn else name
-            _valid_parameter(full, param)
+            _not_taken(full, param)
+            admission.admit(full, param, m)
+            writes.refuse_renormalising(m, full)
             home[param] = common(home[param], unit) if param in home else unit
             places.setdefault(param, []).append((m, name, full))
     for param, uses in places.items():
@@ -371,12 +488,7 @@ def _claim(root: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter]) 
     return list(claims.values())
 
 
-def _valid_parameter(fqn: str, param: nn.Parameter) -> None:
-    if not param.is_floating_point():
-        raise ValueError(
-            f"fully_shard: parameter {fqn} is {param.dtype}; only floating-point parameters can be sharded. "
-            "Pass it in ignored_params, or make it a buffer."
-        )
+def _not_taken(fqn: str, param: nn.Parameter) -> None:
     if param in _stale:
         raise ValueError(
             f"fully_shard: parameter {fqn} belongs to the unit {_stale[param].unit.fqn!r} already; tie weights before "
@@ -391,53 +503,10 @@ def _device(claims: list[_Claim], device: torch.device | str | None) -> torch.de
         raise ValueError(
             f"fully_shard: parameters are on different devices ({where}); move the model to one device first"
         )
-    if device is not None:
-        return torch.device(device)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-_OTHER_AXES = {"tp", "cp", "ep", "pp", "sp", "etp"}
-"""Names of axes that are never meant where none is named: those of other kinds of parallelism."""
-
-
-def _mesh(mesh: DeviceMesh | None, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The 1-D mesh to shard over, and the (outer, shard) mesh that it is part of, if there is an outer axis."""
-    if mesh is None:
-        if not runtime.initialized():
-            return local_mesh(device.type, (1,)), None
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh(device.type, (runtime.world(),), mesh_dim_names=("dp_shard",))
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh={mesh!r}: give a torch.distributed DeviceMesh")
-    names = mesh.mesh_dim_names or ()
-    both: DeviceMesh | None = None
-    if mesh.ndim > 1:
-        if names == ("dp_outer", "dp_shard"):
-            both = mesh
-        elif "dp_shard" in names and "dp_outer" in names:
-            if names.index("dp_shard") < names.index("dp_outer"):
-                raise ValueError(f"fully_shard: 'dp_outer' has to come before 'dp_shard' in the mesh; it is {names}")
-            both = mesh["dp_outer", "dp_shard"]
-        elif "dp_shard" not in names and mesh.ndim == 2 and names and not _OTHER_AXES & set(names):
-            both = mesh
-        elif "dp_shard" not in names:
-            raise ValueError(
-                f"fully_shard: which axes of the {mesh.ndim}-D mesh are meant? Name the one to shard over 'dp_shard', "
-                f"and an outer one 'dp_outer'; the axes are {names or 'unnamed'}"
-            )
-        mesh = inner_axis(mesh, "dp_shard" if "dp_shard" in names else names[1])
-    if device.type != "meta" and mesh.device_type != device.type:
-        raise ValueError(
-            f"fully_shard: the mesh is over {mesh.device_type!r} but parameters go to {str(device)!r}; "
-            "pass device= or a mesh of that device type"
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"fully_shard: this rank is not in {mesh}; shard only on ranks that are")
-    return mesh, both
+    asked = None if device is None else torch.device(device)
+    chosen = runtime.home() if asked is None or asked == runtime.accelerator() else asked
+    runtime.alone_on(chosen)
+    return chosen
 
 
 _stale: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -487,87 +556,148 @@ def _optimizer_of(params: set[nn.Parameter]) -> torch.optim.Optimizer | None:
 # Building and handing over
 
 
-def _build(
+def _ignore(param: nn.Parameter, undo: Undo) -> None:
+    if not hasattr(param, "_mfsdp_ignored"):
+        param._mfsdp_ignored = True  # type: ignore[attr-defined]
+        undo.steps.append(lambda: delattr(param, "_mfsdp_ignored"))
+
+
+def _fill(
     claim: _Claim,
     unit: UnitState,
-    where: dict[nn.Parameter, Ref],
-    policy: MixedPrecisionPolicy,
     placement: Placement,
     device: torch.device,
     reshard: bool,
+    synced: Sequence[str],
+    undo: Undo,
 ) -> None:
-    """Makes the unit's buffers and fills them; the module is not touched."""
-    kinds: dict[tuple[Precision, bool], list[nn.Parameter]] = {}
-    for param in claim.owners:
-        kinds.setdefault((policy.resolve(param.dtype), param.requires_grad), []).append(param)
-    for (precision, trainable), params in kinds.items():
-        layout = plan([(claim.names[p], tuple(p.shape)) for p in params], placement.cut)
-        buffer = FlatBuffer(unit, layout, placement, precision, trainable=trainable, reshard=reshard, device=device)
+    """Makes the unit's buffers; takes values over, parameter by parameter, and frees the originals."""
+    undo.steps.append(lambda: _forget_stale(unit))
+    for index, draft in enumerate(claim.drafts):
+        buffer = FlatBuffer(
+            unit, draft.layout, placement, draft.precision,
+            trainable=draft.trainable, reshard=reshard, device=device,
+        )  # fmt: skip
+        buffer.before_first_gradient = _no_stale_optimizer
         unit.buffers.append(buffer)
-        for slot, param in enumerate(params):
-            carry_attributes(param, buffer.params[slot])
-            entry = layout.slots[slot]
-            where[param] = Ref(buffer, slot, entry.offset, entry.shape, unit, len(unit.buffers) - 1)
-            with torch.no_grad():
-                if param.is_meta:
-                    buffer.born_on_meta[slot] = param.dtype
-                    buffer.view(buffer.main, slot).fill_(torch.nan)
-                else:
-                    buffer.keep(slot, param)
+        for slot, entry in enumerate(draft.layout.slots):
+            _take_over(
+                claim, draft.params.pop(0), Ref(buffer, slot, entry.offset, entry.shape, unit, index), synced, undo
+            )
 
 
-@contextmanager
-def _undo() -> Iterator[list[Callable[[], None]]]:
-    """Collects how to take changes back, and does so when something fails."""
-    steps: list[Callable[[], None]] = []
-    try:
-        yield steps
-    except BaseException:
-        for step in reversed(steps):
-            step()
-        raise
+def _take_over(claim: _Claim, param: nn.Parameter, ref: Ref, synced: Sequence[str], undo: Undo) -> None:
+    buffer, slot = ref.buffer, ref.slot
+    carry_attributes(param, buffer.params[slot])
+    with torch.no_grad():
+        if param.is_meta:
+            buffer.born_on_meta[slot] = param.dtype
+            buffer.view(buffer.main, slot).fill_(torch.nan)
+        else:
+            buffer.keep(slot, alike.of_first_rank(param, synced, buffer.main.device) if synced else param)
+    former = undo.former(param, ref)
+    for owner, name in claim.owners.pop(param):
+        _hand_over(owner, name, ref, former, undo)
+    del claim.names[param]
+    _stale[param] = ref
 
 
-def _hand_over(owner: nn.Module, name: str, ref: Ref, undo: list[Callable[[], None]]) -> None:
-    old = owner._parameters[name]
-    owner._parameters[name] = cast(nn.Parameter, ref.buffer.params[ref.slot])
+def _described(claims: Sequence[_Claim], options: str, values: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """What ranks have to agree on, line by line, and values that they should."""
+    lines, real = [options], dict[str, torch.Tensor]()
+    for claim in claims:
+        for draft in claim.drafts:
+            kind = type(claim.module).__name__
+            lines.append(f"unit {claim.fqn}, a {kind} of {len(draft.params)} parameters, cut {draft.layout.splits}")
+            for param in draft.params:
+                name = claim.names[param] if claim.fqn == "(root)" else f"{claim.fqn}.{claim.names[param]}"
+                where = "on the meta device" if param.is_meta else "with values"
+                lines.append(f"{name} {list(param.shape)} {param.dtype}, trains {param.requires_grad}, {where}")
+                if values and not param.is_meta:
+                    real[name] = param
+    return lines, real
+
+
+def _forget_stale(unit: UnitState) -> None:
+    for param in [p for p, ref in _stale.items() if ref.unit is unit]:
+        del _stale[param]
+
+
+def _hand_over(owner: nn.Module, name: str, ref: Ref, former: Callable[[], nn.Parameter], undo: Undo) -> None:
+    _put(owner, name, cast(nn.Parameter, ref.buffer.params[ref.slot]))
     owner.__dict__.setdefault("_mfsdp_refs", {})[name] = ref
 
     def back() -> None:
-        owner._parameters[name] = old
-        owner.__dict__.get("_mfsdp_refs", {}).pop(name, None)
+        _put(owner, name, former())
+        refs(owner).pop(name, None)
+        if not refs(owner):
+            owner.__dict__.pop("_mfsdp_refs", None)
 
-    undo.append(back)
+    undo.steps.append(back)
 
 
-def _swap(owner: nn.Module, unit: UnitState, is_unit: bool, undo: list[Callable[[], None]]) -> None:
+def _put(owner: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Makes it the module's parameter, also in the list of their own that recurrent layers have."""
+    owner._parameters[name] = param
+    if isinstance(owner, nn.RNNBase) and name in owner._flat_weights_names:
+        owner.__dict__["_flat_weights"][owner._flat_weights_names.index(name)] = param
+
+
+def _swap(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, undo: Undo) -> None:
     old = type(owner)
     owner.__dict__["_mfsdp_unit"] = unit
-    owner.__class__ = _subclass(old, tuple(refs(owner)), is_unit)  # type: ignore[arg-type]
+    owner.__class__ = _subclass(old, tuple(refs(owner)), is_unit, *casts)  # type: ignore[arg-type]
 
     def back() -> None:
         owner.__class__ = old
         owner.__dict__.pop("_mfsdp_unit", None)
         owner.__dict__.pop("_mfsdp_refs", None)
 
-    undo.append(back)
+    undo.steps.append(back)
 
 
 @functools.cache
-def _subclass(base: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> type[nn.Module]:
-    """The class that a module gets: parameters are properties, forward opens a scope for the eager path.
+def _subclass(
+    base: type[nn.Module],
+    names: tuple[str, ...],
+    is_unit: bool,
+    entering: torch.dtype | None,
+    leaving: torch.dtype | None,
+) -> type[nn.Module]:
+    """The class that a module gets: parameters are properties, forward opens a scope for the eager path, and casts what
+    enters and leaves it.
 
     Cached, so that equal layers keep equal types and Dynamo's guards stay the same.
     """
+    call = fsdp2.with_casts(base.forward, entering, leaving)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A graph break inside of a `try` makes Dynamo run this frame as plain Python, where the scope is opened.
-        scope = None if torch.compiler.is_compiling() or self._mfsdp_unit.open else fallback.scope(self)
+        nothing = torch.compiler.is_compiling() or (self._mfsdp_unit.open and not torch.is_grad_enabled())
+        scope = None if nothing else fallback.scope(self, is_unit)
         try:
-            return base.forward(self, *args, **kwargs)
+            out = call(self, *args, **kwargs)
+            if scope is not None:
+                scope.check()
+            return out
         finally:
             if scope is not None:
                 scope.close()
+
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # Somebody makes another of the same class, as slices of containers do: that one is not sharded.
+        self.__class__ = base
+        base.__init__(self, *args, **kwargs)
+
+    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        if torch.compiler.is_compiling() or fallback.inside():
+            return _parameters(self, *args, **kwargs)
+        return base.named_parameters(self, *args, **kwargs)
+
+    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[Any]:
+        if torch.compiler.is_compiling() or fallback.inside():
+            return (p for _, p in _parameters(self, recurse=recurse))
+        return base.parameters(self, recurse)
 
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if name in refs(self) and param is not self._parameters.get(name):
@@ -576,6 +706,21 @@ def _subclass(base: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> t
                 "with copy_() or inside mfsdp.summon_full_params(model)"
             )
         base.register_parameter(self, name, param)
+
+    def _load_from_state_dict(self: nn.Module, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise NotImplementedError(
+                f"{type(self).__name__} is sharded: parameters cannot be swapped, "
+                "torch.__future__.set_swap_module_params_on_conversion(False) loads into them"
+            )
+        if metadata.get("assign_to_params_buffers"):  # parameters are pieces of flat buffers: they get the values
+            for name in refs(self):
+                param, value = self._parameters[name], state_dict.get(prefix + name)
+                if isinstance(value, torch.Tensor) and param is not None and value.shape == param.shape:
+                    with torch.no_grad():
+                        param.copy_(value)
+                    state_dict[prefix + name] = param
+        base._load_from_state_dict(self, state_dict, prefix, metadata, *rest)
 
     def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         for ref in refs(self).values():
@@ -594,13 +739,18 @@ def _subclass(base: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> t
 
     space: dict[str, Any] = {
         "forward": functools.wraps(base.forward)(own_code(forward, base.__name__)),
+        "__init__": functools.wraps(base.__init__)(__init__),
         "register_parameter": register_parameter,
+        "_load_from_state_dict": _load_from_state_dict,
         "_apply": _apply,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         **{name: _property(name) for name in names},
+        **clients.overrides(base),
     }
+    if base.named_parameters is nn.Module.named_parameters and base.parameters is nn.Module.parameters:
+        space |= {"named_parameters": named_parameters, "parameters": parameters}
     if issubclass(base, nn.RNNBase):
         space["_flat_weights"] = property(
             lambda self: [getattr(self, n) if n in self._parameters else None for n in self._flat_weights_names],
@@ -608,6 +758,30 @@ def _subclass(base: type[nn.Module], names: tuple[str, ...], is_unit: bool) -> t
         )
     bases = (FSDPModule, base) if is_unit else (base,)
     return cast(type[nn.Module], type(base.__name__, bases, space))
+
+
+def _parameters(
+    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What ``named_parameters()`` gives inside of a forward: whole parameters, as ``self.weight`` is. Dynamo traces it,
+    so it never looks at what ``_parameters`` holds.
+    """
+    seen: list[Any] = []
+    plain: list[Any] = []
+    for path, m in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+        own = m.__dict__.get("_mfsdp_refs", {})
+        for name in m._parameters:
+            if name in own:
+                key = (own[name].unit.fqn, own[name].index, own[name].slot)
+                if remove_duplicate and key in seen:
+                    continue
+                seen.append(key)
+            value = getattr(m, name)
+            if value is None or (remove_duplicate and any(value is other for other in plain)):
+                continue
+            if name not in own:
+                plain.append(value)
+            yield (f"{path}.{name}" if path else name), value
 
 
 def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -641,9 +815,8 @@ def _property(name: str) -> property:
 def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
     """Backward calls inside of the ``with`` do not synchronise gradients; the next one outside does, for all.
 
-    Every unit that took part inside has to take part in the one that synchronises. What waits is not in ``.grad``, and
-    neither optimizers' ``zero_grad`` nor that of torch.compile's wrapper reaches it: to give up a step half-way, call
-    ``zero_grad`` of what `fully_shard` returned.
+    Every unit that took part inside has to take part in the one that synchronises. What waits is not in ``.grad``;
+    ``zero_grad`` of an optimizer, of the model or of torch.compile's wrapper forgets it, and the step is given up.
 
     Args:
         module: a sharded model, or any of its modules.
@@ -730,14 +903,11 @@ def unsharded(module: nn.Module) -> Iterator[None]:
         raise ValueError("unsharded: the model is not sharded; call mfsdp.fully_shard first")
     if any(m._mfsdp_unit.open for m in units):
         raise RuntimeError("unsharded: the model is unsharded already, or in a forward")
-    kept = [m._mfsdp_unit.kept for m in units]
-    try:
+    with ExitStack() as leaving:
         for m in units:
+            if not m._mfsdp_unit.kept:
+                leaving.callback(m.reshard)
+            leaving.callback(setattr, m._mfsdp_unit, "open", False)
             m.unshard()
             m._mfsdp_unit.open = True
         yield
-    finally:
-        for m, was in zip(units, kept, strict=True):
-            m._mfsdp_unit.open = False
-            if not was:
-                m.reshard()

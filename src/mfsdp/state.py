@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from torch import nn
 from . import runtime
 from .config import MixedPrecisionPolicy, Precision
 from .dtensor import ShardedDTensor, ShardedParameter, Sharding, carry_attributes
-from .layout import Layout, Local
+from .layout import Layout, Local, Slot
 from .placement import Placement
 
 
@@ -73,7 +74,9 @@ class FlatBuffer:
         self.spec = placement.spec(layout, precision, reshard)
         self.text = self.spec.encode()
         """The spec as markers carry it."""
-        shardings = [Sharding(layout, i, placement.mesh) for i in range(len(layout.slots))]
+        home = weakref.ref(self)
+        slots = range(len(layout.slots))
+        shardings = [Sharding(layout, i, placement.mesh, placement.copies, home) for i in slots]
         self.rank = placement.rank
         self.locals: tuple[Local, ...] = tuple(layout.local(i, self.rank) for i in range(len(layout.slots)))
         self.main = torch.zeros(layout.shard_numel, dtype=precision.main, device=device)
@@ -88,13 +91,15 @@ class FlatBuffer:
         self.source.requires_grad_()  # nobody may register a hook otherwise
         done = weakref.WeakMethod(self._backward_done)  # a tensor's hooks are no garbage to Python
         self.source.register_post_accumulate_grad_hook(lambda source: (done() or _nobody)(source))
-        self._node = torch.autograd.graph.get_gradient_edge(self.source).node
+        self._node = runtime.accumulation_node(self.source)
         self.source.requires_grad_(trainable)
         self.sync = True
         """Whether backward reduces gradients over the outer axis, or at all (`no_sync`)."""
         self._kept: dict[int, torch.Tensor] = {}
         """Gradients that wait for the next synchronisation, by elements: before or after the first reduction."""
         self._kept_offsets: set[int] = set()
+        self._stream: torch.Stream | None = None
+        """Where gradients were accumulated last."""
         self._kept_at = 0
         """`Frame.syncs` when something was kept last."""
         self.hooks: dict[int, OrderedDict[int, GradHook]] = {}
@@ -107,6 +112,8 @@ class FlatBuffer:
         """Slots that it has brought gradients for."""
         self._backward = -1
         """Which backward that was."""
+        self._finishes = -1
+        """The last backward whose end was asked for."""
         self._votes: list[torch.Tensor] = []
         """Which slots have a gradient on any rank, [slots], of reductions whose programs may differ by rank."""
         self._dropped: set[int] = set()
@@ -122,13 +129,22 @@ class FlatBuffer:
         """Whether it has been written, through DTensors; through plain tensors its version says."""
         self._grads: dict[int, ShardedDTensor] = {}
         """Every ``.grad`` that has been looked at, views of the accumulator or of ``_looked``."""
-        self._index = {slot.offset: i for i, slot in enumerate(layout.slots) if slot.numel}
+        self._index = {slot.offset: i for i, slot in enumerate(layout.slots)}
         self.born_on_meta: dict[int, torch.dtype] = {}
         """Slots whose parameter was built on the meta device, and its dtype there."""
         self.written: set[int] = set()
         """Those that an initialiser has written."""
+        self.initialised = False
+        """Whether initialisers are through; what has been written since is real."""
         self.summoned: torch.Tensor | None = None
         """The full main weights while `summon_full_params` is open."""
+
+    @property
+    def path(self) -> str:
+        """What errors call it: the model, the unit, and which of the unit's buffers it is."""
+        number = self.unit.buffers.index(self)
+        which = f", buffer {number}" if number else ""
+        return f"unit {self.unit.fqn!r} of {self.unit.frame.name}{which}  ({self.spec.cutting})"
 
     def view(self, flat: torch.Tensor, slot: int) -> torch.Tensor:
         """This rank's rows of a parameter, as a view into a flat shard."""
@@ -158,6 +174,8 @@ class FlatBuffer:
         self._settle()
         twin._kept = {size: kept.clone() for size, kept in self._kept.items()}
         twin._kept_offsets, twin._kept_at = set(self._kept_offsets), self._kept_at
+        if self in _holding:
+            _holding.add(twin)
         twin._has, twin._dropped = set(self._has), set(self._dropped)
         with torch.no_grad():
             total = self.total()
@@ -171,12 +189,15 @@ class FlatBuffer:
 
     # parameters that last
 
-    def refresh(self) -> list[Callable[[], object]]:
-        """Launches the gather into the source if main weights have been written since the last one; gives what has to
-        be called before the source may be read. All ranks agree on whether: writes through DTensors count on every
-        rank, also where it holds no rows.
+    def due(self) -> bool:
+        """Whether main weights have been written since the source was filled last. All ranks agree: writes through
+        DTensors count on every rank, also where it holds no rows.
         """
-        if not self.stale and self.main._version == self._version:
+        return self.spec.kept and (self.stale or self.main._version != self._version)
+
+    def refresh(self) -> list[Callable[[], object]]:
+        """Launches the gather into the source if it is due; gives what has to be called before it may be read."""
+        if not self.due():
             return []
         version = self.main._version
         with torch.no_grad():
@@ -203,17 +224,45 @@ class FlatBuffer:
             if kept is not None:
                 torch.add(kept, grads, out=grads)
             return False
+        _reach_zero_grad()
+        _holding.add(self)
         self._kept[grads.numel()] = grads.to(self.precision.grad, copy=True) if kept is None else kept.add_(grads)
         self._kept_offsets.update(offsets)
         self._kept_at = self.unit.frame.syncs[0]
         return True
 
-    def forget(self) -> None:
-        """Drops what waits for the next synchronisation."""
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait for the next synchronisation, or for hooks."""
+        return bool(self._kept) or self._pending is not None
+
+    def forget(self, slots: Iterable[int] | None = None) -> None:
+        """Drops what waits for the next synchronisation, or some parameters' part of it."""
+        if slots is not None:
+            chosen = [self.layout.slots[slot] for slot in slots]
+            self._kept_offsets -= {s.offset for s in chosen}
+            if self._kept_offsets:
+                for kept in self._kept.values():
+                    kept.masked_fill_(self._mask(chosen, kept.numel()), 0)
+                return
         self._kept.clear()
         self._kept_offsets.clear()
         self._votes.clear()
         self._pending = None
+        _holding.discard(self)
+
+    def _mask(self, slots: Iterable[Slot], numel: int) -> torch.Tensor:
+        """Where some parameters lie in whole gradients, or in this rank's shard of them; booleans, [numel]."""
+        full = torch.zeros(self.spec.full_numel, dtype=torch.bool, device=self.main.device)
+        for slot in slots:
+            full[slot.offset : slot.offset + slot.numel] = True
+        if numel == full.numel():
+            return full
+        shard = full.new_empty(numel)
+        rank = self.rank * self.spec.world // self.layout.world
+        for whole, part in runtime.segments(self.spec.splits, self.spec.world, full, shard):
+            part.copy_(whole.view(self.spec.world, -1)[rank])
+        return shard
 
     def vote(self, offsets: Iterable[int]) -> None:
         """Asks all ranks which parameters have a gradient, before an `accumulate` whose offsets may differ by rank:
@@ -231,21 +280,52 @@ class FlatBuffer:
         """
         if not runtime.accumulates(self._node):
             return
+        self._ask_before_first()
+        slots = self._slots(self._kept_offsets.union(offsets))
+        self._kept_offsets.clear()
+        if not self._kept:
+            _holding.discard(self)
+        self._stream = runtime.current_stream(self.main.device)
+        if any(self.hooks.values()):
+            self._pending = self._sum(self._of_this_backward(), gshard, scale)
+            self._arrived |= slots
+        else:
+            self._ready()
+            self._become(self._sum(self.gradient, gshard, scale))
+            self._has |= slots
+        if self.sync:
+            self.unit.frame.syncs[0] += 1
+
+    def bring(self, slot: int, rows: torch.Tensor) -> None:
+        """Adds what autograd has brought to a parameter itself, from what was computed with it outside of forward."""
+        self._ask_before_first()
+        if any(self.hooks.values()) or any(self.post_hooks.values()):
+            if self._of_this_backward() is None:
+                self._pending = torch.zeros_like(self.main, dtype=self.precision.grad)
+            assert self._pending is not None
+            self.view(self._pending, slot).add_(rows)
+            self._arrived.add(slot)
+            self._finish_later()
+            return
+        total = self._ready()
+        if total is None:
+            total = torch.zeros_like(self.main, dtype=self.precision.grad)
+        runtime.follow(self._stream, total)
+        self.view(total, slot).add_(rows)
+        self._become(total)
+        self._has.add(slot)
+
+    def _ask_before_first(self) -> None:
         if self.before_first_gradient is not None:
             self.before_first_gradient(self)
             self.before_first_gradient = None
-        slots = self._slots(self._kept_offsets.union(offsets))
-        self._kept_offsets.clear()
-        if any(self.hooks.values()):
-            now = runtime.backward_number()
-            if self._backward != now:  # what an earlier one has left, it died of an exception
-                self._backward, self._pending, self._arrived = now, None, set()
-            self._pending = self._sum(self._pending, gshard, scale)
-            self._arrived |= slots
-        else:
-            self._land(gshard, slots, scale)
-        if self.sync:
-            self.unit.frame.syncs[0] += 1
+
+    def _of_this_backward(self) -> torch.Tensor | None:
+        """What hooks are to see of it so far. What an earlier one has left, it died of an exception."""
+        now = runtime.backward_number()
+        if self._backward != now:
+            self._backward, self._pending, self._arrived = now, None, set()
+        return self._pending
 
     def _slots(self, offsets: Iterable[int]) -> set[int]:
         """Those that start there, and train."""
@@ -261,8 +341,8 @@ class FlatBuffer:
             return total.copy_(gshard).mul_(scale)
         return torch.mul(gshard.to(wide), scale, out=total)
 
-    def _land(self, gshard: torch.Tensor, slots: Iterable[int], scale: float) -> None:
-        """Adds to what is in ``.grad`` of some slots."""
+    def _ready(self) -> torch.Tensor | None:
+        """The accumulator in its own dtype, without what was dropped: more may be added."""
         total = self.total()
         if total is not None:
             for slot in self._dropped:
@@ -270,8 +350,7 @@ class FlatBuffer:
             self._become(total.to(self.precision.grad))
         self._dropped.clear()
         self._looked = None
-        self._become(self._sum(self.gradient, gshard, scale))
-        self._has.update(slots)
+        return self.gradient
 
     def total(self) -> torch.Tensor | None:
         """The accumulator, with what has been done to ``.grad``; ``None`` where there is no gradient."""
@@ -288,20 +367,43 @@ class FlatBuffer:
         self.gradient = total
 
     def _backward_done(self, source: torch.Tensor) -> None:
-        """Runs hooks. Autograd calls it once per backward, when all programs that read the source are through with it,
-        with what reached it through autograd itself: gradients of programs that ran without our passes.
+        """Autograd calls it once per backward, when all programs that read the source are through with it, with what
+        reached it through autograd itself: gradients of programs that ran without our passes.
         """
         if source.is_meta:
             return  # nothing runs
         if source.grad is not None:
-            self.accumulate(runtime.reduce_rest(source.grad, self.text), self._index, 1.0)
+            groups = self.spec.reducing if self.spec.replica or self.spec.outer > 1 else ()
+            with runtime.announced(f"reduction of {self.path}", *groups):
+                rest = runtime.reduce_rest(source.grad, self.text)
+            self.accumulate(rest, self._index, 1.0)
             source.grad = None
+        for gradients in (self._pending, self.gradient):
+            if gradients is not None:  # whoever called backward waits for this stream
+                runtime.follow(self._stream, gradients)
+        hooked = {slot for slot, hooks in (*self.hooks.items(), *self.post_hooks.items()) if hooks}
+        if any(runtime.accumulates(runtime.accumulation_node(self.params[slot])) for slot in hooked):
+            self._finish_later()  # more is to come, from outside of forward
+        else:
+            self._finish()
+
+    def _finish_later(self) -> None:
+        """`_finish`, once, when the backward that is running ends."""
+        now = runtime.backward_number()
+        if self._finishes != now:
+            self._finishes = now
+            runtime.after_backward(self._finish)
+
+    def _finish(self) -> None:
+        """Runs hooks, when a backward has brought everything."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._arrived |= self._counted()
             for slot in sorted(self._arrived):
                 self._ask_hooks(pending, slot)
-            self._land(pending, self._arrived, 1.0)
+            self._ready()
+            self._become(self._sum(self.gradient, pending, 1.0))
+            self._has |= self._arrived
         if self.sync and any(self.post_hooks.values()):
             self._settle()
             for slot in sorted(self._has):
@@ -371,6 +473,8 @@ class FlatBuffer:
         """``None`` forgets the gradient (the storage goes when all are forgotten); a tensor is copied in."""
         self._settle()
         if value is None:
+            if self in _holding:
+                self.forget([slot])
             self._grads.pop(slot, None)
             if slot in self._has:
                 self._has.remove(slot)
@@ -395,10 +499,12 @@ class FlatBuffer:
 
     def gather_main(self) -> torch.Tensor:
         """The full main weights, [full_numel] in ``precision.main``; a collective."""
-        return runtime.gather_main(self.main, self.spec)
+        with runtime.announced(f"gather of main weights of {self.path}", *self.spec.reducing):
+            return runtime.gather_main(self.main, self.spec)
 
     def scatter_main(self, full: torch.Tensor) -> None:
         """Keeps this rank's part of full main weights."""
+        self.stale = True
         with torch.no_grad():
             for slot in range(len(self.layout.slots)):
                 self.keep(slot, self.full_view(full, slot))
@@ -416,6 +522,42 @@ class _Touched:
 
     version: int = -1
     stale: bool = False
+
+
+_holding: weakref.WeakSet[FlatBuffer] = weakref.WeakSet()
+"""Buffers with gradients that wait for the next synchronisation."""
+
+
+@functools.cache
+def _reach_zero_grad() -> None:
+    """Makes ``zero_grad`` of every optimizer and of every module forget the gradients that wait for a synchronisation.
+
+    Those are not in any ``.grad``, so a step that is given up half-way would leave them for the next one. torch has no
+    hook there; so ``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad`` (which torch.compile's wrapper
+    inherits) are wrapped, once, when the first gradient is held back: a process that never does keeps torch's own. A
+    class whose ``zero_grad`` does not call its parent's is reached if it sets ``.grad`` to ``None`` unasked.
+    """
+
+    def wrapped(zero_grad: Callable[..., None], parameters: Callable[[Any], Iterable[Any]]) -> Callable[..., None]:
+        @torch.compiler.disable
+        @functools.wraps(zero_grad)
+        def run(self: Any, set_to_none: bool = True) -> None:
+            if _holding:
+                chosen: dict[FlatBuffer, set[int]] = {}
+                for p in parameters(self):
+                    if isinstance(p, ShardedParameter) and p._mfsdp_owner in _holding:
+                        chosen.setdefault(p._mfsdp_owner, set()).add(p.sharding.slot)
+                for buffer, slots in chosen.items():
+                    buffer.forget(slots)
+            zero_grad(self, set_to_none)
+
+        return cast(Callable[..., None], run)
+
+    optimizer, module = torch.optim.Optimizer, nn.Module
+    optimizer.zero_grad = wrapped(  # type: ignore[method-assign]
+        optimizer.zero_grad, lambda self: (p for group in self.param_groups for p in group["params"])
+    )
+    module.zero_grad = wrapped(module.zero_grad, nn.Module.parameters)  # type: ignore[method-assign]
 
 
 def _nobody(source: torch.Tensor) -> None:
@@ -450,6 +592,8 @@ class UnitState:
     """Eager path: parameters of gathered buffers, by index of the buffer."""
     kept: bool = False
     """Whether `unshard()` asked to keep them."""
+    root_keeps: bool = False
+    """Whether it does not reshard after forward because it is the outermost, until there is one around it."""
 
 
 def refs(module: nn.Module) -> dict[str, Ref]:

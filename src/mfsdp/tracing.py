@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import fake_tensor_tls
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from . import writes
 from .capture import Capture, sources
 from .dtensor import local_mesh
 from .lowering import CAPTURES
@@ -64,7 +66,8 @@ def trace(
 
     Raises:
         ValueError: bad arguments, or some of fully_shard's for a model that is sharded already.
-        RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
+        RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place), or forward writes to a
+            parameter.
     """
     if lowering not in CAPTURES:
         raise ValueError(f"trace: lowering={lowering!r}: choose one of {', '.join(CAPTURES)}")
@@ -73,7 +76,7 @@ def trace(
     meta = plan.model
     if plan.calls and sharding:
         raise ValueError(f"trace: {type(model).__name__} is sharded already; leave out {', '.join(sharding)}")
-    for unwanted in ("mesh", "device"):
+    for unwanted in ("mesh", "dp_mesh_dims", "device"):
         if unwanted in sharding:
             raise ValueError(f"trace: {unwanted}= is not needed: give world= or mesh_shape=")
     mesh = local_mesh("cpu", mesh_shape or (world,))
@@ -90,6 +93,10 @@ def trace(
     found = [out]  # torch keeps backends
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        try:
+            writes.traced(gm, inputs)
+        except RuntimeError as error:
+            return partial(_refuse, error)
         capture = Capture(inputs, sources(gm), name)
         fakes = _on_cpu(gm, inputs)
 
@@ -125,6 +132,11 @@ def _constants_on_meta() -> Iterator[None]:
         yield
     finally:
         fake_tensor_tls.allow_non_fake_inputs_override = before
+
+
+def _refuse(error: Exception, *args: Any) -> Any:
+    """From inside of a backend Dynamo would wrap the error in its own."""
+    raise error
 
 
 class _Traced(Exception):

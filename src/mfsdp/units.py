@@ -86,6 +86,21 @@ class Spec:
         """Names of process groups by lane number: gathers and reductions of the shard axis, of the outer axis."""
         return self.group, self.reduce_group, self.outer_group, self.outer_reduce_group
 
+    @property
+    def cutting(self) -> str:
+        """Its sizes, for people: elements per rank of each segment, and ranks."""
+        return f"{'+'.join(map(str, self.splits))} x {self.world}"
+
+    @property
+    def gathering(self) -> tuple[str, ...]:
+        """Names of the groups that parameters are gathered over."""
+        return tuple(filter(None, (self.group, self.outer_group if self.outer_optim else "")))
+
+    @property
+    def reducing(self) -> tuple[str, ...]:
+        """Names of the groups that gradients are reduced over; those of gathers, where ranks compare."""
+        return tuple(filter(None, (self.group, self.outer_group)))
+
     def cut(self, lane: int) -> tuple[int, ...]:
         """Elements per rank of each segment, once a collective on that lane has cut it."""
         return tuple(n // self.outer for n in self.splits) if lane >= 2 else self.splits
@@ -145,6 +160,6 @@ class Unit:
     def offset_name(self, offset: int) -> str:
         """The parameter that starts at ``offset`` of the full buffer, as an identifier: ``attn_q_weight``."""
         for slot in self.layout.slots:
-            if slot.offset == offset and slot.numel:
+            if slot.offset == offset:
                 return slot.name.replace(".", "_")
         raise KeyError(offset)

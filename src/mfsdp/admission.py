@@ -1,0 +1,184 @@
+"""What `fully_shard` takes in: whole, plain, dense parameters of modules at rest. The rest is refused by name.
+
+Megatron-LM and TransformerEngine say by attributes of a plain parameter that it is a piece of a larger one, or that its
+gradient is reduced over other ranks than those of data parallelism. TransformerEngine sets them without tensor
+parallelism too, so they count unless the module or its configuration says that one rank holds all.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .dtensor import ShardedParameter
+from .state import UnitState, refs
+
+
+def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
+    """Refuses a parameter that cannot be cut into rows of a flat buffer.
+
+    Raises:
+        ValueError: it is not floating point, has no shape yet, is not strided, is another model's shard, or has a
+            gradient or hooks, which would be lost.
+        NotImplementedError: it is a tensor subclass, a piece of a larger one, reduced over other ranks, or has sparse
+            gradients.
+    """
+    _plain(fqn, param)
+    _whole(fqn, param, owner)
+    if param.grad is not None:
+        raise ValueError(
+            f"fully_shard: parameter {fqn} has a gradient, which would be lost; call zero_grad() of the model first"
+        )
+    if _hooked(param):
+        raise ValueError(
+            f"fully_shard: parameter {fqn} has hooks, which would be lost; register them after fully_shard, on the "
+            "parameters that the model has then"
+        )
+    if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse and param.requires_grad:
+        raise NotImplementedError(
+            f"fully_shard: {fqn} belongs to {type(owner).__name__}(sparse=True); gradients of sharded parameters are "
+            "dense. Set sparse=False on the module, or pass the parameter in ignored_params"
+        )
+
+
+def _plain(fqn: str, param: nn.Parameter) -> None:
+    if isinstance(param, ShardedParameter):
+        raise ValueError(
+            f"fully_shard: parameter {fqn} is a shard of unit {_unit_of(param)!r}, hung into a module that is not "
+            "sharded; tie weights before sharding and shard both modules in one call, fully_shard(root, units=[...])"
+        )
+    if isinstance(param, DTensor):
+        raise NotImplementedError(
+            f"fully_shard: parameter {fqn} is a DTensor with placements {tuple(param.placements)} over "
+            f"{param.device_mesh}; sharding the parts of another parallelism further is not supported yet"
+        )
+    if nn.parameter.is_lazy(param):
+        raise ValueError(
+            f"fully_shard: parameter {fqn} has no shape yet ({type(param).__name__}); run one forward of the lazy "
+            "module first, on every rank"
+        )
+    if not _trivial(type(param)) and not _fake(param):
+        raise NotImplementedError(
+            f"fully_shard: parameter {fqn} is a {type(param).__name__}, a tensor subclass, of which the flat buffer "
+            "would keep one plain tensor. Shard the model before its weights are converted, or pass the parameter in "
+            "ignored_params"
+        )
+    if not param.is_floating_point():
+        raise ValueError(
+            f"fully_shard: parameter {fqn} is {param.dtype}; only floating-point parameters can be sharded. "
+            "Pass it in ignored_params, or make it a buffer."
+        )
+    if param.layout is not torch.strided:
+        raise ValueError(
+            f"fully_shard: parameter {fqn} has layout {param.layout}; only strided parameters can be sharded. Call "
+            ".to_dense(), or pass it in ignored_params"
+        )
+
+
+def _trivial(kind: Any) -> bool:
+    """Whether tensors of the class behave as ``nn.Parameter``."""
+    return bool(
+        nn.Parameter in kind.__mro__
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and kind.__torch_function__ is nn.Parameter.__torch_function__
+    )
+
+
+def _fake(param: torch.Tensor) -> bool:
+    """Whether it stands for a plain tensor. Private in torch (``FakeTensor``); tried on 2.11 to 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(param, FakeTensor)
+
+
+def _hooked(param: torch.Tensor) -> bool:
+    """Whether somebody has registered a hook. Private in torch (two attributes); tried on 2.11 to 2.13."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+def _unit_of(param: ShardedParameter) -> str:
+    unit = getattr(param._mfsdp_owner, "unit", None)
+    return unit.fqn if isinstance(unit, UnitState) else "?"
+
+
+# What other parallelisms say of plain parameters
+
+_ELSEWHERE: dict[str, tuple[Any, str]] = {
+    "tensor_model_parallel": (True, "it is one rank's piece of a larger parameter"),
+    "sequence_parallel": (True, "its gradient is also summed over the ranks of tensor parallelism"),
+    "average_gradients_across_tp_domain": (True, "its gradient is also averaged over the ranks of tensor parallelism"),
+    "allreduce": (False, "it is an expert that other ranks of data parallelism do not have"),
+}
+"""Attributes that Megatron-LM sets, by which value they mean something, and what."""
+
+
+def _whole(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
+    for name, (value, meaning) in _ELSEWHERE.items():
+        if getattr(param, name, None) is not value:
+            continue
+        ranks = _ranks(owner, expert=name == "allreduce")
+        if ranks == 1:
+            continue
+        where = [f"{n}={getattr(param, n)}" for n in ("partition_dim", "partition_stride") if hasattr(param, n)]
+        over = f" over {ranks} ranks" if ranks else ""
+        raise NotImplementedError(
+            f"fully_shard: parameter {fqn} has {', '.join([f'{name}={value}', *where])}: {meaning}{over}. Tensor and "
+            "expert parallelism in plain tensors are not supported yet: checkpoints and norms would take the piece for "
+            f"the whole. If every rank does hold it whole, say so with param.{name} = {not value}"
+        )
+
+
+def _ranks(owner: nn.Module, expert: bool) -> int | None:
+    """How many ranks the module's own parallelism has, if the module, its configuration or Megatron-LM says so."""
+    config = getattr(owner, "config", None)
+    if expert:
+        said = [_size(getattr(owner, "ep_group", None)), getattr(config, "expert_model_parallel_size", None)]
+    else:
+        said = [
+            getattr(owner, "tp_size", None),
+            _size(getattr(owner, "tp_group", None)),
+            getattr(config, "tensor_model_parallel_size", None),
+            _megatron_ranks(),
+        ]
+    return next((n for n in said if isinstance(n, int)), None)
+
+
+def _size(group: Any) -> int | None:
+    size = getattr(group, "size", None)
+    return size() if callable(size) else None
+
+
+def _megatron_ranks() -> int | None:
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    return int(state.get_tensor_model_parallel_world_size())
+
+
+# Modules that were sharded before
+
+
+def at_rest(module: nn.Module) -> None:
+    """Refuses to wrap while a unit below is gathered or has gradients (law 27).
+
+    Raises:
+        ValueError: names the unit, and says what to call.
+    """
+    below = {r.unit: None for m in module.modules() for r in refs(m).values()}
+    for unit in below:
+        if any(b.summoned is not None for b in unit.buffers):
+            raise ValueError(f"fully_shard: unit {unit.fqn!r} is summoned; leave mfsdp.summon_full_params first")
+        if unit.open or unit.kept or unit.full:
+            raise ValueError(
+                f"fully_shard: unit {unit.fqn!r} is gathered; call reshard() on it, or leave mfsdp.unsharded or the "
+                "forward that is running, first"
+            )
+        if any(b.gradient is not None or b.waits for b in unit.buffers):
+            raise ValueError(
+                f"fully_shard: unit {unit.fqn!r} has gradients; wrap before the first backward, or after "
+                "module.zero_grad()"
+            )

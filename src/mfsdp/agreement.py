@@ -1,0 +1,280 @@
+"""Ranks stay in step: each says what it is about to run, and looks at what the others have said.
+
+Note [In step]
+Collectives of a process group meet in the order in which each rank launches them, whatever they carry. Two ranks that
+take different ways through a model (LayerDrop, early exit, a branch on data, evaluation on one rank) would give each
+other the wrong parameters; where sizes are equal, nobody would notice. So every rank announces what it is about to run:
+once per program, which is compared as a whole, and once per gather or reduction on the eager path. An announcement is
+one word of eight bytes, a hash of the collectives' texts with the paths of their units, and it costs no waiting:
+
+* Over gloo the word is a message to every other rank, launched where the program begins and looked at where it waits
+  for the first time. The program's own messages carry a tag made from the word and from how many there were before, so
+  messages of two programs never meet: neither wrong values, nor sizes at which gloo ends the process.
+* Over NCCL words are gathered in front of the program's own collectives, on the same stream, and the host looks at them
+  once they are there: at once in a program's first run, one or a few programs later in all others.
+
+Words that differ are an error on every rank, which then tell each other what they meant through the store.
+
+A rank that an exception takes out of a program has not launched what the others wait for. It says so in the store, and
+before it communicates again it makes sure that all ranks have left the same program at the same collective (all of them
+ran out of memory): then they begin anew. Otherwise the group is lost: the rank writes down why, breaks the connections
+that others may be waiting on, and all raise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, Protocol
+
+PATIENCE = 10.0
+"""Seconds that ranks are given to say why they have gone apart, or that they have left a program too."""
+
+BEHIND = 16
+"""Announcements that may be under way, where the host does not wait for them."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a rank is about to run on a process group."""
+
+    name: str
+    """The program, or the operation, for people."""
+    lines: tuple[str, ...]
+    """What ranks must have alike: each collective, with its unit's path and sizes."""
+
+    def __post_init__(self) -> None:
+        _known[self.digest] = self
+
+    @cached_property
+    def digest(self) -> int:
+        return int.from_bytes(hashlib.sha256("\n".join(self.lines).encode()).digest()[:8]) >> 1
+
+
+_known: dict[int, Words] = {}
+"""All that this process has meant to say: most often it is what another rank has said, too."""
+
+
+@cache
+def operation(what: str) -> Words:
+    """The words for a single operation."""
+    return Words(what, (what,))
+
+
+class Answers(Protocol):
+    """An exchange under way."""
+
+    def ready(self) -> bool:
+        """Whether nobody has to be waited for."""
+
+    def wait(self) -> list[int]:
+        """Every rank's word, by rank of the group."""
+
+
+class Transport(Protocol):
+    """What carries words between the ranks of a group (`runtime`)."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Of the default group, in order."""
+
+    @property
+    def me(self) -> int: ...
+
+    @property
+    def prompt(self) -> bool:
+        """Whether the host may wait for answers where it waits anyway."""
+
+    def exchange(self, word: int) -> Answers: ...
+
+    def tell(self, key: str, text: str) -> None: ...
+
+    def ask(self, key: str, seconds: float) -> str | None:
+        """What somebody has told, or ``None`` after so many seconds."""
+
+    def sever(self) -> None:
+        """Ends what other ranks of the group are waiting for, with an error."""
+
+
+class Apart(RuntimeError):
+    """Ranks have gone apart."""
+
+
+@dataclass
+class Left:
+    """A program that an exception has ended."""
+
+    name: str
+    place: str
+    """The operation that it was in."""
+    launched: int
+    """Its collectives until then."""
+    why: str
+    companies: list[Company]
+    ends: list[Callable[[], Any]]
+    """What has to be called for what it had launched."""
+
+    def __str__(self) -> str:
+        return f"left {self.name} {self.place}, after {self.launched} collectives ({self.why})"
+
+    def begin_anew(self) -> None:
+        """Makes sure that all ranks have left where this one has.
+
+        Raises:
+            Apart: some have not.
+        """
+        for company in self.companies:
+            company.compare_left(self)
+        for company in self.companies:
+            company.left = None
+        for end in self.ends:
+            end()
+
+
+@dataclass
+class Said:
+    """An announcement."""
+
+    company: Company
+    words: Words
+    tag: int
+    """For the messages of what was announced; never that of another announcement that they could meet."""
+    answers: Answers
+    checked: bool = False
+
+    def check(self) -> None:
+        """Waits for the other ranks' words and compares.
+
+        Raises:
+            Apart: a rank is about to run something else.
+        """
+        if self.checked:
+            return
+        self.checked = True
+        mine = self.words.digest
+        for other, theirs in zip(self.company.transport.ranks, self.answers.wait(), strict=True):
+            if theirs != mine:
+                self.company.differ(self.words, other, theirs)
+        self.company.known.add(mine)
+
+
+@dataclass
+class Company:
+    """The ranks of a process group, as one of them sees it."""
+
+    name: str
+    transport: Transport
+    known: set[int] = field(default_factory=set)
+    """Words that all ranks have said at once."""
+    count: int = 0
+    """Announcements so far, the same on all ranks."""
+    left: Left | None = None
+    lost: str = ""
+    """Why nothing can be run any more."""
+    _open: deque[Said] = field(default_factory=deque)
+    """Announcements that have not been compared."""
+
+    def announce(self, words: Words) -> Said:
+        """Tells the other ranks what comes next.
+
+        Raises:
+            Apart: ranks have gone apart before.
+        """
+        if self.left is not None:
+            self.left.begin_anew()
+        if self.lost:
+            raise Apart(self.lost)
+        self._look_back()
+        self.count += 1
+        said = Said(self, words, self._tag(words), self.transport.exchange(words.digest))
+        self._open.append(said)
+        if not self.transport.prompt and words.digest not in self.known:
+            said.check()
+        return said
+
+    def _tag(self, words: Words) -> int:
+        """31 bits, the first of them set: apart from the small ones that users take."""
+        return 1 << 30 | (words.digest ^ self.count * 0x9E3779B1) & (1 << 30) - 1
+
+    def _look_back(self) -> None:
+        while self._open:
+            said = self._open[0]
+            if not (said.checked or self.transport.prompt or said.answers.ready() or len(self._open) > BEHIND):
+                return
+            self._open.popleft()
+            said.check()
+
+    def differ(self, mine: Words, other: int, theirs: int) -> None:
+        """Raises an error that says what both ranks are about to run."""
+        me = self.transport.me
+        self.transport.tell(f"words/{mine.digest}", json.dumps([mine.name, *mine.lines]))
+        if theirs in _known:
+            name, lines = _known[theirs].name, list(_known[theirs].lines)
+        else:
+            told = self.transport.ask(f"words/{theirs}", PATIENCE)
+            name, *lines = json.loads(told) if told else ["something that it does not explain"]
+        self.lose(
+            f"mfsdp: rank {me} and rank {other} would run different collectives (law 13): rank {me} {mine.name}, "
+            f"rank {other} {name}\n{difference(me, mine.lines, other, lines)}\nAll ranks of a group have to take the "
+            "same way through the model, the same layers in the same order whatever their data says, and to call "
+            "together what communicates (evaluation, full_tensor(), norms)."
+        )
+
+    def lose(self, text: str) -> None:
+        """Raises, now and whenever the group is used again."""
+        self.lost = text
+        self._open.clear()
+        raise Apart(text)
+
+    def leave(self, left: Left) -> None:
+        """Notes that an exception has ended a program, and tells the others."""
+        self.left = left
+        self._tell_quietly(f"left/{self.name}/{self.count}/{self.transport.me}", json.dumps([left.launched, str(left)]))
+
+    def compare_left(self, left: Left) -> None:
+        """Raises unless all ranks have left the same program at the same collective."""
+        for other in self.transport.ranks:
+            told = self.transport.ask(f"left/{self.name}/{self.count}/{other}", PATIENCE)
+            launched, story = json.loads(told) if told else (None, "did not")
+            if launched != left.launched:
+                me = self.transport.me
+                text = (
+                    f"mfsdp: the ranks are out of step (law 50): rank {me} {left}, and rank {other} {story}. "
+                    "An exception inside of a program can be caught only if all ranks raise it in the same place; "
+                    "otherwise let it end the run on all ranks."
+                )
+                self.lost_with(left.companies, text)
+
+    def lost_with(self, companies: Sequence[Company], text: str) -> None:
+        """Raises, after it has told all ranks of some groups why, whatever they are waiting for."""
+        for company in companies:
+            company.lost, company.left = text, None
+            company._open.clear()
+            company._tell_quietly(f"lost/{company.name}", text)
+            company.transport.sever()
+        raise Apart(text)
+
+    def story(self) -> str:
+        """Why another rank has broken the connections, if it has said so."""
+        try:
+            return self.transport.ask(f"lost/{self.name}", 0.1) or ""
+        except RuntimeError:
+            return ""
+
+    def _tell_quietly(self, key: str, text: str) -> None:
+        try:
+            self.transport.tell(key, text)
+        except RuntimeError:  # the store has died with its process; the error under way says more
+            return
+
+
+def difference(me: int, mine: Sequence[str], other: int, theirs: Sequence[str]) -> str:
+    """The first line that differs, and some before it."""
+    at = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
+    lines = [f"    {i}  {text}" for i, text in enumerate(mine[:at])][-3:]
+    a, b = (s[at] if at < len(s) else "nothing more" for s in (mine, theirs))
+    return "\n".join([*lines, f" -> {at}  rank {me}: {a}", f"    {at}  rank {other}: {b}"])

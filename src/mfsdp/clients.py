@@ -1,0 +1,105 @@
+"""What frameworks do to modules that a sharded one cannot let pass, and what they are told instead."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def overrides(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Methods that a class gets when a module of it is sharded: those of transformers' models, if it has them."""
+    ours: dict[str, Callable[..., Any]] = {
+        "save_pretrained": save_pretrained,
+        "resize_token_embeddings": resize_token_embeddings,
+    }
+    return {name: _over(base, name, method) for name, method in ours.items() if callable(getattr(base, name, None))}
+
+
+def _over(base: type[nn.Module], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    theirs = getattr(base, name)
+
+    def instead(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return method(self, theirs, *args, **kwargs)
+
+    instead.__name__, instead.__doc__ = name, theirs.__doc__
+    return instead
+
+
+def save_pretrained(
+    model: nn.Module, theirs: Callable[..., Any], folder: Any, *args: Any, state_dict: Any = None, **more: Any
+) -> Any:
+    """transformers' own, where whole tensors are at hand: given, or on this rank.
+
+    Raises:
+        NotImplementedError: parameters are cut over ranks, of which it may have been called on one only.
+    """
+    given = model.state_dict(keep_vars=True) if state_dict is None else state_dict
+    whole: dict[str, Any] = {}
+    once: dict[int, Any] = {}
+    for name, tensor in given.items():
+        ranks = _ranks(tensor)
+        if ranks > 1:
+            raise NotImplementedError(
+                f"save_pretrained: {type(model).__name__} is sharded over {ranks} ranks. Call mfsdp.save_safetensors("
+                "model, folder) on every rank, which from_pretrained reads, or give save_pretrained a whole "
+                "state_dict=, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+            )
+        if id(tensor) not in once:  # what is tied stays so
+            once[id(tensor)] = tensor.full_tensor() if ranks else tensor
+        whole[name] = once[id(tensor)]
+    if state_dict is not None or "state_dict" in inspect.signature(theirs).parameters:
+        more["state_dict"] = {n: t.detach() if isinstance(t, torch.Tensor) else t for n, t in whole.items()}
+    return theirs(model, folder, *args, **more)
+
+
+def resize_token_embeddings(
+    model: nn.Module, theirs: Callable[..., Any], size: int | None = None, *args: Any, **more: Any
+) -> Any:
+    """transformers' own, where nothing is to be resized.
+
+    Raises:
+        NotImplementedError: something is.
+    """
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    if size is not None or more.get("pad_to_multiple_of"):
+        raise NotImplementedError(
+            f"resize_token_embeddings: {type(model).__name__} is sharded, and its parameters keep their shapes; "
+            "resize before fully_shard"
+        )
+    return embeddings
+
+
+def _ranks(tensor: Any) -> int:
+    """Over how many ranks a tensor is cut; 0 for one that is not ours."""
+    sharding = getattr(tensor, "_sharding", None)
+    return 0 if sharding is None else int(sharding.layout.world)
+
+
+def _refuse_adapters(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Before peft makes an adapter for a sharded layer, which it takes for one of tensor parallelism: its adapters get
+    the sizes of this rank's rows. Not where the mesh has the name by which it knows better.
+
+    Raises:
+        ValueError: it is about to.
+    """
+    if name != "base_layer" or child is None or "_mfsdp_refs" not in child.__dict__:
+        return
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    weight = child._parameters.get("weight")
+    if peft is None or weight is None or not isinstance(module, peft.BaseTunerLayer) or _ranks(weight) < 2:
+        return
+    axes = set(weight.device_mesh.mesh_dim_names or ())  # type: ignore[attr-defined]
+    if not axes <= {"fsdp"}:
+        raise ValueError(
+            f"mfsdp: peft would give the adapter of a sharded {type(child).__name__} the sizes of this rank's rows, "
+            f"because axes of the mesh are called {sorted(axes)}. Call get_peft_model before fully_shard, or call the "
+            "axis to shard over 'fsdp'."
+        )
+
+
+nn.modules.module.register_module_module_registration_hook(_refuse_adapters)

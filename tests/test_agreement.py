@@ -1,0 +1,379 @@
+"""Ranks that go apart are told so, all of them, in words that name units: nothing is paired wrongly, nobody hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import mfsdp
+from mfsdp import agreement
+from mfsdp.agreement import Apart, Company, Words
+from tests.parity import averaged, error, whole
+
+EAGER = {"lowering": "eager"}
+
+
+def throwaway() -> DeviceMesh:
+    """A mesh whose groups may break: no other test has them."""
+    group = dist.new_group(list(range(dist.get_world_size())))
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",))
+
+
+class Layers(nn.Module):
+    """Equal layers; one of them may be left out, and the order may be turned."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(count))
+        self.skip: int | None = None
+        self.turned = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = list(enumerate(self.layers))
+        for i, layer in reversed(layers) if self.turned else layers:
+            if i != self.skip:
+                x = torch.tanh(layer(x))
+        return x
+
+
+class Branches(nn.Module):
+    """A branch on data, which Dynamo cannot trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)) if x.sum() > 0 else self.a(self.b(x))
+
+
+def said(run: Callable[[], Any]) -> str:
+    """The error that something raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            run()
+        except RuntimeError as error:
+            return str(error)
+    return "no error"
+
+
+def compiled_layers(**sharding: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(Layers(), units=["layers.*"], **{"mesh": throwaway(), **sharding})
+    return model, torch.compile(model, backend="mfsdp", options=EAGER)
+
+
+def layers_differ(how: str) -> str:
+    model, run = compiled_layers()
+    model.skip, model.turned = (1 + dist.get_rank(), False) if how == "skip" else (None, dist.get_rank() == 1)
+    return said(lambda: run(torch.ones(2, 4)).sum().backward())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["skip", "turned"])
+def test_equal_layers_are_not_the_same_layer(two_ranks, how):
+    for rank, text in enumerate(two_ranks.run(layers_differ, how)):
+        ours, theirs = ("'layers.1'", "'layers.2'") if how == "skip" else ("'layers.0'", "'layers.2'")
+        named = [ours, theirs] if how == "turned" else [theirs, ours]
+        assert "would run different collectives (law 13)" in text, text
+        assert f"unit {named[rank]} of Layers" in text.split("->")[1].split("\n")[0], text
+        assert f"unit {named[1 - rank]} of Layers" in text.split("->")[1].split("\n")[1], text
+
+
+def known_programs() -> str:
+    """Both programs have run on both ranks before; one rank's data says one, the other's the other."""
+    model, run = compiled_layers()
+    for skip in (1, 2, 1):
+        model.skip = skip
+        run(torch.ones(2, 4)).sum().backward()
+    model.skip = 1 + dist.get_rank()
+    return said(lambda: run(torch.ones(2, 4)).sum().backward())
+
+
+@pytest.mark.dist
+def test_programs_that_ran_before_are_compared_every_time(two_ranks):
+    for text in two_ranks.run(known_programs):
+        assert "(law 13)" in text and "'layers.1'" in text and "'layers.2'" in text, text
+
+
+def one_compiles() -> str:
+    """One rank meets something new, the other runs what it has."""
+    model, run = compiled_layers()
+    run(torch.ones(2, 4)).sum().backward()
+    model.skip = 2 if dist.get_rank() == 0 else None
+    return said(lambda: run(torch.ones(2, 4)).sum().backward())
+
+
+@pytest.mark.dist
+def test_a_rank_that_compiles_meets_one_that_does_not(two_ranks):
+    for text in two_ranks.run(one_compiles):
+        assert "(law 13)" in text and "nothing more" in text and "'layers.2'" in text, text
+
+
+def branches(kind: str) -> str:
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(Branches(), units=["a", "b"], mesh=throwaway())
+    run = torch.compile(model, backend="mfsdp", options=EAGER) if kind == "compiled" else model
+    sign = 1 if dist.get_rank() == 0 else -1
+    return said(lambda: run(sign * torch.ones(2, 4)))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["compiled", "uncompiled"])
+def test_gathers_of_the_eager_path_are_compared(two_ranks, kind):
+    for rank, text in enumerate(two_ranks.run(branches, kind)):
+        mine, other = ("a", "b") if rank == 0 else ("b", "a")
+        lines = text.splitlines()
+        assert any(f"rank {rank}: " in line and f"unit '{mine}' of Branches" in line for line in lines), text
+        assert any(f"rank {1 - rank}: " in line and f"unit '{other}' of Branches" in line for line in lines), text
+
+
+def alone(what: str) -> str:
+    """Rank 0 does something by itself; the other trains on."""
+    model, run = compiled_layers()
+    run(torch.ones(2, 4)).sum().backward()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model.skip = 0
+            run(torch.ones(2, 4))
+
+    something = {
+        "evaluation": evaluate,
+        "full_tensor": lambda: model.layers[2].weight.full_tensor(),
+        "norm": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        "summon": lambda: mfsdp.summon_full_params(model).__enter__(),
+    }[what]
+    train = lambda: run(torch.ones(2, 4)).sum().backward()  # noqa: E731
+    return said(something if dist.get_rank() == 0 else train)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("evaluation", "Layers inference"), ("full_tensor", "full_tensor of weight"), ("norm", "norms of 6 tensors"),
+        ("summon", "gather of main weights of unit 'layers.0' of Layers"),
+    ],
+)  # fmt: skip
+def test_what_one_rank_does_alone(two_ranks, what, words):
+    for rank, text in enumerate(two_ranks.run(alone, what)):
+        assert f"rank 0 {words}" in text and "rank 1 Layers forward" in text, (rank, text)
+
+
+def everywhere(kind: str, strategy: int) -> float:
+    """What ranks may do differently stays right: shapes of their own, programs of their own without collectives."""
+    torch.manual_seed(0)
+    reference = Layers()
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=["layers.*"], strategy=strategy)
+    run = torch.compile(model, backend="mfsdp", options=EAGER) if kind == "compiled" else model
+    for step in range(3):
+        x = torch.randn(2 + step * dist.get_rank(), 4)
+        for m in (run, reference):
+            m(x).sum().backward()
+        if dist.get_rank() == step % 2:
+            torch.compile(nn.Linear(4, 4), backend="mfsdp", options=EAGER)(x)
+    averaged(reference)
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(error(whole(p.grad), q.grad) for p, q in pairs)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["compiled", "uncompiled"])
+def test_ranks_in_step_are_left_alone(two_ranks, kind, strategy):
+    assert max(two_ranks.run(everywhere, kind, strategy)) < 1e-5
+
+
+def one_keeps_back(kind: str, strategy: int) -> str:
+    """Rank 1 is under no_sync, the other synchronises."""
+    model, run = compiled_layers(strategy=strategy)
+    run = run if kind == "compiled" else model
+    keeps = dist.get_rank() == 1
+
+    def step() -> None:
+        with mfsdp.no_sync(model, hold=True) if keeps else contextlib.nullcontext():
+            run(torch.ones(2, 4)).sum().backward()
+        run(torch.ones(2, 4)).sum().backward()
+
+    if strategy == 3:  # otherwise the programs differ, and are compared as such
+        with mfsdp.no_sync(model, hold=True):
+            pass
+    return said(step)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("kind", "strategy"), [("compiled", 0), ("compiled", 3), ("uncompiled", 1)])
+def test_one_rank_that_keeps_gradients_back(two_ranks, kind, strategy):
+    for text in two_ranks.run(one_keeps_back, kind, strategy):
+        assert "(law 13)" in text and "kept back under no_sync" in text and "layers.2" in text, text
+
+
+def never_comes() -> str:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    _, run = compiled_layers(mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",)))
+    if dist.get_rank() == 1:
+        return "went elsewhere"
+    return said(lambda: run(torch.ones(2, 4)))
+
+
+@pytest.mark.dist
+def test_a_rank_that_never_comes(two_ranks):
+    text, _ = two_ranks.run(never_comes)
+    assert "rank 0 has lost the other ranks at wait layers.0 of Layers forward" in text and "Timed out" in text, text
+
+
+# exceptions
+
+
+@torch.library.custom_op("toy::trip", mutates_args=())
+def trip(x: torch.Tensor) -> torch.Tensor:
+    if _trips.get("now"):
+        _trips["now"] = False
+        raise ValueError("out of memory")
+    return x.clone()
+
+
+@trip.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+trip.register_autograd(lambda ctx, grad: trip(grad))
+_trips: dict[str, bool] = {}
+
+
+class Trips(Layers):
+    """May raise between its layers, in forward or in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = trip(torch.tanh(layer(x)))
+        return x
+
+
+def swallowed(phase: str, who: list[int], pause: float) -> tuple[str, float]:
+    """Some ranks raise inside of a program, catch it, and go on with the next batch."""
+    agreement.PATIENCE = pause
+    torch.manual_seed(0)
+    reference = Trips(4)
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=["layers.*"], mesh=throwaway())
+    run = torch.compile(model, backend="mfsdp", options=EAGER)
+    x = torch.randn(3, 4)
+    run(x).sum().backward()
+    trips = dist.get_rank() in who
+
+    def steps() -> None:
+        try:
+            _trips["now"] = trips and phase == "forward"
+            loss = run(x).sum()
+            _trips["now"] = trips and phase == "backward"
+            loss.backward()
+        except ValueError as error:
+            assert "out of memory" in str(error)
+        model.zero_grad()
+        run(x).sum().backward()
+
+    try:
+        text = said(steps)
+    finally:
+        agreement.PATIENCE, _trips["now"] = 10.0, False
+    if text != "no error":
+        return text, 0.0
+    reference(x).sum().backward()
+    averaged(reference)
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return text, max(error(whole(p.grad), q.grad) for p, q in pairs)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_exception_that_one_rank_swallows(two_ranks, phase):
+    for text, _ in two_ranks.run(swallowed, phase, [1], 2.0):
+        assert "the ranks are out of step (law 50)" in text, text
+        assert f"rank 1 left Trips {phase} at or after " in text and "(ValueError: out of memory)" in text, text
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_exception_that_all_ranks_swallow(two_ranks, phase):
+    for text, worst in two_ranks.run(swallowed, phase, [0, 1], 10.0):
+        assert text == "no error" and worst < 1e-6, (text, worst)
+
+
+# without ranks
+
+
+class Wire:
+    """Words by hand."""
+
+    ranks, me, prompt = (0, 1), 0, False
+
+    def __init__(self, theirs: list[int | None]):
+        self.theirs, self.told = theirs, {}
+
+    def exchange(self, word: int) -> Any:
+        theirs = self.theirs.pop(0)
+        answers = [word, word if theirs is None else theirs]
+
+        class Answers:
+            here = False
+
+            def ready(self) -> bool:
+                return self.here
+
+            def wait(self) -> list[int]:
+                return answers
+
+        self.last = Answers()
+        return self.last
+
+    def tell(self, key: str, text: str) -> None:
+        self.told[key] = text
+
+    def ask(self, key: str, seconds: float) -> str | None:
+        return self.told.get(key)
+
+    def sever(self) -> None: ...
+
+
+def test_words_that_nobody_waits_for_are_looked_at_when_they_are_there():
+    other = 12345
+    wire = Wire([None, other, None, None])
+    wire.told[f"words/{other}"] = '["other forward", "all_gather u0"]'
+    company, mine = Company("g", wire), Words("mine forward", ("all_gather u1",))
+    assert company.announce(mine).checked, "the first run of a program waits"
+    assert not company.announce(mine).checked
+    late = wire.last
+    company.announce(mine)
+    late.here = True
+    with pytest.raises(Apart, match="rank 0 mine forward, rank 1 other forward"):
+        company.announce(mine)
+    with pytest.raises(Apart, match="rank 0 mine forward, rank 1 other forward"):
+        company.announce(mine)
+
+
+def test_words_are_waited_for_when_too_many_are_under_way():
+    wire = Wire([None] + [5] + [None] * agreement.BEHIND * 2)
+    company, mine = Company("g", wire), Words("mine", ("all_gather u1",))
+    for _ in range(agreement.BEHIND + 2):
+        company.announce(mine)
+    with pytest.raises(Apart, match="something that it does not explain"):
+        company.announce(mine)
+
+
+def test_messages_of_two_announcements_have_two_tags():
+    company = Company("g", Wire([None] * 100))
+    tags = {company.announce(Words("m", (f"u{i % 3}",))).tag for i in range(100)}
+    assert len(tags) == 100 and all(1 << 30 <= tag < 1 << 31 for tag in tags)

@@ -1,0 +1,157 @@
+"""Where a rank's tensors live, on machines with GPUs, of which torch is made to tell here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mfsdp
+from mfsdp import runtime
+from mfsdp.shard import _device
+
+ROOT = Path(__file__).parent.parent
+
+
+class Machine:
+    """A process on a machine with GPUs: which one is current, and whether the process has chosen it."""
+
+    def __init__(self, gpus: int = 4, current: int | None = None, uuids: str = "abcdefgh"):
+        self.gpus, self.uuids = gpus, uuids
+        self.current, self.used = current or 0, current is not None
+
+    def choose(self, index: int) -> None:
+        assert 0 <= index < self.gpus
+        self.current, self.used = index, True
+
+    def look(self) -> int:
+        self.used = True
+        return self.current
+
+    def __enter__(self) -> Machine:
+        module = SimpleNamespace(
+            is_initialized=lambda: self.used,
+            get_device_properties=lambda device: SimpleNamespace(uuid=self.uuids[device.index]),
+        )
+        self.patches = [
+            mock.patch.object(torch.accelerator, "is_available", lambda: True),
+            mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cuda")),
+            mock.patch.object(torch.accelerator, "device_count", lambda: self.gpus),
+            mock.patch.object(torch.accelerator, "current_device_index", self.look),
+            mock.patch.object(torch.accelerator, "set_device_index", self.choose),
+            mock.patch.object(torch, "get_device_module", lambda device: module),
+        ]
+        for patch in self.patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for patch in self.patches:
+            patch.stop()
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "machine", "index"),
+    [
+        ("2", Machine(), 2),  # torchrun, and nobody has called set_device
+        ("2", Machine(current=1), 1),  # somebody has
+        (None, Machine(), 0),  # no launcher
+        ("2", Machine(gpus=1), 0),  # every rank sees one GPU, its own
+    ],
+)
+@pytest.mark.parametrize("asked", [None, "cuda"])
+def test_the_device_is_that_of_the_rank(monkeypatch, local_rank, machine, index, asked):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    machine = Machine(machine.gpus, machine.current if machine.used else None)
+    with machine:
+        assert _device([], asked) == torch.device("cuda", index)
+        assert machine.current == index, "and the current one, for what the user makes on 'cuda'"
+
+
+def test_a_device_that_was_asked_for_is_taken():
+    with Machine() as machine:
+        for asked in ("cuda:3", "cpu", "meta"):
+            assert _device([], asked) == torch.device(asked)
+        assert not machine.used, "a plan on the meta device begins to use no GPU"
+    assert _device([], None) == torch.device("cpu"), "no accelerator here"
+
+
+def bound() -> list[str]:
+    """What a group that was made for a device says goes before `LOCAL_RANK`; a device that was chosen stays current."""
+    group, out = dist.group.WORLD, []
+    os.environ["LOCAL_RANK"] = "1"
+    group.bound_device_id = torch.device("cuda", 3)
+    try:
+        for machine in (Machine(), Machine(current=2)):
+            with machine:
+                out.append(f"{runtime.home()} {machine.current}")
+    finally:
+        group.bound_device_id = None
+        del os.environ["LOCAL_RANK"]
+    return out
+
+
+@pytest.mark.dist
+def test_the_device_that_the_group_is_bound_to(one_rank):
+    assert one_rank.run(bound) == [["cuda:3 3", "cuda:3 2"]]
+
+
+def crowded(uuids: list[str], backends: str, key: str) -> str:
+    """Each rank's GPU 0 is the one of that number."""
+    runtime._claim.cache_clear()
+    with Machine(gpus=1, current=0, uuids=uuids[dist.get_rank()]) as machine:
+        machine.uuids = [key + machine.uuids]
+        with mock.patch.object(dist, "get_backend_config", lambda group=None: backends):
+            try:
+                for _ in range(2):
+                    mfsdp.fully_shard(nn.Linear(2, 2), device=None, mesh=4)
+            except ValueError as error:
+                return str(error)
+    raise AssertionError
+
+
+@pytest.mark.dist
+def test_two_ranks_on_one_gpu_are_told_how_to_part(two_ranks):
+    texts = sorted(two_ranks.run(crowded, ["a", "a"], "cuda:nccl", "x"))
+    assert "mesh=4" in texts[1], "who came first goes on"
+    assert "same device, cuda:0 here" in texts[0] and "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))" in texts[0]
+    for uuids, backends in ((["a", "b"], "cuda:nccl"), (["a", "a"], "cpu:gloo,cuda:gloo")):
+        assert all("mesh=4" in text for text in two_ranks.run(crowded, uuids, backends, backends))
+
+
+def taken(backends: str) -> str:
+    with Machine(current=1), mock.patch.object(dist, "get_backend_config", lambda group=None: backends):
+        return str(runtime.collective_device(dist.group.WORLD))
+
+
+@pytest.mark.dist
+def test_collectives_get_tensors_that_their_group_takes(one_rank):
+    """A group made by a bare `init_process_group()` on a machine with a GPU: its backend is called "undefined"."""
+    places = {"cuda:nccl": "cuda:1", "cpu:gloo,cuda:nccl": "cpu", "cpu:gloo": "cpu"}
+    assert [one_rank.run(taken, backends) for backends in places] == [[place] for place in places.values()]
+
+
+@pytest.mark.parametrize(
+    ("torch_says", "failing", "status"),
+    [("echo True", 0, 0), ("echo True", 1, 2), ("echo False", 1, 0), ("exit 1", 0, 2)],
+)
+def test_make_gpu_fails_when_a_test_does(tmp_path, torch_says, failing, status):
+    """`make gpu` with a Python whose torch has a GPU, has none, or cannot be imported; tests fail or not."""
+    fake = tmp_path / "python"
+    fake.write_text(f'#!/bin/sh\ncase "$*" in *pytest*) echo tested; exit {failing};; *) {torch_says};; esac\n')
+    fake.chmod(0o755)
+    command = ["make", "--no-print-directory", "--assume-old", ".venv/.test", "gpu", f"BIN={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("tested" in done.stdout) == ("True" in torch_says)
+    assert ("nothing was run" in done.stdout) == ("False" in torch_says)

@@ -1,0 +1,142 @@
+"""One process of eight, whose collectives are torch's fakes: real programs, with slots, casts and packs, on one device.
+
+What it shows on a GPU, no other test shows there with a single one: a world of one gathers nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import mfsdp
+from mfsdp import runtime
+from mfsdp.mesh import axes
+from tests.models import GPT, Block
+
+WORLD = 8
+PLACES: dict[str, dict[str, Any]] = {
+    "no_shard": {"strategy": 0},
+    "optim": {"strategy": 1},
+    "optim_grads": {"strategy": 2},
+    "optim_grads_params": {"strategy": 3},
+    "kept": {"strategy": 3, "reshard_after_forward": False},
+    "hsdp": {"strategy": 3, "mesh": (2, 4)},
+    "hfsdp": {"strategy": 3, "mesh": (2, 4), "outer_strategy": "optim"},
+}
+LOWERINGS = [
+    ("cpu", "eager"),
+    pytest.param("cuda", "eager", marks=pytest.mark.gpu),
+    pytest.param("cuda", "inductor", marks=[pytest.mark.gpu, pytest.mark.inductor]),
+]
+
+
+@pytest.fixture
+def eight() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=WORLD)
+    runtime.forget_slots()
+    yield
+    dist.destroy_process_group()
+    runtime.forget_slots()
+
+
+class Counted:
+    """Counts operations of programs as they run, and rooms that were not in the static buffer that was meant."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.operations: Counter[str] = Counter()
+        self.missed: list[str] = []
+        room = runtime._room
+
+        def noted(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            out = room(slot, numel, dtype, device)
+            static = runtime._slots.get((device, slot))
+            if slot and (static is None or out.untyped_storage().data_ptr() != static.data_ptr()):
+                self.missed.append(slot)
+            return out
+
+        monkeypatch.setattr(runtime, "_room", noted)
+
+    def program(self, outline: Any, run: Any, args: list[Any]) -> Any:
+        return run(args)
+
+    def operation(self, name: str, kernel: Any, args: tuple[Any, ...]) -> Any:
+        self.operations[name.partition(" ")[0]] += 1
+        return kernel(*args)
+
+
+@pytest.mark.parametrize(("device", "lowering"), LOWERINGS)
+@pytest.mark.parametrize("place", PLACES)
+def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place):
+    arguments = dict(PLACES[place])
+    if "mesh" in arguments:
+        arguments["mesh"] = init_device_mesh(device, arguments["mesh"], mesh_dim_names=("dp_replicate", "dp_shard"))
+    torch.manual_seed(0)
+    model = GPT(tied=False, layers=3, width=64).to(device)
+    policy = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+    mfsdp.fully_shard(model, units=[Block], mp_policy=policy, **arguments)
+    run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": lowering})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.randint(31, (4, 8), device=device)
+    counted, reserved, slots = Counted(monkeypatch), [], []
+    for _ in range(6):
+        counted.operations.clear()
+        with runtime.observed(counted):
+            loss = run(ids).float().square().mean()
+            loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.isfinite(loss) and torch.isfinite(norm)
+        del loss
+        slots.append(runtime.slot_bytes())
+        reserved.append(torch.cuda.memory_reserved() if device == "cuda" else 0)
+    assert not counted.missed, "a static buffer was still in use"
+    assert slots[1] == slots[-1] and len(set(reserved[2:])) == 1, f"memory grows: {slots}, {reserved}"
+    did = counted.operations
+    assert did["wait"] and did["pack"] and did["accumulate"] == 4, did
+    assert did["all_gather"] == {"optim_grads_params": 8, "hsdp": 8, "hfsdp": 8, "kept": 4}.get(place, 0), did
+    assert did["refresh"] == (4 if place in ("optim", "optim_grads", "hfsdp") else 0), did
+    assert did["reduce_scatter"] == {"no_shard": 0, "hfsdp": 8}.get(place, 4), did
+    assert did["all_reduce"] == (4 if place in ("no_shard", "hsdp") else 0), did
+
+
+@pytest.mark.parametrize(
+    ("names", "inner", "outer", "one"),
+    [
+        (("dp_replicate", "dp_shard", "tp"), [1, 3], [3, 7], [1, 3, 5, 7]),
+        (("dp_replicate", "dp_shard", "cp"), [0, 1, 2, 3], [3, 7], list(range(8))),
+        (("pp", "dp_replicate", "dp_shard"), [2, 3], [1, 3], [0, 1, 2, 3]),
+        (("dp_replicate", "tp", "dp_shard"), [2, 3], [3, 7], [2, 3, 6, 7]),
+    ],
+)
+def test_groups_of_the_axes_of_rank_three(eight, names, inner, outer, one):
+    """The ranks of process groups are those of the meshes, in their order."""
+    found = axes(init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names), None, torch.device("cpu"))
+    both = found.both()
+    for mesh, dim, ranks in ((found.inner(), 0, inner), (both, 0, outer), (both, 1, inner), (found.one(), 0, one)):
+        assert dist.get_process_group_ranks(mesh.get_group(dim)) == ranks
+        assert ranks[mesh.get_coordinate()[dim]] == 3
+    assert found.one() == found.one() and found.both() == both, "nothing is made twice"
+
+
+def test_axes_as_one_are_in_the_order_of_their_group(eight):
+    """Over [[0, 2], [1, 3]] ranks ascend along both axes, and not along both as one."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "dp_replicate"))
+    found = axes(mesh, {"shard": "dp_shard", "replicate": "dp_replicate"}, torch.device("cpu"))
+    assert found.both().mesh.tolist() == [[0, 2], [1, 3]] and found.both().get_coordinate() == (1, 1)
+    assert found.one().mesh.tolist() == dist.get_process_group_ranks(found.one().get_group()) == [0, 1, 2, 3]
+
+
+def test_a_mesh_without_names(eight):
+    mesh = init_device_mesh("cpu", (2, 4))
+    found = axes(mesh, None, torch.device("cpu"))
+    assert dist.get_process_group_ranks(found.inner().get_group()) == [0, 1, 2, 3]
+    assert dist.get_process_group_ranks(found.both().get_group(0)) == [3, 7]
+    assert found.one().get_group() is found.one().get_group() is dist.group.WORLD

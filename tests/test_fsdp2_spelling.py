@@ -1,0 +1,264 @@
+"""FSDP2's arguments and methods: they mean the same here, or raise with what to say instead."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+
+import mfsdp
+from mfsdp.fsdp2 import cast_floats
+from tests.models import GPT, MLP, Block, llama
+from tests.parity import compiled, error, whole
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+
+# policies
+
+
+def test_policies_of_torch():
+    given = fsdp.MixedPrecisionPolicy(BF16, F32, F64, cast_forward_inputs=False)
+    model = mfsdp.fully_shard(MLP().double(), mp_policy=given)
+    p = model._mfsdp_unit.buffers[0].precision
+    assert (p.main, p.compute, p.comm, p.grad_comm) == (F64, BF16, BF16, F32)
+    policy = model._mfsdp_unit.policy
+    assert policy.output_dtype is F64 and policy.cast_forward_inputs is False
+    pure = mfsdp.fully_shard(MLP().bfloat16(), mp_policy=fsdp.MixedPrecisionPolicy())
+    assert pure._mfsdp_unit.buffers[0].precision.main is BF16
+    narrow = mfsdp.fully_shard(MLP(), mp_policy=fsdp.MixedPrecisionPolicy(BF16))
+    assert narrow._mfsdp_unit.buffers[0].precision.grad_comm is BF16
+
+
+def test_names_of_fsdp2_in_our_policy():
+    ours = mfsdp.MixedPrecisionPolicy(compute_dtype=BF16, grad_comm_dtype=F32)
+    assert mfsdp.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32) == ours
+    with pytest.raises(ValueError, match="param_dtype=torch.bfloat16 is FSDP2's name of compute_dtype=torch.float32"):
+        mfsdp.MixedPrecisionPolicy(compute_dtype=F32, param_dtype=BF16)
+    with pytest.raises(ValueError, match="output_dtype=torch.int8 is not supported"):
+        mfsdp.MixedPrecisionPolicy(output_dtype=torch.int8)
+
+
+# casts
+
+
+class Two(nn.Module):
+    """Blocks of other dtypes, with arguments of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.own = Inner(), Inner()
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.narrow(x, {"more": (x, 3)}, mask=torch.ones(len(x), dtype=torch.bool))
+        return self.own(y.float(), {"more": (x, 3)}, mask=None)
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, rest: dict[str, Any], mask: torch.Tensor | None) -> torch.Tensor:
+        assert rest["more"][0].dtype == x.dtype == self.linear.weight.dtype
+        return self.linear(x) + rest["more"][0] * rest["more"][1]
+
+
+@pytest.mark.filterwarnings("ignore:mfsdp. .* outside of a compiled graph")
+@pytest.mark.parametrize("lowering", ["none", "eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_inputs_and_outputs_are_cast(lowering):
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(4, 6, requires_grad=True)
+    want = Two()
+    want.load_state_dict(model.state_dict())
+    mfsdp.fully_shard(model.narrow, mp_policy=fsdp.MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F64))
+    assert model.narrow(x, {"more": (x, 3)}, mask=None).dtype is F64
+    mfsdp.fully_shard(model, mp_policy=mfsdp.MixedPrecisionPolicy(output_dtype=BF16))
+    run = compiled(model, lowering)
+    got = run(x)
+    assert got.dtype is BF16
+    got.float().square().mean().backward()
+    mine, x.grad = x.grad, None
+    want(x).square().mean().backward()
+    assert error(mine, x.grad) < 0.05
+    assert all(error(whole(p.grad), q.grad) < 0.05 for p, q in zip(model.parameters(), want.parameters(), strict=True))
+
+
+def test_inputs_are_left_alone_when_told_so():
+    policy = mfsdp.MixedPrecisionPolicy(compute_dtype=BF16, cast_forward_inputs=False)
+    model = mfsdp.fully_shard(nn.Linear(3, 3), mp_policy=policy)
+    with pytest.raises(RuntimeError, match="same dtype"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(torch.randn(2, 3))
+
+
+def test_casts_add_nothing_where_dtypes_are_right():
+    """Also: nothing is made anew."""
+
+    @dataclass
+    class Record:
+        x: torch.Tensor
+        n: int = 3
+
+    Pair = namedtuple("Pair", "a b")
+    x, wide, index = torch.ones(2, dtype=BF16), torch.ones(2), torch.ones(2, dtype=torch.int64)
+    for value in ({"a": [x, (index, None)]}, Record(x), Pair(x, 1), OrderedDict(a=x), torch.Size([2]), "text", {x}):
+        assert cast_floats(value, BF16) is value
+    assert cast_floats(Pair(wide, index), BF16).a.dtype is BF16 and type(cast_floats(Pair(wide, 1), BF16)) is Pair
+    assert (
+        cast_floats(Record(wide), BF16).x.dtype is BF16 and type(cast_floats(OrderedDict(a=wide), BF16)) is OrderedDict
+    )
+    narrow = [mfsdp.trace(MLP(), (torch.ones(4, 24),), units=["up"], mp_policy=mfsdp.MixedPrecisionPolicy(**policy))
+              for policy in ({"compute_dtype": F32}, {"compute_dtype": F32, "cast_forward_inputs": False})]  # fmt: skip
+    calls = [[n.target for p in programs for n in p.gm.graph.nodes if n.op == "call_function"] for programs in narrow]
+    assert calls[0] == calls[1]
+
+
+# arguments
+
+
+def kept(model: nn.Module) -> dict[str, bool]:
+    return {m._mfsdp_unit.fqn: not m._mfsdp_unit.buffers[0].spec.reshard
+            for m in model.modules() if isinstance(m, mfsdp.FSDPModule)}  # fmt: skip
+
+
+def test_the_outermost_keeps_its_parameters_where_fsdp2_does():
+    model = mfsdp.fully_shard(GPT(), units=[Block], reshard_after_forward=None)
+    assert kept(model) == {"(root)": True, "blocks.0": False, "blocks.1": False}
+    model = GPT()
+    for block in model.blocks:
+        assert kept(mfsdp.fully_shard(block, reshard_after_forward=None)) == {"(root)": True}
+    mfsdp.fully_shard(model, reshard_after_forward=None)
+    assert kept(model) == {"(root)": True, "blocks.0": False, "blocks.1": False}
+    model = GPT()
+    mfsdp.fully_shard(model.blocks[0], reshard_after_forward=False)
+    mfsdp.fully_shard(model)
+    assert kept(model) == {"(root)": False, "blocks.0": True}
+
+
+class Elsewhere(fsdp.CPUOffloadPolicy):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"reshard_after_forward": 2}, NotImplementedError, "reshard_after_forward=2: resharding to a smaller group"),
+        ({"reshard_after_forward": "yes"}, ValueError, "choose True, False or None"),
+        ({"offload_policy": fsdp.CPUOffloadPolicy()}, NotImplementedError, "CPUOffloadPolicy: offloading is not"),
+        ({"offload_policy": Elsewhere()}, NotImplementedError, "offloading is not supported"),
+        ({"shard_placement_fn": lambda p: None}, NotImplementedError, "shard_placement_fn: which rows"),
+    ],
+)
+def test_arguments_that_are_refused(arguments, kind, message):
+    with pytest.raises(kind, match=message):
+        mfsdp.fully_shard(MLP(), **arguments)
+    assert mfsdp.fully_shard(MLP(), offload_policy=fsdp.OffloadPolicy())
+
+
+def test_what_is_no_module():
+    model = GPT()
+    with pytest.raises(NotImplementedError, match="several modules as one unit.*a call of its own"):
+        mfsdp.fully_shard([model.norm, model.head])
+    with pytest.raises(ValueError, match="3 is no module"):
+        mfsdp.fully_shard(3)
+
+
+# methods
+
+
+def test_every_method_of_fsdp2_is_there():
+    theirs = {n for n, f in inspect.getmembers(fsdp.FSDPModule, inspect.isfunction) if not n.startswith("_")}
+    assert not {n for n in theirs if not hasattr(mfsdp.FSDPModule, n)}
+    assert not isinstance(mfsdp.fully_shard(MLP()), fsdp.FSDPModule), "its docstring says why"
+
+
+@pytest.mark.filterwarnings("ignore:mfsdp. .* outside of a compiled graph")
+def test_methods_that_mean_something():
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    model.set_is_last_backward(True)
+    model.set_unshard_in_backward(False)
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_reshard_after_backward(True)
+    model.set_separate_reduce_scatter_group()
+    model.set_reduce_scatter_unused_params(False)
+    model.set_allocate_memory_from_process_group_for_comm(False)
+    model.set_reduce_scatter_divide_factor(3.0)
+    assert model._mfsdp_unit.buffers[0].spec.divide == 3.0
+    assert model.unshard() is None
+    model.unshard(async_op=True).wait()
+    model.reshard()
+    model.reset_iter_state()
+    with pytest.raises(ValueError, match="reshard_after_forward=2: choose True or False"):
+        model.set_reshard_after_forward(2)
+    with pytest.raises(ValueError, match="requires_all_reduce=1: choose"):
+        model.set_requires_all_reduce(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "message"),
+    [
+        ("set_modules_to_forward_prefetch", [], "options={'prefetch': n}"),
+        ("set_modules_to_backward_prefetch", [], "options={'prefetch': n}"),
+        ("set_reduce_scatter_max_input_buffers", 2, "options={'reduce_lag': n}"),
+        ("set_all_reduce_hook", print, r"param.register_hook\(hook\)"),
+        ("set_post_optim_event", None, "what the current stream was given"),
+        ("set_custom_all_gather", None, "mfsdp.passes"),
+        ("set_custom_reduce_scatter", None, "mfsdp.passes"),
+        ("set_symm_mem_for_comm", "NCCL", "allocated as tensors"),
+        ("set_reshard_after_backward", False, "strategy='optim_grads'"),
+        ("set_separate_reduce_scatter_group", False, "a process group of their own"),
+        ("set_reduce_scatter_unused_params", True, "every rank has to use every unit"),
+        ("set_allocate_memory_from_process_group_for_comm", True, "allocated as tensors"),
+    ],
+)
+def test_methods_that_raise(name, argument, message):
+    model = mfsdp.fully_shard(MLP())
+    with pytest.raises(NotImplementedError, match=f"{name}.* is not supported: .*{message}"):
+        getattr(model, name)(argument)
+
+
+def all_reduces_of_hsdp() -> list[float]:
+    """Errors of gradients: two microbatches, all-reduced at the second."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_outer", "dp_shard"))
+    torch.manual_seed(0)
+    reference = MLP()
+    model = MLP()
+    model.load_state_dict(reference.state_dict())
+    mfsdp.fully_shard(model, mesh=mesh)
+    run = compiled(model, "eager")
+    torch.manual_seed(dist.get_rank())
+    for last in (False, True):
+        x = torch.randn(3, 24)
+        model.set_requires_all_reduce(last)
+        run(x).square().sum().backward()
+        reference(x).square().sum().backward()
+    out = []
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(q.grad)
+        out.append(error(whole(p.grad), q.grad / 2))
+    return out
+
+
+@pytest.mark.dist
+def test_all_reduce_at_the_last_microbatch(two_ranks):
+    assert max(max(errors) for errors in two_ranks.run(all_reduces_of_hsdp)) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:mfsdp. .* outside of a compiled graph")
+@pytest.mark.parametrize("lowering", ["none", "eager"])
+def test_results_in_containers_of_others(lowering):
+    policy = fsdp.MixedPrecisionPolicy(BF16, F32, output_dtype=F32)
+    model = mfsdp.fully_shard(llama(), units=["LlamaDecoderLayer"], mp_policy=policy)
+    out = compiled(model, lowering)(torch.zeros(2, 5, dtype=torch.int64))
+    assert type(out).__name__ == "CausalLMOutputWithPast" and out.logits.dtype is F32
