@@ -1,0 +1,50 @@
+"""What the project may say instead of being right, by feature of a case. A refusal that no feature of a case explains
+is a failure, and so is one without words.
+"""
+
+from __future__ import annotations
+
+import re
+
+REFUSALS = ("Apart", "NotImplementedError", "RuntimeError", "ValueError")
+"""Types of exceptions that a refusal may have."""
+
+OURS = r"mfsdp|fully_shard|sharded|unit|no_sync|functional_call"
+"""A refusal is in the project's own words: one of these is among them."""
+
+KNOWN: dict[tuple[str, ...], str] = {
+    ("sparse",): r"sparse",
+    ("subclass",): r"TwoTensor|subclass",
+    ("hole",): r"without elements|zero.size|no elements",
+    ("codebook",): r"writ|wrote|in.place",
+    ("clamped",): r"writ|wrote|in.place",
+    ("renormed",): r"writ|wrote|in.place|max_norm",
+    ("own",): r"parameters\(\)",
+    ("differs",): r"\branks?\b",
+    ("functional",): r"functional_call",
+    ("data",): r"\.data|copy_",
+    ("given_up",): r"no_sync|zero_grad|given up",
+    ("penalty",): r"full_tensor|to_local|outside of",
+    ("returned",): r"return|leaves",
+    ("retain",): r"retain_graph",
+    ("experts", "inner"): r"\branks?\b",
+    ("experts", "micro"): r"no_sync|synchronis",
+    ("differs", "micro"): r"no_sync|synchronis",
+    ("strategy:0", "outer_strategy:optim"): r"outer_strategy",
+    ("calls:mixed", "outer_strategy:optim"): r"outer_strategy",
+    ("mesh:unnamed",): r"which axes",
+    ("toggle", "micro"): r"no_sync|synchronis",
+}
+"""What a refusal says, for cases that have all of these features."""
+
+
+def explained(features: list[str], kind: str, message: str) -> bool:
+    """Whether an exception is a refusal in words that a case with these features may get."""
+    if kind not in REFUSALS or not re.search(OURS, message):
+        return False
+    known = (words for needs, words in KNOWN.items() if set(needs) <= set(features))
+    return any(re.search(words, message, re.DOTALL | re.IGNORECASE) for words in known)
+
+
+LOST = r"[Cc]onnection (closed|reset)|Broken pipe|Read timeout"
+"""What a rank says whose peer has gone: no words of ours, but its peer had some."""

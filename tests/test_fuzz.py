@@ -1,0 +1,106 @@
+"""The fuzzer: a few fixed seeds, what it found before, and its own parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz import words
+from tests.fuzz.cases import EDGES, Case, draw, each, features, minimised, smaller
+from tests.fuzz.program import program
+from tests.fuzz.trial import Court, judged
+
+FOUND: list[Case] = json.loads(Path(__file__).with_name("fuzz").joinpath("found.json").read_text())
+"""Each finding once: its name, the seed that showed it, and the case that was left when it was made small."""
+
+UNMENDED = {"functional_call compiled"}
+"""Findings that are there still; a mend takes its name away."""
+
+
+@pytest.fixture(scope="module")
+def court() -> Iterator[Court]:
+    with Court() as found:
+        yield found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("seed", (3, 4, 6, 7, 9))
+def test_fixed_seeds_are_right(court, seed):
+    verdict = court.try_(draw(seed))
+    assert verdict.outcome == "right", f"{verdict.text}\n{verdict.trace}"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("found", FOUND, ids=lambda f: f["finding"])
+def test_what_was_found_is_right_or_refused(court, found, request):
+    if found["finding"] in UNMENDED:
+        request.applymarker(pytest.mark.xfail(strict=True, reason="not mended yet"))
+    verdict = court.try_(found["case"])
+    assert verdict.outcome in ("right", "refused"), f"{verdict.text}\n{verdict.trace}"
+
+
+def test_a_seed_gives_one_case_and_every_edge_comes_often_enough():
+    drawn = [draw(seed) for seed in range(400)]
+    assert drawn[:20] == [draw(seed) for seed in range(20)] and len({repr(c) for c in drawn}) == 400
+    for edge in EDGES:
+        assert sum(any(f.split(":")[0] == edge for f in features(c)) for c in drawn) >= 3, edge
+
+
+@pytest.mark.parametrize("found", FOUND, ids=lambda f: f["finding"])
+def test_programs_are_python_and_need_nothing_of_ours_but_mfsdp(found):
+    text = program(found["case"])
+    compile(text, found["finding"], "exec")
+    assert "tests" not in text and "import mfsdp\n" in text
+
+
+def test_every_smaller_case_is_a_program_and_refers_to_nothing_that_is_gone():
+    for seed in range(6):
+        for case in smaller(draw(seed)):
+            compile(program(case), "smaller", "exec")
+            names = {b["name"] for b in each(case["blocks"])}
+            assert all(b[key] in names for b in each(case["blocks"]) for key in ("from", "tie", "of") if key in b)
+
+
+def test_the_minimiser_keeps_what_it_takes_to_fail_and_nothing_else():
+    case = next(c for c in map(draw, range(1000)) if _fails(c) and len(c["blocks"]) > 2)
+    asked: list[Case] = []
+    small = minimised(case, lambda c: asked.append(c) or _fails(c), budget=300)
+    assert _fails(small) and not any(_fails(c) for c in smaller(small))
+    assert [b["kind"] for b in each(small["blocks"])] == ["attention"] and small["micro"] == 2
+    assert len({repr(c) for c in asked}) == len(asked), "a case is tried once"
+
+
+def _fails(case: Case) -> bool:
+    return case.get("micro", 1) > 1 and any(b["kind"] == "attention" for b in each(case["blocks"]))
+
+
+def test_the_minimiser_stops_when_its_budget_is_spent():
+    asked: list[Case] = []
+    case = draw(5)
+    assert minimised(case, lambda c: bool(asked.append(c)), budget=7) == case and len(asked) == 7
+
+
+def test_a_refusal_needs_words_that_a_feature_explains():
+    text = "fully_shard: parameter b0.table.weight has sparse gradients"
+    assert words.explained(["sparse"], "NotImplementedError", text)
+    assert not words.explained(["linear"], "NotImplementedError", text), "nothing of the kind is in the model"
+    assert not words.explained(["sparse"], "KeyError", text)
+    assert not words.explained(["sparse"], "RuntimeError", "copy_() between dense and sparse Tensors"), "not our words"
+
+
+def test_verdicts():
+    right, words_ = ("right", "", "", 0.1), ("ValueError", "mfsdp: unit 'a' and 'b' differ by rank", "", 0.1)
+    assert judged([], [right, right]).outcome == "right"
+    assert judged([], [right, ("wrong", "step 0: loss: off", "", 0.1)]).kind == "wrong"
+    assert judged(["differs"], [words_, words_]).outcome == "refused"
+    assert judged([], [words_, words_]).outcome == "failed", "a refusal that nothing explains"
+    assert judged(["differs"], [words_, right]).outcome == "failed", "on one rank only"
+    assert judged(["differs"], [words_, None]).kind == "ValueError and no answer"
+    lost = ("RuntimeError", "Connection closed by peer [127.0.0.1]", "", 0.1)
+    assert judged(["differs"], [words_, lost]).outcome == "refused"
+    assert judged([], [lost, lost]).outcome == "failed"
+    assert judged([], [right, "the process died"]).kind == "died"
