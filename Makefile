@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+MINUTES ?= 10
 FAST := not dist and not inductor and not slow and not gpu
 
 help:
@@ -10,6 +11,7 @@ help:
 	@echo "make test     all tests"
 	@echo "make check    lint, types and fast tests, for people who work on mfsdp"
 	@echo "make goldens  accept the listings as they are now; read the diff"
+	@echo "make fuzz     random modules, sharded at random, against their unsharded selves (MINUTES=10)"
 	@echo "make bench    steps side by side on a slow link (root, Linux); results in bench-out"
 	@echo "make gpu      the tests that need a CUDA GPU"
 	@echo "make clean    remove what these commands made"
@@ -33,9 +35,13 @@ goldens: $(VENV)/.test
 bench: $(VENV)/.demo compiler
 	$(BIN)/python examples/bench/bench.py $(ARGS)
 
+fuzz: $(VENV)/.test
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
+
 gpu: $(VENV)/.test
-	@$(BIN)/python -c "import torch; raise SystemExit(not torch.cuda.is_available())" \
-	  && $(BIN)/python -m pytest -m gpu $(ARGS) || echo "make gpu: no CUDA GPU here, nothing was run"
+	@found=$$($(BIN)/python -c "import torch; print(torch.cuda.is_available())") || exit 1; \
+	if [ "$$found" = True ]; then $(BIN)/python -m pytest -m gpu $(ARGS); \
+	else echo "make gpu: no CUDA GPU here, nothing was run"; fi
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
@@ -55,7 +61,7 @@ browser:
 	  echo "No Chromium found (Debian: apt-get install chromium): tests of the report in a browser are skipped."
 
 clean:
-	rm -rf $(VENV) .cache build dist demo-out bench-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
+	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test check goldens bench gpu compiler browser clean
+.PHONY: help demo test check goldens fuzz bench gpu compiler browser clean
