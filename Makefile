@@ -23,9 +23,16 @@ test: $(VENV)/.test compiler browser
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 check: $(VENV)/.test
+	@$(MAKE) --no-print-directory -j2 lint types quick
+
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types:
 	$(BIN)/mypy
+
+quick:
 	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
 
 goldens: $(VENV)/.test
@@ -64,4 +71,4 @@ clean:
 	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test check goldens fuzz bench gpu compiler browser clean
+.PHONY: help demo test check lint types quick goldens fuzz bench gpu compiler browser clean

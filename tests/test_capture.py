@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -12,22 +14,30 @@ from mfsdp.program import Program, base_of
 from mfsdp.roles import Kind
 from tests.models import CASES, GPT, Block, Case
 
-WHOLE = [n for n in CASES if n != "gpt_nested"]
+
+def programs(case: Case) -> list[Program]:
+    return list(mfsdp.trace(case.build(), (case.batch(),), world=4, units=case.units))
 
 
-def programs(case: Case, **kwargs: object) -> list[Program]:
-    return list(mfsdp.trace(case.build(), (case.batch(),), world=4, units=case.units, **kwargs))
+@cache
+def traced(name: str) -> list[Program]:
+    return programs(CASES[name])
+
+
+def untouched(name: str) -> list[Program]:
+    """A case's programs, before any pass."""
+    return [p.copy() for p in traced(name)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_forward_and_one_backward_graph(name):
-    assert [p.phase for p in programs(CASES[name])] == ["forward", "backward"]
+    assert [p.phase for p in traced(name)] == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_gathered_weight_is_saved(name):
     """Nothing that forward hands to backward has the storage of a parameter, or its size by accident of a copy."""
-    forward, backward = programs(CASES[name])
+    forward, backward = untouched(name)
     for program in (forward, backward):
         pipeline.run(program)
     for result in forward.results():
@@ -40,7 +50,7 @@ def test_no_gathered_weight_is_saved(name):
 
 @pytest.mark.parametrize("name", ["gpt", "gpt_checkpointed", "llama"])
 def test_each_unit_is_gathered_once_per_graph(name):
-    for program in programs(CASES[name]):
+    for program in untouched(name):
         pipeline.run(program)
         gathers = [n for n in program.nodes if n.target is ops.all_gather]
         assert len(gathers) == len({n.args[0] for n in gathers}) == len(program.units)
@@ -61,7 +71,7 @@ def test_the_first_layer_is_not_gathered_for_the_sake_of_an_input_without_gradie
 
 def test_equal_layers_give_equal_markers():
     """Nothing process-wide, no name and no number of the layer, in a marker's arguments."""
-    forward, _ = programs(CASES["gpt"])
+    forward, _ = untouched("gpt")
     texts: dict[str, set[object]] = {}
     for n in forward.find(Kind.PARAM):
         texts.setdefault(n.args[0].name, set()).add((n.args[1], str(n.args[3])))
@@ -70,7 +80,7 @@ def test_equal_layers_give_equal_markers():
 
 
 def test_gradients_are_packed_in_registration_order():
-    _, backward = programs(CASES["gpt"])
+    _, backward = untouched("gpt")
     pipeline.run(backward)
     for node in backward.nodes:
         if node.target is ops.pack:
@@ -114,7 +124,7 @@ def test_your_own_pass():
         seen.extend(n.name for n in p.find(Kind.FULL))
         p.note("only looked")
 
-    forward, _ = programs(CASES["gpt"])
+    forward, _ = untouched("gpt")
     stages = pipeline.run(forward, passes=(*pipeline.PIPELINE, ("look", look)))
     assert seen == ["u0_full", "u1_full", "u2_full"]
     assert "; change none  only looked" in stages[-1].listing

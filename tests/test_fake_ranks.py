@@ -72,20 +72,22 @@ class Counted:
 
 
 @pytest.mark.parametrize(("device", "lowering"), LOWERINGS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [p if p in ("optim_grads_params", "hfsdp") else pytest.param(p, marks=pytest.mark.slow) for p in PLACES]
+)
 def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place):
     arguments = dict(PLACES[place])
     if "mesh" in arguments:
         arguments["mesh"] = init_device_mesh(device, arguments["mesh"], mesh_dim_names=("dp_replicate", "dp_shard"))
     torch.manual_seed(0)
-    model = GPT(tied=False, layers=3, width=64).to(device)
+    model = GPT(tied=False, width=64).to(device)
     policy = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
     mfsdp.fully_shard(model, units=[Block], mp_policy=policy, **arguments)
     run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": lowering})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(31, (4, 8), device=device)
     counted, reserved, slots = Counted(monkeypatch), [], []
-    for _ in range(6):
+    for _ in range(4):
         counted.operations.clear()
         with runtime.observed(counted):
             loss = run(ids).float().square().mean()
@@ -100,11 +102,11 @@ def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place
     assert not counted.missed, "a static buffer was still in use"
     assert slots[1] == slots[-1] and len(set(reserved[2:])) == 1, f"memory grows: {slots}, {reserved}"
     did = counted.operations
-    assert did["wait"] and did["pack"] and did["accumulate"] == 4, did
-    assert did["all_gather"] == {"optim_grads_params": 8, "hsdp": 8, "hfsdp": 8, "kept": 4}.get(place, 0), did
-    assert did["refresh"] == (4 if place in ("optim", "optim_grads", "hfsdp") else 0), did
-    assert did["reduce_scatter"] == {"no_shard": 0, "hfsdp": 8}.get(place, 4), did
-    assert did["all_reduce"] == (4 if place in ("no_shard", "hsdp") else 0), did
+    assert did["wait"] and did["pack"] and did["accumulate"] == 3, did
+    assert did["all_gather"] == {"optim_grads_params": 6, "hsdp": 6, "hfsdp": 6, "kept": 3}.get(place, 0), did
+    assert did["refresh"] == (3 if place in ("optim", "optim_grads", "hfsdp") else 0), did
+    assert did["reduce_scatter"] == {"no_shard": 0, "hfsdp": 6}.get(place, 3), did
+    assert did["all_reduce"] == (3 if place in ("no_shard", "hsdp") else 0), did
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,6 @@ from tests.fuzz.trial import Court, judged
 FOUND: list[Case] = json.loads(Path(__file__).with_name("fuzz").joinpath("found.json").read_text())
 """Each finding once: its name, the seed that showed it, and the case that was left when it was made small."""
 
-UNMENDED = {"functional_call compiled"}
-"""Findings that are there still; a mend takes its name away."""
-
 
 @pytest.fixture(scope="module")
 def court() -> Iterator[Court]:
@@ -36,9 +33,7 @@ def test_fixed_seeds_are_right(court, seed):
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("found", FOUND, ids=lambda f: f["finding"])
-def test_what_was_found_is_right_or_refused(court, found, request):
-    if found["finding"] in UNMENDED:
-        request.applymarker(pytest.mark.xfail(strict=True, reason="not mended yet"))
+def test_what_was_found_is_right_or_refused(court, found):
     verdict = court.try_(found["case"])
     assert verdict.outcome in ("right", "refused"), f"{verdict.text}\n{verdict.trace}"
 

@@ -165,10 +165,10 @@ def stepped_alike(mine: torch.Tensor, plain: torch.Tensor) -> bool:
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("base", [F32, BF16])
-def test_every_combination(two_ranks, base):
-    """All that a policy can say, for models in two dtypes, through the eager path."""
-    for wrong in two_ranks.run(differing, POLICIES, ["optim_grads_params"], "none", 2, 1, base=base, timeout=400):
+@pytest.mark.parametrize(("base", "policies"), [(F32, POLICIES), (BF16, POLICIES[::5])], ids=["fp32", "bf16"])
+def test_every_combination(two_ranks, base, policies):
+    """All that a policy can say, and a part of that for a model in bf16, through the eager path."""
+    for wrong in two_ranks.run(differing, policies, ["optim_grads_params"], "none", 2, 1, base=base, timeout=400):
         assert wrong == []
 
 

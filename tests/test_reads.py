@@ -110,6 +110,20 @@ def test_what_compiled_code_cannot_read_is_refused_in_words(read):
         torch.compile(model, backend="mfsdp", options={"lowering": "eager"})(torch.ones(1, 4))
 
 
+def test_what_hangs_in_the_place_of_a_parameter_is_not_ignored():
+    model = mfsdp.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), units=[nn.Linear])
+    run, x = torch.compile(model, backend="mfsdp", options={"lowering": "eager"}), torch.ones(1, 4)
+    zeros = {name: torch.zeros(p.shape) for name, p in run.named_parameters()}
+    want = run(x)
+    for m in (run, copy.deepcopy(run)):
+        with pytest.raises(RuntimeError, match=r"in the place of weight of unit '0' .*the model that was compiled"):
+            torch.func.functional_call(m, zeros, (x,))
+        leave = pytest.raises(RuntimeError, match=r"Leave mfsdp\.summon_full_params first")
+        with mfsdp.summon_full_params(m), torch.no_grad(), leave:
+            m(x)
+        assert torch.equal(m(x), want)
+
+
 def test_moving_averages_in_a_plain_forward():
     """Under no_grad parameters() shows shards in a forward too, and what is done to them lasts."""
 

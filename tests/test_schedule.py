@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 from functools import cache
 from typing import Any
 
@@ -145,7 +144,7 @@ def test_products_are_written_in_place():
 # pool
 
 
-@pytest.mark.parametrize("layers", [2, 4, 7])
+@pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_identical_layers_need_one_slot_more_than_the_depth(layers, depth):
     for program in gpt(layers):
@@ -249,11 +248,14 @@ def trained(options: dict[str, Any], name: str = "gpt", steps: int = 2) -> list[
     return [whole(p).detach() for p in model.parameters()]
 
 
+SCHEDULES = [(0, 1, True), (0, 2, False), (1, 0, True), (1, 1, False), (2, 0, True), (2, 2, True), (3, 1, True)]
+
+
 def all_schedules(name: str) -> list[str]:
     """Options under which the trained parameters are not bitwise those of the plain schedule."""
     plain = trained({"prefetch": 0, "reduce_lag": 0, "pool": False}, name)
     out = []
-    for depth, lag, pool in itertools.product(range(4), range(3), (True, False)):
+    for depth, lag, pool in SCHEDULES:
         torch._dynamo.reset()
         options = {"prefetch": depth, "reduce_lag": lag, "pool": pool}
         got = trained(options, name)

@@ -81,8 +81,7 @@ def parity(place: str, name: str, microbatches: int, optimizer: str, lowering: s
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize(("microbatches", "optimizer"), [(1, "sgd"), (3, "adamw")])
 @pytest.mark.parametrize("place", ONE_LEVEL)
 def test_two_ranks(two_ranks, place, microbatches, optimizer):
     assert max(two_ranks.run(parity, place, "gpt", microbatches, optimizer, "eager", 10)) < 1e-8
@@ -97,10 +96,9 @@ def test_two_ranks_of_other_models(two_ranks, place, name):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("place", [*TWO_LEVELS, "no_shard", "optim"])
-def test_four_ranks(four_ranks, place, microbatches):
-    assert max(four_ranks.run(parity, place, "gpt", microbatches, "adamw", "eager", 10, timeout=300)) < 1e-8
+def test_four_ranks(four_ranks, place):
+    assert max(four_ranks.run(parity, place, "gpt", 3, "adamw", "eager", 5, timeout=300)) < 1e-8
 
 
 @pytest.mark.dist
@@ -127,9 +125,8 @@ def test_inductor(two_ranks, place):
 @pytest.mark.dist
 @pytest.mark.inductor
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["hsdp", "hfsdp"])
-def test_inductor_on_two_levels(four_ranks, place):
-    assert max(four_ranks.run(parity, place, "gpt", 2, "adamw", "inductor", 3, timeout=400)) < 1e-8
+def test_inductor_on_two_levels(four_ranks):
+    assert max(four_ranks.run(parity, "hfsdp", "gpt", 2, "adamw", "inductor", 3, timeout=400)) < 1e-8
 
 
 def mixed() -> float:
@@ -181,7 +178,7 @@ def drawn(blocks: list[int | None], root: int, synced: list[list[bool]], hold: b
 
 @pytest.mark.dist
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     blocks=st.lists(st.sampled_from([None, 0, 1, 2, 3]), min_size=1, max_size=3),
     root=st.integers(0, 3),

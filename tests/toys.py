@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import nn
 
 import mfsdp
 from mfsdp.program import Program
+from mfsdp.tracing import Programs
 
 BF16 = mfsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.bfloat16)
 
@@ -20,13 +23,17 @@ class Toy2(nn.Module):
         return self.layers(x)
 
 
-def toy2(phase: str = "forward", **kwargs: object) -> Program:
-    """A program of the toy, before any pass."""
+@cache
+def _traced(train: bool, **kwargs: object) -> Programs:
     with torch.device("meta"):
         model = Toy2().to(torch.bfloat16)
         x = torch.empty(256, 1024, dtype=torch.bfloat16)
     sharding = {"units": ["layers.0", "layers.2"], "mp_policy": BF16, **kwargs}
-    programs = mfsdp.trace(model, (x,), world=8, name="toy2", train=phase != "inference", **sharding)
-    program = getattr(programs, phase)
+    return mfsdp.trace(model, (x,), world=8, name="toy2", train=train, **sharding)
+
+
+def toy2(phase: str = "forward", **kwargs: object) -> Program:
+    """A program of the toy, before any pass."""
+    program = getattr(_traced(phase != "inference", **kwargs), phase)
     assert program is not None
-    return program
+    return program.copy()

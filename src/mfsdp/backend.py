@@ -17,7 +17,7 @@ from .config import Options
 from .dump import Dump
 from .profile import outline
 from .program import Phase, Program, lane_of
-from .roles import role
+from .roles import Kind, role
 
 log = logging.getLogger("mfsdp")
 
@@ -72,13 +72,14 @@ def mfsdp(
             log.debug("mfsdp: graph%d %s %s: %.1f ms", number, phase, stage.name, 1e3 * stage.seconds)
         log.info("mfsdp: graph%d %s: %s, %s", number, phase, program.name, listing.schedule(program))
         dump.artifacts(number, phase, stages)
-        outlined, sequences, held = outline(program), collectives(program), holding(program)
+        outlined, sequences = outline(program), collectives(program)
+        held, reads = holding(program), [] if phase == "backward" else reading(program)
         show = dumped.add(program, stages) if dumped is not None and runtime.rank() == 0 else None
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
             if show is not None:
                 show(code)
-            return runtime.marked(outlined, compiled, sequences, held)
+            return runtime.marked(outlined, compiled, sequences, held, reads)
 
         return finish
 
@@ -129,6 +130,12 @@ def holding(program: Program) -> dict[int, str]:
     sources = {node.args[0] for node in program.nodes if node.target is ops.hold}
     places = enumerate(program.gm.graph.find_nodes(op="placeholder"))
     return {i: program.unit(r.unit).fqn for i, n in places if n in sources and (r := role(n)) is not None}
+
+
+def reading(program: Program) -> list[int]:
+    """Which of a program's arguments are sources of parameters."""
+    places = enumerate(program.gm.graph.find_nodes(op="placeholder"))
+    return [i for i, n in places if (r := role(n)) is not None and r.kind is Kind.SHARD]
 
 
 def _raise(error: Exception) -> Callable[..., Any]:

@@ -66,7 +66,10 @@ def render(program: Program, stage: str, before: str | None = None, *, fold: boo
 
 def summary(program: Program) -> str:
     """Counts and peak of a program, as :func:`render` wants them of the program before a pass."""
-    rows = cost.lines(program)
+    return _summary(cost.lines(program))
+
+
+def _summary(rows: Sequence[cost.Line]) -> str:
     counts = Counter(_verb(r.node) for r in rows if role(r.node) is not None)
     return f"{cost.peak(rows)} " + " ".join(f"{k}={v}" for k, v in sorted(counts.items()))
 
@@ -112,7 +115,7 @@ def _lanes(program: Program) -> tuple[Lane, ...]:
 
 
 def _head(program: Program, rows: Sequence[cost.Line], before: str | None) -> Iterator[str]:
-    now = summary(program).split(" ")
+    now = _summary(rows).split(" ")
     peak = size(int(now[0]))
     s = schedule(program)
     if before is not None:

@@ -984,6 +984,7 @@ def marked(
     run: Callable[[list[Any]], Any],
     sequences: Mapping[str, Sequence[str]] | None = None,
     held: Mapping[int, str] | None = None,
+    reads: Sequence[int] = (),
 ) -> Callable[[list[Any]], Any]:
     """A compiled program that says when it runs, and what each of its operations is called. It takes its arguments as
     one list and may empty that, as functions of AOTAutograd do.
@@ -995,6 +996,7 @@ def marked(
             are compared every time that it runs (Note [In step]).
         held: which of its arguments are sources of units whose gradients it may keep back (`no_sync`), and the units'
             paths; whether it does is compared too.
+        reads: which of its arguments are sources whose parameters forward reads: they have to be the modules' still.
 
     Raises:
         RuntimeError: another rank runs something else (from the program, on every rank, with the first difference), or
@@ -1019,6 +1021,10 @@ def marked(
         before = set(_under_way)
         _running.runs.append(running)
         try:
+            for i in reads:
+                buffer = owner(args[i])
+                if buffer is not None:
+                    buffer.in_place()
             return named(args) if _observer is None else _observer.program(outline, named, args)
         except BaseException as error:
             keys = _under_way.keys() - before

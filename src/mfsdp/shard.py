@@ -626,6 +626,7 @@ def _forget_stale(unit: UnitState) -> None:
 def _hand_over(owner: nn.Module, name: str, ref: Ref, former: Callable[[], nn.Parameter], undo: Undo) -> None:
     _put(owner, name, cast(nn.Parameter, ref.buffer.params[ref.slot]))
     owner.__dict__.setdefault("_mfsdp_refs", {})[name] = ref
+    ref.buffer.places.append((owner._parameters, name, ref.slot))
 
     def back() -> None:
         _put(owner, name, former())

@@ -130,6 +130,8 @@ class FlatBuffer:
         self._grads: dict[int, ShardedDTensor] = {}
         """Every ``.grad`` that has been looked at, views of the accumulator or of ``_looked``."""
         self._index = {slot.offset: i for i, slot in enumerate(layout.slots)}
+        self.places: list[tuple[dict[str, Any], str, int]] = []
+        """Where its parameters hang: a module's ``_parameters``, the name there, the slot."""
         self.born_on_meta: dict[int, torch.dtype] = {}
         """Slots whose parameter was built on the meta device, and its dtype there."""
         self.written: set[int] = set()
@@ -185,7 +187,28 @@ class FlatBuffer:
                 carry_attributes(mine, its)
                 its.requires_grad_(mine.requires_grad)
                 memo[id(mine)] = its
+        twin.places = copy.deepcopy(self.places, memo)
         return twin
+
+    def in_place(self) -> None:
+        """Makes sure that modules still have these parameters: a compiled program reads them, whatever hangs there.
+
+        Raises:
+            RuntimeError: another tensor is in the place of one: `summon_full_params` is open, or somebody has put it
+                there (``torch.func.functional_call``).
+        """
+        for params, name, slot in self.places:
+            if params[name] is not self.params[slot]:
+                raise RuntimeError(
+                    f"mfsdp: a compiled model reads sharded parameters, and another tensor is in the place of {name} "
+                    f"of {self.path}. "
+                    + (
+                        "Give torch.func.functional_call the model that was compiled, not what torch.compile made of "
+                        "it: torch.func.functional_call(model, values, args)."
+                        if self.summoned is None
+                        else "Leave mfsdp.summon_full_params first, or call the model uncompiled."
+                    )
+                )
 
     # parameters that last
 
