@@ -220,6 +220,28 @@ def test_one_rank_that_keeps_gradients_back(two_ranks, kind, strategy):
         assert "(law 13)" in text and "kept back under no_sync" in text and "layers.2" in text, text
 
 
+def one_of_four(kind: str, skip: bool) -> str:
+    """Rank 0 leaves out a layer, where rank 1 gathers it: ranks 2 and 3 meet them over the outer axis alone."""
+    ranks = torch.arange(4).view(2, 2)
+    groups = [[dist.new_group(part) for part in cut.tolist()][at] for cut, at in
+              ((ranks.T, dist.get_rank() % 2), (ranks, dist.get_rank() // 2))]  # fmt: skip
+    mesh = DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("dp_outer", "dp_shard"))
+    model, run = compiled_layers(mesh=mesh)
+    run = run if kind == "compiled" else model
+    run(torch.ones(2, 4)).sum().backward()
+    if skip and dist.get_rank() == 0:
+        model.skip = 1
+    return said(lambda: [run(torch.ones(2, 4)).sum().backward() for _ in range(2)])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["compiled", "uncompiled"])
+def test_ranks_that_share_only_the_outer_axis_are_told(four_ranks, kind):
+    assert four_ranks.run(one_of_four, kind, False) == ["no error"] * 4
+    for text in four_ranks.run(one_of_four, kind, True, timeout=60):
+        assert "rank 0" in text and "(law 13)" in text, text
+
+
 def never_comes() -> str:
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     _, run = compiled_layers(mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",)))

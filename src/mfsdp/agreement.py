@@ -115,6 +115,9 @@ class Left:
     """Its collectives until then."""
     why: str
     companies: list[Company]
+    """Those that were told of it."""
+    all: list[Company]
+    """Those whose ranks may wait, besides."""
     ends: list[Callable[[], Any]]
     """What has to be called for what it had launched."""
 
@@ -162,7 +165,7 @@ class Said:
         self.company.known.add(mine)
 
 
-@dataclass
+@dataclass(eq=False)
 class Company:
     """The ranks of a process group, as one of them sees it."""
 
@@ -247,7 +250,7 @@ class Company:
                     "An exception inside of a program can be caught only if all ranks raise it in the same place; "
                     "otherwise let it end the run on all ranks."
                 )
-                self.lost_with(left.companies, text)
+                self.lost_with(left.all, text)
 
     def lost_with(self, companies: Sequence[Company], text: str) -> None:
         """Raises, after it has told all ranks of some groups why, whatever they are waiting for."""

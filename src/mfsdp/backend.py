@@ -74,12 +74,13 @@ def mfsdp(
         dump.artifacts(number, phase, stages)
         outlined, sequences = outline(program), collectives(program)
         held, reads = holding(program), [] if phase == "backward" else reading(program)
+        meets = list(dict.fromkeys(group for unit in program.units for group in unit.spec.meets))
         show = dumped.add(program, stages) if dumped is not None and runtime.rank() == 0 else None
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
             if show is not None:
                 show(code)
-            return runtime.marked(outlined, compiled, sequences, held, reads)
+            return runtime.marked(outlined, compiled, sequences, held, reads, meets)
 
         return finish
 
@@ -98,7 +99,7 @@ def collectives(program: Program) -> dict[str, list[str]]:
         unit = program.unit(r.unit)
         spec, text = unit.spec, f"{listing.text(node)}  unit {unit.fqn!r} of {program.name}"
         if node.target is ops.accumulate:
-            for group in spec.reducing:
+            for group in spec.meets:
                 out.setdefault(group, []).append(f"{text}  of {listing.operand(node.args[2])}")
         else:
             outer = lane_of(node) >= 2 or (node.target is ops.refresh and spec.outer_optim)

@@ -477,8 +477,15 @@ def _company(name: str) -> Company | None:
 class _Run:
     """A program that is running, or an operation of the eager path (Note [In step])."""
 
-    def __init__(self, name: str = "", frames: Iterator[tuple[str, Callable[..., Any]]] = iter(())):  # noqa: B008
+    def __init__(
+        self,
+        name: str = "",
+        frames: Iterator[tuple[str, Callable[..., Any]]] = iter(()),  # noqa: B008
+        meets: Iterable[str] = (),
+    ):
         self.name = name
+        self.meets = meets
+        """Names of all groups in which other ranks may wait for this one, once it has gone apart from some."""
         self.frames = frames
         """Its operations still to come, by name, and their frames."""
         self.at = ""
@@ -516,12 +523,19 @@ class _Run:
                 if said.company.transport.prompt:
                     said.check()
         except Apart as error:
-            if len(self.said) > 1:  # ranks of the other groups have seen no difference
-                self.said[0].company.lost_with([said.company for said in self.said], str(error))
+            companies = self.all()
+            if len(companies) > 1:  # ranks of the other groups have seen no difference
+                companies[0].lost_with(companies, str(error))
             raise
         except RuntimeError as error:
-            self.disconnected(error, [said.company for said in self.said])
+            self.disconnected(error, self.all())
             raise
+
+    def all(self) -> list[Company]:
+        """The ranks of all groups that it has to do with: those that have been told first."""
+        companies = [said.company for said in self.said]
+        meets = (_company(name) for name in self.meets) if companies else ()
+        return list(dict.fromkeys([*companies, *(c for c in meets if c is not None)]))
 
     def finish(self, works: Iterable[Any]) -> None:
         """Waits for collectives."""
@@ -530,7 +544,7 @@ class _Run:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            self.disconnected(error, [said.company for said in self.said])
+            self.disconnected(error, self.all())
             raise
 
     def disconnected(self, error: RuntimeError, companies: list[Company]) -> None:
@@ -553,7 +567,8 @@ class _Run:
             forget_slots()  # those that it has taken will never be free
         else:
             place = f"at or after {self.at}" if self.at else "at its beginning"
-            left = Left(self.name, place, self.launched, f"{type(error).__name__}: {error}", companies, ends)
+            why = f"{type(error).__name__}: {error}"
+            left = Left(self.name, place, self.launched, why, companies, self.all(), ends)
             for company in companies:
                 company.leave(left)
 
@@ -813,7 +828,7 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     s = Spec.decode(spec)
     buffer = owner(source)
     communicates = s.gathers or (buffer is not None and buffer.due())
-    with announced(f"gather of {path(source)}", *(s.gathering if communicates else ())):
+    with announced(f"gather of {path(source)}", *(s.gathering if communicates else ()), meets=s.meets):
         if s.kept:
             refresh(source)
             wait(source, [])
@@ -846,7 +861,7 @@ def reduce_now(source: torch.Tensor, grads: list[torch.Tensor], offsets: list[in
     s = Spec.decode(spec)
     total = _packed(grads, offsets, spec)
     kept = ", kept back under no_sync" if s.held_numel and not owner(source).sync else ""
-    with announced(f"reduction of {path(source)}{kept}", *s.reducing):
+    with announced(f"reduction of {path(source)}{kept}", *s.meets):
         if s.world > 1:
             if s.hold:
                 hold(source, total, offsets)
@@ -985,6 +1000,7 @@ def marked(
     sequences: Mapping[str, Sequence[str]] | None = None,
     held: Mapping[int, str] | None = None,
     reads: Sequence[int] = (),
+    meets: Sequence[str] = (),
 ) -> Callable[[list[Any]], Any]:
     """A compiled program that says when it runs, and what each of its operations is called. It takes its arguments as
     one list and may empty that, as functions of AOTAutograd do.
@@ -997,6 +1013,7 @@ def marked(
         held: which of its arguments are sources of units whose gradients it may keep back (`no_sync`), and the units'
             paths; whether it does is compared too.
         reads: which of its arguments are sources whose parameters forward reads: they have to be the modules' still.
+        meets: all groups of its units, also those that it communicates over in another phase only.
 
     Raises:
         RuntimeError: another rank runs something else (from the program, on every rank, with the first difference), or
@@ -1014,7 +1031,7 @@ def marked(
         words(*held.values())  # what another rank may say
 
     def program(args: list[Any]) -> Any:
-        running = _Run(outline.name, iter(frames))
+        running = _Run(outline.name, iter(frames), meets)
         running.announce(words(*(unit for i, unit in held.items() if _keeps(args[i]))) if held else words())
         while _abandoned:
             _abandoned.pop(0)()
@@ -1048,14 +1065,14 @@ are free again. Not earlier: the other ranks may not come."""
 
 
 @contextmanager
-def announced(what: str, *groups: str) -> Iterator[None]:
+def announced(what: str, *groups: str, meets: Sequence[str] = ()) -> Iterator[None]:
     """Around collectives of no program: tells the ranks of groups what this one is about to do. Inside of something
-    that has been announced it is part of that.
+    that has been announced it is part of that. ``meets``: other groups whose ranks may wait for this one later.
     """
     if not groups or any(group in _running.runs[-1].tags for group in groups):
         yield
         return
-    running = _Run(what)
+    running = _Run(what, meets=meets)
     running.announce(dict.fromkeys(groups, operation(what)))
     _running.runs.append(running)
     try:

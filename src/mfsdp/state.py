@@ -396,7 +396,7 @@ class FlatBuffer:
         if source.is_meta:
             return  # nothing runs
         if source.grad is not None:
-            groups = self.spec.reducing if self.spec.replica or self.spec.outer > 1 else ()
+            groups = self.spec.meets if self.spec.replica or self.spec.outer > 1 else ()
             with runtime.announced(f"reduction of {self.path}", *groups):
                 rest = runtime.reduce_rest(source.grad, self.text)
             self.accumulate(rest, self._index, 1.0)
@@ -522,7 +522,7 @@ class FlatBuffer:
 
     def gather_main(self) -> torch.Tensor:
         """The full main weights, [full_numel] in ``precision.main``; a collective."""
-        with runtime.announced(f"gather of main weights of {self.path}", *self.spec.reducing):
+        with runtime.announced(f"gather of main weights of {self.path}", *self.spec.meets):
             return runtime.gather_main(self.main, self.spec)
 
     def scatter_main(self, full: torch.Tensor) -> None:

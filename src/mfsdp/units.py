@@ -97,8 +97,8 @@ class Spec:
         return tuple(filter(None, (self.group, self.outer_group if self.outer_optim else "")))
 
     @property
-    def reducing(self) -> tuple[str, ...]:
-        """Names of the groups that gradients are reduced over; those of gathers, where ranks compare."""
+    def meets(self) -> tuple[str, ...]:
+        """Names of the groups of all ranks that the unit is shared with; those of gathers, where ranks compare."""
         return tuple(filter(None, (self.group, self.outer_group)))
 
     def cut(self, lane: int) -> tuple[int, ...]:

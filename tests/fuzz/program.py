@@ -168,7 +168,8 @@ def _main(case: Case) -> str:
         lines += ["rank, world = dist.get_rank(), dist.get_world_size()"]
     else:
         lines += ["rank, world = 0, 1"]
-    lines += ["warnings.simplefilter('ignore')", f"torch.set_default_dtype(torch.{case['dtype']})"]
+    lines += ["warnings.simplefilter('ignore')", "warnings.filterwarnings('error', 'mfsdp: nothing has initialised')"]
+    lines += [f"torch.set_default_dtype(torch.{case['dtype']})"]
     lines += [*_built(case), *_sharded(case), *_ready(case), *_steps(case)]
     if case["steps"] > 0:
         lines += [f"values(faults, 'in the end', model, reference, {bound(case)})"]

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import re
 
-REFUSALS = ("Apart", "NotImplementedError", "RuntimeError", "ValueError")
-"""Types of exceptions that a refusal may have."""
+REFUSALS = ("Apart", "NotImplementedError", "RuntimeError", "UserWarning", "ValueError")
+"""Types of exceptions that a refusal may have; programs raise the warning that parameters have no values."""
 
-OURS = r"mfsdp|fully_shard|sharded|unit|no_sync|functional_call"
+OURS = r"mfsdp|fully_shard|sharded|strategy|unit|no_sync|functional_call"
 """A refusal is in the project's own words: one of these is among them."""
 
 KNOWN: dict[tuple[str, ...], str] = {
@@ -33,6 +33,8 @@ KNOWN: dict[tuple[str, ...], str] = {
     ("strategy:0", "outer_strategy:optim"): r"outer_strategy",
     ("calls:mixed", "outer_strategy:optim"): r"outer_strategy",
     ("mesh:unnamed",): r"which axes",
+    ("meta", "weight_norm"): r"nothing has initialised",
+    ("calls:mixed", "tie"): r"tie weights before sharding",
     ("toggle", "micro"): r"no_sync|synchronis",
 }
 """What a refusal says, for cases that have all of these features."""
