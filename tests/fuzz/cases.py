@@ -108,6 +108,7 @@ def draw(seed: int) -> Case:
         case.pop("calls", None)
     _cut_inside(random.Random(-seed), case["blocks"])
     _no_batch_norm(case["blocks"], "saved" in case or "compute_dtype" in case.get("policy", {}))
+    _no_experts(case["blocks"], "compute_dtype" in case.get("policy", {}))
     return case
 
 
@@ -127,6 +128,14 @@ def _no_batch_norm(blocks: list[Case], never: bool) -> None:
         if block["kind"] == "batch_norm" and wrapped:
             block["kind"] = "layer_norm"
         _no_batch_norm(block.get("blocks", []), wrapped)
+
+
+def _no_experts(blocks: list[Case], narrow: bool) -> None:
+    """Which expert a token goes to is another one in another dtype."""
+    for block in blocks:
+        if block["kind"] == "experts" and narrow:
+            block["kind"] = "mixture"
+        _no_experts(block.get("blocks", []), narrow)
 
 
 def _block(r: random.Random, case: Case, names: Iterator[str], depth: int) -> Case:
@@ -243,7 +252,7 @@ def _training(r: random.Random, case: Case) -> None:
     if r.random() < 0.4:
         case["zero"] = r.choice(("zeros", "model", "run"))
     if r.random() < 0.12:
-        case["toggle"] = r.choice([b["name"] for b in case["blocks"]])
+        case["toggle"] = r.choice([b.get("of", b["name"]) for b in case["blocks"]])
         case["steps"] = 3
     if r.random() < 0.06:
         case["saved"] = True

@@ -285,7 +285,8 @@ def _steps(case: Case) -> list[str]:
             lines += ["if step == 0:", f"    {zero[case['given_up']]}", "    theirs.zero_grad()", "    continue"]
     else:
         lines += ["micro = 0", *backward]
-    lines += ["averaged(reference, world)", f"gradients(faults, step, model, reference, {limit})"]
+    lines += ["averaged(reference, world)", f"if not gradients(faults, step, model, reference, {limit}):"]
+    lines += ["    return faults"]
     if case.get("clip"):
         lines += ["norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, reference)]"]
         lines += [f"same(faults, f'step {{step}}: norm', *norms, {limit})"]

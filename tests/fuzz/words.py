@@ -28,13 +28,14 @@ KNOWN: dict[tuple[str, ...], str] = {
     ("returned",): r"return|leaves",
     ("retain",): r"retain_graph",
     ("experts", "inner"): r"\branks?\b",
+    ("experts", "patterns"): r"\branks?\b",
     ("experts", "micro"): r"no_sync|synchronis",
     ("differs", "micro"): r"no_sync|synchronis",
     ("strategy:0", "outer_strategy:optim"): r"outer_strategy",
     ("calls:mixed", "outer_strategy:optim"): r"outer_strategy",
     ("mesh:unnamed",): r"which axes",
     ("meta", "weight_norm"): r"nothing has initialised",
-    ("calls:mixed", "tie"): r"tie weights before sharding",
+    ("calls", "tie"): r"tie weights before sharding",
     ("toggle", "micro"): r"no_sync|synchronis",
 }
 """What a refusal says, for cases that have all of these features."""
@@ -44,7 +45,8 @@ def explained(features: list[str], kind: str, message: str) -> bool:
     """Whether an exception is a refusal in words that a case with these features may get."""
     if kind not in REFUSALS or not re.search(OURS, message):
         return False
-    known = (words for needs, words in KNOWN.items() if set(needs) <= set(features))
+    has = {*features, *(f.split(":")[0] for f in features)}
+    known = (words for needs, words in KNOWN.items() if has.issuperset(needs))
     return any(re.search(words, message, re.DOTALL | re.IGNORECASE) for words in known)
 
 
