@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from collections import OrderedDict, namedtuple
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import mfsdp
 from mfsdp.fsdp2 import cast_floats
 from tests.models import GPT, MLP, Block, llama
-from tests.parity import compiled, error, whole
+from tests.parity import averaged, compiled, error, whole
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -167,11 +169,58 @@ def test_arguments_that_are_refused(arguments, kind, message):
 
 
 def test_what_is_no_module():
-    model = GPT()
-    with pytest.raises(NotImplementedError, match="several modules as one unit.*a call of its own"):
-        mfsdp.fully_shard([model.norm, model.head])
-    with pytest.raises(ValueError, match="3 is no module"):
-        mfsdp.fully_shard(3)
+    for given in (3, [], [nn.Linear(2, 2), 3]):
+        with pytest.raises(ValueError, match="is no module"):
+            mfsdp.fully_shard(given)
+    with pytest.raises(ValueError, match="several modules are one unit; leave out units="):
+        mfsdp.fully_shard([nn.Linear(2, 2), nn.Linear(2, 2)], units=["0"])
+
+
+def together(lowering: str, strategy: int) -> list[float]:
+    """torchtitan's way: a norm and the head behind it are one unit. Errors of gradients, checkpointed and again."""
+    torch.manual_seed(0)
+    reference = GPT(tied=False)
+    model = GPT(tied=False)
+    model.load_state_dict(reference.state_dict())
+    for part in (*model.blocks, [model.norm, model.head]):
+        assert mfsdp.fully_shard(part, strategy=strategy) is part
+    mfsdp.fully_shard(model, strategy=strategy)
+    assert model.norm._mfsdp_unit is model.head._mfsdp_unit and model.norm._mfsdp_unit.fqn == "norm+head"
+    torch.manual_seed(dist.get_rank())
+    worst = []
+    for m in (model, copy.deepcopy(model)):
+        run = compiled(m, lowering)
+        reference.zero_grad()
+        for microbatch in range(2):
+            with mfsdp.no_sync(m) if microbatch == 0 else nullcontext():
+                ids = torch.randint(31, (2, 8))
+                run(ids).square().mean().backward()
+                reference(ids).square().mean().backward()
+        averaged(reference)
+        pairs = zip(m.parameters(), reference.parameters(), strict=True)
+        worst.append(max(error(whole(p.grad), q.grad) for p, q in pairs))
+    return worst
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lowering", ["none", "eager"])
+@pytest.mark.parametrize("strategy", [1, 3])
+def test_several_modules_as_one_unit(two_ranks, lowering, strategy):
+    assert max(max(worst) for worst in two_ranks.run(together, lowering, strategy)) < 1e-6
+
+
+def test_several_modules_are_one_unit_of_the_listing():
+    model = GPT(tied=False)
+    mfsdp.fully_shard([model.norm, model.head])
+    mfsdp.fully_shard(model)
+    for m in (model.norm, model.head):
+        assert isinstance(m, mfsdp.FSDPModule)
+    assert type(model.head(torch.ones(1, 16))) is torch.Tensor
+    forward = mfsdp.trace(model, (torch.zeros(1, 8, dtype=torch.int64),), world=2).forward
+    assert [u.fqn for u in forward.units] == ["(root)", "norm+head"]
+    model.head.unshard()
+    model.norm.reshard()
+    assert list(model.state_dict()) == list(GPT(tied=False).state_dict())
 
 
 # methods

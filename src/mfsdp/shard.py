@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -154,11 +154,14 @@ class FSDPModule(fsdp2.Spelling):
 def _buffers(module: Any, recurse: bool) -> list[FlatBuffer]:
     modules = module.modules() if recurse else [module]
     units = [m.__dict__["_mfsdp_unit"] for m in modules if isinstance(m, FSDPModule)]
-    return [buffer for unit in units for buffer in unit.buffers]
+    return [buffer for unit in dict.fromkeys(units) for buffer in unit.buffers]
+
+
+Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
 
 
 def fully_shard(
-    module: nn.Module,
+    module: Given,
     *,
     units: Sequence[UnitLike] | None = None,
     mesh: DeviceMesh | None = None,
@@ -173,7 +176,7 @@ def fully_shard(
     offload_policy: Any = None,
     shard_placement_fn: Any = None,
     sync_module_states: bool = False,
-) -> nn.Module:
+) -> Given:
     """Shards the parameters of a module over data-parallel ranks, in one flat buffer per unit.
 
     The same object comes back; its class becomes a subclass that also is :class:`FSDPModule`. ``parameters()`` and
@@ -186,7 +189,8 @@ def fully_shard(
     says that the model has to be built anew.
 
     Args:
-        module: the root, or one unit of a larger model.
+        module: the root, or one unit of a larger model; or several modules, which are one unit together (a norm and the
+            head behind it).
         units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
             number); each match becomes a unit, what no unit claims belongs to ``module``. ``None``: one unit.
         mesh: ``DeviceMesh``, 1-D or (outer, shard); or a larger one with axes named ``dp_shard`` and, for two levels,
@@ -235,20 +239,23 @@ def fully_shard(
     policy = fsdp2.policy_of(mp_policy)
     fsdp2.reshards(reshard_after_forward)
     fsdp2.no_offload(offload_policy, shard_placement_fn)
-    if not isinstance(module, nn.Module):
-        raise _no_module(module)
-    if isinstance(module, FSDPModule):
-        raise ValueError(
-            f"fully_shard: {type(module).__name__} is sharded already. Call it once per module, inner modules first."
-        )
-    admission.at_rest(module)
-    _no_optimizer(module)
-    roots = _match(module, units)
+    given = _modules(module)
+    for m in given:
+        if isinstance(m, FSDPModule):
+            raise ValueError(
+                f"fully_shard: {type(m).__name__} is sharded already. Call it once per module, inner modules first."
+            )
+    if len(given) > 1 and units:
+        raise ValueError("fully_shard: several modules are one unit; leave out units=")
+    root = given[0] if len(given) == 1 else nn.ModuleList(given)
+    admission.at_rest(root)
+    _no_optimizer(root)
+    roots = _match(root, units)
     ignored = set(ignored_params or ())
-    claims = _claim(module, roots, ignored)
+    claims = _claim(root, roots, ignored)
     target = _device(claims, device)
     placement = Placement.of(strategy, outer_strategy, axes(mesh, dp_mesh_dims, target), target.type)
-    frame = _frame(module)
+    frame = _frame(given[0])
     units_of = {claim.module: UnitState(claim.fqn, frame, policy) for claim in claims}
     for claim in claims:
         claim.draft(policy, placement)
@@ -264,36 +271,50 @@ def fully_shard(
             _ignore(param, undo)
         for claim in claims:
             unit = units_of[claim.module]
-            unit.root_keeps = reshard_after_forward is None and claim.module is module
+            unit.root_keeps = reshard_after_forward is None and claim.module is root
             reshard = not unit.root_keeps and reshard_after_forward is not False
             _fill(claim, unit, placement, target, reshard, synced, undo)
         for claim in claims:
-            for owner in claim.modules:
-                entering = policy.compute_dtype if policy.cast_forward_inputs and owner is claim.module else None
-                casts = entering, policy.output_dtype if owner is module else None
-                _swap(owner, units_of[claim.module], owner is claim.module, casts, undo)
-        materialize.materialize(module, target, groups, param_init_fn)
-        for kept in dict.fromkeys(module.buffers()) if synced else ():
+            heads = given if claim.module is root else (claim.module,)
+            for owner in dict.fromkeys([*heads, *claim.modules]):
+                if owner is root and owner not in given:
+                    continue
+                entering = policy.compute_dtype if policy.cast_forward_inputs and owner in heads else None
+                casts = entering, policy.output_dtype if owner in given else None
+                _swap(owner, units_of[claim.module], owner in heads, casts, undo)
+        materialize.materialize(root, target, groups, param_init_fn)
+        for kept in dict.fromkeys(root.buffers()) if synced else ():
             kept.copy_(alike.of_first_rank(kept, synced, target))
-    for fqn, m in module.named_modules():
-        if isinstance(m, FSDPModule):  # those of earlier calls thought they were the root
-            m._mfsdp_unit.fqn, m._mfsdp_unit.frame = fqn or "(root)", frame
-            if fqn and m._mfsdp_unit.root_keeps:
-                m.set_reshard_after_forward(True, recurse=False)
-    module.__dict__["_mfsdp_call"] = {
+    _name(root, units_of[root], frame)
+    given[0].__dict__["_mfsdp_call"] = {
         "units": units, "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": policy,
-        "reshard_after_forward": reshard_after_forward,
+        "reshard_after_forward": reshard_after_forward, **({"module": given} if len(given) > 1 else {}),
     }  # fmt: skip
     return module
 
 
-def _no_module(given: Any) -> Exception:
-    if isinstance(given, (list, tuple)) and all(isinstance(m, nn.Module) for m in given):
-        return NotImplementedError(
-            "fully_shard: several modules as one unit are not supported; give each a call of its own, or leave them to "
-            "the unit of the module around them"
-        )
-    return ValueError(f"fully_shard: {given!r} is no module")
+def _modules(given: Any) -> tuple[nn.Module, ...]:
+    """What is to be a unit.
+
+    Raises:
+        ValueError: it is neither a module nor several.
+    """
+    found = tuple(dict.fromkeys(given)) if isinstance(given, (list, tuple)) else (given,)
+    if not found or not all(isinstance(m, nn.Module) for m in found):
+        raise ValueError(f"fully_shard: {given!r} is no module")
+    return found
+
+
+def _name(root: nn.Module, own: UnitState, frame: Frame) -> None:
+    """Names the units of ``root``, whose own is ``own``: those of earlier calls thought that they were the root."""
+    members: dict[UnitState, list[tuple[str, FSDPModule]]] = {}
+    for fqn, m in root.named_modules():
+        if isinstance(m, FSDPModule):
+            members.setdefault(m._mfsdp_unit, []).append((fqn, m))
+    for unit, found in members.items():
+        unit.fqn, unit.frame = "(root)" if unit is own else "+".join(fqn for fqn, _ in found), frame
+        if unit is not own and unit.root_keeps:
+            found[0][1].set_reshard_after_forward(True, recurse=False)
 
 
 @dataclass
