@@ -130,6 +130,12 @@ def _no_batch_norm(blocks: list[Case], never: bool) -> None:
         _no_batch_norm(block.get("blocks", []), wrapped)
 
 
+def _chosen(r: random.Random, case: Case) -> str:
+    """The name of some block."""
+    block = r.choice(case["blocks"])
+    return block.get("of", block["name"])
+
+
 def _no_experts(blocks: list[Case], narrow: bool) -> None:
     """Which expert a token goes to is another one in another dtype."""
     for block in blocks:
@@ -252,7 +258,7 @@ def _training(r: random.Random, case: Case) -> None:
     if r.random() < 0.4:
         case["zero"] = r.choice(("zeros", "model", "run"))
     if r.random() < 0.12:
-        case["toggle"] = r.choice([b.get("of", b["name"]) for b in case["blocks"]])
+        case["toggle"] = _chosen(r, case)
         case["steps"] = 3
     if r.random() < 0.06:
         case["saved"] = True
@@ -285,7 +291,7 @@ def _edge(r: random.Random, case: Case, edge: str, names: Iterator[str]) -> None
         case |= {"given_up": r.choice(("optimizer", "run", "model")), "micro": 2, "steps": 2}
         case["sync"] = r.choice(("no_sync", "hold", "flag"))
     elif edge == "partly_meta":
-        case |= {"partly_meta": r.choice(case["blocks"])["name"], "meta": True, "dtype": "float32"}
+        case |= {"partly_meta": _chosen(r, case), "meta": True, "dtype": "float32"}
         for tied in each(case["blocks"]):
             tied.pop("tie", None)
     else:
