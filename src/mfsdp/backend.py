@@ -48,6 +48,7 @@ def mfsdp(
         if mode not in (None, "default"):
             raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}; use options={{...}}")
         chosen = Options.parse(options)
+        passes = pipeline.chosen(chosen)
         _whole_budget(gm)
         writes.traced(gm, example_inputs)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -56,7 +57,6 @@ def mfsdp(
     if not capture.shards:
         _tell_unsharded(capture, example_inputs)
     number = next(_graphs)
-    passes = pipeline.table(chosen.prefetch, chosen.reduce_lag, chosen.max_unsharded, chosen.pool)
     dumped = Dump(Path(chosen.folder), number, chosen, example_inputs) if chosen.folder else None
 
     def transform(graph: fx.GraphModule, phase: Phase) -> Callable[[lowering.Run, str], lowering.Run]:

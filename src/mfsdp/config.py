@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields
 from typing import Any
 
@@ -138,6 +138,9 @@ class Options:
     """Folder for the listings; ``MFSDP_DUMP`` when not given."""
     upto: str | None = None
     """Stop the pipeline after this pass (for tests and bisecting)."""
+    passes: Sequence[tuple[str, Callable[..., None]]] | None = None
+    """A table of passes instead of the pipeline, ``(*mfsdp.pipeline.PIPELINE, ("mine", my_pass))``; rows that are the
+    pipeline's own obey the options above."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:

@@ -40,8 +40,9 @@ def local_mesh(device_type: str, shape: tuple[int, ...], rank: int = 0) -> Devic
     Private in torch (``_init_backend``, ``_rank``); tried on 2.11 to 2.13.
     """
     names = ("dp_outer", "dp_shard")[-len(shape) :]
-    ranks = torch.arange(math.prod(shape)).view(shape)
-    return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+    with torch.device("cpu"):  # whatever the default device is
+        ranks = torch.arange(math.prod(shape)).view(shape)
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
 
 def layout_rank(mesh: DeviceMesh) -> int:

@@ -140,21 +140,29 @@ def _ideas(q: _Question, report: Report) -> Iterator[tuple[str, _Question]]:
     """What might be faster, without tracing anew."""
     o = q.options
 
-    def option(text: str, **changes: Any) -> tuple[str, _Question]:
-        return text, replace(q, options=replace(o, **changes))
+    def option(text: str, **changes: Any) -> Iterator[tuple[str, _Question]]:
+        if changes.keys() <= pipeline.obeyed(o):
+            yield text, replace(q, options=replace(o, **changes))
 
     if not report.fits:
         for depth in range(min(o.prefetch, o.reduce_lag)):
-            yield option(f"prefetch={depth}, reduce_lag={depth}", prefetch=depth, reduce_lag=depth)
+            yield from option(f"prefetch={depth}, reduce_lag={depth}", prefetch=depth, reduce_lag=depth)
         if o.pool:
-            yield option("pool=False", pool=False)
+            yield from option("pool=False", pool=False)
         return
     if any(x.why == "memory limit" for x in report.exposed):
-        yield option("no max_unsharded", max_unsharded=None)
+        yield from option("no max_unsharded", max_unsharded=None)
     for depth in (o.prefetch + 1, o.prefetch + 2):
-        yield option(f"prefetch={depth}", prefetch=depth)
-        yield option(f"prefetch={depth}, reduce_lag={o.reduce_lag + 1}", prefetch=depth, reduce_lag=o.reduce_lag + 1)
-    yield option(f"reduce_lag={o.reduce_lag + 1}", reduce_lag=o.reduce_lag + 1)
+        yield from option(f"prefetch={depth}", prefetch=depth)
+        yield from option(
+            f"prefetch={depth}, reduce_lag={o.reduce_lag + 1}", prefetch=depth, reduce_lag=o.reduce_lag + 1
+        )
+    yield from option(f"reduce_lag={o.reduce_lag + 1}", reduce_lag=o.reduce_lag + 1)
+
+
+def _is_table(value: Any) -> bool:
+    """Whether it is one table of passes, not several."""
+    return isinstance(value, (list, tuple)) and all(isinstance(r, tuple) and len(r) == 2 for r in value)
 
 
 def _questions(
@@ -179,9 +187,10 @@ def _questions(
     axis("mesh_shape", mesh_shape, isinstance(mesh_shape, list))
     axis("hardware", machines, isinstance(machines, list))
     given = dict(options or {})
-    Options.parse({k: v[0] if isinstance(v, list) and v else v for k, v in given.items()})
+    firsts = {k: v[0] if isinstance(v, list) and v and not _is_table(v) else v for k, v in given.items()}
+    pipeline.chosen(Options.parse(firsts))
     for name, value in given.items():
-        axis(name, value, isinstance(value, (list, range)))
+        axis(name, value, isinstance(value, (list, range)) and not (name == "passes" and _is_table(value)))
     for name, value in sharding.items():
         nested = name in ("units", "ignored_params")
         many = isinstance(value, list) and (not nested or (bool(value) and all(isinstance(v, list) for v in value)))
@@ -220,6 +229,8 @@ def _values(q: _Question, varied: Sequence[str]) -> dict[str, str]:
             else q.sharding[name] if name in q.sharding
             else getattr(q.options, name)
         )  # fmt: skip
+        if name == "passes":
+            value = ", ".join(row[0] for row in q.options.passes or ())
         out[name] = getattr(value, "__name__", None) or re.sub(r"<class '(?:.*\.)?(\w+)'>", r"\1", str(value))
     return out
 
@@ -241,7 +252,7 @@ def _unsharded(model: nn.Module | None) -> tuple[int, int]:
 
 def _report(traced: Programs, q: _Question, inputs: Any, optimizer: str, profile: Any, listings: bool = True) -> Report:
     o = q.options
-    table = pipeline.table(o.prefetch, o.reduce_lag, o.max_unsharded, o.pool)
+    table = pipeline.chosen(o)
     programs = [original.copy() for original in traced]
     stages = [pipeline.run(p, upto=o.upto, passes=table, checked=o.check, listings=listings) for p in programs]
     other, plain = _unsharded(traced.model)

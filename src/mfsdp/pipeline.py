@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from . import listing
 from .check import LawError, check
+from .config import Options
 from .passes.bucket import bucket
 from .passes.defer import defer
 from .passes.gather import gather
@@ -41,6 +43,58 @@ def table(depth: int = 1, lag: int = 1, limit: int | None = None, slots: bool = 
 PIPELINE = table()
 """The defaults."""
 
+
+def chosen(options: Options) -> Table:
+    """The table of passes that the backend's options ask for.
+
+    Raises:
+        ValueError: ``passes`` is no table, has one name twice, has passes in an order that cannot be, or lacks the one
+            that obeys another option that is given.
+    """
+    ours = table(options.prefetch, options.reduce_lag, options.max_unsharded, options.pool)
+    if options.passes is None:
+        return ours
+    rows = _rows(options.passes)
+    for option, name in _KNOBS.items():
+        value = getattr(options, option)
+        if value != getattr(Options, option) and option not in obeyed(options):
+            raise ValueError(
+                f"option {option}={value!r} is for the pass {name!r}, which is not in passes= as it is in PIPELINE: "
+                f"put it there, or leave out {option}"
+            )
+    return tuple((name, dict(ours)[name] if (name, function) in PIPELINE else function) for name, function in rows)
+
+
+def obeyed(options: Options) -> set[str]:
+    """Options whose passes are in the table of passes as the pipeline has them."""
+    rows = PIPELINE if options.passes is None else options.passes
+    own = {name for name, function in rows if (name, function) in PIPELINE}
+    return {option for option, name in _KNOBS.items() if name in own}
+
+
+_KNOBS = {"prefetch": "prefetch", "max_unsharded": "prefetch", "reduce_lag": "defer", "pool": "pool"}
+"""Options, and the pass that obeys each."""
+
+
+def _rows(given: Any) -> Table:
+    """The rows of a table that a user has made."""
+    rows = tuple(given) if isinstance(given, (list, tuple)) else ()
+    if not rows or not all(
+        isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str) and callable(row[1]) for row in rows
+    ):
+        raise ValueError(
+            f"option passes={given!r}: give a table of passes, (*mfsdp.pipeline.PIPELINE, ('mine', my_pass))"
+        )
+    names = [name for name, _ in rows]
+    twice = next((n for n in ["capture", *names] if [*names, "capture"].count(n) > 1), None)
+    if twice is not None:
+        raise ValueError(f"option passes: {twice!r} is there twice; give each pass a name of its own")
+    for early, late, why in ORDER:
+        if early in names and late in names and names.index(early) > names.index(late):
+            raise ValueError(f"option passes: {early!r} has to come before {late!r}: {why}")
+    return rows
+
+
 ORDER: tuple[tuple[str, str, str], ...] = (
     ("gather", "reshard", "there is nothing to free before something is gathered"),
     ("gather", "reduce", "a listing shows parameters before their gradients; values do not depend on it"),
@@ -71,6 +125,22 @@ class Stage:
     seconds: float
 
 
+class Stages(list[Stage]):
+    """What the passes did, in order; ``stages["bucket"]`` is that of a pass by name."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        found = next((stage for stage in self if stage.name == key), None)
+        if found is None:
+            raise KeyError(f"no pass {key!r} has run; there are {', '.join(stage.name for stage in self)}")
+        return found
+
+
+class PassError(RuntimeError):
+    """A pass has raised; the cause is its own exception."""
+
+
 def run(
     program: Program,
     *,
@@ -78,7 +148,7 @@ def run(
     passes: Table = PIPELINE,
     checked: bool = True,
     listings: bool = True,
-) -> list[Stage]:
+) -> Stages:
     """Runs the passes in order, checks every law after each, and returns the listing after each.
 
     Args:
@@ -91,11 +161,12 @@ def run(
     Raises:
         ValueError: ``upto`` is no pass.
         LawError: a pass broke a law; the message names the law and shows the listing around the fault.
+        PassError: a pass raised; the message names it.
     """
     names = ["capture", *(name for name, _ in passes)]
     if upto is not None and upto not in names:
         raise ValueError(f"upto={upto!r} is no pass; the passes are {', '.join(names)}")
-    stages = [Stage("capture", listing.render(program, "capture") if listings else "", 0.0)]
+    stages = Stages([Stage("capture", listing.render(program, "capture") if listings else "", 0.0)])
     if checked:
         _check(program, "capture")
     for name, function in passes[: names.index(upto) if upto else len(passes)]:
@@ -103,7 +174,11 @@ def run(
         program.notes.clear()
         program.changes.clear()
         start = time.perf_counter()
-        function(program)
+        try:
+            function(program)
+        except Exception as error:
+            text = f"mfsdp: the pass {name!r} raised on {program.name} {program.phase}: {type(error).__name__}: {error}"
+            raise PassError(text) from error
         if checked:
             _check(program, name)
         seconds = time.perf_counter() - start

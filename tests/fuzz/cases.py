@@ -141,6 +141,7 @@ def _no_experts(blocks: list[Case], narrow: bool) -> None:
     for block in blocks:
         if block["kind"] == "experts" and narrow:
             block["kind"] = "mixture"
+            block.pop("inner", None)
         _no_experts(block.get("blocks", []), narrow)
 
 
