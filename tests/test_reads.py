@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from typing import Any
@@ -122,6 +123,37 @@ def test_what_hangs_in_the_place_of_a_parameter_is_not_ignored():
         with mfsdp.summon_full_params(m), torch.no_grad(), leave:
             m(x)
         assert torch.equal(m(x), want)
+
+
+class Broken(nn.Sequential):
+    """Dynamo gives up half-way: the unit is gathered in plain Python, and compiled pieces read it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self[0](x)
+        torch._dynamo.graph_break()
+        return self[1](x)
+
+
+@pytest.mark.parametrize("around", ["nothing", "unsharded", "unshard"])
+@pytest.mark.parametrize("kind", [nn.Sequential, Broken])
+def test_nor_in_compiled_pieces(kind, around):
+    torch._dynamo.reset()
+    warnings.simplefilter("ignore")
+    model = mfsdp.fully_shard(kind(nn.Linear(4, 4), nn.Linear(4, 4)))
+    run, x = torch.compile(model, backend="mfsdp", options={"lowering": "eager"}), torch.ones(1, 4)
+    zeros = {name: torch.zeros(p.shape) for name, p in run.named_parameters()}
+    if around == "unshard":
+        model.unshard()
+    with mfsdp.unsharded(model) if around == "unsharded" else contextlib.nullcontext():
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                want = run(x)
+                with pytest.raises(RuntimeError, match="in the place of weight of unit"):
+                    torch.func.functional_call(run, zeros, (x,))
+                assert torch.equal(run(x), want)
+    assert not torch.func.functional_call(
+        model, {n.removeprefix("_orig_mod."): z for n, z in zeros.items()}, (x,)
+    ).any()
 
 
 def test_moving_averages_in_a_plain_forward():

@@ -16,8 +16,8 @@ from .capture import Capture, sources
 from .config import Options
 from .dump import Dump
 from .profile import outline
-from .program import Phase, Program, lane_of
-from .roles import Kind, role
+from .program import READ, Phase, Program, lane_of
+from .roles import role
 
 log = logging.getLogger("mfsdp")
 
@@ -134,9 +134,8 @@ def holding(program: Program) -> dict[int, str]:
 
 
 def reading(program: Program) -> list[int]:
-    """Which of a program's arguments are sources of parameters."""
-    places = enumerate(program.gm.graph.find_nodes(op="placeholder"))
-    return [i for i, n in places if (r := role(n)) is not None and r.kind is Kind.SHARD]
+    """Which of a program's arguments parameters are read through."""
+    return [i for i, n in enumerate(program.gm.graph.find_nodes(op="placeholder")) if n.meta.get(READ)]
 
 
 def _raise(error: Exception) -> Callable[..., Any]:

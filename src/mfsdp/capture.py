@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from . import ops, runtime
 from .config import Precision
 from .layout import plan
-from .program import INPUT, STORAGE, Phase, Program, base_of, storage_of
+from .program import INPUT, READ, STORAGE, Phase, Program, base_of, storage_of
 from .roles import Kind, Role, mark, role
 from .state import FlatBuffer, UnitState
 from .units import Spec, Unit
@@ -41,6 +41,8 @@ class Capture:
         self.input_names = [_readable(n, frame.inputs if frame else ()) for n in names]
         self.shards: dict[int, Unit] = {}
         """Index of an input that is a shard -> its unit."""
+        self.whole = {i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and runtime.read_by(t) is not None}
+        """Indices of inputs that are shards, or parameters that the eager path has gathered."""
         self.plain: dict[int, tuple[Unit, int]] = {}
         """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
         self._names(inputs, names)
@@ -96,6 +98,7 @@ class Capture:
         for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
             if i < self.inputs:
                 node.meta[INPUT] = self.input_names[i]
+                node.meta[READ] = i in self.whole
             unit = self.shards.get(i)
             if unit is not None:
                 shape = tuple(node.meta["val"].shape)

@@ -225,6 +225,7 @@ def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
     with torch.enable_grad():  # whoever reads them next may want gradients
         params = _Gather.apply(buffer.source, buffer, full)  # type: ignore[no-untyped-call]
     ticket.watch = writes.Watch(buffer, params)
+    runtime.own_whole(params, buffer)
     return params  # type: ignore[no-any-return]
 
 

@@ -29,6 +29,9 @@ INPUT = "mfsdp_input"
 """``node.meta`` key of placeholders that belong to the caller (as opposed to what forward saved for backward); the
 value is a readable name."""
 
+READ = "mfsdp_read"
+"""``node.meta`` key of these: whether parameters are read through them, shards or what the eager path has gathered."""
+
 
 class Program:
     """An ATen graph whose placeholders, markers and inserted nodes carry roles.

@@ -75,6 +75,22 @@ def owner(shard: torch.Tensor) -> Any:
     return found
 
 
+_WHOLE = "_mfsdp_whole"
+"""Attribute of gathered parameters of the eager path: their buffer."""
+
+
+def own_whole(params: Iterable[torch.Tensor], buffer: Any) -> None:
+    """Makes a buffer known to the whole parameters that have been gathered from it."""
+    for param in params:
+        setattr(param, _WHOLE, weakref.ref(buffer))
+
+
+def read_by(tensor: torch.Tensor) -> Any:
+    """The buffer whose parameters a program reads through an argument, shard or gathered parameter, or ``None``."""
+    hung = getattr(tensor, _WHOLE, None)
+    return owner(tensor) if hung is None else hung()
+
+
 def sharded() -> bool:
     """Whether this process holds a shard of anything."""
     return len(_owners) > 0
@@ -1012,7 +1028,8 @@ def marked(
             are compared every time that it runs (Note [In step]).
         held: which of its arguments are sources of units whose gradients it may keep back (`no_sync`), and the units'
             paths; whether it does is compared too.
-        reads: which of its arguments are sources whose parameters forward reads: they have to be the modules' still.
+        reads: which of its arguments parameters are read through in forward (sources, or gathered parameters):
+            they have to be the modules' still.
         meets: all groups of its units, also those that it communicates over in another phase only.
 
     Raises:
@@ -1039,7 +1056,7 @@ def marked(
         _running.runs.append(running)
         try:
             for i in reads:
-                buffer = owner(args[i])
+                buffer = read_by(args[i])
                 if buffer is not None:
                     buffer.in_place()
             return named(args) if _observer is None else _observer.program(outline, named, args)

@@ -108,6 +108,9 @@ def draw(seed: int) -> Case:
         case.pop("calls", None)
     _cut_inside(random.Random(-seed), case["blocks"])
     _no_batch_norm(case["blocks"], "saved" in case or "compute_dtype" in case.get("policy", {}))
+    if "meta" in case:  # what is drawn in another dtype is another number
+        for block in each(case["blocks"]):
+            block.pop("dtype", None)
     _no_experts(case["blocks"], "compute_dtype" in case.get("policy", {}))
     return case
 

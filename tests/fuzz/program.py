@@ -315,7 +315,8 @@ def _backward(case: Case, limit: float) -> list[str]:
         lines += [f"x = x.to(torch.{compute})", "y = x.to(y.dtype)"]
     if "functional" in case:
         lines += [f"for m, z in (({case['functional']}, x), (reference, y)):"]
-        lines += ["    zeros = {n: torch.zeros(p.shape) for n, p in m.named_parameters()}"]
+        kind = f"torch.{compute or case['dtype']} if m is not reference else torch.{case['dtype']}"
+        lines += [f"    zeros = {{n: torch.zeros(p.shape, dtype={kind}) for n, p in m.named_parameters()}}"]
         lines += ["    out = torch.func.functional_call(m, zeros, (z,))"]
         lines += ["    want = out if m is reference else None", "    mine = mine if m is reference else out"]
         lines += [f"same(faults, 'functional_call', mine, want, {limit})"]
