@@ -13,7 +13,7 @@ import math
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -70,6 +70,18 @@ class Sharding:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.layout.slots[self.slot].shape
+
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """What DTensors say of it; made once, for optimizers make tensors all the time."""
+        known = self.__dict__.setdefault("_specs", {})
+        if dtype not in known:
+            shape = torch.Size(self.shape)
+            meta = TensorMeta(shape, _strides(shape), dtype)
+            known[dtype] = DTensorSpec(self.copies or self.mesh, self.placements, tensor_meta=meta)
+        return known[dtype]  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_specs"}
 
     def local(self, rank: int | None = None) -> Local:
         """The part of a rank, by default of this one."""
@@ -197,7 +209,10 @@ _DISPATCHES = _subclasses_dispatch()
 
 def _native(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls a function of torch on sharded tensors as they are."""
-    with nullcontext() if _DISPATCHES else _Dispatch(), torch._C.DisableTorchFunctionSubclass():
+    if _DISPATCHES:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    with _Dispatch(), torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
@@ -218,15 +233,12 @@ class ShardedDTensor(DTensor):
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool = False) -> ShardedDTensor:
-        shape = torch.Size(sharding.shape)
-        strides = _strides(shape)
+        spec = sharding.spec(local.dtype)
         out = torch.Tensor._make_wrapper_subclass(
-            cls, shape, strides=strides, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+            cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
         out._local_tensor = local.detach()
-        out._sharding = sharding
-        mesh, meta = sharding.copies or sharding.mesh, TensorMeta(shape, strides, local.dtype)
-        out._spec = DTensorSpec(mesh, sharding.placements, tensor_meta=meta)
+        out._sharding, out._spec = sharding, spec
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -234,6 +246,8 @@ class ShardedDTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not torch.is_grad_enabled() and outside.plainly_native(func, args, kwargs, ShardedDTensor):  # optimizers
+            return _native(func, args, kwargs or {})
         return outside.call(func, args, kwargs or {}, ShardedDTensor, _native, _DISPATCHES)
 
     @classmethod

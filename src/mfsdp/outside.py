@@ -86,6 +86,18 @@ def way_of(function: Callable[..., Any]) -> Way:
     return Way.OTHER if gives_tensors else Way.NATIVE
 
 
+def plainly_native(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, sharded: type[torch.Tensor]
+) -> bool:
+    """Whether `call` without gradients would call it on the sharded tensors as they are, as far as is soon told:
+    optimizers ask a dozen times per parameter and step.
+    """
+    way = way_of(function)
+    if way is Way.ELEMENTWISE and not kwargs:
+        return all(type(a) is sharded or type(a) is float for a in args)
+    return way is Way.NATIVE
+
+
 def call(
     function: Callable[..., Any],
     args: tuple[Any, ...],
