@@ -185,6 +185,16 @@ def test_static_buffers_are_reused_unless_somebody_holds_them():
     del runtime._slots[cpu, "t0"]
 
 
+def test_a_static_buffer_that_grows_is_freed_first(monkeypatch):
+    empty, there = torch.empty, []
+    runtime._room("t0", 100, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, **more: (there.append(runtime.slot_bytes()), empty(*args, **more))[1]
+    )
+    assert runtime._room("t0", 200, torch.float32, torch.device("cpu")).numel() == 200
+    assert "t0" not in there[0] and runtime._slots.pop((torch.device("cpu"), "t0")).nbytes() == 800
+
+
 class Stream:
     """Stands for one of a GPU's."""
 

@@ -2,7 +2,7 @@
 
 The demo's model on the demo's text, on two processes, once per contender: same weights at first, same batches, same
 optimizer. Written to ``--out``: one file per contender as it ends (those that are there are not run again), then
-table.md, results.json and curve.svg. docs/CURVE.md says what is compared.
+table.md, results.json and curve.png. docs/CURVE.md says what is compared.
 """
 
 from __future__ import annotations
@@ -307,10 +307,11 @@ def plot(path: Path, found: Sequence[Row]) -> None:
         for panel in axes[:, column]:
             panel.grid(alpha=0.3)
             if panel.get_legend_handles_labels()[0]:
-                panel.legend(fontsize="small")
+                place = "upper right" if panel is axes[0, column] else ("upper left", "center")[column]
+                panel.legend(fontsize="x-small", loc=place)
     axes[0, 0].set(ylabel="loss, nats per byte")
     axes[1, 0].set(ylabel="difference of the loss\n(largest of 20 steps; 1e-9: none)")
-    figure.savefig(path)
+    figure.savefig(path, dpi=100)
 
 
 def _draw(row: Row, reference: Row | None, above: Any, below: Any) -> None:
@@ -337,7 +338,7 @@ def report(args: argparse.Namespace) -> None:
     )
     thinned = [{**vars(r), "losses": [round(x, 5) for x in r.losses[:: max(1, args.steps // 100)]]} for r in found]
     (args.out / "results.json").write_text(json.dumps({"machine": machine, **setting(args), "rows": thinned}, indent=1))
-    plot(args.out / "curve.svg", found)
+    plot(args.out / "curve.png", found)
     print(table(found))
 
 

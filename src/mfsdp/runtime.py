@@ -617,6 +617,8 @@ def _room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> to
     if storage is not None and not _vacant(storage, device):
         return torch.empty(numel, dtype=dtype, device=device)
     if storage is None or storage.nbytes() < size:
+        storage = None
+        _slots.pop((device, slot), None)  # the old and the new one are never there at once
         storage = _slots[device, slot] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,))  # type: ignore[no-any-return, call-overload]
 

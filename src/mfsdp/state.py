@@ -198,7 +198,8 @@ class FlatBuffer:
                 there (``torch.func.functional_call``).
         """
         for params, name, slot in self.places:
-            if params[name] is not self.params[slot]:
+            there = params.get(name)
+            if there is not None and there is not self.params[slot]:
                 raise RuntimeError(
                     f"mfsdp: a compiled model reads sharded parameters, and another tensor is in the place of {name} "
                     f"of {self.path}. "
