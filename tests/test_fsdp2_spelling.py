@@ -169,7 +169,7 @@ def test_arguments_that_are_refused(arguments, kind, message):
 
 
 def test_what_is_no_module():
-    for given in (3, [], [nn.Linear(2, 2), 3]):
+    for given in (3, [], [nn.Linear(2, 2), 3], [[nn.Linear(2, 2)]]):
         with pytest.raises(ValueError, match="is no module"):
             mfsdp.fully_shard(given)
     with pytest.raises(ValueError, match="several modules are one unit; leave out units="):
@@ -218,9 +218,29 @@ def test_several_modules_are_one_unit_of_the_listing():
     assert type(model.head(torch.ones(1, 16))) is torch.Tensor
     forward = mfsdp.trace(model, (torch.zeros(1, 8, dtype=torch.int64),), world=2).forward
     assert [u.fqn for u in forward.units] == ["(root)", "norm+head"]
+    for part in (model.norm, model.head):
+        with pytest.raises(ValueError, match=r"is one unit with other modules \('norm\+head'\), and cannot be traced"):
+            mfsdp.trace(part, (torch.ones(1, 16),))
     model.head.unshard()
     model.norm.reshard()
     assert list(model.state_dict()) == list(GPT(tied=False).state_dict())
+
+
+def test_several_modules_are_explained_as_what_they_hold():
+    """Also where an inner call was made first, and the first module of the unit comes later in the model."""
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    reports = []
+    for joint in (True, False):
+        model = GPT(tied=False)
+        mfsdp.fully_shard(model.blocks[0].up)
+        for part in [[model.head, model.blocks[0]]] if joint else [model.head, model.blocks[0]]:
+            mfsdp.fully_shard(part)
+        mfsdp.fully_shard(model)
+        reports.append(mfsdp.explain(model, (ids,), world=2, suggest=False))
+    sizes = [{e.name: e.nbytes for e in r.ledger.entries} for r in reports]
+    shared = sum(p.numel() for p in GPT(tied=False).parameters()) * 4 / 2
+    for found in sizes:
+        assert shared <= found["main weights"] <= 1.1 * shared, found
 
 
 # methods

@@ -117,12 +117,30 @@ def test_what_hangs_in_the_place_of_a_parameter_is_not_ignored():
     zeros = {name: torch.zeros(p.shape) for name, p in run.named_parameters()}
     want = run(x)
     for m in (run, copy.deepcopy(run)):
-        with pytest.raises(RuntimeError, match=r"in the place of weight of unit '0' .*the model that was compiled"):
+        with pytest.raises(RuntimeError, match=r"in the place of weight of unit '0' .*set_stance\('force_eager'\)"):
             torch.func.functional_call(m, zeros, (x,))
+        with torch.compiler.set_stance("force_eager"):
+            assert not torch.func.functional_call(m, zeros, (x,)).any()
         leave = pytest.raises(RuntimeError, match=r"Leave mfsdp\.summon_full_params first")
         with mfsdp.summon_full_params(m), torch.no_grad(), leave:
             m(x)
         assert torch.equal(m(x), want)
+    model.compile(backend="mfsdp", options={"lowering": "eager"})
+    zeros = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="force_eager"):
+        torch.func.functional_call(model, zeros, (x,))
+    with torch.compiler.set_stance("force_eager"):
+        assert not torch.func.functional_call(model, zeros, (x,)).any()
+
+
+def test_a_copy_of_a_part_has_nothing_of_the_rest():
+    model = Penalised(_all)
+    mfsdp.fully_shard(model, ignored_params=[model.ignored])
+    with mfsdp.summon_full_params(model), pytest.raises(RuntimeError, match="is summoned; leave .* before copying"):
+        copy.deepcopy(model)
+    part = copy.deepcopy(model.first)
+    (buffer,) = {ref.buffer for ref in mfsdp.state.refs(part).values()}
+    assert {id(params) for params, _ in buffer.places.values()} == {id(part._parameters)}
 
 
 class Broken(nn.Sequential):

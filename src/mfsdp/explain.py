@@ -162,7 +162,9 @@ def _ideas(q: _Question, report: Report) -> Iterator[tuple[str, _Question]]:
 
 def _is_table(value: Any) -> bool:
     """Whether it is one table of passes, not several."""
-    return isinstance(value, (list, tuple)) and all(isinstance(r, tuple) and len(r) == 2 for r in value)
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(r, tuple) and len(r) == 2 and isinstance(r[0], str) for r in value
+    )
 
 
 def _questions(
@@ -230,14 +232,15 @@ def _values(q: _Question, varied: Sequence[str]) -> dict[str, str]:
             else getattr(q.options, name)
         )  # fmt: skip
         if name == "passes":
-            value = ", ".join(row[0] for row in q.options.passes or ())
+            value = ", ".join(row[0] for row in q.options.passes or pipeline.PIPELINE)
         out[name] = getattr(value, "__name__", None) or re.sub(r"<class '(?:.*\.)?(\w+)'>", r"\1", str(value))
     return out
 
 
 def _buffers(model: nn.Module | None) -> list[FlatBuffer]:
     modules = [] if model is None else list(model.modules())
-    return [b for m in modules if isinstance(m, FSDPModule) for b in m._mfsdp_unit.buffers]
+    units = dict.fromkeys(m._mfsdp_unit for m in modules if isinstance(m, FSDPModule))
+    return [b for unit in units for b in unit.buffers]
 
 
 def _unsharded(model: nn.Module | None) -> tuple[int, int]:

@@ -520,6 +520,8 @@ class _Run:
             if company is not None:
                 try:
                     said = company.announce(words)
+                except Apart as error:  # where the host does not wait for answers it hears of it here
+                    company.lost_with(list(dict.fromkeys([company, *self.all()])), str(error))
                 except RuntimeError as error:
                     self.disconnected(error, [company])
                     raise
@@ -550,7 +552,7 @@ class _Run:
     def all(self) -> list[Company]:
         """The ranks of all groups that it has to do with: those that have been told first."""
         companies = [said.company for said in self.said]
-        meets = (_company(name) for name in self.meets) if companies else ()
+        meets = (_company(name) for name in self.meets)
         return list(dict.fromkeys([*companies, *(c for c in meets if c is not None)]))
 
     def finish(self, works: Iterable[Any]) -> None:
@@ -1057,8 +1059,7 @@ def marked(
         before = set(_under_way)
         _running.runs.append(running)
         try:
-            for i in reads:
-                buffer = read_by(args[i])
+            for buffer in dict.fromkeys(read_by(args[i]) for i in reads):
                 if buffer is not None:
                     buffer.in_place()
             return named(args) if _observer is None else _observer.program(outline, named, args)

@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import inspect
+import itertools
 import sys
 import types
 from collections import Counter
@@ -190,7 +191,7 @@ def fully_shard(
 
     Args:
         module: the root, or one unit of a larger model; or several modules, which are one unit together (a norm and the
-            head behind it).
+            head behind it). Compiled code gathers them once, uncompiled code in the forward of each.
         units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
             number); each match becomes a unit, what no unit claims belongs to ``module``. ``None``: one unit.
         mesh: ``DeviceMesh``, 1-D or (outer, shard); or a larger one with axes named ``dp_shard`` and, for two levels,
@@ -286,11 +287,15 @@ def fully_shard(
         for kept in dict.fromkeys(root.buffers()) if synced else ():
             kept.copy_(alike.of_first_rank(kept, synced, target))
     _name(root, units_of[root], frame)
-    given[0].__dict__["_mfsdp_call"] = {
+    given[0].__dict__["_mfsdp_call"] = next(_calls), {
         "units": units, "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": policy,
-        "reshard_after_forward": reshard_after_forward, **({"module": given} if len(given) > 1 else {}),
+        "reshard_after_forward": reshard_after_forward,
     }  # fmt: skip
     return module
+
+
+_calls = itertools.count()
+"""Numbers of calls, in their order."""
 
 
 def _modules(given: Any) -> tuple[nn.Module, ...]:
@@ -299,10 +304,10 @@ def _modules(given: Any) -> tuple[nn.Module, ...]:
     Raises:
         ValueError: it is neither a module nor several.
     """
-    found = tuple(dict.fromkeys(given)) if isinstance(given, (list, tuple)) else (given,)
+    found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if not found or not all(isinstance(m, nn.Module) for m in found):
         raise ValueError(f"fully_shard: {given!r} is no module")
-    return found
+    return tuple(dict.fromkeys(found))
 
 
 def _name(root: nn.Module, own: UnitState, frame: Frame) -> None:
@@ -322,7 +327,7 @@ class Blueprint:
     """A model on the meta device as it was before it was sharded, if it was; and how it was."""
 
     model: nn.Module
-    calls: list[tuple[nn.Module, dict[str, Any]]]
+    calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any]]]
     """Which of its modules were given to :func:`fully_shard`, with which arguments, in order."""
     twins: dict[int, Any]
     """What has become of tensors, by ``id``."""
@@ -332,9 +337,20 @@ def blueprint(model: nn.Module) -> Blueprint:
     """The plan of a model, which is not changed; parameters require gradients as when they were sharded.
 
     Raises:
-        ValueError: the model holds something that cannot be copied.
+        ValueError: the model holds something that cannot be copied, or is a part of a unit of several modules.
     """
     memo: dict[int, Any] = {}
+    inside = {id(m._parameters) for m in model.modules()}
+    members: dict[UnitState, list[int]] = {}
+    for number, m in enumerate(model.modules()):
+        if isinstance(m, FSDPModule):
+            unit = m._mfsdp_unit
+            members.setdefault(unit, []).append(number)
+            if any(id(params) not in inside for b in unit.buffers for params, _ in b.places.values()):
+                raise ValueError(
+                    f"mfsdp: {type(m).__name__} is one unit with other modules ({unit.fqn!r}), and cannot be traced "
+                    "without them: trace a module around all of them"
+                )
     for m in model.modules():
         if "_mfsdp_unit" in m.__dict__:
             memo[id(m.__dict__["_mfsdp_unit"])] = None
@@ -361,16 +377,18 @@ def blueprint(model: nn.Module) -> Blueprint:
         out = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"mfsdp: {type(model).__name__} cannot be copied to be traced: {error}") from error
+    modules = list(out.modules())
     calls = []
-    for m in out.modules():
+    for numbers in members.values():
+        given = [modules[number] for number in numbers]
+        calls += [(call, given) for m in given if (call := m.__dict__.pop("_mfsdp_call", None))]
+    for m in modules:
         if "_mfsdp_unit" in m.__dict__:
             m.__class__ = type(m).__bases__[-1]
-            call = m.__dict__.pop("_mfsdp_call", None)
             for name in ("_mfsdp_unit", "_mfsdp_refs"):
                 m.__dict__.pop(name, None)
-            if call is not None:
-                calls.append((m, call))
-    return Blueprint(out, calls[::-1], twins)
+    calls.sort(key=lambda made: made[0][0])
+    return Blueprint(out, [(given if len(given) > 1 else given[0], call) for (_, call), given in calls], twins)
 
 
 # Units
@@ -647,7 +665,7 @@ def _forget_stale(unit: UnitState) -> None:
 def _hand_over(owner: nn.Module, name: str, ref: Ref, former: Callable[[], nn.Parameter], undo: Undo) -> None:
     _put(owner, name, cast(nn.Parameter, ref.buffer.params[ref.slot]))
     owner.__dict__.setdefault("_mfsdp_refs", {})[name] = ref
-    ref.buffer.places.append((owner._parameters, name, ref.slot))
+    ref.buffer.place(owner._parameters, name, ref.slot)
 
     def back() -> None:
         _put(owner, name, former())
@@ -721,6 +739,11 @@ def _subclass(
             return (p for _, p in _parameters(self, recurse=recurse))
         return base.parameters(self, recurse)
 
+    def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
+        base.__setstate__(self, state)
+        for name, ref in refs(self).items():  # of a copy
+            ref.buffer.place(self._parameters, name, ref.slot)
+
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if name in refs(self) and param is not self._parameters.get(name):
             raise ValueError(
@@ -762,6 +785,7 @@ def _subclass(
     space: dict[str, Any] = {
         "forward": functools.wraps(base.forward)(own_code(forward, base.__name__)),
         "__init__": functools.wraps(base.__init__)(__init__),
+        "__setstate__": __setstate__,
         "register_parameter": register_parameter,
         "_load_from_state_dict": _load_from_state_dict,
         "_apply": _apply,

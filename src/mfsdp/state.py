@@ -130,8 +130,8 @@ class FlatBuffer:
         self._grads: dict[int, ShardedDTensor] = {}
         """Every ``.grad`` that has been looked at, views of the accumulator or of ``_looked``."""
         self._index = {slot.offset: i for i, slot in enumerate(layout.slots)}
-        self.places: list[tuple[dict[str, Any], str, int]] = []
-        """Where its parameters hang: a module's ``_parameters``, the name there, the slot."""
+        self.places: dict[tuple[int, str], tuple[dict[str, Any], int]] = {}
+        """Where its parameters hang: a module's ``_parameters`` and the slot, by ``id`` of the dict and name in it."""
         self.born_on_meta: dict[int, torch.dtype] = {}
         """Slots whose parameter was built on the meta device, and its dtype there."""
         self.written: set[int] = set()
@@ -165,6 +165,8 @@ class FlatBuffer:
         self.text = self.spec.encode()
 
     def __deepcopy__(self, memo: dict[int, object]) -> FlatBuffer:
+        if self.summoned is not None:
+            raise RuntimeError(f"mfsdp: {self.path} is summoned; leave mfsdp.summon_full_params before copying")
         twin = FlatBuffer(
             self.unit, self.layout, self.placement, self.precision,
             trainable=False, reshard=self.spec.reshard, device=self.main.device,
@@ -187,8 +189,11 @@ class FlatBuffer:
                 carry_attributes(mine, its)
                 its.requires_grad_(mine.requires_grad)
                 memo[id(mine)] = its
-        twin.places = copy.deepcopy(self.places, memo)
         return twin
+
+    def place(self, params: dict[str, Any], name: str, slot: int) -> None:
+        """Says where a parameter hangs."""
+        self.places[id(params), name] = params, slot
 
     def in_place(self) -> None:
         """Makes sure that modules still have these parameters: a compiled program reads them, whatever hangs there.
@@ -197,15 +202,15 @@ class FlatBuffer:
             RuntimeError: another tensor is in the place of one: `summon_full_params` is open, or somebody has put it
                 there (``torch.func.functional_call``).
         """
-        for params, name, slot in self.places:
+        for (_, name), (params, slot) in self.places.items():
             there = params.get(name)
             if there is not None and there is not self.params[slot]:
                 raise RuntimeError(
                     f"mfsdp: a compiled model reads sharded parameters, and another tensor is in the place of {name} "
                     f"of {self.path}. "
                     + (
-                        "Give torch.func.functional_call the model that was compiled, not what torch.compile made of "
-                        "it: torch.func.functional_call(model, values, args)."
+                        "Values that are put there (torch.func.functional_call) are seen by uncompiled code only: call "
+                        "it under torch.compiler.set_stance('force_eager')."
                         if self.summoned is None
                         else "Leave mfsdp.summon_full_params first, or call the model uncompiled."
                     )

@@ -84,7 +84,7 @@ def trace(
         sharding["ignored_params"] = [plan.twins.get(id(p), p) for p in sharding["ignored_params"] or ()]
     ignored = [p for p in meta.parameters() if getattr(p, "_mfsdp_ignored", False)]
     for module, call in plan.calls or [(meta, sharding)]:
-        fully_shard(**{"module": module, "mesh": mesh, "device": "meta", "ignored_params": ignored, **call})
+        fully_shard(module, **{"mesh": mesh, "device": "meta", "ignored_params": ignored, **call})
     _settings(model, meta)
     kind = type(meta)
     forward = own_code(kind.forward, kind.__name__)  # so that traces do not count as recompilations of the model

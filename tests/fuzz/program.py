@@ -286,7 +286,7 @@ def _steps(case: Case) -> list[str]:
     else:
         lines += ["micro = 0", *backward]
     lines += ["averaged(reference, world)", f"if not gradients(faults, step, model, reference, {limit}):"]
-    lines += ["    return faults"]
+    lines += ["    return faults or ['it runs away at once'] * (step == 0)"]
     if case.get("clip"):
         lines += ["norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, reference)]"]
         lines += [f"same(faults, f'step {{step}}: norm', *norms, {limit})"]
