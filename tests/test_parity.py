@@ -44,12 +44,6 @@ def test_two_ranks_inductor(two_ranks, name):
         assert max(worst.values()) < 1e-5
 
 
-@pytest.mark.inductor
-def test_four_ranks_inductor(four_ranks):
-    for worst in four_ranks.run(gradients, "gpt", "inductor", timeout=300):
-        assert max(worst.values()) < 1e-5
-
-
 @pytest.mark.parametrize("name", [n for n in (*FEWER, "peft") if n != "gpt_nested"])
 def test_ten_adamw_steps_with_clipping(two_ranks, name):
     assert max(two_ranks.run(training, name, "eager")) < 1e-5

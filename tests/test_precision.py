@@ -178,7 +178,7 @@ def test_every_combination(two_ranks, base, policies):
 def test_usual_policies(two_ranks, place, name):
     base = BF16 if name == "bf16 model" else F32
     for microbatches, optimizer in ((1, "AdamW"), (3, "SGD")):
-        for wrong in two_ranks.run(differing, [USUAL[name]], [place], "eager", microbatches, 10, optimizer, base=base):
+        for wrong in two_ranks.run(differing, [USUAL[name]], [place], "eager", microbatches, 5, optimizer, base=base):
             assert wrong == []
 
 

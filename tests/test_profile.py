@@ -137,15 +137,15 @@ def recorded(lowering: str) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_stacks_and_the_flight_recorder_see_units(monkeypatch, two_fresh_ranks, lowering):
+@pytest.mark.inductor
+def test_stacks_and_the_flight_recorder_see_units(monkeypatch, two_fresh_ranks):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "1000")
     units = ["(root)", "blocks.0", "blocks.1"]
-    for seen in two_fresh_ranks.run(in_stacks, lowering):
+    for seen in two_fresh_ranks.run(in_stacks, "inductor"):
         forward, backward = ([x[0] for x in seen if x[1] == f"GPT {phase}"] for phase in ("forward", "backward"))
         assert forward == [f"all_gather {u}" for u in units]
         assert sorted(backward) == sorted(f"{x} {u}" for x in ("all_gather", "reduce_scatter") for u in units)
-    for kept in two_fresh_ranks.run(recorded, lowering):
+    for kept in two_fresh_ranks.run(recorded, "inductor"):
         assert kept == [("gloo:all_reduce", f"all_reduce {u}", "GPT backward") for u in reversed(units)]
 
 

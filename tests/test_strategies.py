@@ -303,7 +303,7 @@ def test_switching_synchronisation_compiles_nothing(two_ranks, place):
 
 def memory(place: str) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes that last from step to step, by what they are for; what the strategy says they are."""
-    case = CASES["gpt"]
+    case = CASES["mlp"]
     _, model = build(case, **sharding(place))
     run = compiled(model, "eager")
     accumulated(model, run, case, 0, 1, place)
