@@ -91,6 +91,34 @@ def test_equal_layers_are_not_the_same_layer(two_ranks, how):
         assert f"unit {named[1 - rank]} of Layers" in text.split("->")[1].split("\n")[1], text
 
 
+class Pieces(Layers):
+    """The same in plain Python: Dynamo compiles one layer, and calls that program for all, which are equal."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            if i != self.skip:
+                torch._dynamo.graph_break()
+                x = torch.tanh(layer(x))
+        return x
+
+
+def pieces(strategy: int) -> str:
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(Pieces(4), units=["layers.*"], mesh=throwaway(), strategy=strategy)
+    run = torch.compile(model, backend="mfsdp", options=EAGER)
+    run(torch.ones(2, 4)).sum().backward()
+    model.skip = 1 + dist.get_rank()
+    return said(lambda: run(torch.ones(2, 4)).sum().backward())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_equal_layers_that_share_a_program_are_told_apart(two_ranks, strategy):
+    for rank, text in enumerate(two_ranks.run(pieces, strategy)):
+        assert "(law 13)" in text and "'layers.1'" in text and "'layers.2'" in text, text
+        assert f"rank {rank}" in text.split("->")[1], text
+
+
 def known_programs() -> str:
     """Both programs have run on both ranks before; one rank's data says one, the other's the other."""
     model, run = compiled_layers()

@@ -17,7 +17,7 @@ from .config import Options
 from .dump import Dump
 from .profile import outline
 from .program import READ, Phase, Program, lane_of
-from .roles import role
+from .roles import Kind, role
 
 log = logging.getLogger("mfsdp")
 
@@ -73,14 +73,15 @@ def mfsdp(
         log.info("mfsdp: graph%d %s: %s, %s", number, phase, program.name, listing.schedule(program))
         dump.artifacts(number, phase, stages)
         outlined, sequences = outline(program), collectives(program)
-        held, reads = holding(program), [] if phase == "backward" else reading(program)
+        sources, held = sharded(program), holding(program)
+        reads = [] if phase == "backward" else reading(program)
         meets = list(dict.fromkeys(group for unit in program.units for group in unit.spec.meets))
         show = dumped.add(program, stages) if dumped is not None and runtime.rank() == 0 else None
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
             if show is not None:
                 show(code)
-            return runtime.marked(outlined, compiled, sequences, held, reads, meets)
+            return runtime.marked(outlined, compiled, sequences, sources, held, reads, meets)
 
         return finish
 
@@ -89,15 +90,18 @@ def mfsdp(
 
 def collectives(program: Program) -> dict[str, list[str]]:
     """The collectives of a program by group (that of the gathers), in order, and which gradients they bring: what all
-    of its ranks must have alike. Units have their paths in it: equal layers are not the same layer (law 39).
+    of its ranks must have alike. Units have their paths in it, or where those come: equal layers are not the same layer
+    (law 39), and may share a program.
     """
     out: dict[str, list[str]] = {}
+    told = set(sharded(program).values())
     for node in program.nodes:
         r = role(node)
         if r is None or node.target not in (*ops.COLLECTIVES, ops.accumulate):
             continue
         unit = program.unit(r.unit)
-        spec, text = unit.spec, f"{listing.text(node)}  unit {unit.fqn!r} of {program.name}"
+        path = runtime.PATH.format(unit.name) if unit.name in told else unit.fqn
+        spec, text = unit.spec, f"{listing.text(node)}  unit '{path}' of {program.name}"
         if node.target is ops.accumulate:
             for group in spec.meets:
                 out.setdefault(group, []).append(f"{text}  of {listing.operand(node.args[2])}")
@@ -126,11 +130,16 @@ def _whole_budget(gm: fx.GraphModule) -> None:
         )
 
 
-def holding(program: Program) -> dict[int, str]:
-    """Which of a program's arguments belong to units whose gradients it may keep back, and the units' paths."""
-    sources = {node.args[0] for node in program.nodes if node.target is ops.hold}
+def sharded(program: Program) -> dict[int, str]:
+    """Which of a program's arguments are sources of units, and the units' names."""
     places = enumerate(program.gm.graph.find_nodes(op="placeholder"))
-    return {i: program.unit(r.unit).fqn for i, n in places if n in sources and (r := role(n)) is not None}
+    return {i: r.unit for i, n in places if (r := role(n)) is not None and r.kind is Kind.SHARD}
+
+
+def holding(program: Program) -> set[int]:
+    """Which of them belong to units whose gradients it may keep back."""
+    sources = {node.args[0] for node in program.nodes if node.target is ops.hold}
+    return {i for i, n in enumerate(program.gm.graph.find_nodes(op="placeholder")) if n in sources}
 
 
 def reading(program: Program) -> list[int]:

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -1018,7 +1018,8 @@ def marked(
     outline: Outline,
     run: Callable[[list[Any]], Any],
     sequences: Mapping[str, Sequence[str]] | None = None,
-    held: Mapping[int, str] | None = None,
+    sources: Mapping[int, str] | None = None,
+    held: Collection[int] = (),
     reads: Sequence[int] = (),
     meets: Sequence[str] = (),
 ) -> Callable[[list[Any]], Any]:
@@ -1030,8 +1031,9 @@ def marked(
         run: the program.
         sequences: its collectives by group, one text each: what all ranks of the group must have alike (law 13). They
             are compared every time that it runs (Note [In step]).
-        held: which of its arguments are sources of units whose gradients it may keep back (`no_sync`), and the units'
-            paths; whether it does is compared too.
+        sources: which of its arguments are sources, and of which unit, ``u0``. Equal layers may share a program: whose
+            parameters it reads is told from its arguments, and stands in ``sequences`` where `PATH` says.
+        held: which of them may keep gradients back (`no_sync`); whether they do is compared too.
         reads: which of its arguments parameters are read through in forward (sources, or gathered parameters):
             they have to be the modules' still.
         meets: all groups of its units, also those that it communicates over in another phase only.
@@ -1043,17 +1045,30 @@ def marked(
     named = partial(_frame(outline.name), run)
     frames = tuple((name.partition(" ")[0], _frame(name)) for name in outline.operations)
 
-    @functools.cache
-    def words(*kept: str) -> dict[str, Words]:
-        more = (f"gradients of {', '.join(kept)} are kept back under no_sync",) if kept else ()
-        return {group: Words(outline.name, (*lines, *more)) for group, lines in (sequences or {}).items()}
+    units = sources or {}
 
-    if held:
-        words(*held.values())  # what another rank may say
+    @functools.cache
+    def words(paths: tuple[str, ...], kept: tuple[str, ...]) -> dict[str, Words]:
+        more = (f"gradients of {', '.join(kept)} are kept back under no_sync",) if kept else ()
+
+        def told(line: str) -> str:
+            for unit, path in zip(units.values(), paths, strict=True):
+                line = line.replace(PATH.format(unit), path)
+            return line
+
+        return {group: Words(outline.name, (*map(told, lines), *more)) for group, lines in (sequences or {}).items()}
+
+    def said(args: list[Any]) -> dict[str, Words]:
+        paths = tuple(_fqn(args[i]) for i in units)
+        if not held:
+            return words(paths, ())
+        holding = [(i, path) for i, path in zip(units, paths, strict=True) if i in held]
+        words(paths, tuple(path for _, path in holding))  # what another rank may say
+        return words(paths, tuple(path for i, path in holding if _keeps(args[i])))
 
     def program(args: list[Any]) -> Any:
         running = _Run(outline.name, iter(frames), meets)
-        running.announce(words(*(unit for i, unit in held.items() if _keeps(args[i]))) if held else words())
+        running.announce(said(args) if sequences else {})
         while _abandoned:
             _abandoned.pop(0)()
         before = set(_under_way)
@@ -1072,6 +1087,16 @@ def marked(
 
     program._boxed_call = True  # type: ignore[attr-defined]
     return program
+
+
+PATH = "\0{}\0"
+"""Stands for the path of a unit in what ranks compare."""
+
+
+def _fqn(source: torch.Tensor) -> str:
+    """The path of the unit that a source belongs to."""
+    buffer = owner(source)
+    return "?" if buffer is None else str(buffer.unit.fqn)
 
 
 def _keeps(source: torch.Tensor) -> bool:
