@@ -4,12 +4,7 @@ mfsdp.fully_shard(model, units=[Block])              parameters become shards of
 model = torch.compile(model, backend="mfsdp")        collectives become nodes of the compiled graph
 """
 
-from . import (
-    passes,
-    pipeline,
-    runtime,  # noqa: F401  (registers the kernels)
-    statedicts,  # noqa: F401  (torch's functions ask it)
-)
+from . import passes, pipeline
 from .check import LawError
 from .checkpoint import CheckpointError, Checkpoints
 from .config import MixedPrecisionPolicy

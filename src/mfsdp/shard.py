@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import admission, alike, clients, fallback, fsdp2, materialize, ops, runtime, writes
+from . import admission, alike, clients, fallback, fsdp2, materialize, ops, runtime, statedicts, writes
 from .config import MixedPrecisionPolicy, Precision
 from .dtensor import carry_attributes
 from .layout import Layout, plan
@@ -267,6 +267,7 @@ def fully_shard(
         )
         alike.compare(groups, *_described(claims, options, values=not sync_module_states))
     synced = groups if sync_module_states else []
+    statedicts.teach()
     with Undo(placement.cut == 1, keep=len({p.is_meta for c in claims for p in c.owners}) > 1) as undo:
         for param in ignored:
             _ignore(param, undo)

@@ -18,8 +18,10 @@ from . import names, runtime
 from .dtensor import ShardedDTensor, Sharding
 
 
-def _teach() -> None:
-    """Puts our functions before torch's.
+@functools.cache
+def teach() -> None:
+    """Puts our functions before torch's, and original names before those of torch.compile's wrappers; once, when
+    something is sharded.
 
     Private in torch (``_distribute_tensors``, ``_broadcast_state_dict``, ``_distribute_state_dict``, ``_get_fqns``);
     tried on 2.13, not on the others of 2.11 to 2.13.
@@ -33,6 +35,7 @@ def _teach() -> None:
     _ask_first(state_dict, "_distribute_state_dict", _keep_whole)
     _ask_first(state_dict, "_get_fqns", _with_wrappers)
     _ask_first(DefaultLoadPlanner, "set_up_planner", _ready)
+    names.keep_original_names()
 
 
 def _ask_first(where: Any, name: str, ours: Callable[..., Any]) -> None:
@@ -170,7 +173,3 @@ def _find_wrapped(there: Iterable[str], planner: Any) -> None:
         planner.state_dict[wrapped[name]] = planner.state_dict.pop(name)
         if name in planner.mappings:
             planner.mappings[wrapped[name]] = planner.mappings.pop(name)
-
-
-_teach()
-names.keep_original_names()
