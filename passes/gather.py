@@ -35,7 +35,7 @@ from torch.fx import Node
 from mfsdp import ops
 from mfsdp.program import Program
 from mfsdp.roles import Kind, Lane, Role
-from mfsdp.units import Unit
+from mfsdp.spec.units import Unit
 
 prims, aten = torch.ops.prims, torch.ops.aten
 

@@ -40,7 +40,7 @@ from torch.fx import Node
 from mfsdp import ops
 from mfsdp.program import Program
 from mfsdp.roles import Kind, Lane, Role
-from mfsdp.units import Unit
+from mfsdp.spec.units import Unit
 
 aten = torch.ops.aten
 

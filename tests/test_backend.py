@@ -18,7 +18,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 
 import mfsdp
 from mfsdp import backend, lowering, pipeline, runtime
-from mfsdp.config import Options
+from mfsdp.spec.config import Options
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import averaged, batches, error
 

@@ -22,11 +22,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import mfsdp
 from examples.bench import clock as bench_clock
 from examples.bench.bench import peak_of
-from mfsdp import clock, cost, hardware, kernels, listing, pipeline
-from mfsdp.hardware import Group, Hardware, Link, transfer
+from mfsdp import clock, cost, kernels, listing, pipeline
 from mfsdp.program import Program, operator
 from mfsdp.roles import role
 from mfsdp.simulate import simulate
+from mfsdp.spec import hardware
+from mfsdp.spec.hardware import Group, Hardware, Link, transfer
 from tests.models import GPT, Block, llama
 from tests.parity import compiled
 from tests.toys import BF16, Toy2, toy2
@@ -115,7 +116,7 @@ def test_a_restart_is_paid_by_whoever_finds_the_group_idle():
 
 
 def test_collectives_by_formula():
-    h100 = mfsdp.hardware.KNOWN["h100"]
+    h100 = mfsdp.spec.hardware.KNOWN["h100"]
     n = 1e9
     inside = transfer("all_gather", n, Group.of(range(8), 8), h100)
     assert inside.moving == pytest.approx(7 / 8 * n / (450e9 * 0.85)) and inside.fixed == pytest.approx(7 * 2e-6)

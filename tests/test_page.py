@@ -19,7 +19,7 @@ import torch
 
 from mfsdp import page
 from mfsdp.explain import explain
-from mfsdp.layout import plan
+from mfsdp.spec.layout import plan
 from tests.toys import BF16, Toy2
 
 EVIL = "<img src=x onerror=alert(1)>&\"'</script>"

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import mfsdp
 from mfsdp.dtensor import ShardedDTensor, Sharding, local_mesh
-from mfsdp.layout import plan
+from mfsdp.spec.layout import plan
 from tests.models import MLP
 from tests.parity import averaged, error, whole
 

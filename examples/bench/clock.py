@@ -17,7 +17,7 @@ import torch
 
 import mfsdp
 from mfsdp.explain import Calibration
-from mfsdp.hardware import Hardware, Link
+from mfsdp.spec.hardware import Hardware, Link
 
 sys.path.insert(0, str(Path(__file__).parent))
 from variants import fresh_gpt, shard

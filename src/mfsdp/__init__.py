@@ -7,16 +7,16 @@ model = torch.compile(model, backend="mfsdp")        collectives become nodes of
 from . import passes, pipeline
 from .check import LawError
 from .checkpoint import CheckpointError, Checkpoints
-from .config import MixedPrecisionPolicy
 from .convert import convert
 from .explain import explain
-from .hardware import Hardware
 from .huggingface import load_safetensors, save_safetensors
 from .measure import measure
 from .norms import check_finite, norms
 from .optimizer import fully_shard_optimizer
 from .profile import profile, ranges
 from .shard import FSDPModule, fully_shard, no_sync, summon_full_params, unsharded
+from .spec.config import MixedPrecisionPolicy
+from .spec.hardware import Hardware
 from .tracing import trace
 
 __version__ = "0.1.0"

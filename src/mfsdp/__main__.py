@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from .config import SHORT, MixedPrecisionPolicy
 from .convert import convert
 from .explain import explain
-from .hardware import KNOWN
 from .report import Comparison
+from .spec.config import SHORT, MixedPrecisionPolicy
+from .spec.hardware import KNOWN
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,11 +13,11 @@ from torch import fx, nn
 
 from . import dump, listing, lowering, ops, pipeline, runtime, writes
 from .capture import Capture, sources
-from .config import Options
 from .dump import Dump
 from .profile import outline
 from .program import READ, Phase, Program, lane_of
 from .roles import Kind, role
+from .spec.config import Options
 
 log = logging.getLogger("mfsdp")
 
@@ -37,7 +37,7 @@ def mfsdp(
     Args:
         gm: what Dynamo traced.
         example_inputs: its inputs, real tensors.
-        options: see :class:`mfsdp.config.Options`.
+        options: see :class:`mfsdp.spec.config.Options`.
         mode: ``torch.compile``'s mode; only the default is supported.
 
     Raises:

@@ -13,12 +13,12 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import ops, runtime
-from .config import Precision
-from .layout import plan
 from .program import INPUT, READ, STORAGE, Phase, Program, base_of, storage_of
 from .roles import Kind, Role, mark, role
+from .spec.config import Precision
+from .spec.layout import plan
+from .spec.units import Spec, Unit
 from .state import FlatBuffer, UnitState
-from .units import Spec, Unit
 
 
 class Capture:

@@ -15,7 +15,7 @@ from . import ops
 from .cost import nbytes
 from .program import Program, base_of, lane_of, mutates, slot_of, view_of
 from .roles import Kind, Role, is_kind, role
-from .units import Unit
+from .spec.units import Unit
 
 Fault = tuple[Node, str]
 

@@ -2,7 +2,7 @@
 
 Matrix products take their operations at the rate that the hardware reaches, or their bytes, whichever is longer. All
 other kernels take bytes: what comes from outside of a kernel (:mod:`mfsdp.kernels`) is read once, what is read outside
-of it is written. Collectives: see :func:`mfsdp.hardware.transfer`.
+of it is written. Collectives: see :func:`mfsdp.spec.hardware.transfer`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from . import kernels, ops
-from .config import SHORT
 from .cost import escapes, nbytes
-from .hardware import Group, Hardware, Transfer, transfer
 from .program import Program, base_of, lane_of
 from .roles import Kind, is_kind, role
-from .units import Spec
+from .spec.config import SHORT
+from .spec.hardware import Group, Hardware, Transfer, transfer
+from .spec.units import Spec
 
 aten = torch.ops.aten
 

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from . import outside, runtime
-from .layout import Layout, Local, Segment, Slot
 from .rows import RowShard
+from .spec.layout import Layout, Local, Segment, Slot
 
 aten = torch.ops.aten
 

@@ -18,12 +18,12 @@ import torch
 from torch._logging import trace_structured
 
 from . import page, runtime
-from .config import Options
 from .cost import nbytes, shape_of
 from .estimate import estimate
-from .hardware import KNOWN, Hardware
 from .pipeline import Stage
 from .program import Program
+from .spec.config import Options
+from .spec.hardware import KNOWN, Hardware
 from .state import FlatBuffer
 
 log = logging.getLogger("mfsdp")

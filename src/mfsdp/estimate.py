@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from . import clock, cost, kernels, listing
-from .config import Options
 from .cost import size
 from .facts import Facts, Line, View
-from .hardware import Hardware
 from .ledger import OPTIMIZER_STATES, Ledger, ledger
 from .pipeline import Stage
 from .program import Program
 from .roles import Lane, role
 from .simulate import Span, simulate
+from .spec.config import Options
+from .spec.hardware import Hardware
 from .state import FlatBuffer
 
 

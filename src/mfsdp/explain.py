@@ -13,16 +13,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import pipeline
-from .config import Options
 from .estimate import estimate
 from .facts import Facts, Suggestion
-from .hardware import Hardware
-from .hardware import hardware as find_hardware
 from .ledger import OPTIMIZER_STATES
 from .measure import measure
 from .program import Program
 from .report import Comparison, Report
 from .shard import FSDPModule
+from .spec.config import Options
+from .spec.hardware import Hardware
+from .spec.hardware import hardware as find_hardware
 from .state import FlatBuffer
 from .tracing import Programs, trace
 
@@ -83,8 +83,8 @@ def explain(
         args, kwargs: example inputs of one rank (values do not matter).
         world: ranks.
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
-        hardware: a name in :data:`mfsdp.hardware.KNOWN`, a JSON file, ``"this"`` (:func:`mfsdp.measure`), or a
-            :class:`mfsdp.hardware.Hardware`.
+        hardware: a name in :data:`mfsdp.spec.hardware.KNOWN`, a JSON file, ``"this"`` (:func:`mfsdp.measure`), or a
+            :class:`mfsdp.spec.hardware.Hardware`.
         options: those of the backend.
         optimizer: a name in :data:`mfsdp.ledger.OPTIMIZER_STATES`.
         profile: of :func:`mfsdp.profile`: measured times instead of estimates.

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 
 from . import runtime
-from .config import SHORT
-from .hardware import Hardware, Link
+from .spec.config import SHORT
+from .spec.hardware import Hardware, Link
 
 
 def measure() -> Hardware:

@@ -20,8 +20,8 @@ from jinja2 import Environment
 
 from .cost import size
 from .facts import WHY, Facts, Line, View, seconds
-from .layout import Layout
-from .units import Unit
+from .spec.layout import Layout
+from .spec.units import Unit
 
 LANES = {"C": "Compute", "G": "Gather", "R": "Reduce", "O": "Outer"}
 

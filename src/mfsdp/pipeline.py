@@ -10,7 +10,6 @@ from typing import Any
 
 from . import listing
 from .check import LawError, check
-from .config import Options
 from .passes.bucket import bucket
 from .passes.defer import defer
 from .passes.gather import gather
@@ -20,6 +19,7 @@ from .passes.reduce import reduce
 from .passes.reshard import reshard
 from .passes.stream import stream
 from .program import Program
+from .spec.config import Options
 
 Pass = Callable[[Program], None]
 

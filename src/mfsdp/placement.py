@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import runtime
-from .config import Precision
 from .dtensor import layout_rank, local_mesh
-from .layout import Layout
 from .mesh import Axes
-from .units import Spec
+from .spec.config import Precision
+from .spec.layout import Layout
+from .spec.units import Spec
 
 
 @dataclass(frozen=True)

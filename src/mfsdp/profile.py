@@ -16,9 +16,9 @@ from torch import nn
 from . import clock, listing, ops, runtime
 from .cost import is_line
 from .facts import Facts, seconds
-from .hardware import KNOWN
 from .program import Program
 from .roles import role
+from .spec.hardware import KNOWN
 
 _OPERATIONS = {
     x: x._schema.name.split("::")[1]

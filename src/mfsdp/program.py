@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from . import ops
 from .roles import Kind, Role, is_kind, mark, role
-from .units import Unit
+from .spec.units import Unit
 
 STORAGE = "mfsdp_storage"
 """``node.meta`` key of what forward saved: (number, fake tensor) of the storage, which several of them may share,

@@ -28,7 +28,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from .agreement import Apart, Company, Left, Said, Words, operation
 from .ops import LIBRARY
-from .units import Spec
+from .spec.units import Spec
 
 
 class Accumulator(Protocol):

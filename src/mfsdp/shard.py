@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import admission, alike, clients, fallback, fsdp2, materialize, ops, runtime, statedicts, writes
-from .config import MixedPrecisionPolicy, Precision
 from .dtensor import carry_attributes
-from .layout import Layout, plan
 from .mesh import axes
 from .placement import OUTER, Placement, strategy_name
+from .spec.config import MixedPrecisionPolicy, Precision
+from .spec.layout import Layout, plan
 from .state import FlatBuffer, Frame, Ref, UnitState, refs
 from .undo import Undo
 

@@ -20,10 +20,10 @@ from torch.fx import Node
 from . import ops
 from .clock import Time
 from .cost import is_line
-from .hardware import Transfer
 from .passes.prefetch import HELD_BACK
 from .program import Program, base_of, lane_of
 from .roles import Lane, role
+from .spec.hardware import Transfer
 
 BUSIEST = 0.9
 """Of the processor's time, what moving bytes takes at most."""

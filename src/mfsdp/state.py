@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from . import runtime
-from .config import MixedPrecisionPolicy, Precision
 from .dtensor import ShardedDTensor, ShardedParameter, Sharding, carry_attributes
-from .layout import Layout, Local, Slot
 from .placement import Placement
+from .spec.config import MixedPrecisionPolicy, Precision
+from .spec.layout import Layout, Local, Slot
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ class Spec:
     reduce_group: str
     """Name of another group over the same ranks, for reductions that run beside gathers; ``""``: there is none."""
     splits: tuple[int, ...]
-    """Elements per rank of each segment (see :class:`mfsdp.layout.Segment`)."""
+    """Elements per rank of each segment (see :class:`mfsdp.spec.layout.Segment`)."""
     precision: Precision
     divide: float
     """What a sum over ranks is divided by."""

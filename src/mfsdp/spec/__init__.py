@@ -1,0 +1,1 @@
+"""What is decided before anything runs: layouts, units, precision, options, hardware. Plain values."""
