@@ -29,10 +29,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from mfsdp import ops
-from mfsdp.cost import nbytes, size
-from mfsdp.program import Program, base_of
-from mfsdp.roles import Kind, Role
+from mfsdp.graph import ops
+from mfsdp.graph.cost import nbytes, size
+from mfsdp.graph.program import Program, base_of
+from mfsdp.graph.roles import Kind, Role
 
 aten = torch.ops.aten
 

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from mfsdp import ops
-from mfsdp.program import Program, base_of
-from mfsdp.roles import Kind, Lane, role
+from mfsdp.graph import ops
+from mfsdp.graph.program import Program, base_of
+from mfsdp.graph.roles import Kind, Lane, role
 
 
 def defer(p: Program, *, lag: int = 1) -> None:

@@ -32,9 +32,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from mfsdp import ops
-from mfsdp.program import Program
-from mfsdp.roles import Kind, Lane, Role
+from mfsdp.graph import ops
+from mfsdp.graph.program import Program
+from mfsdp.graph.roles import Kind, Lane, Role
 from mfsdp.spec.units import Unit
 
 prims, aten = torch.ops.prims, torch.ops.aten

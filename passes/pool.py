@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from mfsdp import ops
-from mfsdp.cost import lines, nbytes, peak, size
-from mfsdp.program import Program, slot_of
-from mfsdp.roles import Kind
+from mfsdp.graph import ops
+from mfsdp.graph.cost import lines, nbytes, peak, size
+from mfsdp.graph.program import Program, slot_of
+from mfsdp.graph.roles import Kind
 
 Interval = tuple[Node, Node]
 

@@ -31,10 +31,10 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from mfsdp import ops
-from mfsdp.cost import nbytes, size
-from mfsdp.program import Program
-from mfsdp.roles import Kind
+from mfsdp.graph import ops
+from mfsdp.graph.cost import nbytes, size
+from mfsdp.graph.program import Program
+from mfsdp.graph.roles import Kind
 
 HELD_BACK = "mfsdp_held_back"
 """``meta`` key of launches that a limit keeps from being earlier."""

@@ -37,9 +37,9 @@ from functools import reduce as fold
 import torch
 from torch.fx import Node
 
-from mfsdp import ops
-from mfsdp.program import Program
-from mfsdp.roles import Kind, Lane, Role
+from mfsdp.graph import ops
+from mfsdp.graph.program import Program
+from mfsdp.graph.roles import Kind, Lane, Role
 from mfsdp.spec.units import Unit
 
 aten = torch.ops.aten

@@ -15,9 +15,9 @@ are outputs of forward then, and are freed when autograd lets go of them.
 
 from __future__ import annotations
 
-from mfsdp import ops
-from mfsdp.program import Program
-from mfsdp.roles import Kind, Role, role
+from mfsdp.graph import ops
+from mfsdp.graph.program import Program
+from mfsdp.graph.roles import Kind, Role, role
 
 
 def reshard(p: Program) -> None:

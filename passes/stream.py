@@ -15,9 +15,9 @@ writes is kept until then (laws 10 and 11).
 
 from __future__ import annotations
 
-from mfsdp import ops
-from mfsdp.program import Program, lane_of
-from mfsdp.roles import role
+from mfsdp.graph import ops
+from mfsdp.graph.program import Program, lane_of
+from mfsdp.graph.roles import role
 
 
 def stream(p: Program) -> None:

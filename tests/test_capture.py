@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 import mfsdp
-from mfsdp import ops, pipeline
-from mfsdp.program import Program, base_of
-from mfsdp.roles import Kind
+from mfsdp import pipeline
+from mfsdp.graph import ops
+from mfsdp.graph.program import Program, base_of
+from mfsdp.graph.roles import Kind
 from tests.models import CASES, GPT, Block, Case
 
 

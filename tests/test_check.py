@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mfsdp import MixedPrecisionPolicy, ops, pipeline
-from mfsdp.check import LAWS, LawError, check
-from mfsdp.program import Program
-from mfsdp.roles import Kind, Role
+from mfsdp import MixedPrecisionPolicy, pipeline
+from mfsdp.graph import ops
+from mfsdp.graph.check import LAWS, LawError, check
+from mfsdp.graph.program import Program
+from mfsdp.graph.roles import Kind, Role
 from tests.toys import toy2
 
 MUTATIONS: dict[str, tuple[int, str, Callable[[Program], None], dict[str, object]]] = {}

@@ -22,9 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import mfsdp
 from examples.bench import clock as bench_clock
 from examples.bench.bench import peak_of
-from mfsdp import clock, cost, kernels, listing, pipeline
-from mfsdp.program import Program, operator
-from mfsdp.roles import role
+from mfsdp import clock, kernels, pipeline
+from mfsdp.graph import cost, listing
+from mfsdp.graph.program import Program, operator
+from mfsdp.graph.roles import role
 from mfsdp.simulate import simulate
 from mfsdp.spec import hardware
 from mfsdp.spec.hardware import Group, Hardware, Link, transfer

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp import cost, pipeline
-from mfsdp.program import Program
+from mfsdp import pipeline
+from mfsdp.graph import cost
+from mfsdp.graph.program import Program
 from tests.models import GPT, Block
 from tests.parity import averaged, error
 from tests.ranks import Ranks

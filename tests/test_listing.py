@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import mfsdp
-from mfsdp import cost, listing, pipeline
+from mfsdp import pipeline
+from mfsdp.graph import cost, listing
 from tests.models import GPT, Block
 from tests.toys import toy2
 

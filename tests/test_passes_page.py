@@ -27,7 +27,7 @@ def test_the_page_runs_as_it_stands(capsys):
     assert changes == [-2, 3], "what the page says of it"
 
 
-def nothing(p: mfsdp.program.Program) -> None:
+def nothing(p: mfsdp.graph.program.Program) -> None:
     p.note("nothing")
 
 
@@ -62,7 +62,7 @@ def test_rows_of_the_pipeline_obey_the_options():
 
 
 def test_an_exception_names_the_pass_and_the_program(tmp_path):
-    def broken(p: mfsdp.program.Program) -> None:
+    def broken(p: mfsdp.graph.program.Program) -> None:
         raise KeyError("oh")
 
     with pytest.raises(PassError, match="the pass 'broken' raised on toy2 forward: KeyError: 'oh'") as caught:

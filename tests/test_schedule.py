@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp import backend, cost, listing, ops, pipeline, runtime
+from mfsdp import backend, pipeline, runtime
+from mfsdp.graph import cost, listing, ops
+from mfsdp.graph.program import Program, slot_of
+from mfsdp.graph.roles import Kind
 from mfsdp.profile import Outline
-from mfsdp.program import Program, slot_of
-from mfsdp.roles import Kind
 from mfsdp.state import FlatBuffer
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import batches, compiled, whole

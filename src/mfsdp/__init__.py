@@ -5,10 +5,10 @@ model = torch.compile(model, backend="mfsdp")        collectives become nodes of
 """
 
 from . import passes, pipeline
-from .check import LawError
 from .checkpoint import CheckpointError, Checkpoints
 from .convert import convert
 from .explain import explain
+from .graph.check import LawError
 from .huggingface import load_safetensors, save_safetensors
 from .measure import measure
 from .norms import check_finite, norms

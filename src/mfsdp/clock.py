@@ -15,10 +15,11 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from . import kernels, ops
-from .cost import escapes, nbytes
-from .program import Program, base_of, lane_of
-from .roles import Kind, is_kind, role
+from . import kernels
+from .graph import ops
+from .graph.cost import escapes, nbytes
+from .graph.program import Program, base_of, lane_of
+from .graph.roles import Kind, is_kind, role
 from .spec.config import SHORT
 from .spec.hardware import Group, Hardware, Transfer, transfer
 from .spec.units import Spec

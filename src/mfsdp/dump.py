@@ -18,10 +18,10 @@ import torch
 from torch._logging import trace_structured
 
 from . import page, runtime
-from .cost import nbytes, shape_of
 from .estimate import estimate
+from .graph.cost import nbytes, shape_of
+from .graph.program import Program
 from .pipeline import Stage
-from .program import Program
 from .spec.config import Options
 from .spec.hardware import KNOWN, Hardware
 from .state import FlatBuffer

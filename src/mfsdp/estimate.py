@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from . import clock, cost, kernels, listing
-from .cost import size
+from . import clock, kernels
 from .facts import Facts, Line, View
+from .graph import cost, listing
+from .graph.cost import size
+from .graph.program import Program
+from .graph.roles import Lane, role
 from .ledger import OPTIMIZER_STATES, Ledger, ledger
 from .pipeline import Stage
-from .program import Program
-from .roles import Lane, role
 from .simulate import Span, simulate
 from .spec.config import Options
 from .spec.hardware import Hardware

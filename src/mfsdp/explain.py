@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from . import pipeline
 from .estimate import estimate
 from .facts import Facts, Suggestion
+from .graph.program import Program
 from .ledger import OPTIMIZER_STATES
 from .measure import measure
-from .program import Program
 from .report import Comparison, Report
 from .shard import FSDPModule
 from .spec.config import Options

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from . import kernels, ops
-from .cost import lines, saved, size
-from .program import Program
-from .roles import role
+from . import kernels
+from .graph import ops
+from .graph.cost import lines, saved, size
+from .graph.program import Program
+from .graph.roles import role
 from .state import FlatBuffer
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "none": 0}

@@ -18,8 +18,8 @@ from typing import Any
 
 from jinja2 import Environment
 
-from .cost import size
 from .facts import WHY, Facts, Line, View, seconds
+from .graph.cost import size
 from .spec.layout import Layout
 from .spec.units import Unit
 

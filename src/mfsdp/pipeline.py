@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from . import listing
-from .check import LawError, check
+from .graph import listing
+from .graph.check import LawError, check
+from .graph.program import Program
 from .passes.bucket import bucket
 from .passes.defer import defer
 from .passes.gather import gather
@@ -18,7 +19,6 @@ from .passes.prefetch import prefetch
 from .passes.reduce import reduce
 from .passes.reshard import reshard
 from .passes.stream import stream
-from .program import Program
 from .spec.config import Options
 
 Pass = Callable[[Program], None]

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import clock, listing, ops, runtime
-from .cost import is_line
+from . import clock, runtime
 from .facts import Facts, seconds
-from .program import Program
-from .roles import role
+from .graph import listing, ops
+from .graph.cost import is_line
+from .graph.program import Program
+from .graph.roles import role
 from .spec.hardware import KNOWN
 
 _OPERATIONS = {

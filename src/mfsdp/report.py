@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import page
-from .cost import size
 from .facts import WHY, Facts, seconds
+from .graph.cost import size
 
 
 class Report(Facts):

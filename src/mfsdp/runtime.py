@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from .agreement import Apart, Company, Left, Said, Words, operation
-from .ops import LIBRARY
+from .graph.ops import LIBRARY
 from .spec.units import Spec
 
 

@@ -22,8 +22,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import admission, alike, clients, fallback, fsdp2, materialize, ops, runtime, statedicts, writes
+from . import admission, alike, clients, fallback, fsdp2, materialize, runtime, statedicts, writes
 from .dtensor import carry_attributes
+from .graph import ops
 from .mesh import axes
 from .placement import OUTER, Placement, strategy_name
 from .spec.config import MixedPrecisionPolicy, Precision

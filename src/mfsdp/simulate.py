@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from . import ops
 from .clock import Time
-from .cost import is_line
+from .graph import ops
+from .graph.cost import is_line
+from .graph.program import Program, base_of, lane_of
+from .graph.roles import Lane, role
 from .passes.prefetch import HELD_BACK
-from .program import Program, base_of, lane_of
-from .roles import Lane, role
 from .spec.hardware import Transfer
 
 BUSIEST = 0.9

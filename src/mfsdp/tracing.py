@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from . import writes
 from .capture import Capture, sources
 from .dtensor import local_mesh
+from .graph.program import Phase, Program
 from .lowering import CAPTURES
-from .program import Phase, Program
 from .shard import FSDPModule, blueprint, fully_shard, own_code
 
 

@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx, nn
 
-from . import ops, runtime
+from . import runtime
+from .graph import ops
 from .state import FlatBuffer
 
 _PACKAGE = __file__.rsplit("writes", 1)[0]

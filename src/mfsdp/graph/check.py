@@ -11,11 +11,11 @@ from math import prod
 
 from torch.fx import Node
 
+from ..spec.units import Unit
 from . import ops
 from .cost import nbytes
 from .program import Program, base_of, lane_of, mutates, slot_of, view_of
 from .roles import Kind, Role, is_kind, role
-from .spec.units import Unit
 
 Fault = tuple[Node, str]
 

@@ -15,12 +15,12 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
+from ..spec.config import SHORT, Precision
+from ..spec.units import Unit
 from . import cost, ops
 from .cost import size
 from .program import Program, base_of, operator, slot_of, view_of
 from .roles import Kind, Lane, is_kind, role
-from .spec.config import SHORT, Precision
-from .spec.units import Unit
 
 PARAMS_SHOWN = 4
 OPERANDS_SHOWN = 6

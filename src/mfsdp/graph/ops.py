@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from .spec.units import Spec
+from ..spec.units import Spec
 
 LIBRARY = torch.library.Library("mfsdp", "DEF")
 

@@ -15,9 +15,9 @@ from torch._guards import detect_fake_mode
 from torch._prims import rng_prims
 from torch.fx import Node
 
+from ..spec.units import Unit
 from . import ops
 from .roles import Kind, Role, is_kind, mark, role
-from .spec.units import Unit
 
 STORAGE = "mfsdp_storage"
 """``node.meta`` key of what forward saved: (number, fake tensor) of the storage, which several of them may share,

@@ -1,0 +1,1 @@
+"""Programs: their operations, roles and edits, what they cost in bytes, the laws, and the listing."""
