@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp
 from mfsdp import runtime
-from mfsdp.mesh import axes
+from mfsdp.state.buffer.mesh import axes
 from tests.models import GPT, Block
 
 WORLD = 8

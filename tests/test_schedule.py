@@ -18,7 +18,7 @@ from mfsdp.graph import cost, listing, ops
 from mfsdp.graph.program import Program, slot_of
 from mfsdp.graph.roles import Kind
 from mfsdp.profile import Outline
-from mfsdp.state import FlatBuffer
+from mfsdp.state.buffer.buffer import FlatBuffer
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import batches, compiled, whole
 from tests.toys import toy2

@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 import mfsdp
 from mfsdp import shard
-from mfsdp.dtensor import local_mesh
 from mfsdp.shard import _no_optimizer
+from mfsdp.state.buffer.dtensor import local_mesh
 from tests.models import GPT, MLP, Adapted, Block, Frozen, LoRA
 
 

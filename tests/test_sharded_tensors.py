@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import mfsdp
-from mfsdp.dtensor import ShardedDTensor, Sharding, local_mesh
 from mfsdp.spec.layout import plan
+from mfsdp.state.buffer.dtensor import ShardedDTensor, Sharding, local_mesh
 from tests.models import MLP
 from tests.parity import averaged, error, whole
 

@@ -11,12 +11,12 @@ from .explain import explain
 from .graph.check import LawError
 from .huggingface import load_safetensors, save_safetensors
 from .measure import measure
-from .norms import check_finite, norms
-from .optimizer import fully_shard_optimizer
 from .profile import profile, ranges
 from .shard import FSDPModule, fully_shard, no_sync, summon_full_params, unsharded
 from .spec.config import MixedPrecisionPolicy
 from .spec.hardware import Hardware
+from .state.norms import check_finite, norms
+from .state.optimizer import fully_shard_optimizer
 from .tracing import trace
 
 __version__ = "0.1.0"

@@ -19,7 +19,7 @@ from .graph.roles import Kind, Role, mark, role
 from .spec.config import Precision
 from .spec.layout import plan
 from .spec.units import Spec, Unit
-from .state import FlatBuffer, UnitState
+from .state.buffer import FlatBuffer, UnitState
 
 
 class Capture:

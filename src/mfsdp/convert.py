@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from . import files
 from .checkpoint import MANIFEST, CheckpointError, Checkpoints, cause_of, faults_of, inner
-from .names import original
+from .state.names import original
 
 
 def convert(

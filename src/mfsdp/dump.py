@@ -24,7 +24,7 @@ from .graph.program import Program
 from .pipeline import Stage
 from .spec.config import Options
 from .spec.hardware import KNOWN, Hardware
-from .state import FlatBuffer
+from .state.buffer import FlatBuffer
 
 log = logging.getLogger("mfsdp")
 

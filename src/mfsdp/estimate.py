@@ -21,7 +21,7 @@ from .pipeline import Stage
 from .simulate import Span, simulate
 from .spec.config import Options
 from .spec.hardware import Hardware
-from .state import FlatBuffer
+from .state.buffer import FlatBuffer
 
 
 def estimate(

@@ -23,7 +23,7 @@ from .shard import FSDPModule
 from .spec.config import Options
 from .spec.hardware import Hardware
 from .spec.hardware import hardware as find_hardware
-from .state import FlatBuffer
+from .state.buffer import FlatBuffer
 from .tracing import Programs, trace
 
 GAIN = 0.01

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from . import runtime, writes
-from .state import FlatBuffer, Ref, UnitState
+from .state.buffer import FlatBuffer, Ref, UnitState
 
 
 class _Thread(threading.local):

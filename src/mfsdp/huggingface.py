@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import files, names, runtime
-from .dtensor import ShardedDTensor
+from . import files, runtime
+from .state import names
+from .state.dtensor import ShardedDTensor
 
 
 def load_safetensors(

@@ -12,7 +12,7 @@ from .graph import ops
 from .graph.cost import lines, saved, size
 from .graph.program import Program
 from .graph.roles import role
-from .state import FlatBuffer
+from .state.buffer import FlatBuffer
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
 """Tensors of state per parameter, in the dtype of the main weights."""

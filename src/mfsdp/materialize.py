@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from . import runtime
-from .dtensor import carry_attributes
-from .state import FlatBuffer, Ref, refs
+from .state.buffer import FlatBuffer, Ref, refs
+from .state.dtensor import carry_attributes
 
 Init = Callable[[nn.Module], object]
 

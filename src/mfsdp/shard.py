@@ -22,14 +22,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import admission, alike, clients, fallback, fsdp2, materialize, runtime, statedicts, writes
-from .dtensor import carry_attributes
+from . import admission, alike, clients, fallback, fsdp2, materialize, runtime, writes
 from .graph import ops
-from .mesh import axes
-from .placement import OUTER, Placement, strategy_name
 from .spec.config import MixedPrecisionPolicy, Precision
 from .spec.layout import Layout, plan
-from .state import FlatBuffer, Frame, Ref, UnitState, refs
+from .state import statedicts
+from .state.buffer import FlatBuffer, Frame, Ref, UnitState, refs
+from .state.dtensor import carry_attributes
+from .state.mesh import axes
+from .state.placement import OUTER, Placement, strategy_name
 from .undo import Undo
 
 UnitLike = type[nn.Module] | str
@@ -196,7 +197,7 @@ def fully_shard(
         units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
             number); each match becomes a unit, what no unit claims belongs to ``module``. ``None``: one unit.
         mesh: ``DeviceMesh``, 1-D or (outer, shard); or a larger one with axes named ``dp_shard`` and, for two levels,
-            ``dp_outer`` or ``dp_replicate`` (other names that are known: :mod:`mfsdp.mesh`). An axis ``cp`` is part of
+            ``dp_outer`` or ``dp_replicate`` (other names that are known: :mod:`mfsdp.state.mesh`). An axis ``cp`` is part of
             the shard axis; ``tp`` and ``pp`` are left alone; what is neither is refused.
             Default: all ranks of the default process group, or this process alone when there is none.
         dp_mesh_dims: which axes of ``mesh`` are meant, if their names do not say so: torch's ``DataParallelMeshDims``,

@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from . import writes
 from .capture import Capture, sources
-from .dtensor import local_mesh
 from .graph.program import Phase, Program
 from .lowering import CAPTURES
 from .shard import FSDPModule, blueprint, fully_shard, own_code
+from .state.dtensor import local_mesh
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from . import runtime
 from .graph import ops
-from .state import FlatBuffer
+from .state.buffer import FlatBuffer
 
 _PACKAGE = __file__.rsplit("writes", 1)[0]
 

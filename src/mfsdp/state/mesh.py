@@ -25,7 +25,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import runtime
+from .. import runtime
 from .dtensor import local_mesh
 
 SHARD = ("dp_shard", "shard", "dp_shard_cp", "fsdp")

@@ -27,9 +27,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from . import outside, runtime
+from .. import runtime
+from ..spec.layout import Layout, Local, Segment, Slot
+from . import outside
 from .rows import RowShard
-from .spec.layout import Layout, Local, Segment, Slot
 
 aten = torch.ops.aten
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from . import names, runtime
+from .. import runtime
+from . import names
 from .dtensor import ShardedDTensor, Sharding
 
 

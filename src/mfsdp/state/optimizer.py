@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .buffer import FlatBuffer
 from .dtensor import ShardedDTensor, ShardedParameter
-from .state import FlatBuffer
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 """Optimizers of torch whose update of one element depends on others."""

@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import runtime
+from .. import runtime
+from ..spec.config import Precision
+from ..spec.layout import Layout
+from ..spec.units import Spec
 from .dtensor import layout_rank, local_mesh
 from .mesh import Axes
-from .spec.config import Precision
-from .spec.layout import Layout
-from .spec.units import Spec
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from . import runtime
+from .. import runtime
+from ..spec.config import MixedPrecisionPolicy, Precision
+from ..spec.layout import Layout, Local, Slot
 from .dtensor import ShardedDTensor, ShardedParameter, Sharding, carry_attributes
 from .placement import Placement
-from .spec.config import MixedPrecisionPolicy, Precision
-from .spec.layout import Layout, Local, Slot
 
 
 @dataclass(frozen=True)
