@@ -16,7 +16,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp import runtime
-from mfsdp.shard import _device
+from mfsdp.sharding.shard import _device
 
 ROOT = Path(__file__).parent.parent
 

@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mfsdp
-from mfsdp import fallback, runtime
+from mfsdp import runtime
+from mfsdp.sharding import eager
 from tests.models import GPT, Block
 from tests.parity import averaged, error, whole
 
@@ -46,7 +47,7 @@ def outside(kind: str, lowering: str) -> dict[str, Any]:
     """One training step; what was gathered and reduced, and how far loss and gradients are off."""
     reference = build(kind)
     model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block])
-    fallback._warned.clear()
+    eager._warned.clear()
     run = model
     if kind not in ("plain call", "checkpointed"):
         run = torch.compile(model, backend="mfsdp", options={"lowering": lowering})
@@ -276,7 +277,7 @@ def regions(units: list[str] | None, compiled: bool, again: bool, reentrant: boo
         u for u in model.modules() if isinstance(u, mfsdp.FSDPModule) and (u._mfsdp_unit.full or u._mfsdp_unit.open)
     ]
     outside = isinstance(model.last.weight, mfsdp.state.dtensor.ShardedParameter)
-    here = fallback._here
+    here = eager._here
     clean = not left and outside and not (here.tickets or here.again or here.visited or here.stack)
     return {"worst": worst, "gathers": len(gathers), "clean": clean}
 

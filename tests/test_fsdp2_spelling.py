@@ -18,7 +18,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from mfsdp.fsdp2 import cast_floats
+from mfsdp.sharding.fsdp2 import cast_floats
 from tests.models import GPT, MLP, Block, llama
 from tests.parity import averaged, compiled, error, whole
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import mfsdp
-from mfsdp import shard
-from mfsdp.shard import _no_optimizer
+from mfsdp.sharding import shard
+from mfsdp.sharding.shard import _no_optimizer
 from mfsdp.state.buffer.dtensor import local_mesh
 from tests.models import GPT, MLP, Adapted, Block, Frozen, LoRA
 
@@ -275,7 +275,7 @@ def test_an_optimizer_over_an_old_list_is_seen_in_the_first_backward(compile):
 def test_plain_references_to_parameters_do_not_start_a_search(monkeypatch):
     """The search through all objects is slow; it starts only when somebody besides the module holds a parameter."""
     searched = []
-    monkeypatch.setattr("mfsdp.shard._optimizer_of", lambda params: searched.append(params))
+    monkeypatch.setattr("mfsdp.sharding.shard._optimizer_of", lambda params: searched.append(params))
     for build in (MLP, GPT, LoRA, Frozen):
         mfsdp.fully_shard(build(), units=[nn.Linear])
     assert not searched

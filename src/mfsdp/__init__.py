@@ -12,7 +12,7 @@ from .graph.check import LawError
 from .huggingface import load_safetensors, save_safetensors
 from .measure import measure
 from .profile import profile, ranges
-from .shard import FSDPModule, fully_shard, no_sync, summon_full_params, unsharded
+from .sharding.shard import FSDPModule, fully_shard, no_sync, summon_full_params, unsharded
 from .spec.config import MixedPrecisionPolicy
 from .spec.hardware import Hardware
 from .state.norms import check_finite, norms

@@ -19,7 +19,7 @@ from .graph.program import Program
 from .ledger import OPTIMIZER_STATES
 from .measure import measure
 from .report import Comparison, Report
-from .shard import FSDPModule
+from .sharding.shard import FSDPModule
 from .spec.config import Options
 from .spec.hardware import Hardware
 from .spec.hardware import hardware as find_hardware

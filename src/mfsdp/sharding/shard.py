@@ -22,15 +22,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import admission, alike, clients, fallback, fsdp2, materialize, runtime, writes
-from .graph import ops
-from .spec.config import MixedPrecisionPolicy, Precision
-from .spec.layout import Layout, plan
-from .state import statedicts
-from .state.buffer import FlatBuffer, Frame, Ref, UnitState, refs
-from .state.dtensor import carry_attributes
-from .state.mesh import axes
-from .state.placement import OUTER, Placement, strategy_name
+from .. import runtime
+from ..graph import ops
+from ..spec.config import MixedPrecisionPolicy, Precision
+from ..spec.layout import Layout, plan
+from ..state import statedicts
+from ..state.buffer import FlatBuffer, Frame, Ref, UnitState, refs
+from ..state.dtensor import carry_attributes
+from ..state.mesh import axes
+from ..state.placement import OUTER, Placement, strategy_name
+from . import admission, alike, clients, eager, fsdp2, materialize, writes
 from .undo import Undo
 
 UnitLike = type[nn.Module] | str
@@ -138,7 +139,7 @@ class FSDPModule(fsdp2.Spelling):
         unit.kept = True
         for index, buffer in enumerate(unit.buffers):
             if index not in unit.full:
-                unit.full[index] = fallback.gather(buffer)
+                unit.full[index] = eager.gather(buffer)
         return fsdp2.Unsharding() if async_op else None
 
     def reshard(self) -> None:
@@ -149,9 +150,9 @@ class FSDPModule(fsdp2.Spelling):
         """
         self._mfsdp_unit.kept = False
         try:
-            fallback.check(self._mfsdp_unit, "between unshard() and reshard()")
+            eager.check(self._mfsdp_unit, "between unshard() and reshard()")
         finally:
-            fallback.release(self._mfsdp_unit)
+            eager.release(self._mfsdp_unit)
 
 
 def _buffers(module: Any, recurse: bool) -> list[FlatBuffer]:
@@ -717,7 +718,7 @@ def _subclass(
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A graph break inside of a `try` makes Dynamo run this frame as plain Python, where the scope is opened.
         nothing = torch.compiler.is_compiling() or (self._mfsdp_unit.open and not torch.is_grad_enabled())
-        scope = None if nothing else fallback.scope(self, is_unit)
+        scope = None if nothing else eager.scope(self, is_unit)
         try:
             out = call(self, *args, **kwargs)
             if scope is not None:
@@ -733,12 +734,12 @@ def _subclass(
         base.__init__(self, *args, **kwargs)
 
     def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        if torch.compiler.is_compiling() or fallback.inside():
+        if torch.compiler.is_compiling() or eager.inside():
             return _parameters(self, *args, **kwargs)
         return base.named_parameters(self, *args, **kwargs)
 
     def parameters(self: nn.Module, recurse: bool = True) -> Iterator[Any]:
-        if torch.compiler.is_compiling() or fallback.inside():
+        if torch.compiler.is_compiling() or eager.inside():
             return (p for _, p in _parameters(self, recurse=recurse))
         return base.parameters(self, recurse)
 
@@ -850,10 +851,10 @@ def _property(name: str) -> property:
                 return ref.unit.full[ref.index][ref.slot]  # type: ignore[no-any-return]
             out = ops.param(ref.buffer.source, ref.offset, ref.shape, ref.buffer.text)
             return out.detach() if ref.buffer.trainable and not ref.buffer.trains[ref.slot] else out  # type: ignore[no-any-return]
-        return fallback.read(self, name, ref)  # type: ignore[no-any-return]
+        return eager.read(self, name, ref)  # type: ignore[no-any-return]
 
     # Where plain Python reads a parameter, a graph of one marker would gather the unit for it alone.
-    fallback.never_a_frame(get)
+    eager.never_a_frame(get)
     return property(get)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed.fsdp as fsdp
 
-from .spec.config import MixedPrecisionPolicy
+from ..spec.config import MixedPrecisionPolicy
 
 
 def policy_of(given: Any) -> MixedPrecisionPolicy:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .state.buffer import Ref
-from .state.dtensor import carry_attributes
+from ..state.buffer import Ref
+from ..state.dtensor import carry_attributes
 
 
 class Undo:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from . import runtime
-from .agreement import difference
+from .. import runtime
+from ..agreement import difference
 
 SAMPLE = 2**10
 """Elements of a parameter that are compared, evenly spread."""

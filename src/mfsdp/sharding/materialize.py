@@ -20,9 +20,9 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from . import runtime
-from .state.buffer import FlatBuffer, Ref, refs
-from .state.dtensor import carry_attributes
+from .. import runtime
+from ..state.buffer import FlatBuffer, Ref, refs
+from ..state.dtensor import carry_attributes
 
 Init = Callable[[nn.Module], object]
 

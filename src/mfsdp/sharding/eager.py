@@ -32,8 +32,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import runtime, writes
-from .state.buffer import FlatBuffer, Ref, UnitState
+from .. import runtime
+from ..state.buffer import FlatBuffer, Ref, UnitState
+from . import writes
 
 
 class _Thread(threading.local):

@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx, nn
 
-from . import runtime
-from .graph import ops
-from .state.buffer import FlatBuffer
+from .. import runtime
+from ..graph import ops
+from ..state.buffer import FlatBuffer
 
 _PACKAGE = __file__.rsplit("writes", 1)[0]
 
