@@ -22,11 +22,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import mfsdp
 from examples.bench import clock as bench_clock
 from examples.bench.bench import peak_of
-from mfsdp import clock, kernels, pipeline
+from mfsdp import pipeline
+from mfsdp.costs import clock, fusion
+from mfsdp.costs.simulate import simulate
 from mfsdp.graph import cost, listing
 from mfsdp.graph.program import Program, operator
 from mfsdp.graph.roles import role
-from mfsdp.simulate import simulate
 from mfsdp.spec import hardware
 from mfsdp.spec.hardware import Group, Hardware, Link, transfer
 from tests.models import GPT, Block, llama
@@ -162,7 +163,7 @@ def test_a_fused_kernel_holds_what_is_read_outside():
     x, n = torch.empty(256, 256, device="meta"), 4 * 256 * 256
     with torch.no_grad():
         program = mfsdp.trace(Chain(), (x, x.clone(), x.clone()), train=False).inference
-    runs = kernels.fused(program)
+    runs = fusion.fused(program)
     assert [[r.name for r in run] for run in runs] == [["relu", "mul", "add"], ["add_1"]]
     # mm, relu, mul, add, mm_1, add_1: mm is kept, from which both kernels compute relu
     assert [row.top // n for row in cost.lines(program)] == [1, 2, 2, 3, 3, 3]
@@ -176,7 +177,7 @@ def test_what_inductor_only_calls_has_memory():
 
     x, n = torch.empty(256, 256, device="meta"), 4 * 256 * 256
     program = mfsdp.trace(Chain(), (x,), train=False).inference
-    runs = kernels.fused(program)
+    runs = fusion.fused(program)
     assert [[r.name for r in run] for run in runs] == [["relu"], ["mul"]]
     assert [row.top // n for row in cost.lines(program, runs)] == [1, 2, 1]
 
@@ -206,8 +207,8 @@ def test_what_forward_returned_is_not_written_over():
     x, n = torch.empty(256, 256), 4 * 256 * 256
     for both in (False, True):
         program = mfsdp.trace(Square(both), (x, x.clone().requires_grad_()), lowering="inductor").backward
-        runs = kernels.fused(program)
-        before_the_product = [row for row in cost.lines(program, runs) if not kernels.flops(row.node)]
+        runs = fusion.fused(program)
+        before_the_product = [row for row in cost.lines(program, runs) if not fusion.flops(row.node)]
         assert max(row.top for row in before_the_product) // n == 1 + both
 
 
@@ -234,10 +235,10 @@ def test_narrow_products_are_priced_at_their_operands():
 
 def test_operations_are_counted():
     program = toy2()
-    assert kernels.total_flops(program) == 2 * 2 * 256 * 1024 * 1024
+    assert fusion.total_flops(program) == 2 * 2 * 256 * 1024 * 1024
     backward = toy2("backward")
     pipeline.run(backward)
-    assert kernels.total_flops(backward) == 3 * 2 * 256 * 1024 * 1024, "the first layer's input needs no gradient"
+    assert fusion.total_flops(backward) == 3 * 2 * 256 * 1024 * 1024, "the first layer's input needs no gradient"
 
 
 CPU_ATTENTION = {
@@ -265,7 +266,7 @@ def test_operations_are_those_that_torch_counts(recompute):
     for program in programs:
         want = counted(program)
         pipeline.run(program)
-        assert kernels.total_flops(program) == want > 0
+        assert fusion.total_flops(program) == want > 0
     again = [x for x in cost.lines(programs.backward) if listing.text(x.node).startswith("scaled_dot_product_flash")]
     assert len(again) == (4 if recompute else 2) and all("_backward" in listing.text(x.node) for x in again[1::2])
     assert all(clock.times(programs.backward, PLAIN)[x.node].flops > 0 for x in again)

@@ -7,10 +7,10 @@ model = torch.compile(model, backend="mfsdp")        collectives become nodes of
 from . import passes, pipeline
 from .checkpoint import CheckpointError, Checkpoints
 from .convert import convert
+from .costs.measure import measure
 from .explain import explain
 from .graph.check import LawError
 from .huggingface import load_safetensors, save_safetensors
-from .measure import measure
 from .profile import profile, ranges
 from .sharding.shard import FSDPModule, fully_shard, no_sync, summon_full_params, unsharded
 from .spec.config import MixedPrecisionPolicy

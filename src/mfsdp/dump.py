@@ -18,7 +18,7 @@ import torch
 from torch._logging import trace_structured
 
 from . import page, runtime
-from .estimate import estimate
+from .costs.estimate import estimate
 from .graph.cost import nbytes, shape_of
 from .graph.program import Program
 from .pipeline import Stage

@@ -13,11 +13,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from . import pipeline
-from .estimate import estimate
-from .facts import Facts, Suggestion
+from .costs.estimate import estimate
+from .costs.facts import Facts, Suggestion
+from .costs.ledger import OPTIMIZER_STATES
+from .costs.measure import measure
 from .graph.program import Program
-from .ledger import OPTIMIZER_STATES
-from .measure import measure
 from .report import Comparison, Report
 from .sharding.shard import FSDPModule
 from .spec.config import Options
@@ -41,7 +41,7 @@ class Calibration:
     optimizer: float
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What :func:`mfsdp.clock.times` takes."""
+        """What :func:`mfsdp.costs.clock.times` takes."""
         return {"compute": self.backward if program.phase == "backward" else self.forward}
 
 
@@ -86,7 +86,7 @@ def explain(
         hardware: a name in :data:`mfsdp.spec.hardware.KNOWN`, a JSON file, ``"this"`` (:func:`mfsdp.measure`), or a
             :class:`mfsdp.spec.hardware.Hardware`.
         options: those of the backend.
-        optimizer: a name in :data:`mfsdp.ledger.OPTIMIZER_STATES`.
+        optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
         profile: of :func:`mfsdp.profile`: measured times instead of estimates.
         suggest: whether to look for changes that make the step faster.
         **sharding: arguments of :func:`mfsdp.fully_shard`; none if the model is sharded already.

@@ -18,7 +18,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from .facts import WHY, Facts, Line, View, seconds
+from .costs.facts import WHY, Facts, Line, View, seconds
 from .graph.cost import size
 from .spec.layout import Layout
 from .spec.units import Unit
@@ -43,7 +43,7 @@ KERNEL = {
     "launch": "too small: starting it decides its time",
     "measured": "measured",
 }
-"""What decides a kernel's time, in words; :data:`mfsdp.facts.WHY` is the same for waits and collectives."""
+"""What decides a kernel's time, in words; :data:`mfsdp.costs.facts.WHY` is the same for waits and collectives."""
 
 BANDS = ("#5f6f81", "#7f8ea0", "#9fabb9", "#bcc5cf", "#d3d9e0", "#b8ad9a", "#cfc6b6", "#e2dccf")
 """Memory that lasts, from the bottom up."""

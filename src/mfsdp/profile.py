@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import clock, runtime
-from .facts import Facts, seconds
+from . import runtime
+from .costs import clock
+from .costs.facts import Facts, seconds
 from .graph import listing, ops
 from .graph.cost import is_line
 from .graph.program import Program
@@ -206,7 +207,7 @@ class profile(AbstractContextManager["profile"]):
         return sum(x.seconds for x in self.lines if x.line.operation == "wait")
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What :func:`mfsdp.clock.times` takes: measured lines, or, if the program has others (those of another
+        """What :func:`mfsdp.costs.clock.times` takes: measured lines, or, if the program has others (those of another
         lowering), what all of them take together.
         """
         mine = [x for x in self.lines if x.phase == program.phase]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import page
-from .facts import WHY, Facts, seconds
+from .costs.facts import WHY, Facts, seconds
 from .graph.cost import size
 
 

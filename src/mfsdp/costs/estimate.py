@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from . import clock, kernels
+from ..graph import cost, listing
+from ..graph.cost import size
+from ..graph.program import Program
+from ..graph.roles import Lane, role
+from ..pipeline import Stage
+from ..spec.config import Options
+from ..spec.hardware import Hardware
+from ..state.buffer import FlatBuffer
+from . import clock, fusion
 from .facts import Facts, Line, View
-from .graph import cost, listing
-from .graph.cost import size
-from .graph.program import Program
-from .graph.roles import Lane, role
 from .ledger import OPTIMIZER_STATES, Ledger, ledger
-from .pipeline import Stage
 from .simulate import Span, simulate
-from .spec.config import Options
-from .spec.hardware import Hardware
-from .state.buffer import FlatBuffer
 
 
 def estimate(
@@ -49,8 +49,8 @@ def estimate(
         options: those of the backend.
         other: bytes of what is not sharded.
         plain: how many of them are parameters that train.
-        optimizer: a name in :data:`mfsdp.ledger.OPTIMIZER_STATES`.
-        profile: what knows measured times: ``given(program)``, for :func:`mfsdp.clock.times`, and ``optimizer``.
+        optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
+        profile: what knows measured times: ``given(program)``, for :func:`mfsdp.costs.clock.times`, and ``optimizer``.
         mesh_shape: of a two-level mesh.
     """
     batch = sum(t.numel() * t.element_size() for t in inputs)
@@ -79,7 +79,7 @@ def estimate(
         compute=compute + seconds,
         tokens=ids.numel() if ids is not None else 0,
         flops=(3 if any(p.phase == "backward" for p in programs) else 1)
-        * sum(kernels.total_flops(p) for p in programs if p.phase != "backward"),
+        * sum(fusion.total_flops(p) for p in programs if p.phase != "backward"),
         measured=profile is not None,
         error=HONESTY,
     )

@@ -1,7 +1,7 @@
 """What a program costs in time, line by line, on given hardware.
 
 Matrix products take their operations at the rate that the hardware reaches, or their bytes, whichever is longer. All
-other kernels take bytes: what comes from outside of a kernel (:mod:`mfsdp.kernels`) is read once, what is read outside
+other kernels take bytes: what comes from outside of a kernel (:mod:`mfsdp.costs.fusion`) is read once, what is read outside
 of it is written. Collectives: see :func:`mfsdp.spec.hardware.transfer`.
 """
 
@@ -15,14 +15,14 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from . import kernels
-from .graph import ops
-from .graph.cost import escapes, nbytes
-from .graph.program import Program, base_of, lane_of
-from .graph.roles import Kind, is_kind, role
-from .spec.config import SHORT
-from .spec.hardware import Group, Hardware, Transfer, transfer
-from .spec.units import Spec
+from ..graph import ops
+from ..graph.cost import escapes, nbytes
+from ..graph.program import Program, base_of, lane_of
+from ..graph.roles import Kind, is_kind, role
+from ..spec.config import SHORT
+from ..spec.hardware import Group, Hardware, Transfer, transfer
+from ..spec.units import Spec
+from . import fusion
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ def times(
         compute: seconds that all kernels together have been measured to take; estimates share them.
     """
     out: dict[Node, Time] = {}
-    for run in kernels.together(program, fused):
+    for run in fusion.together(program, fused):
         inside, read = set(run), set[Node]()
         for node in run:
             out[node] = _time(program, node, inside, read, machine, first=node is run[0])
@@ -86,7 +86,7 @@ def _time(program: Program, node: Node, inside: set[Node], read: set[Node], mach
     if node.target in ops.COLLECTIVES:
         return Time(0.0, transfer=_transfer(program, node, machine))
     moved = _bytes(node, inside, read) / (machine.bandwidth * machine.reached_bandwidth)
-    count = kernels.flops(node)
+    count = fusion.flops(node)
     busy = count / (machine.peak(_short(node)) * machine.reached)
     launch = machine.kernel if first and moved + busy > 0 else 0.0
     seconds = max(moved, busy, launch)

@@ -16,9 +16,9 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .graph import ops
-from .graph.cost import is_line, shape_of
-from .graph.program import Program, operator
+from ..graph import ops
+from ..graph.cost import is_line, shape_of
+from ..graph.program import Program, operator
 
 aten = torch.ops.aten
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import torch
 
-from . import runtime
-from .spec.config import SHORT
-from .spec.hardware import Hardware, Link
+from .. import runtime
+from ..spec.config import SHORT
+from ..spec.hardware import Hardware, Link
 
 
 def measure() -> Hardware:

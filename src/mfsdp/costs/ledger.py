@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from . import kernels
-from .graph import ops
-from .graph.cost import lines, saved, size
-from .graph.program import Program
-from .graph.roles import role
-from .state.buffer import FlatBuffer
+from ..graph import ops
+from ..graph.cost import lines, saved, size
+from ..graph.program import Program
+from ..graph.roles import role
+from ..state.buffer import FlatBuffer
+from . import fusion
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
 """Tensors of state per parameter, in the dtype of the main weights."""
@@ -102,7 +102,7 @@ def ledger(
     for p in programs:
         pooled = sum(p.slots.values())
         live[p.phase], after[p.phase] = {}, {}
-        for row in lines(p, kernels.fused(p) if fused else ()):
+        for row in lines(p, fusion.fused(p) if fused else ()):
             if row.node.target is ops.accumulate and (r := role(row.node)) is not None:
                 unit = p.unit(r.unit)
                 accumulated[unit.name] = unit.layout.shard_numel * unit.spec.precision.grad.itemsize

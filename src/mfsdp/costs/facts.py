@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..pipeline import Stage
+from ..spec.hardware import Hardware
+from ..spec.units import Unit
 from .ledger import Ledger
-from .pipeline import Stage
-from .spec.hardware import Hardware
-from .spec.units import Unit
 
 
 @dataclass(frozen=True)

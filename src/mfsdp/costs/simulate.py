@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from ..graph import ops
+from ..graph.cost import is_line
+from ..graph.program import Program, base_of, lane_of
+from ..graph.roles import Lane, role
+from ..passes.prefetch import HELD_BACK
+from ..spec.hardware import Transfer
 from .clock import Time
-from .graph import ops
-from .graph.cost import is_line
-from .graph.program import Program, base_of, lane_of
-from .graph.roles import Lane, role
-from .passes.prefetch import HELD_BACK
-from .spec.hardware import Transfer
 
 BUSIEST = 0.9
 """Of the processor's time, what moving bytes takes at most."""
@@ -127,7 +127,7 @@ def simulate(program: Program, times: Mapping[Node, Time]) -> list[Span]:
 
     Args:
         program: after any pass.
-        times: what its lines take (:func:`mfsdp.clock.times`).
+        times: what its lines take (:func:`mfsdp.costs.clock.times`).
     """
     links = _Links()
     under_way: dict[Node, _Moving] = {}
