@@ -17,7 +17,8 @@ from torch import nn
 from torch._dynamo.backends.debugging import boxed_nop
 
 import mfsdp
-from mfsdp import backend, lowering, pipeline, runtime
+from mfsdp import pipeline, runtime
+from mfsdp.compiler import backend, lowering
 from mfsdp.spec.config import Options
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import averaged, batches, error

@@ -19,7 +19,7 @@ from torch import nn
 import mfsdp
 from examples.bench.bench import peak_of
 from mfsdp import __main__ as command
-from mfsdp.files import INDEX
+from mfsdp.checkpoints.files import INDEX
 from tests.models import MLP, llama
 from tests.parity import whole
 from tests.test_crash import Run

@@ -15,7 +15,7 @@ from torch import nn
 
 import mfsdp
 from examples.bench.bench import peak_of
-from mfsdp.files import INDEX
+from mfsdp.checkpoints.files import INDEX
 from tests.models import MLP, llama
 from tests.parity import error, whole
 from tests.test_materialize import Largest

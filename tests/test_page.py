@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from mfsdp import page
-from mfsdp.explain import explain
+from mfsdp.planning.explain import explain
+from mfsdp.reports import page
 from mfsdp.spec.layout import plan
 from tests.toys import BF16, Toy2
 

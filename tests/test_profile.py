@@ -15,7 +15,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp import runtime
-from mfsdp.profile import Outline, Outlined, _Ran
+from mfsdp.reports.profile import Outline, Outlined, _Ran
 from tests.models import GPT, MLP, Block
 from tests.parity import compiled
 

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp import backend, pipeline, runtime
+from mfsdp import pipeline, runtime
+from mfsdp.compiler import backend
 from mfsdp.graph import cost, listing, ops
 from mfsdp.graph.program import Program, slot_of
 from mfsdp.graph.roles import Kind
-from mfsdp.profile import Outline
+from mfsdp.reports.profile import Outline
 from mfsdp.state.buffer.buffer import FlatBuffer
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import batches, compiled, whole

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import mfsdp
+from mfsdp.compiler.tracing import Programs
 from mfsdp.graph.program import Program
-from mfsdp.tracing import Programs
 
 BF16 = mfsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.bfloat16)
 

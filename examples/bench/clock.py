@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import mfsdp
-from mfsdp.explain import Calibration
+from mfsdp.planning.explain import Calibration
 from mfsdp.spec.hardware import Hardware, Link
 
 sys.path.insert(0, str(Path(__file__).parent))

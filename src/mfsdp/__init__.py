@@ -5,19 +5,19 @@ model = torch.compile(model, backend="mfsdp")        collectives become nodes of
 """
 
 from . import passes, pipeline
-from .checkpoint import CheckpointError, Checkpoints
-from .convert import convert
+from .checkpoints.checkpoint import CheckpointError, Checkpoints
+from .checkpoints.convert import convert
+from .checkpoints.safetensors import load_safetensors, save_safetensors
+from .compiler.tracing import trace
 from .costs.measure import measure
-from .explain import explain
 from .graph.check import LawError
-from .huggingface import load_safetensors, save_safetensors
-from .profile import profile, ranges
+from .planning.explain import explain
+from .reports.profile import profile, ranges
 from .sharding.shard import FSDPModule, fully_shard, no_sync, summon_full_params, unsharded
 from .spec.config import MixedPrecisionPolicy
 from .spec.hardware import Hardware
 from .state.norms import check_finite, norms
 from .state.optimizer import fully_shard_optimizer
-from .tracing import trace
 
 __version__ = "0.1.0"
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from .convert import convert
-from .explain import explain
-from .report import Comparison
+from .checkpoints.convert import convert
+from .planning.explain import explain
+from .reports.report import Comparison
 from .spec.config import SHORT, MixedPrecisionPolicy
 from .spec.hardware import KNOWN
 

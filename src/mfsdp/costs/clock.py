@@ -1,8 +1,8 @@
 """What a program costs in time, line by line, on given hardware.
 
 Matrix products take their operations at the rate that the hardware reaches, or their bytes, whichever is longer. All
-other kernels take bytes: what comes from outside of a kernel (:mod:`mfsdp.costs.fusion`) is read once, what is read outside
-of it is written. Collectives: see :func:`mfsdp.spec.hardware.transfer`.
+other kernels take bytes: what comes from outside of a kernel (:mod:`mfsdp.costs.fusion`) is read once, what is read
+outside of it is written. Collectives: see :func:`mfsdp.spec.hardware.transfer`.
 """
 
 from __future__ import annotations

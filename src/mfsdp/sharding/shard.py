@@ -198,8 +198,8 @@ def fully_shard(
         units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
             number); each match becomes a unit, what no unit claims belongs to ``module``. ``None``: one unit.
         mesh: ``DeviceMesh``, 1-D or (outer, shard); or a larger one with axes named ``dp_shard`` and, for two levels,
-            ``dp_outer`` or ``dp_replicate`` (other names that are known: :mod:`mfsdp.state.mesh`). An axis ``cp`` is part of
-            the shard axis; ``tp`` and ``pp`` are left alone; what is neither is refused.
+            ``dp_outer`` or ``dp_replicate`` (other names that are known: :mod:`mfsdp.state.mesh`). An axis ``cp`` is part
+            of the shard axis; ``tp`` and ``pp`` are left alone; what is neither is refused.
             Default: all ranks of the default process group, or this process alone when there is none.
         dp_mesh_dims: which axes of ``mesh`` are meant, if their names do not say so: torch's ``DataParallelMeshDims``,
             a dict ``{"shard": name, "replicate": name}`` (several names: these axes are taken as one), or two names,

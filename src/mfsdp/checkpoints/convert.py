@@ -14,9 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from ..state.names import original
 from . import files
 from .checkpoint import MANIFEST, CheckpointError, Checkpoints, cause_of, faults_of, inner
-from .state.names import original
 
 
 def convert(

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..costs.facts import WHY, Facts, seconds
+from ..graph.cost import size
 from . import page
-from .costs.facts import WHY, Facts, seconds
-from .graph.cost import size
 
 
 class Report(Facts):

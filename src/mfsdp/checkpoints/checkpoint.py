@@ -26,7 +26,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from . import files, runtime
+from .. import runtime
+from . import files
 
 T = TypeVar("T")
 

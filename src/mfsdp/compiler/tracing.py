@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import fake_tensor_tls
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from ..graph.program import Phase, Program
+from ..sharding import writes
+from ..sharding.shard import FSDPModule, blueprint, fully_shard, own_code
+from ..state.dtensor import local_mesh
 from .capture import Capture, sources
-from .graph.program import Phase, Program
 from .lowering import CAPTURES
-from .sharding import writes
-from .sharding.shard import FSDPModule, blueprint, fully_shard, own_code
-from .state.dtensor import local_mesh
 
 
 @dataclass

@@ -18,10 +18,10 @@ from typing import Any
 
 from jinja2 import Environment
 
-from .costs.facts import WHY, Facts, Line, View, seconds
-from .graph.cost import size
-from .spec.layout import Layout
-from .spec.units import Unit
+from ..costs.facts import WHY, Facts, Line, View, seconds
+from ..graph.cost import size
+from ..spec.layout import Layout
+from ..spec.units import Unit
 
 LANES = {"C": "Compute", "G": "Gather", "R": "Reduce", "O": "Outer"}
 

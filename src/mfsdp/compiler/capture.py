@@ -12,14 +12,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import runtime
-from .graph import ops
-from .graph.program import INPUT, READ, STORAGE, Phase, Program, base_of, storage_of
-from .graph.roles import Kind, Role, mark, role
-from .spec.config import Precision
-from .spec.layout import plan
-from .spec.units import Spec, Unit
-from .state.buffer import FlatBuffer, UnitState
+from .. import runtime
+from ..graph import ops
+from ..graph.program import INPUT, READ, STORAGE, Phase, Program, base_of, storage_of
+from ..graph.roles import Kind, Role, mark, role
+from ..spec.config import Precision
+from ..spec.layout import plan
+from ..spec.units import Spec, Unit
+from ..state.buffer import FlatBuffer, UnitState
 
 
 class Capture:

@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from . import dump, lowering, pipeline, runtime
+from .. import pipeline, runtime
+from ..graph import listing, ops
+from ..graph.program import READ, Phase, Program, lane_of
+from ..graph.roles import Kind, role
+from ..reports import dump
+from ..reports.dump import Dump
+from ..reports.profile import outline
+from ..sharding import writes
+from ..spec.config import Options
+from . import lowering
 from .capture import Capture, sources
-from .dump import Dump
-from .graph import listing, ops
-from .graph.program import READ, Phase, Program, lane_of
-from .graph.roles import Kind, role
-from .profile import outline
-from .sharding import writes
-from .spec.config import Options
 
 log = logging.getLogger("mfsdp")
 

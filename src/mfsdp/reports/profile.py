@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import runtime
-from .costs import clock
-from .costs.facts import Facts, seconds
-from .graph import listing, ops
-from .graph.cost import is_line
-from .graph.program import Program
-from .graph.roles import role
-from .spec.hardware import KNOWN
+from .. import runtime
+from ..costs import clock
+from ..costs.facts import Facts, seconds
+from ..graph import listing, ops
+from ..graph.cost import is_line
+from ..graph.program import Program
+from ..graph.roles import role
+from ..spec.hardware import KNOWN
 
 _OPERATIONS = {
     x: x._schema.name.split("::")[1]

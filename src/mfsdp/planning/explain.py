@@ -12,19 +12,19 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from . import pipeline
-from .costs.estimate import estimate
-from .costs.facts import Facts, Suggestion
-from .costs.ledger import OPTIMIZER_STATES
-from .costs.measure import measure
-from .graph.program import Program
-from .report import Comparison, Report
-from .sharding.shard import FSDPModule
-from .spec.config import Options
-from .spec.hardware import Hardware
-from .spec.hardware import hardware as find_hardware
-from .state.buffer import FlatBuffer
-from .tracing import Programs, trace
+from .. import pipeline
+from ..compiler.tracing import Programs, trace
+from ..costs.estimate import estimate
+from ..costs.facts import Facts, Suggestion
+from ..costs.ledger import OPTIMIZER_STATES
+from ..costs.measure import measure
+from ..graph.program import Program
+from ..reports.report import Comparison, Report
+from ..sharding.shard import FSDPModule
+from ..spec.config import Options
+from ..spec.hardware import Hardware
+from ..spec.hardware import hardware as find_hardware
+from ..state.buffer import FlatBuffer
 
 GAIN = 0.01
 """What a suggestion has to promise: a part of the step."""

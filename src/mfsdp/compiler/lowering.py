@@ -19,9 +19,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
+from ..graph import ops
+from ..graph.program import Phase
 from .capture import Capture, Partitioner
-from .graph import ops
-from .graph.program import Phase
 
 Run = Callable[[list[Any]], Any]
 """A compiled graph: takes its arguments as one list."""

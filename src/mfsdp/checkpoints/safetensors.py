@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from . import files, runtime
-from .state import names
-from .state.dtensor import ShardedDTensor
+from .. import runtime
+from ..state import names
+from ..state.dtensor import ShardedDTensor
+from . import files
 
 
 def load_safetensors(

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch._logging import trace_structured
 
-from . import page, runtime
-from .costs.estimate import estimate
-from .graph.cost import nbytes, shape_of
-from .graph.program import Program
-from .pipeline import Stage
-from .spec.config import Options
-from .spec.hardware import KNOWN, Hardware
-from .state.buffer import FlatBuffer
+from .. import runtime
+from ..costs.estimate import estimate
+from ..graph.cost import nbytes, shape_of
+from ..graph.program import Program
+from ..pipeline import Stage
+from ..spec.config import Options
+from ..spec.hardware import KNOWN, Hardware
+from ..state.buffer import FlatBuffer
+from . import page
 
 log = logging.getLogger("mfsdp")
 

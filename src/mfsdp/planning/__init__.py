@@ -1,0 +1,1 @@
+"""What a training run will do and cost, before anything runs."""

@@ -1,0 +1,1 @@
+"""What people look at: reports, pages, dumps, profiles."""
