@@ -342,7 +342,9 @@ def bound(case: Case) -> float:
 
 
 def control(case: Case) -> Case:
-    """The case without us: unsharded, one process, compiled by ``aot_eager``. What fails there too is not ours."""
+    """The case without us: unsharded, one process, compiled by ``aot_eager`` if at all. What fails there too is not
+    ours.
+    """
     gone = (
         "mesh",
         "outer_strategy",

@@ -50,7 +50,7 @@ class Verdict:
     """What a case came to."""
 
     outcome: str
-    """``"right"``, ``"refused"``, ``"upstream"`` (fails unsharded under ``aot_eager`` too) or ``"failed"``."""
+    """``"right"``, ``"refused"``, ``"upstream"`` (fails unsharded too) or ``"failed"``."""
     kind: str = ""
     """How it failed, in a word or two: what stays the same while a case is made smaller."""
     text: str = ""
@@ -71,7 +71,7 @@ class Court:
     def try_(self, case: Case) -> Verdict:
         """One case, on ranks that no failure went before; one that fails is tried without us too."""
         verdict = self._one(case)
-        if verdict.outcome != "failed" or case.get("lowering") == "none" or verdict.kind == "no answer":
+        if verdict.outcome != "failed" or verdict.kind == "no answer":
             return verdict
         alone = self._one(control(case))
         same = alone.outcome == "failed" and alone.kind == verdict.kind
