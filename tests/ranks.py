@@ -18,7 +18,8 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,28 @@ def _serve(rank: int, world: int, backend: str, folder: str, pipe: Any) -> None:
         gc.collect()
         gc.freeze()  # half a million objects of imported packages, a quarter of a second each time
         pipe.send(answer)
+
+
+@contextmanager
+def collectives_told(told: Callable[[str, str], object]) -> Iterator[None]:
+    """Calls something for every collective that is launched inside of the ``with``: ``"gather"``, ``"scatter"`` or
+    ``"all_reduce"``, and its group.
+    """
+    from mfsdp.runtime.runs import Run
+
+    own = {kind: getattr(Run, kind) for kind in ("gather", "scatter", "all_reduce")}
+
+    def telling(kind: str) -> Callable[..., Any]:
+        def launch(self: Run, *args: Any) -> Any:
+            told(kind, args[-1])
+            return own[kind](self, *args)
+
+        return launch
+
+    for kind in own:
+        setattr(Run, kind, telling(kind))
+    try:
+        yield
+    finally:
+        for kind, function in own.items():
+            setattr(Run, kind, function)

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
-from mfsdp import agreement
-from mfsdp.agreement import Apart, Company, Words
+from mfsdp.runtime import agreement
+from mfsdp.runtime.agreement import Apart, Company, Words
 from tests.parity import averaged, error, whole
 
 EAGER = {"lowering": "eager"}

@@ -17,8 +17,9 @@ from torch import nn
 from torch._dynamo.backends.debugging import boxed_nop
 
 import mfsdp
-from mfsdp import pipeline, runtime
+from mfsdp import pipeline
 from mfsdp.compiler import backend, lowering
+from mfsdp.runtime import kernels
 from mfsdp.spec.config import Options
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import averaged, batches, error
@@ -203,7 +204,7 @@ def test_pieces_of_a_sharded_model_are_not_said_to_be_unsharded(monkeypatch):
 
 @pytest.mark.parametrize("other", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_a_sharded_model_compiled_by_another_backend_is_named(monkeypatch, other):
-    monkeypatch.setattr(runtime, "_told", False)
+    monkeypatch.setattr(kernels, "_told", False)
     torch.manual_seed(0)
     reference = MLP()
     model = mfsdp.fully_shard(copy.deepcopy(reference), units=["up"])
@@ -214,7 +215,7 @@ def test_a_sharded_model_compiled_by_another_backend_is_named(monkeypatch, other
             assert error(step(run, x), step(reference, x)) < 1e-6
     assert sum("another backend" in str(w.message) for w in seen) == 1
     assert error(model.up.weight.grad.full_tensor(), reference.up.weight.grad) < 1e-5
-    monkeypatch.setattr(runtime, "_told", False)
+    monkeypatch.setattr(kernels, "_told", False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for upto in ("capture", None):

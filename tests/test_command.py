@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import mfsdp
-from mfsdp import __main__ as command
+from mfsdp.command import main as command
 from tests.models import llama
 
 ROOT = Path(__file__).parent.parent

@@ -18,8 +18,8 @@ from torch import nn
 
 import mfsdp
 from examples.bench.bench import peak_of
-from mfsdp import __main__ as command
 from mfsdp.checkpoints.files import INDEX
+from mfsdp.command import main as command
 from tests.models import MLP, llama
 from tests.parity import whole
 from tests.test_crash import Run

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp import runtime
+from mfsdp.runtime import devices
 from mfsdp.sharding.shard import _device
 
 ROOT = Path(__file__).parent.parent
@@ -94,7 +94,7 @@ def bound() -> list[str]:
     try:
         for machine in (Machine(), Machine(current=2)):
             with machine:
-                out.append(f"{runtime.home()} {machine.current}")
+                out.append(f"{devices.home()} {machine.current}")
     finally:
         group.bound_device_id = None
         del os.environ["LOCAL_RANK"]
@@ -108,7 +108,7 @@ def test_the_device_that_the_group_is_bound_to(one_rank):
 
 def crowded(uuids: list[str], backends: str, key: str) -> str:
     """Each rank's GPU 0 is the one of that number."""
-    runtime._claim.cache_clear()
+    devices._claim.cache_clear()
     with Machine(gpus=1, current=0, uuids=uuids[dist.get_rank()]) as machine:
         machine.uuids = [key + machine.uuids]
         with mock.patch.object(dist, "get_backend_config", lambda group=None: backends):
@@ -131,7 +131,7 @@ def test_two_ranks_on_one_gpu_are_told_how_to_part(two_ranks):
 
 def taken(backends: str) -> str:
     with Machine(current=1), mock.patch.object(dist, "get_backend_config", lambda group=None: backends):
-        return str(runtime.collective_device(dist.group.WORLD))
+        return str(devices.collective_device(dist.group.WORLD))
 
 
 @pytest.mark.dist

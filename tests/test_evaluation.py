@@ -10,26 +10,24 @@ import torch
 import torch.distributed as dist
 
 import mfsdp
-from mfsdp import runtime
 from tests.models import CASES, GPT, Block, llama
 from tests.parity import averaged, batches, build, compiled, error, whole
+from tests.ranks import collectives_told
 
 
 class Gathers:
     """Counts all-gathers."""
 
     def __enter__(self) -> Gathers:
-        self.count, self._gather = 0, runtime.gather_flat
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return self._gather(*args, **kwargs)
-
-        runtime.gather_flat = counted
+        self.count, self._told = 0, collectives_told(self._one)
+        self._told.__enter__()
         return self
 
+    def _one(self, kind: str, group: str) -> None:
+        self.count += kind == "gather"
+
     def __exit__(self, *error: Any) -> None:
-        runtime.gather_flat = self._gather
+        self._told.__exit__(*error)
 
 
 def generated(strategy: int) -> dict[str, Any]:

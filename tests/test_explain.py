@@ -339,7 +339,7 @@ def held(name: str, lowering: str, strategy: int) -> tuple[int, int, str]:
     sharding = {"units": [unit], "strategy": strategy}
     given = {"world": dist.get_world_size(), "options": {"lowering": lowering}, "hardware": PLAIN, **sharding}
     told = mfsdp.explain(model, (ids,), suggest=False, **given)
-    mfsdp.runtime.forget_slots()
+    mfsdp.runtime.slots.forget()
     mfsdp.fully_shard(model, **sharding)
     run = compiled(model, lowering)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -355,7 +355,7 @@ def held(name: str, lowering: str, strategy: int) -> tuple[int, int, str]:
     lasting = [t for b in buffers for t in {id(b.main): b.main, id(b.source): b.source}.values()]
     lasting += [v.to_local() for s in optimizer.state.values() for v in s.values() if v.dim()]
     total = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in lasting}.values())
-    total += sum(mfsdp.runtime.slot_bytes().values()) + ids.nbytes
+    total += sum(mfsdp.runtime.slots.sizes().values()) + ids.nbytes
     return total + peak_of(step), told.peak, str(told.ledger)
 
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp
-from mfsdp import runtime
-from mfsdp.state.buffer.mesh import axes
+from mfsdp.runtime import runs, slots
+from mfsdp.state.mesh import axes
 from tests.models import GPT, Block
 
 WORLD = 8
@@ -40,10 +40,10 @@ LOWERINGS = [
 @pytest.fixture
 def eight() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=WORLD)
-    runtime.forget_slots()
+    slots.forget()
     yield
     dist.destroy_process_group()
-    runtime.forget_slots()
+    slots.forget()
 
 
 class Counted:
@@ -52,16 +52,16 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.operations: Counter[str] = Counter()
         self.missed: list[str] = []
-        room = runtime._room
+        room = slots.room
 
         def noted(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             out = room(slot, numel, dtype, device)
-            static = runtime._slots.get((device, slot))
+            static = slots._slots.get((device, slot))
             if slot and (static is None or out.untyped_storage().data_ptr() != static.data_ptr()):
                 self.missed.append(slot)
             return out
 
-        monkeypatch.setattr(runtime, "_room", noted)
+        monkeypatch.setattr(slots, "room", noted)
 
     def program(self, outline: Any, run: Any, args: list[Any]) -> Any:
         return run(args)
@@ -86,10 +86,10 @@ def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place
     run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": lowering})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(31, (4, 8), device=device)
-    counted, reserved, slots = Counted(monkeypatch), [], []
+    counted, reserved, static = Counted(monkeypatch), [], []
     for _ in range(4):
         counted.operations.clear()
-        with runtime.observed(counted):
+        with runs.observed(counted):
             loss = run(ids).float().square().mean()
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -97,10 +97,10 @@ def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place
         optimizer.zero_grad()
         assert torch.isfinite(loss) and torch.isfinite(norm)
         del loss
-        slots.append(runtime.slot_bytes())
+        static.append(slots.sizes())
         reserved.append(torch.cuda.memory_reserved() if device == "cuda" else 0)
     assert not counted.missed, "a static buffer was still in use"
-    assert slots[1] == slots[-1] and len(set(reserved[2:])) == 1, f"memory grows: {slots}, {reserved}"
+    assert static[1] == static[-1] and len(set(reserved[2:])) == 1, f"memory grows: {static}, {reserved}"
     did = counted.operations
     assert did["wait"] and did["pack"] and did["accumulate"] == 3, did
     assert did["all_gather"] == {"optim_grads_params": 6, "hsdp": 6, "hfsdp": 6, "kept": 3}.get(place, 0), did

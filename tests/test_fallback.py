@@ -16,10 +16,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mfsdp
-from mfsdp import runtime
+from mfsdp.runtime import immediate
 from mfsdp.sharding import eager
 from tests.models import GPT, Block
 from tests.parity import averaged, error, whole
+from tests.ranks import collectives_told
 
 pytestmark = pytest.mark.dist
 
@@ -53,32 +54,23 @@ def outside(kind: str, lowering: str) -> dict[str, Any]:
         run = torch.compile(model, backend="mfsdp", options={"lowering": lowering})
     torch.manual_seed(dist.get_rank())
     ids = torch.randint(31, (2, 8))
-    calls = {"gather": 0, "reduce": 0}
-    gather, scatter = runtime.gather_flat, runtime._exchange
+    calls = {"gather": 0, "scatter": 0, "all_reduce": 0}
 
-    def count(name: str, function: Any) -> Any:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            calls[name] += 1
-            return function(*args, **kwargs)
+    def count(kind: str, group: str) -> None:
+        calls[kind] += 1
 
-        return wrapper
-
-    runtime.gather_flat, runtime._exchange = count("gather", gather), count("reduce", scatter)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loss = run(ids).square().mean()
-            forward = dict(calls)
-            loss.backward()
-    finally:
-        runtime.gather_flat, runtime._exchange = gather, scatter
+    with collectives_told(count), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss = run(ids).square().mean()
+        forward = dict(calls)
+        loss.backward()
     want = reference(ids).square().mean()
     want.backward()
     averaged(reference)
     grads = [error(whole(p.grad), q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
     ours = [str(w.message) for w in caught if "mfsdp" in str(w.message)]
     return {
-        "forward": forward["gather"], "backward": calls["gather"] - forward["gather"], "reduce": calls["reduce"],
+        "forward": forward["gather"], "backward": calls["gather"] - forward["gather"], "reduce": calls["scatter"],
         "loss": error(loss.detach(), want.detach()), "grads": max(grads), "warnings": ours,
     }  # fmt: skip
 
@@ -112,9 +104,7 @@ def test_parameters_are_whole_inside_of_forward_only(two_ranks):
 def unsharded_by_hand() -> tuple[int, int]:
     model = mfsdp.fully_shard(GPT(layers=1), units=[Block])
     calls = []
-    gather = runtime.gather_flat
-    runtime.gather_flat = lambda *a, **k: (calls.append(1), gather(*a, **k))[1]
-    try:
+    with collectives_told(lambda kind, group: calls.append(1)):
         model.unshard()
         model.blocks[0].unshard()
         with torch.no_grad():
@@ -126,8 +116,6 @@ def unsharded_by_hand() -> tuple[int, int]:
         with torch.no_grad():
             model(torch.randint(31, (1, 4)))
         return during, len(calls)
-    finally:
-        runtime.gather_flat = gather
 
 
 def test_unshard_keeps_until_reshard(two_ranks):
@@ -253,8 +241,8 @@ def regions(units: list[str] | None, compiled: bool, again: bool, reentrant: boo
     model = mfsdp.fully_shard(copy.deepcopy(reference), units=units, strategy=strategy)
     run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"}) if compiled else model
     warnings.simplefilter("ignore")
-    gathers, gather = [], runtime.gather_now
-    runtime.gather_now = lambda *a: (gathers.append(1), gather(*a))[1]
+    gathers, gather = [], immediate.gather_now
+    immediate.gather_now = lambda *a: (gathers.append(1), gather(*a))[1]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     worst = 0.0
     try:
@@ -272,7 +260,7 @@ def regions(units: list[str] | None, compiled: bool, again: bool, reentrant: boo
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
-        runtime.gather_now = gather
+        immediate.gather_now = gather
     left = [
         u for u in model.modules() if isinstance(u, mfsdp.FSDPModule) and (u._mfsdp_unit.full or u._mfsdp_unit.open)
     ]

@@ -14,7 +14,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 
 import mfsdp
-from mfsdp import runtime
+from mfsdp.runtime import groups
 from tests.models import GPT, Block
 from tests.ranks import Ranks
 
@@ -103,12 +103,12 @@ def orders(tokens: int, folder: str) -> dict[str, tuple[list[str], list[str]]]:
 @contextmanager
 def patched_rank() -> Iterator[None]:
     """Every rank writes its listings."""
-    rank = runtime.rank
-    runtime.rank = lambda: 0
+    rank = groups.rank
+    groups.rank = lambda: 0
     try:
         yield
     finally:
-        runtime.rank = rank
+        groups.rank = rank
 
 
 def uncommented(code: str) -> str:

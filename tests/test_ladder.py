@@ -14,88 +14,106 @@ from mfsdp import pipeline
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "mfsdp"
 
-LADDER = [
-    {"__main__"},
-    {"__init__"},
-    {"explain"},
-    {"report"},
-    {"tracing", "backend", "convert"},
-    {"dump", "profile"},
-    {"page"},
-    {"estimate"},
-    {"facts"},
-    {"shard"},
-    {"pipeline", "lowering", "materialize", "fallback", "optimizer", "norms", "huggingface", "checkpoint", "simulate"},
-    {"admission", "alike", "fsdp2", "undo", "capture", "ledger", "writes"},
-    {"state", "statedicts", "measure"},
-    {"placement"},
-    {"mesh"},
-    {"dtensor"},
-    {"outside"},
-    {"passes", "check", "listing", "runtime"},
-    {"clock"},
-    {"kernels"},
-    {"cost"},
-    {"program"},
-    {"ops", "roles"},
-    {"units"},
-    {"agreement", "clients", "config", "files", "hardware", "layout", "names", "rows"},
+ROOMS = [
+    "__main__",
+    "command",
+    "__init__",
+    "planning",
+    "compiler",
+    "sharding",
+    "checkpoints",
+    "reports",
+    "costs",
+    "state",
+    "runtime",
+    "pipeline",
+    "passes",
+    "graph",
+    "spec",
 ]
-"""Highest first. A file imports only from lower rows."""
+"""Highest first: folders of src/mfsdp, and the files beside them. A file imports from lower ones and from its own."""
 
-ROW = {name: i for i, row in enumerate(LADDER) for name in row}
-
-
-def files() -> dict[str, list[Path]]:
-    """Modules by name; the passes count as one row (`Path.rglob` does not follow the link before Python 3.13)."""
-    found = {p.stem: [p] for p in SOURCE.glob("*.py")}
-    found["passes"] = sorted((ROOT / "passes").glob("*.py"))
-    return found
+RANK = {room: i for i, room in enumerate(ROOMS)}
 
 
-def imported(path: Path, name: str) -> set[str]:
-    """Modules of ours that a file imports, wherever in it."""
+def files(room: str) -> list[Path]:
+    """What is in a room (`Path.rglob` does not follow the link to the passes before Python 3.13)."""
+    if room == "passes":
+        return sorted((ROOT / "passes").glob("*.py"))
+    return [SOURCE / f"{room}.py"] if (SOURCE / f"{room}.py").exists() else sorted((SOURCE / room).glob("*.py"))
+
+
+def imported(path: Path, room: str) -> set[tuple[str, str]]:
+    """Which of our files a file imports, wherever in it: their rooms and names."""
     out = set()
+    inside = 1 if path.parent != SOURCE else 0
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            if node.level == 1 and name != "passes":
-                out |= {module.split(".")[0]} if module else {a.name for a in node.names}
-            elif node.level == 1:
-                assert path.name == "__init__.py", f"{path.name}: passes do not know each other"
-            elif module == "mfsdp":
-                out |= {a.name for a in node.names}
-            elif module.startswith("mfsdp."):
-                out.add(module.split(".")[1])
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "mfsdp"):
+            above = [] if not node.level or node.level == 1 + inside else [room]
+            parts = above + (node.module or "").removeprefix("mfsdp").strip(".").split(".") * bool(node.module)
+            for name in node.names:
+                where = [p for p in (*parts, name.name) if p]
+                out.add((where[0], where[1] if len(where) > 1 else ""))
         elif isinstance(node, ast.Import):
-            out |= {a.name.split(".")[1] for a in node.names if a.name.startswith("mfsdp.")}
-    return {m for m in out if m in ROW}
+            named = [a.name.split(".") for a in node.names if a.name.startswith("mfsdp.")]
+            out |= {(n[1], n[2] if len(n) > 2 else "") for n in named}
+    return {(r, name) for r, name in out if r in RANK}
 
 
-def test_every_file_has_a_row():
-    assert set(files()) == set(ROW)
-    assert len(files()["passes"]) >= 4, "the passes were not found: this test would pass without looking"
+def everything() -> list[tuple[str, Path]]:
+    return [(room, path) for room in ROOMS for path in files(room)]
+
+
+def test_every_file_is_in_a_room():
+    there = {p.name for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"} | {
+        p.stem for p in SOURCE.glob("*.py")
+    }
+    assert there == set(ROOMS)
+    assert len(files("passes")) >= 4, "the passes were not found: this test would pass without looking"
     assert (SOURCE / "passes").is_symlink() and (SOURCE / "passes").resolve() == ROOT / "passes"
 
 
-@pytest.mark.parametrize("name", ROW)
-def test_imports_point_down(name):
-    for path in files()[name]:
-        for other in imported(path, name):
-            assert ROW[other] > ROW[name], f"{path.name} imports {other}, which stands no lower"
+def test_no_room_hides_a_public_name():
+    import mfsdp
+
+    public = set(mfsdp.__all__) - {"passes", "pipeline"}
+    assert not public & set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_point_down(room):
+    for path in files(room):
+        for other, name in imported(path, room):
+            if room == "passes" and other == room:
+                assert path.name == "__init__.py", f"{path.name}: passes do not know each other"
+            assert RANK[other] >= RANK[room], f"{room}/{path.name} imports {other}/{name}, which stands higher"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_circles_in_a_room(room):
+    knows = {p.stem: {name for other, name in imported(p, room) if other == room} for p in files(room)}
+    while knows:
+        free = {name for name, others in knows.items() if not others & knows.keys() - {name}}
+        assert free, f"{room}: these import each other: {sorted(knows)}"
+        knows = {name: others for name, others in knows.items() if name not in free}
+
+
+@pytest.mark.parametrize("room", [r for r in ROOMS if (SOURCE / r).is_dir()])
+def test_rooms_say_what_they_are(room):
+    text = (ROOT / "passes" / "__init__.py" if room == "passes" else SOURCE / room / "__init__.py").read_text()
+    assert len(ast.get_docstring(ast.parse(text)) or "") > 10
 
 
 def test_the_layout_needs_no_torch():
-    text = (SOURCE / "layout.py").read_text()
+    text = (SOURCE / "spec" / "layout.py").read_text()
     assert "torch" not in {n.split(".")[0] for n in _all_imports(text)}
 
 
-def test_only_one_file_touches_process_groups():
-    for name, paths in files().items():
-        for path in paths:
-            used = {n for n in _all_imports(path.read_text()) if n.startswith("torch.distributed")}
-            groups = {n for n in used if n in ("torch.distributed", "torch.distributed.distributed_c10d")}
-            assert not groups or name == "runtime", f"{path.name} imports {groups}"
+def test_only_one_room_touches_process_groups():
+    for room, path in everything():
+        used = {n for n in _all_imports(path.read_text()) if n.startswith("torch.distributed")}
+        groups = {n for n in used if n in ("torch.distributed", "torch.distributed.distributed_c10d")}
+        assert not groups or room == "runtime", f"{path.name} imports {groups}"
 
 
 def _all_imports(text: str) -> set[str]:
@@ -123,9 +141,8 @@ def test_order_constraints_name_passes_and_hold():
 
 def test_private_torch_is_marked():
     """Whoever uses a private name of torch says so, and with which versions it was tried."""
-    for paths in files().values():
-        for path in paths:
-            text = path.read_text()
-            private = {n for n in _all_imports(text) if n.startswith("torch.") and "._" in n}
-            if private:
-                assert "2.11 to 2.13" in text, f"{path.name} uses {private} and names no versions"
+    for _, path in everything():
+        text = path.read_text()
+        private = {n for n in _all_imports(text) if n.startswith("torch.") and "._" in n}
+        if private:
+            assert "2.11 to 2.13" in text, f"{path.name} uses {private} and names no versions"

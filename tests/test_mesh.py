@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
-from mfsdp.state.buffer.mesh import axes
+from mfsdp.state.mesh import axes
 from tests.models import CASES, MLP, Block
 from tests.parity import batches, clip_and_step, compiled, error, farthest
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp.spec.config import Precision
-from mfsdp.state.buffer.placement import STRATEGIES
+from mfsdp.state.placement import STRATEGIES
 from tests.models import CASES, MLP, Several
 from tests.parity import batches, compiled, error
 from tests.test_strategies import TWO_LEVELS, sharding

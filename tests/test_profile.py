@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp import runtime
 from mfsdp.reports.profile import Outline, Outlined, _Ran
 from tests.models import GPT, MLP, Block
 from tests.parity import compiled
+from tests.ranks import collectives_told
 
 
 def profiled(lowering: str, folder: str = "") -> dict[str, Any]:
@@ -104,18 +104,14 @@ def in_stacks(lowering: str) -> list[tuple[str, ...]]:
     model = mfsdp.fully_shard(GPT(width=64, layers=2), units=[Block])
     run = compiled(model, lowering)
     run(torch.randint(31, (4, 8))).float().square().mean().backward()
-    found, launch = [], runtime._swap
+    found = []
 
-    def looked(*messages: Any) -> Any:
+    def looked(kind: str, group: str) -> None:
         names = (f.name for f in reversed(traceback.extract_stack()))
         found.append(tuple(x for x in names if x.split()[0] in ("all_gather", "reduce_scatter", "GPT") and " " in x))
-        return launch(*messages)
 
-    runtime._swap = looked
-    try:
+    with collectives_told(looked):
         run(torch.randint(31, (4, 8))).float().square().mean().backward()
-    finally:
-        runtime._swap = launch
     return found
 
 

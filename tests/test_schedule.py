@@ -13,15 +13,17 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp import pipeline, runtime
+from mfsdp import pipeline
 from mfsdp.compiler import backend
 from mfsdp.graph import cost, listing, ops
 from mfsdp.graph.program import Program, slot_of
 from mfsdp.graph.roles import Kind
 from mfsdp.reports.profile import Outline
-from mfsdp.state.buffer.buffer import FlatBuffer
+from mfsdp.runtime import devices, groups, kernels, runs, slots
+from mfsdp.state.buffer import FlatBuffer
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import batches, compiled, whole
+from tests.ranks import collectives_told
 from tests.toys import toy2
 
 
@@ -173,28 +175,26 @@ def test_kept_parameters_have_no_slot():
 
 def test_static_buffers_are_reused_unless_somebody_holds_them():
     cpu = torch.device("cpu")
-    first = runtime._room("t0", 100, torch.float32, cpu)
+    first = slots.room("t0", 100, torch.float32, cpu)
     address = first.data_ptr()
-    second = runtime._room("t0", 100, torch.float32, cpu)
+    second = slots.room("t0", 100, torch.float32, cpu)
     assert second.data_ptr() != address, "the first is still in use"
     del first, second
-    third = runtime._room("t0", 50, torch.bfloat16, cpu)
+    third = slots.room("t0", 50, torch.bfloat16, cpu)
     assert third.data_ptr() == address and third.shape == (50,) and third.dtype is torch.bfloat16
     del third
-    assert runtime.slot_bytes()["t0"] == 400
-    larger = runtime._room("t0", 200, torch.float32, cpu)
-    assert runtime.slot_bytes()["t0"] == 800 and larger.numel() == 200
-    del runtime._slots[cpu, "t0"]
+    assert slots.sizes()["t0"] == 400
+    larger = slots.room("t0", 200, torch.float32, cpu)
+    assert slots.sizes()["t0"] == 800 and larger.numel() == 200
+    del slots._slots[cpu, "t0"]
 
 
 def test_a_static_buffer_that_grows_is_freed_first(monkeypatch):
     empty, there = torch.empty, []
-    runtime._room("t0", 100, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(
-        torch, "empty", lambda *args, **more: (there.append(runtime.slot_bytes()), empty(*args, **more))[1]
-    )
-    assert runtime._room("t0", 200, torch.float32, torch.device("cpu")).numel() == 200
-    assert "t0" not in there[0] and runtime._slots.pop((torch.device("cpu"), "t0")).nbytes() == 800
+    slots.room("t0", 100, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", lambda *args, **more: (there.append(slots.sizes()), empty(*args, **more))[1])
+    assert slots.room("t0", 200, torch.float32, torch.device("cpu")).numel() == 200
+    assert "t0" not in there[0] and slots._slots.pop((torch.device("cpu"), "t0")).nbytes() == 800
 
 
 class Stream:
@@ -212,15 +212,15 @@ def test_a_static_buffer_belongs_to_a_stream(monkeypatch):
     cpu = torch.device("cpu")
     addresses: dict[int, set[int]] = {0: set(), 7: set(), 8: set()}
     for number in (0, 7, 8, 7, 0, 8):
-        monkeypatch.setattr(runtime, "current_stream", lambda device, number=number: Stream(number))
-        buffer = runtime._room("t1", 100, torch.float32, cpu)
+        monkeypatch.setattr(slots, "current_stream", lambda device, number=number: Stream(number))
+        buffer = slots.room("t1", 100, torch.float32, cpu)
         addresses[number].add(buffer.data_ptr())
         del buffer
     assert all(len(own) == 1 for own in addresses.values()), "each has its own, and keeps it"
     assert len(set.union(*addresses.values())) == 3
-    assert {"t1", "t1@7", "t1@8"} <= set(runtime.slot_bytes())
+    assert {"t1", "t1@7", "t1@8"} <= set(slots.sizes())
     for name in ("t1", "t1@7", "t1@8"):
-        del runtime._slots[cpu, name]
+        del slots._slots[cpu, name]
 
 
 def test_whoever_called_backward_waits_for_the_stream_of_its_gradients(monkeypatch):
@@ -230,7 +230,7 @@ def test_whoever_called_backward_waits_for_the_stream_of_its_gradients(monkeypat
     model = mfsdp.fully_shard(MLP(), units=["up"])
     run = compiled(model, "eager")
     loss = run(torch.randn(2, 24)).sum()
-    monkeypatch.setattr(runtime, "current_stream", lambda device: streams["now"])
+    monkeypatch.setattr(devices, "current_stream", lambda device: streams["now"])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: log.append(f"kept for {s.stream_id}"))
     accumulate = FlatBuffer.accumulate
 
@@ -297,7 +297,7 @@ def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int]
     """Bytes of static buffers after each of five steps, evaluation in between; the largest that a listing plans; how
     many buffers were not in the slot that they have.
     """
-    runtime._slots.clear()
+    slots._slots.clear()
     planned: dict[str, int] = {}
     run_pipeline = pipeline.run
 
@@ -308,16 +308,16 @@ def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int]
         return stages
 
     spilt = 0
-    room, patience = runtime._room, runtime.PATIENCE
+    room, patience = slots.room, slots.PATIENCE
 
     def watched(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         nonlocal spilt
         out = room(slot, numel, dtype, device)
         if slot:
-            spilt += out.untyped_storage().data_ptr() != runtime._slots[device, slot].data_ptr()
+            spilt += out.untyped_storage().data_ptr() != slots._slots[device, slot].data_ptr()
         return out
 
-    pipeline.run, runtime._room, runtime.PATIENCE = noted, watched, 1.0
+    pipeline.run, slots.room, slots.PATIENCE = noted, watched, 1.0
     try:
         torch.manual_seed(0)
         model = mfsdp.fully_shard(GPT(layers=4), units=[Block])
@@ -330,10 +330,10 @@ def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int]
                 with torch.no_grad():
                     run(ids)
             loss.backward()
-            seen.append(runtime.slot_bytes())
-            addresses.append(sorted(s.data_ptr() for s in runtime._slots.values()))
+            seen.append(slots.sizes())
+            addresses.append(sorted(s.data_ptr() for s in slots._slots.values()))
     finally:
-        pipeline.run, runtime._room, runtime.PATIENCE = run_pipeline, room, patience
+        pipeline.run, slots.room, slots.PATIENCE = run_pipeline, room, patience
     assert all(a == addresses[1] for a in addresses[1:]), "the same storage from the second step on"
     return seen, planned, spilt
 
@@ -347,15 +347,10 @@ def test_static_buffers_stop_growing_and_are_as_planned(two_ranks, lowering):
 
 def groups_used() -> tuple[int, int]:
     """Process groups that gathers and reductions went through."""
-    gathered, reduced = set(), set()
-    gather, exchange = runtime.gather_flat, runtime._exchange
-    runtime.gather_flat = lambda *a, group, **k: (gathered.add(group.group_name), gather(*a, group=group, **k))[1]
-    runtime._exchange = lambda *a, **k: (reduced.add(a[2].group_name), exchange(*a, **k))[1]
-    try:
+    used: dict[str, set[str]] = {"gather": set(), "scatter": set()}
+    with collectives_told(lambda kind, group: used[kind].add(group)):
         trained({}, "mlp")
-    finally:
-        runtime.gather_flat, runtime._exchange = gather, exchange
-    return len(gathered), len(gathered | reduced)
+    return len(used["gather"]), len(used["gather"] | used["scatter"])
 
 
 @pytest.mark.dist
@@ -418,12 +413,12 @@ def test_ranks_may_compile_different_shapes(two_ranks):
 
 
 def abandoned() -> float:
-    group = runtime.process_group(runtime.default_group())
+    group = groups.default_group()
     mine, whole = torch.full((1 << 16,), float(dist.get_rank())), torch.empty(2 << 16)
     for _ in range(3):
-        runtime.gather_flat(whole, mine, group=group)  # an exception kept whoever launched it from waiting
+        runs.current().gather([(whole, mine)], group)  # an exception kept whoever launched it from waiting
         gc.collect()
-    runtime.gather_flat(whole, mine, group=group)()
+    runs.current().gather([(whole, mine)], group)()
     return whole.sum().item()
 
 
@@ -440,14 +435,14 @@ def interrupted() -> tuple[int, list[int]]:
     buffer = model._mfsdp_unit.buffers[0]
 
     def fails(args: list[Any]) -> None:
-        runtime.all_gather(buffer.source.detach(), buffer.spec.encode(), 0)
+        kernels.all_gather(buffer.source.detach(), buffer.spec.encode(), 0)
         raise ValueError("out of memory")
 
     for _ in range(3):
         with pytest.raises(ValueError, match="out of memory"):
-            runtime.marked(Outline("MLP", "forward", ()), fails)([])
+            runs.marked(Outline("MLP", "forward", ()), fails)([])
     run(x).sum().backward()
-    return len(runtime._under_way), [runtime._holders(s) for (_, name), s in runtime._slots.items() if name == "p0"]
+    return len(runs.current().pending), [slots.holders(s) for (_, name), s in slots._slots.items() if name == "p0"]
 
 
 @pytest.mark.dist

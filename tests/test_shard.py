@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import mfsdp
 from mfsdp.sharding import shard
 from mfsdp.sharding.shard import _no_optimizer
-from mfsdp.state.buffer.dtensor import local_mesh
+from mfsdp.state.dtensor import local_mesh
 from tests.models import GPT, MLP, Adapted, Block, Frozen, LoRA
 
 

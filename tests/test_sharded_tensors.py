@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import mfsdp
 from mfsdp.spec.layout import plan
-from mfsdp.state.buffer.dtensor import ShardedDTensor, Sharding, local_mesh
+from mfsdp.state.dtensor import ShardedDTensor, Sharding, local_mesh
 from tests.models import MLP
 from tests.parity import averaged, error, whole
 

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from mfsdp import runtime
 from tests.models import CASES, GPT
 from tests.parity import averaged, batches, build, clip_and_step, compiled, error, farthest, whole
+from tests.ranks import collectives_told
 
 ONE_LEVEL: dict[str, dict[str, Any]] = {
     "no_shard": {"strategy": 0},
@@ -227,25 +227,12 @@ def collectives(place: str) -> dict[str, int]:
     run = compiled(model, "eager")
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     counts: Counter[str] = Counter()
-    gather, exchange, reduce = runtime.gather_flat, runtime._exchange, dist.all_reduce
-
-    def counted(name: str, function: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
-            return function(*args, **kwargs)
-
-        return call
-
-    try:
-        for step in range(3):
-            if step == 2:
-                runtime.gather_flat, runtime._exchange = counted("gather", gather), counted("scatter", exchange)
-                dist.all_reduce = counted("reduce", reduce)
+    for step in range(3):
+        counts.clear()
+        with collectives_told(lambda kind, group: counts.update([kind])):
             accumulated(model, run, case, step, 3, place)
             optimizer.step()
             optimizer.zero_grad()
-    finally:
-        runtime.gather_flat, runtime._exchange, dist.all_reduce = gather, exchange, reduce
     return dict(counts)
 
 

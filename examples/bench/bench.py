@@ -98,7 +98,7 @@ def worker(args: argparse.Namespace) -> None:
         if rank == 0:
             print(f"  {name}: first step {compiled:.1f} s", flush=True)
     for name, (entry, optimizer) in running.items():
-        mfsdp.runtime.forget_slots()  # those of others; its own count as they are made
+        mfsdp.runtime.slots.forget()  # those of others; its own count as they are made
         rows[name]["peak"] = peak_of(lambda e=entry, o=optimizer: step(e, o, data[0]))
     for _ in range(args.rounds):
         for name, (entry, optimizer) in running.items():
@@ -174,13 +174,13 @@ def communication(args: argparse.Namespace) -> dict[str, float]:
     units.append(sum(p.numel() for p in model.parameters()) - sum(units))
     shards = [torch.zeros(-(-n // world)) for n in units]
     fulls = [torch.zeros(s.numel() * world) for s in shards]
-    everybody = mfsdp.runtime.process_group(mfsdp.runtime.default_group())
+    here, everybody = mfsdp.runtime.runs.current(), mfsdp.runtime.groups.default_group()
     best = cpu = float("inf")
     for _ in range(3):
         dist.barrier()
         begun, burnt = time.perf_counter(), time.process_time()
         # Gathers three times: a reduction sends as many bytes.
-        for end in [mfsdp.runtime.gather_flat(f, s, everybody) for f, s in zip(fulls * 3, shards * 3, strict=True)]:
+        for end in [here.gather([(f, s)], everybody) for f, s in zip(fulls * 3, shards * 3, strict=True)]:
             end()
         best = min(best, time.perf_counter() - begun)
         cpu = min(cpu, time.process_time() - burnt)
@@ -189,7 +189,7 @@ def communication(args: argparse.Namespace) -> dict[str, float]:
         dist.barrier()
         begun = time.perf_counter()
         for _ in range(2):
-            mfsdp.runtime.gather_flat(full, shard, everybody)()
+            here.gather([(full, shard)], everybody)()
         alone += (time.perf_counter() - begun) / 2
     received = 4 * 3 * sum(s.numel() for s in shards) * (world - 1)
     return {"link_seconds": best, "link_cpu": cpu, "link_alone": alone, "bytes": received}

@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from .. import runtime
+from ..runtime import groups
 from . import files
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class Checkpoints:
         """
         if self.path(step).exists():
             raise ValueError(f"Checkpoints: there is a checkpoint of step {step} in {self.folder}")
-        aside, rank = self.folder / f".step-{step:08d}.partial", runtime.rank()
+        aside, rank = self.folder / f".step-{step:08d}.partial", groups.rank()
 
         def prepare() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class Checkpoints:
 
         def publish() -> None:
             (aside / MANIFEST).write_text(
-                json.dumps({"step": step, "ranks": runtime.world(), "files": written}, indent=1)
+                json.dumps({"step": step, "ranks": groups.world(), "files": written}, indent=1)
             )
             for path in (aside / MANIFEST, aside):
                 files.sync(path)
@@ -122,7 +122,7 @@ class Checkpoints:
         except CheckpointError:
             if rank == 0:
                 shutil.rmtree(aside, ignore_errors=True)
-            runtime.all_objects(None)  # it is gone, on every rank
+            groups.all_objects(None)  # it is gone, on every rank
             raise
         return self.path(step)
 
@@ -154,7 +154,7 @@ class Checkpoints:
         if step is not None and step not in there:
             raise ValueError(f"Checkpoints: no complete checkpoint of step {step} in {self.folder}; there are {there}")
         step = there[-1] if step is None else step
-        path, rank, world = self.path(step), runtime.rank(), runtime.world()
+        path, rank, world = self.path(step), groups.rank(), groups.world()
         manifest = json.loads((path / MANIFEST).read_text())
         found = _together("check", lambda: faults_of(path, rank, world))
         faults = [fault for part in found for fault in part]
@@ -224,8 +224,8 @@ def _together(what: str, function: Callable[[], T]) -> list[T]:
             raise inner(error) from error  # Ctrl-C
         failure = f"rank {next(iter(error.failures))}: {cause_of(error)}"
     except Exception as error:
-        failure = f"rank {runtime.rank()}: {cause_of(error)}"
-    answers = runtime.all_objects((failure, result))
+        failure = f"rank {groups.rank()}: {cause_of(error)}"
+    answers = groups.all_objects((failure, result))
     for failed, _ in answers:
         if failed:
             raise CheckpointError(f"mfsdp: could not {what}: {failed}")

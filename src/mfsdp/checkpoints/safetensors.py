@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .. import runtime
+from ..runtime import devices, groups, immediate
 from ..state import names
 from ..state.dtensor import ShardedDTensor
 from . import files
@@ -100,7 +100,7 @@ def save_safetensors(
         raise ValueError("save_safetensors: rename gives two tensors one name")
     sizes = {n: t.numel() * _kept_dtype(t, dtype).itemsize for n, t in tensors.items()}
     plan = files.split(sizes, max_file_bytes)
-    folder, writes, failure = Path(folder), runtime.rank() == 0, ""
+    folder, writes, failure = Path(folder), groups.rank() == 0, ""
     aside: Path | None = None
     try:
         if writes:
@@ -180,9 +180,9 @@ def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> N
 
 def _raise_everywhere(failure: str, folder: Path) -> None:
     failed = torch.tensor(int(bool(failure)))
-    if runtime.initialized() and runtime.world() > 1:
-        group = runtime.process_group(runtime.default_group())
-        device = runtime.collective_device(group)
-        failed = runtime.reduced(failed.to(device), "max", group)
+    if groups.initialized() and groups.world() > 1:
+        group = groups.default_group()
+        device = devices.collective_device(group)
+        failed = immediate.reduced(failed.to(device), "max", group)
     if failed.item():
         raise OSError(f"save_safetensors: rank 0 could not write to {folder}: {failure or 'see the error of rank 0'}")

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .. import pipeline, runtime
+from .. import pipeline
 from ..graph import listing, ops
 from ..graph.program import READ, Phase, Program, lane_of
 from ..graph.roles import Kind, role
 from ..reports import dump
 from ..reports.dump import Dump
 from ..reports.profile import outline
+from ..runtime import groups, runs
 from ..sharding import writes
 from ..spec.config import Options
 from . import lowering
@@ -80,12 +81,12 @@ def mfsdp(
         sources, held = sharded(program), holding(program)
         reads = [] if phase == "backward" else reading(program)
         meets = list(dict.fromkeys(group for unit in program.units for group in unit.spec.meets))
-        show = dumped.add(program, stages) if dumped is not None and runtime.rank() == 0 else None
+        show = dumped.add(program, stages) if dumped is not None and groups.rank() == 0 else None
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
             if show is not None:
                 show(code)
-            return runtime.marked(outlined, compiled, sequences, sources, held, reads, meets)
+            return runs.marked(outlined, compiled, sequences, sources, held, reads, meets)
 
         return finish
 
@@ -104,7 +105,7 @@ def collectives(program: Program) -> dict[str, list[str]]:
         if r is None or node.target not in (*ops.COLLECTIVES, ops.accumulate):
             continue
         unit = program.unit(r.unit)
-        path = runtime.PATH.format(unit.name) if unit.name in told else unit.fqn
+        path = runs.PATH.format(unit.name) if unit.name in told else unit.fqn
         spec, text = unit.spec, f"{listing.text(node)}  unit '{path}' of {program.name}"
         if node.target is ops.accumulate:
             for group in spec.meets:

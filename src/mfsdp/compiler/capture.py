@@ -12,10 +12,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .. import runtime
 from ..graph import ops
 from ..graph.program import INPUT, READ, STORAGE, Phase, Program, base_of, storage_of
 from ..graph.roles import Kind, Role, mark, role
+from ..runtime import groups, owners
 from ..spec.config import Precision
 from ..spec.layout import plan
 from ..spec.units import Spec, Unit
@@ -33,7 +33,7 @@ class Capture:
 
     def __init__(self, inputs: Sequence[Any], names: Sequence[str], name: str | None = None):
         self.inputs = len(inputs)
-        buffers = [b for t in inputs if (b := runtime.owner(t)) is not None]
+        buffers = [b for t in inputs if (b := owners.owner(t)) is not None]
         units = {b.unit for b in buffers}
         frames = {u.frame for u in units}
         one_root = len(frames) == 1 and sum(u.fqn == "(root)" for u in units) <= 1
@@ -42,7 +42,7 @@ class Capture:
         self.input_names = [_readable(n, frame.inputs if frame else ()) for n in names]
         self.shards: dict[int, Unit] = {}
         """Index of an input that is a shard -> its unit."""
-        self.whole = {i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and runtime.read_by(t) is not None}
+        self.whole = {i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and owners.read_by(t) is not None}
         """Indices of inputs that are shards, or parameters that the eager path has gathered."""
         self.plain: dict[int, tuple[Unit, int]] = {}
         """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
@@ -51,7 +51,7 @@ class Capture:
     def _names(self, inputs: Sequence[Any], names: Sequence[str]) -> None:
         seen: dict[UnitState, list[FlatBuffer]] = {}
         for i, tensor in enumerate(inputs):
-            buffer = runtime.owner(tensor)
+            buffer = owners.owner(tensor)
             if buffer is None:
                 continue
             same = seen.setdefault(buffer.unit, [])
@@ -59,26 +59,26 @@ class Capture:
             number = list(seen).index(buffer.unit)
             letter = "" if len(same) == 1 else "bcdefghijklmnopqrstuvwxyz"[len(same) - 2]
             self.shards[i] = Unit(f"u{number}{letter}", buffer.unit.fqn, buffer.spec, buffer.layout, buffer.trainable)
-        if runtime.world() > 1:
+        if groups.world() > 1:
             self._plain_units(inputs, names, len(seen))
 
     def _plain_units(self, inputs: Sequence[Any], names: Sequence[str], start: int) -> None:
         """Groups trainable parameters that are not sharded by the layer they belong to and by dtype."""
-        groups: dict[tuple[str, torch.dtype], list[int]] = {}
+        alike: dict[tuple[str, torch.dtype], list[int]] = {}
         for i, tensor in enumerate(inputs):
             if (
                 isinstance(tensor, nn.Parameter)
                 and tensor.requires_grad
                 and not getattr(tensor, "_mfsdp_ignored", False)
             ):
-                groups.setdefault((_layer(names[i]), tensor.dtype), []).append(i)
-        world = runtime.world()
-        for number, ((fqn, dtype), members) in enumerate(groups.items(), start):
+                alike.setdefault((_layer(names[i]), tensor.dtype), []).append(i)
+        world = groups.world()
+        for number, ((fqn, dtype), members) in enumerate(alike.items(), start):
             params = [(_path(names[i]), tuple(inputs[i].shape)) for i in members]
             unique = [(f"{n}.{k}" if n in dict(params[:k]) else n, s) for k, (n, s) in enumerate(params)]
             layout = plan(unique, 1)
             spec = Spec(
-                world, runtime.default_group(), runtime.another_group(runtime.default_group()), (layout.shard_numel,),
+                world, groups.default_group(), groups.another_group(groups.default_group()), (layout.shard_numel,),
                 Precision(dtype, dtype, dtype, dtype, dtype), float(world), True,
             )  # fmt: skip
             unit = Unit(f"u{number}", fqn, spec, layout, sharded=False)

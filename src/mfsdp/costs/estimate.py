@@ -17,6 +17,7 @@ from ..graph.roles import Lane, role
 from ..pipeline import Stage
 from ..spec.config import Options
 from ..spec.hardware import Hardware
+from ..spec.source import ours
 from ..state.buffer import FlatBuffer
 from . import clock, fusion
 from .facts import Facts, Line, View
@@ -176,14 +177,12 @@ def _lines(
     return tuple(out)
 
 
-_HERE = Path(__file__).parent
-
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)')
 
 
 def _source(trace: str | None) -> str:
     """The innermost line of the model's own code."""
-    frames = [f for f in _FRAME.findall(trace or "") if Path(f[0]).parent != _HERE]
+    frames = [f for f in _FRAME.findall(trace or "") if not ours(f[0])]
     if not frames:
         return ""
     file, line, _, code = frames[-1]

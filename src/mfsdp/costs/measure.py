@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from .. import runtime
+from ..runtime import devices, groups, runs
 from ..spec.config import SHORT
 from ..spec.hardware import Hardware, Link
 
@@ -34,13 +34,13 @@ def measure() -> Hardware:
     if gpu:
         memory = int(torch.accelerator.get_memory_info()[1])
     else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // runtime.world()
-    if runtime.world() == 1:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // groups.world()
+    if groups.world() == 1:
         link = Link(bandwidth / 2, 1e-6)
         name = "this machine, one process: links as fast as memory"
     else:
-        link = Link(*runtime.measured_link(device))
-        name = f"this machine, {runtime.world()} ranks"
+        link = Link(*_link(device))
+        name = f"this machine, {groups.world()} ranks"
     return Hardware(name, flops, memory, bandwidth, link, link, reached=1.0, reached_bandwidth=1.0, kernel=kernel)
 
 
@@ -54,3 +54,38 @@ def _best(function: Callable[[], object], rounds: int = 5) -> float:
             torch.accelerator.synchronize()
         best = min(best, time.perf_counter() - begun)
     return best
+
+
+def _link(device: torch.device, nbytes: int = 2**22, rounds: int = 8) -> tuple[float, float, float, float]:
+    """What connects the ranks of the default group, measured with gathers of ``nbytes``: bytes per second of one rank,
+    seconds of a hop, seconds per byte that it takes from computation (on the CPU), and what a gather that finds its
+    group idle takes longer, as a part. The same on all ranks, which must call it together.
+    """
+    ranks, everybody = groups.world(), groups.default_group()
+    shard = torch.zeros(nbytes // ranks, dtype=torch.uint8, device=device)
+    full = shard.new_empty(shard.numel() * ranks)
+
+    def timed(count: int, part: torch.Tensor, whole: torch.Tensor, queued: bool) -> tuple[float, float]:
+        groups.barrier()
+        begun, burnt = time.perf_counter(), time.process_time()
+        ends = []
+        for _ in range(count):
+            end = runs.current().gather([(whole, part)], everybody)
+            if queued:
+                ends.append(end)
+            else:
+                end()
+        for end in ends:
+            end()
+        devices.synchronize(device)
+        return (time.perf_counter() - begun) / count, (time.process_time() - burnt) / count
+
+    timed(rounds, shard, full, True)
+    small = min(timed(rounds, shard[:1], full[:ranks], False)[0] for _ in range(3))
+    alone = min(timed(rounds, shard, full, False)[0] for _ in range(3))
+    queued, burnt = min(timed(rounds, shard, full, True) for _ in range(3))
+    sent = shard.numel() * (ranks - 1)
+    cpu = min(burnt / sent, 0.9 * queued / sent) if device.type == "cpu" else 0.0
+    numbers = torch.tensor([sent / queued, small / (ranks - 1), cpu, max(0.0, alone / queued - 1)], dtype=torch.float64)
+    rate, hop, taken, restart = groups.broadcast(numbers.to(device), everybody).tolist()
+    return rate, hop, taken, restart

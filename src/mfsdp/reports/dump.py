@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch._logging import trace_structured
 
-from .. import runtime
 from ..costs.estimate import estimate
 from ..graph.cost import nbytes, shape_of
 from ..graph.program import Program
 from ..pipeline import Stage
+from ..runtime import owners
 from ..spec.config import Options
 from ..spec.hardware import KNOWN, Hardware
 from ..state.buffer import FlatBuffer
@@ -43,11 +43,11 @@ class Dump:
     def __init__(self, folder: Path, number: int, options: Options, inputs: Sequence[Any]):
         self.folder, self.number, self.options = folder, number, options
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        owners = {id(b): b for x in tensors if (b := runtime.owner(x)) is not None}
-        plain = [x for x in tensors if runtime.owner(x) is None and not isinstance(x, torch.nn.Parameter)]
-        self.buffers: list[FlatBuffer] = list(owners.values())
+        read = {id(b): b for x in tensors if (b := owners.owner(x)) is not None}
+        plain = [x for x in tensors if owners.owner(x) is None and not isinstance(x, torch.nn.Parameter)]
+        self.buffers: list[FlatBuffer] = list(read.values())
         self.inputs = [torch.empty(shape_of(x), dtype=x.dtype, device="meta") for x in plain]
-        params = [x for x in tensors if isinstance(x, torch.nn.Parameter) and runtime.owner(x) is None]
+        params = [x for x in tensors if isinstance(x, torch.nn.Parameter) and owners.owner(x) is None]
         self.other = sum(nbytes(x) for x in params)
         self.plain = sum(nbytes(x) for x in params if x.requires_grad)
         self.seen: list[tuple[Program, Sequence[Stage]]] = []

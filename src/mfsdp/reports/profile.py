@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import runtime
 from ..costs import clock
 from ..costs.facts import Facts, seconds
 from ..graph import listing, ops
 from ..graph.cost import is_line
 from ..graph.program import Program
 from ..graph.roles import role
+from ..runtime import runs
 from ..spec.hardware import KNOWN
 
 _OPERATIONS = {
@@ -131,7 +131,7 @@ class profile(AbstractContextManager["profile"]):
 
     def __enter__(self) -> profile:
         self._begin()
-        observing = runtime.observed(self)
+        observing = runs.observed(self)
         observing.__enter__()
         self._observing = observing
         self._marks.append(_now())
@@ -266,7 +266,7 @@ class ranges(AbstractContextManager["ranges"]):
         self._observing: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> ranges:
-        observing = runtime.observed(self)
+        observing = runs.observed(self)
         observing.__enter__()
         self._observing = observing
         return self

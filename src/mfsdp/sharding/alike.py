@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from .. import runtime
-from ..agreement import difference
+from ..runtime import groups
+from ..runtime.agreement import difference
 
 SAMPLE = 2**10
 """Elements of a parameter that are compared, evenly spread."""
@@ -22,11 +22,11 @@ SAMPLE = 2**10
 _VALUES = "value of "
 
 
-def compare(groups: Sequence[str], structure: Sequence[str], values: Mapping[str, torch.Tensor]) -> None:
+def compare(over: Sequence[str], structure: Sequence[str], values: Mapping[str, torch.Tensor]) -> None:
     """Compares this rank's model with those of the other ranks of some process groups; all call it together.
 
     Args:
-        groups: their names.
+        over: their names.
         structure: what has to be the same, one line for each thing.
         values: tensors that should be, by name.
 
@@ -37,18 +37,18 @@ def compare(groups: Sequence[str], structure: Sequence[str], values: Mapping[str
         RuntimeError: the structure differs, with the first difference; or a rank does not come.
     """
     lines = [*structure, *(f"{_VALUES}{name} {mark}" for name, mark in _marks(values).items())]
-    for group in groups:
-        for other, theirs in runtime.others_that_differ(group, lines).items():
+    for group in over:
+        for other, theirs in groups.others_that_differ(group, lines).items():
             ours = [line for line in lines if not line.startswith(_VALUES)]
             if ours != [line for line in theirs if not line.startswith(_VALUES)]:
                 raise RuntimeError(
-                    f"fully_shard: rank {runtime.rank()} and rank {other} have built different models, or shard them "
-                    f"differently\n{difference(runtime.rank(), lines, other, theirs)}"
+                    f"fully_shard: rank {groups.rank()} and rank {other} have built different models, or shard them "
+                    f"differently\n{difference(groups.rank(), lines, other, theirs)}"
                 )
             names = [a[len(_VALUES) :].rsplit(" ", 1)[0] for a, b in zip(lines, theirs, strict=True) if a != b]
             more = f" and {len(names) - 4} more" if len(names) > 4 else ""
             warnings.warn(
-                f"mfsdp: rank {runtime.rank()} and rank {other} have different values of {', '.join(names[:4])}{more}. "
+                f"mfsdp: rank {groups.rank()} and rank {other} have different values of {', '.join(names[:4])}{more}. "
                 "Each rank keeps its own rows of them: seed all ranks alike, pass sync_module_states=True for those of "
                 "the first rank, or load a checkpoint next.",
                 stacklevel=3,
@@ -72,9 +72,9 @@ def _marks(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def of_first_rank(tensor: torch.Tensor, groups: Iterable[str], device: torch.device) -> torch.Tensor:
+def of_first_rank(tensor: torch.Tensor, over: Iterable[str], device: torch.device) -> torch.Tensor:
     """The tensor of the first rank of all groups, on a device that they communicate on; this rank's is not changed."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach())
-    for group in groups:
-        runtime.broadcast(out.view(-1).view(torch.uint8), runtime.process_group(group))
+    for group in over:
+        groups.broadcast(out.view(-1).view(torch.uint8), group)
     return out

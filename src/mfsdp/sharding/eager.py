@@ -32,7 +32,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import runtime
+from ..runtime import engine, immediate, owners
+from ..spec.source import ours
 from ..state.buffer import FlatBuffer, Ref, UnitState
 from . import writes
 
@@ -63,7 +64,7 @@ class Ticket:
         if self.full is None and self.buffer.unit in _here.again:
             self.full = next((t.full for t in _here.tickets.values() if t.buffer is self.buffer), None)
         if self.full is None:
-            self.full = runtime.gather_now(self.buffer.source, self.buffer.text)
+            self.full = immediate.gather_now(self.buffer.source, self.buffer.text)
         return self.full
 
 
@@ -98,7 +99,7 @@ class _Gather(torch.autograd.Function):
         there = [(g, slot.offset) for g, slot in zip(grads, buffer.layout.slots, strict=True) if g is not None]
         if there:
             tensors, offsets = [g for g, _ in there], [o for _, o in there]
-            runtime.reduce_now(buffer.source, tensors, offsets, buffer.text)
+            immediate.reduce_now(buffer.source, tensors, offsets, buffer.text)
         return None, None, None
 
 
@@ -221,12 +222,12 @@ def _whole(unit: UnitState, index: int, place: str) -> Sequence[torch.Tensor]:
 
 def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
     """All parameters of a buffer, whole, with autograd; one collective."""
-    full = runtime.gather_now(buffer.source, buffer.text)
+    full = immediate.gather_now(buffer.source, buffer.text)
     ticket = _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
     with torch.enable_grad():  # whoever reads them next may want gradients
         params = _Gather.apply(buffer.source, buffer, full)  # type: ignore[no-untyped-call]
     ticket.watch = writes.Watch(buffer, params)
-    runtime.own_whole(params, buffer)
+    owners.own_whole(params, buffer)
     return params  # type: ignore[no-any-return]
 
 
@@ -269,7 +270,7 @@ def _transformed() -> bool:
 
 def _recomputing() -> bool:
     """Whether a checkpointed region runs again: backward is under way, and gradients are asked for all the same."""
-    return torch.is_grad_enabled() and runtime.backward_number() >= 0
+    return torch.is_grad_enabled() and engine.backward_number() >= 0
 
 
 def _keep_until_backward_ends(unit: UnitState) -> None:
@@ -279,7 +280,7 @@ def _keep_until_backward_ends(unit: UnitState) -> None:
     if not _here.again:
         again, tickets = _here.again, _here.tickets  # the callback may run in another thread
         torch.autograd.Variable._execution_engine.queue_callback(lambda: _recomputed(again, tickets))  # type: ignore[attr-defined]
-    _here.again[unit] = runtime.backward_number()
+    _here.again[unit] = engine.backward_number()
 
 
 def _recomputed(again: dict[UnitState, int], tickets: dict[int, Ticket]) -> None:
@@ -292,7 +293,7 @@ def _recomputed(again: dict[UnitState, int], tickets: dict[int, Ticket]) -> None
 
 def _forget_recomputed() -> None:
     """The same, after a backward that an exception has ended, or for one inside of another."""
-    if _here.again and runtime.backward_number() not in _here.again.values():
+    if _here.again and engine.backward_number() not in _here.again.values():
         _recomputed(_here.again, _here.tickets)
 
 
@@ -358,7 +359,4 @@ def _caller() -> str:
 
 def _internal(file: str) -> bool:
     parts = file.replace("\\", "/").split("/")
-    return "torch" in parts or file.startswith((_PACKAGE, "<"))
-
-
-_PACKAGE = __file__.rsplit("fallback", 1)[0]
+    return "torch" in parts or ours(file) or file.startswith("<")

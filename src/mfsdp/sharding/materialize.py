@@ -20,14 +20,14 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .. import runtime
+from ..runtime import groups
 from ..state.buffer import FlatBuffer, Ref, refs
 from ..state.dtensor import carry_attributes
 
 Init = Callable[[nn.Module], object]
 
 
-def materialize(root: nn.Module, device: torch.device, groups: Sequence[str], init_fn: Init | None = None) -> None:
+def materialize(root: nn.Module, device: torch.device, over: Sequence[str], init_fn: Init | None = None) -> None:
     """Gives values to the sharded parameters and to the buffers of ``root`` that were built on the meta device.
 
     All ranks must call it together. They draw the same random numbers, those of rank 0's generators.
@@ -41,7 +41,7 @@ def materialize(root: nn.Module, device: torch.device, groups: Sequence[str], in
     if not born or device.type == "meta":
         return
     with torch.no_grad(), _real_values_kept(modules), _buffers_from_meta(born, device) as blank:
-        _initialise(modules, born, device, groups, init_fn)
+        _initialise(modules, born, device, over, init_fn)
     _name_what_is_missing(root, born, blank)
     for buffer in _buffers_of(born):
         buffer.initialised, buffer.stale, buffer._version = True, False, -1
@@ -62,11 +62,11 @@ def _initialise(
     modules: Sequence[nn.Module],
     born: Mapping[nn.Module, None],
     device: torch.device,
-    groups: Sequence[str],
+    over: Sequence[str],
     init_fn: Init | None,
 ) -> None:
     """Calls every initialiser of the modules, children first, that has something from the meta device to write."""
-    with _same_random_numbers(device, groups):
+    with _same_random_numbers(device, over):
         for module in modules:
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(reset) and any(m in born for m in module.modules()):
@@ -218,13 +218,13 @@ def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[Non
 
 
 @contextmanager
-def _same_random_numbers(device: torch.device, groups: Sequence[str]) -> Iterator[None]:
+def _same_random_numbers(device: torch.device, over: Sequence[str]) -> Iterator[None]:
     """Rank 0's generators on every rank; a rank that was seeded otherwise gets its own back at the end."""
 
     def of_rank_0(state: torch.Tensor) -> torch.Tensor:
         there = state.to(device)
-        for group in groups:
-            there = runtime.broadcast(there, runtime.process_group(group))
+        for group in over:
+            there = groups.broadcast(there, group)
         return there.cpu()
 
     accelerator = torch.get_device_module(device) if device.type != "cpu" else None

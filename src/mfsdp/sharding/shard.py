@@ -22,8 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import runtime
 from ..graph import ops
+from ..runtime import devices
 from ..spec.config import MixedPrecisionPolicy, Precision
 from ..spec.layout import Layout, plan
 from ..state import statedicts
@@ -198,7 +198,7 @@ def fully_shard(
         units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
             number); each match becomes a unit, what no unit claims belongs to ``module``. ``None``: one unit.
         mesh: ``DeviceMesh``, 1-D or (outer, shard); or a larger one with axes named ``dp_shard`` and, for two levels,
-            ``dp_outer`` or ``dp_replicate`` (other names that are known: :mod:`mfsdp.state.mesh`). An axis ``cp`` is part
+            ``dp_outer`` or ``dp_replicate`` (other names: :mod:`mfsdp.state.mesh`). An axis ``cp`` is part
             of the shard axis; ``tp`` and ``pp`` are left alone; what is neither is refused.
             Default: all ranks of the default process group, or this process alone when there is none.
         dp_mesh_dims: which axes of ``mesh`` are meant, if their names do not say so: torch's ``DataParallelMeshDims``,
@@ -540,15 +540,15 @@ def _not_taken(fqn: str, param: nn.Parameter) -> None:
 
 
 def _device(claims: list[_Claim], device: torch.device | str | None) -> torch.device:
-    devices = {p.device: name for c in claims for p, name in c.names.items() if p.device.type != "meta"}
-    if len(devices) > 1:
-        where = ", ".join(f"{name} on {d}" for d, name in devices.items())
+    there = {p.device: name for c in claims for p, name in c.names.items() if p.device.type != "meta"}
+    if len(there) > 1:
+        where = ", ".join(f"{name} on {d}" for d, name in there.items())
         raise ValueError(
             f"fully_shard: parameters are on different devices ({where}); move the model to one device first"
         )
     asked = None if device is None else torch.device(device)
-    chosen = runtime.home() if asked is None or asked == runtime.accelerator() else asked
-    runtime.alone_on(chosen)
+    chosen = devices.home() if asked is None or asked == devices.accelerator() else asked
+    devices.alone_on(chosen)
     return chosen
 
 

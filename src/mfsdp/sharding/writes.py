@@ -16,11 +16,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx, nn
 
-from .. import runtime
 from ..graph import ops
+from ..runtime import owners
+from ..spec.source import ours
 from ..state.buffer import FlatBuffer
-
-_PACKAGE = __file__.rsplit("writes", 1)[0]
 
 
 def refuse_renormalising(module: nn.Module, fqn: str) -> None:
@@ -63,7 +62,7 @@ def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """
     buffers: dict[int, FlatBuffer] = {}
     for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        buffer = runtime.owner(tensor) if isinstance(tensor, torch.Tensor) else None
+        buffer = owners.owner(tensor) if isinstance(tensor, torch.Tensor) else None
         if buffer is not None:
             buffers[_storage(node)] = buffer
     bodies = [m for m in gm.modules() if isinstance(m, fx.GraphModule)] if buffers else []
@@ -125,7 +124,7 @@ def _storage(node: Any) -> int:
 def _line(node: fx.Node) -> str:
     """Where the user's code is that a node comes from."""
     frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-    mine = [f"{file}:{line}" for file, line in frames if not file.startswith(_PACKAGE) and "/torch/" not in file]
+    mine = [f"{file}:{line}" for file, line in frames if not ours(file) and "/torch/" not in file]
     return mine[-1] if mine else ""
 
 

@@ -1,1 +1,1 @@
-"""What one rank keeps: buffers of weights and gradients, the tensors that users see of them, their places on the mesh."""
+"""What one rank keeps: buffers of weights and gradients, the tensors that users see of them, and their mesh."""

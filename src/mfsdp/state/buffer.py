@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .. import runtime
+from ..runtime import devices, engine, immediate, owners, runs, transport
 from ..spec.config import MixedPrecisionPolicy, Precision
 from ..spec.layout import Layout, Local, Slot
 from .dtensor import ShardedDTensor, ShardedParameter, Sharding, carry_attributes
@@ -87,11 +87,11 @@ class FlatBuffer:
         self.stale = True
         """Whether the source has to be filled again."""
         self._version = -1
-        runtime.own(self.source, self)
+        owners.own(self.source, self)
         self.source.requires_grad_()  # nobody may register a hook otherwise
         done = weakref.WeakMethod(self._backward_done)  # a tensor's hooks are no garbage to Python
         self.source.register_post_accumulate_grad_hook(lambda source: (done() or _nobody)(source))
-        self._node = runtime.accumulation_node(self.source)
+        self._node = engine.accumulation_node(self.source)
         self.source.requires_grad_(trainable)
         self.sync = True
         """Whether backward reduces gradients over the outer axis, or at all (`no_sync`)."""
@@ -230,7 +230,7 @@ class FlatBuffer:
             return []
         version = self.main._version
         with torch.no_grad():
-            ends = runtime.replicate(self.main.detach(), self.source.detach(), self.spec)
+            ends = immediate.replicate(self.main.detach(), self.source.detach(), self.spec)
         self.stale, self._version = False, version
         return ends
 
@@ -246,7 +246,7 @@ class FlatBuffer:
 
     def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool:
         """Whether gradients stay here for now: then they are kept. Otherwise what was kept is added to them."""
-        if not runtime.accumulates(self._node):
+        if not engine.accumulates(self._node):
             return not self.sync
         kept = self._kept.pop(grads.numel(), None)
         if self.sync:
@@ -289,7 +289,7 @@ class FlatBuffer:
             return full
         shard = full.new_empty(numel)
         rank = self.rank * self.spec.world // self.layout.world
-        for whole, part in runtime.segments(self.spec.splits, self.spec.world, full, shard):
+        for whole, part in transport.segments(self.spec.splits, self.spec.world, full, shard):
             part.copy_(whole.view(self.spec.world, -1)[rank])
         return shard
 
@@ -297,24 +297,24 @@ class FlatBuffer:
         """Asks all ranks which parameters have a gradient, before an `accumulate` whose offsets may differ by rank:
         what any rank has counts on all of them. Nobody waits for the answer until a ``.grad`` is read.
         """
-        if not runtime.accumulates(self._node):
+        if not engine.accumulates(self._node):
             return
         mine = self._slots(self._kept_offsets.union(offsets))
         votes = [slot in mine for slot in range(len(self.layout.slots))]
-        self._votes.append(runtime.everywhere(torch.tensor(votes, device=self.main.device), self.spec))
+        self._votes.append(immediate.everywhere(torch.tensor(votes, device=self.main.device), self.spec))
 
     def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None:
         """Adds ``scale * gshard`` ([shard_numel]) in the accumulator's dtype; the first write is a store. Does nothing
         in a backward that is not for parameters (``torch.autograd.grad``, ``backward(inputs=...)``).
         """
-        if not runtime.accumulates(self._node):
+        if not engine.accumulates(self._node):
             return
         self._ask_before_first()
         slots = self._slots(self._kept_offsets.union(offsets))
         self._kept_offsets.clear()
         if not self._kept:
             _holding.discard(self)
-        self._stream = runtime.current_stream(self.main.device)
+        self._stream = devices.current_stream(self.main.device)
         if any(self.hooks.values()):
             self._pending = self._sum(self._of_this_backward(), gshard, scale)
             self._arrived |= slots
@@ -339,7 +339,7 @@ class FlatBuffer:
         total = self._ready()
         if total is None:
             total = torch.zeros_like(self.main, dtype=self.precision.grad)
-        runtime.follow(self._stream, total)
+        devices.follow(self._stream, total)
         self.view(total, slot).add_(rows)
         self._become(total)
         self._has.add(slot)
@@ -351,7 +351,7 @@ class FlatBuffer:
 
     def _of_this_backward(self) -> torch.Tensor | None:
         """What hooks are to see of it so far. What an earlier one has left, it died of an exception."""
-        now = runtime.backward_number()
+        now = engine.backward_number()
         if self._backward != now:
             self._backward, self._pending, self._arrived = now, None, set()
         return self._pending
@@ -403,25 +403,25 @@ class FlatBuffer:
             return  # nothing runs
         if source.grad is not None:
             groups = self.spec.meets if self.spec.replica or self.spec.outer > 1 else ()
-            with runtime.announced(f"reduction of {self.path}", *groups):
-                rest = runtime.reduce_rest(source.grad, self.text)
+            with runs.announced(f"reduction of {self.path}", *groups):
+                rest = immediate.reduce_rest(source.grad, self.text)
             self.accumulate(rest, self._index, 1.0)
             source.grad = None
         for gradients in (self._pending, self.gradient):
             if gradients is not None:  # whoever called backward waits for this stream
-                runtime.follow(self._stream, gradients)
+                devices.follow(self._stream, gradients)
         hooked = {slot for slot, hooks in (*self.hooks.items(), *self.post_hooks.items()) if hooks}
-        if any(runtime.accumulates(runtime.accumulation_node(self.params[slot])) for slot in hooked):
+        if any(engine.accumulates(engine.accumulation_node(self.params[slot])) for slot in hooked):
             self._finish_later()  # more is to come, from outside of forward
         else:
             self._finish()
 
     def _finish_later(self) -> None:
         """`_finish`, once, when the backward that is running ends."""
-        now = runtime.backward_number()
+        now = engine.backward_number()
         if self._finishes != now:
             self._finishes = now
-            runtime.after_backward(self._finish)
+            engine.after_backward(self._finish)
 
     def _finish(self) -> None:
         """Runs hooks, when a backward has brought everything."""
@@ -528,8 +528,8 @@ class FlatBuffer:
 
     def gather_main(self) -> torch.Tensor:
         """The full main weights, [full_numel] in ``precision.main``; a collective."""
-        with runtime.announced(f"gather of main weights of {self.path}", *self.spec.meets):
-            return runtime.gather_main(self.main, self.spec)
+        with runs.announced(f"gather of main weights of {self.path}", *self.spec.meets):
+            return immediate.gather_main(self.main, self.spec)
 
     def scatter_main(self, full: torch.Tensor) -> None:
         """Keeps this rank's part of full main weights."""

@@ -27,7 +27,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from .. import runtime
+from ..runtime import groups, immediate, runs
 from ..spec.layout import Layout, Local, Segment, Slot
 from . import outside
 from .rows import RowShard
@@ -93,14 +93,16 @@ class Sharding:
         return layout_rank(self.mesh)
 
     @property
-    def groups(self) -> list[Any]:
-        """The process groups that hold it between them. Gathering over one after the other gives the layout's order.
+    def groups(self) -> list[str]:
+        """Names of the process groups that hold it between them. Gathering over one after the other gives the layout's
+        order.
 
         Raises:
             RuntimeError: the mesh has none (it was made for planning).
         """
         try:
-            return [self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
+            dims = [dim for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
+            return [str(self.mesh.get_group(dim).group_name) for dim in dims]
         except (RuntimeError, AssertionError, KeyError, IndexError) as error:
             raise RuntimeError(
                 f"{self.mesh} has no process group: this model was sharded for planning and cannot communicate"
@@ -111,17 +113,17 @@ class Sharding:
         """Names of the process groups whose ranks train it together, and what their gradients' sum is divided by."""
         buffer = None if self.home is None else self.home()
         if buffer is None:
-            return tuple(g.group_name for g in self.groups), float(self.layout.world)
+            return tuple(self.groups), float(self.layout.world)
         spec = buffer.spec
         return tuple(filter(None, (spec.group, spec.outer_group))), spec.divide
 
     def total(self, grad: torch.Tensor) -> torch.Tensor:
         """What all ranks' derivatives of one value come to (Note [The way out]); a collective for each group."""
-        groups, divide = self.trains_over
+        names, divide = self.trains_over
         total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous()
-        with runtime.announced(f"derivatives of {self.layout.slots[self.slot].name}{list(self.shape)}", *groups):
-            for name in groups:
-                total = runtime.reduced(total, "sum", runtime.process_group(name))
+        with runs.announced(f"derivatives of {self.layout.slots[self.slot].name}{list(self.shape)}", *names):
+            for name in names:
+                total = immediate.reduced(total, "sum", name)
         return total.div_(divide).to(grad.dtype)
 
     def everywhere(self, number: int) -> bool:
@@ -129,12 +131,12 @@ class Sharding:
         low_high = torch.tensor([-number, number], device=self.mesh.device_type)
         with self.announced(f"numbers of {self.layout.slots[self.slot].name}{list(self.shape)}"):
             for group in self.groups:
-                low_high = runtime.reduced(low_high, "max", group)
+                low_high = immediate.reduced(low_high, "max", group)
         return bool(low_high.sum() == 0)
 
     def announced(self, what: str) -> AbstractContextManager[None]:
-        """Around collectives over the ranks that hold it: they are compared (`runtime.announced`)."""
-        return runtime.announced(what, *(group.group_name for group in self.groups))
+        """Around collectives over the ranks that hold it: they are compared (`runs.announced`)."""
+        return runs.announced(what, *self.groups)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
@@ -297,9 +299,7 @@ class ShardedDTensor(DTensor):
             gathered[: mine.numel()] = mine.reshape(-1)
         with s.announced(f"full_tensor of {layout.slots[s.slot].name}{list(s.shape)}"):
             for group in s.groups:
-                mine, gathered = gathered, gathered.new_empty(gathered.numel() * group.size())
-                runtime.gather_flat(gathered, mine, group=group)()
-                del mine  # not beside the whole
+                gathered = immediate.gathered(gathered, group)
         if all((p.param_offset, p.numel) == (rank * length, length) for rank, p in enumerate(parts)):
             return gathered.view(s.shape)
         whole = gathered.new_empty(s.shape)
@@ -361,7 +361,7 @@ class ShardedDTensor(DTensor):
             _tell_of_pickles()
         slot, segment = s.layout.slots[s.slot], s.layout.segment(s.slot)
         place = (tuple(slot.shape), slot.offset, slot.row, segment.full_start, segment.chunk, s.layout.world)
-        written = None if alone else (runtime.rank(), runtime.world())
+        written = None if alone else (groups.rank(), groups.world())
         return _rebuilt, (local.clone(), place, s.mesh, written, self.requires_grad)
 
     @classmethod
@@ -584,8 +584,8 @@ def _rebuilt(
     Raises:
         RuntimeError: another rank, or one of another number of ranks, has written it.
     """
-    here = (runtime.rank(), runtime.world())
-    if written is not None and runtime.initialized() and here != written:
+    here = (groups.rank(), groups.world())
+    if written is not None and groups.initialized() and here != written:
         raise RuntimeError(
             f"mfsdp: this file holds the rows of rank {written[0]} of {written[1]}, and this is rank {here[0]} of "
             f"{here[1]}. Every rank loads the file that it wrote; for other numbers of ranks, or one file for all, "
@@ -819,7 +819,7 @@ def _all_reduce(partial: torch.Tensor, op: str, sharding: Sharding) -> torch.Ten
     total = partial.to(torch.uint8) if partial.dtype is torch.bool else partial.contiguous()
     with sharding.announced(f"{op} of a tensor {list(sharding.shape)} over ranks"):
         for group in sharding.groups:
-            total = runtime.reduced(total, op, group)
+            total = immediate.reduced(total, op, group)
     return total.bool() if partial.dtype is torch.bool else total
 
 

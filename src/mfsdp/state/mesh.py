@@ -25,7 +25,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import runtime
+from ..runtime import groups
 from .dtensor import local_mesh
 
 SHARD = ("dp_shard", "shard", "dp_shard_cp", "fsdp")
@@ -91,9 +91,9 @@ def axes(mesh: DeviceMesh | None, dp_mesh_dims: Any, device: torch.device) -> Ax
     if mesh is None:
         if dp_mesh_dims is not None:
             raise ValueError(f"dp_mesh_dims={dp_mesh_dims!r} names axes of a mesh: give mesh= too")
-        if not runtime.initialized():
+        if not groups.initialized():
             return Axes(local_mesh(device.type, (1,)), (), (0,))
-        mesh = init_device_mesh(device.type, (runtime.world(),), mesh_dim_names=("fsdp",))
+        mesh = init_device_mesh(device.type, (groups.world(),), mesh_dim_names=("fsdp",))
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh={mesh!r}: give a torch.distributed DeviceMesh")
     found = _by_name(mesh) if dp_mesh_dims is None else _as_told(mesh, dp_mesh_dims)

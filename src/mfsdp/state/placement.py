@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import runtime
+from ..runtime import groups
 from ..spec.config import Precision
 from ..spec.layout import Layout
 from ..spec.units import Spec
@@ -166,4 +166,4 @@ def _groups(mesh: DeviceMesh, device: str) -> tuple[str, str]:
         raise ValueError(
             f"fully_shard: {mesh} has no process group; make it with torch.distributed.init_device_mesh"
         ) from error
-    return group, runtime.another_group(group)
+    return group, groups.another_group(group)

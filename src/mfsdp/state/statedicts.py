@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import runtime
+from ..runtime import devices, immediate, owners
 from . import names
 from .dtensor import ShardedDTensor, Sharding
 
@@ -109,8 +109,8 @@ def _agree(here: Iterable[str], shardings: Iterable[Sharding]) -> None:
     digest = zlib.crc32("\n".join(sorted(here)).encode())
     for sharding in shardings:
         for group in sharding.groups if sharding.layout.world > 1 else ():
-            told = torch.tensor([digest, -digest], device=runtime.collective_device(group))
-            largest, smallest = runtime.reduced(told, "max", group).tolist()
+            told = torch.tensor([digest, -digest], device=devices.collective_device(group))
+            largest, smallest = immediate.reduced(told, "max", group).tolist()
             if largest != -smallest:
                 raise RuntimeError(
                     "mfsdp: full_state_dict=True without broadcast_from_rank0=True, and the ranks give different "
@@ -131,7 +131,7 @@ def _with_wrappers(theirs: Callable[..., Any], model: Any, name: str, *rest: Any
 
 def _ready(theirs: Callable[..., Any], planner: Any, state: Any, metadata: Any = None, *rest: Any, **more: Any) -> Any:
     """Looks at what a checkpoint has before it is loaded into a state dict."""
-    there = metadata.state_dict_metadata if metadata is not None and runtime.sharded() else {}
+    there = metadata.state_dict_metadata if metadata is not None and owners.sharded() else {}
     if there:
         _refuse_lost_state(there, state)
     out = theirs(planner, state, metadata, *rest, **more)

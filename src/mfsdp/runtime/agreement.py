@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 PATIENCE = 10.0
 """Seconds that ranks are given to say why they have gone apart, or that they have left a program too."""
@@ -75,8 +75,9 @@ class Answers(Protocol):
         """Every rank's word, by rank of the group."""
 
 
-class Transport(Protocol):
-    """What carries words between the ranks of a group (`runtime`)."""
+@runtime_checkable
+class Wire(Protocol):
+    """What carries words between the ranks of a group (`carriers.wire_of`)."""
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -159,7 +160,7 @@ class Said:
             return
         self.checked = True
         mine = self.words.digest
-        for other, theirs in zip(self.company.transport.ranks, self.answers.wait(), strict=True):
+        for other, theirs in zip(self.company.wire.ranks, self.answers.wait(), strict=True):
             if theirs != mine:
                 self.company.differ(self.words, other, theirs)
         self.company.known.add(mine)
@@ -170,7 +171,7 @@ class Company:
     """The ranks of a process group, as one of them sees it."""
 
     name: str
-    transport: Transport
+    wire: Wire
     known: set[int] = field(default_factory=set)
     """Words that all ranks have said at once."""
     count: int = 0
@@ -193,9 +194,9 @@ class Company:
             raise Apart(self.lost)
         self._look_back()
         self.count += 1
-        said = Said(self, words, self._tag(words), self.transport.exchange(words.digest))
+        said = Said(self, words, self._tag(words), self.wire.exchange(words.digest))
         self._open.append(said)
-        if not self.transport.prompt and words.digest not in self.known:
+        if not self.wire.prompt and words.digest not in self.known:
             said.check()
         return said
 
@@ -206,19 +207,19 @@ class Company:
     def _look_back(self) -> None:
         while self._open:
             said = self._open[0]
-            if not (said.checked or self.transport.prompt or said.answers.ready() or len(self._open) > BEHIND):
+            if not (said.checked or self.wire.prompt or said.answers.ready() or len(self._open) > BEHIND):
                 return
             self._open.popleft()
             said.check()
 
     def differ(self, mine: Words, other: int, theirs: int) -> None:
         """Raises an error that says what both ranks are about to run."""
-        me = self.transport.me
-        self.transport.tell(f"words/{mine.digest}", json.dumps([mine.name, *mine.lines]))
+        me = self.wire.me
+        self.wire.tell(f"words/{mine.digest}", json.dumps([mine.name, *mine.lines]))
         if theirs in _known:
             name, lines = _known[theirs].name, list(_known[theirs].lines)
         else:
-            told = self.transport.ask(f"words/{theirs}", PATIENCE)
+            told = self.wire.ask(f"words/{theirs}", PATIENCE)
             name, *lines = json.loads(told) if told else ["something that it does not explain"]
         self.lose(
             f"mfsdp: rank {me} and rank {other} would run different collectives (law 13): rank {me} {mine.name}, "
@@ -236,15 +237,15 @@ class Company:
     def leave(self, left: Left) -> None:
         """Notes that an exception has ended a program, and tells the others."""
         self.left = left
-        self._tell_quietly(f"left/{self.name}/{self.count}/{self.transport.me}", json.dumps([left.launched, str(left)]))
+        self._tell_quietly(f"left/{self.name}/{self.count}/{self.wire.me}", json.dumps([left.launched, str(left)]))
 
     def compare_left(self, left: Left) -> None:
         """Raises unless all ranks have left the same program at the same collective."""
-        for other in self.transport.ranks:
-            told = self.transport.ask(f"left/{self.name}/{self.count}/{other}", PATIENCE)
+        for other in self.wire.ranks:
+            told = self.wire.ask(f"left/{self.name}/{self.count}/{other}", PATIENCE)
             launched, story = json.loads(told) if told else (None, "did not")
             if launched != left.launched:
-                me = self.transport.me
+                me = self.wire.me
                 text = (
                     f"mfsdp: the ranks are out of step (law 50): rank {me} {left}, and rank {other} {story}. "
                     "An exception inside of a program can be caught only if all ranks raise it in the same place; "
@@ -258,19 +259,19 @@ class Company:
             company.lost, company.left = text, None
             company._open.clear()
             company._tell_quietly(f"lost/{company.name}", text)
-            company.transport.sever()
+            company.wire.sever()
         raise Apart(text)
 
     def story(self) -> str:
         """Why another rank has broken the connections, if it has said so."""
         try:
-            return self.transport.ask(f"lost/{self.name}", 0.1) or ""
+            return self.wire.ask(f"lost/{self.name}", 0.1) or ""
         except RuntimeError:
             return ""
 
     def _tell_quietly(self, key: str, text: str) -> None:
         try:
-            self.transport.tell(key, text)
+            self.wire.tell(key, text)
         except RuntimeError:  # the store has died with its process; the error under way says more
             return
 

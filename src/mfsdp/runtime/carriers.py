@@ -1,0 +1,64 @@
+"""Which transport a process group has, for tensors on a device and for words."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from . import groups
+from .agreement import Wire
+from .gloo import Gloo
+from .mirror import Mirror
+from .native import Native
+from .transport import Transport
+
+
+def transport_of(name: str, device: torch.device) -> Transport:
+    """What carries tensors on a device between the ranks of a group."""
+    return _made(name, device.type)
+
+
+def wire_of(name: str) -> Wire | None:
+    """What carries words between the ranks of a group, over the CPU where it can; ``None`` if nobody else is there."""
+    kinds = [kind.partition(":")[0] for kind in dist.get_backend_config(groups.process_group(name)).split(",")]
+    found = _made(name, "cpu" if "cpu" in kinds else kinds[0])
+    return found if isinstance(found, Wire) and len(found.ranks) > 1 else None
+
+
+def _made(name: str, device: str) -> Transport:
+    group = groups.process_group(name)
+    found = _transports.get((name, device))
+    if found is None or found[0]() is not group:
+        found = _transports[name, device] = (weakref.ref(group), (_stand_in or _make)(group, device))
+    return found[1]
+
+
+_transports: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], Transport]] = {}
+
+
+def _make(group: dist.ProcessGroup, device: str) -> Transport:
+    if dist.get_backend(group) == "fake":
+        return Mirror(group)
+    return Gloo(group) if device == "cpu" and "cpu:gloo" in dist.get_backend_config(group) else Native(group, device)
+
+
+_stand_in: Callable[[dist.ProcessGroup, str], Transport] | None = None
+
+
+@contextmanager
+def carried_by(make: Callable[[dist.ProcessGroup, str], Transport]) -> Iterator[None]:
+    """Puts something else behind the seam, for all groups, inside of the ``with``."""
+    global _stand_in
+    former, there = _stand_in, dict(_transports)
+    _stand_in = make
+    _transports.clear()
+    try:
+        yield
+    finally:
+        _stand_in = former
+        _transports.clear()
+        _transports.update(there)

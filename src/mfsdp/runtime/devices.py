@@ -1,0 +1,92 @@
+"""Devices and streams of this process."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import torch.distributed as dist
+
+from . import groups
+
+
+def accelerator() -> torch.device | None:
+    """The kind of accelerator that is here, without an index; asking does not begin to use it."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def home() -> torch.device:
+    """The device of this process: the one that the default group is bound to; else, if the process has not used its
+    accelerator yet, the one of ``LOCAL_RANK``, which torchrun sets; else the current one. The CPU, if there is no
+    accelerator. What a process that had chosen none gets is its current device from now on.
+    """
+    kind = accelerator()
+    if kind is None:
+        return torch.device("cpu")
+    group = dist.group.WORLD if groups.initialized() else None
+    bound = None if group is None else group.bound_device_id
+    index = bound.index if bound is not None and bound.type == kind.type else None
+    if not getattr(torch.get_device_module(kind), "is_initialized", lambda: True)():
+        if index is None and int(local := os.environ.get("LOCAL_RANK", "0")) < torch.accelerator.device_count():
+            index = int(local)
+        if index is not None:
+            torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, torch.accelerator.current_device_index() if index is None else index)
+
+
+def collective_device(group: str) -> torch.device:
+    """A device whose tensors the group's collectives take: a group that ``init_process_group()`` makes by itself on a
+    machine with an accelerator has no backend for the CPU's.
+    """
+    config = dist.get_backend_config(groups.process_group(group))
+    return torch.device("cpu") if "cpu:" in config else home()
+
+
+def alone_on(device: torch.device) -> None:
+    """Makes sure that no other rank has this device, where NCCL connects them: it refuses that in words that help
+    nobody, or memory runs out first. The last of two ranks to come finds out.
+
+    Raises:
+        ValueError: another rank has it.
+    """
+    config = dist.get_backend_config() if groups.initialized() else ""
+    shared = device.type == "cpu" or f"{device.type}:nccl" not in config
+    if shared or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return
+    number = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
+    if number is not None:
+        _claim(str(number), device)
+
+
+@functools.cache
+def _claim(number: str, device: torch.device) -> None:
+    me = str(groups.rank())
+    other = groups.first_to_say(f"device/{number}", me)
+    if other != me:
+        raise ValueError(
+            f"fully_shard: ranks {other} and {me} are on the same device, {device} here. Give each rank its own before "
+            f"anything uses one: torch.{device.type}.set_device(int(os.environ['LOCAL_RANK'])), or "
+            "init_process_group(device_id=...)"
+        )
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for everything that has been launched on a device."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream that this thread launches on; ``None`` where there is none."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+
+
+def follow(stream: torch.Stream | None, tensor: torch.Tensor) -> None:
+    """Makes the current stream wait for what another one has done to a tensor, and keeps the tensor's memory from being
+    given away before the current one is done with it.
+    """
+    here = current_stream(tensor.device)
+    if here is not None and stream is not None and here != stream:
+        here.wait_stream(stream)
+        tensor.record_stream(here)

@@ -1,0 +1,33 @@
+"""What autograd's engine is asked while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def accumulates(node: Any) -> bool:
+    """Whether the backward that is running will bring a gradient to a leaf, given its accumulation node; outside of
+    one, ``True``. Private in torch (``_will_engine_execute_node``); tried on 2.11 to 2.13.
+    """
+    return backward_number() < 0 or bool(torch._C._will_engine_execute_node(node))
+
+
+def backward_number() -> int:
+    """A number of its own for every backward, -1 outside. Private in torch; tried on 2.11 to 2.13."""
+    return torch._C._current_graph_task_id()  # type: ignore[no-any-return, attr-defined]
+
+
+def accumulation_node(leaf: torch.Tensor) -> Any:
+    """Where autograd adds up a leaf's gradient; a new one every time, as long as nobody computes with the leaf."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Calls something when the backward that is running ends. Private in torch (``_execution_engine.queue_callback``);
+    tried on 2.11 to 2.13.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

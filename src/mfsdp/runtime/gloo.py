@@ -1,0 +1,144 @@
+"""Gloo, for tensors on the CPU: all-gathers and reduce-scatters are messages of ours, straight into the buffers.
+
+Gloo's own all-gather goes into memory of its own and copies; its own reduce-scatter is an all-reduce, twice the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import groups
+from .transport import End, Member, Pairs, Turn
+
+WORD = 0x6D67
+"""The tag of announcements."""
+
+OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+Messages = Sequence[tuple[int, torch.Tensor]]
+"""Ranks of the group, and what is sent to them or received from them."""
+
+_messages: dict[int, list[Any]] = {}
+"""Under way, or never waited for: gloo breaks a connection if a message's handle goes before the message has."""
+
+
+class Gloo(Member):
+    """Messages on the CPU. All ranks of a pair send and receive in one order."""
+
+    prompt = True
+
+    def gather(self, pairs: Pairs, turn: Turn) -> End:
+        here, there = [], []
+        for full, shard in pairs:
+            parts = full.view(self.size, -1)
+            parts[self.place].copy_(shard.detach())
+            here += [(r, parts[r]) for r in self._others]
+            there += [(r, shard) for r in self._others]
+        return self.swap(here, there, turn.tag(self.name))
+
+    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
+        """Every rank sends every other one its part, and adds up what it gets in the order of ranks, when it is waited
+        for. Two ranks need no memory besides the result, if all dtypes are one.
+        """
+        here, there, sums = [], [], []
+        for full, shard in pairs:
+            parts = full.view(self.size, -1)
+            in_place = shard.dtype is full.dtype is dtype
+            rooms = [torch.empty_like(shard, dtype=full.dtype) for _ in self._others[in_place:]]
+            room = dict(zip(self._others, [shard, *rooms] if in_place else rooms, strict=True))
+            here += list(room.items())
+            there += [(r, parts[r]) for r in self._others]
+            room[self.place] = parts[self.place]
+            sums.append((shard, [room[r] for r in range(self.size)]))
+        arrived = self.swap(here, there, turn.tag(self.name))
+
+        def end() -> None:
+            arrived()
+            for shard, parts in sums:
+                _add(parts, dtype, shard)
+
+        return end
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
+        turn.agree()
+        work: Any = dist.all_reduce(tensor, OPS[op], group=self.group, async_op=True)
+        return work.wait  # type: ignore[no-any-return]
+
+    def all_to_all(
+        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
+    ) -> End:
+        here, there = out.split(list(received)), sent.detach().split(list(splits))
+        here[self.place].copy_(there[self.place])
+        inward = [(r, here[r]) for r in self._others if received[r]]
+        outward = [(r, there[r]) for r in self._others if splits[r]]
+        return self.swap(inward, outward, turn.tag(self.name))
+
+    @property
+    def _others(self) -> list[int]:
+        return [r for r in range(self.size) if r != self.place]
+
+    def swap(self, here: Messages, there: Messages, tag: int) -> End:
+        """Launches messages, receives first."""
+        assert all(t.is_contiguous() for _, t in [*here, *there]), "messages are contiguous"
+        group = self.group
+        works = [group.recv([t], r, tag) for r, t in here]
+        works += [group.send([t], r, tag) for r, t in there]
+        _messages[id(works)] = works
+
+        def end() -> None:
+            for work in works:
+                work.wait()
+            _messages.pop(id(works), None)
+
+        return end
+
+    # words
+
+    def exchange(self, word: int) -> Answers:
+        return Answers(self, word)
+
+    def sever(self) -> None:
+        """A message that times out breaks all connections of its group, on both sides."""
+        if self._group() is None:
+            return
+        other = groups.other_of(self.name)
+        for over in (self.group, *([] if other is None else [groups.process_group(other)])):
+            for peer in set(range(over.size())) - {over.rank()}:
+                with suppress(RuntimeError):
+                    over.recv([torch.empty(1)], peer, WORD + 1).wait(timedelta(milliseconds=1))
+
+
+class Answers:
+    """Words that are messages."""
+
+    def __init__(self, line: Gloo, word: int):
+        self.words = torch.full((line.size,), word)
+        mine = torch.tensor([word])
+        here = [(r, self.words[r : r + 1]) for r in line._others]
+        self.end = line.swap(here, [(r, mine) for r in line._others], WORD)
+
+    def ready(self) -> bool:
+        return False
+
+    def wait(self) -> list[int]:
+        self.end()
+        return self.words.tolist()  # type: ignore[no-any-return]
+
+
+def _add(parts: list[torch.Tensor], dtype: torch.dtype, out: torch.Tensor) -> None:
+    """The sum of parts, in their order; ``out`` may be one of them."""
+    first, second, *more = parts
+    if out.dtype is first.dtype is dtype:
+        total = torch.add(first, second, out=out)
+    else:
+        total = first.to(dtype, copy=True).add_(second)
+    for another in more:
+        total.add_(another)
+    if total is not out:
+        out.copy_(total)

@@ -1,0 +1,148 @@
+"""Process groups and the store behind them: who is there, and what ranks tell each other outside of programs."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name. Private in torch; tried on 2.11 to 2.13."""
+    try:
+        return c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise RuntimeError(
+            f"process group {name!r} is not there. Initialise torch.distributed before the first step, "
+            "and do not destroy or recreate the group that the model was sharded over."
+        ) from error
+
+
+def initialized() -> bool:
+    """Whether there is a default group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world() -> int:
+    """Ranks of the default group, 1 when there is none."""
+    return dist.get_world_size() if initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank in the default group, 0 when there is none."""
+    return dist.get_rank() if initialized() else 0
+
+
+def default_group() -> str:
+    """Name of the default group."""
+    assert dist.group.WORLD is not None
+    return str(dist.group.WORLD.group_name)
+
+
+def another_group(name: str) -> str:
+    """Name of a second group over the same ranks: collectives of one group run one after the other, of two at once.
+    Its ranks call together; made once.
+    """
+    group = process_group(name)
+    found = _others.get(name)
+    if found is None or found[0]() is not group:
+        ranks = dist.get_process_group_ranks(group)
+        other = dist.new_group(ranks, use_local_synchronization=True, group_desc="mfsdp_reduce")
+        found = _others[name] = (weakref.ref(group), str(other.group_name))
+    return found[1]
+
+
+def other_of(name: str) -> str | None:
+    """What `another_group` has made for a group."""
+    found = _others.get(name)
+    return None if found is None else found[1]
+
+
+_others: dict[str, tuple[weakref.ref[dist.ProcessGroup], str]] = {}
+
+
+# What ranks tell each other
+
+
+def tell(key: str, text: str) -> None:
+    """Leaves a text in the default group's store. Private in torch (``_get_default_store``); tried on 2.11 to 2.13."""
+    c10d._get_default_store().set(f"mfsdp/{key}", text)
+
+
+def ask(key: str, seconds: float) -> str | None:
+    """What somebody has told, or ``None`` after so many seconds."""
+    store = c10d._get_default_store()
+    try:
+        store.wait([f"mfsdp/{key}"], timedelta(seconds=seconds))
+    except RuntimeError:
+        return None
+    return str(store.get(f"mfsdp/{key}").decode())
+
+
+def first_to_say(key: str, text: str) -> str:
+    """What the first rank said that called it."""
+    return str(c10d._get_default_store().compare_set(f"mfsdp/{key}", "", text).decode())
+
+
+def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0) -> dict[int, list[str]]:
+    """What other ranks of a group have said, by rank, where it is not what this one says; all call it together. Costs a
+    few messages through the process group's store, and one with the lines if they differ.
+
+    Raises:
+        RuntimeError: a rank has not come to this point in ``patience`` seconds.
+    """
+    if dist.get_backend(process_group(group)) == "fake":
+        return {}  # nobody is there
+    ranks = dist.get_process_group_ranks(process_group(group))
+    text = "\n".join(lines)
+    store, me = c10d._get_default_store(), dist.get_rank()
+    _asked[group] = _asked.get(group, 0) + 1
+    key = f"mfsdp/alike/{group}/{ranks[0]}/{_asked[group]}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    store.add(f"{key}/{digest}", 1)
+    store.set(f"{key}/{me}", "")
+    if store.add(f"{key}/arrived", 1) == len(ranks):
+        store.set(f"{key}/all", "1")
+    try:
+        store.wait([f"{key}/all"], timedelta(seconds=patience))
+    except (RuntimeError, dist.DistError) as error:
+        missing = [r for r in ranks if not store.check([f"{key}/{r}"])]
+        raise RuntimeError(
+            f"mfsdp: rank {me} shards a model, and ranks {missing} have not come to the same call of fully_shard in "
+            f"{patience:g} s: they shard other modules, raised, or died"
+        ) from error
+    if store.add(f"{key}/{digest}", 0) == len(ranks):
+        return {}
+    store.set(f"{key}/{me}/lines", text)
+    said = {r: store.get(f"{key}/{r}/lines").decode().split("\n") for r in ranks}
+    return {r: theirs for r, theirs in said.items() if theirs != list(lines)}
+
+
+_asked: dict[str, int] = {}
+
+
+def all_objects(mine: Any) -> list[Any]:
+    """Every rank's small object, by rank; over the default group, if there is one."""
+    if world() == 1:
+        return [mine]
+    found: list[Any] = [None] * world()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def barrier() -> None:
+    """Waits for all ranks of the default group."""
+    dist.barrier()
+
+
+def broadcast(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """The tensor of the group's first rank, in place."""
+    over = process_group(group)
+    dist.broadcast(tensor, dist.get_global_rank(over, 0), group=over)
+    return tensor

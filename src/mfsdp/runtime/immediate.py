@@ -1,0 +1,126 @@
+"""Gathers and reductions at once, for code that no program covers."""
+
+from __future__ import annotations
+
+import torch
+
+from ..spec.units import Spec
+from . import groups, runs
+from .owners import owner, path
+from .transport import End, segments
+
+
+def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
+    """The complete full buffer, in the dtype that the model computes in. Shares the source's storage where nothing
+    has to be gathered or cast.
+    """
+    s = Spec.decode(spec)
+    buffer = owner(source)
+    communicates = s.gathers or (buffer is not None and buffer.due())
+    with runs.announced(f"gather of {path(source)}", *(s.gathering if communicates else ()), meets=s.meets):
+        if s.kept:
+            for end in buffer.refresh():
+                end()
+        flat = source.detach().to(s.precision.comm)
+        if s.gathers:
+            flat = _whole(flat, s.splits, s.world, s.group)
+    return flat.to(s.precision.compute)
+
+
+def gather_main(main: torch.Tensor, s: Spec) -> torch.Tensor:
+    """All main weights of a unit, [full_numel], in memory of their own."""
+    flat = main.detach()
+    if s.outer_optim:
+        flat = _whole(flat, s.cut(2), s.outer, s.outer_group)
+    if s.world > 1:
+        flat = _whole(flat, s.splits, s.world, s.group)
+    return flat.clone() if flat.data_ptr() == main.data_ptr() else flat
+
+
+def replicate(main: torch.Tensor, source: torch.Tensor, s: Spec) -> list[End]:
+    """Launches what brings main weights, [main_numel], to the parameters that last, [source_numel]."""
+    shard = main.to(s.precision.comm)
+    splits, ranks, group = s.splits, s.world, s.group
+    if s.outer_optim and s.replica:
+        shard = _whole(shard, s.cut(2), s.outer, s.outer_group)
+    elif s.outer_optim:
+        splits, ranks, group = s.cut(2), s.outer, s.outer_group
+    return [runs.current().gather(segments(splits, ranks, source, shard), group)]
+
+
+def _whole(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str) -> torch.Tensor:
+    full = shard.new_empty(ranks * sum(splits))
+    runs.current().gather(segments(splits, ranks, full, shard), group)()
+    return full
+
+
+def reduce_now(source: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], spec: str) -> None:
+    """Packs, reduces and accumulates gradients at once."""
+    s = Spec.decode(spec)
+    buffer = owner(source)
+    total = packed(grads, offsets, s)
+    kept = ", kept back under no_sync" if s.held_numel and not buffer.sync else ""
+    with runs.announced(f"reduction of {path(source)}{kept}", *s.meets):
+        if s.world > 1:
+            if s.hold and buffer.hold(total, offsets):
+                return
+            total = scattered(total, s, 0)
+        if s.outer > 1:
+            if buffer.hold(total, offsets):
+                return
+            total = _over_outer(total, s)
+        if s.ranks > 1:
+            buffer.vote(offsets)
+    buffer.accumulate(total, offsets, 1 / s.divide)
+
+
+def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
+    """What markers have left to be reduced: from the source's shape to that of the main weights."""
+    s = Spec.decode(spec)
+    grad = grad.to(s.precision.grad_comm)
+    if s.replica:
+        grad = scattered(grad, s, 0)
+    return _over_outer(grad, s) if s.outer > 1 else grad
+
+
+def packed(grads: list[torch.Tensor], offsets: list[int], s: Spec) -> torch.Tensor:
+    """Gradients at their places among zeros, [full_numel] in the dtype that travels."""
+    gfull = torch.zeros(s.full_numel, dtype=s.precision.grad_comm, device=grads[0].device)
+    torch._foreach_copy_([gfull[o : o + g.numel()].view(g.shape) for g, o in zip(grads, offsets, strict=True)], grads)
+    return gfull
+
+
+def scattered(gfull: torch.Tensor, s: Spec, lane: int) -> torch.Tensor:
+    """This rank's part of the sum over the ranks of a lane."""
+    gshard = gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
+    ranks = s.outer if lane >= 2 else s.world
+    runs.current().scatter(segments(s.cut(lane), ranks, gfull, gshard), s.precision.sum, s.groups[lane])()
+    return gshard
+
+
+def _over_outer(gshard: torch.Tensor, s: Spec) -> torch.Tensor:
+    if s.outer_optim:
+        return scattered(gshard, s, 2)
+    runs.current().all_reduce(gshard, "sum", s.groups[2])()
+    return gshard
+
+
+def everywhere(here: torch.Tensor, s: Spec) -> torch.Tensor:
+    """Where any rank that trains the unit says yes. ``here``: booleans."""
+    told = here.to(torch.uint8)
+    for group in filter(None, (s.group, s.outer_group)):
+        reduced(told, "max", group)
+    return told
+
+
+def reduced(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """All-reduces a tensor in place and returns it; ``op`` is ``"sum"``, ``"min"`` or ``"max"``."""
+    runs.current().all_reduce(tensor, op, group)()
+    return tensor
+
+
+def gathered(part: torch.Tensor, group: str) -> torch.Tensor:
+    """All ranks' tensors of one size, flat, one behind the other."""
+    out = part.new_empty(groups.process_group(group).size() * part.numel())
+    runs.current().gather([(out, part.reshape(-1))], group)()
+    return out

@@ -1,0 +1,40 @@
+"""One rank as if the others were its mirror images: torch's fake process groups, for plans and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .transport import End, Member, Pairs, Turn
+
+
+class Mirror(Member):
+    """All ranks have what this one has; nothing travels. Everything is done when it is launched."""
+
+    def gather(self, pairs: Pairs, turn: Turn) -> End:
+        for full, shard in pairs:
+            full.view(self.size, -1).copy_(shard.detach().expand(self.size, -1))
+        return _done
+
+    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
+        for full, shard in pairs:
+            shard.copy_(full.view(self.size, -1)[self.place].to(dtype).mul_(self.size))
+        return _done
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
+        if op == "sum":
+            tensor.mul_(self.size)
+        return _done
+
+    def all_to_all(
+        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
+    ) -> End:
+        mine = sent.detach().split(list(splits))[self.place]
+        for part in out.split(list(received)):
+            part.copy_(mine)
+        return _done
+
+
+def _done() -> None:
+    pass

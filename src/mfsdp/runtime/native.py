@@ -1,0 +1,117 @@
+"""A device's own collectives, NCCL's above all: launched behind the current stream, on a stream of their group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import devices
+from .gloo import OPS
+from .transport import End, Member, Pairs, Turn
+
+# Named *_single from torch 2.13 on, where the old names warn; tried on 2.11 to 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Native(Member):
+    """Collectives of the group's backend for a kind of device. They have no tags: ranks agree before they launch."""
+
+    prompt = False
+
+    def __init__(self, group: dist.ProcessGroup, device: str):
+        super().__init__(group)
+        self.device = device
+
+    def gather(self, pairs: Pairs, turn: Turn) -> End:
+        turn.agree()
+        return self._at_once(_all_gather, pairs)
+
+    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
+        """A sum in another dtype than what travels is an all-to-all and a sum here: NCCL adds up in what travels. It
+        takes room for what arrives, as much as is sent.
+        """
+        turn.agree()
+        if all(full.dtype is shard.dtype is dtype for full, shard in pairs):
+            return self._at_once(_reduce_scatter, [(shard, full) for full, shard in pairs])
+        rooms = [torch.empty_like(full) for full, _ in pairs]
+        sent = [(room, full) for room, (full, _) in zip(rooms, pairs, strict=True)]
+        works: list[Any] = [dist.all_to_all_single(*pair, group=self.group, async_op=True) for pair in sent]
+
+        def end() -> None:
+            for work in works:
+                work.wait()
+            for (_, shard), room in zip(pairs, rooms, strict=True):
+                parts = room.view(self.size, -1)
+                if shard.dtype is dtype:
+                    torch.sum(parts, 0, dtype=dtype, out=shard)
+                else:
+                    shard.copy_(torch.sum(parts, 0, dtype=dtype))
+            rooms.clear()
+
+        return end
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
+        turn.agree()
+        work: Any = dist.all_reduce(tensor, OPS[op], group=self.group, async_op=True)
+        return work.wait  # type: ignore[no-any-return]
+
+    def all_to_all(
+        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
+    ) -> End:
+        turn.agree()
+        work: Any = dist.all_to_all_single(out, sent, list(received), list(splits), group=self.group, async_op=True)
+        return work.wait  # type: ignore[no-any-return]
+
+    def _at_once(self, collective: Callable[..., Any], tensors: Pairs) -> End:
+        """Launches a collective for each pair of what it writes and what it reads, together: one of NCCL's calls, and
+        one latency. Private in torch (``_coalescing_manager``); tried on 2.11 to 2.13.
+        """
+        if len(tensors) == 1:
+            return collective(*tensors[0], group=self.group, async_op=True).wait  # type: ignore[no-any-return]
+        with dist.distributed_c10d._coalescing_manager(self.group, async_ops=True) as works:
+            for out, read in tensors:
+                collective(out, read, group=self.group, async_op=True)
+        return works.wait  # type: ignore[no-any-return]
+
+    # words
+
+    def exchange(self, word: int) -> Answers:
+        return Answers(self, word)
+
+    def sever(self) -> None:
+        """Nothing: a communicator that is aborted may take the process with it. Others wait for its own limit."""
+
+
+class Answers:
+    """Words that are gathered: on the stream of the group's collectives, and from there to the host, without that
+    either the host or the current stream waits.
+    """
+
+    def __init__(self, line: Native, word: int):
+        device = devices.collective_device(line.name)
+        mine = torch.full((1,), word, device=device)
+        self.words = mine.new_empty(line.size)
+        self.work: Any = _all_gather(self.words, mine, group=line.group, async_op=True)
+        self.event: torch.Event | None = None
+        if device.type != "cpu":
+            side = torch.Stream(device)
+            with side:
+                self.work.wait()
+                told = torch.empty(self.words.shape, dtype=torch.int64, pin_memory=True)
+                self.words = told.copy_(self.words, non_blocking=True)
+                self.event = torch.Event(device)
+                self.event.record(side)
+
+    def ready(self) -> bool:
+        return bool(self.work.is_completed() if self.event is None else self.event.query())
+
+    def wait(self) -> list[int]:
+        if self.event is None:
+            self.work.wait()
+        else:
+            self.event.synchronize()
+        return self.words.tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,92 @@
+"""Whose a tensor is: shards and gathered parameters know the buffer that they belong to.
+
+Note [Accumulators]
+A gradient leaves a program through ``accumulate(shard, gshard, ...)``, not through an output that autograd would add to
+``.grad``: so that it happens where the schedule says, in the accumulator's own dtype and without a second copy. The
+accumulator is found through the shard tensor, which is an input of every program: the buffer it belongs to hangs on it
+as an attribute. Programs stay free of process-wide state, and equal layers stay equal programs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+
+class Accumulator(Protocol):
+    """What hangs on a shard tensor (`state.buffer.FlatBuffer`)."""
+
+    sync: bool
+
+    @property
+    def path(self) -> str: ...
+
+    def due(self) -> bool: ...
+
+    def refresh(self) -> list[Callable[[], Any]]: ...
+
+    def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool: ...
+
+    def vote(self, offsets: Iterable[int]) -> None: ...
+
+    def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None: ...
+
+
+_OWNER = "_mfsdp_buffer"
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""By address of the shard's storage: autograd hands back detached aliases of what it saved under hooks."""
+
+
+def own(shard: torch.Tensor, accumulator: Accumulator) -> None:
+    """Makes gradients of the shard go to the accumulator, as long as somebody else holds that: what hangs on a tensor
+    that autograd knows is never garbage to Python.
+    """
+    setattr(shard, _OWNER, weakref.ref(accumulator))
+    if not shard.is_meta:
+        _owners[shard.untyped_storage().data_ptr()] = accumulator
+
+
+def owner(shard: torch.Tensor) -> Any:
+    """The buffer that the shard tensor belongs to, or ``None``."""
+    hung = getattr(shard, _OWNER, None)
+    found = None if hung is None else hung()
+    if hung is None and type(shard) is torch.Tensor and not shard.is_meta:
+        found = _owners.get(shard.untyped_storage().data_ptr())
+        if found is not None and found.source.shape != shard.shape:
+            return None
+    return found
+
+
+def orphan(shard: torch.Tensor) -> bool:
+    """Whether it belonged to a buffer that is gone."""
+    return hasattr(shard, _OWNER) and owner(shard) is None
+
+
+_WHOLE = "_mfsdp_whole"
+"""Attribute of gathered parameters of the eager path: their buffer."""
+
+
+def own_whole(params: Iterable[torch.Tensor], buffer: Any) -> None:
+    """Makes a buffer known to the whole parameters that have been gathered from it."""
+    for param in params:
+        setattr(param, _WHOLE, weakref.ref(buffer))
+
+
+def read_by(tensor: torch.Tensor) -> Any:
+    """The buffer whose parameters a program reads through an argument, shard or gathered parameter, or ``None``."""
+    hung = getattr(tensor, _WHOLE, None)
+    return owner(tensor) if hung is None else hung()
+
+
+def sharded() -> bool:
+    """Whether this process holds a shard of anything."""
+    return len(_owners) > 0
+
+
+def path(source: torch.Tensor) -> str:
+    """What errors call the unit that a shard belongs to."""
+    found = owner(source)
+    return "a unit that is gone" if found is None else str(found.path)
