@@ -16,7 +16,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp.runtime import devices
-from mfsdp.sharding.shard import _device
+from mfsdp.sharding.fill import device_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,16 +74,16 @@ def test_the_device_is_that_of_the_rank(monkeypatch, local_rank, machine, index,
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     machine = Machine(machine.gpus, machine.current if machine.used else None)
     with machine:
-        assert _device([], asked) == torch.device("cuda", index)
+        assert device_of([], asked) == torch.device("cuda", index)
         assert machine.current == index, "and the current one, for what the user makes on 'cuda'"
 
 
 def test_a_device_that_was_asked_for_is_taken():
     with Machine() as machine:
         for asked in ("cuda:3", "cpu", "meta"):
-            assert _device([], asked) == torch.device(asked)
+            assert device_of([], asked) == torch.device(asked)
         assert not machine.used, "a plan on the meta device begins to use no GPU"
-    assert _device([], None) == torch.device("cpu"), "no accelerator here"
+    assert device_of([], None) == torch.device("cpu"), "no accelerator here"
 
 
 def bound() -> list[str]:

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import mfsdp
-from mfsdp.sharding import shard
-from mfsdp.sharding.shard import _no_optimizer
+from mfsdp.sharding import fill
+from mfsdp.sharding.former import no_optimizer
 from mfsdp.state.dtensor import local_mesh
 from tests.models import GPT, MLP, Adapted, Block, Frozen, LoRA
 
@@ -275,13 +275,13 @@ def test_an_optimizer_over_an_old_list_is_seen_in_the_first_backward(compile):
 def test_plain_references_to_parameters_do_not_start_a_search(monkeypatch):
     """The search through all objects is slow; it starts only when somebody besides the module holds a parameter."""
     searched = []
-    monkeypatch.setattr("mfsdp.sharding.shard._optimizer_of", lambda params: searched.append(params))
+    monkeypatch.setattr("mfsdp.sharding.former._optimizer_of", lambda params: searched.append(params))
     for build in (MLP, GPT, LoRA, Frozen):
         mfsdp.fully_shard(build(), units=[nn.Linear])
     assert not searched
     model = MLP()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    _no_optimizer(model)
+    no_optimizer(model)
     assert searched and optimizer
 
 
@@ -289,8 +289,8 @@ class Fails:
     """A flat buffer for which there is no memory, after so many."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-        self.real, self.left = shard.FlatBuffer, after
-        monkeypatch.setattr(shard, "FlatBuffer", self)
+        self.real, self.left = fill.FlatBuffer, after
+        monkeypatch.setattr(fill, "FlatBuffer", self)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         self.left -= 1

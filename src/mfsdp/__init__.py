@@ -13,7 +13,9 @@ from .costs.measure import measure
 from .graph.check import LawError
 from .planning.explain import explain
 from .reports.profile import profile, ranges
-from .sharding.shard import FSDPModule, fully_shard, no_sync, summon_full_params, unsharded
+from .sharding.contexts import no_sync, summon_full_params, unsharded
+from .sharding.module import FSDPModule
+from .sharding.shard import fully_shard
 from .spec.config import MixedPrecisionPolicy
 from .spec.hardware import Hardware
 from .state.norms import check_finite, norms

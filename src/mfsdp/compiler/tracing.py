@@ -18,7 +18,9 @@ from torch.utils import _pytree as pytree
 
 from ..graph.program import Phase, Program
 from ..sharding import writes
-from ..sharding.shard import FSDPModule, blueprint, fully_shard, own_code
+from ..sharding.blueprint import blueprint
+from ..sharding.module import FSDPModule, own_code
+from ..sharding.shard import fully_shard
 from ..state.dtensor import local_mesh
 from .capture import Capture, sources
 from .lowering import CAPTURES

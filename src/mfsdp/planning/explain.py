@@ -20,7 +20,7 @@ from ..costs.ledger import OPTIMIZER_STATES
 from ..costs.measure import measure
 from ..graph.program import Program
 from ..reports.report import Comparison, Report
-from ..sharding.shard import FSDPModule
+from ..sharding.module import FSDPModule
 from ..spec.config import Options
 from ..spec.hardware import Hardware
 from ..spec.hardware import hardware as find_hardware

@@ -1,0 +1,83 @@
+"""A model as it was before it was sharded, for tracing."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..state.buffer import UnitState, refs
+from ..state.dtensor import carry_attributes
+from .module import FSDPModule
+
+
+@dataclass
+class Blueprint:
+    """A model on the meta device as it was before it was sharded, if it was; and how it was."""
+
+    model: nn.Module
+    calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any]]]
+    """Which of its modules were given to :func:`fully_shard`, with which arguments, in order."""
+    twins: dict[int, Any]
+    """What has become of tensors, by ``id``."""
+
+
+def blueprint(model: nn.Module) -> Blueprint:
+    """The plan of a model, which is not changed; parameters require gradients as when they were sharded.
+
+    Raises:
+        ValueError: the model holds something that cannot be copied, or is a part of a unit of several modules.
+    """
+    memo: dict[int, Any] = {}
+    inside = {id(m._parameters) for m in model.modules()}
+    members: dict[UnitState, list[int]] = {}
+    for number, m in enumerate(model.modules()):
+        if isinstance(m, FSDPModule):
+            unit = m._mfsdp_unit
+            members.setdefault(unit, []).append(number)
+            if any(id(params) not in inside for b in unit.buffers for params, _ in b.places.values()):
+                raise ValueError(
+                    f"mfsdp: {type(m).__name__} is one unit with other modules ({unit.fqn!r}), and cannot be traced "
+                    "without them: trace a module around all of them"
+                )
+    for m in model.modules():
+        if "_mfsdp_unit" in m.__dict__:
+            memo[id(m.__dict__["_mfsdp_unit"])] = None
+        if refs(m):
+            memo[id(refs(m))] = {}
+        for ref in refs(m).values():
+            param = ref.buffer.params[ref.slot]
+            if id(param) not in memo:
+                own = ref.unit.policy.compute_dtype is None
+                kind = ref.buffer.precision.compute if own else ref.buffer.precision.main
+                twin = nn.Parameter(torch.empty(ref.shape, dtype=kind, device="meta"), ref.buffer.born_trainable)
+                carry_attributes(param, twin)
+                memo[id(param)] = twin
+        kept = [t for t in m.__dict__.values() if isinstance(t, torch.Tensor)]
+        for tensor in [*m._parameters.values(), *m._buffers.values(), *kept]:
+            if tensor is not None and id(tensor) not in memo:
+                plain: torch.Tensor = tensor.detach().to("meta")
+                if isinstance(tensor, nn.Parameter):
+                    plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
+                plain.__dict__.update(tensor.__dict__)
+                memo[id(tensor)] = plain
+    twins = dict(memo)
+    try:
+        out = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"mfsdp: {type(model).__name__} cannot be copied to be traced: {error}") from error
+    modules = list(out.modules())
+    calls = []
+    for numbers in members.values():
+        given = [modules[number] for number in numbers]
+        calls += [(call, given) for m in given if (call := m.__dict__.pop("_mfsdp_call", None))]
+    for m in modules:
+        if "_mfsdp_unit" in m.__dict__:
+            m.__class__ = type(m).__bases__[-1]
+            for name in ("_mfsdp_unit", "_mfsdp_refs"):
+                m.__dict__.pop(name, None)
+    calls.sort(key=lambda made: made[0][0])
+    return Blueprint(out, [(given if len(given) > 1 else given[0], call) for (_, call), given in calls], twins)

@@ -1,0 +1,114 @@
+"""Around training: gradients that wait, and parameters that are whole for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import cast
+
+from torch import nn
+
+from ..state.buffer import refs
+from .module import FSDPModule, buffers_of
+
+
+@contextmanager
+def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
+    """Backward calls inside of the ``with`` do not synchronise gradients; the next one outside does, for all.
+
+    Every unit that took part inside has to take part in the one that synchronises. What waits is not in ``.grad``;
+    ``zero_grad`` of an optimizer, of the model or of torch.compile's wrapper forgets it, and the step is given up.
+
+    Args:
+        module: a sharded model, or any of its modules.
+        hold: see :meth:`FSDPModule.set_requires_gradient_sync`.
+
+    Raises:
+        ValueError: nothing of the module is sharded.
+    """
+    units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    if not units:
+        raise ValueError("no_sync: the model is not sharded; call mfsdp.fully_shard first")
+    before = [(buffer, buffer.sync) for unit in units for buffer in buffers_of(unit, recurse=False)]
+    for unit in units:
+        unit.set_requires_gradient_sync(False, recurse=False, hold=hold)
+    try:
+        yield
+    finally:
+        for buffer, sync in before:
+            buffer.sync = sync
+
+
+@contextmanager
+def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
+    """Whole main weights as plain parameters inside of the ``with``; edits are kept. All ranks must enter together.
+
+    Args:
+        module: a sharded model, or any of its modules.
+        writeback: whether edits are written back to the shards; each rank writes its own part, so edit alike.
+
+    Raises:
+        ValueError: nothing of the module is sharded, or it is summoned already.
+    """
+    found = {r.buffer: None for m in module.modules() for r in refs(m).values()}
+    if not found:
+        raise ValueError("summon_full_params: the model is not sharded; call mfsdp.fully_shard first")
+    if any(b.summoned is not None for b in found):
+        raise ValueError("summon_full_params: the parameters are summoned already")
+    places = [(m, name, ref) for m in module.modules() for name, ref in refs(m).items()]
+    whole: dict[tuple[int, int], nn.Parameter] = {}
+    try:
+        for buffer in found:
+            buffer.summoned = buffer.gather_main()
+        for m, name, ref in places:
+            full = ref.buffer.summoned
+            assert full is not None
+            view = ref.buffer.full_view(full, ref.slot)
+            key = (id(ref.buffer), ref.slot)
+            if key not in whole:
+                whole[key] = nn.Parameter(view, requires_grad=ref.buffer.trains[ref.slot])
+            m._parameters[name] = whole[key]
+        yield
+        if writeback:
+            for buffer in found:
+                assert buffer.summoned is not None
+                buffer.scatter_main(buffer.summoned)
+    finally:
+        for m, name, ref in places:
+            param, edited = ref.buffer.params[ref.slot], whole.get((id(ref.buffer), ref.slot))
+            if edited is not None and edited.requires_grad != param.requires_grad:
+                param.requires_grad_(edited.requires_grad)
+            m._parameters[name] = cast(nn.Parameter, param)
+        for buffer in found:
+            buffer.summoned = None
+
+
+@contextmanager
+def unsharded(module: nn.Module) -> Iterator[None]:
+    """Keeps all parameters gathered inside of the ``with``, for many forwards of the same weights: generation,
+    evaluation. Nothing is communicated per forward, compiled or not; memory holds the whole model in ``compute_dtype``.
+    All ranks must enter together; what runs inside may differ by rank.
+
+    Compiled graphs are compiled once more, without collectives. Parameters are read as they were on entry: leave before
+    the optimizer steps. Gradients of a backward inside are reduced, unit by unit, so ranks must call it together.
+
+    Args:
+        module: a sharded model, or any of its modules.
+
+    Raises:
+        ValueError: nothing of the module is sharded.
+        RuntimeError: it is called inside of itself, or inside of a forward of the model.
+    """
+    units = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    if not units:
+        raise ValueError("unsharded: the model is not sharded; call mfsdp.fully_shard first")
+    if any(m._mfsdp_unit.open for m in units):
+        raise RuntimeError("unsharded: the model is unsharded already, or in a forward")
+    with ExitStack() as leaving:
+        for m in units:
+            if not m._mfsdp_unit.kept:
+                leaving.callback(m.reshard)
+            leaving.callback(setattr, m._mfsdp_unit, "open", False)
+            m.unshard()
+            m._mfsdp_unit.open = True
+        yield

@@ -1,0 +1,77 @@
+"""Buffers are made, values taken over, and modules handed their new parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..runtime import devices
+from ..state.buffer import FlatBuffer, Ref, UnitState
+from ..state.dtensor import carry_attributes
+from ..state.placement import Placement
+from . import alike
+from .claims import Claim
+from .former import FORMER, forget_former, no_former_optimizer
+from .module import hand_over
+from .undo import Undo
+
+
+def device_of(claims: list[Claim], device: torch.device | str | None) -> torch.device:
+    there = {p.device: name for c in claims for p, name in c.names.items() if p.device.type != "meta"}
+    if len(there) > 1:
+        where = ", ".join(f"{name} on {d}" for d, name in there.items())
+        raise ValueError(
+            f"fully_shard: parameters are on different devices ({where}); move the model to one device first"
+        )
+    asked = None if device is None else torch.device(device)
+    chosen = devices.home() if asked is None or asked == devices.accelerator() else asked
+    devices.alone_on(chosen)
+    return chosen
+
+
+def ignore(param: nn.Parameter, undo: Undo) -> None:
+    if not hasattr(param, "_mfsdp_ignored"):
+        param._mfsdp_ignored = True  # type: ignore[attr-defined]
+        undo.steps.append(lambda: delattr(param, "_mfsdp_ignored"))
+
+
+def fill(
+    claim: Claim,
+    unit: UnitState,
+    placement: Placement,
+    device: torch.device,
+    reshard: bool,
+    synced: Sequence[str],
+    undo: Undo,
+) -> None:
+    """Makes the unit's buffers; takes values over, parameter by parameter, and frees the originals."""
+    undo.steps.append(lambda: forget_former(unit))
+    for index, draft in enumerate(claim.drafts):
+        buffer = FlatBuffer(
+            unit, draft.layout, placement, draft.precision,
+            trainable=draft.trainable, reshard=reshard, device=device,
+        )  # fmt: skip
+        buffer.before_first_gradient = no_former_optimizer
+        unit.buffers.append(buffer)
+        for slot, entry in enumerate(draft.layout.slots):
+            _take_over(
+                claim, draft.params.pop(0), Ref(buffer, slot, entry.offset, entry.shape, unit, index), synced, undo
+            )
+
+
+def _take_over(claim: Claim, param: nn.Parameter, ref: Ref, synced: Sequence[str], undo: Undo) -> None:
+    buffer, slot = ref.buffer, ref.slot
+    carry_attributes(param, buffer.params[slot])
+    with torch.no_grad():
+        if param.is_meta:
+            buffer.born_on_meta[slot] = param.dtype
+            buffer.view(buffer.main, slot).fill_(torch.nan)
+        else:
+            buffer.keep(slot, alike.of_first_rank(param, synced, buffer.main.device) if synced else param)
+    former = undo.former(param, ref)
+    for owner, name in claim.owners.pop(param):
+        hand_over(owner, name, ref, former, undo)
+    del claim.names[param]
+    FORMER[param] = ref

@@ -1,0 +1,333 @@
+"""What sharded modules become: a subclass whose parameters are properties, and the methods of a unit."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..graph import ops
+from ..state.buffer import FlatBuffer, Ref, UnitState, refs
+from . import clients, eager, fsdp2
+from .undo import Undo
+
+Casts = tuple[torch.dtype | None, torch.dtype | None]
+"""What floating-point arguments of a unit's forward are cast to, and its results."""
+
+
+class FSDPModule(fsdp2.Spelling):
+    """What a module is, besides itself, once it is a unit. Method names are FSDP2's.
+
+    It is no ``torch.distributed.fsdp.FSDPModule``: who finds one reaches for the state behind it, and there is none
+    (torch's pipeline schedules hold its gradients back and reduce them through it; its memory tracker reads it). What
+    asks by ``isinstance`` takes this one for a plain module, which gives the right numbers; ask for
+    ``mfsdp.FSDPModule``.
+    """
+
+    _mfsdp_unit: UnitState
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True, hold: bool | None = None
+    ) -> None:
+        """Whether the backward calls that follow synchronise gradients: set to ``False`` for all microbatches of a step
+        but the last. Switching costs no recompilation.
+
+        In between, ``no_shard`` and ``optim`` add up whole gradients, and nothing is communicated;
+        ``optim_grads`` and ``optim_grads_params`` scatter gradients in every backward and add up shards, which on a
+        two-level mesh leaves out the reduction over the outer axis, and on a one-level mesh nothing.
+
+        Args:
+            requires_gradient_sync: what it says.
+            recurse: whether units below are meant too.
+            hold: ``True`` makes ``optim_grads`` and ``optim_grads_params`` add up whole gradients too, from now on:
+                a buffer of the unit's size in ``main_grads_dtype`` for one reduction less per microbatch. Compiled
+                graphs recompile once. ``None`` leaves it as it is.
+        """
+        if not isinstance(requires_gradient_sync, bool):
+            raise ValueError(f"requires_gradient_sync={requires_gradient_sync!r}: choose True or False")
+        for buffer in buffers_of(self, recurse):
+            buffer.sync = requires_gradient_sync
+            if hold is not None and hold != buffer.spec.hold and buffer.spec.world > 1:
+                buffer.respec(hold=hold)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether the backward calls that follow reduce gradients over the outer axis of a two-level mesh; those over
+        the shard axis go on. Where gradients are whole (``no_shard``, ``optim``) it is their only reduction.
+        """
+        if not isinstance(requires_all_reduce, bool):
+            raise ValueError(f"requires_all_reduce={requires_all_reduce!r}: choose True or False")
+        for buffer in buffers_of(self, recurse):
+            if buffer.spec.outer > 1 and not buffer.spec.hold:
+                buffer.sync = requires_all_reduce
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in ``nn.Module``; also forgets gradients that wait for a synchronisation."""
+        for buffer in buffers_of(self, recurse=True):
+            buffer.forget()
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether forward frees what it gathered. Compiled graphs recompile on the next call.
+
+        Raises:
+            ValueError: it is neither ``True`` nor ``False``.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: choose True or False")
+        self._mfsdp_unit.root_keeps = False
+        for buffer in buffers_of(self, recurse):
+            buffer.respec(reshard=reshard_after_forward)
+
+    def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
+        """What sums over ranks are divided by, instead of the number of ranks. Compiled graphs recompile.
+
+        For a loss per token, where ranks have different numbers of them: a factor of 1, and every rank divides the sum
+        over its tokens by the number of all ranks' tokens.
+
+        Args:
+            factor: positive.
+            recurse: whether units below are meant too; as in FSDP2 they are not.
+        """
+        if not factor > 0:
+            raise ValueError(f"factor={factor!r}: must be positive")
+        for buffer in buffers_of(self, recurse):
+            buffer.respec(divide=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's former name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def reset_iter_state(self) -> None:
+        """After an exception: forgets gradients that wait for a synchronisation, as in FSDP2."""
+        for buffer in buffers_of(self, recurse=True):
+            buffer.forget()
+
+    def unshard(self, async_op: bool = False) -> fsdp2.Unsharding | None:
+        """Gathers the unit's own parameters for uncompiled code, and keeps them until :meth:`reshard`.
+
+        Compiled graphs are not affected: they gather when they need to. The values are those of the moment: call
+        :meth:`reshard` before the optimizer steps.
+
+        Args:
+            async_op: ``True`` gives a handle whose ``wait()`` returns at once: they are there already.
+        """
+        unit = self._mfsdp_unit
+        unit.kept = True
+        for index, buffer in enumerate(unit.buffers):
+            if index not in unit.full:
+                unit.full[index] = eager.gather(buffer)
+        return fsdp2.Unsharding() if async_op else None
+
+    def reshard(self) -> None:
+        """Lets go of what :meth:`unshard` gathered.
+
+        Raises:
+            RuntimeError: it has been written to; what was written is lost.
+        """
+        self._mfsdp_unit.kept = False
+        try:
+            eager.check(self._mfsdp_unit, "between unshard() and reshard()")
+        finally:
+            eager.release(self._mfsdp_unit)
+
+
+def buffers_of(module: Any, recurse: bool) -> list[FlatBuffer]:
+    modules = module.modules() if recurse else [module]
+    units = [m.__dict__["_mfsdp_unit"] for m in modules if isinstance(m, FSDPModule)]
+    return [buffer for unit in dict.fromkeys(units) for buffer in unit.buffers]
+
+
+def hand_over(owner: nn.Module, name: str, ref: Ref, former: Callable[[], nn.Parameter], undo: Undo) -> None:
+    _put(owner, name, cast(nn.Parameter, ref.buffer.params[ref.slot]))
+    owner.__dict__.setdefault("_mfsdp_refs", {})[name] = ref
+    ref.buffer.place(owner._parameters, name, ref.slot)
+
+    def back() -> None:
+        _put(owner, name, former())
+        refs(owner).pop(name, None)
+        if not refs(owner):
+            owner.__dict__.pop("_mfsdp_refs", None)
+
+    undo.steps.append(back)
+
+
+def _put(owner: nn.Module, name: str, param: nn.Parameter) -> None:
+    """Makes it the module's parameter, also in the list of their own that recurrent layers have."""
+    owner._parameters[name] = param
+    if isinstance(owner, nn.RNNBase) and name in owner._flat_weights_names:
+        owner.__dict__["_flat_weights"][owner._flat_weights_names.index(name)] = param
+
+
+def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, undo: Undo) -> None:
+    old = type(owner)
+    owner.__dict__["_mfsdp_unit"] = unit
+    owner.__class__ = _subclass(old, tuple(refs(owner)), is_unit, *casts)  # type: ignore[arg-type]
+
+    def back() -> None:
+        owner.__class__ = old
+        owner.__dict__.pop("_mfsdp_unit", None)
+        owner.__dict__.pop("_mfsdp_refs", None)
+
+    undo.steps.append(back)
+
+
+@functools.cache
+def _subclass(
+    base: type[nn.Module],
+    names: tuple[str, ...],
+    is_unit: bool,
+    entering: torch.dtype | None,
+    leaving: torch.dtype | None,
+) -> type[nn.Module]:
+    """The class that a module gets: parameters are properties, forward opens a scope for the eager path, and casts what
+    enters and leaves it.
+
+    Cached, so that equal layers keep equal types and Dynamo's guards stay the same.
+    """
+    call = fsdp2.with_casts(base.forward, entering, leaving)
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A graph break inside of a `try` makes Dynamo run this frame as plain Python, where the scope is opened.
+        nothing = torch.compiler.is_compiling() or (self._mfsdp_unit.open and not torch.is_grad_enabled())
+        scope = None if nothing else eager.scope(self, is_unit)
+        try:
+            out = call(self, *args, **kwargs)
+            if scope is not None:
+                scope.check()
+            return out
+        finally:
+            if scope is not None:
+                scope.close()
+
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        # Somebody makes another of the same class, as slices of containers do: that one is not sharded.
+        self.__class__ = base
+        base.__init__(self, *args, **kwargs)
+
+    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        if torch.compiler.is_compiling() or eager.inside():
+            return _parameters(self, *args, **kwargs)
+        return base.named_parameters(self, *args, **kwargs)
+
+    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[Any]:
+        if torch.compiler.is_compiling() or eager.inside():
+            return (p for _, p in _parameters(self, recurse=recurse))
+        return base.parameters(self, recurse)
+
+    def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
+        base.__setstate__(self, state)
+        for name, ref in refs(self).items():  # of a copy
+            ref.buffer.place(self._parameters, name, ref.slot)
+
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if name in refs(self) and param is not self._parameters.get(name):
+            raise ValueError(
+                f"{type(self).__name__}.{name} is sharded and cannot be replaced; write its values in place, "
+                "with copy_() or inside mfsdp.summon_full_params(model)"
+            )
+        base.register_parameter(self, name, param)
+
+    def _load_from_state_dict(self: nn.Module, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if torch.__future__.get_swap_module_params_on_conversion():
+            raise NotImplementedError(
+                f"{type(self).__name__} is sharded: parameters cannot be swapped, "
+                "torch.__future__.set_swap_module_params_on_conversion(False) loads into them"
+            )
+        if metadata.get("assign_to_params_buffers"):  # parameters are pieces of flat buffers: they get the values
+            for name in refs(self):
+                param, value = self._parameters[name], state_dict.get(prefix + name)
+                if isinstance(value, torch.Tensor) and param is not None and value.shape == param.shape:
+                    with torch.no_grad():
+                        param.copy_(value)
+                    state_dict[prefix + name] = param
+        base._load_from_state_dict(self, state_dict, prefix, metadata, *rest)
+
+    def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        for ref in refs(self).values():
+            probe = torch.empty(0, dtype=ref.buffer.main.dtype, device=ref.buffer.main.device)
+            moved = fn(probe)
+            if (moved.dtype, moved.device) != (probe.dtype, probe.device):
+                raise ValueError(
+                    f"{type(self).__name__} is sharded: parameters cannot go from {probe.dtype} on {probe.device} to "
+                    f"{moved.dtype} on {moved.device}. Move or cast the model before fully_shard."
+                )
+        own, self._parameters = self._parameters, {}
+        try:
+            return base._apply(self, fn, recurse)  # type: ignore[no-any-return]
+        finally:
+            self._parameters = own
+
+    space: dict[str, Any] = {
+        "forward": functools.wraps(base.forward)(own_code(forward, base.__name__)),
+        "__init__": functools.wraps(base.__init__)(__init__),
+        "__setstate__": __setstate__,
+        "register_parameter": register_parameter,
+        "_load_from_state_dict": _load_from_state_dict,
+        "_apply": _apply,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        **{name: _property(name) for name in names},
+        **clients.overrides(base),
+    }
+    if base.named_parameters is nn.Module.named_parameters and base.parameters is nn.Module.parameters:
+        space |= {"named_parameters": named_parameters, "parameters": parameters}
+    if issubclass(base, nn.RNNBase):
+        space["_flat_weights"] = property(
+            lambda self: [getattr(self, n) if n in self._parameters else None for n in self._flat_weights_names],
+            lambda self, value: None,
+        )
+    bases = (FSDPModule, base) if is_unit else (base,)
+    return cast(type[nn.Module], type(base.__name__, bases, space))
+
+
+def _parameters(
+    module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What ``named_parameters()`` gives inside of a forward: whole parameters, as ``self.weight`` is. Dynamo traces it,
+    so it never looks at what ``_parameters`` holds.
+    """
+    seen: list[Any] = []
+    plain: list[Any] = []
+    for path, m in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+        own = m.__dict__.get("_mfsdp_refs", {})
+        for name in m._parameters:
+            if name in own:
+                key = (own[name].unit.fqn, own[name].index, own[name].slot)
+                if remove_duplicate and key in seen:
+                    continue
+                seen.append(key)
+            value = getattr(m, name)
+            if value is None or (remove_duplicate and any(value is other for other in plain)):
+                continue
+            if name not in own:
+                plain.append(value)
+            yield (f"{path}.{name}" if path else name), value
+
+
+def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The function with a code object of its own: Dynamo's caches and recompile limits count by code object."""
+    assert isinstance(function, types.FunctionType)
+    code = function.__code__.replace(co_name=f"{name}_forward")
+    out = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    out.__kwdefaults__ = function.__kwdefaults__
+    return out
+
+
+def _property(name: str) -> property:
+    def get(self: nn.Module) -> torch.Tensor:
+        ref: Any = self._mfsdp_refs[name]  # type: ignore[index]
+        if torch.compiler.is_compiling():
+            if ref.unit.open:
+                return ref.unit.full[ref.index][ref.slot]  # type: ignore[no-any-return]
+            out = ops.param(ref.buffer.source, ref.offset, ref.shape, ref.buffer.text)
+            return out.detach() if ref.buffer.trainable and not ref.buffer.trains[ref.slot] else out  # type: ignore[no-any-return]
+        return eager.read(self, name, ref)  # type: ignore[no-any-return]
+
+    # Where plain Python reads a parameter, a graph of one marker would gather the unit for it alone.
+    eager.never_a_frame(get)
+    return property(get)
