@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import mfsdp
 from mfsdp.sharding import fill
 from mfsdp.sharding.former import no_optimizer
-from mfsdp.state.dtensor import local_mesh
+from mfsdp.state.sharded import local_mesh
 from tests.models import GPT, MLP, Adapted, Block, Frozen, LoRA
 
 

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 import mfsdp
 from mfsdp.spec.layout import plan
-from mfsdp.state.dtensor import ShardedDTensor, Sharding, local_mesh
+from mfsdp.state.sharded import Sharding, local_mesh
+from mfsdp.state.tensors import ShardedDTensor
 from tests.models import MLP
 from tests.parity import averaged, error, whole
 

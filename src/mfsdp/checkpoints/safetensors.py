@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..runtime import devices, groups, immediate
 from ..state import names
-from ..state.dtensor import ShardedDTensor
+from ..state.tensors import ShardedDTensor
 from . import files
 
 

@@ -21,7 +21,7 @@ from ..sharding import writes
 from ..sharding.blueprint import blueprint
 from ..sharding.module import FSDPModule, own_code
 from ..sharding.shard import fully_shard
-from ..state.dtensor import local_mesh
+from ..state.sharded import local_mesh
 from .capture import Capture, sources
 from .lowering import CAPTURES
 

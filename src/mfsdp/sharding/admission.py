@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..state.buffer import UnitState, refs
-from ..state.dtensor import ShardedParameter
+from ..state.tensors import ShardedParameter
 
 
 def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:

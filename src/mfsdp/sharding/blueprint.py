@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..state.buffer import UnitState, refs
-from ..state.dtensor import carry_attributes
+from ..state.tensors import carry_attributes
 from .module import FSDPModule
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from ..runtime import devices
 from ..state.buffer import FlatBuffer, Ref, UnitState
-from ..state.dtensor import carry_attributes
 from ..state.placement import Placement
+from ..state.tensors import carry_attributes
 from . import alike
 from .claims import Claim
 from .former import FORMER, forget_former, no_former_optimizer

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..runtime import groups
 from ..state.buffer import FlatBuffer, Ref, refs
-from ..state.dtensor import carry_attributes
+from ..state.tensors import carry_attributes
 
 Init = Callable[[nn.Module], object]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..state.buffer import Ref
-from ..state.dtensor import carry_attributes
+from ..state.tensors import carry_attributes
 
 
 class Undo:

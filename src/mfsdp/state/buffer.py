@@ -16,8 +16,9 @@ from torch import nn
 from ..runtime import devices, engine, immediate, owners, runs, transport
 from ..spec.config import MixedPrecisionPolicy, Precision
 from ..spec.layout import Layout, Local, Slot
-from .dtensor import ShardedDTensor, ShardedParameter, Sharding, carry_attributes
 from .placement import Placement
+from .sharded import Sharding
+from .tensors import ShardedDTensor, ShardedParameter, carry_attributes
 
 
 @dataclass(frozen=True)

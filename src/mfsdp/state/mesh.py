@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..runtime import groups
-from .dtensor import local_mesh
+from .sharded import local_mesh
 
 SHARD = ("dp_shard", "shard", "dp_shard_cp", "fsdp")
 OUTER = ("dp_outer", "dp_replicate", "replicate")

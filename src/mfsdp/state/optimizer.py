@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .buffer import FlatBuffer
-from .dtensor import ShardedDTensor, ShardedParameter
+from .tensors import ShardedDTensor, ShardedParameter
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 """Optimizers of torch whose update of one element depends on others."""

@@ -26,8 +26,8 @@ from ..runtime import groups
 from ..spec.config import Precision
 from ..spec.layout import Layout
 from ..spec.units import Spec
-from .dtensor import layout_rank, local_mesh
 from .mesh import Axes
+from .sharded import layout_rank, local_mesh
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ import torch
 
 from ..runtime import devices, immediate, owners
 from . import names
-from .dtensor import ShardedDTensor, Sharding
+from .sharded import Sharding
+from .tensors import ShardedDTensor
 
 
 @functools.cache

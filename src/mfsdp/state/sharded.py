@@ -1,0 +1,164 @@
+"""How one tensor is cut over ranks: which rows are whose, and over which process groups."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from ..runtime import immediate, runs
+from ..spec.layout import Layout, Local
+from .rows import RowShard
+
+
+def local_mesh(device_type: str, shape: tuple[int, ...], rank: int = 0) -> DeviceMesh:
+    """A mesh without process groups, over one axis or (outer, shard): for one process, or for planning.
+
+    Private in torch (``_init_backend``, ``_rank``); tried on 2.11 to 2.13.
+    """
+    names = ("dp_outer", "dp_shard")[-len(shape) :]
+    with torch.device("cpu"):  # whatever the default device is
+        ranks = torch.arange(math.prod(shape)).view(shape)
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+def layout_rank(mesh: DeviceMesh) -> int:
+    """This rank's number in a layout over the mesh: 1-D, or (outer, shard) with the outer ranks side by side."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "fully_shard lets no rank in that is not in the mesh"
+    if mesh.ndim == 1:
+        return int(coordinate[0])
+    outer, shard = coordinate
+    return int(shard) * mesh.size(0) + int(outer)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Who holds what of one tensor. A parameter shares it with its gradient and its optimizer state."""
+
+    layout: Layout
+    slot: int
+    mesh: DeviceMesh
+    copies: DeviceMesh | None = None
+    """Where nothing is cut, and ``mesh`` is this rank alone: the ranks that all hold it whole."""
+    home: Any = field(default=None, compare=False, repr=False)
+    """A weak reference to the flat buffer that the parameter lies in, if it is one of a model."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.layout.slots[self.slot].shape
+
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """What DTensors say of it; made once, for optimizers make tensors all the time."""
+        known = self.__dict__.setdefault("_specs", {})
+        if dtype not in known:
+            shape = torch.Size(self.shape)
+            meta = TensorMeta(shape, strides_of(shape), dtype)
+            known[dtype] = DTensorSpec(self.copies or self.mesh, self.placements, tensor_meta=meta)
+        return known[dtype]  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_specs"}
+
+    def local(self, rank: int | None = None) -> Local:
+        """The part of a rank, by default of this one."""
+        return self.layout.local(self.slot, self.rank if rank is None else rank)
+
+    @property
+    def rank(self) -> int:
+        return layout_rank(self.mesh)
+
+    @property
+    def groups(self) -> list[str]:
+        """Names of the process groups that hold it between them. Gathering over one after the other gives the layout's
+        order.
+
+        Raises:
+            RuntimeError: the mesh has none (it was made for planning).
+        """
+        try:
+            dims = [dim for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
+            return [str(self.mesh.get_group(dim).group_name) for dim in dims]
+        except (RuntimeError, AssertionError, KeyError, IndexError) as error:
+            raise RuntimeError(
+                f"{self.mesh} has no process group: this model was sharded for planning and cannot communicate"
+            ) from error
+
+    @property
+    def trains_over(self) -> tuple[tuple[str, ...], float]:
+        """Names of the process groups whose ranks train it together, and what their gradients' sum is divided by."""
+        buffer = None if self.home is None else self.home()
+        if buffer is None:
+            return tuple(self.groups), float(self.layout.world)
+        spec = buffer.spec
+        return tuple(filter(None, (spec.group, spec.outer_group))), spec.divide
+
+    def total(self, grad: torch.Tensor) -> torch.Tensor:
+        """What all ranks' derivatives of one value come to (Note [The way out]); a collective for each group."""
+        names, divide = self.trains_over
+        total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous()
+        with runs.announced(f"derivatives of {self.layout.slots[self.slot].name}{list(self.shape)}", *names):
+            for name in names:
+                total = immediate.reduced(total, "sum", name)
+        return total.div_(divide).to(grad.dtype)
+
+    def everywhere(self, number: int) -> bool:
+        """Whether all ranks that hold it have the same number; a collective."""
+        low_high = torch.tensor([-number, number], device=self.mesh.device_type)
+        with self.announced(f"numbers of {self.layout.slots[self.slot].name}{list(self.shape)}"):
+            for group in self.groups:
+                low_high = immediate.reduced(low_high, "max", group)
+        return bool(low_high.sum() == 0)
+
+    def announced(self, what: str) -> AbstractContextManager[None]:
+        """Around collectives over the ranks that hold it: they are compared (`runs.announced`)."""
+        return runs.announced(what, *self.groups)
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """What torch is told: which rows of dimension 0 are here."""
+        if self.copies is not None:
+            return (Replicate(),) * self.copies.ndim
+        if self.layout.world == 1 or not self.shape or self.mesh.get_coordinate() is None:
+            return (Shard(0),) * self.mesh.ndim
+        at, columns = self.local(), max(math.prod(self.shape[1:]), 1)
+        rows = (at.numel // columns, at.param_offset // columns) if at.shape[1:] == self.shape[1:] else None
+        return (*(RowShard(rows, last=False) for _ in range(self.mesh.ndim - 1)), RowShard(rows))
+
+    def same(self, other: Sharding) -> bool:
+        """Whether ranks hold the same rows of tensors of the same shape."""
+        if self is other or other.__dict__.get("_like") is self:
+            return True
+        alike = (
+            self.shape == other.shape
+            and self.layout.world == other.layout.world
+            and all(
+                (a.param_offset, a.numel) == (b.param_offset, b.numel)
+                for a, b in ((self.local(r), other.local(r)) for r in range(self.layout.world))
+            )
+        )
+        if alike:
+            other.__dict__["_like"] = self  # optimizer state from a pickle is compared in every step
+        return alike
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole tensor."""
+        at = self.local()
+        if not any(whole.stride()) and whole.dim():  # one value everywhere, as derivatives of sums are
+            return whole[(0,) * whole.dim()].expand(at.shape) if whole.numel() else whole.new_empty(at.shape)
+        return whole.reshape(-1)[at.param_offset : at.param_offset + at.numel].view(at.shape)
+
+
+def strides_of(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
