@@ -20,7 +20,7 @@ from mfsdp.graph.program import Program, slot_of
 from mfsdp.graph.roles import Kind
 from mfsdp.reports.profile import Outline
 from mfsdp.runtime import devices, groups, kernels, runs, slots
-from mfsdp.state.buffer import FlatBuffer
+from mfsdp.state.gradients import Gradients
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import batches, compiled, whole
 from tests.ranks import collectives_told
@@ -232,14 +232,14 @@ def test_whoever_called_backward_waits_for_the_stream_of_its_gradients(monkeypat
     loss = run(torch.randn(2, 24)).sum()
     monkeypatch.setattr(devices, "current_stream", lambda device: streams["now"])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, s: log.append(f"kept for {s.stream_id}"))
-    accumulate = FlatBuffer.accumulate
+    accumulate = Gradients.accumulate
 
-    def on_a_side_stream(self: FlatBuffer, *args: Any) -> None:
+    def on_a_side_stream(self: Gradients, *args: Any) -> None:
         streams["now"] = Stream(7, log)
         accumulate(self, *args)
         streams["now"] = Stream(0, log)
 
-    monkeypatch.setattr(FlatBuffer, "accumulate", on_a_side_stream)
+    monkeypatch.setattr(Gradients, "accumulate", on_a_side_stream)
     loss.backward()
     assert log == ["0 waits for 7", "kept for 0"] * 2, "one for each unit"
 
@@ -435,7 +435,7 @@ def interrupted() -> tuple[int, list[int]]:
     buffer = model._mfsdp_unit.buffers[0]
 
     def fails(args: list[Any]) -> None:
-        kernels.all_gather(buffer.source.detach(), buffer.spec.encode(), 0)
+        kernels.all_gather(buffer.weights.source.detach(), buffer.spec.encode(), 0)
         raise ValueError("out of memory")
 
     for _ in range(3):

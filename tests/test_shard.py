@@ -120,7 +120,7 @@ def test_frozen_parameters_cost_no_gradient_and_no_optimizer_memory():
         assert all((p.grad is None) == n.startswith(frozen) or "base" in n for n, p in model.named_parameters())
         buffers = {r.buffer for m in model.modules() for r in m.__dict__.get("_mfsdp_refs", {}).values()}
         assert {b.trainable for b in buffers} == {True, False}
-        assert all((b.gradient is not None) == b.trainable for b in buffers)
+        assert all((b.gradients.flat is not None) == b.trainable for b in buffers)
         optimizer = torch.optim.Adam(model.parameters())
         optimizer.step()
         assert not any(p in optimizer.state for p in model.parameters() if not p.requires_grad)
@@ -374,7 +374,7 @@ def test_a_model_that_is_gone_leaves_nothing_behind():
     model(torch.randn(2, 24)).sum().backward()
     twin = copy.deepcopy(model)
     buffers = [weakref.ref(u._mfsdp_unit.buffers[0]) for m in (model, twin) for u in (m, m.up)]
-    main = [weakref.ref(b().main) for b in buffers]
+    main = [weakref.ref(b().weights.main) for b in buffers]
     del model, twin
     gc.collect()
     assert not any(ref() is not None for ref in (*buffers, *main))

@@ -298,9 +298,9 @@ def memory(place: str) -> tuple[dict[str, int], dict[str, int]]:
     sizes: Counter[str] = Counter()
     want: Counter[str] = Counter()
     for b in buffers:
-        sizes["main"] += b.main.untyped_storage().nbytes()
-        sizes["grads"] += b.gradient.untyped_storage().nbytes()
-        sizes["copy"] += b.source.untyped_storage().nbytes() if b.source is not b.main else 0
+        sizes["main"] += b.weights.main.untyped_storage().nbytes()
+        sizes["grads"] += b.gradients.flat.untyped_storage().nbytes()
+        sizes["copy"] += b.weights.source.untyped_storage().nbytes() if b.weights.source is not b.weights.main else 0
         full = b.layout.full_numel * 4
         world, levels = dist.get_world_size(), 2 if place in TWO_LEVELS else 1
         shard = world if levels == 1 else world // 2

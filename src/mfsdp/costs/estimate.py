@@ -106,7 +106,7 @@ def _optimizer_seconds(buffers: Sequence[FlatBuffer], plain: int, optimizer: str
     if optimizer == "none":
         return 0.0
     trained = [b for b in buffers if b.trainable]
-    main = plain + sum(b.main.nbytes for b in trained)
+    main = plain + sum(b.weights.main.nbytes for b in trained)
     gradients = plain + sum(b.layout.shard_numel * b.precision.grad.itemsize for b in trained)
     moved = 2 * main * (1 + OPTIMIZER_STATES[optimizer]) + gradients
     return moved / (machine.bandwidth * machine.reached_bandwidth)

@@ -85,9 +85,9 @@ def ledger(
     if optimizer not in OPTIMIZER_STATES:
         raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
     states = OPTIMIZER_STATES[optimizer]
-    main = sum(b.main.nbytes for b in buffers)
-    trained = plain + sum(b.main.nbytes for b in buffers if b.trainable)
-    kept = sum(b.source.nbytes for b in buffers if b.spec.kept)
+    main = sum(b.weights.main.nbytes for b in buffers)
+    trained = plain + sum(b.weights.main.nbytes for b in buffers if b.trainable)
+    kept = sum(b.weights.source.nbytes for b in buffers if b.spec.kept)
     gradients = plain + sum(b.layout.shard_numel * b.precision.grad.itemsize for b in buffers if b.trainable)
     slots: dict[str, int] = {}
     for p in programs:
@@ -134,7 +134,7 @@ def ledger(
             Entry("temporaries", used - back, "what the lines around the peak hold"),
         ]
         phase, line = program.phase, node.name
-    padding = sum(b.layout.pad // b.layout.world * b.main.itemsize for b in buffers) * (1 + states)
+    padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states)
     return Ledger(tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after)
 
 

@@ -16,10 +16,10 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     """
     s = Spec.decode(spec)
     buffer = owner(source)
-    communicates = s.gathers or (buffer is not None and buffer.due())
+    communicates = s.gathers or (buffer is not None and buffer.weights.due())
     with runs.announced(f"gather of {path(source)}", *(s.gathering if communicates else ()), meets=s.meets):
         if s.kept:
-            for end in buffer.refresh():
+            for end in buffer.weights.refresh():
                 end()
         flat = source.detach().to(s.precision.comm)
         if s.gathers:
@@ -59,19 +59,19 @@ def reduce_now(source: torch.Tensor, grads: list[torch.Tensor], offsets: list[in
     s = Spec.decode(spec)
     buffer = owner(source)
     total = packed(grads, offsets, s)
-    kept = ", kept back under no_sync" if s.held_numel and not buffer.sync else ""
+    kept = ", kept back under no_sync" if s.held_numel and not buffer.gradients.sync else ""
     with runs.announced(f"reduction of {path(source)}{kept}", *s.meets):
         if s.world > 1:
-            if s.hold and buffer.hold(total, offsets):
+            if s.hold and buffer.gradients.hold(total, offsets):
                 return
             total = scattered(total, s, 0)
         if s.outer > 1:
-            if buffer.hold(total, offsets):
+            if buffer.gradients.hold(total, offsets):
                 return
             total = _over_outer(total, s)
         if s.ranks > 1:
-            buffer.vote(offsets)
-    buffer.accumulate(total, offsets, 1 / s.divide)
+            buffer.gradients.vote(offsets)
+    buffer.gradients.accumulate(total, offsets, 1 / s.divide)
 
 
 def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:

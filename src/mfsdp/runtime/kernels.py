@@ -18,7 +18,7 @@ from .transport import segments
 
 def refresh(source: torch.Tensor) -> None:
     """Launches the gather of parameters that last, if their main weights have changed since."""
-    runs.current().launch(source, *owner(source).refresh())
+    runs.current().launch(source, *owner(source).weights.refresh())
 
 
 def all_gather(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
@@ -69,7 +69,7 @@ def mm(gfull: torch.Tensor, offset: int, size: list[int], stride: list[int], a: 
 def hold(source: torch.Tensor, grads: torch.Tensor, offsets: list[int]) -> None:
     """Keeps gradients back, or adds what was kept back to them."""
     held, key = runs.current().held, grads.data_ptr()
-    if key not in held and owner(source).hold(grads, offsets):
+    if key not in held and owner(source).gradients.hold(grads, offsets):
         held.add(key)  # where it is there, an earlier reduction has not happened
 
 
@@ -101,8 +101,8 @@ def all_reduce(gfull: torch.Tensor, spec: str, lane: int) -> None:
 
 def accumulate(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float) -> None:
     """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators])."""
-    accumulator = owner(shard)
-    if accumulator is None:
+    buffer = owner(shard)
+    if buffer is None:
         if orphan(shard):
             return  # the model is gone
         raise RuntimeError(
@@ -113,7 +113,7 @@ def accumulate(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], sc
     if gshard.data_ptr() in held:
         held.remove(gshard.data_ptr())
     else:
-        accumulator.accumulate(gshard, offsets, scale)
+        buffer.gradients.accumulate(gshard, offsets, scale)
 
 
 # Markers that no pass has seen

@@ -10,43 +10,23 @@ as an attribute. Programs stay free of process-wide state, and equal layers stay
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-
-
-class Accumulator(Protocol):
-    """What hangs on a shard tensor (`state.buffer.FlatBuffer`)."""
-
-    sync: bool
-
-    @property
-    def path(self) -> str: ...
-
-    def due(self) -> bool: ...
-
-    def refresh(self) -> list[Callable[[], Any]]: ...
-
-    def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool: ...
-
-    def vote(self, offsets: Iterable[int]) -> None: ...
-
-    def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None: ...
-
 
 _OWNER = "_mfsdp_buffer"
 _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By address of the shard's storage: autograd hands back detached aliases of what it saved under hooks."""
 
 
-def own(shard: torch.Tensor, accumulator: Accumulator) -> None:
-    """Makes gradients of the shard go to the accumulator, as long as somebody else holds that: what hangs on a tensor
-    that autograd knows is never garbage to Python.
+def own(shard: torch.Tensor, buffer: Any) -> None:
+    """Makes a shard known as a flat buffer's (`state.buffer.FlatBuffer`), as long as somebody else holds that: what
+    hangs on a tensor that autograd knows is never garbage to Python.
     """
-    setattr(shard, _OWNER, weakref.ref(accumulator))
+    setattr(shard, _OWNER, weakref.ref(buffer))
     if not shard.is_meta:
-        _owners[shard.untyped_storage().data_ptr()] = accumulator
+        _owners[shard.untyped_storage().data_ptr()] = buffer
 
 
 def owner(shard: torch.Tensor) -> Any:
@@ -55,7 +35,7 @@ def owner(shard: torch.Tensor) -> Any:
     found = None if hung is None else hung()
     if hung is None and type(shard) is torch.Tensor and not shard.is_meta:
         found = _owners.get(shard.untyped_storage().data_ptr())
-        if found is not None and found.source.shape != shard.shape:
+        if found is not None and found.weights.source.shape != shard.shape:
             return None
     return found
 

@@ -343,7 +343,7 @@ def _fqn(source: torch.Tensor) -> str:
 
 def _keeps(source: torch.Tensor) -> bool:
     buffer = owner(source)
-    return buffer is not None and not buffer.sync
+    return buffer is not None and not buffer.gradients.sync
 
 
 @functools.cache

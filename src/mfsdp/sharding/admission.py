@@ -170,14 +170,14 @@ def at_rest(module: nn.Module) -> None:
     """
     below = {r.unit: None for m in module.modules() for r in refs(m).values()}
     for unit in below:
-        if any(b.summoned is not None for b in unit.buffers):
+        if any(b.weights.summoned is not None for b in unit.buffers):
             raise ValueError(f"fully_shard: unit {unit.fqn!r} is summoned; leave mfsdp.summon_full_params first")
         if unit.open or unit.kept or unit.full:
             raise ValueError(
                 f"fully_shard: unit {unit.fqn!r} is gathered; call reshard() on it, or leave mfsdp.unsharded or the "
                 "forward that is running, first"
             )
-        if any(b.gradient is not None or b.waits for b in unit.buffers):
+        if any(b.gradients.flat is not None or b.gradients.waits for b in unit.buffers):
             raise ValueError(
                 f"fully_shard: unit {unit.fqn!r} has gradients; wrap before the first backward, or after "
                 "module.zero_grad()"

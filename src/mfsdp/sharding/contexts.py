@@ -29,14 +29,14 @@ def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
     units = [m for m in module.modules() if isinstance(m, FSDPModule)]
     if not units:
         raise ValueError("no_sync: the model is not sharded; call mfsdp.fully_shard first")
-    before = [(buffer, buffer.sync) for unit in units for buffer in buffers_of(unit, recurse=False)]
+    before = [(buffer, buffer.gradients.sync) for unit in units for buffer in buffers_of(unit, recurse=False)]
     for unit in units:
         unit.set_requires_gradient_sync(False, recurse=False, hold=hold)
     try:
         yield
     finally:
         for buffer, sync in before:
-            buffer.sync = sync
+            buffer.gradients.sync = sync
 
 
 @contextmanager
@@ -53,17 +53,17 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
     found = {r.buffer: None for m in module.modules() for r in refs(m).values()}
     if not found:
         raise ValueError("summon_full_params: the model is not sharded; call mfsdp.fully_shard first")
-    if any(b.summoned is not None for b in found):
+    if any(b.weights.summoned is not None for b in found):
         raise ValueError("summon_full_params: the parameters are summoned already")
     places = [(m, name, ref) for m in module.modules() for name, ref in refs(m).items()]
     whole: dict[tuple[int, int], nn.Parameter] = {}
     try:
         for buffer in found:
-            buffer.summoned = buffer.gather_main()
+            buffer.weights.summoned = buffer.weights.gather()
         for m, name, ref in places:
-            full = ref.buffer.summoned
+            full = ref.buffer.weights.summoned
             assert full is not None
-            view = ref.buffer.full_view(full, ref.slot)
+            view = ref.buffer.weights.full_view(full, ref.slot)
             key = (id(ref.buffer), ref.slot)
             if key not in whole:
                 whole[key] = nn.Parameter(view, requires_grad=ref.buffer.trains[ref.slot])
@@ -71,8 +71,8 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
         yield
         if writeback:
             for buffer in found:
-                assert buffer.summoned is not None
-                buffer.scatter_main(buffer.summoned)
+                assert buffer.weights.summoned is not None
+                buffer.weights.scatter(buffer.weights.summoned)
     finally:
         for m, name, ref in places:
             param, edited = ref.buffer.params[ref.slot], whole.get((id(ref.buffer), ref.slot))
@@ -80,7 +80,7 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
                 param.requires_grad_(edited.requires_grad)
             m._parameters[name] = cast(nn.Parameter, param)
         for buffer in found:
-            buffer.summoned = None
+            buffer.weights.summoned = None
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class Ticket:
         if self.full is None and self.buffer.unit in _here.again:
             self.full = next((t.full for t in _here.tickets.values() if t.buffer is self.buffer), None)
         if self.full is None:
-            self.full = immediate.gather_now(self.buffer.source, self.buffer.text)
+            self.full = immediate.gather_now(self.buffer.weights.source, self.buffer.text)
         return self.full
 
 
@@ -89,7 +89,7 @@ class _Gather(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.buffer = buffer
         ctx.set_materialize_grads(False)
-        views = tuple(buffer.full_view(full, i) for i in range(len(buffer.layout.slots)))
+        views = tuple(buffer.weights.full_view(full, i) for i in range(len(buffer.layout.slots)))
         ctx.mark_non_differentiable(*(v for v, trains in zip(views, buffer.trains, strict=True) if not trains))
         return views
 
@@ -99,7 +99,7 @@ class _Gather(torch.autograd.Function):
         there = [(g, slot.offset) for g, slot in zip(grads, buffer.layout.slots, strict=True) if g is not None]
         if there:
             tensors, offsets = [g for g, _ in there], [o for _, o in there]
-            immediate.reduce_now(buffer.source, tensors, offsets, buffer.text)
+            immediate.reduce_now(buffer.weights.source, tensors, offsets, buffer.text)
         return None, None, None
 
 
@@ -222,10 +222,10 @@ def _whole(unit: UnitState, index: int, place: str) -> Sequence[torch.Tensor]:
 
 def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
     """All parameters of a buffer, whole, with autograd; one collective."""
-    full = immediate.gather_now(buffer.source, buffer.text)
+    full = immediate.gather_now(buffer.weights.source, buffer.text)
     ticket = _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
     with torch.enable_grad():  # whoever reads them next may want gradients
-        params = _Gather.apply(buffer.source, buffer, full)  # type: ignore[no-untyped-call]
+        params = _Gather.apply(buffer.weights.source, buffer, full)  # type: ignore[no-untyped-call]
     ticket.watch = writes.Watch(buffer, params)
     owners.own_whole(params, buffer)
     return params  # type: ignore[no-any-return]
@@ -237,7 +237,7 @@ def check(unit: UnitState, place: str) -> None:
         if ticket.buffer in unit.buffers and ticket.watch is not None:
             slot = ticket.watch.written()
             if slot is not None:
-                ticket.buffer.stale = True  # it may have been written to where it lasts
+                ticket.buffer.weights.stale = True  # it may have been written to where it lasts
                 raise writes.refuse(ticket.buffer, slot, place)
 
 

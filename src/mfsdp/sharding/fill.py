@@ -53,7 +53,7 @@ def fill(
             unit, draft.layout, placement, draft.precision,
             trainable=draft.trainable, reshard=reshard, device=device,
         )  # fmt: skip
-        buffer.before_first_gradient = no_former_optimizer
+        buffer.gradients.before_first = no_former_optimizer
         unit.buffers.append(buffer)
         for slot, entry in enumerate(draft.layout.slots):
             _take_over(
@@ -62,14 +62,14 @@ def fill(
 
 
 def _take_over(claim: Claim, param: nn.Parameter, ref: Ref, synced: Sequence[str], undo: Undo) -> None:
-    buffer, slot = ref.buffer, ref.slot
+    buffer, weights, slot = ref.buffer, ref.buffer.weights, ref.slot
     carry_attributes(param, buffer.params[slot])
     with torch.no_grad():
         if param.is_meta:
-            buffer.born_on_meta[slot] = param.dtype
-            buffer.view(buffer.main, slot).fill_(torch.nan)
+            weights.born_on_meta[slot] = param.dtype
+            weights.view(weights.main, slot).fill_(torch.nan)
         else:
-            buffer.keep(slot, alike.of_first_rank(param, synced, buffer.main.device) if synced else param)
+            weights.keep(slot, alike.of_first_rank(param, synced, weights.main.device) if synced else param)
     former = undo.former(param, ref)
     for owner, name in claim.owners.pop(param):
         hand_over(owner, name, ref, former, undo)

@@ -44,7 +44,7 @@ def materialize(root: nn.Module, device: torch.device, over: Sequence[str], init
         _initialise(modules, born, device, over, init_fn)
     _name_what_is_missing(root, born, blank)
     for buffer in _buffers_of(born):
-        buffer.initialised, buffer.stale, buffer._version = True, False, -1
+        buffer.weights.initialised, buffer.weights.stale, buffer.weights._version = True, False, -1
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> Iterable[FlatBuffer]:
@@ -54,8 +54,8 @@ def _buffers_of(modules: Iterable[nn.Module]) -> Iterable[FlatBuffer]:
 def _forget_what_was_written_since(modules: Iterable[nn.Module]) -> None:
     """What somebody has written after an earlier call had initialised it, on all ranks, is not from the meta device."""
     for buffer in _buffers_of(modules):
-        if buffer.initialised and buffer.stale:
-            buffer.born_on_meta.clear()
+        if buffer.weights.initialised and buffer.weights.stale:
+            buffer.weights.born_on_meta.clear()
 
 
 def _initialise(
@@ -90,7 +90,7 @@ def _name_what_is_missing(root: nn.Module, born: Iterable[nn.Module], blank: Ite
     missing = [_join(names[m], n) for m, n in blank if _untouched(m._buffers[n])]
     for m in born:
         for name, ref in refs(m).items():
-            if _from_meta(ref) and ref.slot not in ref.buffer.written:
+            if _from_meta(ref) and ref.slot not in ref.buffer.weights.written:
                 missing.append(_join(names[m], name))
     if missing:
         warnings.warn(
@@ -130,7 +130,7 @@ def _on_meta(module: nn.Module) -> bool:
 
 
 def _from_meta(ref: Ref) -> bool:
-    return ref.slot in ref.buffer.born_on_meta
+    return ref.slot in ref.buffer.weights.born_on_meta
 
 
 @contextmanager
@@ -196,8 +196,8 @@ def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[Non
     mine: list[tuple[str, Ref, nn.Parameter, bool]] = []
     found = refs(module) if any(_from_meta(ref) for ref in refs(module).values()) else {}
     for name, ref in found.items():
-        dtype = ref.buffer.born_on_meta.get(ref.slot)
-        done = ref.slot in ref.buffer.written
+        dtype = ref.buffer.weights.born_on_meta.get(ref.slot)
+        done = ref.slot in ref.buffer.weights.written
         if dtype is None or (done and not first):
             value = ref.buffer.params[ref.slot].full_tensor().to(dtype or ref.buffer.precision.main)
         else:
@@ -210,8 +210,8 @@ def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[Non
         yield
         for _, ref, whole, discard in mine:
             if not discard and not _untouched(whole.data):
-                ref.buffer.keep(ref.slot, whole)
-                ref.buffer.written.add(ref.slot)
+                ref.buffer.weights.keep(ref.slot, whole)
+                ref.buffer.weights.written.add(ref.slot)
     finally:
         for name, ref, _, _ in mine:
             module._parameters[name] = ref.buffer.params[ref.slot]  # type: ignore[assignment]

@@ -50,7 +50,7 @@ class FSDPModule(fsdp2.Spelling):
         if not isinstance(requires_gradient_sync, bool):
             raise ValueError(f"requires_gradient_sync={requires_gradient_sync!r}: choose True or False")
         for buffer in buffers_of(self, recurse):
-            buffer.sync = requires_gradient_sync
+            buffer.gradients.sync = requires_gradient_sync
             if hold is not None and hold != buffer.spec.hold and buffer.spec.world > 1:
                 buffer.respec(hold=hold)
 
@@ -62,12 +62,12 @@ class FSDPModule(fsdp2.Spelling):
             raise ValueError(f"requires_all_reduce={requires_all_reduce!r}: choose True or False")
         for buffer in buffers_of(self, recurse):
             if buffer.spec.outer > 1 and not buffer.spec.hold:
-                buffer.sync = requires_all_reduce
+                buffer.gradients.sync = requires_all_reduce
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``nn.Module``; also forgets gradients that wait for a synchronisation."""
         for buffer in buffers_of(self, recurse=True):
-            buffer.forget()
+            buffer.gradients.forget()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -104,7 +104,7 @@ class FSDPModule(fsdp2.Spelling):
     def reset_iter_state(self) -> None:
         """After an exception: forgets gradients that wait for a synchronisation, as in FSDP2."""
         for buffer in buffers_of(self, recurse=True):
-            buffer.forget()
+            buffer.gradients.forget()
 
     def unshard(self, async_op: bool = False) -> fsdp2.Unsharding | None:
         """Gathers the unit's own parameters for uncompiled code, and keeps them until :meth:`reshard`.
@@ -248,7 +248,7 @@ def _subclass(
 
     def _apply(self: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
         for ref in refs(self).values():
-            probe = torch.empty(0, dtype=ref.buffer.main.dtype, device=ref.buffer.main.device)
+            probe = torch.empty(0, dtype=ref.buffer.weights.main.dtype, device=ref.buffer.weights.main.device)
             moved = fn(probe)
             if (moved.dtype, moved.device) != (probe.dtype, probe.device):
                 raise ValueError(
@@ -324,7 +324,7 @@ def _property(name: str) -> property:
         if torch.compiler.is_compiling():
             if ref.unit.open:
                 return ref.unit.full[ref.index][ref.slot]  # type: ignore[no-any-return]
-            out = ops.param(ref.buffer.source, ref.offset, ref.shape, ref.buffer.text)
+            out = ops.param(ref.buffer.weights.source, ref.offset, ref.shape, ref.buffer.text)
             return out.detach() if ref.buffer.trainable and not ref.buffer.trains[ref.slot] else out  # type: ignore[no-any-return]
         return eager.read(self, name, ref)  # type: ignore[no-any-return]
 

@@ -61,7 +61,7 @@ class Undo:
     def _made_anew(self, ref: Ref, dtype: torch.dtype, trainable: bool) -> nn.Parameter:
         buffer = ref.buffer
         if self.whole:
-            value = buffer.full_view(buffer.main, ref.slot).to(dtype, copy=True)
+            value = buffer.weights.full_view(buffer.weights.main, ref.slot).to(dtype, copy=True)
         else:
             self.lost.append(f"{buffer.layout.slots[ref.slot].name} of unit {buffer.unit.fqn!r}")
             value = torch.empty(ref.shape, dtype=dtype, device="meta")

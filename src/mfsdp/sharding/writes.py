@@ -143,9 +143,9 @@ class Watch:
         looked = _looked.setdefault(buffer, set())
         self.look = torch.is_grad_enabled() not in looked
         looked.add(torch.is_grad_enabled())
-        self.buffer, self.params, self.version = buffer, params, buffer.main._version
+        self.buffer, self.params, self.version = buffer, params, buffer.weights.main._version
         if not buffer.spec.kept:
-            buffer.stale = False  # nobody else asks, there: tells of what DTensors write
+            buffer.weights.stale = False  # nobody else asks, there: tells of what DTensors write
         self.before = [self._state(p) for p in params]
 
     def _state(self, param: torch.Tensor) -> tuple[int, int, int]:
@@ -154,8 +154,8 @@ class Watch:
 
     def written(self) -> int | None:
         """The first parameter that has been written to since, by slot."""
-        main, spec = self.buffer.main, self.buffer.spec
-        if self.look and not spec.kept and (self.buffer.stale or main._version != self.version):
+        main, spec = self.buffer.weights.main, self.buffer.spec
+        if self.look and not spec.kept and (self.buffer.weights.stale or main._version != self.version):
             self.look, self.before = False, [(version, place, 0) for version, place, _ in self.before]
         states = zip(self.params, self.before, strict=True)
         return next((slot for slot, (p, before) in enumerate(states) if self._state(p) != before), None)

@@ -28,8 +28,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable:
         written = kwargs.get("out", args[0])
         for tensor in written if isinstance(written, (list, tuple)) else (written,):
-            if isinstance(tensor, ShardedDTensor) and tensor._mfsdp_owner is not None:
-                tensor._mfsdp_owner.stale = True
+            if isinstance(tensor, ShardedDTensor) and tensor._mfsdp_written is not None:
+                tensor._mfsdp_written.stale = True
     return handler(func, args, kwargs)
 
 
@@ -108,7 +108,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     out = ShardedDTensor(result, sharding)
     first = args[0]
     if isinstance(first, ShardedDTensor) and func._schema.returns[0].alias_info is not None:
-        out._mfsdp_owner = first._mfsdp_owner
+        out._mfsdp_written = first._mfsdp_written
     return out
 
 
@@ -295,7 +295,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedDT
             "mfsdp.save_safetensors saves one."
         )
     out = ShardedDTensor(x._local_tensor, x._sharding)
-    out._mfsdp_owner = x._mfsdp_owner
+    out._mfsdp_written = x._mfsdp_written
     return out
 
 

@@ -122,12 +122,12 @@ class _Run:
 
     def part(self, whole: torch.Tensor, slot: int) -> torch.Tensor:
         """One parameter's part of a tensor as long as the run."""
-        at = self.buffer.locals[slot]
+        at = self.buffer.weights.locals[slot]
         start = at.shard_offset - self.start if at.numel else 0
         return whole[start : start + at.numel].view(at.shape)
 
     def gradient(self) -> torch.Tensor:
-        whole = self.buffer.total()
+        whole = self.buffer.gradients.total()
         if self.ghost or whole is None:
             return torch.zeros(1, dtype=self.buffer.precision.grad, device=self.flat.device)
         return whole[self.start : self.start + self.flat.numel()]
@@ -175,7 +175,7 @@ class _Runs:
             optimizer.state = state
             for run in self.runs:
                 run.flat.grad = run.flat.decoupled_grad = None  # type: ignore[attr-defined]
-                run.buffer.stale = True
+                run.buffer.weights.stale = True
         mine = {run.flat for run in self.runs}
         state.update({p: s for p, s in self.state.items() if p not in mine})
         shown = [self._show(optimizer, run) for run in self.runs]
@@ -197,10 +197,10 @@ class _Runs:
                 self._add(optimizer, buffer, stretch, history[stretch[0]][0])
 
     def _add(self, optimizer: Optimizer, buffer: FlatBuffer, slots: list[int], group: int) -> None:
-        ranges = [buffer.locals[s] for s in slots if buffer.locals[s].numel]
+        ranges = [buffer.weights.locals[s] for s in slots if buffer.weights.locals[s].numel]
         start = min((at.shard_offset for at in ranges), default=0)
         end = max((at.shard_offset + at.numel for at in ranges), default=0)
-        main = buffer.main.detach()
+        main = buffer.weights.main.detach()
         weights = main[start:end] if ranges else main.new_zeros(1)
         run = _Run(buffer, slots, start, nn.Parameter(weights), group, ghost=not ranges)
         self.runs.append(run)
@@ -244,7 +244,7 @@ def _members(optimizer: Optimizer) -> Members:
         for param in group["params"]:
             if _ours(param):
                 buffer, slot = param._mfsdp_owner, param.sharding.slot
-                if buffer.has_grad(slot):
+                if buffer.gradients.has(slot):
                     found.setdefault(buffer, []).append((slot, number))
     return {buffer: tuple(sorted(slots)) for buffer, slots in found.items()}
 
@@ -263,7 +263,7 @@ def _stretches(buffer: FlatBuffer, history: dict[int, tuple[Any, ...]]) -> list[
     """Slots of equal history that lie beside each other in the shard. Those of which this rank holds no rows join the
     first like them, or are a stretch by themselves.
     """
-    places = buffer.locals
+    places = buffer.weights.locals
     there = sorted((s for s in range(len(places)) if places[s].numel), key=lambda s: places[s].shard_offset)
     out: list[list[int]] = []
     before: tuple[Any, ...] | None = None

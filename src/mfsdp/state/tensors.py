@@ -102,8 +102,8 @@ class ShardedDTensor(DTensor):
 
     _local_tensor: torch.Tensor
     _sharding: Sharding
-    _mfsdp_owner: Any = None
-    """The flat buffer whose main weights it is a view of, if it is: writing to it makes what was gathered stale."""
+    _mfsdp_written: Any = None
+    """What it is a view of, weights or gradients of a flat buffer, if it is: ``stale`` is set when it is written to."""
     _mfsdp_numbers: str = ""
     """The numbers that it was computed with, outside of forward (`outside`)."""
 
@@ -225,7 +225,7 @@ class ShardedDTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """This rank's rows, what others hold is not in the pickle; a tensor that is whole here becomes a plain one."""
         s, local = self._sharding, self._local_tensor
-        if s.layout.world == 1 and self._mfsdp_owner is not None:  # of a model: anybody may load it
+        if s.layout.world == 1 and self._mfsdp_written is not None:  # of a model: anybody may load it
             whole = local.view(s.shape).clone()
             kept = torch.nn.Parameter(whole, self.requires_grad) if isinstance(self, ShardedParameter) else whole
             return kept.__reduce_ex__(protocol)
@@ -260,8 +260,8 @@ class ShardedDTensor(DTensor):
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        if self._mfsdp_owner is not None:
-            self._mfsdp_owner.stale = True  # every rank asks for its chunks before it loads, even if it has none
+        if self._mfsdp_written is not None:
+            self._mfsdp_written.stale = True  # every rank asks for its chunks before it loads, even if it has none
         s = self._sharding
         boxes = s.layout.chunks(s.slot, s.rank)
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in boxes]
@@ -320,9 +320,10 @@ class ShardedParameter(ShardedDTensor):
 
     Args:
         local, sharding, requires_grad: as above.
-        owner: has ``grad_of(slot)`` and ``set_grad_of(slot, value)``; without one ``.grad`` is an attribute.
+        owner: the flat buffer whose main weights it is a view of; without one ``.grad`` is an attribute.
     """
 
+    _mfsdp_owner: Any
     _mfsdp_grad: torch.Tensor | None
 
     @staticmethod
@@ -335,7 +336,7 @@ class ShardedParameter(ShardedDTensor):
     ) -> ShardedParameter:
         out = cast(ShardedParameter, ShardedDTensor.__new__(cls, local, sharding, requires_grad))
         out._is_param = True  # what isinstance(_, torch.nn.Parameter) asks for
-        out._mfsdp_owner = owner
+        out._mfsdp_owner, out._mfsdp_written = owner, None if owner is None else owner.weights
         out._mfsdp_grad = None
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.requires_grad.__set__(out, True)  # type: ignore[attr-defined]  # no hook otherwise
@@ -363,14 +364,14 @@ class ShardedParameter(ShardedDTensor):
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         if self._mfsdp_owner is None:
             return self._mfsdp_grad
-        return self._mfsdp_owner.grad_of(self._sharding.slot)  # type: ignore[no-any-return]
+        return self._mfsdp_owner.gradients.of(self._sharding.slot)  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         if self._mfsdp_owner is None:
             self._mfsdp_grad = value
         else:
-            self._mfsdp_owner.set_grad_of(self._sharding.slot, value)
+            self._mfsdp_owner.gradients.set(self._sharding.slot, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -407,7 +408,7 @@ class ShardedParameter(ShardedDTensor):
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         if self._mfsdp_owner is None:
             raise RuntimeError("a sharded parameter without a model gets no gradients that a hook could see")
-        hooks = getattr(self._mfsdp_owner, where).setdefault(self._sharding.slot, OrderedDict())
+        hooks = getattr(self._mfsdp_owner.gradients, where).setdefault(self._sharding.slot, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
@@ -427,7 +428,7 @@ def _brought(param: torch.Tensor) -> None:
         torch.Tensor.grad.__set__(param, None)  # type: ignore[union-attr]
     rows = grad._local_tensor if isinstance(grad, ShardedDTensor) else param._sharding.part(grad)
     if param._mfsdp_owner is not None:
-        param._mfsdp_owner.bring(param._sharding.slot, rows)
+        param._mfsdp_owner.gradients.bring(param._sharding.slot, rows)
     elif param._mfsdp_grad is None:
         param._mfsdp_grad = ShardedDTensor(rows.clone(), param._sharding)
     else:

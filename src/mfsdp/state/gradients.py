@@ -1,0 +1,423 @@
+"""Gradients of a unit's parameters: what is accumulated, what is kept back, and what hooks are to see."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from ..runtime import devices, engine, immediate, runs
+from ..runtime.transport import segments
+from ..spec.layout import Slot
+from .tensors import ShardedDTensor, ShardedParameter
+
+if TYPE_CHECKING:
+    from .buffer import FlatBuffer
+
+GradHook = Callable[[torch.Tensor], torch.Tensor | None]
+PostHook = Callable[[torch.Tensor], None]
+
+
+class Gradients:
+    """The gradients of a flat buffer.
+
+    ``flat`` is the accumulator, [layout.shard_numel] in ``precision.grad``, there from the first reduction until every
+    ``.grad`` is set to ``None``; whoever reads a ``.grad`` sees it in ``precision.main``: a wider one is what the
+    accumulator becomes until more is accumulated, a narrower one is a copy, whose changes count.
+
+    Args:
+        buffer: whose they are; its weights are there already.
+    """
+
+    def __init__(self, buffer: FlatBuffer):
+        self._of = buffer
+        self.flat: torch.Tensor | None = None
+        self.sync = True
+        """Whether backward reduces gradients over the outer axis, or at all (`no_sync`)."""
+        self.hooks: dict[int, OrderedDict[int, GradHook]] = {}
+        """What wants to see, and may change, a slot's gradient before it is added to what is there."""
+        self.post_hooks: dict[int, OrderedDict[int, PostHook]] = {}
+        """What wants to know that a slot's ``.grad`` is complete."""
+        self.before_first: Callable[[FlatBuffer], None] | None = None
+        """Asked once, before anything is accumulated; may raise."""
+        self._there: set[int] = set()
+        """Slots that have a gradient."""
+        self._dropped: set[int] = set()
+        """Slots whose gradient has been set to ``None`` while others of the buffer have theirs."""
+        self._votes: list[torch.Tensor] = []
+        """Which slots have a gradient on any rank, [slots], of reductions whose programs may differ by rank."""
+        self._stream: torch.Stream | None = None
+        """Where gradients were accumulated last."""
+        self._kept: dict[int, torch.Tensor] = {}
+        """Gradients that wait for the next synchronisation, by elements: before or after the first reduction."""
+        self._kept_offsets: set[int] = set()
+        self._kept_at = 0
+        """`Frame.syncs` when something was kept last."""
+        self._pending: torch.Tensor | None = None
+        """What a backward has brought, [layout.shard_numel] in ``precision.grad``, until hooks have seen it."""
+        self._arrived: set[int] = set()
+        """Slots that it has brought gradients for."""
+        self._backward = -1
+        """Which backward that was."""
+        self._finishes = -1
+        """The last backward whose end was asked for."""
+        self._looked: torch.Tensor | None = None
+        """The accumulator in a narrower ``precision.main``, while somebody looks at ``.grad``."""
+        self._touched = _Touched()
+        """Whether it has been written, through DTensors; through plain tensors its version says."""
+        self._grads: dict[int, ShardedDTensor] = {}
+        """Every ``.grad`` that has been looked at, views of the accumulator or of ``_looked``."""
+        self._index = {slot.offset: i for i, slot in enumerate(buffer.layout.slots)}
+        source = buffer.weights.source
+        done = weakref.WeakMethod(self._backward_done)  # a tensor's hooks are no garbage to Python
+        source.register_post_accumulate_grad_hook(lambda source: (done() or _nobody)(source))
+        self._node = engine.accumulation_node(source)
+
+    def like(self, other: Gradients) -> None:
+        """Becomes a copy of another buffer's."""
+        other._settle()
+        self.sync = other.sync
+        self._kept = {size: kept.clone() for size, kept in other._kept.items()}
+        self._kept_offsets, self._kept_at = set(other._kept_offsets), other._kept_at
+        if other in _holding:
+            _holding.add(self)
+        self._there, self._dropped = set(other._there), set(other._dropped)
+        total = other.total()
+        self.flat = None if total is None else total.clone()
+
+    def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool:
+        """Whether gradients stay here for now: then they are kept. Otherwise what was kept is added to them."""
+        if not engine.accumulates(self._node):
+            return not self.sync
+        kept = self._kept.pop(grads.numel(), None)
+        if self.sync:
+            if kept is not None:
+                torch.add(kept, grads, out=grads)
+            return False
+        _reach_zero_grad()
+        _holding.add(self)
+        self._kept[grads.numel()] = grads.to(self._of.precision.grad, copy=True) if kept is None else kept.add_(grads)
+        self._kept_offsets.update(offsets)
+        self._kept_at = self._of.unit.frame.syncs[0]
+        return True
+
+    @property
+    def waits(self) -> bool:
+        """Whether gradients wait for the next synchronisation, or for hooks."""
+        return bool(self._kept) or self._pending is not None
+
+    def forget(self, slots: Iterable[int] | None = None) -> None:
+        """Drops what waits for the next synchronisation, or some parameters' part of it."""
+        if slots is not None:
+            chosen = [self._of.layout.slots[slot] for slot in slots]
+            self._kept_offsets -= {s.offset for s in chosen}
+            if self._kept_offsets:
+                for kept in self._kept.values():
+                    kept.masked_fill_(self._mask(chosen, kept.numel()), 0)
+                return
+        self._kept.clear()
+        self._kept_offsets.clear()
+        self._votes.clear()
+        self._pending = None
+        _holding.discard(self)
+
+    def _mask(self, slots: Iterable[Slot], numel: int) -> torch.Tensor:
+        """Where some parameters lie in whole gradients, or in this rank's shard of them; booleans, [numel]."""
+        full = torch.zeros(self._of.spec.full_numel, dtype=torch.bool, device=self._of.weights.main.device)
+        for slot in slots:
+            full[slot.offset : slot.offset + slot.numel] = True
+        if numel == full.numel():
+            return full
+        shard = full.new_empty(numel)
+        rank = self._of.placement.rank * self._of.spec.world // self._of.layout.world
+        for whole, part in segments(self._of.spec.splits, self._of.spec.world, full, shard):
+            part.copy_(whole.view(self._of.spec.world, -1)[rank])
+        return shard
+
+    def vote(self, offsets: Iterable[int]) -> None:
+        """Asks all ranks which parameters have a gradient, before an `accumulate` whose offsets may differ by rank:
+        what any rank has counts on all of them. Nobody waits for the answer until a ``.grad`` is read.
+        """
+        if not engine.accumulates(self._node):
+            return
+        mine = self._slots(self._kept_offsets.union(offsets))
+        votes = [slot in mine for slot in range(len(self._of.layout.slots))]
+        self._votes.append(
+            immediate.everywhere(torch.tensor(votes, device=self._of.weights.main.device), self._of.spec)
+        )
+
+    def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None:
+        """Adds ``scale * gshard`` ([shard_numel]) in the accumulator's dtype; the first write is a store. Does nothing
+        in a backward that is not for parameters (``torch.autograd.grad``, ``backward(inputs=...)``).
+        """
+        if not engine.accumulates(self._node):
+            return
+        self._ask_before_first()
+        slots = self._slots(self._kept_offsets.union(offsets))
+        self._kept_offsets.clear()
+        if not self._kept:
+            _holding.discard(self)
+        self._stream = devices.current_stream(self._of.weights.main.device)
+        if any(self.hooks.values()):
+            self._pending = self._sum(self._of_this_backward(), gshard, scale)
+            self._arrived |= slots
+        else:
+            self._ready()
+            self._become(self._sum(self.flat, gshard, scale))
+            self._there |= slots
+        if self.sync:
+            self._of.unit.frame.syncs[0] += 1
+
+    def bring(self, slot: int, rows: torch.Tensor) -> None:
+        """Adds what autograd has brought to a parameter itself, from what was computed with it outside of forward."""
+        self._ask_before_first()
+        if any(self.hooks.values()) or any(self.post_hooks.values()):
+            if self._of_this_backward() is None:
+                self._pending = torch.zeros_like(self._of.weights.main, dtype=self._of.precision.grad)
+            assert self._pending is not None
+            self._of.weights.view(self._pending, slot).add_(rows)
+            self._arrived.add(slot)
+            self._finish_later()
+            return
+        total = self._ready()
+        if total is None:
+            total = torch.zeros_like(self._of.weights.main, dtype=self._of.precision.grad)
+        devices.follow(self._stream, total)
+        self._of.weights.view(total, slot).add_(rows)
+        self._become(total)
+        self._there.add(slot)
+
+    def _ask_before_first(self) -> None:
+        if self.before_first is not None:
+            self.before_first(self._of)
+            self.before_first = None
+
+    def _of_this_backward(self) -> torch.Tensor | None:
+        """What hooks are to see of it so far. What an earlier one has left, it died of an exception."""
+        now = engine.backward_number()
+        if self._backward != now:
+            self._backward, self._pending, self._arrived = now, None, set()
+        return self._pending
+
+    def _slots(self, offsets: Iterable[int]) -> set[int]:
+        """Those that start there, and train."""
+        return {slot for offset in offsets if self._of.trains[slot := self._index[offset]]}
+
+    def _sum(self, total: torch.Tensor | None, gshard: torch.Tensor, scale: float) -> torch.Tensor:
+        """Scales and adds in a dtype that holds both; rounds once."""
+        if total is not None:
+            return total.add_(gshard, alpha=scale)
+        total = torch.empty_like(self._of.weights.main, dtype=self._of.precision.grad)
+        wide = torch.promote_types(gshard.dtype, total.dtype)
+        if wide is total.dtype is not gshard.dtype:
+            return total.copy_(gshard).mul_(scale)
+        return torch.mul(gshard.to(wide), scale, out=total)
+
+    def _ready(self) -> torch.Tensor | None:
+        """The accumulator in its own dtype, without what was dropped: more may be added."""
+        total = self.total()
+        if total is not None:
+            for slot in self._dropped:
+                self._of.weights.view(total, slot).zero_()
+            self._become(total.to(self._of.precision.grad))
+        self._dropped.clear()
+        self._looked = None
+        return self.flat
+
+    def total(self) -> torch.Tensor | None:
+        """The accumulator, with what has been done to ``.grad``; ``None`` where there is no gradient."""
+        looked = self._looked
+        if looked is not None and self.flat is not None and self._touched != _Touched(looked._version):
+            self.flat.copy_(looked)
+            self._touched.version, self._touched.stale = looked._version, False
+        return self.flat
+
+    def _become(self, total: torch.Tensor | None) -> None:
+        """Makes a tensor the accumulator."""
+        if total is not self.flat or self._looked is not None:
+            self._grads.clear()
+        self.flat = total
+
+    def _backward_done(self, source: torch.Tensor) -> None:
+        """Autograd calls it once per backward, when all programs that read the source are through with it, with what
+        reached it through autograd itself: gradients of programs that ran without our passes.
+        """
+        if source.is_meta:
+            return  # nothing runs
+        if source.grad is not None:
+            groups = self._of.spec.meets if self._of.spec.replica or self._of.spec.outer > 1 else ()
+            with runs.announced(f"reduction of {self._of.path}", *groups):
+                rest = immediate.reduce_rest(source.grad, self._of.text)
+            self.accumulate(rest, self._index, 1.0)
+            source.grad = None
+        for gradients in (self._pending, self.flat):
+            if gradients is not None:  # whoever called backward waits for this stream
+                devices.follow(self._stream, gradients)
+        hooked = {slot for slot, hooks in (*self.hooks.items(), *self.post_hooks.items()) if hooks}
+        if any(engine.accumulates(engine.accumulation_node(self._of.params[slot])) for slot in hooked):
+            self._finish_later()  # more is to come, from outside of forward
+        else:
+            self._finish()
+
+    def _finish_later(self) -> None:
+        """`_finish`, once, when the backward that is running ends."""
+        now = engine.backward_number()
+        if self._finishes != now:
+            self._finishes = now
+            engine.after_backward(self._finish)
+
+    def _finish(self) -> None:
+        """Runs hooks, when a backward has brought everything."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._arrived |= self._counted()
+            for slot in sorted(self._arrived):
+                self._ask_hooks(pending, slot)
+            self._ready()
+            self._become(self._sum(self.flat, pending, 1.0))
+            self._there |= self._arrived
+        if self.sync and any(self.post_hooks.values()):
+            self._settle()
+            for slot in sorted(self._there):
+                for hook in tuple(self.post_hooks.get(slot, {}).values()):
+                    hook(self._of.params[slot])
+
+    def _ask_hooks(self, gradients: torch.Tensor, slot: int) -> None:
+        for hook in tuple(self.hooks.get(slot, {}).values()):
+            mine = self._shown(gradients, slot)
+            with torch.no_grad():
+                changed = hook(mine)
+                if changed is not None and changed is not mine:
+                    if not isinstance(changed, torch.Tensor) or changed.shape != mine.shape:
+                        raise RuntimeError(
+                            f"mfsdp: a gradient hook of {self._of.layout.slots[slot].name} in unit "
+                            f"{self._of.unit.fqn!r} returned {changed!r}; return None or a gradient of shape "
+                            f"{tuple(mine.shape)}"
+                        )
+                    mine.copy_(changed)
+
+    def _shown(self, gradients: torch.Tensor, slot: int) -> ShardedDTensor:
+        """A parameter's part of flat gradients."""
+        return ShardedDTensor(self._of.weights.view(gradients, slot), self._of.params[slot].sharding)
+
+    def _counted(self) -> set[int]:
+        """Slots that somebody has voted for; the votes are gone."""
+        slots = {slot for votes in self._votes for slot in votes.nonzero().flatten().tolist()}
+        self._votes.clear()
+        return slots
+
+    def _settle(self) -> None:
+        """Counts votes of what has landed."""
+        if self._votes and self.flat is not None:
+            self._there |= self._counted()
+
+    def has(self, slot: int) -> bool:
+        """Whether a parameter has a gradient.
+
+        Raises:
+            RuntimeError: a backward has synchronised other units, while this one has gradients waiting from before.
+        """
+        if self._kept and self._of.unit.frame.syncs[0] > self._kept_at:
+            raise RuntimeError(
+                f"mfsdp: unit {self._of.unit.fqn!r} has gradients from backward calls under no_sync, and the one that "
+                "synchronised did not use it. Let every unit take part in it, or do without no_sync."
+            )
+        self._settle()
+        return slot in self._there
+
+    def of(self, slot: int) -> ShardedDTensor | None:
+        """The gradient of a parameter in ``precision.main``, a view, or ``None``; raises as `has` does."""
+        if not self.has(slot):
+            return None
+        assert self.flat is not None
+        main = self._of.precision.main
+        if self.flat.dtype.itemsize < main.itemsize:
+            self._become(self.flat.to(main))
+        elif self.flat.dtype is not main and self._looked is None:
+            self._looked = self.flat.to(main)
+            self._touched = _Touched(self._looked._version)
+            self._grads.clear()
+        if slot not in self._grads:
+            self._grads[slot] = self._shown(self.flat if self._looked is None else self._looked, slot)
+            self._grads[slot]._mfsdp_written = self._touched
+        return self._grads[slot]
+
+    def set(self, slot: int, value: torch.Tensor | None) -> None:
+        """``None`` forgets the gradient (the storage goes when all are forgotten); a tensor is copied in."""
+        self._settle()
+        if value is None:
+            if self in _holding:
+                self.forget([slot])
+            self._grads.pop(slot, None)
+            if slot in self._there:
+                self._there.remove(slot)
+                self._dropped.add(slot)
+            if not self._there:
+                self.flat = self._looked = None
+                self._dropped.clear()
+                self._grads.clear()
+            return
+        if value is self._grads.get(slot):
+            return
+        if self.flat is None:
+            self._become(torch.zeros_like(self._of.weights.main))
+        self._there.add(slot)
+        self._dropped.discard(slot)
+        mine = self.of(slot)
+        assert mine is not None
+        with torch.no_grad():
+            mine.copy_(value)
+
+
+@dataclass
+class _Touched:
+    """What a tensor was when it was made, and whether DTensors over it have written to it since."""
+
+    version: int = -1
+    stale: bool = False
+
+
+_holding: weakref.WeakSet[Gradients] = weakref.WeakSet()
+"""Those of which some wait for the next synchronisation."""
+
+
+@functools.cache
+def _reach_zero_grad() -> None:
+    """Makes ``zero_grad`` of every optimizer and of every module forget the gradients that wait for a synchronisation.
+
+    Those are not in any ``.grad``, so a step that is given up half-way would leave them for the next one. torch has no
+    hook there; so ``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad`` (which torch.compile's wrapper
+    inherits) are wrapped, once, when the first gradient is held back: a process that never does keeps torch's own. A
+    class whose ``zero_grad`` does not call its parent's is reached if it sets ``.grad`` to ``None`` unasked.
+    """
+
+    def wrapped(zero_grad: Callable[..., None], parameters: Callable[[Any], Iterable[Any]]) -> Callable[..., None]:
+        @torch.compiler.disable
+        @functools.wraps(zero_grad)
+        def run(self: Any, set_to_none: bool = True) -> None:
+            if _holding:
+                chosen: dict[Gradients, set[int]] = {}
+                for p in parameters(self):
+                    if isinstance(p, ShardedParameter) and p._mfsdp_owner.gradients in _holding:
+                        chosen.setdefault(p._mfsdp_owner.gradients, set()).add(p.sharding.slot)
+                for gradients, slots in chosen.items():
+                    gradients.forget(slots)
+            zero_grad(self, set_to_none)
+
+        return cast(Callable[..., None], run)
+
+    optimizer, module = torch.optim.Optimizer, nn.Module
+    optimizer.zero_grad = wrapped(  # type: ignore[method-assign]
+        optimizer.zero_grad, lambda self: (p for group in self.param_groups for p in group["params"])
+    )
+    module.zero_grad = wrapped(module.zero_grad, nn.Module.parameters)  # type: ignore[method-assign]
+
+
+def _nobody(source: torch.Tensor) -> None:
+    """What a hook does for a buffer that is gone."""
