@@ -36,7 +36,7 @@ from mfsdp.graph.cost import nbytes, size
 from mfsdp.graph.program import Program
 from mfsdp.graph.roles import Kind
 
-HELD_BACK = "mfsdp_held_back"
+LIMITED = "mfsdp_limited"
 """``meta`` key of launches that a limit keeps from being earlier."""
 
 
@@ -72,7 +72,7 @@ def prefetch(p: Program, *, depth: int = 1, limit: int | None = None) -> None:
             earliest = target
             target = _room(launches, i, earliest, limit)
             if target is not earliest:
-                launch.meta[HELD_BACK] = True
+                launch.meta[LIMITED] = True
                 yielded += 1
         moved += _launch_before(p, launch, target)
     if moved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -79,8 +80,18 @@ def test_every_file_is_in_a_room():
 def test_no_room_hides_a_public_name():
     import mfsdp
 
-    public = set(mfsdp.__all__) - {"passes", "pipeline"}
-    assert not public & set(ROOMS)
+    public = set(mfsdp.__all__)
+    assert not (public - {"passes", "pipeline"}) & set(ROOMS)
+    assert public == set(mfsdp._WHERE) and public <= set(dir(mfsdp)) and all(hasattr(mfsdp, name) for name in public)
+    tree = ast.parse((SOURCE / "__init__.py").read_text())
+    typed = {a.name: n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.level for a in n.names}
+    assert {name: module or name for name, module in typed.items()} == mfsdp._WHERE, "what type checkers are told"
+
+
+def test_the_command_line_needs_no_torch():
+    code = "import sys; from mfsdp.command import main; main.main(['--help'])"
+    out = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, timeout=60)
+    assert "explain" in out.stdout and "torch" not in out.stderr, out.stderr[-2000:]
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -99,6 +110,16 @@ def test_no_circles_in_a_room(room):
         free = {name for name, others in knows.items() if not others & knows.keys() - {name}}
         assert free, f"{room}: these import each other: {sorted(knows)}"
         knows = {name: others for name, others in knows.items() if name not in free}
+
+
+def test_the_page_names_every_file():
+    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    rows = {line.split("`")[1].strip("/"): line for line in page.splitlines() if line.startswith("| `")}
+    for room, path in everything():
+        if (SOURCE / room).is_dir() and path.stem != "__init__":
+            assert f"`{path.stem}`" in rows[room], f"{room}/{path.name} is not in docs/ARCHITECTURE.md"
+    for named in re.findall(r"`(\w+/\w+\.py)`", page):
+        assert (SOURCE / named).exists() or (ROOT / named).exists(), f"docs/ARCHITECTURE.md: there is no {named}"
 
 
 @pytest.mark.parametrize("room", [r for r in ROOMS if (SOURCE / r).is_dir()])

@@ -212,7 +212,7 @@ def test_a_static_buffer_belongs_to_a_stream(monkeypatch):
     cpu = torch.device("cpu")
     addresses: dict[int, set[int]] = {0: set(), 7: set(), 8: set()}
     for number in (0, 7, 8, 7, 0, 8):
-        monkeypatch.setattr(slots, "current_stream", lambda device, number=number: Stream(number))
+        monkeypatch.setattr(devices, "current_stream", lambda device, number=number: Stream(number))
         buffer = slots.room("t1", 100, torch.float32, cpu)
         addresses[number].add(buffer.data_ptr())
         del buffer

@@ -2,26 +2,59 @@
 
 mfsdp.fully_shard(model, units=[Block])              parameters become shards of flat buffers
 model = torch.compile(model, backend="mfsdp")        collectives become nodes of the compiled graph
+
+Names are imported when they are asked for: the command line, and whoever looks for a version, need no torch.
 """
 
-from . import passes, pipeline
-from .checkpoints.checkpoint import CheckpointError, Checkpoints
-from .checkpoints.convert import convert
-from .checkpoints.safetensors import load_safetensors, save_safetensors
-from .compiler.tracing import trace
-from .costs.measure import measure
-from .graph.check import LawError
-from .planning.explain import explain
-from .reports.profile import profile, ranges
-from .sharding.contexts import no_sync, summon_full_params, unsharded
-from .sharding.module import FSDPModule
-from .sharding.shard import fully_shard
-from .spec.config import MixedPrecisionPolicy
-from .spec.hardware import Hardware
-from .state.norms import check_finite, norms
-from .state.optimizer import fully_shard_optimizer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import passes, pipeline
+    from .checkpoints.checkpoint import CheckpointError, Checkpoints
+    from .checkpoints.convert import convert
+    from .checkpoints.safetensors import load_safetensors, save_safetensors
+    from .compiler.tracing import trace
+    from .costs.measure import measure
+    from .graph.check import LawError
+    from .planning.explain import explain
+    from .reports.profile import profile, ranges
+    from .sharding.contexts import no_sync, summon_full_params, unsharded
+    from .sharding.module import FSDPModule
+    from .sharding.shard import fully_shard
+    from .spec.config import MixedPrecisionPolicy
+    from .spec.hardware import Hardware
+    from .state.norms import check_finite, norms
+    from .state.optimizer import fully_shard_optimizer
 
 __version__ = "0.1.0"
+
+_WHERE = {
+    "CheckpointError": "checkpoints.checkpoint",
+    "Checkpoints": "checkpoints.checkpoint",
+    "FSDPModule": "sharding.module",
+    "Hardware": "spec.hardware",
+    "LawError": "graph.check",
+    "MixedPrecisionPolicy": "spec.config",
+    "check_finite": "state.norms",
+    "convert": "checkpoints.convert",
+    "explain": "planning.explain",
+    "fully_shard": "sharding.shard",
+    "fully_shard_optimizer": "state.optimizer",
+    "load_safetensors": "checkpoints.safetensors",
+    "measure": "costs.measure",
+    "no_sync": "sharding.contexts",
+    "norms": "state.norms",
+    "passes": "passes",
+    "pipeline": "pipeline",
+    "profile": "reports.profile",
+    "ranges": "reports.profile",
+    "save_safetensors": "checkpoints.safetensors",
+    "summon_full_params": "sharding.contexts",
+    "trace": "compiler.tracing",
+    "unsharded": "sharding.contexts",
+}
+"""Where the public names live."""
 
 __all__ = [
     "CheckpointError",
@@ -48,3 +81,15 @@ __all__ = [
     "trace",
     "unsharded",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'mfsdp' has no attribute {name!r}")
+    module = import_module(f"mfsdp.{_WHERE[name]}")
+    found = globals()[name] = module if name == _WHERE[name] else getattr(module, name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -35,11 +35,11 @@ class Capture:
         self.inputs = len(inputs)
         buffers = [b for t in inputs if (b := owners.owner(t)) is not None]
         units = {b.unit for b in buffers}
-        frames = {u.frame for u in units}
-        one_root = len(frames) == 1 and sum(u.fqn == "(root)" for u in units) <= 1
-        frame = frames.pop() if one_root else None
-        self.name = name or (frame.name if frame else "model")
-        self.input_names = [_readable(n, frame.inputs if frame else ()) for n in names]
+        roots = {u.outermost for u in units}
+        one_root = len(roots) == 1 and sum(u.fqn == "(root)" for u in units) <= 1
+        root = roots.pop() if one_root else None
+        self.name = name or (root.name if root else "model")
+        self.input_names = [_readable(n, root.inputs if root else ()) for n in names]
         self.shards: dict[int, Unit] = {}
         """Index of an input that is a shard -> its unit."""
         self.whole = {i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and owners.read_by(t) is not None}

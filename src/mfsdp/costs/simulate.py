@@ -21,7 +21,7 @@ from ..graph import ops
 from ..graph.cost import is_line
 from ..graph.program import Program, base_of, lane_of
 from ..graph.roles import Lane, role
-from ..passes.prefetch import HELD_BACK
+from ..passes.prefetch import LIMITED
 from ..spec.hardware import Transfer
 from .clock import Time
 
@@ -132,7 +132,7 @@ def simulate(program: Program, times: Mapping[Node, Time]) -> list[Span]:
     links = _Links()
     under_way: dict[Node, _Moving] = {}
     order: list[tuple[Node, Span | _Moving]] = []
-    limits = {n for n in program.nodes if HELD_BACK in n.meta}
+    limits = {n for n in program.nodes if LIMITED in n.meta}
     for node in program.nodes:
         if not is_line(node) or (node not in times and node.target is not ops.free):
             continue

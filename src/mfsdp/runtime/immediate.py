@@ -105,7 +105,7 @@ def _over_outer(gshard: torch.Tensor, s: Spec) -> torch.Tensor:
     return gshard
 
 
-def everywhere(here: torch.Tensor, s: Spec) -> torch.Tensor:
+def on_any_rank(here: torch.Tensor, s: Spec) -> torch.Tensor:
     """Where any rank that trains the unit says yes. ``here``: booleans."""
     told = here.to(torch.uint8)
     for group in filter(None, (s.group, s.outer_group)):

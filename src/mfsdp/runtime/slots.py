@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from .devices import current_stream
+from . import devices
 
 _slots: dict[tuple[torch.device, str], torch.UntypedStorage] = {}
 """By device and name."""
@@ -33,7 +33,7 @@ def room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> tor
     """
     if not slot:
         return torch.empty(numel, dtype=dtype, device=device)
-    stream = current_stream(device)
+    stream = devices.current_stream(device)
     if stream is not None and stream.stream_id:
         slot = f"{slot}@{stream.stream_id}"  # nobody orders two streams: each has buffers of its own
     storage = _slots.get((device, slot))

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..spec.config import MixedPrecisionPolicy
 from ..state import statedicts
-from ..state.buffer import Frame, UnitState
+from ..state.buffer import Outermost, UnitState
 from ..state.mesh import axes
 from ..state.placement import OUTER, Placement, strategy_name
 from . import admission, alike, fsdp2, materialize
@@ -121,8 +121,8 @@ def fully_shard(
     claims = claim_parameters(root, roots, ignored)
     target = device_of(claims, device)
     placement = Placement.of(strategy, outer_strategy, axes(mesh, dp_mesh_dims, target), target.type)
-    frame = _frame(given[0])
-    units_of = {claim.module: UnitState(claim.fqn, frame, policy) for claim in claims}
+    outermost = _outermost(given[0])
+    units_of = {claim.module: UnitState(claim.fqn, outermost, policy) for claim in claims}
     for claim in claims:
         claim.draft(policy, placement)
     groups = [g for g in placement.groups[::2] if g and target.type != "meta"]
@@ -152,7 +152,7 @@ def fully_shard(
         materialize.materialize(root, target, groups, param_init_fn)
         for kept in dict.fromkeys(root.buffers()) if synced else ():
             kept.copy_(alike.of_first_rank(kept, synced, target))
-    _name(root, units_of[root], frame)
+    _name(root, units_of[root], outermost)
     given[0].__dict__["_mfsdp_call"] = next(_calls), {
         "units": units, "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": policy,
         "reshard_after_forward": reshard_after_forward,
@@ -176,18 +176,18 @@ def _modules(given: Any) -> tuple[nn.Module, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _name(root: nn.Module, own: UnitState, frame: Frame) -> None:
+def _name(root: nn.Module, own: UnitState, outermost: Outermost) -> None:
     """Names the units of ``root``, whose own is ``own``: those of earlier calls thought that they were the root."""
     members: dict[UnitState, list[tuple[str, FSDPModule]]] = {}
     for fqn, m in root.named_modules():
         if isinstance(m, FSDPModule):
             members.setdefault(m._mfsdp_unit, []).append((fqn, m))
     for unit, found in members.items():
-        unit.fqn, unit.frame = "(root)" if unit is own else "+".join(fqn for fqn, _ in found), frame
+        unit.fqn, unit.outermost = "(root)" if unit is own else "+".join(fqn for fqn, _ in found), outermost
         if unit is not own and unit.root_keeps:
             found[0][1].set_reshard_after_forward(True, recurse=False)
 
 
-def _frame(module: nn.Module) -> Frame:
+def _outermost(module: nn.Module) -> Outermost:
     names = inspect.signature(module.forward).parameters
-    return Frame(type(module).__name__, tuple(names))
+    return Outermost(type(module).__name__, tuple(names))

@@ -21,7 +21,7 @@ from .weights import Weights
 
 
 @dataclass(frozen=True)
-class Frame:
+class Outermost:
     """Names for listings: of the module that was sharded, and of its forward's parameters."""
 
     name: str
@@ -81,7 +81,7 @@ class FlatBuffer:
         """What errors call it: the model, the unit, and which of the unit's buffers it is."""
         number = self.unit.buffers.index(self)
         which = f", buffer {number}" if number else ""
-        return f"unit {self.unit.fqn!r} of {self.unit.frame.name}{which}  ({self.spec.cutting})"
+        return f"unit {self.unit.fqn!r} of {self.unit.outermost.name}{which}  ({self.spec.cutting})"
 
     def respec(self, **changes: object) -> None:
         """Changes the spec; programs that carry the old one recompile."""
@@ -160,7 +160,7 @@ class UnitState:
 
     fqn: str
     """Path of the module from the outermost one that was sharded, ``"(root)"`` for that one."""
-    frame: Frame
+    outermost: Outermost
     policy: MixedPrecisionPolicy
     buffers: list[FlatBuffer] = field(default_factory=list)
     open: bool = False

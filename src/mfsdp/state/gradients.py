@@ -58,7 +58,7 @@ class Gradients:
         """Gradients that wait for the next synchronisation, by elements: before or after the first reduction."""
         self._kept_offsets: set[int] = set()
         self._kept_at = 0
-        """`Frame.syncs` when something was kept last."""
+        """`Outermost.syncs` when something was kept last."""
         self._pending: torch.Tensor | None = None
         """What a backward has brought, [layout.shard_numel] in ``precision.grad``, until hooks have seen it."""
         self._arrived: set[int] = set()
@@ -104,7 +104,7 @@ class Gradients:
         _holding.add(self)
         self._kept[grads.numel()] = grads.to(self._of.precision.grad, copy=True) if kept is None else kept.add_(grads)
         self._kept_offsets.update(offsets)
-        self._kept_at = self._of.unit.frame.syncs[0]
+        self._kept_at = self._of.unit.outermost.syncs[0]
         return True
 
     @property
@@ -149,7 +149,7 @@ class Gradients:
         mine = self._slots(self._kept_offsets.union(offsets))
         votes = [slot in mine for slot in range(len(self._of.layout.slots))]
         self._votes.append(
-            immediate.everywhere(torch.tensor(votes, device=self._of.weights.main.device), self._of.spec)
+            immediate.on_any_rank(torch.tensor(votes, device=self._of.weights.main.device), self._of.spec)
         )
 
     def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None:
@@ -172,7 +172,7 @@ class Gradients:
             self._become(self._sum(self.flat, gshard, scale))
             self._there |= slots
         if self.sync:
-            self._of.unit.frame.syncs[0] += 1
+            self._of.unit.outermost.syncs[0] += 1
 
     def bring(self, slot: int, rows: torch.Tensor) -> None:
         """Adds what autograd has brought to a parameter itself, from what was computed with it outside of forward."""
@@ -323,7 +323,7 @@ class Gradients:
         Raises:
             RuntimeError: a backward has synchronised other units, while this one has gradients waiting from before.
         """
-        if self._kept and self._of.unit.frame.syncs[0] > self._kept_at:
+        if self._kept and self._of.unit.outermost.syncs[0] > self._kept_at:
             raise RuntimeError(
                 f"mfsdp: unit {self._of.unit.fqn!r} has gradients from backward calls under no_sync, and the one that "
                 "synchronised did not use it. Let every unit take part in it, or do without no_sync."

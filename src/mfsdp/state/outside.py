@@ -177,7 +177,7 @@ def compare_numbers(t: Any) -> None:
     Raises:
         RuntimeError: they have not.
     """
-    if t._mfsdp_numbers and not t._sharding.everywhere(zlib.crc32(t._mfsdp_numbers.encode())):
+    if t._mfsdp_numbers and not t._sharding.same_on_all_ranks(zlib.crc32(t._mfsdp_numbers.encode())):
         raise RuntimeError(
             f"mfsdp: ranks have computed with a sharded tensor of shape {tuple(t.shape)} and different numbers, here "
             f"{t._mfsdp_numbers[:200]}. Each would change its own rows only: apply numbers that differ by rank to the "

@@ -31,7 +31,7 @@ from .sharded import layout_rank, local_mesh
 
 
 @dataclass(frozen=True)
-class Roles:
+class Cut:
     """What is cut over an axis."""
 
     params: bool
@@ -40,10 +40,10 @@ class Roles:
 
 
 STRATEGIES = {
-    "no_shard": Roles(params=False, grads=False, optim=False),
-    "optim": Roles(params=False, grads=False, optim=True),
-    "optim_grads": Roles(params=False, grads=True, optim=True),
-    "optim_grads_params": Roles(params=True, grads=True, optim=True),
+    "no_shard": Cut(params=False, grads=False, optim=False),
+    "optim": Cut(params=False, grads=False, optim=True),
+    "optim_grads": Cut(params=False, grads=True, optim=True),
+    "optim_grads_params": Cut(params=True, grads=True, optim=True),
 }
 """By name; the number of a strategy is its place."""
 

@@ -109,7 +109,7 @@ class Sharding:
                 total = immediate.reduced(total, "sum", name)
         return total.div_(divide).to(grad.dtype)
 
-    def everywhere(self, number: int) -> bool:
+    def same_on_all_ranks(self, number: int) -> bool:
         """Whether all ranks that hold it have the same number; a collective."""
         low_high = torch.tensor([-number, number], device=self.mesh.device_type)
         with self.announced(f"numbers of {self.layout.slots[self.slot].name}{list(self.shape)}"):

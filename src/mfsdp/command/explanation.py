@@ -1,0 +1,159 @@
+"""``mfsdp explain``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..spec.hardware import KNOWN
+from .parsing import command, dtype_of
+
+
+def explain(commands: Any) -> None:
+    text = "what a training step will do, cost and hold; without process groups, GPUs or memory for the model"
+    add = command(commands, "explain", text, _explain)
+    add("model", help="package.module:factory (gives a model, or (model, args, kwargs)), or a Hugging Face config.json")
+    add("--world", help="ranks (default: 8); as all that follows, several with commas give a table: 8,64,512")
+    add("--mesh-shape", help="outer x shard ranks instead: 128x8")
+    add("--hardware", default="h100", help=f"{', '.join(KNOWN)}, or a JSON file (default: h100)")
+    add("--units", help="classes or name patterns, joined by + (default for Hugging Face models: their layers)")
+    add("--strategy", help="0 to 3 (default: 3)")
+    add("--outer-strategy", help="no_shard or optim")
+    add("--reshard-after-forward", help="true or false (default: true)")
+    add("--compute-dtype", default="bfloat16", help="(default: bfloat16; 'none': the model's own)")
+    add("--prefetch", help="units ahead (default: 1)")
+    add("--reduce-lag", help="reductions in flight (default: 1)")
+    add("--max-unsharded", help="bytes of gathered parameters")
+    add("--optimizer", default="adamw", help="(default: adamw)")
+    add("--batch", type=int, default=1, help="sequences per rank (default: 1)")
+    add("--length", type=int, default=4096, help="tokens per sequence (default: 4096)")
+    add("--listing", action="store_true", help="print the listings too")
+    add("--html", help="write the report, one page")
+    add("--trace", help="write the simulated step as a Chrome trace")
+    add("--plot", help="of several: draw them")
+
+
+def _explain(args: argparse.Namespace) -> None:
+    if args.html:
+        _look_for_bokeh()
+    from ..planning.explain import explain
+    from ..reports.report import Comparison
+    from ..spec.config import MixedPrecisionPolicy
+
+    model, inputs, named, layers = _model(args.model, args.batch, args.length)
+    several: dict[str, Any] = {}
+    for name, kind in (("strategy", _strategy), ("outer_strategy", str), ("reshard_after_forward", _truth)):
+        if getattr(args, name) is not None:
+            several[name] = _several(getattr(args, name), kind)
+    units = _several(args.units, lambda text: text.split("+")) if args.units else layers
+    if units:
+        several["units"] = units
+    if args.compute_dtype != "none":
+        several["mp_policy"] = MixedPrecisionPolicy(compute_dtype=dtype_of(args.compute_dtype))
+    options = {
+        n: _several(getattr(args, n), int) for n in ("prefetch", "reduce_lag", "max_unsharded") if getattr(args, n)
+    }
+    shape = _several(args.mesh_shape, _shape) if args.mesh_shape else None
+    found = explain(
+        model, inputs, named, world=_several(args.world or "8", int), mesh_shape=shape,
+        hardware=_several(args.hardware, str), options=options, optimizer=args.optimizer, **several,
+    )  # fmt: skip
+    if isinstance(found, Comparison):
+        if args.html or args.trace or args.listing:
+            raise ValueError("--html, --trace and --listing are of one step: give one value of each")
+        print(found)
+        if args.plot:
+            found.plot(args.plot)
+        return
+    if args.plot:
+        raise ValueError("--plot draws several: give some values with commas, as --prefetch 0,1,2")
+    print(found if args.listing else found.summary())
+    for wanted, write in ((args.html, found.html), (args.trace, found.trace)):
+        if wanted:
+            write(wanted)
+
+
+def _look_for_bokeh() -> None:
+    """Before minutes have gone by."""
+    if importlib.util.find_spec("bokeh") is None:
+        raise ImportError("--html draws with Bokeh, which is not there: pip install 'mfsdp[report]'")
+
+
+def _several(text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        values = [kind(x) for x in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from error
+    return values if len(values) > 1 else values[0]
+
+
+def _strategy(text: str) -> str | int:
+    return int(text) if text.isdigit() else text
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError("write true or false")
+    return text.lower() == "true"
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in text.split("x"))
+
+
+def _model(target: str, batch: int, length: int) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[str] | None]:
+    """The model, its inputs, and the names of its layers, if it says them."""
+    path = Path(target)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        return _hugging_face(path, batch, length)
+    where, colon, name = target.partition(":")
+    if not colon:
+        raise ValueError(f"{target!r}: give package.module:factory, or the path of a Hugging Face config.json")
+    import torch
+
+    sys.path.insert(0, os.getcwd())
+    factory = getattr(importlib.import_module(where), name, None)
+    if not callable(factory):
+        raise ValueError(f"{target!r}: {where} has no function {name!r}")
+    try:
+        with torch.device("meta"):
+            made = factory()
+    except TypeError as error:
+        raise ValueError(f"{target!r} cannot be called without arguments: {error}") from error
+    if isinstance(made, torch.nn.Module):
+        return made, (torch.zeros(batch, length, dtype=torch.long),), {}, None
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
+        raise ValueError(f"{target!r} gives a {type(made).__name__}: return a model, or (model, args, kwargs)")
+    model, args, kwargs = (*made, {})[:3]
+    return model, tuple(args), dict(kwargs), None
+
+
+def _hugging_face(path: Path, batch: int, length: int) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[str] | None]:
+    import torch
+
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        kind = json.loads(path.read_text()).get("model_type")
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    except ImportError as error:
+        raise ImportError(f"{path} is a Hugging Face configuration (pip install transformers): {error}") from error
+    if not kind:
+        raise ValueError(f"{path} is no Hugging Face configuration: it has no model_type")
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config.use_cache = False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    ids = torch.zeros(batch, length, dtype=torch.long)
+    return model, (), {"input_ids": ids, "labels": ids}, sorted(model._no_split_modules or []) or None

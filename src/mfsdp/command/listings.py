@@ -1,0 +1,103 @@
+"""``mfsdp show`` and ``mfsdp diff``: listings that a run has left."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .parsing import command
+
+
+def show(commands: Any) -> None:
+    add = command(commands, "show", "the listings in a folder that MFSDP_DUMP has filled", _show)
+    add("folder")
+    add("--phase", choices=["forward", "backward", "inference"], help="only this one")
+    add("--stage", help="after this pass (default: the last); 'all' for every one")
+
+
+def diff(commands: Any) -> None:
+    add = command(commands, "diff", "what differs between two listings, or between the last ones of two folders", _diff)
+    add("a")
+    add("b")
+
+
+_FILE = re.compile(r"graph(\d+)\.(forward|backward|inference)\.(\d+)\.(\w+)\.txt")
+
+
+def _dumped(folder: Path) -> dict[tuple[int, str], list[tuple[str, Path]]]:
+    """Files of a dump by graph and phase, in the order of the passes."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}; MFSDP_DUMP={folder} during a run makes it")
+    found: dict[tuple[int, str], list[tuple[int, str, Path]]] = {}
+    for path in folder.iterdir():
+        match = _FILE.fullmatch(path.name)
+        if match:
+            found.setdefault((int(match[1]), match[2]), []).append((int(match[3]), match[4], path))
+    if not found:
+        raise FileNotFoundError(f"{folder} holds no listings; MFSDP_DUMP={folder} during a run makes them")
+    order = {"forward": 0, "backward": 1, "inference": 2}
+    keys = sorted(found, key=lambda k: (k[0], order[k[1]]))
+    return {key: [(stage, path) for _, stage, path in sorted(found[key])] for key in keys}
+
+
+def _show(args: argparse.Namespace) -> None:
+    shown = False
+    for (_, phase), stages in _dumped(Path(args.folder)).items():
+        if args.phase not in (None, phase):
+            continue
+        for stage, path in stages if args.stage else stages[-1:]:
+            if args.stage in (None, "all", stage):
+                shown = True
+                print("\n".join(_coloured(path.read_text().splitlines())))
+    if not shown:
+        raise ValueError(f"no listing of phase {args.phase!r} after {args.stage!r} in {args.folder}")
+
+
+def _diff(args: argparse.Namespace) -> None:
+    a, b = Path(args.a), Path(args.b)
+    if a.is_dir() != b.is_dir():
+        raise ValueError(f"{a} and {b}: give two files or two folders")
+    pairs = [(a, b)]
+    if a.is_dir():
+        first, second = _dumped(a), _dumped(b)
+        pairs = [(first[k][-1][1], second[k][-1][1]) for k in first if k in second]
+        for key in first.keys() ^ second.keys():
+            print(f"only in {a if key in first else b}: graph {key[0]}, {key[1]}")
+    for one, other in pairs:
+        for file in (one, other):
+            if not file.is_file():
+                raise FileNotFoundError(f"there is no file {file}")
+        lines = difflib.unified_diff(
+            one.read_text().splitlines(), other.read_text().splitlines(), str(one), str(other), lineterm=""
+        )
+        print("\n".join(_coloured(lines, diff=True)), end="\n" if one.read_text() != other.read_text() else "")
+
+
+def _coloured(lines: Sequence[str] | Iterator[str], diff: bool = False) -> Iterator[str]:
+    """With colours if this is a terminal that wants them (no-color.org)."""
+    plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    for line in lines:
+        code = "" if plain else _colour(line, diff)
+        yield f"\x1b[{code}m{line}\x1b[0m" if code else line
+
+
+def _colour(line: str, diff: bool) -> str:
+    if diff and line.startswith(("+", "-", "@@")):
+        return {"+": "32", "-": "31", "@": "36"}[line[0]]
+    line = line[1:] if diff else line
+    if line.startswith(";"):
+        return "2"
+    gutter = line[:9]
+    if line.rstrip().endswith("<peak"):
+        return "1;31"
+    if "<" in gutter:
+        return "33"
+    if "= all_gather" in line or "= reduce_scatter" in line or " all_reduce" in line or " refresh" in line:
+        return "36"
+    return ""

@@ -1,0 +1,263 @@
+"""Whatever is late, values are the same, and nobody reads or writes what another stream is not done with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import mfsdp
+from mfsdp.runtime import devices, runs, slots
+from mfsdp.runtime.carriers import carried_by
+from mfsdp.runtime.mirror import Mirror
+from tests.loopback import Loopback, Race, Stream, Streams
+from tests.models import GPT, Block
+
+PLACES: dict[str, dict[str, Any]] = {
+    "optim": {"strategy": 1},
+    "optim_grads": {"strategy": 2},
+    "optim_grads_params": {"strategy": 3},
+    "kept": {"strategy": 3, "reshard_after_forward": False},
+    "hsdp": {"mesh": (2, 2)},
+    "hfsdp": {"mesh": (2, 2), "outer_strategy": "optim"},
+}
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(autouse=True)
+def four() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    slots.forget()
+    yield
+    dist.destroy_process_group()
+    slots.forget()
+
+
+class Broken(nn.Module):
+    """A block that Dynamo cannot trace as one."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.block(x)
+
+
+class Setup:
+    """A sharded model, its compiled form and an optimizer; and a stream besides the default one."""
+
+    def __init__(self, device: str, place: str, options: dict[str, Any], broken: bool = False):
+        torch.manual_seed(0)
+        model = GPT(tied=False, width=32, layers=3)
+        if broken:
+            model.blocks[1] = Broken(model.blocks[1])
+        arguments = dict(PLACES[place])
+        if "mesh" in arguments:
+            arguments["mesh"] = init_device_mesh(device, arguments["mesh"], mesh_dim_names=("dp_replicate", "dp_shard"))
+        policy = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+        self.model = mfsdp.fully_shard(model.to(device), units=[Block], mp_policy=policy, **arguments)
+        options = {"lowering": "eager", **options}
+        self.run = torch.compile(self.model, backend="mfsdp", dynamic=False, options=options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.device, self.count = device, 0
+
+    def batch(self) -> torch.Tensor:
+        self.count += 1
+        torch.manual_seed(self.count)
+        return torch.randint(31, (2, 8)).to(self.device)
+
+    def loss(self) -> torch.Tensor:
+        return self.run(self.batch()).float().square().mean()
+
+    def step(self, streams: Streams | None = None) -> None:
+        with nullcontext() if streams is None else streams:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+Way = Callable[[Setup, "Streams | None"], None]
+
+
+def side_of(streams: Streams | None, device: str, number: int) -> Any:
+    """Launches go to another stream; the caller waits for it no earlier than at the end."""
+    if streams is not None:
+        return streams.on(Stream(number, f"side {number}"))
+    if device == "cuda":
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
+    return nullcontext()
+
+
+def plain(setup: Setup, streams: Streams | None) -> None:
+    setup.loss().backward()
+
+
+def on_a_side_stream(setup: Setup, streams: Streams | None) -> None:
+    """Forward there, and so backward; the optimizer steps on the default one."""
+    with side_of(streams, setup.device, 7):
+        loss = setup.loss()
+    loss.backward()
+
+
+def forwards_first(setup: Setup, streams: Streams | None) -> None:
+    one, other = setup.loss(), setup.loss()
+    one.backward()
+    other.backward()
+
+
+def accumulated(setup: Setup, streams: Streams | None) -> None:
+    with mfsdp.no_sync(setup.model):
+        setup.loss().backward()
+    setup.loss().backward()
+
+
+def given_up(setup: Setup, streams: Streams | None) -> None:
+    """An exception in the middle of forward, on all ranks, and the step once more."""
+
+    class Full(Exception):
+        pass
+
+    wait, seen = runs.Run.wait, 0
+
+    def full(run: runs.Run, out: torch.Tensor) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == 3:
+            raise Full
+        wait(run, out)
+
+    runs.Run.wait = full  # type: ignore[method-assign]
+    try:
+        with pytest.raises(Full):
+            setup.loss()
+    finally:
+        runs.Run.wait = wait  # type: ignore[method-assign]
+    setup.loss().backward()
+
+
+WAYS: dict[str, tuple[Way, dict[str, Any]]] = {
+    "plain": (plain, {}),
+    "far ahead, far behind": (plain, {"prefetch": 2, "reduce_lag": 2}),
+    "on a side stream": (on_a_side_stream, {}),
+    "forwards first": (forwards_first, {}),
+    "accumulated": (accumulated, {}),
+    "graph break": (plain, {}),
+    "given up": (given_up, {}),
+}
+
+
+def trained(way: str, place: str, device: str, streams: Streams | None = None) -> list[torch.Tensor]:
+    """Weights and static buffers' use after three steps."""
+    torch._dynamo.reset()
+    slots.forget()
+    do, options = WAYS[way]
+    setup = Setup(device, place, options, broken=way == "graph break")
+    for _ in range(3):
+        do(setup, streams)
+        setup.step(streams)
+    return [p.to_local().detach().cpu().clone() for p in setup.model.parameters()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", ["optim_grads_params", "optim_grads"])
+def test_late_bytes_change_no_bit(monkeypatch, way, place, device):
+    check(monkeypatch, way, place, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", [p for p in PLACES if p not in ("optim_grads_params", "optim_grads")])
+@pytest.mark.parametrize("way", ["far ahead, far behind", "accumulated"])
+def test_late_bytes_change_no_bit_elsewhere(monkeypatch, way, place, device):
+    check(monkeypatch, way, place, device)
+
+
+def check(monkeypatch: pytest.MonkeyPatch, way: str, place: str, device: str) -> None:
+    with carried_by(lambda group, kind: Mirror(group)):
+        want = trained(way, place, device)
+    with carried_by(Loopback):
+        if device == "cuda":
+            got = trained(way, place, device)
+        else:
+            with Streams().watched(monkeypatch) as streams:
+                got = trained(way, place, device, streams)
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs) and torch.isfinite(mine).all()
+
+
+def two_models(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
+    """A model and its copy, each on a stream of its own, in turns."""
+    with carried_by(Loopback), Streams().watched(monkeypatch) as streams:
+        torch._dynamo.reset()
+        one = Setup(device, "optim_grads_params", {})
+        other = copy.copy(one)
+        other.model = copy.deepcopy(one.model)
+        other.run = torch.compile(other.model, backend="mfsdp", dynamic=False, options={"lowering": "eager"})
+        ways = Stream(7, "one's"), Stream(8, "other's")
+        for _ in range(2):
+            for setup, stream in zip((one, other), ways, strict=True):
+                with streams.on(stream):
+                    setup.loss()
+
+
+def test_two_models_on_two_streams(monkeypatch):
+    two_models(monkeypatch)
+
+
+# Each hazard put back is found
+
+
+def test_static_buffers_of_all_streams_together_are_found(monkeypatch):
+    room = slots.room
+    monkeypatch.setattr(
+        slots, "room", lambda slot, numel, dtype, device: _on_the_default_stream(room, slot, numel, dtype, device)
+    )
+    with pytest.raises(Race, match="all_gather|collective"):
+        two_models(monkeypatch)
+
+
+def _on_the_default_stream(room: Any, *args: Any) -> torch.Tensor:
+    now = devices.current_stream
+    devices.current_stream = lambda device: None
+    try:
+        return room(*args)
+    finally:
+        devices.current_stream = now
+
+
+def test_gradients_that_nobody_follows_are_found(monkeypatch):
+    monkeypatch.setattr(devices, "follow", lambda stream, tensor: None)
+    with pytest.raises(Race, match=r"default does not wait for .* on side 7"):
+        check(monkeypatch, "on a side stream", "optim_grads_params", "cpu")
+
+
+@pytest.mark.parametrize("way", ["plain", "accumulated"])
+def test_waits_that_do_not_wait_are_found(monkeypatch, way):
+    monkeypatch.setattr(runs.Run, "wait", lambda run, out: run.pending.pop(out.untyped_storage().data_ptr()))
+    with pytest.raises((Race, AssertionError)):
+        check(monkeypatch, way, "optim_grads_params", "cpu")
+
+
+def test_a_launch_that_is_forgotten_after_an_exception_is_found(monkeypatch):
+    monkeypatch.setattr(runs.Run, "leave", lambda run, error: None)
+    with pytest.raises((Race, AssertionError, RuntimeError)):
+        check(monkeypatch, "given up", "optim_grads", "cpu")
+
+
+def test_a_rank_that_swallows_an_exception_is_out_of_step(monkeypatch):
+    monkeypatch.setattr("mfsdp.runtime.agreement.PATIENCE", 0.1)
+    monkeypatch.setattr(Loopback, "alike", False)
+    with carried_by(Loopback), pytest.raises(RuntimeError, match=r"out of step \(law 50\)"):
+        trained("given up", "optim_grads_params", "cpu")
