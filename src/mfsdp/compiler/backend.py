@@ -21,7 +21,7 @@ from ..reports.profile import outline
 from ..runtime import groups, runs
 from ..sharding import writes
 from ..spec.config import Options
-from . import lowering
+from . import lowering, order
 from .capture import Capture, sources
 
 log = logging.getLogger("mfsdp")
@@ -81,11 +81,14 @@ def mfsdp(
         sources, held = sharded(program), holding(program)
         reads = [] if phase == "backward" else reading(program)
         meets = list(dict.fromkeys(group for unit in program.units for group in unit.spec.meets))
+        operations = order.listed(program)
         show = dumped.add(program, stages) if dumped is not None and groups.rank() == 0 else None
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
             if show is not None:
                 show(code)
+            if code and chosen.check:
+                order.compare(operations, code)
             return runs.marked(outlined, compiled, sequences, sources, held, reads, meets)
 
         return finish

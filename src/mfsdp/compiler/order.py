@@ -1,0 +1,169 @@
+"""Whether generated code does what the listing says, in its order (law 16)."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from ..graph import listing, ops
+from ..graph.check import LawError
+from ..graph.program import Program, lane_of
+from ..graph.roles import role
+
+log = logging.getLogger("mfsdp")
+
+Operand = tuple[str, Any]
+"""``("op", i)``: what the i-th operation of ours gives. ``("in", name)``: an input. ``("is", value)``: a constant."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One of our operations, in a listing or in code."""
+
+    verb: str
+    operands: tuple[Operand | None, ...]
+    """Up to the first list; ``None`` for what other kernels compute."""
+    text: str
+    node: Node | None = None
+    group: str = ""
+    """That a collective runs over."""
+
+    def same(self, other: Operation) -> bool:
+        """Whether it may be the same one. What comes from a cast in a listing may be an input in code, or nothing."""
+        pairs = zip(self.operands, other.operands, strict=False)
+        return self.verb == other.verb and all(a == b or not _known(a, b) for a, b in pairs)
+
+
+def _known(a: Operand | None, b: Operand | None) -> bool:
+    return a is not None and b is not None and a[0] == b[0]
+
+
+def listed(program: Program) -> list[Operation]:
+    """Our operations of a program that is about to be lowered, in order."""
+    number: dict[Node, int] = {}
+    out: list[Operation] = []
+    for node in program.nodes:
+        if getattr(node.target, "namespace", "") != "mfsdp" or node.target is ops.free:
+            continue
+        operands: list[Operand | None] = []
+        for arg in node.args:
+            if isinstance(arg, (list, tuple)):
+                break
+            operands.append(_operand(arg, number))
+        r = role(node)
+        group = ""
+        if node.target in ops.COLLECTIVES and r is not None:
+            group = program.unit(r.unit).spec.groups[lane_of(node)]
+        number[node] = len(out)
+        verb = node.target._schema.name.removeprefix("mfsdp::")  # type: ignore[union-attr]
+        out.append(Operation(verb, tuple(operands), listing.text(node), node, group))
+    return out
+
+
+def _operand(arg: Any, number: Mapping[Node, int]) -> Operand | None:
+    if not isinstance(arg, Node):
+        return "is", arg
+    if arg in number:
+        return "op", number[arg]
+    return ("in", str(arg.target)) if arg.op == "placeholder" else None
+
+
+def written(code: str) -> list[Operation]:
+    """Our operations in Inductor's code, in order. The form of that code is private in torch; tried on 2.11 to 2.13."""
+    tree = ast.parse(code)
+    bodies = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "call"]
+    bound: dict[str, Operand] = {}
+    out: list[Operation] = []
+    for statement in (s for body in bodies for s in _statements(body)):
+        value = getattr(statement, "value", None)
+        names = [t for t in getattr(statement, "targets", []) if isinstance(t, (ast.Name, ast.Tuple))]
+        if isinstance(value, ast.Call) and (verb := _verb(value.func)):
+            operands: list[Operand | None] = []
+            for arg in value.args:
+                if isinstance(arg, (ast.List, ast.Tuple)):
+                    break
+                operands.append(_value(arg, bound))
+            out.append(Operation(verb, tuple(operands), ast.unparse(value)))
+            bound.update({t.id: ("op", len(out) - 1) for t in names if isinstance(t, ast.Name)})
+        elif isinstance(value, ast.Name) and value.id == "args":
+            inputs = [e for t in names for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
+            bound.update({e.id: ("in", e.id) for e in inputs if isinstance(e, ast.Name)})
+        elif isinstance(value, ast.Name) and value.id in bound:
+            bound.update({t.id: bound[value.id] for t in names if isinstance(t, ast.Name)})
+        else:
+            for t in names:
+                if isinstance(t, ast.Name):
+                    bound.pop(t.id, None)
+    return out
+
+
+def _statements(body: ast.AST) -> Iterator[ast.stmt]:
+    """In the order of the lines, whatever they are nested in."""
+    found = [n for n in ast.walk(body) if isinstance(n, ast.stmt) and n is not body]
+    return iter(sorted(found, key=lambda n: n.lineno))
+
+
+def _verb(func: ast.expr) -> str:
+    parts = ast.unparse(func).split(".")
+    return parts[3] if parts[:3] == ["torch", "ops", "mfsdp"] else ""
+
+
+def _value(arg: ast.expr, bound: Mapping[str, Operand]) -> Operand | None:
+    if isinstance(arg, ast.Name):
+        return bound.get(arg.id)
+    try:
+        return "is", ast.literal_eval(arg)
+    except ValueError:
+        return None
+
+
+def compare(expected: list[Operation], code: str) -> None:
+    """Compares a listing with the code that was made of it.
+
+    Raises:
+        LawError: the code runs the collectives of a process group in another order, more or fewer of them. Ranks
+            compile for themselves: others may have kept the order.
+    """
+    found = written(code)
+    if len(found) == len(expected) and all(a.same(b) for a, b in zip(expected, found)):
+        return
+    verbs = {op._schema.name.removeprefix("mfsdp::") for op in ops.COLLECTIVES}
+    theirs = [o for o in found if o.verb in verbs]
+    ours = [o for o in expected if o.group]
+    for at, (mine, its) in enumerate(zip(ours, theirs)):
+        if not _alike(mine, expected, its, found):
+            raise LawError(16, _node(mine), f"collective {at}: `{mine.text}` in the listing, {its.text} in the code")
+    if len(ours) != len(theirs):
+        text = f"there are {len(ours)} collectives in the listing, and {len(theirs)} in the code"
+        raise LawError(16, _node(expected[-1]), text)
+    for mine, its in zip(expected, found):
+        if not mine.same(its):
+            log.warning(
+                "mfsdp: the compiler has moved an operation: where the listing has `%s`, the code has %s. Values are "
+                "right; what was to overlap may not.",
+                mine.text,
+                its.text,
+            )
+            return
+
+
+def _alike(a: Operation, those: list[Operation], b: Operation, others: list[Operation]) -> bool:
+    """Whether two operations do the same to the same, whatever the numbers of those that they read."""
+    if a.verb != b.verb:
+        return False
+    for x, y in zip(a.operands, b.operands, strict=False):
+        if x is None or y is None or x[0] != y[0]:
+            continue
+        if not (_alike(those[x[1]], those, others[y[1]], others) if x[0] == "op" else x == y):
+            return False
+    return True
+
+
+def _node(operation: Operation) -> Node:
+    assert operation.node is not None, "of a listing"
+    return operation.node

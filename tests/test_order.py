@@ -1,0 +1,82 @@
+"""Generated code is compared with the listing: collectives that change places are an error, moved waits a warning."""
+
+from __future__ import annotations
+
+import pytest
+
+from mfsdp import pipeline
+from mfsdp.compiler import order
+from mfsdp.compiler.order import Operation, compare, listed, written
+from mfsdp.graph.check import LawError
+from tests.toys import toy2
+
+
+def code_of(phase: str) -> tuple[list[Operation], list[str]]:
+    """A listing's operations, and lines that do the same as Inductor writes them."""
+    program = toy2(phase)
+    pipeline.run(program)
+    expected = listed(program)
+    lines = ["def call(self, args):"]
+    inputs = [o[1] for e in expected for o in e.operands if o is not None and o[0] == "in"]
+    lines.append(f"    {', '.join(dict.fromkeys(['x', *inputs]))} = args")
+    for i, e in enumerate(expected):
+        args = []
+        for operand in e.operands:
+            kind, value = operand if operand is not None else ("in", f"tmp{i}")
+            args.append({"op": f"buf{value}", "in": f"{value}", "is": repr(value)}[kind])
+        lines.append(f"    buf{i}_ = torch.ops.mfsdp.{e.verb}.default({', '.join(args)})")
+        lines.append(f"    buf{i} = buf{i}_; del buf{i}_")
+    return expected, lines
+
+
+@pytest.fixture
+def told(monkeypatch) -> list[str]:
+    out: list[str] = []
+    monkeypatch.setattr(order.log, "warning", lambda text, *words: out.append(text % words))
+    return out
+
+
+def at(lines: list[str], verb: str, number: int = 0) -> int:
+    return [i for i, line in enumerate(lines) if f"mfsdp.{verb}." in line][number]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "inference"])
+def test_the_same_is_the_same(told, phase):
+    expected, lines = code_of(phase)
+    assert len(expected) > 3 and [o.verb for o in written("\n".join(lines))] == [e.verb for e in expected]
+    compare(expected, "\n".join(lines))
+    assert not told
+
+
+@pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter"])
+def test_collectives_that_change_places_are_an_error(verb):
+    expected, lines = code_of("forward" if verb == "all_gather" else "backward")
+    a, b = at(lines, verb, 0), at(lines, verb, 1)
+    lines[a : a + 2], lines[b : b + 2] = lines[b : b + 2], lines[a : a + 2]
+    with pytest.raises(LawError, match=rf"`{verb} .*` in the listing.*law 16"):
+        compare(expected, "\n".join(lines))
+
+
+def test_a_collective_that_is_gone_is_an_error():
+    expected, lines = code_of("forward")
+    del lines[at(lines, "all_gather", 1)]
+    with pytest.raises(LawError, match="there are 2 collectives in the listing, and 1 in the code"):
+        compare(expected, "\n".join(lines))
+
+
+def test_a_wait_that_has_moved_is_a_warning(told):
+    expected, lines = code_of("backward")
+    last = at(lines, "wait", -1)
+    moved = lines[last : last + 2]
+    del lines[last : last + 2]
+    lines[at(lines, "accumulate", -1) + 2 :] += moved
+    compare(expected, "\n".join(lines))
+    assert "the compiler has moved an operation: where the listing has `wait u" in told[0]
+
+
+def test_an_operand_that_is_another_is_not_the_same(told):
+    expected, lines = code_of("backward")
+    wait = at(lines, "wait", 1)
+    lines[wait] = lines[wait].replace("default(buf5", "default(buf0")
+    compare(expected, "\n".join(lines))
+    assert "the code has torch.ops.mfsdp.wait.default(buf" in told[0]
