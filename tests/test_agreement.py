@@ -427,3 +427,16 @@ def test_messages_of_two_announcements_have_two_tags():
     company = Company("g", Wire([None] * 100))
     tags = {company.announce(Words("m", (f"u{i % 3}",))).tag for i in range(100)}
     assert len(tags) == 100 and all(1 << 30 <= tag < 1 << 31 for tag in tags)
+
+
+def with_a_group_of_its_own() -> str:
+    """Rank 0 has made a group that nobody else knows, as for logging."""
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    return said(lambda: mfsdp.fully_shard(nn.Linear(8, 8)))
+
+
+@pytest.mark.dist
+def test_ranks_with_different_numbers_of_groups_are_told_at_once(two_fresh_ranks):
+    for text in two_fresh_ranks.run(with_a_group_of_its_own, timeout=60):
+        assert "process groups, rank" in text and "after fully_shard" in text, text

@@ -78,7 +78,7 @@ class Capture:
             unique = [(f"{n}.{k}" if n in dict(params[:k]) else n, s) for k, (n, s) in enumerate(params)]
             layout = plan(unique, 1)
             spec = Spec(
-                world, groups.default_group(), groups.another_group(groups.default_group()), (layout.shard_numel,),
+                world, *groups.lanes_of(groups.default_group(), inputs[members[0]].device.type), (layout.shard_numel,),
                 Precision(dtype, dtype, dtype, dtype, dtype), float(world), True,
             )  # fmt: skip
             unit = Unit(f"u{number}", fqn, spec, layout, sharded=False)

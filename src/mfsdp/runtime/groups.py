@@ -45,26 +45,60 @@ def default_group() -> str:
     return str(dist.group.WORLD.group_name)
 
 
-def another_group(name: str) -> str:
-    """Name of a second group over the same ranks: collectives of one group run one after the other, of two at once.
-    Its ranks call together; made once.
+def lanes_of(name: str, device: str) -> tuple[str, str]:
+    """Names of two groups over the ranks of a group, for gathers and for reductions: collectives of one group run one
+    after the other, of two at once. Over NCCL both are our own, on streams of high priority, so that nobody waits for
+    a collective of the user's or behind the blocks of a running product; over gloo gathers go through the group itself.
+    Its ranks call together; made once for a type of device.
+
+    Raises:
+        RuntimeError: ranks know different numbers of groups, and would not find each other.
     """
     group = process_group(name)
-    found = _others.get(name)
+    found = _lanes.get((name, device))
     if found is None or found[0]() is not group:
-        ranks = dist.get_process_group_ranks(group)
-        other = dist.new_group(ranks, use_local_synchronization=True, group_desc="mfsdp_reduce")
-        found = _others[name] = (weakref.ref(group), str(other.group_name))
+        _same_number_of_groups(name)
+        nccl = f"{device}:nccl" in dist.get_backend_config(group)
+        gathers = _another(group, "mfsdp_gather", nccl) if nccl else name
+        lanes = gathers, _another(group, "mfsdp_reduce", nccl)
+        found = _lanes[name, device] = (weakref.ref(group), lanes)
     return found[1]
 
 
 def other_of(name: str) -> str | None:
-    """What `another_group` has made for a group."""
-    found = _others.get(name)
-    return None if found is None else found[1]
+    """The group for reductions that `lanes_of` has made for a group, or for its gathers."""
+    return next((lanes[1] for _, lanes in _lanes.values() if lanes[0] == name), None)
 
 
-_others: dict[str, tuple[weakref.ref[dist.ProcessGroup], str]] = {}
+def _same_number_of_groups(name: str) -> None:
+    """The name of a new group, under which its ranks find each other, is made from how many a rank knows. Private in
+    torch (``_world``); tried on 2.11 to 2.13.
+    """
+    known = len(c10d._world.pg_names)
+    for other, theirs in others_that_differ(name, [f"{known}"]).items():
+        raise RuntimeError(
+            f"mfsdp: rank {dist.get_rank()} knows {known} process groups, rank {other} {theirs[0]}: a new one would have "
+            "different names on them, and they would wait for each other. Call torch.distributed.new_group on all "
+            "ranks, also for groups that some are not in, or after fully_shard."
+        )
+
+
+def _another(group: dist.ProcessGroup, desc: str, nccl: bool) -> str:
+    """Name of a new group over the same ranks. NCCL's part has not run yet."""
+    options = None
+    ranks = dist.get_process_group_ranks(group)
+    if nccl:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if len(ranks) < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+            # new_group would split the communicator of the default group, for which its other ranks would have to call.
+            made = dist.split_group(group, [list(range(len(ranks)))], pg_options=options, group_desc=desc)
+            return str(made.group_name)  # type: ignore[union-attr]
+    backend = "nccl" if nccl else None
+    made = dist.new_group(ranks, backend=backend, pg_options=options, use_local_synchronization=True, group_desc=desc)
+    return str(made.group_name)
+
+
+_lanes: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], tuple[str, str]]] = {}
 
 
 # What ranks tell each other

@@ -250,13 +250,12 @@ def _norms_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None)
 
 def _powers_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     locals_ = [t._local_tensor for t in tensors]
-    keep = [i for i, t in enumerate(locals_) if t.numel()]
+    full = [t for t in locals_ if t.numel()]
     wide = torch.float64 if any(t.dtype is torch.float64 for t in locals_) else torch.float32
     neutral = math.inf if order == -math.inf else 0.0
-    partial = torch.full((len(locals_),), neutral, dtype=wide, device=locals_[0].device)
-    if keep:
-        some = torch._foreach_norm([locals_[i] for i in keep], order, wide)
-        partial[torch.tensor(keep, device=partial.device)] = torch.stack(some)
+    nothing = torch.full((), neutral, dtype=wide, device=locals_[0].device)
+    some = iter(torch._foreach_norm(full, order, wide) if full else ())
+    partial = torch.stack([next(some) if t.numel() else nothing for t in locals_])  # the host waits for nothing
     if math.isinf(order):
         sign = math.copysign(1, order)
         told = torch.cat([sign * partial, partial.isnan()])  # a maximum may lose the NaNs of other ranks
@@ -267,7 +266,7 @@ def _powers_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None
     else:
         powers = partial.pow(order)
         if order < 0:
-            powers[partial == 0] = 0
+            powers = powers.masked_fill(partial == 0, 0)
         total = _all_reduce(powers, "sum", tensors[0]._sharding).pow(1 / order)
     return [n.to(dtype or t.dtype) for n, t in zip(total.unbind(), locals_, strict=True)]
 

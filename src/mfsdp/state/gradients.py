@@ -52,6 +52,8 @@ class Gradients:
         """Slots whose gradient has been set to ``None`` while others of the buffer have theirs."""
         self._votes: list[torch.Tensor] = []
         """Which slots have a gradient on any rank, [slots], of reductions whose programs may differ by rank."""
+        self._ballots: dict[frozenset[int], torch.Tensor] = {}
+        """What this rank has voted for before, by slots."""
         self._stream: torch.Stream | None = None
         """Where gradients were accumulated last."""
         self._kept: dict[int, torch.Tensor] = {}
@@ -146,11 +148,11 @@ class Gradients:
         """
         if not engine.accumulates(self._node):
             return
-        mine = self._slots(self._kept_offsets.union(offsets))
-        votes = [slot in mine for slot in range(len(self._of.layout.slots))]
-        self._votes.append(
-            immediate.on_any_rank(torch.tensor(votes, device=self._of.weights.main.device), self._of.spec)
-        )
+        mine = frozenset(self._slots(self._kept_offsets.union(offsets)))
+        if mine not in self._ballots:  # once: the host waits where it brings something to a device
+            votes = [slot in mine for slot in range(len(self._of.layout.slots))]
+            self._ballots[mine] = torch.tensor(votes, device=self._of.weights.main.device)
+        self._votes.append(immediate.on_any_rank(self._ballots[mine], self._of.spec))
 
     def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None:
         """Adds ``scale * gshard`` ([shard_numel]) in the accumulator's dtype; the first write is a store. Does nothing

@@ -166,4 +166,4 @@ def _groups(mesh: DeviceMesh, device: str) -> tuple[str, str]:
         raise ValueError(
             f"fully_shard: {mesh} has no process group; make it with torch.distributed.init_device_mesh"
         ) from error
-    return group, groups.another_group(group)
+    return groups.lanes_of(group, device)
