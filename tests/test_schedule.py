@@ -178,7 +178,7 @@ def test_static_buffers_are_reused_unless_somebody_holds_them():
     first = slots.room("t0", 100, torch.float32, cpu)
     address = first.data_ptr()
     second = slots.room("t0", 100, torch.float32, cpu)
-    assert second.data_ptr() != address, "the first is still in use"
+    assert second.data_ptr() != address and slots.misses["t0"] == 1, "the first is still in use, and that is counted"
     del first, second
     third = slots.room("t0", 50, torch.bfloat16, cpu)
     assert third.data_ptr() == address and third.shape == (50,) and third.dtype is torch.bfloat16

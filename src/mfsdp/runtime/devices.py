@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,23 @@ def _claim(number: str, device: torch.device) -> None:
             f"anything uses one: torch.{device.type}.set_device(int(os.environ['LOCAL_RANK'])), or "
             "init_process_group(device_id=...)"
         )
+
+
+_SLOW = {
+    "TORCH_NCCL_BLOCKING_WAIT": "the host stands still in every wait for a collective",
+    "CUDA_LAUNCH_BLOCKING": "the host stands still in every kernel",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "kernels of several streams queue up behind each other",
+}
+
+
+def told_of_environment(device: torch.device) -> list[str]:
+    """Warns, once, of variables that keep communication from overlapping with computation; gives their names."""
+    if device.type != "cuda":
+        return []
+    found = [name for name in _SLOW if os.environ.get(name) == "1"]
+    for name in found:
+        warnings.warn(f"mfsdp: {name}=1 is set: {_SLOW[name]}, and nothing overlaps. Unset it.", stacklevel=4)
+    return found
 
 
 def synchronize(device: torch.device) -> None:

@@ -77,9 +77,9 @@ def _same_number_of_groups(name: str) -> None:
     known = len(c10d._world.pg_names)
     for other, theirs in others_that_differ(name, [f"{known}"]).items():
         raise RuntimeError(
-            f"mfsdp: rank {dist.get_rank()} knows {known} process groups, rank {other} {theirs[0]}: a new one would have "
-            "different names on them, and they would wait for each other. Call torch.distributed.new_group on all "
-            "ranks, also for groups that some are not in, or after fully_shard."
+            f"mfsdp: rank {dist.get_rank()} knows {known} process groups, rank {other} {theirs[0]}: a new one would "
+            "have different names on them, and they would wait for each other. Call torch.distributed.new_group on "
+            "all ranks, also for groups that some are not in, or after fully_shard."
         )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 
 import torch
 
 from . import devices
+
+log = logging.getLogger("mfsdp")
 
 _slots: dict[tuple[torch.device, str], torch.UntypedStorage] = {}
 """By device and name."""
@@ -25,6 +29,22 @@ def sizes() -> dict[str, int]:
 def forget() -> None:
     """Lets go of all static buffers; programs make them anew."""
     _slots.clear()
+    misses.clear()
+
+
+misses: Counter[str] = Counter()
+"""How often a static buffer was still in use, by name."""
+
+
+def _miss(slot: str, size: int) -> None:
+    misses[slot] += 1
+    if misses[slot] == 1:
+        log.warning(
+            "mfsdp: static buffer %s is still in use: what was meant for it takes %d bytes of its own; this is told "
+            "once. Something keeps an alias of gathered parameters or of a gradient buffer from program to program.",
+            slot,
+            size,
+        )
 
 
 def room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -39,6 +59,7 @@ def room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> tor
     storage = _slots.get((device, slot))
     size = numel * dtype.itemsize
     if storage is not None and not _vacant(storage, device):
+        _miss(slot, size)
         return torch.empty(numel, dtype=dtype, device=device)
     if storage is None or storage.nbytes() < size:
         storage = None
