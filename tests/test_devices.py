@@ -131,7 +131,7 @@ def test_two_ranks_on_one_gpu_are_told_how_to_part(two_ranks):
 
 def taken(backends: str) -> str:
     with Machine(current=1), mock.patch.object(dist, "get_backend_config", lambda group=None: backends):
-        return str(devices.collective_device(dist.group.WORLD))
+        return str(devices.collective_device(dist.group.WORLD.group_name))
 
 
 @pytest.mark.dist

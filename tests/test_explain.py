@@ -267,7 +267,7 @@ def test_operations_are_those_that_torch_counts(recompute):
         want = counted(program)
         pipeline.run(program)
         assert fusion.total_flops(program) == want > 0
-    again = [x for x in cost.lines(programs.backward) if listing.text(x.node).startswith("scaled_dot_product_flash")]
+    again = [x for x in cost.lines(programs.backward) if listing.text(x.node).startswith("flash_attention")]
     assert len(again) == (4 if recompute else 2) and all("_backward" in listing.text(x.node) for x in again[1::2])
     assert all(clock.times(programs.backward, PLAIN)[x.node].flops > 0 for x in again)
     assert all(x.top - x.live + x.delta >= 0 and cost.allocation(x.node) > 0 for x in again), "it fills memory"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import mfsdp
 from tests.models import GPT, Block
 from tests.parity import compiled
+from tests.ranks import collectives_told
 
 pytestmark = pytest.mark.dist
 
@@ -117,44 +118,25 @@ def test_kept_parameters_are_seen_by_the_same_count(two_ranks, lowering):
 
 
 def count_collectives(lowering: str) -> dict[str, int]:
-    import mfsdp.runtime as runtime
-
     model = mfsdp.fully_shard(build(), units=[Block])
     run = compiled(model, lowering)
     optimizer = torch.optim.AdamW(model.parameters())
-    calls: dict[str, int] = {}
-
-    def counted(name, function):
-        def wrapper(*args, **kwargs):
-            calls[name] = calls.get(name, 0) + 1
-            return function(*args, **kwargs)
-
-        return wrapper
-
-    originals = {n: getattr(runtime, n) for n in ("gather_flat", "_exchange", "reduced", "accumulate", "pack")}
-    reduced = dist.all_reduce
-    try:
-        for n, f in originals.items():
-            setattr(runtime, n, counted(n, f))
-        dist.all_reduce = counted("all_reduce", reduced)
-        for _ in range(2):
-            calls.clear()
+    calls: Counter[str] = Counter()
+    for _ in range(2):
+        calls.clear()
+        with collectives_told(lambda kind, group: calls.update([kind])):
             run(torch.randint(31, (2, 8))).float().square().mean().backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        for n, f in originals.items():
-            setattr(runtime, n, f)
-        dist.all_reduce = reduced
-    return calls
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(calls)
 
 
 @pytest.mark.parametrize("lowering", ["eager", "none"])
 def test_one_collective_per_unit_none_per_parameter(two_ranks, lowering):
     units, backward = LAYERS + 1, LAYERS + 1
     for calls in two_ranks.run(count_collectives, lowering):
-        assert calls["gather_flat"] == units + backward, calls
+        assert calls["gather"] == units + backward, calls
         # Clipping takes one; the eager path asks in another, per unit, which parameters have a gradient anywhere.
         asked = units if lowering == "none" else 0
-        assert calls["_exchange"] == units and calls.get("all_reduce", 0) == 1 + asked, calls
+        assert calls["scatter"] == units and calls.get("all_reduce", 0) == 1 + asked, calls

@@ -243,7 +243,7 @@ UNITS = 3  # two blocks and the root; each is gathered in forward and in backwar
 @pytest.mark.parametrize(
     ("place", "counts"),
     [
-        ("no_shard", {"reduce": UNITS}),
+        ("no_shard", {"all_reduce": UNITS}),
         ("optim", {"gather": UNITS, "scatter": UNITS}),
         ("optim_grads", {"gather": UNITS, "scatter": 3 * UNITS}),
         ("optim_grads_params", {"gather": 6 * UNITS, "scatter": 3 * UNITS}),
@@ -259,9 +259,9 @@ def test_collectives_of_a_step(two_ranks, place, counts):
 @pytest.mark.parametrize(
     ("place", "counts"),
     [
-        ("hsdp", {"gather": 6 * UNITS, "scatter": 3 * UNITS, "reduce": UNITS}),
+        ("hsdp", {"gather": 6 * UNITS, "scatter": 3 * UNITS, "all_reduce": UNITS}),
         ("hfsdp", {"gather": 7 * UNITS, "scatter": 4 * UNITS}),
-        ("hsdp of optim_grads", {"gather": UNITS, "scatter": 3 * UNITS, "reduce": UNITS}),
+        ("hsdp of optim_grads", {"gather": UNITS, "scatter": 3 * UNITS, "all_reduce": UNITS}),
         ("hfsdp of optim_grads", {"gather": 2 * UNITS, "scatter": 4 * UNITS}),
     ],
 )

@@ -25,6 +25,7 @@ def diff(commands: Any) -> None:
     add = command(commands, "diff", "what differs between two listings, or between the last ones of two folders", _diff)
     add("a")
     add("b")
+    add("--live", action="store_true", help="compare lanes and memory too, which change with everything before them")
 
 
 _FILE = re.compile(r"graph(\d+)\.(forward|backward|inference)\.(\d+)\.(\w+)\.txt")
@@ -73,10 +74,40 @@ def _diff(args: argparse.Namespace) -> None:
         for file in (one, other):
             if not file.is_file():
                 raise FileNotFoundError(f"there is no file {file}")
-        lines = difflib.unified_diff(
-            one.read_text().splitlines(), other.read_text().splitlines(), str(one), str(other), lineterm=""
-        )
-        print("\n".join(_coloured(lines, diff=True)), end="\n" if one.read_text() != other.read_text() else "")
+        lines = list(_changes(one, other, args.live))
+        if lines:
+            print("\n".join(_coloured(lines, diff=True)))
+
+
+def _changes(one: Path, other: Path, live: bool) -> Iterator[str]:
+    """A unified diff. Without ``live`` of what is done, in which order; the lines are shown whole."""
+    a, b = one.read_text().splitlines(), other.read_text().splitlines()
+    keys = [lines if live else [_done(line) for line in lines] for lines in (a, b)]
+    groups = list(difflib.SequenceMatcher(None, *keys, autojunk=False).get_grouped_opcodes(3))
+    if groups:
+        yield f"--- {one}"
+        yield f"+++ {other}"
+    for group in groups:
+        (_, a1, _, b1, _), (_, _, a2, _, b2) = group[0], group[-1]
+        yield f"@@ -{a1 + 1},{a2 - a1} +{b1 + 1},{b2 - b1} @@"
+        for tag, i1, i2, j1, j2 in group:
+            if tag == "equal":
+                yield from (f" {line}" for line in b[j1:j2])
+                continue
+            yield from (f"-{line}" for line in a[i1:i2])
+            yield from (f"+{line}" for line in b[j1:j2])
+
+
+_LIVE = re.compile(r"\s+[-+.]\S*\s+\S+( <peak.*)?$")
+_LANES = re.compile(r"^[-|.*<>+o ]+?(?=\w)")
+_SLOT = re.compile(r"\s+[pg]\d+ = ")
+
+
+def _done(line: str) -> str:
+    """What a line does: without lanes, static buffer, memory and the widths of columns."""
+    if line.startswith(";"):
+        return "" if line.startswith(("; peak", "; C G", "; change")) else " ".join(line.split())
+    return " ".join(_LANES.sub("", _SLOT.sub(" = ", _LIVE.sub("", line))).split())
 
 
 def _coloured(lines: Sequence[str] | Iterator[str], diff: bool = False) -> Iterator[str]:
@@ -94,7 +125,7 @@ def _colour(line: str, diff: bool) -> str:
     if line.startswith(";"):
         return "2"
     gutter = line[:9]
-    if line.rstrip().endswith("<peak"):
+    if " <peak" in line:
         return "1;31"
     if "<" in gutter:
         return "33"

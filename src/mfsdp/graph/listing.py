@@ -47,6 +47,8 @@ def render(program: Program, stage: str, before: str | None = None, *, fold: boo
         fold: whether units equal to an earlier one are shown as ``like u1``, and long lists of parameters cut.
     """
     rows = cost.lines(program)
+    columns = _columns(program, rows)
+    head = f"{'value':<{columns.value - 2}}{'slot   op' if program.slots else 'op'}"
     return "\n".join(
         [
             f"; mfsdp  {program.name}  {stage}  {program.phase}       world {program.world}",
@@ -55,9 +57,8 @@ def render(program: Program, stage: str, before: str | None = None, *, fold: boo
             ";",
             *_units(program.units, fold),
             ";",
-            f"; {' '.join(lane.value for lane in _lanes(program))} "
-            f"{'value' + ' ' * 15 + 'slot   op' if program.slots else 'value' + ' ' * 15 + 'op':<66} "
-            "type               delta   live",
+            f"; {' '.join(lane.value for lane in _lanes(program))} {head:<{columns.op - 1}} "
+            f"{'type':<{columns.type}} {'delta':>7} {'live':>6}",
             *body(program, rows),
             "",
         ]
@@ -201,17 +202,46 @@ def body(program: Program, rows: Sequence[cost.Line]) -> Iterator[str]:
     top = cost.peak(rows)
     peak_at = next((i for i, r in enumerate(rows) if r.top == top), -1)
     flying: dict[Node, Lane] = {}
-    lanes = _lanes(program)
+    lanes, columns = _lanes(program), _columns(program, rows)
     for i, row in enumerate(rows):
         node = row.node
         gutter = _gutter(node, flying, lanes)
         slot = f" {slot_of(node):>2}" if program.slots else ""
-        value = f"{node.name:<22}{slot} = " if node.meta.get("val") is not None else " " * (25 + len(slot))
-        left = f"{gutter}  {value}{text(node)}"
+        valued = node.meta.get("val") is not None
+        value = f"{_shown(node.name):<{columns.value}}{slot} = " if valued else " " * (columns.value + 3 + len(slot))
+        op = f"{value}{text(node)}"
+        if len(op) > columns.op:
+            op = f"{op[: columns.op - 3]}..."
         delta = size(row.delta, sign=True) if row.delta else "."
-        mark = " <peak" if i == peak_at else ""
+        within = "" if size(row.top) == size(row.live) else f" {size(row.top)}"
+        mark = f" <peak{within}" if i == peak_at else ""
         kind = _type(node.meta.get("val"))
-        yield f"{left:<{68 + 2 * len(lanes)}} {kind:<16} {delta:>7} {size(row.live):>6}{mark}".rstrip()
+        yield (f"{gutter}  {op:<{columns.op}} {kind:<{columns.type}} {delta:>7} {size(row.live):>6}{mark}".rstrip())
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Widths that all lines of a listing have in common."""
+
+    value: int
+    op: int
+    """With the value."""
+    type: int
+
+
+def _columns(program: Program, rows: Sequence[cost.Line]) -> _Columns:
+    """As wide as the longest line, within limits; longer operands are cut."""
+    slot = 3 if program.slots else 0
+    names = [len(_shown(r.node.name)) for r in rows if r.node.meta.get("val") is not None]
+    value = min(max([22, *names]), 30)
+    ops = [value + slot + 3 + len(text(r.node)) for r in rows]
+    types = [len(_type(r.node.meta.get("val"))) for r in rows]
+    return _Columns(value, min(max([67, *ops]), value + slot + 70), max([16, *types]))
+
+
+def _shown(name: str) -> str:
+    """A name as people know it, without what torch adds where it traced, which need not be where it will run."""
+    return name.replace("_for_cpu", "").replace("scaled_dot_product_", "").removeprefix("_")
 
 
 def _gutter(node: Node, flying: dict[Node, Lane], lanes: Sequence[Lane]) -> str:
@@ -248,7 +278,7 @@ def _joined(cells: dict[Lane, str], lane: Lane, left: str, right: str) -> str:
 def _verb(node: Node) -> str:
     target = operator(node)[0]
     name = getattr(getattr(target, "_schema", None), "name", str(target))
-    return name.split("::")[-1].removeprefix("_")
+    return _shown(name.split("::")[-1].removeprefix("_"))
 
 
 def text(node: Node) -> str:
@@ -317,7 +347,7 @@ def _name(node: Node) -> str:
         return node.name
     parent = view_of(node)
     if parent is None:
-        return node.name
+        return _shown(node.name)
     if node.target in _TRANSPOSES and node.meta["val"].dim() == 2:
         text = _name(parent)
         return text[:-2] if text.endswith(".T") else f"{text}.T"
