@@ -82,8 +82,8 @@ def _diff(args: argparse.Namespace) -> None:
 def _changes(one: Path, other: Path, live: bool) -> Iterator[str]:
     """A unified diff. Without ``live`` of what is done, in which order; the lines are shown whole."""
     a, b = one.read_text().splitlines(), other.read_text().splitlines()
-    keys = [lines if live else [_done(line) for line in lines] for lines in (a, b)]
-    groups = list(difflib.SequenceMatcher(None, *keys, autojunk=False).get_grouped_opcodes(3))
+    mine, theirs = (lines if live else [_done(line) for line in lines] for lines in (a, b))
+    groups = list(difflib.SequenceMatcher(None, mine, theirs, autojunk=False).get_grouped_opcodes(3))
     if groups:
         yield f"--- {one}"
         yield f"+++ {other}"

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..spec.units import Spec
+from . import ops
 from .program import INPUT, STORAGE, Program, base_of, operator, slot_of, view_of
 from .roles import Kind, is_kind
 
@@ -100,17 +102,39 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
         if taken:
             frees[run[-1]] = [owner for owner in frees[run[-1]] if owner not in taken]
     out = []
+    rooms: dict[Node, int] = {}
     for node in nodes:
         freed = sum(held[n] for n in frees.get(node, ()))
         if not is_line(node):
             live -= freed
             continue
-        top = live + allocated[node]
+        if node.target is ops.wait:
+            freed += rooms.pop(node.args[0], 0)  # type: ignore[arg-type]
+        taken_too = room(node)
+        if taken_too:
+            rooms[node.args[0] if node.target in ops.IN_PLACE else node] = taken_too  # type: ignore[index]
+        allocates = allocated[node] + taken_too
+        top = live + allocates
         if node not in last and not is_kind(node, Kind.FULL):
             freed += held[node]  # nobody reads it
-        live += allocated[node] - freed
-        out.append(Line(node, allocated[node] - freed, live, top))
+        live += allocates - freed
+        out.append(Line(node, allocates - freed, live, top))
     return out
+
+
+def room(node: Node) -> int:
+    """Bytes that a sum over ranks takes, until it has been waited for, where it adds up in a wider dtype than what
+    travels: as much as is sent, for what arrives; of an all-reduce also the part that it gathers again.
+    """
+    if node.target not in (ops.reduce_scatter, ops.all_reduce):
+        return 0
+    spec = Spec.decode(node.args[1])  # type: ignore[arg-type]
+    if spec.precision.sum is spec.precision.grad_comm:
+        return 0
+    sent: Node = node.args[0]  # type: ignore[assignment]
+    ranks = spec.outer if node.args[2] >= 2 else spec.world  # type: ignore[operator]
+    again = 0 if node.target is ops.reduce_scatter else -(-numel(sent.meta["val"]) // ranks)
+    return nbytes(sent.meta["val"]) + again * spec.precision.grad_comm.itemsize
 
 
 def _donated(node: Node) -> bool:

@@ -101,8 +101,32 @@ def scattered(gfull: torch.Tensor, s: Spec, lane: int) -> torch.Tensor:
 def _over_outer(gshard: torch.Tensor, s: Spec) -> torch.Tensor:
     if s.outer_optim:
         return scattered(gshard, s, 2)
-    runs.current().all_reduce(gshard, "sum", s.groups[2])()
+    summed(gshard, s, 2)()
     return gshard
+
+
+def summed(tensor: torch.Tensor, s: Spec, lane: int) -> End:
+    """Launches the sum over the ranks of a lane, in place. Libraries add up in what travels: where that is narrower
+    than the sum is to be, it is a reduce-scatter, and a gather that is launched when somebody waits. The same bytes.
+    """
+    run, group, ranks = runs.current(), s.groups[lane], s.outer if lane >= 2 else s.world
+    if s.precision.sum is tensor.dtype:
+        return run.all_reduce(tensor, "sum", group)
+    numel = tensor.numel()
+    part = tensor.new_empty(-(-numel // ranks))
+    whole = tensor
+    if numel % ranks:
+        whole = tensor.new_zeros(ranks * part.numel())
+        whole[:numel].copy_(tensor)
+    arrived = run.scatter([(whole, part)], s.precision.sum, group)
+
+    def end() -> None:
+        arrived()
+        run.gather([(whole, part)], group)()
+        if whole is not tensor:
+            tensor.copy_(whole[:numel])
+
+    return end
 
 
 def on_any_rank(here: torch.Tensor, s: Spec) -> torch.Tensor:

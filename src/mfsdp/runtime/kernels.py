@@ -9,7 +9,7 @@ import torch
 from ..graph.ops import LIBRARY
 from ..spec.units import Spec
 from . import runs, slots
-from .immediate import gather_now, packed, scattered
+from .immediate import gather_now, packed, scattered, summed
 from .owners import orphan, owner, path
 from .transport import segments
 
@@ -96,7 +96,7 @@ def all_reduce(gfull: torch.Tensor, spec: str, lane: int) -> None:
     if gfull.data_ptr() in run.held:
         run.launch(gfull)
     else:
-        run.launch(gfull, run.all_reduce(gfull, "sum", Spec.decode(spec).groups[lane]))
+        run.launch(gfull, summed(gfull, Spec.decode(spec), lane))
 
 
 def accumulate(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float) -> None:

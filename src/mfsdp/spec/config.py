@@ -41,8 +41,8 @@ class MixedPrecisionPolicy:
         main_grads_dtype: accumulated gradients. ``None``: float32 when compute is 16 bit or lower, else the
             compute dtype.
         grad_comm_dtype: gradients on the wire. ``None``: ``main_grads_dtype``. What a narrower one brings is added up
-            over ranks in ``main_grads_dtype`` all the same; only an all-reduce (``no_shard``, HSDP's outer axis) adds
-            up in what travels.
+            over ranks in ``main_grads_dtype`` all the same, and what an all-reduce (``no_shard``, HSDP's outer axis)
+            brings back is rounded once.
         param_comm_dtype: parameters on the wire. ``None``: ``compute_dtype``.
         compute_dtype: what ``forward`` sees. ``None``: the model's own dtype at wrap time.
         output_dtype: what floating-point results of the forward are cast to, of the module that `fully_shard` is called

@@ -1,0 +1,82 @@
+"""What carries bytes: gloo's messages against torch's own collectives, sums that are as wide as they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mfsdp.runtime import groups, runs
+from mfsdp.runtime.immediate import summed
+from mfsdp.spec.config import Precision
+from mfsdp.spec.layout import plan
+from mfsdp.state.mesh import axes
+from mfsdp.state.placement import Placement
+
+pytestmark = pytest.mark.dist
+
+
+def uneven_exchange() -> bool:
+    """Every rank sends rank r ``1 + own rank + 2 * r`` rows."""
+    from mfsdp.runtime.carriers import transport_of
+
+    me, world = dist.get_rank(), dist.get_world_size()
+    counts = [[1 + sender + 2 * r for r in range(world)] for sender in range(world)]
+    sent = torch.randn(sum(counts[me]), 3)
+    received = [counts[sender][me] for sender in range(world)]
+    out, want = torch.empty(sum(received), 3), torch.empty(sum(received), 3)
+    line = transport_of(groups.default_group(), torch.device("cpu"))
+    line.all_to_all(out, sent, received, counts[me], runs.current())()
+    dist.all_to_all_single(want, sent, received, counts[me])
+    return torch.equal(out, want)
+
+
+def test_uneven_exchanges(four_ranks):
+    assert four_ranks.run(uneven_exchange) == [True] * 4
+
+
+def segments_at_once() -> tuple[bool, bool]:
+    """Gathers and reduce-scatters of several segments."""
+    group, me, world = groups.default_group(), dist.get_rank(), dist.get_world_size()
+    shards = [torch.randn(n) for n in (5, 1, 8)]
+    fulls = [torch.empty(world * s.numel()) for s in shards]
+    runs.current().gather(list(zip(fulls, shards, strict=True)), group)()
+    wanted = [torch.empty_like(f) for f in fulls]
+    for want, shard in zip(wanted, shards, strict=True):
+        dist.all_gather_into_tensor(want, shard)
+    parts = [torch.empty_like(s) for s in shards]
+    mine = [f * (me + 1) for f in fulls]
+    runs.current().scatter(list(zip(mine, parts, strict=True)), torch.float32, group)()
+    sums = [m.clone() for m in mine]
+    for total in sums:
+        dist.all_reduce(total)
+    rows = [t.view(world, -1)[me] for t in sums]
+    close = all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(parts, rows, strict=True))
+    return all(map(torch.equal, fulls, wanted)), close
+
+
+def test_segments_travel_at_once(four_ranks):
+    assert four_ranks.run(segments_at_once) == [(True, True)] * 4
+
+
+def narrow(numel: int) -> bool:
+    """An all-reduce of bfloat16 is the sum in float32, rounded once."""
+    torch.manual_seed(dist.get_rank())
+    mine = torch.randn(numel).to(torch.bfloat16)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    first, *rest = [t.float() for t in every]
+    for t in rest:
+        first += t
+    f32, bf16 = torch.float32, torch.bfloat16
+    place = Placement.of("no_shard", "no_shard", axes(None, None, torch.device("cpu")), "cpu")
+    spec = place.spec(plan([("w", (numel,))], 1), Precision(f32, bf16, bf16, bf16, f32), True)
+    assert spec.precision.sum is f32
+    with runs.announced("a sum", *spec.meets):
+        summed(mine, spec, 2)()
+    return torch.equal(mine, first.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("numel", [64, 37])
+def test_narrow_all_reduces_are_summed_wide(four_ranks, numel):
+    assert four_ranks.run(narrow, numel) == [True] * 4
