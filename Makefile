@@ -14,6 +14,7 @@ help:
 	@echo "make fuzz     random modules, sharded at random, against their unsharded selves (MINUTES=10)"
 	@echo "make bench    steps side by side on a slow link (root, Linux); results in bench-out"
 	@echo "make gpu      the tests that need a CUDA GPU"
+	@echo "make matrix   fast tests on several versions of torch, each in an environment of its own (VERSIONS=\"2.11.0 2.15.0\")"
 	@echo "make clean    remove what these commands made"
 
 demo: $(VENV)/.demo compiler
@@ -50,6 +51,18 @@ gpu: $(VENV)/.test
 	if [ "$$found" = True ]; then $(BIN)/python -m pytest -m gpu $(ARGS); \
 	else echo "make gpu: no CUDA GPU here, nothing was run"; fi
 
+# The versions after 2.13 are CUDA builds of some gigabytes; they need no GPU.
+VERSIONS ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+matrix:
+	@for v in $(VERSIONS); do \
+	  env=.cache/matrix/$$v; \
+	  { test -x $$env/bin/python || $(PYTHON) -m venv $$env; } && grep -v "^torch==" constraints.txt > $$env/constraints.txt && \
+	  $$env/bin/python -m pip install --quiet "torch==$$v" && \
+	  $$env/bin/python -m pip install --quiet --constraint $$env/constraints.txt --editable '.[test]' "torch==$$v" && \
+	  echo "torch $$v" && { $$env/bin/python -m pytest -m "$(FAST)" $(ARGS) > $$env/log.txt 2>&1; tail -n 20 $$env/log.txt | grep -E "^(FAILED|ERROR)|passed|failed"; } || \
+	  echo "torch $$v: see $$env/log.txt"; \
+	done
+
 $(VENV)/bin/python:
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
 	  { echo "mfsdp needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..."; exit 1; }
@@ -71,4 +84,4 @@ clean:
 	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test check lint types quick goldens fuzz bench gpu compiler browser clean
+.PHONY: help demo test check lint types quick goldens fuzz bench gpu matrix compiler browser clean

@@ -8,9 +8,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import mfsdp
@@ -72,6 +74,38 @@ def test_explain_a_table(capsys, tmp_path):
     text = shown(capsys, "explain", "tests.test_command:factory", *args, "--plot", str(tmp_path / "a.png"))
     assert text.splitlines()[0].split()[:3] == ["world", "prefetch", "units"] and len(text.splitlines()) == 9
     assert (tmp_path / "a.png").exists()
+
+
+def config_of(kind: str) -> Any:
+    """Small configurations, as transformers saves them with the models' own classes."""
+    t, small = transformers, {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    configs = {
+        "gpt2": lambda: t.GPT2Config(n_layer=2, n_embd=64, n_head=4, architectures=["GPT2LMHeadModel"]),
+        "bert": lambda: t.BertConfig(num_hidden_layers=2, architectures=["BertForMaskedLM"], **small),
+        "vit": lambda: t.ViTConfig(
+            num_hidden_layers=2, image_size=32, patch_size=8, architectures=["ViTForImageClassification"], **small
+        ),
+        "t5": lambda: t.T5Config(
+            num_layers=2, d_model=64, d_ff=128, num_heads=4, d_kv=16, decoder_start_token_id=0,
+            architectures=["T5ForConditionalGeneration"],
+        ),
+    }  # fmt: skip
+    return configs[kind]()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "vit", "t5"])
+def test_explain_what_transformers_ships(capsys, tmp_path, kind):
+    """Language models that log while they are traced, encoders, images, encoders and decoders."""
+    config_of(kind).save_pretrained(tmp_path)
+    text = shown(capsys, "explain", str(tmp_path), "--world", "4", "--length", "32", "--batch", "2")
+    assert "on 4 ranks" in text and "fits in" in text
+
+
+def test_a_configuration_that_is_not_enough(capsys, tmp_path):
+    transformers.WhisperConfig(architectures=["WhisperForConditionalGeneration"]).save_pretrained(tmp_path)
+    assert command.main(["explain", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "its input is called input_features" in told and "Give package.module:factory instead" in told
 
 
 def test_explain_a_hugging_face_configuration(capsys, tmp_path):

@@ -61,6 +61,7 @@ def test_kept_parameters(golden):
         golden(f"kept.{phase}", pipeline.run(toy2(phase, reshard_after_forward=False))[-1].listing)
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="other versions of torch number views otherwise")
 def test_gpt(golden):
     """Tied embeddings, attention, several parameters per unit, one unit like the other."""
     with torch.device("meta"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -144,16 +145,42 @@ def _hugging_face(path: Path, batch: int, length: int) -> tuple[Any, tuple[Any, 
         raise FileNotFoundError(f"there is no file {path}")
     try:
         kind = json.loads(path.read_text()).get("model_type")
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     except ImportError as error:
         raise ImportError(f"{path} is a Hugging Face configuration (pip install transformers): {error}") from error
     if not kind:
         raise ValueError(f"{path} is no Hugging Face configuration: it has no model_type")
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     config.use_cache = False
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    ids = torch.zeros(batch, length, dtype=torch.long)
-    return model, (), {"input_ids": ids, "labels": ids}, sorted(model._no_split_modules or []) or None
+    named = (config.architectures or [""])[0]
+    try:
+        make = getattr(transformers, named, None) or transformers.AutoModelForCausalLM.from_config
+        with torch.device("meta"):
+            model = make(config)
+        inputs = _inputs_of(model, batch, length)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} does not say enough of a {named or kind} to make it and its inputs: {error}. Give "
+            "package.module:factory instead, a function that returns (model, args, kwargs)"
+        ) from error
+    return model, (), inputs, sorted(model._no_split_modules or []) or None
+
+
+def _inputs_of(model: Any, batch: int, length: int) -> dict[str, Any]:
+    """A batch for a model of transformers: tokens or images, and labels if it takes some."""
+    import torch
+
+    name, config = model.main_input_name, model.config
+    if name == "pixel_values":
+        side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        inputs = {name: torch.zeros(batch, config.num_channels, side, side)}
+    elif name == "input_ids":
+        inputs = {name: torch.zeros(batch, length, dtype=torch.long)}
+    else:
+        raise ValueError(f"its input is called {name}")
+    if "labels" in inspect.signature(model.forward).parameters:
+        one = type(model).__name__.endswith(("ForSequenceClassification", "ForImageClassification"))
+        inputs["labels"] = torch.zeros((batch,) if one else (batch, length), dtype=torch.long)
+    return inputs

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._guards import TracingContext
@@ -116,7 +118,7 @@ def trace(
 
     meta_args, meta_kwargs = pytree.tree_map(to_meta, (args, dict(kwargs or {})))
     try:
-        with torch.set_grad_enabled(train), _constants_on_meta(), suppress(_Traced):
+        with torch.set_grad_enabled(train), _constants_on_meta(), _logs_nothing(), suppress(_Traced):
             torch.compile(meta, backend=backend, fullgraph=True, dynamic=False)(*meta_args, **meta_kwargs)
     finally:
         found.clear()
@@ -134,6 +136,17 @@ def _constants_on_meta() -> Iterator[None]:
         yield
     finally:
         fake_tensor_tls.allow_non_fake_inputs_override = before
+
+
+def _logs_nothing() -> AbstractContextManager[Any]:
+    """Lets a model log in its forward, which is a graph break otherwise: nothing runs here that anybody would hear of.
+    Private in torch (``ignore_logging_functions``, ``ignore_logger_methods`` before 2.12); tried on 2.11 to 2.13.
+    """
+    names = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once", "info_once")
+    methods = {getattr(logging.Logger, n) for n in (*names, "warning_advice") if hasattr(logging.Logger, n)}
+    known = "ignore_logging_functions"
+    name = known if hasattr(dynamo_config, known) else "ignore_logger_methods"
+    return dynamo_config.patch({name: {*getattr(dynamo_config, name), *methods}})  # type: ignore[no-any-return]
 
 
 def _refuse(error: Exception, *args: Any) -> Any:

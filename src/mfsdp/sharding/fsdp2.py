@@ -90,6 +90,18 @@ class Spelling:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Nothing to do: reductions are sums, always."""
 
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Nothing to do: what is gathered lies in static buffers, whose addresses stay (option ``pool``)."""
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """``False`` is always so.
+
+        Raises:
+            NotImplementedError: ``True``.
+        """
+        if enabled:
+            _instead("set_manual_backward_finalization(True)", "every backward finishes its reductions by itself")
+
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """``True`` is always so.
 
@@ -143,6 +155,7 @@ _ELSEWHERE = {
     "set_modules_to_forward_prefetch": _PREFETCH,
     "set_modules_to_backward_prefetch": _PREFETCH,
     "set_reduce_scatter_max_input_buffers": "torch.compile(..., options={'reduce_lag': n}) says how many are in flight",
+    "finalize_backward": "every backward finishes its reductions by itself; mfsdp.no_sync holds them back",
     "set_all_reduce_hook": "hooks on parameters, param.register_hook(hook), see the reduced gradient",
     "set_post_optim_event": "programs wait for what the current stream was given before, the optimizer's step included",
     "set_custom_all_gather": _PASS,
