@@ -43,7 +43,7 @@ _transports: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], Transpo
 def _make(group: dist.ProcessGroup, device: str) -> Transport:
     if dist.get_backend(group) == "fake":
         return Mirror(group)
-    return Gloo(group) if device == "cpu" and "cpu:gloo" in dist.get_backend_config(group) else Native(group, device)
+    return Gloo(group) if device == "cpu" and "cpu:gloo" in dist.get_backend_config(group) else Native(group)
 
 
 _stand_in: Callable[[dist.ProcessGroup, str], Transport] | None = None

@@ -11,15 +11,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from . import groups
 from .transport import End, Member, Pairs, Turn
 
 WORD = 0x6D67
 """The tag of announcements."""
-
-OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 Messages = Sequence[tuple[int, torch.Tensor]]
 """Ranks of the group, and what is sent to them or received from them."""
@@ -64,11 +61,6 @@ class Gloo(Member):
                 _add(parts, dtype, shard)
 
         return end
-
-    def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
-        turn.agree()
-        work: Any = dist.all_reduce(tensor, OPS[op], group=self.group, async_op=True)
-        return work.wait  # type: ignore[no-any-return]
 
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn

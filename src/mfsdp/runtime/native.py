@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from . import devices
-from .gloo import OPS
 from .transport import End, Member, Pairs, Turn
 
 # Named *_single from torch 2.13 on, where the old names warn; tried on 2.11 to 2.13.
@@ -21,10 +20,6 @@ class Native(Member):
     """Collectives of the group's backend for a kind of device. They have no tags: ranks agree before they launch."""
 
     prompt = False
-
-    def __init__(self, group: dist.ProcessGroup, device: str):
-        super().__init__(group)
-        self.device = device
 
     def gather(self, pairs: Pairs, turn: Turn) -> End:
         turn.agree()
@@ -53,11 +48,6 @@ class Native(Member):
             rooms.clear()
 
         return end
-
-    def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
-        turn.agree()
-        work: Any = dist.all_reduce(tensor, OPS[op], group=self.group, async_op=True)
-        return work.wait  # type: ignore[no-any-return]
 
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn

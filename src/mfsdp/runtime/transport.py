@@ -56,8 +56,11 @@ class Transport(Protocol):
         """
 
 
+OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
 class Member:
-    """A rank's place in a process group, and the words that it leaves for others there."""
+    """A rank's place in a process group, the words that it leaves for others there, and torch's own all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = weakref.ref(group)
@@ -72,6 +75,11 @@ class Member:
         found = self._group()
         assert found is not None, "the registry holds no transport longer than its group"
         return found
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
+        turn.agree()
+        work: Any = dist.all_reduce(tensor, OPS[op], group=self.group, async_op=True)
+        return work.wait  # type: ignore[no-any-return]
 
     def tell(self, key: str, text: str) -> None:
         groups.tell(key, text)
