@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -142,3 +143,41 @@ def test_a_mesh_without_names(eight):
     assert dist.get_process_group_ranks(found.inner().get_group()) == [0, 1, 2, 3]
     assert dist.get_process_group_ranks(found.both().get_group(0)) == [3, 7]
     assert found.one().get_group() is found.one().get_group() is dist.group.WORLD
+
+
+class Layers(nn.Module):
+    """Equal layers in plain Python: Dynamo compiles one, and calls that program for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Names:
+    """What operations are called as they run."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def program(self, outline: Any, run: Any, args: list[Any]) -> Any:
+        return run(args)
+
+    def operation(self, name: str, kernel: Any, args: tuple[Any, ...]) -> Any:
+        self.seen.append(name)
+        return kernel(*args)
+
+
+def test_operations_are_called_after_the_unit_that_they_are_of(eight):
+    """Also where equal layers share a program."""
+    model = mfsdp.fully_shard(Layers(), units=["layers.*"])
+    run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager"})
+    with runs.observed(names := Names()):
+        run(torch.ones(2, 16)).sum().backward()
+    for verb, order in (("all_gather", (0, 1, 2)), ("accumulate", (2, 1, 0))):
+        assert [n for n in names.seen if n.startswith(verb)][:3] == [f"{verb} layers.{i}" for i in order]

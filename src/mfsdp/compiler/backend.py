@@ -102,7 +102,7 @@ def collectives(program: Program) -> dict[str, list[str]]:
     (law 39), and may share a program.
     """
     out: dict[str, list[str]] = {}
-    told = set(sharded(program).values())
+    told = {unit for unit, _ in sharded(program).values()}
     for node in program.nodes:
         r = role(node)
         if r is None or node.target not in (*ops.COLLECTIVES, ops.accumulate):
@@ -138,10 +138,11 @@ def _whole_budget(gm: fx.GraphModule) -> None:
         )
 
 
-def sharded(program: Program) -> dict[int, str]:
-    """Which of a program's arguments are sources of units, and the units' names."""
+def sharded(program: Program) -> dict[int, tuple[str, str]]:
+    """Which of a program's arguments are sources of units, and the units' names and paths."""
     places = enumerate(program.gm.graph.find_nodes(op="placeholder"))
-    return {i: r.unit for i, n in places if (r := role(n)) is not None and r.kind is Kind.SHARD}
+    found = {i: r.unit for i, n in places if (r := role(n)) is not None and r.kind is Kind.SHARD}
+    return {i: (name, program.unit(name).fqn) for i, name in found.items()}
 
 
 def holding(program: Program) -> set[int]:

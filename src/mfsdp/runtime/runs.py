@@ -265,7 +265,7 @@ def marked(
     outline: Outline,
     run: Callable[[list[Any]], Any],
     sequences: Mapping[str, Sequence[str]] | None = None,
-    sources: Mapping[int, str] | None = None,
+    sources: Mapping[int, tuple[str, str]] | None = None,
     keeping: Collection[int] = (),
     reads: Sequence[int] = (),
     meets: Sequence[str] = (),
@@ -278,8 +278,9 @@ def marked(
         run: the program.
         sequences: its collectives by group, one text each: what all ranks of the group must have alike (law 13). They
             are compared every time that it runs (Note [In step]).
-        sources: which of its arguments are sources, and of which unit, ``u0``. Equal layers may share a program: whose
-            parameters it reads is told from its arguments, and stands in ``sequences`` where `PATH` says.
+        sources: which of its arguments are sources, of which unit, ``u0``, and its path when it was compiled. Equal
+            layers may share a program: whose parameters it reads is told from its arguments, and stands in
+            ``sequences`` where `PATH` says, and in the names of its operations.
         keeping: which of them may keep gradients back (`no_sync`); whether they do is compared too.
         reads: which of its arguments parameters are read through in forward (sources, or gathered parameters):
             they have to be the modules' still.
@@ -290,8 +291,14 @@ def marked(
             has been left behind by an exception.
     """
     named = partial(frame(outline.name), run)
-    frames = tuple((name.partition(" ")[0], frame(name)) for name in outline.operations)
-    units = sources or {}
+    units = {i: unit for i, (unit, _) in (sources or {}).items()}
+    compiled = tuple(path for _, path in (sources or {}).values())
+
+    @functools.cache
+    def frames(paths: tuple[str, ...]) -> tuple[tuple[str, Callable[..., Any]], ...]:
+        moved = dict(zip(compiled, paths, strict=True))
+        named = (name.partition(" ") for name in outline.operations)
+        return tuple((verb, frame(f"{verb} {moved.get(path, path)}")) for verb, _, path in named)
 
     @functools.cache
     def words(paths: tuple[str, ...], kept: tuple[str, ...]) -> dict[str, Words]:
@@ -304,8 +311,7 @@ def marked(
 
         return {group: Words(outline.name, (*map(told, lines), *more)) for group, lines in (sequences or {}).items()}
 
-    def said(args: list[Any]) -> dict[str, Words]:
-        paths = tuple(_fqn(args[i]) for i in units)
+    def said(args: list[Any], paths: tuple[str, ...]) -> dict[str, Words]:
         if not keeping:
             return words(paths, ())
         may_keep = [(i, path) for i, path in zip(units, paths, strict=True) if i in keeping]
@@ -313,8 +319,9 @@ def marked(
         return words(paths, tuple(path for i, path in may_keep if _keeps(args[i])))
 
     def program(args: list[Any]) -> Any:
-        here = Run(outline.name, iter(frames), meets)
-        here.announce(said(args) if sequences else {})
+        paths = tuple(_fqn(args[i]) for i in units)
+        here = Run(outline.name, iter(frames(paths)), meets)
+        here.announce(said(args, paths) if sequences else {})
         _here.runs.append(here)
         try:
             for buffer in dict.fromkeys(read_by(args[i]) for i in reads):
