@@ -267,7 +267,7 @@ def _layer(source: str) -> str:
 
 
 def sources(gm: fx.GraphModule) -> list[str]:
-    """Where each input came from, as Dynamo's guards write it. Private in torch; tried on 2.11 to 2.13."""
+    """Where each input came from, as Dynamo's guards write it. Private in torch; tried on 2.11 to 2.15."""
     names = []
     for node in gm.graph.find_nodes(op="placeholder"):
         arg = node.meta.get("grapharg")

@@ -47,7 +47,7 @@ def inductor(
     compile: Callable[..., Any] = compile_fx_inner,
 ) -> Callable[..., Any]:
     """Compiles with Inductor, never into CUDA graphs, whoever asks for them. Private in torch (``compile_fx``); tried
-    on 2.11 to 2.13.
+    on 2.11 to 2.15.
     """
     gm.meta.pop("cudagraph_annotation", None)  # torch._dynamo.override_cudagraphs, which goes before the configuration
 
@@ -73,7 +73,7 @@ def inductor(
 
 
 def eager(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform: Transform) -> Callable[..., Any]:
-    """Runs the ATen graph as it is. Private in torch (``aot_autograd``, ``boxed_nop``); tried on 2.11 to 2.13."""
+    """Runs the ATen graph as it is. Private in torch (``aot_autograd``, ``boxed_nop``); tried on 2.11 to 2.15."""
 
     def compiler(phase: Phase) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
         def compile(graph: fx.GraphModule, example: Sequence[Any]) -> Any:

@@ -74,7 +74,7 @@ def _operand(arg: Any, number: Mapping[Node, int]) -> Operand | None:
 
 
 def written(code: str) -> list[Operation]:
-    """Our operations in Inductor's code, in order. The form of that code is private in torch; tried on 2.11 to 2.13."""
+    """Our operations in Inductor's code, in order. The form of that code is private in torch; tried on 2.11 to 2.15."""
     tree = ast.parse(code)
     bodies = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "call"]
     bound: dict[str, Operand] = {}

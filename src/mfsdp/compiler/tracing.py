@@ -128,7 +128,7 @@ def trace(
 @contextmanager
 def _constants_on_meta() -> Iterator[None]:
     """Lets a model make constants where its input is: ``torch.tensor(0.5, device=x.device)`` on the meta device is no
-    fake tensor, and fake tensors do not mix with others unless told to. Private in torch; tried on 2.11 to 2.13.
+    fake tensor, and fake tensors do not mix with others unless told to. Private in torch; tried on 2.11 to 2.15.
     """
     before = fake_tensor_tls.allow_non_fake_inputs_override
     fake_tensor_tls.allow_non_fake_inputs_override = True
@@ -140,7 +140,7 @@ def _constants_on_meta() -> Iterator[None]:
 
 def _logs_nothing() -> AbstractContextManager[Any]:
     """Lets a model log in its forward, which is a graph break otherwise: nothing runs here that anybody would hear of.
-    Private in torch (``ignore_logging_functions``, ``ignore_logger_methods`` before 2.12); tried on 2.11 to 2.13.
+    Private in torch (``ignore_logging_functions``, ``ignore_logger_methods`` before 2.12); tried on 2.11 to 2.15.
     """
     names = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once", "info_once")
     methods = {getattr(logging.Logger, n) for n in (*names, "warning_advice") if hasattr(logging.Logger, n)}
@@ -165,7 +165,7 @@ def _stop(*args: Any) -> Any:
 def _on_cpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """Fake CPU tensors like the inputs, and the graph made to fit. Tracing goes on with them: on the meta device some
     compositions of operators (``nll_loss``) have kernels of their own, which autograd does not see through. Private in
-    torch (``TracingContext``, ``force_non_lazy_backward_lowering``); tried on 2.11 to 2.13.
+    torch (``TracingContext``, ``force_non_lazy_backward_lowering``); tried on 2.11 to 2.15.
     """
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None, "a backend runs inside of Dynamo"

@@ -55,7 +55,7 @@ def fused(program: Program) -> list[list[Node]]:
 def fuses(node: Node) -> bool:
     """Whether Inductor writes the kernel, and may write it together with its neighbours: what it has no lowering for
     (custom operators, sorting, grouped products) is a call of its own. Private in torch (``lowerings``,
-    ``fallbacks``); tried on 2.11 to 2.13.
+    ``fallbacks``); tried on 2.11 to 2.15.
     """
     target: Any = node.target
     known = target in inductor.lowerings and target not in inductor.fallbacks and operator(node)[0] is target

@@ -157,7 +157,7 @@ class Program:
 
     @cached_property
     def _fake_mode(self) -> Any:
-        """The mode of the program's fake tensors. Private in torch (``detect_fake_mode``); tried on 2.11 to 2.13."""
+        """The mode of the program's fake tensors. Private in torch (``detect_fake_mode``); tried on 2.11 to 2.15."""
         mode = detect_fake_mode([n.meta.get("val") for n in self.nodes if n.op == "placeholder"])
         assert mode is not None, "a program's placeholders carry fake tensors"
         return mode

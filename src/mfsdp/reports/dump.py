@@ -104,7 +104,7 @@ def traced() -> bool:
 
 
 def artifacts(number: int, phase: str, stages: Sequence[Stage]) -> None:
-    """Hands the listings to tlparse. Private in torch (``trace_structured``); tried on 2.11 to 2.13."""
+    """Hands the listings to tlparse. Private in torch (``trace_structured``); tried on 2.11 to 2.15."""
     for i, stage in enumerate(stages) if traced() else ():
         about = {"name": f"mfsdp_graph{number}_{phase}_{i}_{stage.name}", "encoding": "string"}
         trace_structured("artifact", metadata_fn=partial(dict, about), payload_fn=partial(str, stage.listing))

@@ -10,13 +10,13 @@ import torch
 
 def accumulates(node: Any) -> bool:
     """Whether the backward that is running will bring a gradient to a leaf, given its accumulation node; outside of
-    one, ``True``. Private in torch (``_will_engine_execute_node``); tried on 2.11 to 2.13.
+    one, ``True``. Private in torch (``_will_engine_execute_node``); tried on 2.11 to 2.15.
     """
     return backward_number() < 0 or bool(torch._C._will_engine_execute_node(node))
 
 
 def backward_number() -> int:
-    """A number of its own for every backward, -1 outside. Private in torch; tried on 2.11 to 2.13."""
+    """A number of its own for every backward, -1 outside. Private in torch; tried on 2.11 to 2.15."""
     return torch._C._current_graph_task_id()  # type: ignore[no-any-return, attr-defined]
 
 
@@ -28,6 +28,6 @@ def accumulation_node(leaf: torch.Tensor) -> Any:
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Calls something when the backward that is running ends. Private in torch (``_execution_engine.queue_callback``);
-    tried on 2.11 to 2.13.
+    tried on 2.11 to 2.15.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

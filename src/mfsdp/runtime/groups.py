@@ -14,7 +14,7 @@ import torch.distributed.distributed_c10d as c10d
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """The process group of that name. Private in torch; tried on 2.11 to 2.13."""
+    """The process group of that name. Private in torch; tried on 2.11 to 2.15."""
     try:
         return c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError, KeyError) as error:
@@ -72,7 +72,7 @@ def other_of(name: str) -> str | None:
 
 def _same_number_of_groups(name: str) -> None:
     """The name of a new group, under which its ranks find each other, is made from how many a rank knows. Private in
-    torch (``_world``); tried on 2.11 to 2.13.
+    torch (``_world``); tried on 2.11 to 2.15.
     """
     known = len(c10d._world.pg_names)
     for other, theirs in others_that_differ(name, [f"{known}"]).items():
@@ -105,7 +105,7 @@ _lanes: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], tuple[str, s
 
 
 def tell(key: str, text: str) -> None:
-    """Leaves a text in the default group's store. Private in torch (``_get_default_store``); tried on 2.11 to 2.13."""
+    """Leaves a text in the default group's store. Private in torch (``_get_default_store``); tried on 2.11 to 2.15."""
     c10d._get_default_store().set(f"mfsdp/{key}", text)
 
 

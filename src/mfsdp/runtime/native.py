@@ -11,7 +11,7 @@ import torch.distributed as dist
 from . import devices
 from .transport import End, Member, Pairs, Turn
 
-# Named *_single from torch 2.13 on, where the old names warn; tried on 2.11 to 2.13.
+# Named *_single from torch 2.13 on, where the old names warn; tried on 2.11 to 2.15.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -58,7 +58,7 @@ class Native(Member):
 
     def _at_once(self, collective: Callable[..., Any], tensors: Pairs) -> End:
         """Launches a collective for each pair of what it writes and what it reads, together: one of NCCL's calls, and
-        one latency. Private in torch (``_coalescing_manager``); tried on 2.11 to 2.13.
+        one latency. Private in torch (``_coalescing_manager``): read in 2.13, not run yet.
         """
         if len(tensors) == 1:
             return collective(*tensors[0], group=self.group, async_op=True).wait  # type: ignore[no-any-return]

@@ -77,5 +77,5 @@ def _vacant(storage: torch.UntypedStorage, device: torch.device) -> bool:
 
 
 def holders(storage: torch.UntypedStorage) -> int:
-    """How many tensors and handles share the storage. Private in torch; tried on 2.11 to 2.13."""
+    """How many tensors and handles share the storage. Private in torch; tried on 2.11 to 2.15."""
     return torch._C._storage_Use_Count(storage._cdata)  # type: ignore[no-any-return, attr-defined]

@@ -89,14 +89,14 @@ def _trivial(kind: Any) -> bool:
 
 
 def _fake(param: torch.Tensor) -> bool:
-    """Whether it stands for a plain tensor. Private in torch (``FakeTensor``); tried on 2.11 to 2.13."""
+    """Whether it stands for a plain tensor. Private in torch (``FakeTensor``); tried on 2.11 to 2.15."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(param, FakeTensor)
 
 
 def _hooked(param: torch.Tensor) -> bool:
-    """Whether somebody has registered a hook. Private in torch (two attributes); tried on 2.11 to 2.13."""
+    """Whether somebody has registered a hook. Private in torch (two attributes); tried on 2.11 to 2.15."""
     return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 

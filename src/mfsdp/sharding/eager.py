@@ -274,7 +274,7 @@ def _recomputing() -> bool:
 
 
 def _keep_until_backward_ends(unit: UnitState) -> None:
-    """Private in torch (``queue_callback``); tried on 2.11 to 2.13."""
+    """Private in torch (``queue_callback``); tried on 2.11 to 2.15."""
     if unit in _here.again:
         return
     if not _here.again:
@@ -320,7 +320,7 @@ def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:
 
 
 def never_a_frame(function: Any) -> None:
-    """Dynamo may inline the function but not compile it by itself. Private in torch; tried on 2.11 to 2.13."""
+    """Dynamo may inline the function but not compile it by itself. Private in torch; tried on 2.11 to 2.15."""
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
@@ -331,7 +331,7 @@ def _plain(t: torch.Tensor) -> bool:
 
 
 def _outer_hooks() -> tuple[Any, Any] | None:
-    """The saved-tensor hooks in force, as (pack, unpack). Private in torch; tried on 2.11 to 2.13."""
+    """The saved-tensor hooks in force, as (pack, unpack). Private in torch; tried on 2.11 to 2.15."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks  # type: ignore[no-any-return]
 

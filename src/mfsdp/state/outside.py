@@ -63,7 +63,7 @@ _FACTORIES = ("new_", "empty_", "full_", "ones_", "zeros_", "rand_", "randn_", "
 @cache
 def way_of(function: Callable[..., Any]) -> Way:
     """Which kind a function is, as ``__torch_function__`` gets it: told from its name and its operator's schema.
-    Private in torch (names, ``_schema``, ``torch.utils._pytree``); tried on 2.11 to 2.13.
+    Private in torch (names, ``_schema``, ``torch.utils._pytree``); tried on 2.11 to 2.15.
     """
     name = getattr(function, "__name__", "")
     if function in _VIEWS or name in _OTHER:

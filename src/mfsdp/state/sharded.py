@@ -21,7 +21,7 @@ from .rows import RowShard
 def local_mesh(device_type: str, shape: tuple[int, ...], rank: int = 0) -> DeviceMesh:
     """A mesh without process groups, over one axis or (outer, shard): for one process, or for planning.
 
-    Private in torch (``_init_backend``, ``_rank``); tried on 2.11 to 2.13.
+    Private in torch (``_init_backend``, ``_rank``); tried on 2.11 to 2.15.
     """
     names = ("dp_outer", "dp_shard")[-len(shape) :]
     with torch.device("cpu"):  # whatever the default device is

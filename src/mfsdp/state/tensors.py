@@ -32,7 +32,7 @@ from .sharded import Sharding, strides_of
 def _subclasses_dispatch() -> bool:
     """Whether ``__torch_dispatch__`` of a DTensor subclass is called: torch 2.11 goes to DTensor's own in C++ instead.
 
-    There every call is taken up in ``__torch_function__``, under a mode that goes first. Tried on 2.11 to 2.13.
+    There every call is taken up in ``__torch_function__``, under a mode that goes first. Tried on 2.11 to 2.15.
     """
     called = []
 
@@ -475,7 +475,7 @@ torch.serialization.add_safe_globals([_rebuilt])  # for weights_only, as torch d
 
 def _take_foreach_paths() -> None:
     """Lets ``clip_grad_norm_`` and optimizers choose their ``foreach`` form for us, as they do for DTensor: one
-    collective for all norms instead of one each. Private in torch (two lists of types); tried on 2.11 to 2.13.
+    collective for all norms instead of one each. Private in torch (two lists of types); tried on 2.11 to 2.15.
     """
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as of_clipping
