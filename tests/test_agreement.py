@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
-from mfsdp.runtime import agreement
+from mfsdp.runtime import agreement, groups
 from mfsdp.runtime.agreement import Apart, Company, Words
 from tests.parity import averaged, error, whole
 
@@ -429,14 +429,23 @@ def test_messages_of_two_announcements_have_two_tags():
     assert len(tags) == 100 and all(1 << 30 <= tag < 1 << 31 for tag in tags)
 
 
-def with_a_group_of_its_own() -> str:
-    """Rank 0 has made a group that nobody else knows, as for logging."""
+def with_a_group_of_its_own() -> float:
+    """Rank 0 has made a group that nobody else is in, as for logging."""
     if dist.get_rank() == 0:
         dist.new_group([0], use_local_synchronization=True)
-    return said(lambda: mfsdp.fully_shard(nn.Linear(8, 8)))
+    model = mfsdp.fully_shard(nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+    return model.bias.grad.full_tensor().sum().item()
 
 
 @pytest.mark.dist
-def test_ranks_with_different_numbers_of_groups_are_told_at_once(two_fresh_ranks):
-    for text in two_fresh_ranks.run(with_a_group_of_its_own, timeout=60):
-        assert "process groups, rank" in text and "after fully_shard" in text, text
+def test_ranks_may_be_in_different_numbers_of_groups(two_fresh_ranks):
+    assert two_fresh_ranks.run(with_a_group_of_its_own, timeout=60) == [16.0, 16.0]
+
+
+def test_where_they_may_not_they_are_told(monkeypatch):
+    """New groups of some ranks are called after how many each of them is in."""
+    monkeypatch.setattr(groups, "others_that_differ", lambda name, lines: {1: ["7"]})
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    with pytest.raises(RuntimeError, match=r"rank 1 in 7: a new one would .* after fully_shard"):
+        groups._same_number_of_groups("g")

@@ -170,3 +170,10 @@ def test_private_torch_is_marked():
         private = {n for n in _all_imports(text) if n.startswith("torch.") and "._" in n}
         if private:
             assert "2.11 to 2.15" in text, f"{path.name} uses {private} and names no versions"
+
+
+def test_who_imports_mfsdp_may_load_what_it_has_saved():
+    """Beside torch the import alone makes its tensors known to ``torch.load``."""
+    code = "import torch, mfsdp; print([f.__name__ for f in torch.serialization.get_safe_globals()])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "_rebuilt" in out.stdout, out.stderr[-2000:]

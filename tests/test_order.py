@@ -74,9 +74,25 @@ def test_a_wait_that_has_moved_is_a_warning(told):
     assert "the compiler has moved an operation: where the listing has `wait u" in told[0]
 
 
-def test_an_operand_that_is_another_is_not_the_same(told):
+def test_an_operand_that_is_another_is_an_error():
     expected, lines = code_of("backward")
     wait = at(lines, "wait", 1)
     lines[wait] = lines[wait].replace("default(buf5", "default(buf0")
-    compare(expected, "\n".join(lines))
-    assert "the code has torch.ops.mfsdp.wait.default(buf" in told[0]
+    with pytest.raises(LawError, match="`wait u1_gshard` of the listing is not in the code"):
+        compare(expected, "\n".join(lines))
+
+
+@pytest.mark.parametrize("verb", ["wait", "accumulate", "pack"])
+def test_an_operation_that_is_gone_is_an_error(verb):
+    expected, lines = code_of("backward")
+    del lines[at(lines, verb, -1)]
+    with pytest.raises(LawError, match=rf"`{verb} .*` of the listing is not in the code"):
+        compare(expected, "\n".join(lines))
+
+
+def test_code_that_is_not_in_python_is_not_compared(monkeypatch):
+    expected, _ = code_of("backward")
+    said: list[str] = []
+    monkeypatch.setattr(order.log, "info", said.append)
+    compare(expected, "cpp_wrapper_src = 'void call();'")
+    assert "was not compared" in said[0]

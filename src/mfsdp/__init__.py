@@ -6,6 +6,7 @@ model = torch.compile(model, backend="mfsdp")        collectives become nodes of
 Names are imported when they are asked for: the command line, and whoever looks for a version, need no torch.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,10 @@ def __getattr__(name: str) -> Any:
     module = import_module(f"mfsdp.{_WHERE[name]}")
     found = globals()[name] = module if name == _WHERE[name] else getattr(module, name)
     return found
+
+
+if "torch" in sys.modules:
+    import_module("mfsdp.state")  # torch.load and optimizers are told of its tensors
 
 
 def __dir__() -> list[str]:

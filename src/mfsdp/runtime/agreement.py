@@ -258,14 +258,14 @@ class Company:
         for company in companies:
             company.lost, company.left = text, None
             company._open.clear()
-            company._tell_quietly(f"lost/{company.name}", text)
+            company._tell_quietly(f"lost/{company.name}/{company.wire.ranks[0]}", text)
             company.wire.sever()
         raise Apart(text)
 
     def story(self) -> str:
         """Why another rank has broken the connections, if it has said so."""
         try:
-            return self.wire.ask(f"lost/{self.name}", 0.1) or ""
+            return self.wire.ask(f"lost/{self.name}/{self.wire.ranks[0]}", 0.1) or ""
         except RuntimeError:
             return ""
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from . import groups
-from .agreement import Wire
+from .agreement import Company, Wire
 from .gloo import Gloo
 from .mirror import Mirror
 from .native import Native
@@ -27,6 +27,19 @@ def wire_of(name: str) -> Wire | None:
     kinds = [kind.partition(":")[0] for kind in dist.get_backend_config(groups.process_group(name)).split(",")]
     found = _made(name, "cpu" if "cpu" in kinds else kinds[0])
     return found if isinstance(found, Wire) and len(found.ranks) > 1 else None
+
+
+_companies: dict[str, tuple[weakref.ref[dist.ProcessGroup], Company | None]] = {}
+
+
+def company_of(name: str) -> Company | None:
+    """The ranks of a group, where there is somebody to agree with."""
+    group = groups.process_group(name)
+    found = _companies.get(name)
+    if found is None or found[0]() is not group:
+        line = wire_of(name)
+        found = _companies[name] = (weakref.ref(group), None if line is None else Company(name, line))
+    return found[1]
 
 
 def _made(name: str, device: str) -> Transport:
@@ -53,12 +66,14 @@ _stand_in: Callable[[dist.ProcessGroup, str], Transport] | None = None
 def carried_by(make: Callable[[dist.ProcessGroup, str], Transport]) -> Iterator[None]:
     """Puts something else behind the seam, for all groups, inside of the ``with``."""
     global _stand_in
-    former, there = _stand_in, dict(_transports)
+    former, there, met = _stand_in, dict(_transports), dict(_companies)
     _stand_in = make
     _transports.clear()
+    _companies.clear()
     try:
         yield
     finally:
         _stand_in = former
-        _transports.clear()
-        _transports.update(there)
+        for known, before in ((_transports, there), (_companies, met)):
+            known.clear()
+            known.update(before)  # type: ignore[arg-type]

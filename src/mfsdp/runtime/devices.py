@@ -79,9 +79,12 @@ _SLOW = {
 }
 
 
-def told_of_environment(device: torch.device) -> list[str]:
-    """Warns, once, of variables that keep communication from overlapping with computation; gives their names."""
-    if device.type != "cuda":
+@functools.cache
+def told_of_environment(kind: str) -> list[str]:
+    """Warns, once for a kind of device, of variables that keep communication from overlapping with computation; gives
+    their names.
+    """
+    if kind != "cuda":
         return []
     found = [name for name in _SLOW if os.environ.get(name) == "1"]
     for name in found:

@@ -100,7 +100,10 @@ class Gloo(Member):
         if self._group() is None:
             return
         other = groups.other_of(self.name)
-        for over in (self.group, *([] if other is None else [groups.process_group(other)])):
+        lanes = [self.group]
+        with suppress(RuntimeError):  # it may be gone
+            lanes += [] if other is None else [groups.process_group(other)]
+        for over in lanes:
             for peer in set(range(over.size())) - {over.rank()}:
                 with suppress(RuntimeError):
                     over.recv([torch.empty(1)], peer, WORD + 1).wait(timedelta(milliseconds=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -57,7 +58,6 @@ def lanes_of(name: str, device: str) -> tuple[str, str]:
     group = process_group(name)
     found = _lanes.get((name, device))
     if found is None or found[0]() is not group:
-        _same_number_of_groups(name)
         nccl = f"{device}:nccl" in dist.get_backend_config(group)
         gathers = _another(group, "mfsdp_gather", nccl) if nccl else name
         lanes = gathers, _another(group, "mfsdp_reduce", nccl)
@@ -67,19 +67,25 @@ def lanes_of(name: str, device: str) -> tuple[str, str]:
 
 def other_of(name: str) -> str | None:
     """The group for reductions that `lanes_of` has made for a group, or for its gathers."""
-    return next((lanes[1] for _, lanes in _lanes.values() if lanes[0] == name), None)
+    return next((lanes[1] for made, lanes in _lanes.values() if lanes[0] == name and made() is not None), None)
+
+
+def gathers_of(name: str, device: str) -> str:
+    """The group that gathers over the ranks of a group go through; itself, where there is no other."""
+    found = _lanes.get((name, device))
+    return name if found is None or found[0]() is not process_group(name) else found[1][0]
 
 
 def _same_number_of_groups(name: str) -> None:
-    """The name of a new group, under which its ranks find each other, is made from how many a rank knows. Private in
-    torch (``_world``); tried on 2.11 to 2.15.
+    """The name of a group that not all ranks make, under which those that do find each other, is made from how many
+    groups a rank is in. Private in torch (``_world``); tried on 2.11 to 2.15.
     """
     known = len(c10d._world.pg_names)
     for other, theirs in others_that_differ(name, [f"{known}"]).items():
         raise RuntimeError(
-            f"mfsdp: rank {dist.get_rank()} knows {known} process groups, rank {other} {theirs[0]}: a new one would "
-            "have different names on them, and they would wait for each other. Call torch.distributed.new_group on "
-            "all ranks, also for groups that some are not in, or after fully_shard."
+            f"mfsdp: rank {dist.get_rank()} is in {known} process groups, rank {other} in {theirs[0]}: a new one would "
+            "have different names on them, and they would wait for each other. Make groups of your own that only some "
+            "of these ranks are in after fully_shard."
         )
 
 
@@ -87,14 +93,23 @@ def _another(group: dist.ProcessGroup, desc: str, nccl: bool) -> str:
     """Name of a new group over the same ranks. NCCL's part has not run yet."""
     options = None
     ranks = dist.get_process_group_ranks(group)
+    everybody = len(ranks) == dist.get_world_size()
+    if not everybody:
+        _same_number_of_groups(str(group.group_name))
     if nccl:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        if len(ranks) < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
+        if not everybody and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
             # new_group would split the communicator of the default group, for which its other ranks would have to call.
-            made = dist.split_group(group, [list(range(len(ranks)))], pg_options=options, group_desc=desc)
-            return str(made.group_name)  # type: ignore[union-attr]
-    backend = "nccl" if nccl else None
-    made = dist.new_group(ranks, backend=backend, pg_options=options, use_local_synchronization=True, group_desc=desc)
+            only = {"backend": "cuda:nccl"} if "backend" in inspect.signature(dist.split_group).parameters else {}
+            split: Any = dist.split_group
+            return str(split(group, [list(range(len(ranks)))], pg_options=options, group_desc=desc, **only).group_name)
+    made = dist.new_group(
+        ranks,
+        backend="nccl" if nccl else None,
+        pg_options=options,
+        use_local_synchronization=not everybody,
+        group_desc=desc,
+    )
     return str(made.group_name)
 
 
@@ -104,14 +119,19 @@ _lanes: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], tuple[str, s
 # What ranks tell each other
 
 
+def _store() -> Any:
+    """The default group's. Private in torch (``_get_default_store``); tried on 2.11 to 2.15."""
+    return c10d._get_default_store()
+
+
 def tell(key: str, text: str) -> None:
-    """Leaves a text in the default group's store. Private in torch (``_get_default_store``); tried on 2.11 to 2.15."""
-    c10d._get_default_store().set(f"mfsdp/{key}", text)
+    """Leaves a text for other ranks."""
+    _store().set(f"mfsdp/{key}", text)
 
 
 def ask(key: str, seconds: float) -> str | None:
     """What somebody has told, or ``None`` after so many seconds."""
-    store = c10d._get_default_store()
+    store = _store()
     try:
         store.wait([f"mfsdp/{key}"], timedelta(seconds=seconds))
     except RuntimeError:
@@ -121,7 +141,7 @@ def ask(key: str, seconds: float) -> str | None:
 
 def first_to_say(key: str, text: str) -> str:
     """What the first rank said that called it."""
-    return str(c10d._get_default_store().compare_set(f"mfsdp/{key}", "", text).decode())
+    return str(_store().compare_set(f"mfsdp/{key}", "", text).decode())
 
 
 def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0) -> dict[int, list[str]]:
@@ -135,7 +155,7 @@ def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0
         return {}  # nobody is there
     ranks = dist.get_process_group_ranks(process_group(group))
     text = "\n".join(lines)
-    store, me = c10d._get_default_store(), dist.get_rank()
+    store, me = _store(), dist.get_rank()
     _asked[group] = _asked.get(group, 0) + 1
     key = f"mfsdp/alike/{group}/{ranks[0]}/{_asked[group]}"
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -122,6 +122,7 @@ def summed(tensor: torch.Tensor, s: Spec, lane: int) -> End:
 
     def end() -> None:
         arrived()
+        run.launched += 1
         run.gather([(whole, part)], group)()
         if whole is not tensor:
             tensor.copy_(whole[:numel])

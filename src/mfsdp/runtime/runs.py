@@ -8,32 +8,18 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from . import groups, slots
 from .agreement import Apart, Company, Left, Said, Words, operation
-from .carriers import transport_of, wire_of
+from .carriers import company_of, transport_of
 from .owners import owner, read_by
 from .transport import End, Pairs
-
-_companies: dict[str, tuple[weakref.ref[dist.ProcessGroup], Company | None]] = {}
-
-
-def company_of(name: str) -> Company | None:
-    """The ranks of a group, where there is somebody to agree with."""
-    group = groups.process_group(name)
-    found = _companies.get(name)
-    if found is None or found[0]() is not group:
-        line = wire_of(name)
-        found = _companies[name] = (weakref.ref(group), None if line is None else Company(name, line))
-    return found[1]
 
 
 class Run:
@@ -167,7 +153,8 @@ class Run:
         self.held.clear()
         if not companies:
             for end in ends:  # nobody else is there
-                end()
+                with suppress(Exception):  # the one under way says more
+                    end()
         elif any(company.lost for company in companies):
             slots.forget()  # those that it has taken will never be free
         else:

@@ -29,7 +29,6 @@ def sizes() -> dict[str, int]:
 def forget() -> None:
     """Lets go of all static buffers; programs make them anew."""
     _slots.clear()
-    misses.clear()
 
 
 misses: Counter[str] = Counter()
@@ -41,7 +40,7 @@ def _miss(slot: str, size: int) -> None:
     if misses[slot] == 1:
         log.warning(
             "mfsdp: static buffer %s is still in use: what was meant for it takes %d bytes of its own; this is told "
-            "once. Something keeps an alias of gathered parameters or of a gradient buffer from program to program.",
+            "once. Two forwards before a backward do that, and whatever keeps an alias of gathered parameters.",
             slot,
             size,
         )

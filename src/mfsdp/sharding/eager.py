@@ -274,12 +274,11 @@ def _recomputing() -> bool:
 
 
 def _keep_until_backward_ends(unit: UnitState) -> None:
-    """Private in torch (``queue_callback``); tried on 2.11 to 2.15."""
     if unit in _here.again:
         return
     if not _here.again:
         again, tickets = _here.again, _here.tickets  # the callback may run in another thread
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: _recomputed(again, tickets))  # type: ignore[attr-defined]
+        engine.after_backward(lambda: _recomputed(again, tickets))
     _here.again[unit] = engine.backward_number()
 
 

@@ -28,7 +28,7 @@ def device_of(claims: list[Claim], device: torch.device | str | None) -> torch.d
     asked = None if device is None else torch.device(device)
     chosen = devices.home() if asked is None or asked == devices.accelerator() else asked
     devices.alone_on(chosen)
-    devices.told_of_environment(chosen)
+    devices.told_of_environment(chosen.type)
     return chosen
 
 

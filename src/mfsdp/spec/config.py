@@ -133,7 +133,7 @@ class Options:
     lowering: str = "inductor"
     """``"inductor"``, or ``"eager"``: the same passes, ATen kernels one by one (the oracle)."""
     check: bool = True
-    """Run the law checker after every pass."""
+    """Run the law checker after every pass, and compare Inductor's code with the listing."""
     dump: str | None = None
     """Folder for the listings; ``MFSDP_DUMP`` when not given."""
     upto: str | None = None

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from ..runtime import immediate, runs
+from ..runtime import groups, immediate, runs
 from ..spec.layout import Layout, Local
 from .rows import RowShard
 
@@ -85,7 +85,8 @@ class Sharding:
         """
         try:
             dims = [dim for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
-            return [str(self.mesh.get_group(dim).group_name) for dim in dims]
+            own = [str(self.mesh.get_group(dim).group_name) for dim in dims]
+            return [groups.gathers_of(name, self.mesh.device_type) for name in own]
         except (RuntimeError, AssertionError, KeyError, IndexError) as error:
             raise RuntimeError(
                 f"{self.mesh} has no process group: this model was sharded for planning and cannot communicate"

@@ -74,8 +74,12 @@ class Weights:
         version = self.main._version
         with torch.no_grad():
             ends = immediate.replicate(self.main.detach(), self.source.detach(), self._of.spec)
-        self.stale, self._version = False, version
-        return ends
+        self.stale, self._version = False, -1  # still due, should nobody come to wait
+
+        def filled() -> None:
+            self._version = version
+
+        return [*ends, filled]
 
     # whole values, outside of training
 
