@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import mfsdp
 from mfsdp.runtime import groups, runs
+from mfsdp.runtime.carriers import carried_by
 from mfsdp.runtime.immediate import summed
+from mfsdp.runtime.native import Native
 from mfsdp.spec.config import Precision
 from mfsdp.spec.layout import plan
 from mfsdp.state.mesh import axes
 from mfsdp.state.placement import Placement
+from tests.models import GPT, Block
 
 pytestmark = pytest.mark.dist
 
@@ -80,3 +87,57 @@ def narrow(numel: int) -> bool:
 @pytest.mark.parametrize("numel", [64, 37])
 def test_narrow_all_reduces_are_summed_wide(four_ranks, numel):
     assert four_ranks.run(narrow, numel) == [True] * 4
+
+
+class Lumpy(nn.Module):
+    """Rows of very different sizes: one unit of several segments, which travel at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Parameter(torch.randn(6, 2100)), nn.Linear(33, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small(x) * (1 + self.large.tanh().mean())
+
+
+def trained(strategy: int, segments: bool) -> list[torch.Tensor]:
+    """Two steps of a model with gradients that travel in bfloat16; with a unit of one segment, or of several."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Lumpy() if segments else GPT(tied=False, width=32)
+    policy = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
+    mfsdp.fully_shard(model, units=None if segments else [Block], strategy=strategy, mp_policy=policy)
+    assert (len(model._mfsdp_unit.buffers[0].spec.splits) > 1) == segments or not strategy
+    run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(2):
+        x = torch.randn(4, 33) if segments else torch.randint(31, (2, 8))
+        run(x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor() for p in model.parameters()]
+
+
+def natively(strategy: int, segments: bool) -> tuple[bool, set[str]]:
+    """The same over gloo's own collectives, as over NCCL's: with words that are gathered and looked at later."""
+    want = trained(strategy, segments)
+    used: set[str] = set()
+
+    class Told(Native):
+        def __getattribute__(self, name: str) -> Any:
+            used.update({name} & {"gather", "scatter", "all_reduce", "exchange"})
+            return super().__getattribute__(name)
+
+    with carried_by(lambda group, kind: Told(group)):
+        got = trained(strategy, segments)
+    return all(map(torch.equal, got, want)), used
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("strategy", [0, 2, 3])
+def test_collectives_of_the_backend_bring_the_same(two_fresh_ranks, strategy, segments):
+    wanted = {"gather", "scatter", "exchange"} | ({"all_reduce"} if strategy else set())  # of norms, where cut
+    for equal, used in two_fresh_ranks.run(natively, strategy, segments, timeout=120):
+        assert equal and used == wanted, used
