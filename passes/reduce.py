@@ -26,8 +26,9 @@ reduction follows. Between synchronisations it does not happen (a run-time switc
     <-----o                         wait u1_gshard
 
 The sum over ranks is divided where it is added to the accumulator: on the shard, in the accumulator's dtype
-(law 17). Parameters that are not sharded keep their gradients whole: all-reduced in one flat buffer per unit,
-divided while packing, and handed to autograd as views of it.
+(law 17), and, where a sum comes back in float16, partly while packing (`Spec.ahead`). Parameters that are not
+sharded keep their gradients whole: all-reduced in one flat buffer per unit, divided while packing, and handed to
+autograd as views of it.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _reduce_sharded(p: Program, unit: Unit, markers: list[Node]) -> None:
     role = Role(Kind.GFULL, unit.name)
     grads = [fold(lambda a, b: p.insert(aten.add.Tensor, (a, b), ready, role), by_offset[o]) for o in offsets]
     spec, text = unit.spec, unit.spec.encode()
-    total = _bucket(p, unit, shard, grads, offsets, 1.0, ready)
+    total = _bucket(p, unit, shard, grads, offsets, spec.ahead, ready)
     hold = Role(Kind.HOLD, unit.name)
     if spec.world > 1:
         if spec.hold:
@@ -91,7 +92,8 @@ def _reduce_sharded(p: Program, unit: Unit, markers: list[Node]) -> None:
         else:
             p.insert(ops.all_reduce, (total, text, 2), ready, Role(Kind.ALL_REDUCE, unit.name, lane))
             p.insert(ops.wait, (total, []), ready, Role(Kind.WAIT, unit.name, lane))
-    p.insert(ops.accumulate, (shard, total, offsets, 1 / spec.divide), ready, Role(Kind.ACCUMULATE, unit.name))
+    after = 1 / (spec.divide * spec.ahead)
+    p.insert(ops.accumulate, (shard, total, offsets, after), ready, Role(Kind.ACCUMULATE, unit.name))
     p.set_results([None if r in sums else r for r in p.results()])
     for node in sorted(sums, reverse=True):
         p.erase(node)

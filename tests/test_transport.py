@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -141,3 +142,22 @@ def test_collectives_of_the_backend_bring_the_same(two_fresh_ranks, strategy, se
     wanted = {"gather", "scatter", "exchange"} | ({"all_reduce"} if strategy else set())  # of norms, where cut
     for equal, used in two_fresh_ranks.run(natively, strategy, segments, timeout=120):
         assert equal and used == wanted, used
+
+
+def large(lowering: str) -> tuple[float, bool]:
+    """Gradients of 40,000 in float16 on each of two ranks, whose sum float16 does not hold."""
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4, bias=False)
+    policy = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.float16)
+    mfsdp.fully_shard(model, strategy="no_shard", mp_policy=policy)
+    run = model if lowering == "none" else torch.compile(model, backend="mfsdp", options={"lowering": lowering})
+    for held in (True, False):
+        with mfsdp.no_sync(model) if held else nullcontext():
+            (run(torch.ones(1, 4)).sum() * 20_000).backward()
+    grad = model.weight.grad.full_tensor()
+    return grad.max().item(), bool((grad == 40_000).all())
+
+
+@pytest.mark.parametrize("lowering", ["eager", "none"])
+def test_sums_in_float16_do_not_overflow(two_ranks, lowering):
+    assert two_ranks.run(large, lowering) == [(40_000.0, True)] * 2

@@ -59,6 +59,8 @@ def reduce_now(source: torch.Tensor, grads: list[torch.Tensor], offsets: list[in
     s = Spec.decode(spec)
     buffer = owner(source)
     total = packed(grads, offsets, s)
+    if s.ahead != 1:
+        total.mul_(s.ahead)
     kept = ", kept back under no_sync" if s.held_numel and not buffer.gradients.sync else ""
     with runs.announced(f"reduction of {path(source)}{kept}", *s.meets):
         if s.world > 1:
@@ -71,7 +73,7 @@ def reduce_now(source: torch.Tensor, grads: list[torch.Tensor], offsets: list[in
             total = _over_outer(total, s)
         if s.ranks > 1:
             buffer.gradients.vote(offsets)
-    buffer.gradients.accumulate(total, offsets, 1 / s.divide)
+    buffer.gradients.accumulate(total, offsets, 1 / (s.divide * s.ahead))
 
 
 def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:

@@ -110,6 +110,19 @@ class Spec:
         last = lane >= 2 or self.outer == 1
         return self.precision.sum if last else self.precision.grad_comm
 
+    @property
+    def ahead(self) -> float:
+        """What gradients are multiplied with before they travel; the rest of ``divide`` follows after. Below 1 where a
+        sum over ranks comes back in float16, which it may not fit: a power of two, as FSDP2 chooses it
+        (``_get_gradient_divide_factors``).
+        """
+        comes_back = self.outer > 1 and (self.world > 1 or not self.outer_optim)
+        factor = 1
+        if comes_back and self.precision.grad_comm is torch.float16:
+            while self.ranks % factor == 0 and self.ranks / factor > factor:
+                factor *= 2
+        return 1 / factor
+
     def encode(self) -> str:
         p = self.precision
         dtypes = ",".join(SHORT[d] for d in (p.main, p.comm, p.compute, p.grad_comm, p.grad))
