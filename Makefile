@@ -48,7 +48,7 @@ fuzz: $(VENV)/.test
 
 gpu: $(VENV)/.test
 	@found=$$($(BIN)/python -c "import torch; print(torch.cuda.is_available())") || exit 1; \
-	if [ "$$found" = True ]; then $(BIN)/python -m pytest -m gpu $(ARGS); \
+	if [ "$$found" = True ]; then $(BIN)/python -m pytest -m gpu --record gpu-record $(ARGS); \
 	else echo "make gpu: no CUDA GPU here, nothing was run"; fi
 
 # The versions after 2.13 are CUDA builds of some gigabytes; they need no GPU.
@@ -81,7 +81,7 @@ browser:
 	  echo "No Chromium found (Debian: apt-get install chromium): tests of the report in a browser are skipped."
 
 clean:
-	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
+	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out gpu-record *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help demo test check lint types quick goldens fuzz bench gpu matrix compiler browser clean

@@ -19,6 +19,14 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="write golden texts instead of comparing them")
+    parser.addoption("--record", type=Path, help="folder for a record of the run: outcomes, seconds, figures")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record"):
+        from tests.record import Record
+
+        config.pluginmanager.register(Record(config.getoption("--record")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,3 +166,17 @@ def test_variables_that_keep_communication_from_overlapping_are_named(monkeypatc
     with pytest.warns(UserWarning, match="CUDA_DEVICE_MAX_CONNECTIONS=1 is set: kernels of several streams"):
         assert devices.told_of_environment("cuda") == ["CUDA_DEVICE_MAX_CONNECTIONS"]
     assert not devices.told_of_environment("cpu")
+
+
+def test_a_run_leaves_a_record(tmp_path):
+    """What `make gpu` keeps: every outcome, and why a test was skipped."""
+    chosen = [
+        "tests/test_layout.py::test_the_check_catches_broken_layouts",
+        "tests/test_gpu.py::test_memory_stops_growing",
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", *chosen, "--record", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    record = json.loads((tmp_path / "record.json").read_text())
+    outcomes = {name.split("::")[1].split("[")[0]: test["outcome"] for name, test in record["tests"].items()}
+    assert outcomes["test_memory_stops_growing"] == ("passed" if torch.cuda.is_available() else "skipped")
+    assert record["torch"] == torch.__version__ and "test_memory_stops_growing" in (tmp_path / "record.txt").read_text()

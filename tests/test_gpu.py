@@ -159,7 +159,7 @@ def test_collectives_run_beside_compute(gpus):
     assert min(gpus.run(overlapped, timeout=300)) > 0.3
 
 
-def test_the_ledger_is_what_the_allocator_says():
+def test_the_ledger_is_what_the_allocator_says(record_property):
     torch.manual_seed(0)
     model = GPT(tied=False, layers=4, width=512).cuda()
     ids = torch.randint(31, (1024, 8), device="cuda")
@@ -174,11 +174,12 @@ def test_the_ledger_is_what_the_allocator_says():
         optimizer.step()
         optimizer.zero_grad()
     most = torch.cuda.max_memory_allocated()
+    record_property("ledger", f"{told.peak} bytes planned, {most} held")
     assert abs(told.peak / most - 1) < 0.05, f"{told.peak} told, {most} held\n{told.ledger}"
 
 
-def test_this_gpu_is_measured_and_its_clock_compared():
-    """Prints how far off the clock is, for the record: what it may be is not known yet."""
+def test_this_gpu_is_measured_and_its_clock_compared(record_property):
+    """How far off the clock is goes into the record: what it may be is not known yet."""
     machine = mfsdp.measure()
     assert machine.flops["bf16"] > 10e12 and machine.memory > 2**30 and machine.bandwidth > 1e11
     model = GPT(tied=False, layers=8, width=1024).cuda()
@@ -200,5 +201,5 @@ def test_this_gpu_is_measured_and_its_clock_compared():
         for _ in range(3):
             train()
             seen.step()
-    print(f"\nclock: {plan.step * 1e3:.2f} ms planned, {seen.total * 1e3:.2f} ms measured")
+    record_property("clock", f"{plan.step * 1e3:.2f} ms planned, {seen.total * 1e3:.2f} ms measured")
     assert seen.total > 0 and seen.lines
