@@ -178,13 +178,17 @@ def trained(way: str, place: str, device: str, streams: Streams | None = None) -
     return [p.to_local().detach().cpu().clone() for p in setup.model.parameters()]
 
 
+QUICK = ("plain", "on a side stream")
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", ["optim_grads_params", "optim_grads"])
+@pytest.mark.parametrize("way", [w if w in QUICK else pytest.param(w, marks=pytest.mark.slow) for w in WAYS])
+@pytest.mark.parametrize("place", ["optim_grads_params", pytest.param("optim_grads", marks=pytest.mark.slow)])
 def test_late_bytes_change_no_bit(monkeypatch, way, place, device):
     check(monkeypatch, way, place, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("place", [p for p in PLACES if p not in ("optim_grads_params", "optim_grads")])
 @pytest.mark.parametrize("way", ["far ahead, far behind", "accumulated"])
@@ -245,12 +249,14 @@ def _on_the_default_stream(room: Any, *args: Any) -> torch.Tensor:
         devices.current_stream = now
 
 
+@pytest.mark.slow
 def test_gradients_that_nobody_follows_are_found(monkeypatch):
     monkeypatch.setattr(devices, "follow", lambda stream, tensor: None)
     with pytest.raises(Race, match=r"default does not wait for .* on side 7"):
         check(monkeypatch, "on a side stream", "optim_grads_params", "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "accumulated"])
 def test_waits_that_do_not_wait_are_found(monkeypatch, way):
     monkeypatch.setattr(runs.Run, "wait", lambda run, out: run.pending.pop(out.untyped_storage().data_ptr()))
@@ -258,6 +264,7 @@ def test_waits_that_do_not_wait_are_found(monkeypatch, way):
         check(monkeypatch, way, "optim_grads_params", "cpu")
 
 
+@pytest.mark.slow
 def test_sources_that_count_as_filled_too_early_are_found(monkeypatch):
     """Parameters that last, whose gather an exception kept from ending."""
     refresh = Weights.refresh
@@ -272,6 +279,7 @@ def test_sources_that_count_as_filled_too_early_are_found(monkeypatch):
         check(monkeypatch, "given up for uncompiled code", "optim_grads", "cpu")
 
 
+@pytest.mark.slow
 def test_a_rank_that_swallows_an_exception_is_out_of_step(monkeypatch):
     monkeypatch.setattr("mfsdp.runtime.agreement.PATIENCE", 0.1)
     monkeypatch.setattr(Loopback, "alike", False)
