@@ -151,6 +151,21 @@ def dump(folder: Path, prefetch: int) -> None:
     torch.compile(model, backend="mfsdp", options=options)(torch.ones(8, 64)).sum().backward()
 
 
+def test_diff_is_of_what_is_done(capsys, tmp_path):
+    """Lanes and memory follow from everything before; a line that only they change on is told with ``--live``."""
+    head = "; C G R value               op                  type      delta   live"
+    rows = ["<-o {r}                           wait u0_full                  .  {live}",
+            "* | {r}  addmm                  = addmm x, y        f32[4]    +4K  {live}"]  # fmt: skip
+    for name, r, live in (("a", ".", "4K"), ("b", "|", "8K")):
+        (tmp_path / name).write_text("\n".join([head, *(row.format(r=r, live=live) for row in rows)]))
+    files = [str(tmp_path / name) for name in "ab"]
+    assert shown(capsys, "diff", *files) == ""
+    assert "+<-o |" in shown(capsys, "diff", "--live", *files)
+    (tmp_path / "b").write_text((tmp_path / "b").read_text().replace("x, y", "y, x"))
+    text = shown(capsys, "diff", *files)
+    assert text.count("\n-") == text.count("\n+") - 1 == 1 and "+* | |  addmm" in text
+
+
 def test_show_and_diff(capsys, tmp_path, monkeypatch):
     dump(tmp_path / "a", 1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")

@@ -82,7 +82,7 @@ def _diff(args: argparse.Namespace) -> None:
 def _changes(one: Path, other: Path, live: bool) -> Iterator[str]:
     """A unified diff. Without ``live`` of what is done, in which order; the lines are shown whole."""
     a, b = one.read_text().splitlines(), other.read_text().splitlines()
-    mine, theirs = (lines if live else [_done(line) for line in lines] for lines in (a, b))
+    mine, theirs = (lines if live else list(_done(lines)) for lines in (a, b))
     groups = list(difflib.SequenceMatcher(None, mine, theirs, autojunk=False).get_grouped_opcodes(3))
     if groups:
         yield f"--- {one}"
@@ -98,16 +98,21 @@ def _changes(one: Path, other: Path, live: bool) -> Iterator[str]:
             yield from (f"+{line}" for line in b[j1:j2])
 
 
-_LIVE = re.compile(r"\s+[-+.]\S*\s+\S+( <peak.*)?$")
-_LANES = re.compile(r"^[-|.*<>+o ]+?(?=\w)")
+_COLUMNS = re.compile(r"; ((?:[A-Z] )+)value ")
 _SLOT = re.compile(r"\s+[pg]\d+ = ")
+_LIVE = re.compile(r"\s+[-+.]\S*\s+\S+( <peak.*)?$")
 
 
-def _done(line: str) -> str:
-    """What a line does: without lanes, static buffer, memory and the widths of columns."""
-    if line.startswith(";"):
-        return "" if line.startswith(("; peak", "; C G", "; change")) else " ".join(line.split())
-    return " ".join(_LANES.sub("", _SLOT.sub(" = ", _LIVE.sub("", line))).split())
+def _done(lines: Sequence[str]) -> Iterator[str]:
+    """What lines of a listing do: without lanes, static buffers, memory and the widths of columns."""
+    gutter = 0
+    for line in lines:
+        if columns := _COLUMNS.match(line):
+            gutter = len(columns[1]) + 1
+        if line.startswith(";"):
+            yield "" if columns or line.startswith(("; peak", "; change")) else " ".join(line.split())
+        else:
+            yield " ".join(_SLOT.sub(" = ", _LIVE.sub("", line[gutter:])).split()) if gutter else line
 
 
 def _coloured(lines: Sequence[str] | Iterator[str], diff: bool = False) -> Iterator[str]:
