@@ -34,7 +34,7 @@ types:
 	$(BIN)/mypy
 
 quick:
-	$(BIN)/python -m pytest -m "$(FAST)" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "$(FAST)" $(ARGS)
 
 goldens: $(VENV)/.test
 	$(BIN)/python -m pytest tests/test_listing.py --accept

@@ -55,6 +55,17 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+class Lumpy(nn.Module):
+    """Rows of very different sizes: one unit of several segments, which travel at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Parameter(torch.randn(6, 2100)), nn.Linear(33, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small(x) * (1 + self.large.tanh().mean())
+
+
 class GPT(nn.Module):
     """A GPT with tied embeddings: the head's weight is the embedding's."""
 

@@ -15,7 +15,7 @@ import mfsdp
 from mfsdp import pipeline
 from mfsdp.graph import cost
 from mfsdp.graph.program import Program
-from tests.models import GPT, Block
+from tests.models import GPT, Block, Lumpy
 from tests.parity import averaged, error
 from tests.ranks import Ranks
 
@@ -113,10 +113,13 @@ def gpus() -> Iterator[Ranks]:
     ranks.stop()
 
 
-def parity_on_gpus() -> float:
-    reference, model, _ = pair()
+def parity_on_gpus(wires: torch.dtype, segments: bool) -> float:
+    torch.manual_seed(0)
+    reference = (Lumpy() if segments else GPT(tied=False, layers=4, width=256)).cuda()
+    policy = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=wires)
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=None if segments else [Block], mp_policy=policy)
     torch.manual_seed(1 + dist.get_rank())
-    ids = torch.randint(31, (4, 8), device="cuda")
+    ids = torch.randn(4, 33, device="cuda") if segments else torch.randint(31, (4, 8), device="cuda")
     run = torch.compile(model, backend="mfsdp", dynamic=False)
     worst = 0.0
     for _ in range(2):
@@ -128,8 +131,10 @@ def parity_on_gpus() -> float:
 
 
 @two_gpus
-def test_two_gpus_agree_with_one(gpus):
-    assert max(gpus.run(parity_on_gpus, timeout=300)) < 1e-4
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize(("wires", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_two_gpus_agree_with_one(gpus, wires, bound, segments):
+    assert max(gpus.run(parity_on_gpus, wires, segments, timeout=300)) < bound
 
 
 def overlapped() -> float:

@@ -8,39 +8,44 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import mfsdp
 from mfsdp.runtime import groups, runs
-from mfsdp.runtime.carriers import carried_by
+from mfsdp.runtime.carriers import carried_by, transport_of
 from mfsdp.runtime.immediate import summed
+from mfsdp.runtime.mirror import Mirror
 from mfsdp.runtime.native import Native
 from mfsdp.spec.config import Precision
 from mfsdp.spec.layout import plan
 from mfsdp.state.mesh import axes
 from mfsdp.state.placement import Placement
-from tests.models import GPT, Block
+from tests.models import GPT, Block, Lumpy
 
 pytestmark = pytest.mark.dist
 
 
-def uneven_exchange() -> bool:
-    """Every rank sends rank r ``1 + own rank + 2 * r`` rows."""
-    from mfsdp.runtime.carriers import transport_of
-
+def uneven_exchange() -> tuple[bool, bool, bool]:
+    """Every rank sends rank r ``1 + own rank + 2 * r`` rows: as messages, by the backend, and mirrored."""
     me, world = dist.get_rank(), dist.get_world_size()
     counts = [[1 + sender + 2 * r for r in range(world)] for sender in range(world)]
     sent = torch.randn(sum(counts[me]), 3)
     received = [counts[sender][me] for sender in range(world)]
-    out, want = torch.empty(sum(received), 3), torch.empty(sum(received), 3)
-    line = transport_of(groups.default_group(), torch.device("cpu"))
-    line.all_to_all(out, sent, received, counts[me], runs.current())()
+    want = torch.empty(sum(received), 3)
     dist.all_to_all_single(want, sent, received, counts[me])
-    return torch.equal(out, want)
+    group = dist.group.WORLD
+    lines = transport_of(groups.default_group(), torch.device("cpu")), Native(group)
+    same = []
+    for line in lines:
+        out = torch.empty_like(want)
+        line.all_to_all(out, sent, received, counts[me], runs.current())()
+        same.append(torch.equal(out, want))
+    even, mine = torch.empty(world * counts[me][me], 3), sent.split(counts[me])[me]
+    Mirror(group).all_to_all(even, sent, [counts[me][me]] * world, counts[me], runs.current())()
+    return *same, torch.equal(even, mine.repeat(world, 1))
 
 
 def test_uneven_exchanges(four_ranks):
-    assert four_ranks.run(uneven_exchange) == [True] * 4
+    assert four_ranks.run(uneven_exchange) == [(True, True, True)] * 4
 
 
 def segments_at_once() -> tuple[bool, bool]:
@@ -90,17 +95,6 @@ def test_narrow_all_reduces_are_summed_wide(four_ranks, numel):
     assert four_ranks.run(narrow, numel) == [True] * 4
 
 
-class Lumpy(nn.Module):
-    """Rows of very different sizes: one unit of several segments, which travel at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.large, self.small = nn.Parameter(torch.randn(6, 2100)), nn.Linear(33, 40)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.small(x) * (1 + self.large.tanh().mean())
-
-
 def trained(strategy: int, segments: bool) -> list[torch.Tensor]:
     """Two steps of a model with gradients that travel in bfloat16; with a unit of one segment, or of several."""
     torch.manual_seed(0)
@@ -147,7 +141,7 @@ def test_collectives_of_the_backend_bring_the_same(two_fresh_ranks, strategy, se
 def large(lowering: str) -> tuple[float, bool]:
     """Gradients of 40,000 in float16 on each of two ranks, whose sum float16 does not hold."""
     torch._dynamo.reset()
-    model = nn.Linear(4, 4, bias=False)
+    model = torch.nn.Linear(4, 4, bias=False)
     policy = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.float16)
     mfsdp.fully_shard(model, strategy="no_shard", mp_policy=policy)
     run = model if lowering == "none" else torch.compile(model, backend="mfsdp", options={"lowering": lowering})

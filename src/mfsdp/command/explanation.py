@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -42,12 +41,13 @@ def explain(commands: Any) -> None:
 
 
 def _explain(args: argparse.Namespace) -> None:
-    if args.html:
-        _look_for_bokeh()
     from ..planning.explain import explain
+    from ..reports import page
     from ..reports.report import Comparison
     from ..spec.config import MixedPrecisionPolicy
 
+    if args.html:
+        page.bokeh.resources  # noqa: B018  (raises before minutes have gone by)
     model, inputs, named, layers = _model(args.model, args.batch, args.length)
     several: dict[str, Any] = {}
     for name, kind in (("strategy", _strategy), ("outer_strategy", str), ("reshard_after_forward", _truth)):
@@ -79,12 +79,6 @@ def _explain(args: argparse.Namespace) -> None:
     for wanted, write in ((args.html, found.html), (args.trace, found.trace)):
         if wanted:
             write(wanted)
-
-
-def _look_for_bokeh() -> None:
-    """Before minutes have gone by."""
-    if importlib.util.find_spec("bokeh") is None:
-        raise ImportError("--html draws with Bokeh, which is not there: pip install 'mfsdp[report]'")
 
 
 def _several(text: str, kind: Callable[[str], Any]) -> Any:

@@ -47,8 +47,8 @@ def render(program: Program, stage: str, before: str | None = None, *, fold: boo
         fold: whether units equal to an earlier one are shown as ``like u1``, and long lists of parameters cut.
     """
     rows = cost.lines(program)
-    columns = _columns(program, rows)
-    head = f"{'value':<{columns.value - 2}}{'slot   op' if program.slots else 'op'}"
+    table = _table(program, rows)
+    head = f"{'value':<{table.value - 2}}{'slot   op' if program.slots else 'op'}"
     return "\n".join(
         [
             f"; mfsdp  {program.name}  {stage}  {program.phase}       world {program.world}",
@@ -57,9 +57,9 @@ def render(program: Program, stage: str, before: str | None = None, *, fold: boo
             ";",
             *_units(program.units, fold),
             ";",
-            f"; {' '.join(lane.value for lane in _lanes(program))} {head:<{columns.op - 1}} "
-            f"{'type':<{columns.type}} {'delta':>7} {'live':>6}",
-            *body(program, rows),
+            f"; {' '.join(lane.value for lane in _lanes(program))} {head:<{table.op - 1}} "
+            f"{'type':<{table.type}} {'delta':>7} {'live':>6}",
+            *body(program, rows, table),
             "",
         ]
     )
@@ -197,46 +197,49 @@ def _params(unit: Unit, fold: bool) -> str:
     return "  ".join(words)
 
 
-def body(program: Program, rows: Sequence[cost.Line]) -> Iterator[str]:
+def body(program: Program, rows: Sequence[cost.Line], table: _Table | None = None) -> Iterator[str]:
     """One line of text for each of a program's lines."""
+    table = table or _table(program, rows)
     top = cost.peak(rows)
     peak_at = next((i for i, r in enumerate(rows) if r.top == top), -1)
     flying: dict[Node, Lane] = {}
-    lanes, columns = _lanes(program), _columns(program, rows)
+    lanes = _lanes(program)
     for i, row in enumerate(rows):
         node = row.node
         gutter = _gutter(node, flying, lanes)
         slot = f" {slot_of(node):>2}" if program.slots else ""
         valued = node.meta.get("val") is not None
-        value = f"{_shown(node.name):<{columns.value}}{slot} = " if valued else " " * (columns.value + 3 + len(slot))
-        op = f"{value}{text(node)}"
-        if len(op) > columns.op:
-            op = f"{op[: columns.op - 3]}..."
+        value = f"{_shown(node.name):<{table.value}}{slot} = " if valued else " " * (table.value + 3 + len(slot))
+        op = f"{value}{table.texts[i]}"
+        if len(op) > table.op:
+            op = f"{op[: table.op - 3]}..."
         delta = size(row.delta, sign=True) if row.delta else "."
         within = "" if size(row.top) == size(row.live) else f" {size(row.top)}"
         mark = f" <peak{within}" if i == peak_at else ""
         kind = _type(node.meta.get("val"))
-        yield (f"{gutter}  {op:<{columns.op}} {kind:<{columns.type}} {delta:>7} {size(row.live):>6}{mark}".rstrip())
+        yield (f"{gutter}  {op:<{table.op}} {kind:<{table.type}} {delta:>7} {size(row.live):>6}{mark}".rstrip())
 
 
 @dataclass(frozen=True)
-class _Columns:
-    """Widths that all lines of a listing have in common."""
+class _Table:
+    """What lines of a listing do, and the widths that they have in common."""
 
+    texts: tuple[str, ...]
     value: int
     op: int
     """With the value."""
     type: int
 
 
-def _columns(program: Program, rows: Sequence[cost.Line]) -> _Columns:
-    """As wide as the longest line, within limits; longer operands are cut."""
+def _table(program: Program, rows: Sequence[cost.Line]) -> _Table:
+    """Columns as wide as the longest line, within limits; longer operands are cut."""
     slot = 3 if program.slots else 0
+    texts = tuple(text(r.node) for r in rows)
     names = [len(_shown(r.node.name)) for r in rows if r.node.meta.get("val") is not None]
     value = min(max([22, *names]), 30)
-    ops = [value + slot + 3 + len(text(r.node)) for r in rows]
+    ops = [value + slot + 3 + len(x) for x in texts]
     types = [len(_type(r.node.meta.get("val"))) for r in rows]
-    return _Columns(value, min(max([67, *ops]), value + slot + 70), max([16, *types]))
+    return _Table(texts, value, min(max([67, *ops]), value + slot + 70), max([16, *types]))
 
 
 def _shown(name: str) -> str:

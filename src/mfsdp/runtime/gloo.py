@@ -35,8 +35,8 @@ class Gloo(Member):
         for full, shard in pairs:
             parts = full.view(self.size, -1)
             parts[self.place].copy_(shard.detach())
-            here += [(r, parts[r]) for r in self._others]
-            there += [(r, shard) for r in self._others]
+            here += [(r, parts[r]) for r in self.others]
+            there += [(r, shard) for r in self.others]
         return self.swap(here, there, turn.tag(self.name))
 
     def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
@@ -47,10 +47,10 @@ class Gloo(Member):
         for full, shard in pairs:
             parts = full.view(self.size, -1)
             in_place = shard.dtype is full.dtype is dtype
-            rooms = [torch.empty_like(shard, dtype=full.dtype) for _ in self._others[in_place:]]
-            room = dict(zip(self._others, [shard, *rooms] if in_place else rooms, strict=True))
+            rooms = [torch.empty_like(shard, dtype=full.dtype) for _ in self.others[in_place:]]
+            room = dict(zip(self.others, [shard, *rooms] if in_place else rooms, strict=True))
             here += list(room.items())
-            there += [(r, parts[r]) for r in self._others]
+            there += [(r, parts[r]) for r in self.others]
             room[self.place] = parts[self.place]
             sums.append((shard, [room[r] for r in range(self.size)]))
         arrived = self.swap(here, there, turn.tag(self.name))
@@ -67,13 +67,9 @@ class Gloo(Member):
     ) -> End:
         here, there = out.split(list(received)), sent.detach().split(list(splits))
         here[self.place].copy_(there[self.place])
-        inward = [(r, here[r]) for r in self._others if received[r]]
-        outward = [(r, there[r]) for r in self._others if splits[r]]
+        inward = [(r, here[r]) for r in self.others if received[r]]
+        outward = [(r, there[r]) for r in self.others if splits[r]]
         return self.swap(inward, outward, turn.tag(self.name))
-
-    @property
-    def _others(self) -> list[int]:
-        return [r for r in range(self.size) if r != self.place]
 
     def swap(self, here: Messages, there: Messages, tag: int) -> End:
         """Launches messages, receives first."""
@@ -115,8 +111,8 @@ class Answers:
     def __init__(self, line: Gloo, word: int):
         self.words = torch.full((line.size,), word)
         mine = torch.tensor([word])
-        here = [(r, self.words[r : r + 1]) for r in line._others]
-        self.end = line.swap(here, [(r, mine) for r in line._others], WORD)
+        here = [(r, self.words[r : r + 1]) for r in line.others]
+        self.end = line.swap(here, [(r, mine) for r in line.others], WORD)
 
     def ready(self) -> bool:
         return False

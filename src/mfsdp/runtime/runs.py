@@ -112,18 +112,15 @@ class Run:
 
     def gather(self, pairs: Pairs, group: str) -> End:
         """Launches all-gathers of shards into whole buffers."""
-        return self._end(transport_of(group, pairs[0][0].device).gather(pairs, self))
+        return partial(self.finish, transport_of(group, pairs[0][0].device).gather(pairs, self))
 
     def scatter(self, pairs: Pairs, dtype: torch.dtype, group: str) -> End:
         """Launches reduce-scatters of whole buffers into shards; sums are taken in a dtype."""
-        return self._end(transport_of(group, pairs[0][0].device).scatter(pairs, dtype, self))
+        return partial(self.finish, transport_of(group, pairs[0][0].device).scatter(pairs, dtype, self))
 
     def all_reduce(self, tensor: torch.Tensor, op: str, group: str) -> End:
         """Launches an all-reduce in place."""
-        return self._end(transport_of(group, tensor.device).all_reduce(tensor, op, self))
-
-    def _end(self, arrived: End) -> End:
-        return partial(self.finish, arrived)
+        return partial(self.finish, transport_of(group, tensor.device).all_reduce(tensor, op, self))
 
     def finish(self, arrived: End) -> None:
         """Waits for what was launched."""
@@ -284,8 +281,8 @@ def marked(
     @functools.cache
     def frames(paths: tuple[str, ...]) -> tuple[tuple[str, Callable[..., Any]], ...]:
         moved = dict(zip(compiled, paths, strict=True))
-        named = (name.partition(" ") for name in outline.operations)
-        return tuple((verb, frame(f"{verb} {moved.get(path, path)}")) for verb, _, path in named)
+        called = (name.partition(" ") for name in outline.operations)
+        return tuple((verb, frame(f"{verb} {moved.get(path, path)}")) for verb, _, path in called)
 
     @functools.cache
     def words(paths: tuple[str, ...], kept: tuple[str, ...]) -> dict[str, Words]:

@@ -69,6 +69,7 @@ class Member:
         self.me = dist.get_rank()
         self.place = group.rank()
         self.size = group.size()
+        self.others = [r for r in range(self.size) if r != self.place]
 
     @property
     def group(self) -> dist.ProcessGroup:
