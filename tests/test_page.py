@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mfsdp.planning.explain import explain
-from mfsdp.reports import page
+from mfsdp.reports import charts, chrome, layouts, page
 from mfsdp.spec.layout import plan
 from tests.toys import BF16, Toy2
 
@@ -52,7 +52,7 @@ def packed(html: str) -> Any:
 
 
 def test_the_trace_lasts_as_long_as_the_report_says(report):
-    events = json.loads(page.chrome(report))["traceEvents"]
+    events = json.loads(chrome.chrome(report))["traceEvents"]
     spans = [e for e in events if e["ph"] == "X"]
     lines = [x for v in report.views for x in v.lines if x.end > x.start]
     assert len(spans) == len(lines) + 1
@@ -68,7 +68,7 @@ def test_the_trace_lasts_as_long_as_the_report_says(report):
 
 
 def test_the_trace_names_its_lanes_and_counts_bytes(report):
-    events = json.loads(page.chrome(report))["traceEvents"]
+    events = json.loads(chrome.chrome(report))["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert names == {0: "Compute", 1: "Gather", 2: "Reduce"}
     assert {e["tid"] for e in events if e["ph"] == "X"} == set(names)
@@ -130,7 +130,7 @@ def test_a_missing_bokeh_says_what_to_install(report, monkeypatch):
 @pytest.mark.parametrize("world", [1, 3, 8])
 def test_pieces_of_the_ranks_are_the_whole_buffer(world):
     layout = plan([("a", (5, 48)), ("b", (7,)), ("c", (3, 80)), ("empty", (0, 4))], world)
-    pieces = [list(page._pieces(layout, r, 0)) for r in range(world)]
+    pieces = [list(layouts._pieces(layout, r, 0)) for r in range(world)]
     for of_rank in pieces:
         edges = [0, *(p["right"] for p in of_rank)]
         assert [p["left"] for p in of_rank] == edges[:-1] and edges[-1] == layout.shard_numel
@@ -139,8 +139,8 @@ def test_pieces_of_the_ranks_are_the_whole_buffer(world):
 
 
 def test_the_first_ranks_and_the_last_are_shown():
-    assert page._shown(8) == list(range(8))
-    assert page._shown(64) == [0, 1, 2, 3, 4, 5, None, 63]
+    assert layouts._shown(8) == list(range(8))
+    assert layouts._shown(64) == [0, 1, 2, 3, 4, 5, None, 63]
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +201,7 @@ def test_the_charts_are_drawn(opened):
     opened.wait_for_timeout(500)
     pixels = opened.evaluate(RED)
     for kind in ("matrix", "other", "sharding", "G", "R", "wait"):
-        assert pixels.get(rgb(page.KINDS[kind][1]), 0) > 200, f"no {kind} to be seen"
+        assert pixels.get(rgb(charts.KINDS[kind][1]), 0) > 200, f"no {kind} to be seen"
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_a_box_tells_its_line_and_leads_to_it(opened, report):
     tip = opened.locator(".bk-Tooltip", has_text="wait u0_full")
     tip.get_by_text("compute stands still here").wait_for(timeout=5000)
     text = tip.locator(".bk-tooltip-content").text_content()
-    assert "unit layers.0" in text and page.WHY[report.exposed[0].why] in text
+    assert "unit layers.0" in text and charts.WHY[report.exposed[0].why] in text
     opened.click("#stages >> text=gather")
     opened.mouse.click(x, y)
     at = opened.locator("#listing .at")

@@ -79,7 +79,7 @@ def penalised(penalty: Any, how: str, strategy: int) -> float:
         assert (p.grad is None) == (q.grad is None), name
         if q.grad is not None and name != "ignored":
             worst = max(worst, error(whole(p.grad), q.grad, 1e-3))
-    assert all(isinstance(p, mfsdp.state.tensors.ShardedParameter) for p in model.first.parameters())
+    assert all(isinstance(p, mfsdp.state.parameters.ShardedParameter) for p in model.first.parameters())
     return worst
 
 

@@ -42,12 +42,12 @@ def explain(commands: Any) -> None:
 
 def _explain(args: argparse.Namespace) -> None:
     from ..planning.explain import explain
-    from ..reports import page
+    from ..reports import charts
     from ..reports.report import Comparison
     from ..spec.config import MixedPrecisionPolicy
 
     if args.html:
-        page.bokeh.resources  # noqa: B018  (raises before minutes have gone by)
+        charts.bokeh.resources  # noqa: B018  (raises before minutes have gone by)
     model, inputs, named, layers = _model(args.model, args.batch, args.length)
     several: dict[str, Any] = {}
     for name, kind in (("strategy", _strategy), ("outer_strategy", str), ("reshard_after_forward", _truth)):

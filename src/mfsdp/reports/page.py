@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs no network, and as a Chrome trace.
+"""A report as one HTML page that needs no network.
 
 The page's data (charts as Bokeh's JSON, listings as text) travels as one deflated, base64 coded JSON: that keeps nine
 listings of thousands of lines small, and nothing that a model is called can be read as HTML or script. The browser
@@ -8,74 +8,19 @@ builds a listing, and the plot of a unit, when it is asked for.
 from __future__ import annotations
 
 import base64
-import importlib
 import json
-import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment
 
-from ..costs.facts import WHY, Facts, Line, View, seconds
+from ..costs.facts import WHY, Facts, View
 from ..graph.cost import size
-from ..spec.layout import Layout
 from ..spec.units import Unit
-
-LANES = {"C": "Compute", "G": "Gather", "R": "Reduce", "O": "Outer"}
-
-KINDS = {
-    "matrix": ("matrix products", "#3565a8", "#ffffff"),
-    "other": ("other kernels", "#a9c6ea", "#1c2733"),
-    "sharding": ("sharding", "#e8b84b", "#33270a"),
-    "G": ("gathers", "#3d9970", "#ffffff"),
-    "R": ("reductions", "#8a63b8", "#ffffff"),
-    "O": ("outer axis", "#2f9fb0", "#ffffff"),
-    "wait": ("exposed waits", "#d93a33", "#ffffff"),
-    "optimizer": ("optimizer", "#6f7a86", "#ffffff"),
-}
-"""Name, fill and text colour of the boxes."""
-
-KERNEL = {
-    "compute": "the arithmetic decides its time",
-    "memory": "reading and writing memory decides its time",
-    "launch": "too small: starting it decides its time",
-    "measured": "measured",
-}
-"""What decides a kernel's time, in words; :data:`mfsdp.costs.facts.WHY` is the same for waits and collectives."""
-
-BANDS = ("#5f6f81", "#7f8ea0", "#9fabb9", "#bcc5cf", "#d3d9e0", "#b8ad9a", "#cfc6b6", "#e2dccf")
-"""Memory that lasts, from the bottom up."""
-
-PARAMETERS = ("#8fb4dd", "#f0c98a", "#9fd0b4", "#cdb2e2", "#eeb0a8", "#a8d5dc", "#d9cf9a", "#c3c9d1")
-
-LASTING = {
-    "main weights", "optimizer state", "parameters that last", "gathered parameters", "gradient buckets", "not sharded",
-    "inputs",
-}  # fmt: skip
-"""Entries of the ledger that are there from the beginning to the end of a step."""
-
-RANKS_SHOWN = 8
-CUTS_SHOWN = 600
-NEAR = 0.5
-"""From which part of the hardware's memory on the plot shows where that ends."""
-
-FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
-
-
-class _Bokeh:
-    """Its modules, imported when something is drawn. Untyped: its types do not know its own arguments."""
-
-    def __getattr__(self, module: str) -> Any:
-        try:
-            return importlib.import_module(f"bokeh.{module}")
-        except ImportError as missing:
-            raise ImportError("the page is drawn with Bokeh: pip install 'mfsdp[report]'") from missing
-
-
-bokeh = _Bokeh()
+from .charts import amount, bokeh, brief, charts, rows
+from .layouts import layout_chart
 
 
 def render(report: Facts) -> str:
@@ -90,9 +35,9 @@ def render(report: Facts) -> str:
     )
     kinds = list(_alike(report.views))
     data = {
-        "charts": _charts(report),
+        "charts": charts(report),
         "programs": [_listings(view) for view in report.views],
-        "layouts": [_layout_chart(alike[0]) for alike in kinds],
+        "layouts": [layout_chart(alike[0]) for alike in kinds],
     }
     return page.render(
         r=report,
@@ -102,73 +47,8 @@ def render(report: Facts) -> str:
         units=[_unit_row(alike) for alike in kinds],
         why=WHY,
         size=size,
-        time=_time,
+        time=brief,
     )
-
-
-def chrome(report: Facts) -> str:
-    """The simulated step in Chrome's trace format: a thread per lane, and the bytes in use. Times in microseconds."""
-    used = [lane for lane in LANES if lane == "C" or any(x.lane == lane for v in report.views for x in v.lines)]
-    threads = {lane: i for i, lane in enumerate(used)}
-    events: list[dict[str, Any]] = [_meta("process_name", 0, name=f"{report.name}, rank 0 of {report.world}")]
-    for lane, i in threads.items():
-        events += [_meta("thread_name", i, name=LANES[lane]), _meta("thread_sort_index", i, sort_index=i)]
-    for view in report.views:
-        events += [_event(x, view.phase, threads[x.lane]) for x in view.lines if x.end > x.start]
-    if report.optimizer > 0:
-        begin = report.step - report.optimizer
-        events.append({"ph": "X", "name": "optimizer", "cat": "optimizer", "pid": 0, "tid": 0, "ts": begin * 1e6,
-                       "dur": report.optimizer * 1e6, "args": {}})  # fmt: skip
-    for at, live in _memory(report):
-        events.append({"ph": "C", "name": "live bytes", "pid": 0, "ts": at * 1e6, "args": {"bytes": live}})
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, separators=(",", ":"))
-
-
-def _meta(what: str, thread: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": 0, "tid": thread, "args": args}
-
-
-def _event(x: Line, phase: str, thread: int) -> dict[str, Any]:
-    args: dict[str, Any] = {"program": phase, "value": x.name, "live_bytes": x.live}
-    more = {"unit": x.unit, "why": x.why, "exposed_us": x.exposed * 1e6, "flops": x.flops, "source": x.source}
-    args |= {k: v for k, v in more.items() if v}
-    return {"ph": "X", "name": x.text, "cat": x.kind, "pid": 0, "tid": thread, "ts": x.start * 1e6,
-            "dur": (x.end - x.start) * 1e6, "args": args}  # fmt: skip
-
-
-def _memory(report: Facts) -> Iterator[tuple[float, int]]:
-    """Bytes from a moment on, in order. A collective's memory is taken when compute launches it, not when it starts."""
-    now, last = 0.0, -1
-    for view in report.views:
-        for x in view.lines:
-            steps = [(now, x.live)]
-            if x.lane == "C":
-                steps, now = [(x.start, x.live), (x.end, x.after)], x.end
-            else:
-                steps.append((now, x.after))
-            for at, live in steps:
-                if live != last:
-                    yield at, live
-                    last = live
-    if report.optimizer > 0:
-        # Of the optimizer only the peak is known, and only if it is the step's.
-        begin = report.step - report.optimizer
-        yield begin, report.peak if report.ledger.phase == "optimizer" else max(last, 0)
-        yield report.step, max(last, 0)
-
-
-# What stands in the page as text.
-
-
-def _time(x: float) -> str:
-    return seconds(x).strip()
-
-
-def _count(x: float, what: str) -> str:
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if x >= factor:
-            return f"{x / factor:.3g} {prefix}{what}"
-    return f"{x:.0f} {what}"
 
 
 def _tiles(report: Facts) -> list[tuple[str, str, str, str]]:
@@ -176,15 +56,15 @@ def _tiles(report: Facts) -> list[tuple[str, str, str, str]]:
     exposed = sum(x.seconds for x in report.exposed)
     share = exposed / report.step if report.step else 0.0
     out = [
-        ("step", _time(report.step), "measured compute" if report.measured else "estimated", ""),
-        ("compute", _time(report.compute), f"{_time(report.optimizer)} of it optimizer", ""),
-        ("exposed communication", _time(exposed), f"{share:.1%} of the step", "bad" if share > 0.1 else ""),
+        ("step", brief(report.step), "measured compute" if report.measured else "estimated", ""),
+        ("compute", brief(report.compute), f"{brief(report.optimizer)} of it optimizer", ""),
+        ("exposed communication", brief(exposed), f"{share:.1%} of the step", "bad" if share > 0.1 else ""),
     ]
     if report.tokens:
         each = f"{report.tokens_per_second / report.world:,.0f} per rank"
         out.append(("tokens/s", f"{report.tokens_per_second:,.0f}", each, ""))
     if report.flops:
-        out.append(("MFU", f"{report.utilization:.1%}", f"of {_count(report.machine.peak('bf16'), 'FLOP/s')}", ""))
+        out.append(("MFU", f"{report.utilization:.1%}", f"of {amount(report.machine.peak('bf16'), 'FLOP/s')}", ""))
     room = f"{report.peak / report.machine.memory:.1%} of {size(report.machine.memory)}"
     fits = (f"fits: {room}", "good") if report.fits else (f"does not fit: {room}", "bad")
     return [*out, ("peak memory per rank", size(report.peak), *fits)]
@@ -195,7 +75,7 @@ def _listings(view: View) -> dict[str, Any]:
     final = view.stages[-1].listing.split("\n") if view.stages else []
     marks = [
         [row, x.start, x.end, int(x.exposed > 0), x.source]
-        for x, row in zip(view.lines, _rows(view.lines, final), strict=True)
+        for x, row in zip(view.lines, rows(view.lines, final), strict=True)
         if row >= 0
     ]
     return {
@@ -203,15 +83,6 @@ def _listings(view: View) -> dict[str, Any]:
         "stages": [{"name": s.name, "text": s.listing} for s in view.stages],
         "marks": marks,
     }
-
-
-def _rows(lines: Sequence[Line], listing: Sequence[str]) -> Iterator[int]:
-    """Number of the listing's line for each line; -1 if it is not there."""
-    at = 0
-    for x in lines:
-        found = next((i for i in range(at, len(listing)) if x.gutter and listing[i] == x.gutter), -1)
-        at = found + 1 if found >= 0 else at
-        yield found
 
 
 def _alike(views: Sequence[View]) -> Iterator[list[Unit]]:
@@ -241,429 +112,4 @@ def _unit_row(alike: Sequence[Unit]) -> dict[str, str]:
         "pad": f"{layout.pad / max(1, layout.full_numel):.2%}",
         "segments": str(len(layout.segments)),
         "notes": ", ".join(notes),
-    }
-
-
-# Charts.
-
-LABELS = """
-const scale = plot.inner_width / (x.end - x.start), out = {x: [], y: [], text: [], color: []};
-let visible = 0;
-for (const {data} of sources)
-  for (let i = 0; i < data.left.length; i++) {
-    const l = Math.max(data.left[i], x.start), r = Math.min(data.right[i], x.end);
-    if (r <= l) continue;
-    visible++;
-    const n = Math.floor(((r - l) * scale - 4) / 6.7), text = data.label[i];
-    const fits = text.length <= n ? text : n > 9 || !data.short[i] ? text.slice(0, n - 1) + "\\u2026" : data.short[i];
-    if (fits.length > n || n < 2 || (fits.endsWith("\\u2026") && n < 6)) continue;
-    out.x.push((l + r) / 2); out.y.push((data.top[i] + data.bottom[i]) / 2);
-    out.text.push(fits); out.color.push(data.ink[i]);
-  }
-labels.data = out;
-const alpha = visible < plot.inner_width / 8 ? 1 : 0;
-for (const g of glyphs) if (g.line_alpha !== alpha) g.line_alpha = alpha;
-"""
-"""Writes into every box what there is room for; outlines boxes once they are wide enough not to be all outline."""
-
-TAPPED = """
-const i = cb_data.source.selected.indices[0];
-if (i !== undefined) document.dispatchEvent(new CustomEvent("mfsdp-line", {detail: {
-  program: cb_data.source.data.program[i], row: cb_data.source.data.row[i]}}));
-"""
-
-TIP = f"""<div style="font: 12px/1.45 {FONT}; color: #3d4852; max-width: 460px; background: #ffffff">
-<div style="font-weight: 600; color: #10161c">@text</div><div>@detail</div></div>"""
-
-STEP_TIP = f"""<div style="font: 12px/1.45 {FONT}; color: #3d4852; max-width: 460px; background: #ffffff">
-<div style="font: 600 12px/1.5 {MONO}; color: #10161c; overflow-wrap: anywhere">@text</div>
-<div>@unit</div><div>@when</div><div style="color: #b3261e; font-weight: 600">@exposed</div><div>@why</div>
-<div>@work</div><div>@live</div>
-<div style="font: 11px/1.5 {MONO}; color: #5a6673; overflow-wrap: anywhere">@source</div></div>"""
-
-SCALES = ((10.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "us"))
-
-
-def _columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
-    return {name: [row.get(name, "") for row in rows] for name in names}
-
-
-STEP_COLUMNS = (
-    "left", "right", "bottom", "top", "label", "short", "ink", "text", "unit", "when", "exposed", "why", "work", "live",
-    "source", "program", "row",
-)  # fmt: skip
-BOX_COLUMNS = ("left", "right", "bottom", "top", "label", "short", "ink", "text", "detail", "color")
-
-
-def _charts(report: Facts) -> Any:
-    """Timeline above memory, on one axis of time."""
-
-    factor, unit = next((f, name) for least, f, name in SCALES if report.step >= least)
-    end = max(report.step * factor, 1e-9)
-    axis = bokeh.models.Range1d(
-        -0.01 * end, 1.01 * end, bounds=(-0.05 * end, 1.05 * end), min_interval=end * 1e-6, name="time"
-    )
-    axis.tags = [factor]
-    above = _timeline(report, axis, factor)
-    below = _memory_chart(report, axis, factor, unit)
-    grid = bokeh.layouts.gridplot(
-        [[above], [below]], sizing_mode="stretch_both", toolbar_location="right", merge_tools=True,
-        toolbar_options={"logo": None},
-    )  # fmt: skip
-    grid.rows = {0: "3fr", 1: "2fr"}
-    return bokeh.embed.json_item(grid)
-
-
-def _figure(axis: Any, **more: Any) -> Any:
-    """A plot that zooms and pans sideways only."""
-
-    pan, wheel = (
-        bokeh.models.PanTool(dimensions="width"),
-        bokeh.models.WheelZoomTool(dimensions="width", zoom_on_axis=False),
-    )
-    box = bokeh.models.BoxZoomTool(dimensions="width")
-    plot = bokeh.plotting.figure(
-        x_range=axis,
-        tools=[pan, wheel, box, bokeh.models.ResetTool(), bokeh.models.SaveTool()],
-        active_drag=pan, active_scroll=wheel, sizing_mode="stretch_both", lod_threshold=None, min_border=4,
-        outline_line_color=None, background_fill_color="#ffffff", border_fill_color="#ffffff", **more,
-    )  # fmt: skip
-    for a in (*plot.xaxis, *plot.yaxis):
-        a.axis_label_text_font = a.major_label_text_font = "sans-serif"
-        a.axis_label_text_font_style = "normal"
-        a.major_label_text_font_size = a.axis_label_text_font_size = "12px"
-        a.major_label_text_color = a.axis_label_text_color = "#3d4852"
-        a.axis_line_color = a.major_tick_line_color = "#b7c0c9"
-        a.minor_tick_line_color = None
-    plot.xgrid.grid_line_color = "#e6eaee"
-    plot.ygrid.grid_line_color = None
-    return plot
-
-
-def _legend(plot: Any, items: Sequence[tuple[str, Any]]) -> None:
-    plot.add_layout(
-        bokeh.models.Legend(
-            items=[bokeh.models.LegendItem(label={"value": name}, renderers=[r]) for name, r in items],
-            location="top_left", click_policy="hide", label_text_font="sans-serif", label_text_font_size="12px",
-            label_text_color="#3d4852", border_line_color=None, label_height=14, glyph_height=14, glyph_width=14,
-            spacing=3, padding=4, margin=0, label_standoff=6,
-        ),
-        "right",
-    )  # fmt: skip
-
-
-def _timeline(report: Facts, axis: Any, factor: float) -> Any:
-    used = [lane for lane in LANES if lane == "C" or any(x.lane == lane for v in report.views for x in v.lines)]
-    plot = _figure(axis, y_range=(-len(used) + 0.5, 1.1), name="timeline")
-    plot.xaxis.visible = False
-    heights = {lane: -i for i, lane in enumerate(used)}
-    _ticks(plot, {0.85: "Step", **{float(y): LANES[lane] for lane, y in heights.items()}})
-    boxes = _step_boxes(report, factor, heights)
-    named, sources, glyphs = [], [], []
-    for kind, rows in boxes.items():
-        name, color, _ = KINDS[kind]
-        source = bokeh.models.ColumnDataSource(_columns(rows, STEP_COLUMNS))
-        drawn = plot.quad(
-            "left", "right", "top", "bottom", source=source, fill_color=color, line_color="#ffffff", line_alpha=0.0,
-            name="boxes",
-        )  # fmt: skip
-        drawn.nonselection_glyph = None
-        drawn.selection_glyph = drawn.glyph.clone(line_color="#10161c", line_alpha=1.0, line_width=2)
-        named.append((name, drawn))
-        sources.append(source)
-        glyphs.append(drawn.glyph)
-    sources.append(_phases(plot, report, factor))
-    plot.add_tools(
-        bokeh.models.HoverTool(renderers=[r for _, r in named], tooltips=STEP_TIP, point_policy="follow_mouse"),
-        bokeh.models.TapTool(renderers=[r for _, r in named], callback=bokeh.models.CustomJS(code=TAPPED)),
-    )
-    _label(plot, sources, glyphs)
-    _legend(plot, named)
-    return plot
-
-
-def _ticks(plot: Any, labels: Mapping[float, str]) -> None:
-    plot.yaxis.ticker = bokeh.models.FixedTicker(ticks=list(labels))
-    plot.yaxis.major_label_overrides = dict(labels)
-    plot.yaxis.major_tick_line_color = plot.yaxis.axis_line_color = None
-
-
-def _label(plot: Any, sources: Sequence[Any], glyphs: Sequence[Any]) -> None:
-    """Text in the boxes, written anew whenever the view changes."""
-    labels = bokeh.models.ColumnDataSource({"x": [], "y": [], "text": [], "color": []})
-    plot.text(
-        "x", "y", "text", source=labels, text_color="color", text_font_size="11px", text_font={"value": "monospace"},
-        text_align="center", text_baseline="middle", name="labels",
-    )  # fmt: skip
-    write = bokeh.models.CustomJS(
-        args={"plot": plot, "x": plot.x_range, "sources": list(sources), "labels": labels, "glyphs": list(glyphs)},
-        code=LABELS,
-    )
-    for name in ("start", "end"):
-        plot.x_range.js_on_change(name, write)
-    plot.js_on_change("inner_width", write)
-
-
-def _phases(plot: Any, report: Facts, factor: float) -> Any:
-    """The row above the lanes: which program runs."""
-
-    spans = [(v.phase, v.lines[0].start, max(x.end for x in v.lines)) for v in report.views if v.lines]
-    if report.optimizer > 0:
-        spans.append(("optimizer", report.step - report.optimizer, report.step))
-    rows = [
-        {"left": a * factor, "right": b * factor, "bottom": 0.65, "top": 1.05, "label": f"{name} {_time(b - a)}",
-         "ink": "#3d4852", "color": "#e9edf1" if i % 2 else "#dde3e9"}
-        for i, (name, a, b) in enumerate(spans)
-    ]  # fmt: skip
-    source = bokeh.models.ColumnDataSource(_columns(rows, BOX_COLUMNS))
-    plot.quad("left", "right", "top", "bottom", source=source, fill_color="color", line_color=None)
-    return source
-
-
-def _step_boxes(report: Facts, factor: float, heights: Mapping[str, int]) -> dict[str, list[dict[str, Any]]]:
-    """By kind; lines that take no time have none."""
-    out: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    for program, view in enumerate(report.views):
-        final = view.stages[-1].listing.split("\n") if view.stages else []
-        for x, row in zip(view.lines, _rows(view.lines, final), strict=True):
-            if x.end > x.start:
-                kind = x.lane if x.lane in KINDS else x.kind
-                out[kind].append(
-                    _step_box(x, factor, heights[x.lane], KINDS[kind][2]) | {"program": program, "row": row}
-                )
-    if report.optimizer > 0:
-        out["optimizer"].append(
-            {"left": (report.step - report.optimizer) * factor, "right": report.step * factor, "bottom": -0.42,
-             "top": 0.42, "label": "optimizer", "ink": KINDS["optimizer"][2], "text": "optimizer",
-             "when": _time(report.optimizer), "why": KERNEL["memory"], "program": -1, "row": -1}
-        )  # fmt: skip
-    return {kind: rows for kind, rows in out.items() if rows}
-
-
-_UNIT = re.compile(r"\bu\d+[a-z]?(?=_)")
-"""The unit in a line's text, for boxes too narrow for more."""
-
-
-def _step_box(x: Line, factor: float, height: int, ink: str) -> dict[str, Any]:
-    seconds = x.end - x.start
-    rate = f", {_count(x.flops / seconds, 'FLOP/s')}" if x.flops else ""
-    words = WHY if x.kind in ("collective", "wait") else KERNEL
-    return {
-        "left": x.start * factor,
-        "right": x.end * factor,
-        "bottom": height - 0.42,
-        "top": height + 0.42,
-        "label": x.name if x.kind == "collective" else x.text,
-        "short": unit.group() if x.kind in ("collective", "wait") and (unit := _UNIT.search(x.text)) else "",
-        "ink": ink,
-        "text": x.text,
-        "unit": f"unit {x.unit}" if x.unit else "",
-        "when": f"{_time(seconds)}, from {_time(x.start)}",
-        "exposed": "compute stands still here" if x.exposed > 0 else "",
-        "why": words.get(x.why, x.why),
-        "work": f"{_count(x.flops, 'FLOP')}{rate}" if x.flops else "",
-        "live": f"{size(x.live)} live",
-        "source": x.source,
-    }
-
-
-def _memory_chart(report: Facts, axis: Any, factor: float, unit: str) -> Any:
-    scale, bytes_ = (2**30, "GiB") if report.peak >= 2**30 else (2**20, "MiB")
-    limit = report.machine.memory
-    top = max(report.peak, limit if report.peak > NEAR * limit else 0) / scale
-    plot = _figure(axis, y_range=(0, 1.3 * top), x_axis_label=unit, y_axis_label=bytes_, name="memory")
-    plot.ygrid.grid_line_color = "#e6eaee"
-    end = report.step * factor
-    named, base = [], 0
-    for i, e in enumerate(e for e in report.ledger.entries if e.name in LASTING):
-        name = f"{e.name} {size(e.nbytes)}"
-        box = {"left": 0, "right": end, "bottom": base / scale, "top": (base + e.nbytes) / scale, "text": name}
-        named.append((name, _band(plot, [box | {"detail": f"{e.what}; there all the time"}], BANDS[i % len(BANDS)])))
-        base += e.nbytes
-    named.insert(0, ("gradients, activations, ...", _curve(plot, report, factor, scale, base)))
-    hidden = _under_mouse(plot, report, factor, scale, base)
-    plot.add_tools(
-        bokeh.models.HoverTool(
-            renderers=[*(r for _, r in named[1:]), hidden], tooltips=TIP, point_policy="follow_mouse"
-        )
-    )
-    late = _peak(plot, report, factor, scale)
-    if report.peak > NEAR * limit:
-        _limit(plot, report, 0.0 if late else end, scale)
-    _legend(plot, named)
-    return plot
-
-
-def _band(plot: Any, boxes: Sequence[Mapping[str, Any]], color: str) -> Any:
-    source = bokeh.models.ColumnDataSource(_columns(boxes, ("left", "right", "bottom", "top", "text", "detail")))
-    return plot.quad("left", "right", "top", "bottom", source=source, fill_color=color, line_color=None)
-
-
-def _curve(plot: Any, report: Facts, factor: float, scale: int, base: int) -> Any:
-    """What comes and goes, on top of what lasts."""
-    points = list(_memory(report)) or [(0.0, base)]
-    x = [at * factor for at, _ in points]
-    y = [live / scale for _, live in points]
-    x, y = [*x, report.step * factor], [*y, y[-1]]
-    area = plot.varea_step(
-        x=x, y1=[base / scale] * len(x), y2=y, step_mode="after", fill_color="#a9c6ea", fill_alpha=0.75
-    )
-    plot.step(x=x, y=y, mode="after", line_color="#3565a8", line_width=1.3)
-    return area
-
-
-def _under_mouse(plot: Any, report: Facts, factor: float, scale: int, base: int) -> Any:
-    """Invisible boxes below the curve, for the hover."""
-    boxes = [
-        {
-            "left": x.start * factor,
-            "right": x.end * factor,
-            "bottom": base / scale,
-            "top": max(x.live, base) / scale,
-            "text": f"{size(x.live)} live",
-            "detail": f"{size(max(0, x.live - base))} of them come and go; {view.phase}: {x.text}",
-        }
-        for view in report.views
-        for x in view.lines
-        if x.lane == "C" and x.end > x.start
-    ]
-    drawn = _band(plot, boxes, "#ffffff")
-    drawn.glyph.fill_alpha = 0.0
-    return drawn
-
-
-def _peak(plot: Any, report: Facts, factor: float, scale: int) -> bool:
-    """Marks it; whether it is in the second half of the step."""
-    where = next(
-        (x for v in report.views if v.phase == report.ledger.phase for x in v.lines if x.name == report.ledger.line),
-        None,
-    )
-    at = (where.start if where is not None else report.step - report.optimizer) * factor
-    y = report.peak / scale
-    line = f": {where.name}" if where is not None else ""
-    text = f"peak {size(report.peak)} in {report.ledger.phase}{line}"
-    late = at > 0.5 * report.step * factor
-    plot.scatter([at], [y], size=8, fill_color="#d93a33", line_color="#ffffff")
-    plot.text(
-        [at], [y], [text], x_offset=-8 if late else 8, y_offset=-4, text_align="right" if late else "left",
-        text_font_size="12px", text_font={"value": "sans-serif"}, text_color="#b3261e",
-    )  # fmt: skip
-    return late
-
-
-def _limit(plot: Any, report: Facts, at: float, scale: int) -> None:
-    y, text = report.machine.memory / scale, f"memory of {report.machine.name} {size(report.machine.memory)}"
-    line = bokeh.models.Span(location=y, dimension="width", line_color="#b3261e", line_dash="dashed", line_width=1.5)
-    plot.add_layout(line)
-    plot.text(
-        [at], [y], [text], y_offset=-3, text_align="right" if at else "left", text_font_size="12px",
-        text_font={"value": "sans-serif"}, text_color="#b3261e",
-    )  # fmt: skip
-
-
-def _layout_chart(unit: Unit) -> Any:
-    """A unit's flat buffer: gathered, then a row for every rank: what lies where in its shard."""
-    return bokeh.embed.json_item(
-        bokeh.layouts.column(_full(unit.layout), _shards(unit.layout), sizing_mode="stretch_width")
-    )
-
-
-def _full(layout: Layout) -> Any:
-    """The gathered buffer, with the lines along which ranks cut it."""
-    plot = _bars(layout.full_numel, 1, "element of the gathered buffer")
-    _ticks(plot, {0.0: "gathered"})
-    boxes = [
-        _parameter(layout, i, s.offset, s.numel, f"{s.numel:,} elements at {s.offset:,}")
-        for i, s in enumerate(layout.slots)
-    ]
-    boxes += [_hole(start, start + n) for start, n in layout.gaps()]
-    _draw(plot, [b | {"bottom": -0.4, "top": 0.4} for b in boxes if b["right"] > b["left"]])
-    cuts = [s.full_start + r * s.chunk for s in layout.segments for r in range(layout.world + 1)]
-    if len(cuts) <= CUTS_SHOWN:
-        plot.segment(cuts, [-0.5] * len(cuts), cuts, [-0.22] * len(cuts), line_color="#10161c", line_width=1)
-    return plot
-
-
-def _shards(layout: Layout) -> Any:
-    shown = _shown(layout.world)
-    plot = _bars(layout.shard_numel, len(shown), "element of a rank's shard")
-    _ticks(plot, {float(-i): "..." if r is None else f"rank {r}" for i, r in enumerate(shown)})
-    _draw(plot, [box for i, r in enumerate(shown) if r is not None for box in _pieces(layout, r, -i)])
-    for segment in layout.segments[1:]:
-        plot.add_layout(
-            bokeh.models.Span(
-                location=segment.shard_start, dimension="height", line_color="#10161c", line_dash="dashed"
-            )
-        )
-    return plot
-
-
-def _bars(elements: int, rows: int, label: str) -> Any:
-    end = max(elements, 1)
-    axis = bokeh.models.Range1d(-0.005 * end, 1.005 * end, bounds=(-0.02 * end, 1.02 * end))
-    plot = _figure(axis, y_range=(-rows + 0.5, 0.5), x_axis_label=label, height=60 + 30 * rows, min_border_left=80)
-    plot.sizing_mode, plot.toolbar.logo, plot.toolbar.active_scroll = "stretch_width", None, None
-    plot.toolbar_location = None if rows == 1 else "right"
-    plot.xaxis.formatter = bokeh.models.NumeralTickFormatter(format="0,0")
-    plot.xgrid.grid_line_color = None
-    return plot
-
-
-def _draw(plot: Any, boxes: Sequence[Mapping[str, Any]]) -> None:
-    parts = bokeh.models.ColumnDataSource(_columns([b for b in boxes if b["color"]], BOX_COLUMNS))
-    holes = bokeh.models.ColumnDataSource(_columns([b for b in boxes if not b["color"]], BOX_COLUMNS))
-    drawn = plot.quad("left", "right", "top", "bottom", source=parts, fill_color="color", line_color="#ffffff")
-    empty = plot.quad(
-        "left", "right", "top", "bottom", source=holes, fill_color="#f4f5f7", line_color="#9aa5b1", hatch_pattern="/",
-        hatch_color="#9aa5b1", hatch_scale=7,
-    )  # fmt: skip
-    plot.add_tools(bokeh.models.HoverTool(renderers=[drawn, empty], tooltips=TIP, point_policy="follow_mouse"))
-    _label(plot, [parts], [])
-
-
-def _shown(world: int) -> list[int | None]:
-    """The first ranks and the last; ``None`` where some are left out."""
-    if world <= RANKS_SHOWN:
-        return list(range(world))
-    return [*range(RANKS_SHOWN - 2), None, world - 1]
-
-
-def _pieces(layout: Layout, rank: int, height: int) -> Iterator[dict[str, Any]]:
-    """What a rank's shard holds, padding without a colour."""
-    place = {"bottom": height - 0.4, "top": height + 0.4}
-    end = 0
-    held = [(layout.local(i, rank), i) for i in range(len(layout.slots))]
-    for at, i in sorted((h for h in held if h[0].numel), key=lambda h: h[0].shard_offset):
-        if at.shard_offset > end:
-            yield place | _hole(end, at.shard_offset)
-        row = layout.slots[i].row
-        first, n = at.param_offset // row, at.numel // row
-        detail = f"rank {rank} holds rows {first}:{first + n} of {layout.slots[i].numel // row}, {at.numel:,} elements"
-        yield place | _parameter(layout, i, at.shard_offset, at.numel, detail)
-        end = at.shard_offset + at.numel
-    if layout.shard_numel > end:
-        yield place | _hole(end, layout.shard_numel)
-
-
-def _parameter(layout: Layout, i: int, start: int, numel: int, detail: str) -> dict[str, Any]:
-    s = layout.slots[i]
-    return {
-        "left": start,
-        "right": start + numel,
-        "label": s.name,
-        "ink": "#10161c",
-        "text": f"{s.name}{list(s.shape)}",
-        "detail": detail,
-        "color": PARAMETERS[i % len(PARAMETERS)],
-    }
-
-
-def _hole(start: int, end: int) -> dict[str, Any]:
-    return {
-        "left": start,
-        "right": end,
-        "label": "",
-        "text": "padding",
-        "detail": f"{end - start:,} elements",
-        "color": "",
     }

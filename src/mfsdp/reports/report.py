@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..costs.facts import WHY, Facts, seconds
 from ..graph.cost import size
-from . import page
+from . import chrome, page
 
 
 class Report(Facts):
@@ -61,7 +61,7 @@ class Report(Facts):
 
     def trace(self, path: str | os.PathLike[str]) -> None:
         """Writes the simulated step as a Chrome trace (ui.perfetto.dev and chrome://tracing open it)."""
-        Path(path).write_text(page.chrome(self), encoding="utf-8")
+        Path(path).write_text(chrome.chrome(self), encoding="utf-8")
 
 
 @dataclass

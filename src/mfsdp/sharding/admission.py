@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..state.buffer import UnitState, refs
-from ..state.tensors import ShardedParameter
+from ..state.parameters import ShardedParameter
 
 
 def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:

@@ -14,9 +14,10 @@ from torch import nn
 from ..spec.config import MixedPrecisionPolicy, Precision
 from ..spec.layout import Layout
 from .gradients import Gradients
+from .parameters import ShardedParameter
 from .placement import Placement
 from .sharded import Sharding
-from .tensors import ShardedParameter, carry_attributes
+from .tensors import carry_attributes
 from .weights import Weights
 
 

@@ -15,7 +15,8 @@ from torch import nn
 from ..runtime import devices, engine, immediate, runs
 from ..runtime.transport import segments
 from ..spec.layout import Slot
-from .tensors import ShardedDTensor, ShardedParameter
+from .parameters import ShardedParameter
+from .tensors import ShardedDTensor
 
 if TYPE_CHECKING:
     from .buffer import FlatBuffer

@@ -22,7 +22,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .buffer import FlatBuffer
-from .tensors import ShardedDTensor, ShardedParameter
+from .parameters import ShardedParameter
+from .tensors import ShardedDTensor
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 """Optimizers of torch whose update of one element depends on others."""

@@ -8,20 +8,16 @@ That also takes DTensor's sharding propagation out of the optimizer step.
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch._guards import TracingContext
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from ..runtime import groups, immediate
 from ..spec.layout import Layout, Segment, Slot
@@ -226,9 +222,7 @@ class ShardedDTensor(DTensor):
         """This rank's rows, what others hold is not in the pickle; a tensor that is whole here becomes a plain one."""
         s, local = self._sharding, self._local_tensor
         if s.layout.world == 1 and self._mfsdp_written is not None:  # of a model: anybody may load it
-            whole = local.view(s.shape).clone()
-            kept = torch.nn.Parameter(whole, self.requires_grad) if isinstance(self, ShardedParameter) else whole
-            return kept.__reduce_ex__(protocol)
+            return self._plain(local.view(s.shape).clone()).__reduce_ex__(protocol)
         alone = s.layout.world == 1
         if not alone:
             _tell_of_pickles()
@@ -236,6 +230,9 @@ class ShardedDTensor(DTensor):
         place = (tuple(slot.shape), slot.offset, slot.row, segment.full_start, segment.chunk, s.layout.world)
         written = None if alone else (groups.rank(), groups.world())
         return _rebuilt, (local.clone(), place, s.mesh, written, self.requires_grad)
+
+    def _plain(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole
 
     @classmethod
     def _alike(cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool) -> ShardedDTensor:
@@ -315,126 +312,6 @@ class _Rows(torch.autograd.Function):
         return ShardedDTensor(grad, ctx.sharding)
 
 
-class ShardedParameter(ShardedDTensor):
-    """A parameter. Its ``.grad`` lives in its owner, the unit's flat buffer: a view into the gradient accumulator.
-
-    Args:
-        local, sharding, requires_grad: as above.
-        owner: the flat buffer whose main weights it is a view of; without one ``.grad`` is an attribute.
-    """
-
-    _mfsdp_owner: Any
-    _mfsdp_grad: torch.Tensor | None
-
-    @staticmethod
-    def __new__(
-        cls,
-        local: torch.Tensor,
-        sharding: Sharding,
-        requires_grad: bool = True,
-        owner: Any = None,
-    ) -> ShardedParameter:
-        out = cast(ShardedParameter, ShardedDTensor.__new__(cls, local, sharding, requires_grad))
-        out._is_param = True  # what isinstance(_, torch.nn.Parameter) asks for
-        out._mfsdp_owner, out._mfsdp_written = owner, None if owner is None else owner.weights
-        out._mfsdp_grad = None
-        with torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.requires_grad.__set__(out, True)  # type: ignore[attr-defined]  # no hook otherwise
-            torch.Tensor.register_post_accumulate_grad_hook(out, _brought)
-            torch.Tensor.requires_grad.__set__(out, requires_grad)  # type: ignore[attr-defined]
-        return out
-
-    def __tensor_flatten__(self) -> Any:
-        """Refuses to be an input of compiled code. Private in torch (``TracingContext``); tried on 2.13.
-
-        Raises:
-            NotImplementedError: Dynamo is tracing.
-        """
-        if TracingContext.try_get() is None:
-            return super().__tensor_flatten__()  # type: ignore[no-untyped-call]
-        name = self._sharding.layout.slots[self._sharding.slot].name
-        raise NotImplementedError(
-            f"mfsdp: compiled code takes the sharded form of the parameter {name}. Read it as an "
-            "attribute of its module (module.weight), or through parameters() of a module that has parameters of its "
-            "own: there it is whole. state_dict(), torch.func.functional_call and parameters() of containers "
-            "(ModuleList) read what is sharded: do that in a function under torch.compiler.disable, or outside."
-        )
-
-    @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        if self._mfsdp_owner is None:
-            return self._mfsdp_grad
-        return self._mfsdp_owner.gradients.of(self._sharding.slot)  # type: ignore[no-any-return]
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        if self._mfsdp_owner is None:
-            self._mfsdp_grad = value
-        else:
-            self._mfsdp_owner.gradients.set(self._sharding.slot, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None  # type: ignore[method-assign, assignment]
-
-    @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
-        return torch.Tensor.requires_grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
-        if self._mfsdp_owner is not None:
-            self._mfsdp_owner.set_trains(self._sharding.slot, value)
-
-    def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
-        self.requires_grad = requires_grad  # type: ignore[method-assign]
-        return self
-
-    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:  # type: ignore[override]
-        """``hook(grad)``, once per backward that reduces, with the reduced gradient that is about to be added to
-        ``.grad``, a DTensor; it may return another one. What `no_sync` holds back is in it when it is reduced.
-        """
-        return self._hook("hooks", hook)
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """``hook(param)``, once per backward that synchronises, when ``.grad`` is complete. It may step an optimizer
-        and set ``.grad`` to ``None``: no program of this backward reads the parameter any more.
-        """
-        return self._hook("post_hooks", hook)
-
-    def _hook(self, where: str, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
-        if not self.requires_grad:
-            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
-        if self._mfsdp_owner is None:
-            raise RuntimeError("a sharded parameter without a model gets no gradients that a hook could see")
-        hooks = getattr(self._mfsdp_owner.gradients, where).setdefault(self._sharding.slot, OrderedDict())
-        handle = RemovableHandle(hooks)
-        hooks[handle.id] = hook
-        return handle
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._mfsdp_owner is not None:
-            copy.deepcopy(self._mfsdp_owner, memo)  # copies all of its parameters
-            return memo[id(self)]
-        return super().__deepcopy__(memo)
-
-
-def _brought(param: torch.Tensor) -> None:
-    """What autograd itself has brought to a parameter, from outside of forward, belongs to its ``.grad`` too."""
-    assert isinstance(param, ShardedParameter)
-    with torch._C.DisableTorchFunctionSubclass():
-        grad = torch.Tensor.grad.__get__(param)  # type: ignore[union-attr]
-        torch.Tensor.grad.__set__(param, None)  # type: ignore[union-attr]
-    rows = grad._local_tensor if isinstance(grad, ShardedDTensor) else param._sharding.part(grad)
-    if param._mfsdp_owner is not None:
-        param._mfsdp_owner.gradients.bring(param._sharding.slot, rows)
-    elif param._mfsdp_grad is None:
-        param._mfsdp_grad = ShardedDTensor(rows.clone(), param._sharding)
-    else:
-        param._mfsdp_grad += rows
-
-
 _told_of_pickles = False
 
 
@@ -473,7 +350,7 @@ def _rebuilt(
 torch.serialization.add_safe_globals([_rebuilt])  # for weights_only, as torch does for DTensor
 
 
-def _take_foreach_paths() -> None:
+def take_foreach_paths(kind: type[ShardedDTensor]) -> None:
     """Lets ``clip_grad_norm_`` and optimizers choose their ``foreach`` form for us, as they do for DTensor: one
     collective for all norms instead of one each. Private in torch (two lists of types); tried on 2.11 to 2.15.
     """
@@ -481,10 +358,11 @@ def _take_foreach_paths() -> None:
     from torch.utils._foreach_utils import _foreach_supported_types as of_clipping
 
     for types in (of_optimizers, of_clipping):
-        types.extend(t for t in (ShardedDTensor, ShardedParameter) if t not in types)  # type: ignore[misc]
+        if kind not in types:
+            types.append(kind)  # type: ignore[arg-type]
 
 
-_take_foreach_paths()
+take_foreach_paths(ShardedDTensor)
 
 
 def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -1,0 +1,62 @@
+"""A simulated step in Chrome's trace format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ..costs.facts import Facts, Line
+
+LANES = {"C": "Compute", "G": "Gather", "R": "Reduce", "O": "Outer"}
+
+
+def chrome(report: Facts) -> str:
+    """The simulated step in Chrome's trace format: a thread per lane, and the bytes in use. Times in microseconds."""
+    used = [lane for lane in LANES if lane == "C" or any(x.lane == lane for v in report.views for x in v.lines)]
+    threads = {lane: i for i, lane in enumerate(used)}
+    events: list[dict[str, Any]] = [_meta("process_name", 0, name=f"{report.name}, rank 0 of {report.world}")]
+    for lane, i in threads.items():
+        events += [_meta("thread_name", i, name=LANES[lane]), _meta("thread_sort_index", i, sort_index=i)]
+    for view in report.views:
+        events += [_event(x, view.phase, threads[x.lane]) for x in view.lines if x.end > x.start]
+    if report.optimizer > 0:
+        begin = report.step - report.optimizer
+        events.append({"ph": "X", "name": "optimizer", "cat": "optimizer", "pid": 0, "tid": 0, "ts": begin * 1e6,
+                       "dur": report.optimizer * 1e6, "args": {}})  # fmt: skip
+    for at, live in memory(report):
+        events.append({"ph": "C", "name": "live bytes", "pid": 0, "ts": at * 1e6, "args": {"bytes": live}})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, separators=(",", ":"))
+
+
+def _meta(what: str, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": 0, "tid": thread, "args": args}
+
+
+def _event(x: Line, phase: str, thread: int) -> dict[str, Any]:
+    args: dict[str, Any] = {"program": phase, "value": x.name, "live_bytes": x.live}
+    more = {"unit": x.unit, "why": x.why, "exposed_us": x.exposed * 1e6, "flops": x.flops, "source": x.source}
+    args |= {k: v for k, v in more.items() if v}
+    return {"ph": "X", "name": x.text, "cat": x.kind, "pid": 0, "tid": thread, "ts": x.start * 1e6,
+            "dur": (x.end - x.start) * 1e6, "args": args}  # fmt: skip
+
+
+def memory(report: Facts) -> Iterator[tuple[float, int]]:
+    """Bytes from a moment on, in order. A collective's memory is taken when compute launches it, not when it starts."""
+    now, last = 0.0, -1
+    for view in report.views:
+        for x in view.lines:
+            steps = [(now, x.live)]
+            if x.lane == "C":
+                steps, now = [(x.start, x.live), (x.end, x.after)], x.end
+            else:
+                steps.append((now, x.after))
+            for at, live in steps:
+                if live != last:
+                    yield at, live
+                    last = live
+    if report.optimizer > 0:
+        # Of the optimizer only the peak is known, and only if it is the step's.
+        begin = report.step - report.optimizer
+        yield begin, report.peak if report.ledger.phase == "optimizer" else max(last, 0)
+        yield report.step, max(last, 0)
