@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..state.buffer import UnitState, refs
 from ..state.parameters import ShardedParameter
+from ..state.pieces import Piece, here
 
 
 def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
@@ -52,16 +53,17 @@ def _plain(fqn: str, param: nn.Parameter) -> None:
             "sharded; tie weights before sharding and shard both modules in one call, fully_shard(root, units=[...])"
         )
     if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"fully_shard: parameter {fqn} is a DTensor with placements {tuple(param.placements)} over "
-            f"{param.device_mesh}; sharding the parts of another parallelism further is not supported yet"
-        )
+        try:
+            Piece.of(param)
+        except ValueError as error:
+            raise ValueError(f"fully_shard: parameter {fqn} is a DTensor that cannot be sharded: {error}") from None
     if nn.parameter.is_lazy(param):
         raise ValueError(
             f"fully_shard: parameter {fqn} has no shape yet ({type(param).__name__}); run one forward of the lazy "
             "module first, on every rank"
         )
-    if not _trivial(type(param)) and not _fake(param):
+    local = here(param)
+    if not _trivial(type(param)) and not _fake(local) and (local is param or type(local) is not torch.Tensor):
         raise NotImplementedError(
             f"fully_shard: parameter {fqn} is a {type(param).__name__}, a tensor subclass, of which the flat buffer "
             "would keep one plain tensor. Shard the model before its weights are converted, or pass the parameter in "

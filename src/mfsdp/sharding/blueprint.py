@@ -53,7 +53,8 @@ def blueprint(model: nn.Module) -> Blueprint:
             if id(param) not in memo:
                 own = ref.unit.policy.compute_dtype is None
                 kind = ref.buffer.precision.compute if own else ref.buffer.precision.main
-                twin = nn.Parameter(torch.empty(ref.shape, dtype=kind, device="meta"), ref.buffer.born_trainable)
+                value = torch.empty(ref.shape, dtype=kind, device="meta")
+                twin = nn.Parameter(ref.piece.wrap(value) if ref.piece else value, ref.buffer.born_trainable)
                 carry_attributes(param, twin)
                 memo[id(param)] = twin
         kept = [t for t in m.__dict__.values() if isinstance(t, torch.Tensor)]

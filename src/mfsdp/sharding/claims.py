@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..spec.config import MixedPrecisionPolicy, Precision
 from ..spec.layout import Layout, plan
+from ..state.pieces import Piece, here
 from ..state.placement import Placement
 from . import admission, writes
 from .former import FORMER
@@ -85,6 +87,7 @@ class Draft:
     precision: Precision
     trainable: bool
     params: list[nn.Parameter]
+    pieces: list[Piece | None]
 
 
 @dataclass
@@ -104,8 +107,10 @@ class Claim:
         for param in self.owners:
             kinds.setdefault((policy.resolve(param.dtype), param.requires_grad), []).append(param)
         for (precision, trainable), params in kinds.items():
-            layout = plan([(self.names[p], tuple(p.shape)) for p in params], placement.cut)
-            self.drafts.append(Draft(layout, precision, trainable, params))
+            pieces = [Piece.of(p) if isinstance(p, DTensor) else None for p in params]
+            shapes = [piece.local if piece else tuple(p.shape) for p, piece in zip(params, pieces, strict=True)]
+            layout = plan([(self.names[p], s) for p, s in zip(params, shapes, strict=True)], placement.cut)
+            self.drafts.append(Draft(layout, precision, trainable, params, pieces))
 
 
 def claim_parameters(root: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter]) -> list[Claim]:
@@ -168,7 +173,8 @@ def described(claims: Sequence[Claim], options: str, values: bool) -> tuple[list
             for param in draft.params:
                 name = claim.names[param] if claim.fqn == "(root)" else f"{claim.fqn}.{claim.names[param]}"
                 where = "on the meta device" if param.is_meta else "with values"
-                lines.append(f"{name} {list(param.shape)} {param.dtype}, trains {param.requires_grad}, {where}")
+                cut = f" {tuple(param.placements)}" if isinstance(param, DTensor) else ""
+                lines.append(f"{name} {list(param.shape)}{cut} {param.dtype}, trains {param.requires_grad}, {where}")
                 if values and not param.is_meta:
-                    real[name] = param
+                    real[name] = here(param)
     return lines, real

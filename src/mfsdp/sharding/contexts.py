@@ -42,6 +42,7 @@ def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
 @contextmanager
 def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     """Whole main weights as plain parameters inside of the ``with``; edits are kept. All ranks must enter together.
+    What tensor or expert parallelism has cut is what it was before `fully_shard`: a DTensor over their mesh.
 
     Args:
         module: a sharded model, or any of its modules.
@@ -66,7 +67,8 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
             view = ref.buffer.weights.full_view(full, ref.slot)
             key = (id(ref.buffer), ref.slot)
             if key not in whole:
-                whole[key] = nn.Parameter(view, requires_grad=ref.buffer.trains[ref.slot])
+                value = ref.piece.wrap(view) if ref.piece else view
+                whole[key] = nn.Parameter(value, requires_grad=ref.buffer.trains[ref.slot])
             m._parameters[name] = whole[key]
         yield
         if writeback:

@@ -31,10 +31,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..runtime import engine, immediate, owners
 from ..spec.source import ours
 from ..state.buffer import FlatBuffer, Ref, UnitState
+from ..state.pieces import here
 from . import writes
 
 
@@ -69,15 +71,18 @@ class Ticket:
 
 
 class _Saved:
-    """A tensor over a gathered buffer, as autograd keeps it."""
+    """A tensor over a gathered buffer, as autograd keeps it; of a DTensor its local tensor is one."""
 
     def __init__(self, ticket: Ticket, like: torch.Tensor):
         self.ticket = ticket
-        self.where = (like.storage_offset(), like.shape, like.stride())
+        local = here(like)
+        self.where = (local.storage_offset(), local.shape, local.stride())
+        self.spec = like._spec if isinstance(like, DTensor) else None
 
     def tensor(self) -> torch.Tensor:
         full = self.ticket.storage()
-        return full.new_empty(0).set_(full.untyped_storage(), *self.where)
+        local = full.new_empty(0).set_(full.untyped_storage(), *self.where)
+        return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
 
 
 class _Gather(torch.autograd.Function):
@@ -210,7 +215,8 @@ def read(module: nn.Module, name: str, ref: Ref) -> torch.Tensor:
         _keep_until_backward_ends(ref.unit)
     elif ref.index not in ref.unit.full:
         _here.visited.add(ref.unit)
-    return _whole(ref.unit, ref.index, _caller())[ref.slot]
+    whole = _whole(ref.unit, ref.index, _caller())[ref.slot]
+    return whole if ref.piece is None else ref.piece.wrap(whole)
 
 
 def _whole(unit: UnitState, index: int, place: str) -> Sequence[torch.Tensor]:
@@ -302,7 +308,8 @@ def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:
         return None  # ours are there already
 
     def pack(t: torch.Tensor) -> Any:
-        ticket = _here.tickets.get(t.untyped_storage().data_ptr()) if _plain(t) else None
+        local = here(t) if type(t) is DTensor else t
+        ticket = _here.tickets.get(local.untyped_storage().data_ptr()) if _plain(local) else None
         if ticket is not None:
             return _Saved(ticket, t)
         return outer[0](t) if outer else t

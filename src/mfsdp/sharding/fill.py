@@ -9,6 +9,7 @@ from torch import nn
 
 from ..runtime import devices
 from ..state.buffer import FlatBuffer, Ref, UnitState
+from ..state.pieces import here
 from ..state.placement import Placement
 from ..state.tensors import carry_attributes
 from . import alike
@@ -52,14 +53,13 @@ def fill(
     for index, draft in enumerate(claim.drafts):
         buffer = FlatBuffer(
             unit, draft.layout, placement, draft.precision,
-            trainable=draft.trainable, reshard=reshard, device=device,
+            trainable=draft.trainable, reshard=reshard, device=device, pieces=draft.pieces,
         )  # fmt: skip
         buffer.gradients.before_first = no_former_optimizer
         unit.buffers.append(buffer)
         for slot, entry in enumerate(draft.layout.slots):
-            _take_over(
-                claim, draft.params.pop(0), Ref(buffer, slot, entry.offset, entry.shape, unit, index), synced, undo
-            )
+            ref = Ref(buffer, slot, entry.offset, entry.shape, unit, index, draft.pieces[slot])
+            _take_over(claim, draft.params.pop(0), ref, synced, undo)
 
 
 def _take_over(claim: Claim, param: nn.Parameter, ref: Ref, synced: Sequence[str], undo: Undo) -> None:
@@ -70,7 +70,8 @@ def _take_over(claim: Claim, param: nn.Parameter, ref: Ref, synced: Sequence[str
             weights.born_on_meta[slot] = param.dtype
             weights.view(weights.main, slot).fill_(torch.nan)
         else:
-            weights.keep(slot, alike.of_first_rank(param, synced, weights.main.device) if synced else param)
+            mine = here(param)
+            weights.keep(slot, alike.of_first_rank(mine, synced, weights.main.device) if synced else mine)
     former = undo.former(param, ref)
     for owner, name in claim.owners.pop(param):
         hand_over(owner, name, ref, former, undo)

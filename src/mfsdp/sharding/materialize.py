@@ -201,7 +201,7 @@ def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[Non
         if dtype is None or (done and not first):
             value = ref.buffer.params[ref.slot].full_tensor().to(dtype or ref.buffer.precision.main)
         else:
-            value = _blank(torch.Size(ref.shape), dtype, device)
+            value = _blank(ref.buffer.params[ref.slot].shape, dtype, device)
         whole = nn.Parameter(value, requires_grad=ref.buffer.trains[ref.slot])
         carry_attributes(ref.buffer.params[ref.slot], whole)
         module._parameters[name] = whole
@@ -210,7 +210,7 @@ def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[Non
         yield
         for _, ref, whole, discard in mine:
             if not discard and not _untouched(whole.data):
-                ref.buffer.weights.keep(ref.slot, whole)
+                ref.buffer.weights.keep(ref.slot, ref.piece.cut(whole) if ref.piece else whole)
                 ref.buffer.weights.written.add(ref.slot)
     finally:
         for name, ref, _, _ in mine:

@@ -323,9 +323,12 @@ def _property(name: str) -> property:
         ref: Any = self._mfsdp_refs[name]  # type: ignore[index]
         if torch.compiler.is_compiling():
             if ref.unit.open:
-                return ref.unit.full[ref.index][ref.slot]  # type: ignore[no-any-return]
-            out = ops.param(ref.buffer.weights.source, ref.offset, ref.shape, ref.buffer.text)
-            return out.detach() if ref.buffer.trainable and not ref.buffer.trains[ref.slot] else out  # type: ignore[no-any-return]
+                out = ref.unit.full[ref.index][ref.slot]
+            else:
+                out = ops.param(ref.buffer.weights.source, ref.offset, ref.shape, ref.buffer.text)
+                if ref.buffer.trainable and not ref.buffer.trains[ref.slot]:
+                    out = out.detach()
+            return out if ref.piece is None else ref.piece.wrap(out)  # type: ignore[no-any-return]
         return eager.read(self, name, ref)  # type: ignore[no-any-return]
 
     # Where plain Python reads a parameter, a graph of one marker would gather the unit for it alone.

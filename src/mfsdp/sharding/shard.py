@@ -149,7 +149,9 @@ def fully_shard(
                 entering = policy.compute_dtype if policy.cast_forward_inputs and owner in heads else None
                 casts = entering, policy.output_dtype if owner in given else None
                 swap_class(owner, units_of[claim.module], owner in heads, casts, undo)
-        materialize.materialize(root, target, groups, param_init_fn)
+        pieces = [p for claim in claims for draft in claim.drafts for p in draft.pieces if p is not None]
+        others = {name: None for p in pieces for name in (*p.cut_by, *p.copied_by)} if target.type != "meta" else {}
+        materialize.materialize(root, target, [*groups, *others], param_init_fn)
         for kept in dict.fromkeys(root.buffers()) if synced else ():
             kept.copy_(alike.of_first_rank(kept, synced, target))
     _name(root, units_of[root], outermost)

@@ -15,6 +15,7 @@ from ..spec.config import MixedPrecisionPolicy, Precision
 from ..spec.layout import Layout
 from .gradients import Gradients
 from .parameters import ShardedParameter
+from .pieces import Piece
 from .placement import Placement
 from .sharded import Sharding
 from .tensors import carry_attributes
@@ -45,6 +46,7 @@ class FlatBuffer:
         trainable: whether the parameters require gradients, at first (`set_trains`).
         reshard: whether forward frees the gathered buffer.
         device: where the shard lives.
+        pieces: what another parallelism had left of each parameter; by default they are all whole.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class FlatBuffer:
         trainable: bool,
         reshard: bool,
         device: torch.device,
+        pieces: Sequence[Piece | None] = (),
     ):
         self.unit, self.layout, self.placement, self.precision = unit, layout, placement, precision
         self.trains = [trainable] * len(layout.slots)
@@ -71,7 +74,8 @@ class FlatBuffer:
         self.weights.source.requires_grad_(trainable)
         home = weakref.ref(self)
         slots = range(len(layout.slots))
-        shardings = [Sharding(layout, i, placement.mesh, placement.copies, home) for i in slots]
+        self.pieces = tuple(pieces) or (None,) * len(slots)
+        shardings = [Sharding(layout, i, placement.mesh, placement.copies, home, self.pieces[i]) for i in slots]
         rows = [self.weights.view(self.weights.main, i) for i in slots]
         self.params = [ShardedParameter(r, s, trainable, self) for r, s in zip(rows, shardings, strict=True)]
         self.places: dict[tuple[int, str], tuple[dict[str, Any], int]] = {}
@@ -94,7 +98,7 @@ class FlatBuffer:
             raise RuntimeError(f"mfsdp: {self.path} is summoned; leave mfsdp.summon_full_params before copying")
         twin = FlatBuffer(
             self.unit, self.layout, self.placement, self.precision,
-            trainable=False, reshard=self.spec.reshard, device=self.weights.main.device,
+            trainable=False, reshard=self.spec.reshard, device=self.weights.main.device, pieces=self.pieces,
         )  # fmt: skip
         memo[id(self)] = twin
         twin.unit = copy.deepcopy(self.unit, memo)
@@ -153,6 +157,8 @@ class Ref:
     unit: UnitState
     index: int
     """Which of the unit's buffers."""
+    piece: Piece | None = None
+    """What another parallelism had left of it: modules see a DTensor then."""
 
 
 @dataclass(eq=False)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..runtime import immediate
@@ -206,11 +205,11 @@ _OPS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "any": "max", "
 
 
 def _all_reduce(partial: torch.Tensor, op: str, sharding: Sharding) -> torch.Tensor:
-    if sharding.layout.world == 1:
+    if sharding.parts == 1:
         return partial
     total = partial.to(torch.uint8) if partial.dtype is torch.bool else partial.contiguous()
     with sharding.announced(f"{op} of a tensor {list(sharding.shape)} over ranks"):
-        for group in sharding.groups:
+        for group in sharding.over:
             total = immediate.reduced(total, op, group)
     return total.bool() if partial.dtype is torch.bool else total
 
@@ -231,15 +230,20 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Norms of order p; one collective for all tensors that are cut over the same ranks. Some may be plain ones."""
-    alike: dict[DeviceMesh | None, list[int]] = {}
+    alike: dict[tuple[str, ...] | None, list[int]] = {}
     for i, t in enumerate(tensors):
-        alike.setdefault(t._sharding.mesh if isinstance(t, ShardedDTensor) else None, []).append(i)
+        alike.setdefault(_over(t) if isinstance(t, ShardedDTensor) else None, []).append(i)
     out: dict[int, torch.Tensor] = {}
-    for mesh, members in alike.items():
+    for over, members in alike.items():
         mine = [tensors[i] for i in members]
-        found = _norms_over(mine, order, dtype) if mesh else torch._foreach_norm(mine, order, dtype)
+        found = torch._foreach_norm(mine, order, dtype) if over is None else _norms_over(mine, order, dtype)
         out |= zip(members, found, strict=True)
     return [out[i] for i in range(len(tensors))]
+
+
+def _over(t: ShardedDTensor) -> tuple[str, ...]:
+    """The process groups that a value of the whole tensor is reduced over; none where nothing can communicate."""
+    return t._sharding.over if t._sharding.parts > 1 else ()
 
 
 def _norms_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
@@ -277,7 +281,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     some = [_local(t) for t in tensors if _local(t).numel()]
     if some:
         func(some, found, inverse)
-    for sharding in {t._sharding.mesh: t._sharding for t in tensors if isinstance(t, ShardedDTensor)}.values():
+    for sharding in {_over(t): t._sharding for t in tensors if isinstance(t, ShardedDTensor)}.values():
         found.copy_(_all_reduce(found, "max", sharding))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 
 class RowShard(Shard):
@@ -28,11 +29,7 @@ class RowShard(Shard):
 
     def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, int]:
         if self.rows is None:
-            raise NotImplementedError(
-                "this sharded tensor is cut inside of what dimension 0 counts (an expert of several, say): which part "
-                "a rank holds is no range of it. Use .full_tensor(), or mfsdp's and torch.distributed.checkpoint's "
-                "functions on state dicts."
-            )
+            raise NotImplementedError(_NO_RANGE)
         return self.rows if self.last else (curr_local_size, 0)
 
     def _select_split_tensor(self, tensor: torch.Tensor, num_chunks: int, index: Any, **how: Any) -> torch.Tensor:
@@ -62,3 +59,35 @@ class RowShard(Shard):
         return f"RowShard(rows={self.rows})" if self.last else "RowShard()"
 
     __str__ = __repr__
+
+
+class StridedRowShard(_StridedShard):
+    """``_StridedShard(0, split_factor)``: what FSDP2 says of rows whose dimension tensor parallelism has cut before.
+
+    torch would compute from it which rows are here, by its rule of even chunks: it is refused. Private in torch; tried
+    on 2.11 to 2.15.
+
+    Args:
+        split_factor: how many pieces the other parallelism has made of dimension 0.
+    """
+
+    def __new__(cls, split_factor: int) -> StridedRowShard:
+        return super().__new__(cls, 0, split_factor=split_factor)  # type: ignore[call-arg]
+
+    def __init__(self, split_factor: int):
+        super().__init__(0, split_factor=split_factor)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(_NO_RANGE)
+
+    _local_shard_size_and_offset = _split_tensor = _to_replicate_tensor = _shard_tensor = _select_shard = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StridedRowShard, (self.split_factor,)
+
+
+_NO_RANGE = (
+    "this sharded tensor is cut inside of what dimension 0 counts (an expert of several, rows that tensor parallelism "
+    "has cut): which part a rank holds is no range of it. Use .full_tensor(), or mfsdp's and "
+    "torch.distributed.checkpoint's functions on state dicts."
+)

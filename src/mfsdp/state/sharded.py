@@ -15,7 +15,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..runtime import groups, immediate, runs
 from ..spec.layout import Layout, Local
-from .rows import RowShard
+from .pieces import Box, Piece, concatenated
+from .rows import RowShard, StridedRowShard
 
 
 def local_mesh(device_type: str, shape: tuple[int, ...], rank: int = 0) -> DeviceMesh:
@@ -50,10 +51,12 @@ class Sharding:
     """Where nothing is cut, and ``mesh`` is this rank alone: the ranks that all hold it whole."""
     home: Any = field(default=None, compare=False, repr=False)
     """A weak reference to the flat buffer that the parameter lies in, if it is one of a model."""
+    piece: Piece | None = None
+    """What another parallelism had left of it, which is what is cut here."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.layout.slots[self.slot].shape
+        return self.piece.shape if self.piece else self.layout.slots[self.slot].shape
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """What DTensors say of it; made once, for optimizers make tensors all the time."""
@@ -61,7 +64,10 @@ class Sharding:
         if dtype not in known:
             shape = torch.Size(self.shape)
             meta = TensorMeta(shape, strides_of(shape), dtype)
-            known[dtype] = DTensorSpec(self.copies or self.mesh, self.placements, tensor_meta=meta)
+            mesh = self.copies or self.mesh
+            if self.piece is not None:
+                mesh = concatenated(mesh, self.piece.mesh)
+            known[dtype] = DTensorSpec(mesh, self.placements, tensor_meta=meta)
         return known[dtype]  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,6 +99,16 @@ class Sharding:
             ) from error
 
     @property
+    def over(self) -> tuple[str, ...]:
+        """Names of all process groups whose ranks hold parts of it: of data parallelism, then of others."""
+        return (*self.groups, *(self.piece.cut_by if self.piece else ()))
+
+    @property
+    def parts(self) -> int:
+        """How many parts there are of it."""
+        return self.layout.world * (self.piece.parts if self.piece else 1)
+
+    @property
     def trains_over(self) -> tuple[tuple[str, ...], float]:
         """Names of the process groups whose ranks train it together, and what their gradients' sum is divided by."""
         buffer = None if self.home is None else self.home()
@@ -114,17 +130,19 @@ class Sharding:
         """Whether all ranks that hold it have the same number; a collective."""
         low_high = torch.tensor([-number, number], device=self.mesh.device_type)
         with self.announced(f"numbers of {self.layout.slots[self.slot].name}{list(self.shape)}"):
-            for group in self.groups:
+            for group in self.over:
                 low_high = immediate.reduced(low_high, "max", group)
         return bool(low_high.sum() == 0)
 
     def announced(self, what: str) -> AbstractContextManager[None]:
         """Around collectives over the ranks that hold it: they are compared (`runs.announced`)."""
-        return runs.announced(what, *self.groups)
+        return runs.announced(what, *self.over)
 
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
-        """What torch is told: which rows of dimension 0 are here."""
+        """What torch is told: which rows of dimension 0 are here; of a piece as FSDP2 says it."""
+        if self.piece is not None:
+            return (*self._of_piece(self.piece), *self.piece.placements)
         if self.copies is not None:
             return (Replicate(),) * self.copies.ndim
         if self.layout.world == 1 or not self.shape or self.mesh.get_coordinate() is None:
@@ -133,12 +151,26 @@ class Sharding:
         rows = (at.numel // columns, at.param_offset // columns) if at.shape[1:] == self.shape[1:] else None
         return (*(RowShard(rows, last=False) for _ in range(self.mesh.ndim - 1)), RowShard(rows))
 
+    def _of_piece(self, piece: Piece) -> tuple[Placement, ...]:
+        if self.copies is not None:
+            return (Replicate(),) * self.copies.ndim
+        cuts = piece.factor(0) if self.shape else 1
+        return (RowShard(None) if cuts == 1 else StridedRowShard(cuts),) * self.mesh.ndim
+
+    def boxes(self, rank: int | None = None) -> list[Box]:
+        """A rank's part as boxes, by default this one's."""
+        chunks = self.layout.chunks(self.slot, self.rank if rank is None else rank)
+        if self.piece is None:
+            return [(offsets, offsets, sizes) for offsets, sizes in chunks]
+        return [box for chunk in chunks for box in self.piece.boxes(*chunk)]
+
     def same(self, other: Sharding) -> bool:
         """Whether ranks hold the same rows of tensors of the same shape."""
         if self is other or other.__dict__.get("_like") is self:
             return True
         alike = (
             self.shape == other.shape
+            and self.piece == other.piece
             and self.layout.world == other.layout.world
             and all(
                 (a.param_offset, a.numel) == (b.param_offset, b.numel)
@@ -154,6 +186,8 @@ class Sharding:
         at = self.local()
         if not any(whole.stride()) and whole.dim():  # one value everywhere, as derivatives of sums are
             return whole[(0,) * whole.dim()].expand(at.shape) if whole.numel() else whole.new_empty(at.shape)
+        if self.piece is not None:
+            whole = self.piece.cut(whole)
         return whole.reshape(-1)[at.param_offset : at.param_offset + at.numel].view(at.shape)
 
 

@@ -89,7 +89,7 @@ def _keep_whole(
         for key, value in full.items()
         if isinstance(mine := local.get(key), ShardedDTensor) and torch.is_tensor(value)
     }
-    _agree(ours, {mine.sharding.mesh: mine.sharding for mine, _ in ours.values()}.values())
+    _agree(ours, {mine.sharding.over: mine.sharding for mine, _ in ours.values()}.values())
     for key, (mine, value) in ours.items():
         local[key] = mine.copy_(_fitting(key, mine, value))
     return theirs({k: v for k, v in full.items() if k not in ours}, local, *rest, **more)
@@ -109,7 +109,7 @@ def _agree(here: Iterable[str], shardings: Iterable[Sharding]) -> None:
     """
     digest = zlib.crc32("\n".join(sorted(here)).encode())
     for sharding in shardings:
-        for group in sharding.groups if sharding.layout.world > 1 else ():
+        for group in sharding.over if sharding.parts > 1 else ():
             told = torch.tensor([digest, -digest], device=devices.collective_device(group))
             largest, smallest = immediate.reduced(told, "max", group).tolist()
             if largest != -smallest:

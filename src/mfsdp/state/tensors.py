@@ -8,7 +8,6 @@ That also takes DTensor's sharding propagation out of the optimizer step.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..runtime import groups, immediate
 from ..spec.layout import Layout, Segment, Slot
 from . import outside
+from .pieces import Piece
 from .sharded import Sharding, strides_of
 
 
@@ -153,25 +153,34 @@ class ShardedDTensor(DTensor):
         if torch.is_grad_enabled() and self.requires_grad:
             outside.compare_numbers(self)
             return _Whole.apply(self)  # type: ignore[no-any-return, no-untyped-call]
-        return self._gathered()
+        return self._whole()
+
+    def _whole(self) -> torch.Tensor:
+        here, piece = self._gathered(), self._sharding.piece
+        if piece is None:
+            return here
+        with self._sharding.announced(f"full_tensor of a piece of {list(self.shape)}"):
+            return piece.wrap(here).full_tensor()
 
     def _gathered(self) -> torch.Tensor:
+        """Over data-parallel ranks."""
         s = self._sharding
         layout, mine = s.layout, self._local_tensor.detach()
+        shape = layout.slots[s.slot].shape
         if layout.world == 1:
-            return mine.reshape(s.shape).clone()
+            return mine.reshape(shape).clone()
         parts = [s.local(r) for r in range(layout.world)]
         length = max(p.numel for p in parts)
         gathered = mine.reshape(-1)
         if mine.numel() < length:
             gathered = mine.new_zeros(length)
             gathered[: mine.numel()] = mine.reshape(-1)
-        with s.announced(f"full_tensor of {layout.slots[s.slot].name}{list(s.shape)}"):
+        with s.announced(f"full_tensor of {layout.slots[s.slot].name}{list(shape)}"):
             for group in s.groups:
                 gathered = immediate.gathered(gathered, group)
         if all((p.param_offset, p.numel) == (rank * length, length) for rank, p in enumerate(parts)):
-            return gathered.view(s.shape)
-        whole = gathered.new_empty(s.shape)
+            return gathered.view(shape)
+        whole = gathered.new_empty(shape)
         flat = whole.view(-1)
         for rank, part in enumerate(parts):
             start = rank * length
@@ -221,15 +230,15 @@ class ShardedDTensor(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """This rank's rows, what others hold is not in the pickle; a tensor that is whole here becomes a plain one."""
         s, local = self._sharding, self._local_tensor
-        if s.layout.world == 1 and self._mfsdp_written is not None:  # of a model: anybody may load it
+        alone = s.layout.world == 1 and s.piece is None
+        if alone and self._mfsdp_written is not None:  # of a model: anybody may load it
             return self._plain(local.view(s.shape).clone()).__reduce_ex__(protocol)
-        alone = s.layout.world == 1
         if not alone:
             _tell_of_pickles()
         slot, segment = s.layout.slots[s.slot], s.layout.segment(s.slot)
         place = (tuple(slot.shape), slot.offset, slot.row, segment.full_start, segment.chunk, s.layout.world)
         written = None if alone else (groups.rank(), groups.world())
-        return _rebuilt, (local.clone(), place, s.mesh, written, self.requires_grad)
+        return _rebuilt, (local.clone(), place, s.mesh, written, self.requires_grad, s.piece)
 
     def _plain(self, whole: torch.Tensor) -> torch.Tensor:
         return whole
@@ -259,9 +268,7 @@ class ShardedDTensor(DTensor):
 
         if self._mfsdp_written is not None:
             self._mfsdp_written.stale = True  # every rank asks for its chunks before it loads, even if it has none
-        s = self._sharding
-        boxes = s.layout.chunks(s.slot, s.rank)
-        return [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in boxes]
+        return [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, _, n in self._sharding.boxes()]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         try:
@@ -275,12 +282,12 @@ class ShardedDTensor(DTensor):
         Raises:
             ValueError: it holds none at these offsets.
         """
-        s, at = self._sharding, self._sharding.local()
-        for offsets, sizes in s.layout.chunks(s.slot, s.rank):
-            if where is None or where == offsets:
-                flat = sum(o * n for o, n in zip(offsets, strides_of(torch.Size(s.shape)), strict=True))
-                start = flat - at.param_offset
-                return self._local_tensor.view(-1)[start : start + math.prod(sizes)].view(sizes)
+        s, rows = self._sharding, self._local_tensor.view(-1)
+        strides = strides_of(torch.Size(s.layout.slots[s.slot].shape))
+        for there, here, sizes in s.boxes():
+            if where is None or where == there:
+                start = sum(o * n for o, n in zip(here, strides, strict=True)) - s.local().param_offset
+                return rows.as_strided(sizes, strides, rows.storage_offset() + start)
         raise ValueError(f"this rank holds no chunk at {where}")
 
 
@@ -290,7 +297,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ShardedDTensor) -> torch.Tensor:  # type: ignore[override]
         ctx.sharding = x._sharding
-        return x._gathered()
+        return x._whole()
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -328,7 +335,12 @@ def _tell_of_pickles() -> None:
 
 
 def _rebuilt(
-    local: torch.Tensor, place: tuple[Any, ...], mesh: DeviceMesh, written: tuple[int, int] | None, requires_grad: bool
+    local: torch.Tensor,
+    place: tuple[Any, ...],
+    mesh: DeviceMesh,
+    written: tuple[int, int] | None,
+    requires_grad: bool,
+    piece: Piece | None = None,
 ) -> ShardedDTensor:
     """What comes out of a pickle: rows without a model.
 
@@ -344,10 +356,10 @@ def _rebuilt(
         )
     shape, offset, row, full_start, chunk, world = place
     layout = Layout(world, (Slot("", shape, offset, row),), (Segment(full_start, 0, chunk),), (0,))
-    return ShardedDTensor(local, Sharding(layout, 0, mesh), requires_grad)
+    return ShardedDTensor(local, Sharding(layout, 0, mesh, piece=piece), requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuilt])  # for weights_only, as torch does for DTensor
+torch.serialization.add_safe_globals([_rebuilt, Piece])  # for weights_only, as torch does for DTensor
 
 
 def take_foreach_paths(kind: type[ShardedDTensor]) -> None:

@@ -1,0 +1,198 @@
+"""Models under tensor, expert and context parallelism, and their unsharded selves on the joined batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from tests.parity import error
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.size = width // heads
+        self.wq, self.wk, self.wv = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.wo = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, _ = x.shape
+        q, k, v = (w(x).view(b, t, -1, self.size).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        return self.wo(self.attend(q, k, v).transpose(1, 2).reshape(b, t, -1))  # type: ignore[no-any-return]
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int, heads: int, hidden: int, checkpointed: bool = False):
+        super().__init__()
+        self.attention_norm, self.ffn_norm = Norm(width), Norm(width)
+        self.attention, self.feed_forward = Attention(width, heads), FeedForward(width, hidden)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layer, x, use_reentrant=False) if self.checkpointed else self.layer(x)  # type: ignore[no-any-return]
+
+    def layer(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    """As torchtitan writes it, small."""
+
+    def __init__(
+        self, width: int = 24, heads: int = 4, hidden: int = 36, vocab: int = 34, layers: int = 2, **more: Any
+    ) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(Layer(width, heads, hidden, **more) for _ in range(layers))
+        self.norm = Norm(width)
+        self.output = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))  # type: ignore[no-any-return]
+
+
+def tensor_parallel(model: Llama, mesh: DeviceMesh, sequence: bool = True, loss: bool = False) -> None:
+    """torchtitan's plan for a Llama.
+
+    Args:
+        mesh: over tp.
+        sequence: sequence parallel: norms see a part of the tokens.
+        loss: loss parallel: logits stay cut over the vocabulary.
+    """
+    act = Shard(1) if sequence else Replicate()
+    top: dict[str, Any] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=act),
+        "output": ColwiseParallel(
+            input_layouts=act, output_layouts=Shard(-1) if loss else Replicate(), use_local_output=not loss
+        ),
+    }
+    if sequence:
+        top["norm"] = SequenceParallel()
+    parallelize_module(model, mesh, top)
+    for layer in model.layers:
+        plan: dict[str, Any] = {
+            **{f"attention.w{x}": ColwiseParallel() for x in "qkv"},
+            "attention.wo": RowwiseParallel(output_layouts=act),
+            "feed_forward.w1": ColwiseParallel(),
+            "feed_forward.w3": ColwiseParallel(),
+            "feed_forward.w2": RowwiseParallel(output_layouts=act),
+        }
+        if sequence:
+            whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+            plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+            plan |= {"attention": whole, "feed_forward": whole}
+        assert isinstance(layer, nn.Module)
+        parallelize_module(layer, mesh, plan)
+
+
+Loss = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def next_token(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+def tokens(number: int, vocab: int = 34, length: int = 9) -> torch.Tensor:
+    """The batch of a data-parallel rank."""
+    torch.manual_seed(7 + number)
+    return torch.randint(vocab, (2, length))
+
+
+def trained_alike(
+    model: nn.Module,
+    run: Any,
+    reference: nn.Module,
+    mine: torch.Tensor,
+    every: list[torch.Tensor],
+    loss: Loss = next_token,
+    steps: int = 3,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.AdamW(params, lr=1e-2),
+    wrap: Callable[[torch.optim.Optimizer], Any] = lambda optimizer: optimizer,
+) -> dict[str, float]:
+    """The largest relative error of gradients, norms and weights over steps with clipping, by what it is."""
+    wrong: dict[str, float] = {}
+
+    def note(what: str, value: float) -> None:
+        wrong[what] = max(wrong.get(what, 0.0), value)
+
+    ours, theirs = wrap(optimizer(model.parameters())), optimizer(reference.parameters())
+    names = [n for n, _ in reference.named_parameters()]
+    for _ in range(steps):
+        mean = loss(run, mine)
+        mean.backward()
+        together = sum(loss(reference, batch) for batch in every) / len(every)
+        assert isinstance(together, torch.Tensor)
+        together.backward()
+        for n, p, q in zip(names, model.parameters(), reference.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None, n
+            note(f"gradient of {n}", error(p.grad.full_tensor(), q.grad))  # type: ignore[attr-defined]
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, reference)]
+        note("norm", error(*norms))
+        for o in (ours, theirs):
+            o.step()
+            o.zero_grad()
+    for n, p, q in zip(names, model.parameters(), reference.parameters(), strict=True):
+        note(n, error(p.full_tensor().detach(), q.detach()))  # type: ignore[attr-defined]
+    return wrong
+
+
+def graphs() -> tuple[int, int]:
+    """How many graphs Dynamo has made since the last `reset`, and at how many places it broke."""
+    return counters["stats"].get("unique_graphs", 0), sum(counters["graph_break"].values())
+
+
+def reset() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def twin(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Two equal models in fp64, the same on every rank."""
+    torch.manual_seed(0)
+    reference = build().double()
+    return reference, copy.deepcopy(reference)
