@@ -7,11 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as fc
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -196,3 +197,99 @@ def twin(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     reference = build().double()
     return reference, copy.deepcopy(reference)
+
+
+# Experts
+
+
+class Experts(nn.Module):
+    """Stacked experts. With a group, tokens go to the rank that has their expert, and back."""
+
+    def __init__(self, experts: int, width: int, hidden: int):
+        super().__init__()
+        self.number = experts
+        self.w1 = nn.Parameter(torch.randn(experts, hidden, width) * 0.2)
+        self.w2 = nn.Parameter(torch.randn(experts, width, hidden) * 0.2)
+        self.group: Any = None
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Tokens, sorted by expert, and how many each of all experts gets."""
+        w1, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2))
+        if self.group is None:
+            experts = torch.repeat_interleave(torch.arange(self.number), counts, output_size=x.shape[0])
+            return chosen(x, experts, w1, w2)
+        ranks = self.group.size()
+        here = self.number // ranks
+        arriving = fc.all_to_all_single(counts, None, None, self.group)
+        send = counts.view(ranks, here).sum(1).tolist()
+        receive = arriving.view(ranks, here).sum(1).tolist()
+        for n in (*send, *receive):
+            torch._check(n >= 0)
+        there = fc.all_to_all_single_autograd(x, receive, send, self.group)
+        experts = torch.arange(here).repeat(ranks)
+        experts = torch.repeat_interleave(experts, arriving, output_size=there.shape[0])
+        return fc.all_to_all_single_autograd(chosen(there, experts, w1, w2), send, receive, self.group)
+
+
+def chosen(x: torch.Tensor, experts: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """What its expert makes of each token: all products, one kept. No grouped one compiles on the CPU."""
+    number, hidden, width = w1.shape
+
+    def kept(every: torch.Tensor, size: int) -> torch.Tensor:
+        index = experts.view(-1, 1, 1).expand(-1, 1, size)
+        return every.view(-1, number, size).gather(1, index).squeeze(1)
+
+    h = F.silu(kept(x @ w1.reshape(-1, width).t(), hidden))
+    return kept(h @ w2.reshape(-1, hidden).t(), width)
+
+
+class MixtureLayer(nn.Module):
+    def __init__(self, width: int, heads: int, hidden: int, experts: int, top: int = 2):
+        super().__init__()
+        self.attention_norm, self.ffn_norm = Norm(width), Norm(width)
+        self.attention = Attention(width, heads)
+        self.router, self.experts, self.top = (
+            nn.Linear(width, experts, bias=False),
+            Experts(experts, width, hidden),
+            top,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mixture(self.ffn_norm(x))
+
+    def mixture(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        weights, experts = self.router(flat).softmax(-1).topk(self.top, -1)
+        weights, experts = (weights / weights.sum(-1, keepdim=True)).reshape(-1), experts.reshape(-1)
+        counts = torch.zeros(self.experts.number, dtype=torch.int64).scatter_add(0, experts, torch.ones_like(experts))
+        order = torch.argsort(experts, stable=True)
+        out = self.experts(flat[order // self.top], counts) * weights[order].unsqueeze(1)
+        return torch.zeros_like(flat).index_add(0, order // self.top, out).view_as(x)
+
+
+class Mixtral(nn.Module):
+    """A mixture of experts, small."""
+
+    def __init__(
+        self, width: int = 16, heads: int = 2, hidden: int = 20, vocab: int = 34, layers: int = 2, experts: int = 4
+    ):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(vocab, width)
+        self.layers = nn.ModuleList(MixtureLayer(width, heads, hidden, experts) for _ in range(layers))
+        self.norm, self.output = Norm(width), nn.Linear(width, vocab, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.output(self.norm(x))  # type: ignore[no-any-return]
+
+
+def expert_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Cuts the experts of every layer over ``ep``, as torchtitan does."""
+    for experts in (m for m in model.modules() if isinstance(m, Experts)):
+        for name in ("w1", "w2"):
+            whole = getattr(experts, name).data
+            experts.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)])))
+        experts.group = mesh.get_group()

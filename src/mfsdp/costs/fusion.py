@@ -17,8 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..graph import ops
-from ..graph.cost import is_line, shape_of
+from ..graph.cost import is_line
 from ..graph.program import Program, operator
+from ..graph.sizes import hint, shape_of
 
 aten = torch.ops.aten
 
@@ -88,7 +89,7 @@ def _plain(value: Any) -> Any:
     """A tensor as its shape; hints for what is symbolic."""
     if isinstance(value, torch.Tensor):
         return shape_of(value)
-    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+    return hint(value)
 
 
 def _cpu_attention(q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:

@@ -13,6 +13,7 @@ from ..spec.units import Spec
 from . import ops
 from .program import INPUT, STORAGE, Program, base_of, operator, slot_of, view_of
 from .roles import Kind, is_kind
+from .sizes import shape_of
 
 
 def nbytes(value: Any) -> int:
@@ -27,13 +28,6 @@ def nbytes(value: Any) -> int:
 def numel(value: torch.Tensor) -> int:
     """Elements, symbolic sizes with their hints."""
     return shape_of(value).numel()
-
-
-def shape_of(value: torch.Tensor) -> torch.Size:
-    """The shape, symbolic sizes with their hints: whoever computes with live symbols puts guards on them, and the
-    program is compiled anew for every shape.
-    """
-    return torch.Size(n if isinstance(n, int) else n.node.hint for n in value.shape)
 
 
 @dataclass(frozen=True)

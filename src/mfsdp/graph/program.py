@@ -108,9 +108,12 @@ class Program:
         return sorted(family)
 
     def readers(self, node: Node) -> list[Node]:
-        """Every node that reads or writes the value or a view of it, plain views excluded, in program order."""
+        """Every node that reads or writes the value or a view of it, plain views excluded, in program order. What a
+        collective of torch's reads, its wait reads too.
+        """
         family = set(self.aliases(node))
-        return sorted({u for n in family for u in n.users if u not in family or mutates(u)})
+        found = {u for n in family for u in n.users if u not in family or mutates(u)}
+        return sorted(found.union(*(u.users for u in found if is_functional_collective(u))))
 
     def copy(self) -> Program:
         """A program of its own, to run other passes on."""
@@ -190,6 +193,14 @@ class Program:
     def note(self, text: str) -> None:
         """Says with what knobs the running pass did it, or why it did nothing (law 28)."""
         self.notes.append(text)
+
+
+def is_functional_collective(node: Node) -> bool:
+    """Whether it is one of torch's, launched, to be waited for by ``wait_tensor``. Private in torch; tried on 2.11 to
+    2.15.
+    """
+    namespace, _, name = getattr(getattr(node.target, "_schema", None), "name", "").partition("::")
+    return namespace == "_c10d_functional" and name != "wait_tensor"
 
 
 def is_element(node: Node) -> bool:

@@ -18,8 +18,9 @@ import torch
 from torch._logging import trace_structured
 
 from ..costs.estimate import estimate
-from ..graph.cost import nbytes, shape_of
+from ..graph.cost import nbytes
 from ..graph.program import Program
+from ..graph.sizes import shape_of
 from ..pipeline import Stage
 from ..runtime import owners
 from ..spec.config import Options

@@ -83,7 +83,8 @@ class FSDPModule(fsdp2.Spelling):
             buffer.respec(reshard=reshard_after_forward)
 
     def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
-        """What sums over ranks are divided by, instead of the number of ranks. Compiled graphs recompile.
+        """What sums over ranks are divided by, instead of the number of ranks over which the outermost module was
+        sharded. Compiled graphs recompile.
 
         For a loss per token, where ranks have different numbers of them: a factor of 1, and every rank divides the sum
         over its tokens by the number of all ranks' tokens.
@@ -95,6 +96,7 @@ class FSDPModule(fsdp2.Spelling):
         if not factor > 0:
             raise ValueError(f"factor={factor!r}: must be positive")
         for buffer in buffers_of(self, recurse):
+            buffer.unit.divides = True
             buffer.respec(divide=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

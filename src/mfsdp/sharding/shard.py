@@ -155,6 +155,7 @@ def fully_shard(
         for kept in dict.fromkeys(root.buffers()) if synced else ():
             kept.copy_(alike.of_first_rank(kept, synced, target))
     _name(root, units_of[root], outermost)
+    _divide_alike(root, placement)
     given[0].__dict__["_mfsdp_call"] = next(_calls), {
         "units": units, "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": policy,
         "reshard_after_forward": reshard_after_forward,
@@ -188,6 +189,17 @@ def _name(root: nn.Module, own: UnitState, outermost: Outermost) -> None:
         unit.fqn, unit.outermost = "(root)" if unit is own else "+".join(fqn for fqn, _ in found), outermost
         if unit is not own and unit.root_keeps:
             found[0][1].set_reshard_after_forward(True, recurse=False)
+
+
+def _divide_alike(root: nn.Module, placement: Placement) -> None:
+    """Gradients of units of earlier calls are divided as those of this one, by all ranks whose losses are
+    averaged, also where fewer of them hold the same parameters (experts).
+    """
+    for unit in dict.fromkeys(m._mfsdp_unit for m in root.modules() if isinstance(m, FSDPModule)):
+        unit.ranks = placement.ranks
+        for buffer in unit.buffers if not unit.divides else ():
+            if buffer.spec.divide != float(placement.ranks):
+                buffer.respec(divide=float(placement.ranks))
 
 
 def _outermost(module: nn.Module) -> Outermost:

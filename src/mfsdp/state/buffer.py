@@ -176,6 +176,10 @@ class UnitState:
     """Eager path: parameters of gathered buffers, by index of the buffer."""
     kept: bool = False
     """Whether `unshard()` asked to keep them."""
+    ranks: int = 1
+    """How many ranks' losses are averaged, also where fewer hold its parameters."""
+    divides: bool = False
+    """Whether somebody has said what its gradients are divided by."""
     root_keeps: bool = False
     """Whether it does not reshard after forward because it is the outermost, until there is one around it."""
 

@@ -121,6 +121,11 @@ class Placement:
         return Placement(local_mesh(one.device_type, (1,)), 1, size, alone + over, False, False, copies=one)
 
     @property
+    def ranks(self) -> int:
+        """Ranks that train together."""
+        return self.world * self.outer
+
+    @property
     def cut(self) -> int:
         """Ranks that cut main weights: what layouts are planned for."""
         return self.world * (self.outer if self.outer_optim else 1)
@@ -139,7 +144,7 @@ class Placement:
             reduce_group=self.groups[1],
             splits=tuple(n * further for n in layout.splits),
             precision=precision,
-            divide=float(self.world * self.outer),
+            divide=float(self.ranks),
             reshard=reshard,
             outer=self.outer,
             outer_group=self.groups[2],

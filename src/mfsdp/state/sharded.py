@@ -110,12 +110,24 @@ class Sharding:
 
     @property
     def trains_over(self) -> tuple[tuple[str, ...], float]:
-        """Names of the process groups whose ranks train it together, and what their gradients' sum is divided by."""
+        """Names of the process groups whose ranks have data of their own; what their derivatives' sum is divided by.
+
+        Raises:
+            NotImplementedError: it is a piece, and some of the axes that cut it have the same data, some have not.
+        """
         buffer = None if self.home is None else self.home()
         if buffer is None:
             return tuple(self.groups), float(self.layout.world)
-        spec = buffer.spec
-        return tuple(filter(None, (spec.group, spec.outer_group))), spec.divide
+        spec, others = buffer.spec, buffer.unit.ranks // buffer.spec.ranks
+        names = tuple(filter(None, (spec.group, spec.outer_group)))
+        if others > 1 and self.piece is not None:  # experts: its mesh is one of data, too
+            if self.piece.parts != others:
+                raise NotImplementedError(
+                    f"mfsdp: {self.layout.slots[self.slot].name} is cut into {self.piece.parts} pieces, over ranks of "
+                    f"which {others} have data of their own: a loss cannot be made of it outside of forward"
+                )
+            names += self.piece.cut_by
+        return names, spec.divide
 
     def total(self, grad: torch.Tensor) -> torch.Tensor:
         """What all ranks' derivatives of one value come to (Note [The way out]); a collective for each group."""
