@@ -39,7 +39,7 @@ import torch
 from torch.fx import Node
 
 from mfsdp.graph import ops
-from mfsdp.graph.program import Program
+from mfsdp.graph.program import Program, base_of
 from mfsdp.graph.roles import Kind, Lane, Role
 from mfsdp.spec.units import Unit
 
@@ -157,7 +157,8 @@ def _contiguous(shape: torch.Size) -> list[int]:
 
 def _after(p: Program, grads: list[Node]) -> Node:
     """The node before which all gradients are there."""
-    ready = max(grads).next
+    waits = [u for g in grads for u in base_of(g).users if u.target is ops.wait]
+    ready = max([*grads, *waits]).next
     while ready.op == "placeholder":
         ready = ready.next
     return ready

@@ -12,6 +12,7 @@ from .graph import listing
 from .graph.check import LawError, check
 from .graph.program import Program
 from .passes.bucket import bucket
+from .passes.collective import collective
 from .passes.defer import defer
 from .passes.gather import gather
 from .passes.pool import pool
@@ -29,6 +30,7 @@ Table = tuple[tuple[str, Pass], ...]
 def table(depth: int = 1, lag: int = 1, limit: int | None = None, slots: bool = True) -> Table:
     """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes) and ``pool``."""
     return (
+        ("collective", collective),
         ("gather", gather),
         ("reshard", reshard),
         ("reduce", reduce),
@@ -96,6 +98,7 @@ def _rows(given: Any) -> Table:
 
 
 ORDER: tuple[tuple[str, str, str], ...] = (
+    ("collective", "reshard", "what another parallelism's collective reads lives until the wait"),
     ("gather", "reshard", "there is nothing to free before something is gathered"),
     ("gather", "reduce", "a listing shows parameters before their gradients; values do not depend on it"),
     ("reshard", "prefetch", "a limit on gathered bytes has to know when buffers go"),

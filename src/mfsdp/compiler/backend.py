@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from .. import pipeline
 from ..graph import listing, ops
-from ..graph.program import READ, Phase, Program, lane_of
+from ..graph.program import READ, Phase, Program, group_of, lane_of
 from ..graph.roles import Kind, role
 from ..reports import dump
 from ..reports.dump import Dump
@@ -80,7 +80,7 @@ def mfsdp(
         outlined, sequences = outline(program), collectives(program)
         sources, held = sharded(program), holding(program)
         reads = [] if phase == "backward" else reading(program)
-        meets = list(dict.fromkeys(group for unit in program.units for group in unit.spec.meets))
+        meets = list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences]))
         operations = order.listed(program)
         show = dumped.add(program, stages) if dumped is not None and groups.rank() == 0 else None
 
@@ -105,7 +105,11 @@ def collectives(program: Program) -> dict[str, list[str]]:
     told = {unit for unit, _ in sharded(program).values()}
     for node in program.nodes:
         r = role(node)
-        if r is None or node.target not in (*ops.COLLECTIVES, ops.accumulate):
+        if node.target is ops.collective:  # shapes may depend on data, and under tensor parallelism on the rank
+            verb, dtype = node.args[1], node.meta["val"].dtype
+            out.setdefault(group_of(program, node), []).append(f"{verb} {dtype} over {r.unit} of {program.name}")  # type: ignore[union-attr]
+            continue
+        if r is None or node.target not in (*ops.OURS, ops.accumulate):
             continue
         unit = program.unit(r.unit)
         path = runs.PATH.format(unit.name) if unit.name in told else unit.fqn

@@ -13,8 +13,9 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..graph import ops
-from ..graph.program import INPUT, READ, STORAGE, Phase, Program, base_of, storage_of
+from ..graph.program import AXIS, INPUT, READ, STORAGE, Phase, Program, base_of, is_functional_collective, storage_of
 from ..graph.roles import Kind, Role, mark, role
+from ..graph.sizes import expect, shape_of
 from ..runtime import groups, owners
 from ..spec.config import Precision
 from ..spec.layout import plan
@@ -142,6 +143,7 @@ class Capture:
         program.gradients = {i: (unit.name, offset) for i, (unit, offset) in plain.items()}
         program.trained = _trained(program)
         program.fill()
+        _others(program)
         for node in gm.graph.find_nodes(op="call_function", target=ops.param):
             r = role(node)
             assert r is not None
@@ -149,6 +151,17 @@ class Capture:
             assert isinstance(offset, int)
             program.rename(node, f"{r.unit}_{program.unit(r.unit).offset_name(offset)}")
         return program
+
+
+def _others(program: Program) -> None:
+    """Says of torch's own collectives over which ranks they go, and what their data-dependent sizes come to."""
+    for node in program.nodes:
+        if is_functional_collective(node) and isinstance(node.args[-1], str):
+            node.meta[AXIS] = groups.axis_of(node.args[-1])
+            if node.target is torch.ops._c10d_functional.all_to_all_single.default:
+                rows = shape_of(node.args[0].meta["val"])[0]  # type: ignore[union-attr]
+                for sizes in node.args[1:3]:
+                    expect([n.meta["val"] for n in sizes if isinstance(n, fx.Node)], rows)  # type: ignore[union-attr]
 
 
 def _trained(program: Program) -> dict[str, frozenset[int]]:

@@ -12,8 +12,7 @@ from torch.fx import Node
 
 from ..graph import listing, ops
 from ..graph.check import LawError
-from ..graph.program import Program, lane_of
-from ..graph.roles import role
+from ..graph.program import Program, group_of
 
 log = logging.getLogger("mfsdp")
 
@@ -55,10 +54,7 @@ def listed(program: Program) -> list[Operation]:
             if isinstance(arg, (list, tuple)):
                 break
             operands.append(_operand(arg, number))
-        r = role(node)
-        group = ""
-        if node.target in ops.COLLECTIVES and r is not None:
-            group = program.unit(r.unit).spec.groups[lane_of(node)]
+        group = group_of(program, node) if node.target in ops.COLLECTIVES else ""
         number[node] = len(out)
         verb = node.target._schema.name.removeprefix("mfsdp::")  # type: ignore[union-attr]
         out.append(Operation(verb, tuple(operands), listing.text(node), node, group))

@@ -21,7 +21,7 @@ from ..graph.program import Program, base_of, lane_of
 from ..graph.roles import Kind, is_kind, role
 from ..spec.config import SHORT
 from ..spec.hardware import Group, Hardware, Transfer, transfer
-from ..spec.units import Spec
+from ..spec.units import Axis, Spec
 from . import fusion
 
 aten = torch.ops.aten
@@ -133,6 +133,8 @@ def _size(node: Node) -> int:
 
 
 def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:
+    if node.target is ops.collective:
+        return _others(node, machine)
     unit = program.unit(role(node).unit)  # type: ignore[union-attr]
     spec = unit.spec
     if node.target is ops.refresh:
@@ -144,6 +146,15 @@ def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:
     sent = nbytes(node.args[0].meta["val"])  # type: ignore[union-attr]
     kind = "reduce_scatter" if node.target is ops.reduce_scatter else "all_reduce"
     return transfer(kind, sent, group, machine)
+
+
+def _others(node: Node, machine: Hardware) -> Transfer:
+    """A collective of another parallelism; an all-to-all sends as much as a reduce-scatter, to every rank its part."""
+    axis = Axis.decode(node.args[2])  # type: ignore[arg-type]
+    group = Group.of(range(0, axis.ranks * axis.stride, axis.stride), machine.ranks_per_node)
+    kind = str(node.args[1]).partition(" ")[0]
+    whole = node if kind == "all_gather" else node.args[0]
+    return transfer("reduce_scatter" if kind == "all_to_all" else kind, nbytes(whole.meta["val"]), group, machine)  # type: ignore[union-attr]
 
 
 def _refresh(spec: Spec, machine: Hardware) -> Transfer:

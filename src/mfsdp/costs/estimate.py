@@ -160,7 +160,7 @@ def _lines(
                 name=node.name,
                 text=listing.text(node),
                 gutter=body.get(node, ""),
-                unit=fqns[r.unit] if r is not None else "",
+                unit=fqns.get(r.unit, r.unit) if r is not None else "",
                 lane=span.lane.value,
                 queue=r.lane.value if r is not None else "C",
                 kind=clock.kernel_kind(node, times.get(node)),

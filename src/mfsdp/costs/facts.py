@@ -24,7 +24,7 @@ class Line:
     unit: str
     """Path of the unit it serves, ``""`` for the model's own computation."""
     lane: str
-    """``"C"``, ``"G"``, ``"R"`` or ``"O"``."""
+    """``"C"``, ``"G"``, ``"R"``, ``"O"``, ``"T"`` or ``"A"`` (`Lane`)."""
     queue: str
     """Of a wait: the lane that compute waits for; else as ``lane``."""
     kind: str

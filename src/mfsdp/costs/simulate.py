@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from ..graph import ops
 from ..graph.cost import is_line
-from ..graph.program import Program, base_of, lane_of
+from ..graph.program import Program, base_of, group_of, lane_of
 from ..graph.roles import Lane, role
 from ..passes.prefetch import LIMITED
 from ..spec.hardware import Transfer
@@ -163,10 +163,7 @@ def simulate(program: Program, times: Mapping[Node, Time]) -> list[Span]:
 
 
 def _queue(program: Program, node: Node) -> str:
-    r = role(node)
-    assert r is not None
-    lane = lane_of(node)
-    return program.unit(r.unit).spec.groups[lane] or f"lane {lane}"
+    return group_of(program, node) or f"lane {lane_of(node)}"
 
 
 def _awaited(wait: Node, under_way: Mapping[Node, _Moving]) -> _Moving | None:

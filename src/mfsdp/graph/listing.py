@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ..spec.config import SHORT, Precision
-from ..spec.units import Unit
+from ..spec.units import Axis, Unit
 from . import cost, ops
 from .cost import size
 from .program import Program, base_of, operator, slot_of, view_of
@@ -111,8 +111,8 @@ def _product(node: Node) -> Node:
 
 def _lanes(program: Program) -> tuple[Lane, ...]:
     """The columns of the gutter."""
-    outer = any(r.lane is Lane.OUTER for n in program.nodes if (r := role(n)) is not None)
-    return (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, *([Lane.OUTER] if outer else []))
+    used = {r.lane for n in program.nodes if (r := role(n)) is not None} | {Lane.COMPUTE, Lane.GATHER, Lane.REDUCE}
+    return tuple(lane for lane in Lane if lane in used)
 
 
 def _head(program: Program, rows: Sequence[cost.Line], before: str | None) -> Iterator[str]:
@@ -279,6 +279,8 @@ def _joined(cells: dict[Lane, str], lane: Lane, left: str, right: str) -> str:
 
 
 def _verb(node: Node) -> str:
+    if node.target is ops.collective:
+        return str(node.args[1]).partition(" ")[0]
     target = operator(node)[0]
     name = getattr(getattr(target, "_schema", None), "name", str(target))
     return _shown(name.split("::")[-1].removeprefix("_"))
@@ -309,6 +311,11 @@ def text(node: Node) -> str:
     if node.target in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
         tail = "" if node.target is ops.all_gather else ", sum"
         return f"{_verb(node)} {operand(node.args[0])}{tail}"
+    if node.target is ops.collective:
+        source, verb, axis, *_ = node.args
+        op = str(verb).partition(" ")[2]
+        words = [operand(source), *([op] if op not in ("", "sum") else []), Axis.decode(axis).name]  # type: ignore[arg-type]
+        return f"{_verb(node)} {', '.join(words)}"
     args = [operand(a) for a in _known(node)]
     return f"{_verb(node)} {', '.join(args)}".rstrip()
 

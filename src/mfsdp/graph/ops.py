@@ -24,6 +24,7 @@ passes rewrite them into:
     all_reduce(gfull, spec, lane)             in place, sum over ranks; launched, not finished
     accumulate(shard, gshard, offsets, scale) adds scale * gshard to the accumulator that belongs to the shard;
                                               the parameters at `offsets` have a gradient now
+    collective(source, verb, axis, received, splits) -> out   one of another parallelism; launched, not finished
 
 ``slot`` is the number of a static buffer (`mfsdp.passes.pool`), -1 for memory of its own; ``lane`` says which of the
 spec's process groups carries it: 0 and 1 those of the shard axis, 2 and 3 those of the outer axis. All are stateless
@@ -33,11 +34,12 @@ but `refresh`, `hold` and `accumulate`, whose state is found through the tensor 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..spec.units import Spec
+from ..spec.units import Axis, Spec
 
 LIBRARY = torch.library.Library("mfsdp", "DEF")
 
@@ -59,6 +61,7 @@ LIBRARY.define(
 LIBRARY.define("hold(Tensor source, Tensor(a!) grads, int[] offsets) -> ()")
 LIBRARY.define("reduce_scatter(Tensor gfull, str spec, int lane) -> Tensor")
 LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec, int lane) -> ()")
+LIBRARY.define("collective(Tensor source, str verb, str axis, SymInt[] received, SymInt[] splits) -> Tensor")
 LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale) -> ()")
 
 _ops = torch.ops.mfsdp
@@ -76,8 +79,12 @@ hold = _ops.hold.default
 reduce_scatter = _ops.reduce_scatter.default
 all_reduce = _ops.all_reduce.default
 accumulate = _ops.accumulate.default
+collective = _ops.collective.default
 
-COLLECTIVES = (refresh, all_gather, reduce_scatter, all_reduce)
+OURS = (refresh, all_gather, reduce_scatter, all_reduce)
+"""Collectives of data parallelism: of a unit."""
+
+COLLECTIVES = (*OURS, collective)
 
 IN_PLACE = (refresh, all_reduce)
 """Collectives that write to their first argument and have no result."""
@@ -146,6 +153,23 @@ def _(full: torch.Tensor) -> None: ...
 
 @torch.library.register_fake("mfsdp::all_reduce")
 def _(gfull: torch.Tensor, spec: str, lane: int) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::collective")
+def _(source: torch.Tensor, verb: str, axis: str, received: list[int], splits: list[int]) -> torch.Tensor:
+    return source.new_empty(shape_after(source, verb, Axis.decode(axis), received))
+
+
+def shape_after(source: torch.Tensor, verb: str, axis: Axis, received: Sequence[int]) -> list[int]:
+    """The shape of what a collective of another parallelism gives."""
+    rows, *rest = source.shape or (1,)
+    if verb == "all_gather":
+        return [rows * axis.ranks, *rest]
+    if verb.startswith("reduce_scatter"):
+        return [rows // axis.ranks, *rest]
+    if received:
+        return [sum(received[1:], received[0]), *rest]
+    return list(source.shape)
 
 
 @torch.library.register_fake("mfsdp::accumulate")

@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 from torch._prims import rng_prims
 from torch.fx import Node
 
-from ..spec.units import Unit
+from ..spec.units import Axis, Unit
 from . import ops
 from .roles import Kind, Role, is_kind, mark, role
 
@@ -28,6 +28,9 @@ Phase = Literal["forward", "backward", "inference"]
 INPUT = "mfsdp_input"
 """``node.meta`` key of placeholders that belong to the caller (as opposed to what forward saved for backward); the
 value is a readable name."""
+
+AXIS = "mfsdp_axis"
+"""``node.meta`` key of torch's own collectives: the ranks that they go over, an `Axis`."""
 
 READ = "mfsdp_read"
 """``node.meta`` key of these: whether parameters are read through them, shards or what the eager path has gathered."""
@@ -259,6 +262,15 @@ def slot_of(node: Node) -> str:
     if not isinstance(number, int) or number < 0:
         return ""
     return f"{'p' if node.target is ops.all_gather else 'g'}{number}"
+
+
+def group_of(program: Program, node: Node) -> str:
+    """Name of the process group that a collective goes through."""
+    if node.target is ops.collective:
+        return Axis.decode(node.args[2]).group  # type: ignore[arg-type]
+    r = role(node)
+    assert r is not None
+    return program.unit(r.unit).spec.groups[lane_of(node)]
 
 
 def lane_of(node: Node) -> int:

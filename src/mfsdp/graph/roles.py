@@ -26,6 +26,7 @@ class Kind(Enum):
     GSHARD = "gshard"  # this rank's part of the reduced gradients
     GOUTER = "gouter"  # the same, of gradients that were reduced over the outer axis too
     ACCUMULATE = "accumulate"  # gradients added to the accumulator
+    COLLECTIVE = "collective"  # a collective of another parallelism, or of the model itself
 
 
 class Lane(Enum):
@@ -35,13 +36,15 @@ class Lane(Enum):
     GATHER = "G"
     REDUCE = "R"
     OUTER = "O"
+    TENSOR = "T"
+    ALL_TO_ALL = "A"
 
 
 @dataclass(frozen=True)
 class Role:
     kind: Kind
     unit: str
-    """Name of the unit, ``u0``."""
+    """Name of the unit, ``u0``; of another parallelism's collectives and waits that of the axis, ``tp``."""
     lane: Lane = Lane.COMPUTE
 
 

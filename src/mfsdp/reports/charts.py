@@ -18,6 +18,8 @@ KINDS = {
     "G": ("gathers", "#3d9970", "#ffffff"),
     "R": ("reductions", "#8a63b8", "#ffffff"),
     "O": ("outer axis", "#2f9fb0", "#ffffff"),
+    "T": ("tensor and context parallel", "#b5651d", "#ffffff"),
+    "A": ("all-to-alls", "#a23b72", "#ffffff"),
     "wait": ("exposed waits", "#d93a33", "#ffffff"),
     "optimizer": ("optimizer", "#6f7a86", "#ffffff"),
 }

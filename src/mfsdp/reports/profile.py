@@ -69,7 +69,7 @@ def outline(program: Program) -> Outline:
     for node in program.nodes:
         if is_line(node) and node.target is not ops.free:
             r, known = role(node), times.get(node)
-            unit = units[r.unit] if r is not None else ""
+            unit = units.get(r.unit, r.unit) if r is not None else ""
             weight = known.seconds if known is not None else 0.0
             operation = _OPERATIONS.get(node.target, "")  # type: ignore[call-overload]
             lines.append(Outlined(node.name, listing.text(node), unit, operation, weight))

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from ..spec.units import Axis
+
 
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name. Private in torch; tried on 2.11 to 2.15."""
@@ -44,6 +46,18 @@ def default_group() -> str:
     """Name of the default group."""
     assert dist.group.WORLD is not None
     return str(dist.group.WORLD.group_name)
+
+
+def axis_of(name: str) -> Axis:
+    """The ranks of a group as an axis; its name is the mesh's, if the group is of one. Private in torch
+    (``group_desc``); tried on 2.11 to 2.15.
+    """
+    group = process_group(name)
+    ranks = dist.get_process_group_ranks(group)
+    desc = str(getattr(group, "group_desc", "") or "")
+    known = desc.removeprefix("mesh_") if desc.startswith("mesh_") else "world" if name == default_group() else name
+    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return Axis(known.replace(" ", "_"), name, len(ranks), stride)
 
 
 def lanes_of(name: str, device: str) -> tuple[str, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from math import prod
 
 import torch
 
-from ..graph.ops import LIBRARY
-from ..spec.units import Spec
+from ..graph.ops import LIBRARY, shape_after
+from ..spec.units import Axis, Spec
 from . import runs, slots
 from .immediate import gather_now, packed, scattered, summed
 from .owners import orphan, owner, path
@@ -116,6 +118,54 @@ def accumulate(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], sc
         buffer.gradients.accumulate(gshard, offsets, scale)
 
 
+# Other parallelisms
+
+
+def collective(
+    source: torch.Tensor, verb: str, axis: str, received: Sequence[int], splits: Sequence[int]
+) -> torch.Tensor:
+    """Launches a collective of another parallelism.
+
+    Args:
+        source: what this rank gives.
+        verb: ``"all_reduce OP"``, ``"all_gather"``, ``"reduce_scatter OP"`` (along dimension 0, as
+            ``_c10d_functional``'s) or ``"all_to_all"``; OP is ``sum``, ``avg``, ``max`` or ``min``.
+        axis: over which ranks, an `Axis` as text.
+        received: of an all-to-all: how many rows come from each rank; empty: equal parts.
+        splits: how many go to each.
+
+    Returns:
+        what is not complete yet.
+    """
+    over, run, (kind, _, op) = Axis.decode(axis), runs.current(), verb.partition(" ")
+    source = source.contiguous()
+    out = _apart(source, shape_after(source, verb, over, received))
+    if kind == "all_reduce":
+        out.copy_(source)
+        end = run.all_reduce(out, "sum" if op == "avg" else op, over.group)
+    elif kind == "all_gather":
+        end = run.gather([(out.view(-1), source.view(-1))], over.group)
+    elif kind == "reduce_scatter":
+        end = run.scatter([(source.view(-1), out.view(-1))], source.dtype, over.group)
+    else:
+        even = [source.shape[0] // over.ranks] * over.ranks
+        end = run.all_to_all(out, source, received or even, splits or even, over.group)
+
+    def complete(reads: torch.Tensor = source) -> None:  # which may be a copy of ours
+        end()
+        if op == "avg":
+            out.div_(over.ranks)
+
+    run.launch(out, complete)
+    return out
+
+
+def _apart(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Room with an address of its own, also if it is empty (an expert without tokens)."""
+    numel = prod(shape)
+    return like.new_empty(max(numel, 1))[:numel].view(shape)
+
+
 # Markers that no pass has seen
 
 
@@ -164,5 +214,5 @@ for _marker in (param, param_grad, returned, free):
     LIBRARY.impl(_marker.__name__, _marker, "CompositeExplicitAutograd")
 for _local in (wait, bucket, pack, mm, hold, accumulate):
     LIBRARY.impl(_local.__name__, runs.shown(_local, launches=False), "CompositeExplicitAutograd")
-for _collective in (refresh, all_gather, reduce_scatter, all_reduce):
+for _collective in (refresh, all_gather, reduce_scatter, all_reduce, collective):
     LIBRARY.impl(_collective.__name__, runs.shown(_collective, launches=True), "CompositeExplicitAutograd")

@@ -122,6 +122,12 @@ class Run:
         """Launches an all-reduce in place."""
         return partial(self.finish, transport_of(group, tensor.device).all_reduce(tensor, op, self))
 
+    def all_to_all(
+        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], group: str
+    ) -> End:
+        """Launches an exchange of rows."""
+        return partial(self.finish, transport_of(group, out.device).all_to_all(out, sent, received, splits, self))
+
     def finish(self, arrived: End) -> None:
         """Waits for what was launched."""
         self.agree()

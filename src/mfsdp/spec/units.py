@@ -153,6 +153,29 @@ _FLAGS = ("reshard", "outer_optim", "replica", "hold")
 
 
 @dataclass(frozen=True)
+class Axis:
+    """Ranks among which another parallelism communicates. Travels through the graph as text, like `Spec`."""
+
+    name: str
+    """For people: ``tp``."""
+    group: str
+    """Name of the process group."""
+    ranks: int
+    stride: int = 1
+    """From one rank to the next: what tells whether they are neighbours on a node."""
+
+    def encode(self) -> str:
+        return f"{self.name} {self.group} {self.ranks} {self.stride}"
+
+    @staticmethod
+    @cache
+    def decode(text: str) -> Axis:
+        """The inverse of :meth:`encode`."""
+        name, group, ranks, stride = text.split(" ")
+        return Axis(name, group, int(ranks), int(stride))
+
+
+@dataclass(frozen=True)
 class Unit:
     """One flat buffer as a program sees it: names for people, a spec for the passes.
 

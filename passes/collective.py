@@ -1,0 +1,88 @@
+"""collective: collectives of other parallelisms are launched and waited for like ours.
+
+Before, as tensor parallelism's DTensors or the model itself have written it:
+
+    *       sum_3                  = sum mul_7, [0, 1]                     f32[256]
+    *       all_reduce             = all_reduce sum_3, 'sum', '7'          f32[256]
+    *       wait_tensor            = wait_tensor all_reduce                f32[256]
+    *       ...
+
+After:
+
+    *       sum_3                  = sum mul_7, [0, 1]                     f32[256]
+    >---*   all_reduce             = all_reduce sum_3, tp                  f32[256]
+    *   |   ...
+    <---o                            wait all_reduce
+
+Why: what they move and how long compute stands for it is in the listing and on the clock; what they read lives until
+they have read it; Inductor keeps their order, which ranks of one group must have in common; and a wait stands in front
+of the first reader, not behind the launch.
+Needs: nothing; before `reshard`, which frees a gathered buffer behind its last reader, and that may be a wait.
+Costs: what a collective reads lives until the wait.
+
+All-to-alls have a lane of their own: they are the experts' traffic, everything else is tensor or context parallelism.
+Operations that are known to torch only (``shard_dim_alltoall``, sums of other kinds) stay as they are: they launch and
+wait by themselves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mfsdp.graph import ops
+from mfsdp.graph.program import AXIS, Program
+from mfsdp.graph.roles import Kind, Lane, Role
+from mfsdp.spec.units import Axis
+
+functional = torch.ops._c10d_functional
+SUMS = ("sum", "avg", "max", "min")
+
+
+def collective(p: Program) -> None:
+    """Turns functional collectives and their waits into operations of ours."""
+    found = left = 0
+    for node in p.nodes:
+        if AXIS not in node.meta:
+            continue
+        waits = [u for u in node.users if u.target is functional.wait_tensor.default]
+        words = _verb(node)
+        if words is None or len(waits) != len(node.users) or not waits:
+            left += 1
+            continue
+        axis: Axis = node.meta[AXIS]
+        lane = Lane.ALL_TO_ALL if words == "all_to_all" else Lane.TENSOR
+        received, splits = _splits(node) if lane is Lane.ALL_TO_ALL else ([], [])
+        source = node.args[0]
+        role = Role(Kind.COLLECTIVE, axis.name, lane)
+        args = (source, words, axis.encode(), received, splits)
+        launch = p.insert(ops.collective, args, node, role, name=words.partition(" ")[0])
+        for wait in waits:
+            wait.replace_all_uses_with(launch)
+            p.erase(wait)
+        p.erase(node)
+        first = min(p.readers(launch), default=p.output)
+        p.insert(ops.wait, (launch, [source]), first, Role(Kind.WAIT, axis.name, lane))
+        found += 1
+    if left:
+        p.note(f"{left} left to torch")
+    if not found and not left:
+        p.note("none but ours")
+
+
+def _verb(node: Node) -> str | None:
+    """What it does, ``None`` for what is not known."""
+    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    if name in ("all_reduce", "reduce_scatter_tensor"):
+        op = str(node.args[1]).lower()
+        verb = name.removesuffix("_tensor")
+        known = op in SUMS if verb == "all_reduce" else op in ("sum", "avg")
+        return f"{verb} {op}" if known else None
+    return {"all_gather_into_tensor": "all_gather", "all_to_all_single": "all_to_all"}.get(name)
+
+
+def _splits(node: Node) -> tuple[list[Any], list[Any]]:
+    """Rows that come from each rank, rows that go to each."""
+    return list(node.args[1]), list(node.args[2])  # type: ignore[arg-type]
