@@ -72,9 +72,8 @@ def test_gradients_leave_through_one_reduce_scatter_per_unit(two_ranks):
 EVENT = r"\b(all_gather|wait|reduce_scatter|accumulate|bucket|pack|addmm|mm)\b"
 
 
-def of_listing(folder: Path, phase: str) -> list[str]:
-    """What the last listing of a phase says is done, in order."""
-    text = max(folder.glob(f"*.{phase}.*.stream.txt")).read_text()
+def of_listing(text: str) -> list[str]:
+    """What a listing says is done, in order."""
     lines = [line[5:] for line in text.splitlines() if not line.startswith(";")]
     return [m[1].removeprefix("add") for line in lines if (m := re.search(rf"(?:= |^ *){EVENT} ", line))]
 
@@ -98,7 +97,8 @@ def orders(tokens: int, folder: str) -> dict[str, tuple[list[str], list[str]]]:
         with torch.no_grad():
             _, (inference,) = run_and_get_code(lambda: run(x))
     code = {"forward": forward, "backward": backward, "inference": inference}
-    return {phase: (of_listing(mine, phase), of_code(uncommented(text))) for phase, text in code.items()}
+    stages = {phase: max(mine.glob(f"*.{phase}.*.stream.txt")).read_text() for phase in code}
+    return {phase: (of_listing(stages[phase]), of_code(uncommented(text))) for phase, text in code.items()}
 
 
 @contextmanager
