@@ -110,6 +110,20 @@ def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place
     assert did["all_reduce"] == (3 if place in ("no_shard", "hsdp") else 0), did
 
 
+def test_a_program_says_which_static_buffers_it_needs(eight, monkeypatch):
+    """Before it begins: on a GPU they are made then."""
+    reserved: list[dict[str, int]] = []
+    monkeypatch.setattr(slots, "reserve", lambda rooms: reserved.append({name: n for (_, name), n in rooms.items()}))
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(GPT(tied=False, width=64), units=[Block])
+    run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager"})
+    loss = run(torch.randint(31, (4, 8))).square().mean()
+    assert len(reserved) == 1 and reserved[0] == slots.sizes()
+    loss.backward()
+    assert len(reserved) == 2 and {**reserved[0], **reserved[1]} == slots.sizes()
+    assert {name[0] for name in reserved[1]} == {"p", "g"}
+
+
 @pytest.mark.parametrize(
     ("names", "inner", "outer", "one"),
     [

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.graph import cost
 from mfsdp.graph.program import Program
+from mfsdp.runtime import slots
 from tests.models import GPT, Block, Lumpy
 from tests.parity import averaged, error
 from tests.ranks import Ranks
@@ -77,6 +79,38 @@ def test_memory_stops_growing():
         optimizer.zero_grad()
         reserved.append(torch.cuda.memory_reserved())
     assert len(set(reserved[2:])) == 1, reserved
+
+
+def test_static_buffers_lie_in_pools_of_their_own():
+    """A world of one gathers nothing, so the other ranks are torch's fakes."""
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    slots.forget()
+    slots.misses.clear()
+    try:
+        _, model, ids = pair()
+        run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager"})
+        for _ in range(3):
+            step(run, ids)
+        assert {name[0] for name in slots.sizes()} == {"p", "g"} and not slots.misses
+        for key, storage in slots._slots.items():
+            segments = slots._pools[key].snapshot()
+            inside = [s for s in segments if s["address"] <= storage.data_ptr() < s["address"] + s["total_size"]]
+            assert len(inside) == 1, f"{key} is not in its pool: {segments}"
+            assert inside[0]["allocated_size"] < storage.nbytes() + 512, "and nothing else is"
+    finally:
+        dist.destroy_process_group()
+        slots.forget()
+
+
+def test_a_static_buffer_that_grows_gives_its_memory_back():
+    gpu = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for size in (2**26, 2**27):
+        slots.reserve({(gpu, "t9"): size})
+        assert torch.cuda.memory_reserved() - before == size
+    del slots._slots[gpu, "t9"], slots._pools[gpu, "t9"]
+    assert torch.cuda.memory_reserved() == before
 
 
 def test_the_peak_is_the_listings(monkeypatch):

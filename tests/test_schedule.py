@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -195,6 +196,47 @@ def test_a_static_buffer_that_grows_is_freed_first(monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *args, **more: (there.append(slots.sizes()), empty(*args, **more))[1])
     assert slots.room("t0", 200, torch.float32, torch.device("cpu")).numel() == 200
     assert "t0" not in there[0] and slots._slots.pop((torch.device("cpu"), "t0")).nbytes() == 800
+
+
+def test_static_buffers_of_a_device_have_pools(monkeypatch):
+    """Nothing else is asked for one, and a buffer only when it is made, or made anew because it grows."""
+    asked: list[tuple[str, str]] = []
+
+    def pool(slot: str, device: torch.device) -> Any:
+        asked.append((slot, device.type))
+        return nullcontext()
+
+    monkeypatch.setattr(slots, "_pool", pool)
+    monkeypatch.setattr(slots, "_slots", {})
+    monkeypatch.setattr(devices, "current_stream", lambda device: None)
+    cpu, meta = torch.device("cpu"), torch.device("meta")  # which stands for a GPU
+    slots.reserve({(meta, "p0"): 400, (meta, "g0"): 800, (cpu, "p0"): 400})
+    assert asked == [("p0", "meta"), ("g0", "meta")], "on the CPU they are made as they are used"
+    for slot, numel in (("p0", 100), ("p0", 50), ("g0", 200), ("", 1000)):
+        assert slots.room(slot, numel, torch.float32, meta).shape == (numel,)
+    slots.reserve({(meta, "p0"): 200})
+    assert len(asked) == 2 and slots.sizes() == {"p0": 400, "g0": 800}
+    slots.reserve({(meta, "p0"): 1200})
+    assert asked[2:] == [("p0", "meta")] and slots.sizes() == {"p0": 1200, "g0": 800}
+    monkeypatch.setattr(devices, "current_stream", lambda device: Stream(7))
+    slots.reserve({(meta, "p0"): 400})
+    assert asked[3:] == [("p0@7", "meta")], "another stream has its own"
+
+
+def test_pools_are_made_once_for_a_buffer(monkeypatch):
+    """The calls to torch, which need a GPU."""
+    made: list[Any] = []
+    used: list[tuple[Any, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: made.append(object()) or made[-1])
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: used.append((pool, device)) or nullcontext())
+    monkeypatch.setattr(slots, "_pools", {})
+    gpu = torch.device("cuda", 1)
+    for slot, device in (("p0", gpu), ("p0", gpu), ("g0", gpu), ("p0", torch.device("cpu"))):
+        with slots._pool(slot, device):
+            pass
+    first, second = made
+    assert used == [(first, gpu), (first, gpu), (second, gpu)]
 
 
 class Stream:

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from .. import pipeline
 from ..graph import listing, ops
-from ..graph.program import READ, Phase, Program, group_of, lane_of
+from ..graph.program import READ, Phase, Program, group_of, lane_of, slot_of
 from ..graph.roles import Kind, role
 from ..reports import dump
 from ..reports.dump import Dump
@@ -81,7 +81,7 @@ def mfsdp(
         sources, held = sharded(program), holding(program)
         reads = [] if phase == "backward" else reading(program)
         meets = list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences]))
-        operations = order.listed(program)
+        operations, rooms = order.listed(program), static(program)
         show = dumped.add(program, stages) if dumped is not None and groups.rank() == 0 else None
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
@@ -89,7 +89,7 @@ def mfsdp(
                 show(code)
             if code and chosen.check:
                 order.compare(operations, code)
-            return runs.marked(outlined, compiled, sequences, sources, held, reads, meets)
+            return runs.marked(outlined, compiled, sequences, sources, held, reads, meets, rooms)
 
         return finish
 
@@ -153,6 +153,12 @@ def holding(program: Program) -> set[int]:
     """Which of them belong to units whose gradients it may keep back."""
     sources = {node.args[0] for node in program.nodes if node.target is ops.hold}
     return {i for i, n in enumerate(program.gm.graph.find_nodes(op="placeholder")) if n in sources}
+
+
+def static(program: Program) -> dict[tuple[torch.device, str], int]:
+    """Bytes of the static buffers of a program, by device and name."""
+    slots = ((node.meta["val"].device, slot) for node in program.nodes if (slot := slot_of(node)))
+    return {(device, slot): program.slots[slot] for device, slot in slots}
 
 
 def reading(program: Program) -> list[int]:

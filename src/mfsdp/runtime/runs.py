@@ -259,6 +259,7 @@ def marked(
     keeping: Collection[int] = (),
     reads: Sequence[int] = (),
     meets: Sequence[str] = (),
+    rooms: slots.Rooms | None = None,
 ) -> Callable[[list[Any]], Any]:
     """A compiled program that says when it runs, and what each of its operations is called. It takes its arguments as
     one list and may empty that, as functions of AOTAutograd do.
@@ -275,6 +276,7 @@ def marked(
         reads: which of its arguments parameters are read through in forward (sources, or gathered parameters):
             they have to be the modules' still.
         meets: all groups of its units, also those that it communicates over in another phase only.
+        rooms: static buffers that there have to be before it begins.
 
     Raises:
         RuntimeError: another rank runs something else (from the program, on every rank, with the first difference), or
@@ -314,6 +316,7 @@ def marked(
         here.announce(said(args, paths) if sequences else {})
         _here.runs.append(here)
         try:
+            slots.reserve(rooms or {})
             for buffer in dict.fromkeys(read_by(args[i]) for i in reads):
                 if buffer is not None:
                     buffer.in_place()

@@ -5,12 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from . import devices
 
 log = logging.getLogger("mfsdp")
+
+_pools: dict[tuple[torch.device, str], torch.cuda.MemPool] = {}
+"""Where the buffers of GPUs come from, one each: a pool gives memory back only when it goes. Above the buffers, because
+Python clears modules from the top: a pool that goes before its buffer frees nothing, and so does not wait, when a
+process ends, for a collective that will never be complete.
+"""
 
 _slots: dict[tuple[torch.device, str], torch.UntypedStorage] = {}
 """By device and name."""
@@ -27,7 +35,9 @@ def sizes() -> dict[str, int]:
 
 
 def forget() -> None:
-    """Lets go of all static buffers; programs make them anew."""
+    """Lets go of all static buffers; programs make them anew. What is free in a pool stays there: to give it back, the
+    host would wait for the device, and with it for a collective that others have left.
+    """
     _slots.clear()
 
 
@@ -52,19 +62,61 @@ def room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> tor
     """
     if not slot:
         return torch.empty(numel, dtype=dtype, device=device)
-    stream = devices.current_stream(device)
-    if stream is not None and stream.stream_id:
-        slot = f"{slot}@{stream.stream_id}"  # nobody orders two streams: each has buffers of its own
+    slot = _of_stream(slot, device)
     storage = _slots.get((device, slot))
     size = numel * dtype.itemsize
     if storage is not None and not _vacant(storage, device):
         _miss(slot, size)
         return torch.empty(numel, dtype=dtype, device=device)
     if storage is None or storage.nbytes() < size:
-        storage = None
-        _slots.pop((device, slot), None)  # the old and the new one are never there at once
-        storage = _slots[device, slot] = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        del storage
+        storage = _make(slot, size, device)
     return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,))  # type: ignore[no-any-return, call-overload]
+
+
+Rooms = Mapping[tuple[torch.device, str], int]
+"""Bytes of static buffers, by device and name."""
+
+
+def reserve(rooms: Rooms) -> None:
+    """Makes static buffers for the current stream before a program begins, so that none is cut out of a block that
+    others have left. On the CPU, nothing: there they are made as they are used.
+    """
+    for (device, slot), size in rooms.items():
+        if device.type != "cpu":
+            slot = _of_stream(slot, device)
+            storage = _slots.get((device, slot))
+            if storage is None or storage.nbytes() < size:
+                del storage
+                _make(slot, size, device)
+
+
+def _of_stream(slot: str, device: torch.device) -> str:
+    """A static buffer's name on the current stream: nobody orders two streams, so each has buffers of its own."""
+    stream = devices.current_stream(device)
+    return slot if stream is None or not stream.stream_id else f"{slot}@{stream.stream_id}"
+
+
+def _make(slot: str, size: int, device: torch.device) -> torch.UntypedStorage:
+    if _slots.pop((device, slot), None) is not None:  # the old and the new one are never there at once
+        _pools.pop((device, slot), None)
+    with _pool(slot, device):
+        storage = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+    _slots[device, slot] = storage
+    return storage
+
+
+def _pool(slot: str, device: torch.device) -> AbstractContextManager[None]:
+    """Takes what this thread allocates on a GPU from the pool of a static buffer. Has not run on a GPU; written after
+    torch 2.13. NCCL registers such a pool with one call (``register_mem_pool`` of its backend); for symmetric windows
+    the pool has to have NCCL's own allocator, which does not compose with expandable segments.
+    """
+    if device.type != "cuda":
+        return nullcontext()
+    if (device, slot) not in _pools:
+        with torch.cuda.device(device):
+            _pools[device, slot] = torch.cuda.MemPool()
+    return torch.cuda.use_mem_pool(_pools[device, slot], device)
 
 
 def _vacant(storage: torch.UntypedStorage, device: torch.device) -> bool:
