@@ -57,6 +57,25 @@ def test_bad_options_are_refused_by_the_first_call(options, message):
         run(torch.randn(2, 24))
 
 
+def test_registration_with_nccl_is_refused_in_words():
+    words = r"nccl_ub=True: .* has not run on a GPU yet.* memory pool of its own \(option pool\).* Leave nccl_ub out"
+    torch._dynamo.reset()
+    with pytest.raises(NotImplementedError, match=words):
+        torch.compile(MLP(), backend="mfsdp", options={"nccl_ub": True})(torch.randn(2, 24))
+    with pytest.raises(NotImplementedError, match=words):
+        mfsdp.explain(MLP(), (torch.randn(2, 24),), options={"nccl_ub": True})
+    with pytest.raises(ValueError, match="nccl_ub=1: choose True or False"):
+        Options.parse({"nccl_ub": 1})
+
+
+def test_megatrons_defaults_change_nothing():
+    """``disable_symmetric_registration`` is about what ``nccl_ub`` registers; alone it means nothing there either."""
+    options = {"nccl_ub": False, "disable_symmetric_registration": True}
+    step(torch.compile(MLP(), backend="mfsdp", options=options), torch.randn(2, 24))
+    with pytest.raises(ValueError, match="disable_symmetric_registration=None: choose True or False"):
+        Options.parse({"disable_symmetric_registration": None})
+
+
 def test_modes_are_refused():
     run = torch.compile(MLP(), backend="mfsdp", mode="max-autotune")
     with pytest.raises(ValueError, match="mode='max-autotune'.*options="):

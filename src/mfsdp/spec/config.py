@@ -120,6 +120,7 @@ class Options:
 
     Raises:
         ValueError: an unknown option, or a value out of range; the message lists what is valid.
+        NotImplementedError: ``nccl_ub``.
     """
 
     prefetch: int = 1
@@ -130,6 +131,10 @@ class Options:
     """Bytes of gathered parameters that may be live at once; prefetching yields to it."""
     pool: bool = True
     """Whether gathered buffers and gradient buffers get static slots."""
+    nccl_ub: bool = False
+    """Megatron-FSDP's: whether NCCL registers static buffers as user buffers. ``True`` is refused: not built yet."""
+    disable_symmetric_registration: bool = False
+    """Megatron-FSDP's: registers them without symmetric windows. Means nothing without ``nccl_ub``, as there."""
     lowering: str = "inductor"
     """``"inductor"``, or ``"eager"``: the same passes, ATen kernels one by one (the oracle)."""
     check: bool = True
@@ -160,10 +165,17 @@ class Options:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"option {name}={value!r}: give an integer of at least {low}")
-        for name in ("pool", "check"):
+        for name in ("pool", "nccl_ub", "disable_symmetric_registration", "check"):
             value = getattr(out, name)
             if not isinstance(value, bool):
                 raise ValueError(f"option {name}={value!r}: choose True or False")
+        if out.nccl_ub:
+            raise NotImplementedError(
+                "option nccl_ub=True: registering static buffers with NCCL has not run on a GPU yet, and is not built. "
+                "What there is: each static buffer has a memory pool of its own (option pool), which NCCL could "
+                "register. Leave nccl_ub out: collectives run over the same buffers, unregistered; narrow gradients "
+                "(grad_comm_dtype) are added up in main_grads_dtype all the same"
+            )
         if out.lowering not in LOWERINGS:
             raise ValueError(f"option lowering={out.lowering!r}: choose one of {LOWERINGS}")
         if out.dump is not None and not isinstance(out.dump, (str, os.PathLike)):
