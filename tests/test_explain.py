@@ -393,6 +393,19 @@ def test_a_report_says_it_in_words():
         report.listing("forward", "x")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "communicators"),
+    [({"world": 1}, 0), ({"world": 8}, 2), ({"mesh_shape": (2, 4)}, 4), ({"world": 8, "strategy": 0}, 2)],
+)
+def test_what_no_ledger_counts_is_named_on_cuda(arguments, communicators):
+    report = toy(**arguments, suggest=False)
+    line = next(x for x in report.summary().splitlines() if x.startswith("not counted: the CUDA context, "))
+    assert report.communicators == communicators and "cuBLAS's workspaces" in line
+    assert (f"NCCL's buffers for {communicators} communicators" in line) == (communicators > 0)
+    elsewhere = toy(**arguments, suggest=False, hardware=PLAIN)
+    assert not elsewhere.uncounted and "not counted" not in elsewhere.summary()
+
+
 def test_suggestions_are_what_the_simulation_confirms():
     report = toy(world=8)
     assert report.suggestions
@@ -613,6 +626,7 @@ def test_hardware_from_files(tmp_path):
         ('{"like": "h100", "colour": 1}', "unknown fields colour"),
         ('{"name": "half"}', "missing"),
         ('{"like": "h100", "memory": 0}', "memory=0 must be positive"),
+        ('{"like": "h100", "cuda": 1}', "cuda=1: choose true or false"),
     ):
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -117,6 +117,28 @@ class Facts:
         return self.peak <= self.machine.memory
 
     @property
+    def communicators(self) -> int:
+        """Process groups of our own that the plan's units communicate over: two per axis of more than one rank."""
+        return len({group for view in self.views for unit in view.units for group in unit.spec.groups if group})
+
+    @property
+    def uncounted(self) -> str:
+        """What takes memory of a CUDA device and is in no ledger, in words; ``""`` on other hardware. Figures: reports
+        of 2023, NVIDIA/nccl#864 (1.6 GB for one communicator, 6 GB for three) and #964 (544 to 688 MB for each); ATen's
+        cuda/CublasHandlePool.cpp.
+        """
+        if not self.machine.cuda:
+            return ""
+        nccl = (
+            f"NCCL's buffers for {self.communicators} communicators and for groups of your own (0.5 to 2 GB each were "
+            "reported in NVIDIA/nccl#864 and #964), "
+        )
+        return (
+            f"not counted: the CUDA context, {nccl if self.communicators else ''}cuBLAS's workspaces (8 MiB for each "
+            "handle and stream, 32 on Hopper and Blackwell), what the allocator loses to fragments"
+        )
+
+    @property
     def exposed(self) -> list[Exposed]:
         """Every wait that costs time, the longest first."""
         found = [

@@ -41,7 +41,10 @@ def measure() -> Hardware:
     else:
         link = Link(*_link(device))
         name = f"this machine, {groups.world()} ranks"
-    return Hardware(name, flops, memory, bandwidth, link, link, reached=1.0, reached_bandwidth=1.0, kernel=kernel)
+    return Hardware(
+        name, flops, memory, bandwidth, link, link, reached=1.0, reached_bandwidth=1.0, kernel=kernel,
+        cuda=device.type == "cuda",
+    )  # fmt: skip
 
 
 def _best(function: Callable[[], object], rounds: int = 5) -> float:

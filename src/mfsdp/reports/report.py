@@ -35,7 +35,8 @@ class Report(Facts):
                 f"model FLOP/s utilization {self.utilization:.1%}"
             )
         fits = "fits" if self.fits else "DOES NOT FIT"
-        lines += ["", str(self.ledger), f"{fits} in {size(self.machine.memory)}", ""]
+        lines += ["", str(self.ledger), f"{fits} in {size(self.machine.memory)}"]
+        lines += [self.uncounted, ""] if self.uncounted else [""]
         if self.exposed:
             lines.append("exposed communication: the longest")
             lines += [

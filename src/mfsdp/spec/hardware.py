@@ -63,11 +63,15 @@ class Hardware:
     """What other kernels, and collectives, reach of theirs. An assumption."""
     kernel: float = 4e-6
     """Seconds that the smallest kernel takes. An assumption."""
+    cuda: bool = False
+    """Whether ranks are CUDA devices: some of the memory is then taken by what no ledger counts."""
 
     def __post_init__(self) -> None:
         for name in ("memory", "bandwidth", "ranks_per_node", "reached", "reached_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Hardware: {name}={getattr(self, name)!r} must be positive")
+        if not isinstance(self.cuda, bool):
+            raise ValueError(f"Hardware: cuda={self.cuda!r}: choose true or false")
         if not self.flops or any(not x > 0 for x in self.flops.values()):
             raise ValueError(f"Hardware: flops={dict(self.flops)!r}: give a positive number for at least one dtype")
 
@@ -87,7 +91,7 @@ def _gpu(
     flops = {"f64": f64, "f32": f32, "bf16": bf16, "f16": bf16}
     if f8 is not None:
         flops["f8"] = f8
-    return Hardware(name, flops, int(memory), bandwidth, Link(nvlink, 2e-6), Link(network, 6e-6))
+    return Hardware(name, flops, int(memory), bandwidth, Link(nvlink, 2e-6), Link(network, 6e-6), cuda=True)
 
 
 KNOWN = {
