@@ -168,6 +168,19 @@ def test_the_root_has_a_slot_of_its_own_size():
     assert sum(forward.slots.values()) == unsharded_bytes(forward)
 
 
+def test_a_free_gives_back_what_is_in_no_slot():
+    """Static buffers are live on every line; without them a `free` gives its buffer back."""
+    for on in (True, False):
+        for program in gpt():
+            pipeline.run(program, passes=pipeline.table(slots=on))
+            static = sum(program.slots.values())
+            for row in cost.lines(program):
+                assert row.live >= static
+                if row.node.target is ops.free:
+                    full = row.node.args[0]
+                    assert row.delta == (0 if slot_of(full) else -cost.nbytes(full.meta["val"]))
+
+
 def test_kept_parameters_have_no_slot():
     forward, _ = gpt(reshard_after_forward=False)
     pipeline.run(forward)
