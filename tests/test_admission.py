@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial
 from torch.testing._internal.two_tensor import TwoTensor
 
 import mfsdp
@@ -60,9 +60,9 @@ def two_tensor() -> nn.Module:
     return with_weight(TwoTensor(torch.ones(37, 24), torch.full((37, 24), 2.0)))
 
 
-def replicated() -> nn.Module:
+def summand() -> nn.Module:
     mesh = local_mesh("cpu", (1,))
-    return with_weight(DTensor.from_local(torch.ones(37, 24), mesh, [Replicate()], run_check=False))
+    return with_weight(DTensor.from_local(torch.ones(37, 24), mesh, [Partial()], run_check=False))
 
 
 class Checked(nn.Parameter):
@@ -80,7 +80,7 @@ def checked() -> nn.Module:
 REFUSED = {
     "a tensor subclass": (two_tensor, NotImplementedError, "up.weight is a TwoTensor, a .*ignored_params"),
     "a parameter class of its own": (checked, NotImplementedError, "up.weight is a Checked, a tensor subclass"),
-    "a DTensor": (replicated, NotImplementedError, r"up.weight is a DTensor with placements \(Replicate\(\),\)"),
+    "a summand": (summand, ValueError, r"up.weight is a DTensor .*P\(sum\) is neither Shard nor Replicate"),
     "a lazy module": (lazy, ValueError, "1.weight has no shape yet.*run one forward"),
     "a shard in another module": (hung, ValueError, "up.bias is a shard of unit '.root.'.*one call"),
     "a sparse layout": (

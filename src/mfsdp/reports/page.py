@@ -1,6 +1,6 @@
 """A report as one HTML page that needs no network.
 
-The page's data (charts as Bokeh's JSON, listings as text) travels as one deflated, base64 coded JSON: that keeps nine
+The page's data (charts as Bokeh's JSON, listings as text) travels as one deflated, base64 coded JSON: that keeps ten
 listings of thousands of lines small, and nothing that a model is called can be read as HTML or script. The browser
 builds a listing, and the plot of a unit, when it is asked for.
 """

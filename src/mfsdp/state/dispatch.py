@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..runtime import immediate
-from .rows import RowShard
+from .rows import RowShard, StridedRowShard
 from .sharded import Sharding
 from .tensors import Handler, ShardedDTensor, dispatched_by
 
@@ -313,7 +313,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target._sharding.same(source._sharding):
             return _elementwise(func, args, kwargs)
         source = source.full_tensor()
-    elif any(isinstance(p, RowShard) for p in source.placements):
+    elif any(isinstance(p, (RowShard, StridedRowShard)) for p in source.placements):
         local = source._local_tensor
         if source.placements != target.placements or local.shape != target._local_tensor.shape:
             return _refuse(func, args, kwargs)

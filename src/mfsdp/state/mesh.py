@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..runtime import groups
+from .pieces import has_groups
 from .sharded import local_mesh
 
 SHARD = ("dp_shard", "shard", "dp_shard_cp", "fsdp")
@@ -58,7 +59,7 @@ class Axes:
     def both(self) -> DeviceMesh:
         """(outer, shard)."""
         mesh, names, dims = self.mesh, self.mesh.mesh_dim_names, (*self.outer, *self.shard)
-        if _planned(mesh):
+        if not has_groups(mesh):
             shape = (_size(mesh, self.outer), _size(mesh, self.shard))
             return local_mesh(mesh.device_type, shape, _number(mesh, dims))
         if names and len(dims) == 2 and dims[0] < dims[1]:
@@ -117,7 +118,7 @@ def flat(mesh: DeviceMesh, dims: tuple[int, ...]) -> DeviceMesh:
     """
     if mesh.ndim == 1:
         return mesh
-    if _planned(mesh):
+    if not has_groups(mesh):
         return local_mesh(mesh.device_type, (_size(mesh, dims),), _number(mesh, dims))
     mesh = _with_names(mesh)
     names, wide = mesh.mesh_dim_names, [i for i in dims if mesh.size(i) > 1]
@@ -142,11 +143,6 @@ def _with_names(mesh: DeviceMesh) -> DeviceMesh:
 
 _named_ones: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """What meshes without names have become."""
-
-
-def _planned(mesh: DeviceMesh) -> bool:
-    """Whether it has no process groups; torch does not slice those."""
-    return not hasattr(mesh, "_dim_group_names")
 
 
 def _size(mesh: DeviceMesh, dims: Iterable[int]) -> int:

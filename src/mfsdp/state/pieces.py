@@ -167,6 +167,13 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def has_groups(mesh: DeviceMesh) -> bool:
+    """Whether there are process groups behind a mesh, and torch can slice and join it. Private in torch
+    (``_dim_group_names``); tried on 2.11 to 2.15.
+    """
+    return hasattr(mesh, "_dim_group_names")
+
+
 def concatenated(*meshes: DeviceMesh) -> DeviceMesh:
     """Meshes over the same ranks as one, their axes side by side. Private in torch; tried on 2.11 to 2.15."""
     return DeviceMesh._concatenate(list(meshes))

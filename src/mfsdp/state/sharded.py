@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..runtime import groups, immediate, runs
 from ..spec.layout import Layout, Local
-from .pieces import Box, Piece, concatenated
+from .pieces import Box, Piece, concatenated, has_groups
 from .rows import RowShard, StridedRowShard
 
 
@@ -64,10 +64,7 @@ class Sharding:
         if dtype not in known:
             shape = torch.Size(self.shape)
             meta = TensorMeta(shape, strides_of(shape), dtype)
-            mesh = self.copies or self.mesh
-            if self.piece is not None:
-                mesh = concatenated(mesh, self.piece.mesh)
-            known[dtype] = DTensorSpec(mesh, self.placements, tensor_meta=meta)
+            known[dtype] = DTensorSpec(*self._told, tensor_meta=meta)
         return known[dtype]  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,23 +148,28 @@ class Sharding:
         return runs.announced(what, *self.over)
 
     @cached_property
-    def placements(self) -> tuple[Placement, ...]:
-        """What torch is told: which rows of dimension 0 are here; of a piece as FSDP2 says it."""
-        if self.piece is not None:
-            return (*self._of_piece(self.piece), *self.piece.placements)
+    def _told(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """What torch is told: the mesh, and which rows of dimension 0 are here; of a piece as FSDP2 says it."""
+        mesh = self.copies or self.mesh
+        if self.piece is None:
+            return mesh, self._rows()
+        if not (has_groups(mesh) and has_groups(self.piece.mesh)):
+            return self.piece.mesh, self.piece.placements
+        return concatenated(mesh, self.piece.mesh), (*self._rows_of(self.piece), *self.piece.placements)
+
+    def _rows(self) -> tuple[Placement, ...]:
         if self.copies is not None:
             return (Replicate(),) * self.copies.ndim
-        if self.layout.world == 1 or not self.shape or self.mesh.get_coordinate() is None:
+        shape = self.layout.slots[self.slot].shape
+        if self.layout.world == 1 or not shape or self.mesh.get_coordinate() is None:
             return (Shard(0),) * self.mesh.ndim
-        at, columns = self.local(), max(math.prod(self.shape[1:]), 1)
-        rows = (at.numel // columns, at.param_offset // columns) if at.shape[1:] == self.shape[1:] else None
+        at, columns = self.local(), max(math.prod(shape[1:]), 1)
+        rows = (at.numel // columns, at.param_offset // columns) if at.shape[1:] == shape[1:] else None
         return (*(RowShard(rows, last=False) for _ in range(self.mesh.ndim - 1)), RowShard(rows))
 
-    def _of_piece(self, piece: Piece) -> tuple[Placement, ...]:
-        if self.copies is not None:
-            return (Replicate(),) * self.copies.ndim
-        cuts = piece.factor(0) if self.shape else 1
-        return (RowShard(None) if cuts == 1 else StridedRowShard(cuts),) * self.mesh.ndim
+    def _rows_of(self, piece: Piece) -> tuple[Placement, ...]:
+        cuts = piece.factor(0) if self.shape and self.copies is None else 1
+        return self._rows() if cuts == 1 else (StridedRowShard(cuts),) * self.mesh.ndim
 
     def boxes(self, rank: int | None = None) -> list[Box]:
         """A rank's part as boxes, by default this one's."""
