@@ -320,7 +320,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func(target._local_tensor, local, *rest, **kwargs)
         return target
     else:
-        source = source.full_tensor()
+        values: Any = source.detach()  # of a parameter torch 2.12 would call detach_, which its DTensors lack
+        source = values.full_tensor()
     return _elementwise(func, (target, source, *rest), kwargs)
 
 
