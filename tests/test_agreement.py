@@ -445,7 +445,8 @@ def test_ranks_may_be_in_different_numbers_of_groups(two_fresh_ranks):
 
 def test_where_they_may_not_they_are_told(monkeypatch):
     """New groups of some ranks are called after how many each of them is in."""
-    monkeypatch.setattr(groups, "others_that_differ", lambda name, lines: {1: ["7"]})
+    says = {1: ["0"], 2: ["another name", "7"]}
+    monkeypatch.setattr(groups, "others_that_differ", lambda name, lines: {1: says[len(lines)]})
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     with pytest.raises(RuntimeError, match=r"rank 1 in 7: a new one would .* after fully_shard"):
-        groups._same_number_of_groups("g")
+        groups._one_name("g", [0, 1], hashed=True)

@@ -90,17 +90,25 @@ def gathers_of(name: str, device: str) -> str:
     return name if found is None or found[0]() is not process_group(name) else found[1][0]
 
 
-def _same_number_of_groups(name: str) -> None:
-    """The name of a group that not all ranks make, under which those that do find each other, is made from how many
-    groups a rank is in. Private in torch (``_world``); tried on 2.11 to 2.15.
+def _one_name(name: str, ranks: Sequence[int], hashed: bool) -> None:
+    """Makes sure that the next group gets one name on its ranks, under which they find each other. It is made from a
+    count of groups made, which is brought up to the highest of these ranks (from torch 2.14 on groups that not all
+    ranks make count too), or, if hashed and before 2.14, from how many groups a rank is in. Private in torch
+    (``_world``, ``_hash_ranks_to_str``); tried on 2.12 to 2.14, not on the others of 2.11 to 2.15.
     """
-    known = len(c10d._world.pg_names)
-    for other, theirs in others_that_differ(name, [f"{known}"]).items():
-        raise RuntimeError(
-            f"mfsdp: rank {dist.get_rank()} is in {known} process groups, rank {other} in {theirs[0]}: a new one would "
-            "have different names on them, and they would wait for each other. Make groups of your own that only some "
-            "of these ranks are in after fully_shard."
-        )
+    world = c10d._world
+    others = others_that_differ(name, [f"{world.group_count}"])
+    world.group_count = max([world.group_count, *(int(made) for (made,) in others.values())])
+    if not hashed:
+        return
+    known, mine = len(world.pg_names), c10d._hash_ranks_to_str(list(ranks))
+    for other, (theirs, count) in others_that_differ(name, [mine, f"{known}"]).items():
+        if theirs != mine:
+            raise RuntimeError(
+                f"mfsdp: rank {dist.get_rank()} is in {known} process groups, rank {other} in {count}: a new one would "
+                "have different names on them, and they would wait for each other. Make groups of your own that only "
+                "some of these ranks are in after fully_shard."
+            )
 
 
 def _another(group: dist.ProcessGroup, desc: str, nccl: bool) -> str:
@@ -108,8 +116,7 @@ def _another(group: dist.ProcessGroup, desc: str, nccl: bool) -> str:
     options = None
     ranks = dist.get_process_group_ranks(group)
     everybody = len(ranks) == dist.get_world_size()
-    if not everybody:
-        _same_number_of_groups(str(group.group_name))
+    _one_name(str(group.group_name), ranks, hashed=not everybody)
     if nccl:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if not everybody and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
