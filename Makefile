@@ -51,7 +51,7 @@ gpu: $(VENV)/.test
 	if [ "$$found" = True ]; then $(BIN)/python -m pytest -m gpu --record gpu-record $(ARGS); \
 	else echo "make gpu: no CUDA GPU here, nothing was run"; fi
 
-# The versions after 2.13 are CUDA builds of some gigabytes; they need no GPU.
+# PyPI's torch for Linux is a CUDA build of some gigabytes, which needs no GPU.
 VERSIONS ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 matrix:
 	@for v in $(VERSIONS); do \
@@ -59,7 +59,7 @@ matrix:
 	  { test -x $$env/bin/python || $(PYTHON) -m venv $$env; } && grep -v "^torch==" constraints.txt > $$env/constraints.txt && \
 	  $$env/bin/python -m pip install --quiet "torch==$$v" && \
 	  $$env/bin/python -m pip install --quiet --constraint $$env/constraints.txt --editable '.[test]' "torch==$$v" && \
-	  echo "torch $$v" && { $$env/bin/python -m pytest -m "$(FAST)" $(ARGS) > $$env/log.txt 2>&1; tail -n 20 $$env/log.txt | grep -E "^(FAILED|ERROR)|passed|failed"; } || \
+	  echo "torch $$v" && { $$env/bin/python -m pytest -n 2 -m "$(FAST)" $(ARGS) > $$env/log.txt 2>&1; tail -n 20 $$env/log.txt | grep -E "^(FAILED|ERROR)|passed|failed"; } || \
 	  echo "torch $$v: see $$env/log.txt"; \
 	done
 

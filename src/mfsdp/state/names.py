@@ -54,7 +54,7 @@ def spelled(model: nn.Module, name: str) -> str:
 def keep_original_names() -> None:
     """Makes wrappers of sharded modules give original names; the others stay as they are.
 
-    Private in torch (``OptimizedModule``); tried on 2.13, not on the others of 2.11 to 2.15.
+    Private in torch (``OptimizedModule``); tried on 2.12 to 2.14, not on the others of 2.11 to 2.15.
     """
     wrapper = _wrappers()
     if "state_dict" in vars(wrapper):

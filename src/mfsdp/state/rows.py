@@ -16,7 +16,7 @@ class RowShard(Shard):
     ``compute_local_shape_and_global_offset``, ``redistribute`` of whole tensors) gets the rows that are held. It equals
     ``Shard(0)``, on which ``DTensorSpec`` insists, and another of its kind only with the same rows.
 
-    Private in torch (what it overrides); tried on 2.13, not on the others of 2.11 to 2.15.
+    Private in torch (what it overrides); tried on 2.12 to 2.14, not on the others of 2.11 to 2.15.
 
     Args:
         rows: rows here, and the first of them. ``None``: the tensor is cut inside of its rows, and has no answer.
