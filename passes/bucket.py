@@ -19,9 +19,10 @@ Needs: `reduce`; after `defer`, whose waits then stand in front of the buffer th
 Costs: the buffer is there from the unit's first product on. It moves up to the pack before it and no further: a root
 whose head is differentiated first and whose embedding last would hold its buffer through all of backward.
 
-Only a product that nothing else reads, whose dtype is the one that travels, and whose views up to the gradient keep its
-elements in place. Other gradients (sums, embeddings, convolutions, sums over uses) are made by kernels that choose
-their own output, and are copied.
+Only a product that nothing else reads, whose views up to the gradient keep its elements in place, and whose dtype is
+the one that travels; on CUDA also one of 16 bits into float32, which is not rounded in between (`ops.multiplies`).
+Other gradients (sums, embeddings, convolutions, sums over uses) are made by kernels that choose their own output, and
+are copied.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from mfsdp.graph.roles import Kind, Role
 aten = torch.ops.aten
 
 
-def bucket(p: Program) -> None:
-    """Turns matrix products that end in a gradient buffer into products that write there."""
+def bucket(p: Program, *, wide: bool | None = None) -> None:
+    """Turns matrix products that end in a gradient buffer into products that write there. ``wide``: whether 16-bit ones
+    can be written in float32; ``None``: as the device of the program's tensors can.
+    """
     copied = written = 0
     packs = [n for n in p.find(Kind.PACK) if n.target is ops.pack]
     if not packs:
@@ -47,7 +50,7 @@ def bucket(p: Program) -> None:
     last: Node | None = None
     for pack in packs:
         gfull, grads, offsets, scale = pack.args
-        products = [_product(p, g, pack) if scale == 1.0 else None for g in grads]  # type: ignore[union-attr, arg-type]
+        products = [_product(p, g, pack, wide) if scale == 1.0 else None for g in grads]  # type: ignore[union-attr, arg-type]
         if last is not None:
             products = [x if x is not None and last < x else None for x in products]
         last = pack.next
@@ -69,7 +72,7 @@ def bucket(p: Program) -> None:
     p.note(f"{size(written)} written in place, {size(copied)} copied")
 
 
-def _product(p: Program, grad: Node, pack: Node) -> Node | None:
+def _product(p: Program, grad: Node, pack: Node, wide: bool | None) -> Node | None:
     """The matrix product that a gradient is, if it may write to the gradient's place."""
     product, value = base_of(grad), grad.meta["val"]
     gfull = pack.args[0]
@@ -77,7 +80,7 @@ def _product(p: Program, grad: Node, pack: Node) -> Node | None:
         return None
     assert isinstance(gfull, Node)
     alike = value.is_contiguous() and value.numel() == product.meta["val"].numel()
-    return product if alike and value.dtype is gfull.meta["val"].dtype else None
+    return product if alike and ops.multiplies(value, gfull.meta["val"].dtype, wide) else None
 
 
 def _write(p: Program, gfull: Node, offset: int, product: Node) -> None:

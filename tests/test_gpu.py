@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.graph import cost
+from mfsdp.graph import cost, ops
 from mfsdp.graph.program import Program
 from mfsdp.runtime import slots
 from tests.models import GPT, Block, Lumpy
@@ -48,6 +48,40 @@ def test_values_are_those_of_the_plain_model(lowering):
         assert error(step(run, ids), step(reference, ids)) < 1e-5
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         assert error(p.grad.full_tensor(), q.grad) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(256, 512, 128), (37, 1000, 61), (8, 0, 16)])
+def test_wide_products(dtype, shape):
+    """Written in float32 to a place in a buffer: what a product in 16 bits and a copy give, but for its rounding."""
+    m, k, n = shape
+    for transposed in (False, True):
+        a = torch.randn((k, m) if transposed else (m, k), dtype=dtype, device="cuda")
+        a = a.T if transposed else a
+        b = torch.randn(k, n, dtype=dtype, device="cuda")
+        for stride in ((n, 1), (1, m)):
+            gfull = torch.full((m * n + 96,), 7.0, device="cuda")
+            ops.mm(gfull, 32, [m, n], list(stride), a, b)
+            place = gfull.as_strided((m, n), stride, 32)
+            assert error(place, a.double() @ b.double()) < 1e-5, "not rounded to 16 bits"
+            assert error(place, (a @ b).float()) < 2 * torch.finfo(dtype).eps
+            assert (gfull[:32] == 7).all() and (gfull[32 + m * n :] == 7).all(), "nothing beside it is written"
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+def test_products_of_bf16_compute_are_written_in_place(lowering, tmp_path):
+    torch.manual_seed(0)
+    reference = GPT(tied=False, layers=4, width=256).cuda()
+    policy = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block], mp_policy=policy)
+    ids = torch.randint(31, (4, 8), device="cuda")
+    options = {"lowering": lowering, "dump": str(tmp_path)}
+    step(torch.compile(model, backend="mfsdp", dynamic=False, options=options), ids)
+    step(reference, ids)
+    text = max(tmp_path.glob("*.backward.*.stream.txt")).read_text()
+    assert text.count(" mm u") == 4 * 4, "four matrices in each of four blocks"
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert error(p.grad.full_tensor(), q.grad) < 5e-2
 
 
 def test_a_step_does_not_synchronise():

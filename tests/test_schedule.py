@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 from contextlib import nullcontext
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import mfsdp
 from mfsdp import pipeline
@@ -19,8 +21,10 @@ from mfsdp.compiler import backend
 from mfsdp.graph import cost, listing, ops
 from mfsdp.graph.program import Program, slot_of
 from mfsdp.graph.roles import Kind
+from mfsdp.passes.bucket import bucket
 from mfsdp.reports.profile import Outline
 from mfsdp.runtime import devices, groups, kernels, runs, slots
+from mfsdp.spec.hardware import hardware
 from mfsdp.state.gradients import Gradients
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import batches, compiled, whole
@@ -144,6 +148,67 @@ def test_products_are_written_in_place():
     products = [n for n in backward.nodes if n.target is ops.mm]
     assert len(products) == 4 * 4, "four matrices in each of four blocks; embeddings are scattered, and copied"
     assert "written in place" in stages["bucket"].listing
+
+
+def elsewhere(p: Program, device: str) -> Program:
+    """The program as if it had been traced for a device."""
+
+    def there(x: Any) -> Any:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) if torch.is_tensor(x) else x
+
+    with p._fake_mode:
+        for node in p.nodes:
+            if "val" in node.meta:
+                node.meta["val"] = pytree.tree_map(there, node.meta["val"])
+    return p
+
+
+BF16_COMPUTE = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+"""Gradients travel and add up in fp32."""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("wide", [None, True, False])
+def test_narrow_products_are_written_wide_in_place(device, wide):
+    p = toy2("backward", mp_policy=BF16_COMPUTE)
+    pipeline.run(p, upto="defer")
+    (stage,) = pipeline.run(elsewhere(p, device), passes=(("bucket", partial(bucket, wide=wide)),))[1:]
+    written = wide if wide is not None else device == "cuda"
+    assert ("mm u1_gfull@0, threshold_backward.T, relu" in stage.listing) == written
+    assert ("mm_1" in stage.listing) != written, "a temporary of 16 bits"
+    assert "reduce f32" in stage.listing
+
+
+def gradients(x: torch.Tensor) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = mfsdp.fully_shard(MLP(), units=["up", "down"], mp_policy=BF16_COMPUTE)
+    compiled(model, "eager")(x).float().square().sum().backward()
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_products_that_are_written_wide_are_not_rounded(monkeypatch):
+    x = torch.randn(16, 24, dtype=torch.bfloat16)
+    rounded, calls = gradients(x), []
+
+    def multiply_wide(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+        assert a.dtype is b.dtype is torch.bfloat16 and out.dtype is torch.float32
+        calls.append(torch.mm(a.float(), b.float(), out=out).shape)
+
+    monkeypatch.setattr(ops, "widens", lambda device: True)
+    monkeypatch.setattr(kernels, "multiply_wide", multiply_wide)
+    exact = gradients(x)
+    assert len(calls) == 2, "the matrices of two layers"
+    for old, new in zip(rounded, exact, strict=True):
+        assert torch.equal(new, old) or torch.equal(new.bfloat16(), old.bfloat16())
+    assert sum(not torch.equal(new, old) for old, new in zip(rounded, exact, strict=True)) == 2
+
+
+def test_explain_shows_what_the_hardware_does():
+    policy, x = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16), torch.randn(4, 24, dtype=torch.bfloat16)
+    for machine, written in (("h100", True), (replace(hardware("h100"), cuda=False), False)):
+        report = mfsdp.explain(MLP(), (x,), units=["up", "down"], mp_policy=policy, hardware=machine, suggest=False)
+        assert ("mm u1_gfull@0" in report.listing("backward")) == written
 
 
 # pool

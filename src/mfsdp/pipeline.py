@@ -27,8 +27,12 @@ Pass = Callable[[Program], None]
 Table = tuple[tuple[str, Pass], ...]
 
 
-def table(depth: int = 1, lag: int = 1, limit: int | None = None, slots: bool = True) -> Table:
-    """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes) and ``pool``."""
+def table(
+    depth: int = 1, lag: int = 1, limit: int | None = None, slots: bool = True, wide: bool | None = None
+) -> Table:
+    """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes) and ``pool``.
+    ``wide`` is for programs that run elsewhere than they were traced (`passes.bucket`).
+    """
     return (
         ("collective", collective),
         ("gather", gather),
@@ -36,7 +40,7 @@ def table(depth: int = 1, lag: int = 1, limit: int | None = None, slots: bool = 
         ("reduce", reduce),
         ("prefetch", partial(prefetch, depth=depth, limit=limit)),
         ("defer", partial(defer, lag=lag)),
-        ("bucket", bucket),
+        ("bucket", bucket if wide is None else partial(bucket, wide=wide)),
         ("pool", partial(pool, on=slots)),
         ("stream", stream),
     )
@@ -46,14 +50,14 @@ PIPELINE = table()
 """The defaults."""
 
 
-def chosen(options: Options) -> Table:
-    """The table of passes that the backend's options ask for.
+def chosen(options: Options, wide: bool | None = None) -> Table:
+    """The table of passes that the backend's options ask for, and ``wide`` as in `table`.
 
     Raises:
         ValueError: ``passes`` is no table, has one name twice, has passes in an order that cannot be, or lacks the one
             that obeys another option that is given.
     """
-    ours = table(options.prefetch, options.reduce_lag, options.max_unsharded, options.pool)
+    ours = table(options.prefetch, options.reduce_lag, options.max_unsharded, options.pool, wide)
     if options.passes is None:
         return ours
     rows = _rows(options.passes)

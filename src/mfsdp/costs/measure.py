@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..graph import ops
 from ..runtime import devices, groups, runs
 from ..spec.config import SHORT
 from ..spec.hardware import Hardware, Link
@@ -43,7 +44,7 @@ def measure() -> Hardware:
         name = f"this machine, {groups.world()} ranks"
     return Hardware(
         name, flops, memory, bandwidth, link, link, reached=1.0, reached_bandwidth=1.0, kernel=kernel,
-        cuda=device.type == "cuda",
+        cuda=ops.widens(device),
     )  # fmt: skip
 
 

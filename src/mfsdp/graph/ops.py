@@ -17,7 +17,7 @@ passes rewrite them into:
     free(full)                                the buffer is gone after this line
     bucket(like, holes, spec, slot) -> gfull  room for a unit's gradients; zeros in the holes (start, end, start, ...)
     pack(gfull, grads, offsets, scale)        copies gradients to their places
-    mm(gfull, offset, size, stride, a, b)     writes a product to its place
+    mm(gfull, offset, size, stride, a, b)     writes a product to its place, in the dtype of that (`multiplies`)
     hold(source, grads, offsets)              between synchronisations: grads stay here, and the reductions of them that
                                               follow do nothing; at the next one: what has stayed is added to grads
     reduce_scatter(gfull, spec, lane) -> gshard   sum over ranks; launched, not finished
@@ -91,6 +91,19 @@ IN_PLACE = (refresh, all_reduce)
 
 SLOT = {all_gather: 2, bucket: 3}
 """Operations that may fill a static buffer, and which of their arguments says so."""
+
+
+def multiplies(product: torch.Tensor, dtype: torch.dtype, wide: bool | None = None) -> bool:
+    """Whether `mm` can write a product to a place of that dtype: its own, or float32 for one of 16 bits if ``wide``;
+    ``None``: if its device can.
+    """
+    narrow = product.dtype in (torch.bfloat16, torch.float16) and dtype is torch.float32
+    return product.dtype is dtype or (narrow and (widens(product.device) if wide is None else wide))
+
+
+def widens(device: torch.device) -> bool:
+    """Whether torch multiplies 16-bit matrices into float32 there: on CUDA; not on CPUs, on ROCm not in all builds."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 @torch.library.register_fake("mfsdp::param")

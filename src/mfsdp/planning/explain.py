@@ -255,7 +255,7 @@ def _unsharded(model: nn.Module | None) -> tuple[int, int]:
 
 def _report(traced: Programs, q: _Question, inputs: Any, optimizer: str, profile: Any, listings: bool = True) -> Report:
     o = q.options
-    table = pipeline.chosen(o)
+    table = pipeline.chosen(o, q.hardware.cuda)
     programs = [original.copy() for original in traced]
     stages = [pipeline.run(p, upto=o.upto, passes=table, checked=o.check, listings=listings) for p in programs]
     other, plain = _unsharded(traced.model)

@@ -64,8 +64,19 @@ def pack(gfull: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], sca
 
 
 def mm(gfull: torch.Tensor, offset: int, size: list[int], stride: list[int], a: torch.Tensor, b: torch.Tensor) -> None:
-    """Writes ``a @ b`` to its place."""
-    torch.mm(a, b, out=gfull.as_strided(size, stride, offset))
+    """Writes ``a @ b`` to its place, in the dtype of that."""
+    place = gfull.as_strided(size, stride, offset)
+    if place.dtype is a.dtype:
+        torch.mm(a, b, out=place)
+    else:
+        multiply_wide(a, b, place)
+
+
+def multiply_wide(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
+    """Writes the product of 16-bit matrices in float32, without rounding in between; on CUDA. Not run yet: the schema
+    (``aten::mm.dtype_out``) was read in 2.13.
+    """
+    torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
 def hold(source: torch.Tensor, grads: torch.Tensor, offsets: list[int]) -> None:

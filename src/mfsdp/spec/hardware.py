@@ -64,7 +64,8 @@ class Hardware:
     kernel: float = 4e-6
     """Seconds that the smallest kernel takes. An assumption."""
     cuda: bool = False
-    """Whether ranks are CUDA devices: some of the memory is then taken by what no ledger counts."""
+    """Whether ranks are CUDA devices: products of 16-bit matrices can be written in float32 (`ops.widens`), and what no
+    ledger counts takes some of the memory."""
 
     def __post_init__(self) -> None:
         for name in ("memory", "bandwidth", "ranks_per_node", "reached", "reached_bandwidth"):
