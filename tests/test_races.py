@@ -18,6 +18,7 @@ import mfsdp
 from mfsdp.runtime import devices, runs, slots
 from mfsdp.runtime.carriers import carried_by
 from mfsdp.runtime.mirror import Mirror
+from mfsdp.runtime.transport import End, Pairs, Turn
 from mfsdp.state.weights import Weights
 from tests.loopback import Loopback, Race, Stream, Streams
 from tests.models import GPT, Block
@@ -29,6 +30,7 @@ PLACES: dict[str, dict[str, Any]] = {
     "kept": {"strategy": 3, "reshard_after_forward": False},
     "hsdp": {"mesh": (2, 2)},
     "hfsdp": {"mesh": (2, 2), "outer_strategy": "optim"},
+    "hfsdp of optim_grads": {"mesh": (2, 2), "strategy": 2, "outer_strategy": "optim"},
 }
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -226,6 +228,28 @@ def two_models(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
 
 def test_two_models_on_two_streams(monkeypatch):
     two_models(monkeypatch)
+
+
+def test_gathers_over_two_axes_wait_for_each_other_not_for_compute(monkeypatch):
+    """All gathers over the outer axis are launched at the start of forward, before any is waited for."""
+    events: list[str] = []
+
+    class Told(Loopback):
+        def gather(self, pairs: Pairs, turn: Turn) -> End:
+            axis = "inner" if self.ranks == [0, 1] else "outer"
+            events.append(f"launch {axis}")
+            end = super().gather(pairs, turn)
+            return lambda: (events.append(f"end {axis}"), end())
+
+    with carried_by(Told), Streams().watched(monkeypatch) as streams:
+        torch._dynamo.reset()
+        setup = Setup("cpu", "hfsdp of optim_grads", {})
+        for _ in range(2):
+            events.clear()
+            setup.loss().backward()
+            setup.step(streams)
+            want = ["launch outer"] * 4 + ["end outer", "launch inner", "end inner"] * 4
+            assert events == want, "three blocks and the root"
 
 
 # Each hazard put back is found

@@ -103,6 +103,12 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
+@functools.cache
+def aside(device: torch.device) -> torch.Stream | None:
+    """A stream beside those of compute, where one collective waits for another; ``None`` where there are no streams."""
+    return None if device.type in ("cpu", "meta") else torch.Stream(device)
+
+
 def follow(stream: torch.Stream | None, tensor: torch.Tensor) -> None:
     """Makes the current stream wait for what another one has done to a tensor, and keeps the tensor's memory from being
     given away before the current one is done with it.

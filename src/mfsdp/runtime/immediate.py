@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..spec.units import Spec
-from . import groups, runs
+from . import devices, groups, runs
 from .owners import owner, path
 from .transport import End, segments
 
@@ -38,14 +40,34 @@ def gather_main(main: torch.Tensor, s: Spec) -> torch.Tensor:
 
 
 def replicate(main: torch.Tensor, source: torch.Tensor, s: Spec) -> list[End]:
-    """Launches what brings main weights, [main_numel], to the parameters that last, [source_numel]."""
-    shard = main.to(s.precision.comm)
-    splits, ranks, group = s.splits, s.world, s.group
-    if s.outer_optim and s.replica:
-        shard = _whole(shard, s.cut(2), s.outer, s.outer_group)
-    elif s.outer_optim:
-        splits, ranks, group = s.cut(2), s.outer, s.outer_group
-    return [runs.current().gather(segments(splits, ranks, source, shard), group)]
+    """Launches what brings main weights, [main_numel], to the parameters that last, [source_numel]. Over two axes one
+    gather sends what another brings, and compute waits for neither: on a device a stream beside it does, on the CPU the
+    second is launched when somebody waits.
+    """
+    run, shard = runs.current(), main.to(s.precision.comm)
+    if not s.outer_optim:
+        return [run.gather(segments(s.splits, s.world, source, shard), s.group)]
+    part = shard.new_empty(s.shard_numel) if s.replica else source
+    arrived = run.gather(segments(s.cut(2), s.outer, part, shard), s.outer_group)
+    if not s.replica:
+        return [arrived]
+
+    def further() -> End:
+        arrived()
+        run.launched += 1
+        return run.gather(segments(s.splits, s.world, source, part), s.group)
+
+    side = devices.aside(main.device)
+    if side is None:
+        return [lambda: further()()]
+    with side:
+        last = further()
+    return [partial(_end, last, shard, part)]
+
+
+def _end(end: End, *kept: torch.Tensor) -> None:
+    """Calls an end, until when tensors are kept."""
+    end()
 
 
 def _whole(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str) -> torch.Tensor:
