@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mfsdp
+from mfsdp import pipeline
+from mfsdp.graph import cost, ops
 from mfsdp.spec.config import Precision
+from mfsdp.spec.units import Spec
 from mfsdp.state.placement import STRATEGIES
 from tests.models import CASES, MLP, Several
 from tests.parity import batches, compiled, error
@@ -32,6 +35,8 @@ USUAL = {
     "bf16 wires": mfsdp.MixedPrecisionPolicy(compute_dtype=BF16, grad_comm_dtype=BF16, param_comm_dtype=BF16),
     "bf16 model": mfsdp.MixedPrecisionPolicy(None, BF16, BF16, BF16, BF16),
     "fp16": mfsdp.MixedPrecisionPolicy(compute_dtype=F16, grad_comm_dtype=F16),
+    "bf16 sums": mfsdp.MixedPrecisionPolicy(compute_dtype=BF16, grad_comm_dtype=BF16, grad_sum="native"),
+    "fp16 sums": mfsdp.MixedPrecisionPolicy(compute_dtype=F16, grad_comm_dtype=F16, grad_sum="native"),
     "fp32 over bf16 wires": mfsdp.MixedPrecisionPolicy(grad_comm_dtype=BF16, param_comm_dtype=BF16),
 }
 
@@ -44,7 +49,7 @@ class Level:
     held: bool
     """Gradients are added up before it."""
     scatter: bool
-    """It adds up in ``precision.sum``, not in what travels."""
+    """It adds up as the policy says, not in what travels."""
     last: bool = True
     """Nothing travels after it."""
 
@@ -83,7 +88,8 @@ class Plain:
     def life(self, grads: list[torch.Tensor], p: Precision) -> torch.Tensor:
         wires = [g.to(p.grad_comm) for g in grads]
         ahead = 1.0
-        if p.grad_comm is F16 and not all(level.scatter and level.last for level in self.levels):
+        rounded = p.sum(2).itemsize < p.grad.itemsize
+        if p.grad_comm is F16 and not all(level.scatter and level.last and not rounded for level in self.levels):
             ahead = 0.5  # of two and of four ranks: a sum that travels on in fp16 may not fit it
             wires = [w * ahead for w in wires]
         for level in self.levels:
@@ -98,7 +104,7 @@ class Plain:
                 parts = [torch.empty_like(wire) for _ in range(dist.get_world_size())]
                 dist.all_gather(parts, wire.contiguous())
                 first, *more = [parts[r] for r in level.ranks]
-                together = sum(more, first.to(p.sum if level.scatter else p.grad_comm))
+                together = sum(more, first.to(p.sum(len(level.ranks)) if level.scatter else p.grad_comm))
                 wires[i] = together if level.last else together.to(p.grad_comm)
         total = None
         for wire in wires:
@@ -165,6 +171,38 @@ def stepped_alike(mine: torch.Tensor, plain: torch.Tensor) -> bool:
         return torch.equal(whole, plain)
     mine.copy_(plain)
     return error(whole.float(), plain.float()) < 2 * torch.finfo(plain.dtype).eps
+
+
+@pytest.mark.parametrize(("grad_sum", "sums"), [(None, (F32, BF16)), ("wide", (F32, F32)), ("native", (BF16, BF16))])
+def test_how_sums_are_taken(grad_sum, sums):
+    """By default wide on an axis of up to 64 ranks; specs say it in their text, for both axes of a mesh."""
+    p = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=BF16, grad_sum=grad_sum).resolve(F32)
+    assert (p.sum(64), p.sum(65)) == sums
+    spec = Spec(64, "g", "r", (16,), p, 64.0 * 65, True, 65, "o", "q")
+    assert Spec.decode(spec.encode()) == spec and (spec.sum(0), spec.sum(2)) == sums
+    assert mfsdp.MixedPrecisionPolicy(grad_sum=grad_sum).resolve(F32).sum(65) is F32, "nothing is narrow"
+    half = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=F16, grad_sum=grad_sum).resolve(F32)
+    assert (Spec(64, "g", "r", (16,), half, 64.0, True).ahead < 1) == (grad_sum == "native"), "it may not fit fp16"
+
+
+def test_a_sum_that_is_none_of_these():
+    with pytest.raises(ValueError, match=r"grad_sum='wire': choose 'wide' .*, 'native' .* or None"):
+        mfsdp.MixedPrecisionPolicy(grad_sum="wire")
+
+
+@pytest.mark.parametrize("strategy", [0, 3])
+def test_native_sums_take_no_room(strategy):
+    peaks, listings = {}, {}
+    for how in ("wide", "native"):
+        policy = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=BF16, grad_sum=how)
+        with torch.device("meta"):
+            model, x = nn.Linear(64, 64), torch.empty(8, 64)
+        backward = mfsdp.trace(model, (x,), world=4, strategy=strategy, mp_policy=policy).backward
+        listings[how] = pipeline.run(backward)[-1].listing
+        (sums,) = (n for n in backward.nodes if n.target in (ops.reduce_scatter, ops.all_reduce))
+        peaks[how] = cost.room(sums)
+    assert peaks["native"] == 0 < peaks["wide"]
+    assert "sum f32" in listings["wide"] and "sum bf16" in listings["native"]
 
 
 @pytest.mark.dist

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import mfsdp
-from mfsdp.runtime import groups, runs
+from mfsdp.runtime import groups, native, runs
 from mfsdp.runtime.carriers import carried_by, transport_of
 from mfsdp.runtime.immediate import summed
 from mfsdp.runtime.mirror import Mirror
@@ -84,7 +84,7 @@ def narrow(numel: int) -> bool:
     f32, bf16 = torch.float32, torch.bfloat16
     place = Placement.of("no_shard", "no_shard", axes(None, None, torch.device("cpu")), "cpu")
     spec = place.spec(plan([("w", (numel,))], 1), Precision(f32, bf16, bf16, bf16, f32), True)
-    assert spec.precision.sum is f32
+    assert spec.sum(2) is f32
     with runs.announced("a sum", *spec.meets):
         summed(mine, spec, 2)()
     return torch.equal(mine, first.to(torch.bfloat16))
@@ -93,6 +93,53 @@ def narrow(numel: int) -> bool:
 @pytest.mark.parametrize("numel", [64, 37])
 def test_narrow_all_reduces_are_summed_wide(four_ranks, numel):
     assert four_ranks.run(narrow, numel) == [True] * 4
+
+
+def by_hand(grad_sum: str | None, compiled: bool, native: bool) -> tuple[bool, bool]:
+    """Four ranks' gradients in bfloat16, added up in float32, and as they travel, in the order of ranks; whether ours
+    are the former, the latter.
+    """
+    torch._dynamo.reset()
+    rank, world, bf16 = dist.get_rank(), dist.get_world_size(), torch.bfloat16
+    inputs = torch.randn(world, 8, generator=torch.Generator().manual_seed(1))
+    with carried_by(lambda group, kind: Native(group)) if native else nullcontext():
+        model = torch.nn.Linear(8, 4, bias=False)
+        policy = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=bf16, grad_sum=grad_sum)
+        mfsdp.fully_shard(model, mp_policy=policy)
+        run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"}) if compiled else model
+        run(inputs[rank : rank + 1]).sum().backward()
+        grad = model.weight.grad.full_tensor()
+    parts = [x.to(bf16) for x in inputs]
+    sums = sum(parts[1:], parts[0].float()), sum(parts[1:], parts[0]).float()
+    assert not torch.equal(*sums)
+    wide, narrow = (torch.equal(grad, (s / world).expand(4, 8)) for s in sums)
+    return wide, narrow
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("grad_sum", [None, "wide", "native"])
+def test_sums_are_taken_as_the_policy_says(four_ranks, grad_sum, compiled):
+    native = grad_sum == "native"
+    assert four_ranks.run(by_hand, grad_sum, compiled, False) == [(not native, native)] * 4
+
+
+def reductions(grad_sum: str) -> list[str]:
+    """Which of the backend's collectives bring narrow gradients together."""
+    called: list[str] = []
+
+    def told(name: str, call: Any) -> Any:
+        return lambda *args, **more: (called.append(name), call(*args, **more))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", told("all to all", dist.all_to_all_single))
+        patch.setattr(native, "_reduce_scatter", told("reduce-scatter", native._reduce_scatter))
+        by_hand(grad_sum, True, True)
+    return called
+
+
+@pytest.mark.parametrize(("grad_sum", "call"), [("wide", "all to all"), ("native", "reduce-scatter")])
+def test_the_backend_adds_up_what_travels(four_ranks, grad_sum, call):
+    assert four_ranks.run(reductions, grad_sum) == [[call]] * 4
 
 
 def trained(strategy: int, segments: bool) -> list[torch.Tensor]:

@@ -123,10 +123,11 @@ def room(node: Node) -> int:
     if node.target not in (ops.reduce_scatter, ops.all_reduce):
         return 0
     spec = Spec.decode(node.args[1])  # type: ignore[arg-type]
-    if spec.precision.sum is spec.precision.grad_comm:
+    sent, lane = node.args[0], node.args[2]
+    assert isinstance(sent, Node) and isinstance(lane, int)
+    if spec.sum(lane) is spec.precision.grad_comm:
         return 0
-    sent: Node = node.args[0]  # type: ignore[assignment]
-    ranks = spec.outer if node.args[2] >= 2 else spec.world  # type: ignore[operator]
+    ranks = spec.outer if lane >= 2 else spec.world
     again = 0 if node.target is ops.reduce_scatter else -(-numel(sent.meta["val"]) // ranks)
     return nbytes(sent.meta["val"]) + again * spec.precision.grad_comm.itemsize
 

@@ -135,12 +135,12 @@ def _head(program: Program, rows: Sequence[cost.Line], before: str | None) -> It
 
 def _dtypes(units: Sequence[Unit]) -> Iterator[str]:
     """The life of a weight and of its gradient, where it changes dtype on the way."""
-    alike: dict[Precision, list[str]] = {}
+    alike: dict[tuple[Precision, torch.dtype], list[str]] = {}
     for unit in units:
-        alike.setdefault(unit.spec.precision, []).append(unit.name)
-    for p, names in alike.items():
+        alike.setdefault((unit.spec.precision, unit.spec.sum(2 if unit.spec.outer > 1 else 0)), []).append(unit.name)
+    for (p, total), names in alike.items():
         life = {
-            "main": p.main, "gather": p.comm, "compute": p.compute, "reduce": p.grad_comm, "sum": p.sum, "grad": p.grad
+            "main": p.main, "gather": p.comm, "compute": p.compute, "reduce": p.grad_comm, "sum": total, "grad": p.grad
         }  # fmt: skip
         if len(set(life.values())) > 1:
             whose = f"{' '.join(names)}  " if len(alike) > 1 else ""

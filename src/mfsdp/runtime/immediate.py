@@ -118,7 +118,7 @@ def scattered(gfull: torch.Tensor, s: Spec, lane: int) -> torch.Tensor:
     """This rank's part of the sum over the ranks of a lane."""
     gshard = gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
     ranks = s.outer if lane >= 2 else s.world
-    runs.current().scatter(segments(s.cut(lane), ranks, gfull, gshard), s.precision.sum, s.groups[lane])()
+    runs.current().scatter(segments(s.cut(lane), ranks, gfull, gshard), s.sum(lane), s.groups[lane])()
     return gshard
 
 
@@ -134,7 +134,7 @@ def summed(tensor: torch.Tensor, s: Spec, lane: int) -> End:
     than the sum is to be, it is a reduce-scatter, and a gather that is launched when somebody waits. The same bytes.
     """
     run, group, ranks = runs.current(), s.groups[lane], s.outer if lane >= 2 else s.world
-    if s.precision.sum is tensor.dtype:
+    if s.sum(lane) is tensor.dtype:
         return run.all_reduce(tensor, "sum", group)
     numel = tensor.numel()
     part = tensor.new_empty(-(-numel // ranks))
@@ -142,7 +142,7 @@ def summed(tensor: torch.Tensor, s: Spec, lane: int) -> End:
     if numel % ranks:
         whole = tensor.new_zeros(ranks * part.numel())
         whole[:numel].copy_(tensor)
-    arrived = run.scatter([(whole, part)], s.precision.sum, group)
+    arrived = run.scatter([(whole, part)], s.sum(lane), group)
 
     def end() -> None:
         arrived()

@@ -99,7 +99,7 @@ def reduce_scatter(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
         run.launch(gshard)
         return gshard
     pairs = segments(s.cut(lane), s.outer if lane >= 2 else s.world, gfull, gshard)
-    run.launch(gshard, run.scatter(pairs, s.precision.sum, s.groups[lane]))
+    run.launch(gshard, run.scatter(pairs, s.sum(lane), s.groups[lane]))
     return gshard
 
 

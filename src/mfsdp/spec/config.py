@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -24,11 +24,20 @@ class Precision:
     """What a reduce-scatter carries."""
     grad: torch.dtype
     """What gradients are accumulated in."""
+    grad_sum: str | None = field(default=None, kw_only=True)
+    """How sums over ranks are taken: ``"wide"``, ``"native"``, or, if ``None``, by their number."""
 
-    @property
-    def sum(self) -> torch.dtype:
-        """What a reduce-scatter adds up in: as wide as the accumulator, if that is wider than what travels."""
-        return self.grad if self.grad.itemsize > self.grad_comm.itemsize else self.grad_comm
+    def sum(self, ranks: int) -> torch.dtype:
+        """What a sum over so many ranks is taken in: what travels, or the accumulator's dtype, if that is wider."""
+        wide = ranks <= WIDE_RANKS if self.grad_sum is None else self.grad_sum == "wide"
+        return self.grad if wide and self.grad.itemsize > self.grad_comm.itemsize else self.grad_comm
+
+
+WIDE_RANKS = 64
+"""Up to so many ranks sums are taken wide by default: the messages of an all-to-all, and with them its latency and the
+room that NCCL keeps for each peer, grow with the number of ranks. Not measured."""
+
+GRAD_SUMS = ("wide", "native")
 
 
 @dataclass(frozen=True)
@@ -40,19 +49,23 @@ class MixedPrecisionPolicy:
             this (float64) keeps its own, so that nothing is lost by wrapping.
         main_grads_dtype: accumulated gradients. ``None``: float32 when compute is 16 bit or lower, else the
             compute dtype.
-        grad_comm_dtype: gradients on the wire. ``None``: ``main_grads_dtype``. What a narrower one brings is added up
-            over ranks in ``main_grads_dtype`` all the same, and what an all-reduce (``no_shard``, HSDP's outer axis)
-            brings back is rounded once.
+        grad_comm_dtype: gradients on the wire. ``None``: ``main_grads_dtype``. What an all-reduce (``no_shard``, HSDP's
+            outer axis) brings back is rounded to it.
         param_comm_dtype: parameters on the wire. ``None``: ``compute_dtype``.
         compute_dtype: what ``forward`` sees. ``None``: the model's own dtype at wrap time.
         output_dtype: what floating-point results of the forward are cast to, of the module that `fully_shard` is called
             on, not of those in ``units``. ``None``: they are left alone.
         cast_forward_inputs: whether floating-point arguments of a unit's forward are cast to ``compute_dtype``, if that
             is given.
+        grad_sum: how gradients that travel narrower than ``main_grads_dtype`` are added up over ranks. ``"wide"``: in
+            ``main_grads_dtype``, which takes room for what all ranks send; ``"native"``: in ``grad_comm_dtype``, by the
+            communication library where there is one (in the order of ranks over gloo), rounded in every addition.
+            ``None``: wide over at most 64 ranks of an axis, native over more.
         param_dtype, reduce_dtype: FSDP2's names of ``compute_dtype`` and ``grad_comm_dtype``.
 
     Raises:
-        ValueError: a dtype is not a floating-point ``torch.dtype``, or one role has two of them.
+        ValueError: a dtype is not a floating-point ``torch.dtype``, one role has two of them, or ``grad_sum`` is
+            something else.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -62,19 +75,25 @@ class MixedPrecisionPolicy:
     compute_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    grad_sum: str | None = None
     param_dtype: InitVar[torch.dtype | None] = None
     reduce_dtype: InitVar[torch.dtype | None] = None
 
     def __post_init__(self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
         self._also("compute_dtype", "param_dtype", param_dtype)
         self._also("grad_comm_dtype", "reduce_dtype", reduce_dtype)
-        for field in fields(self):
-            dtype = getattr(self, field.name)
-            if dtype is None or field.name == "cast_forward_inputs":
+        if self.grad_sum not in (None, *GRAD_SUMS):
+            raise ValueError(
+                f"MixedPrecisionPolicy: grad_sum={self.grad_sum!r}: choose 'wide' (gradients are added up in "
+                "main_grads_dtype), 'native' (in grad_comm_dtype) or None (by the number of ranks)"
+            )
+        for name in (f.name for f in fields(self)):
+            dtype = getattr(self, name)
+            if dtype is None or name in ("cast_forward_inputs", "grad_sum"):
                 continue
             if not isinstance(dtype, torch.dtype) or dtype not in SHORT:
                 raise ValueError(
-                    f"MixedPrecisionPolicy: {field.name}={dtype!r} is not supported; "
+                    f"MixedPrecisionPolicy: {name}={dtype!r} is not supported; "
                     f"choose None or one of {', '.join(str(d) for d in SHORT)}"
                 )
 
@@ -100,6 +119,7 @@ class MixedPrecisionPolicy:
             compute=compute,
             grad_comm=self.grad_comm_dtype or grad,
             grad=grad,
+            grad_sum=self.grad_sum,
         )
 
 

@@ -105,10 +105,14 @@ class Spec:
         """Elements per rank of each segment, once a collective on that lane has cut it."""
         return tuple(n // self.outer for n in self.splits) if lane >= 2 else self.splits
 
+    def sum(self, lane: int) -> torch.dtype:
+        """The dtype that a reduction on that lane adds up in."""
+        return self.precision.sum(self.outer if lane >= 2 else self.world)
+
     def scattered(self, lane: int) -> torch.dtype:
         """The dtype of what a reduce-scatter on that lane gives: what travels, if another reduction follows."""
         last = lane >= 2 or self.outer == 1
-        return self.precision.sum if last else self.precision.grad_comm
+        return self.sum(lane) if last else self.precision.grad_comm
 
     @property
     def ahead(self) -> float:
@@ -116,7 +120,9 @@ class Spec:
         sum over ranks comes back in float16, which it may not fit: a power of two, as FSDP2 chooses it
         (``_get_gradient_divide_factors``).
         """
-        comes_back = self.outer > 1 and (self.world > 1 or not self.outer_optim)
+        lanes = [lane for lane, ranks in ((0, self.world), (2, self.outer)) if ranks > 1]
+        native = any(self.sum(lane).itemsize < self.precision.grad.itemsize for lane in lanes)
+        comes_back = native or (self.outer > 1 and (self.world > 1 or not self.outer_optim))
         factor = 1
         if comes_back and self.precision.grad_comm is torch.float16:
             while self.ranks % factor == 0 and self.ranks / factor > factor:
@@ -125,17 +131,18 @@ class Spec:
 
     def encode(self) -> str:
         p = self.precision
-        dtypes = ",".join(SHORT[d] for d in (p.main, p.comm, p.compute, p.grad_comm, p.grad))
+        precision = ",".join([*(SHORT[d] for d in (p.main, p.comm, p.compute, p.grad_comm, p.grad)), p.grad_sum or "-"])
         splits = "+".join(map(str, self.splits))
         flags = "".join(str(int(getattr(self, name))) for name in _FLAGS)
         groups = " ".join(g or "-" for g in self.groups)
-        return f"{self.world} {self.outer} {groups} {splits} {dtypes} {self.divide!r} {flags}"
+        return f"{self.world} {self.outer} {groups} {splits} {precision} {self.divide!r} {flags}"
 
     @staticmethod
     @cache
     def decode(text: str) -> Spec:
         """The inverse of :meth:`encode`."""
-        world, outer, *groups, splits, dtypes, divide, flags = text.split(" ")
+        world, outer, *groups, splits, precision, divide, flags = text.split(" ")
+        *dtypes, grad_sum = precision.split(",")
         names = ("group", "reduce_group", "outer_group", "outer_reduce_group")
         more: dict[str, Any] = {name: "" if g == "-" else g for name, g in zip(names, groups, strict=True)}
         more |= {name: flag == "1" for name, flag in zip(_FLAGS, flags, strict=True)}
@@ -143,7 +150,7 @@ class Spec:
             world=int(world),
             outer=int(outer),
             splits=tuple(map(int, splits.split("+"))),
-            precision=Precision(*(_LONG[d] for d in dtypes.split(","))),
+            precision=Precision(*(_LONG[d] for d in dtypes), grad_sum=None if grad_sum == "-" else grad_sum),
             divide=float(divide),
             **more,
         )
