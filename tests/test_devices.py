@@ -168,6 +168,7 @@ def test_variables_that_keep_communication_from_overlapping_are_named(monkeypatc
     assert not devices.told_of_environment("cpu")
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_record(tmp_path):
     """What `make gpu` keeps: every outcome, and why a test was skipped."""
     chosen = [

@@ -509,6 +509,7 @@ def test_nothing_is_kept_and_nothing_is_changed():
         mfsdp.explain(model, (torch.empty(4, 8),))
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_gets_suggestions_that_do():
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     machine = replace(PLAIN, memory=2_100_000, flops={"f32": 1e12})

@@ -226,6 +226,7 @@ def test_several_modules_are_one_unit_of_the_listing():
     assert list(model.state_dict()) == list(GPT(tied=False).state_dict())
 
 
+@pytest.mark.slow
 def test_several_modules_are_explained_as_what_they_hold():
     """Also where an inner call was made first, and the first module of the unit comes later in the model."""
     ids = torch.zeros(1, 8, dtype=torch.int64)

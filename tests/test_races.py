@@ -180,7 +180,7 @@ def trained(way: str, place: str, device: str, streams: Streams | None = None) -
     return [p.to_local().detach().cpu().clone() for p in setup.model.parameters()]
 
 
-QUICK = ("plain", "on a side stream")
+QUICK = ("plain",)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -230,6 +230,7 @@ def test_two_models_on_two_streams(monkeypatch):
     two_models(monkeypatch)
 
 
+@pytest.mark.slow
 def test_gathers_over_two_axes_wait_for_each_other_not_for_compute(monkeypatch):
     """All gathers over the outer axis are launched at the start of forward, before any is waited for."""
     events: list[str] = []
