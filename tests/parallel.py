@@ -97,13 +97,16 @@ class Llama(nn.Module):
         return self.output(self.norm(x))  # type: ignore[no-any-return]
 
 
-def tensor_parallel(model: Llama, mesh: DeviceMesh, sequence: bool = True, loss: bool = False) -> None:
+def tensor_parallel(
+    model: Llama, mesh: DeviceMesh, sequence: bool = True, loss: bool = False, norms: bool = True
+) -> None:
     """torchtitan's plan for a Llama.
 
     Args:
         mesh: over tp.
         sequence: sequence parallel: norms see a part of the tokens.
         loss: loss parallel: logits stay cut over the vocabulary.
+        norms: whether norms have a place in the plan.
     """
     act = Shard(1) if sequence else Replicate()
     top: dict[str, Any] = {
@@ -112,7 +115,7 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, sequence: bool = True, loss:
             input_layouts=act, output_layouts=Shard(-1) if loss else Replicate(), use_local_output=not loss
         ),
     }
-    if sequence:
+    if sequence and norms:
         top["norm"] = SequenceParallel()
     parallelize_module(model, mesh, top)
     for layer in model.layers:
@@ -125,7 +128,8 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh, sequence: bool = True, loss:
         }
         if sequence:
             whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-            plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+            if norms:
+                plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
             plan |= {"attention": whole, "feed_forward": whole}
         assert isinstance(layer, nn.Module)
         parallelize_module(layer, mesh, plan)

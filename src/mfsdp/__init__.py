@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .spec.hardware import Hardware
     from .state.norms import check_finite, norms
     from .state.optimizer import fully_shard_optimizer
+    from .state.replicas import check_replicas
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ _WHERE = {
     "LawError": "graph.check",
     "MixedPrecisionPolicy": "spec.config",
     "check_finite": "state.norms",
+    "check_replicas": "state.replicas",
     "convert": "checkpoints.convert",
     "explain": "planning.explain",
     "fully_shard": "sharding.shard",
@@ -65,6 +67,7 @@ __all__ = [
     "LawError",
     "MixedPrecisionPolicy",
     "check_finite",
+    "check_replicas",
     "convert",
     "explain",
     "fully_shard",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -120,7 +121,8 @@ def fully_shard(
     ignored = set(ignored_params or ())
     claims = claim_parameters(root, roots, ignored)
     target = device_of(claims, device)
-    placement = Placement.of(strategy, outer_strategy, axes(mesh, dp_mesh_dims, target), target.type)
+    found = axes(mesh, dp_mesh_dims, target)
+    placement = replace(Placement.of(strategy, outer_strategy, found, target.type), beside=found.beside())
     outermost = _outermost(given[0])
     units_of = {claim.module: UnitState(claim.fqn, outermost, policy) for claim in claims}
     for claim in claims:

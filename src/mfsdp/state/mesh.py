@@ -32,7 +32,8 @@ from .sharded import local_mesh
 SHARD = ("dp_shard", "shard", "dp_shard_cp", "fsdp")
 OUTER = ("dp_outer", "dp_replicate", "replicate")
 FOLDED = ("cp",)
-OTHERS = ("tp", "etp", "tensor", "model", "pp", "pipe", "pipeline")
+TENSOR = ("tp", "etp", "tensor", "model")
+OTHERS = (*TENSOR, "pp", "pipe", "pipeline")
 REFUSED = {
     "ep": "its ranks hold different experts, and the same of everything else. Shard the experts of each layer first, "
     "over the ranks that hold the same ones, fully_shard(experts, mesh=sparse_mesh['efsdp']), then the model over a "
@@ -71,6 +72,13 @@ class Axes:
             _grid(self),
             mesh_dim_names=tuple((axis.mesh_dim_names or ("",))[0] for axis in axes),
         )
+
+    def beside(self) -> tuple[str, ...]:
+        """Names of the process groups of tensor parallelism."""
+        names = self.mesh.mesh_dim_names or ()
+        mine = [i for i, n in enumerate(names) if n in TENSOR and i not in (*self.outer, *self.shard)]
+        wide = [i for i in mine if self.mesh.size(i) > 1 and has_groups(self.mesh)]
+        return tuple(str(self.mesh.get_group(i).group_name) for i in wide)
 
     def one(self) -> DeviceMesh:
         """All of them as one axis."""

@@ -83,6 +83,9 @@ class Placement:
     replica: bool
     copies: DeviceMesh | None = field(default=None, hash=False, compare=False)
     """The ranks that hold everything whole, under ``no_shard``; ``mesh`` is this rank alone then."""
+    beside: tuple[str, ...] = ()
+    """Names of the process groups of tensor parallelism in the mesh that was given: the same data, and weights that it
+    has not cut are the same too."""
 
     @staticmethod
     def of(strategy: str, outer_strategy: str, axes: Axes, device: str) -> Placement:
