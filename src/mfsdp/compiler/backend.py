@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 
 from .. import pipeline
 from ..graph import listing, ops
@@ -22,7 +23,7 @@ from ..runtime import groups, runs
 from ..sharding import writes
 from ..spec.config import Options
 from . import lowering, order
-from .capture import Capture, sources
+from .capture import Capture, path_of, sources
 
 log = logging.getLogger("mfsdp")
 
@@ -48,6 +49,7 @@ def mfsdp(
     Raises:
         ValueError: bad options (raised by the first call of the model).
         RuntimeError: forward writes to a sharded parameter (so is this).
+        NotImplementedError: a trainable parameter is a DTensor that was not sharded (so is this).
     """
     try:
         if mode not in (None, "default"):
@@ -56,6 +58,7 @@ def mfsdp(
         passes = pipeline.chosen(chosen)
         _whole_budget(gm)
         writes.traced(gm, example_inputs)
+        _no_pieces(example_inputs, sources(gm))
     except (ValueError, TypeError, RuntimeError) as error:
         return _raise(error)
     capture = Capture(example_inputs, sources(gm))
@@ -164,6 +167,24 @@ def static(program: Program) -> dict[tuple[torch.device, str], int]:
 def reading(program: Program) -> list[int]:
     """Which of a program's arguments parameters are read through."""
     return [i for i, n in enumerate(program.gm.graph.find_nodes(op="placeholder")) if n.meta.get(READ)]
+
+
+def _no_pieces(inputs: Sequence[Any], names: Sequence[str]) -> None:
+    """Refuses what tensor or expert parallelism has cut and nobody has sharded: whose gradients are to be averaged with
+    whose, only a mesh says.
+
+    Raises:
+        NotImplementedError: names the parameter.
+    """
+    for tensor, name in zip(inputs, names, strict=True):
+        cut = isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        if cut and not getattr(tensor, "_mfsdp_ignored", False):
+            raise NotImplementedError(
+                f"mfsdp: parameter {path_of(name)} is a DTensor over {tensor.device_mesh.mesh_dim_names} and is not "
+                "sharded: which ranks have other data, and average gradients, is not known. Call mfsdp.fully_shard("
+                "model, mesh=mesh, units=[YourBlock]) after parallelize_module, before building the optimizer; a mesh "
+                "with the axes dp_shard and tp will do"
+            )
 
 
 def _raise(error: Exception) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class Capture:
                 alike.setdefault((_layer(names[i]), tensor.dtype), []).append(i)
         world = groups.world()
         for number, ((fqn, dtype), members) in enumerate(alike.items(), start):
-            params = [(_path(names[i]), tuple(inputs[i].shape)) for i in members]
+            params = [(path_of(names[i]), tuple(inputs[i].shape)) for i in members]
             unique = [(f"{n}.{k}" if n in dict(params[:k]) else n, s) for k, (n, s) in enumerate(params)]
             layout = plan(unique, 1)
             spec = Spec(
@@ -97,7 +97,7 @@ class Capture:
         Its first placeholders are the frame's inputs, in order; AOTAutograd keeps that order when no inputs alias.
         Forward and backward inherit the roles when the joint graph is cut.
         """
-        for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        for i, node in _numbered(gm):
             if i < self.inputs:
                 node.meta[INPUT] = self.input_names[i]
                 node.meta[READ] = i in self.whole
@@ -151,6 +151,19 @@ class Capture:
             assert isinstance(offset, int)
             program.rename(node, f"{r.unit}_{program.unit(r.unit).offset_name(offset)}")
         return program
+
+
+def _numbered(gm: fx.GraphModule) -> Iterator[tuple[int, fx.Node]]:
+    """Placeholders, and which of the frame's inputs each belongs to: of a DTensor there are several, its local tensor
+    and what it is made of. Private in torch (``desc``); tried on 2.13.
+    """
+    number, before = -1, None
+    for node in gm.graph.find_nodes(op="placeholder"):
+        whole = getattr(node.meta.get("desc"), "base", None)
+        if whole is None or whole != before:
+            number += 1
+        before = whole
+        yield number, node
 
 
 def _others(program: Program) -> None:
@@ -261,21 +274,21 @@ def _readable(source: str, parameters: Sequence[str]) -> str:
     if positional and int(positional[1]) < len(parameters):
         rest = source[positional.end() :]
         source = f"L['{parameters[int(positional[1])]}']{rest}"
-    text = _path(source) if "_modules" in source else re.sub(r"L\['(?:kwargs'\]\[')?", "", source, count=1)
+    text = path_of(source) if "_modules" in source else re.sub(r"L\['(?:kwargs'\]\[')?", "", source, count=1)
     return re.sub(r"\W+", "_", text).strip("_").lower()
 
 
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
-def _path(source: str) -> str:
+def path_of(source: str) -> str:
     """``L['self']._modules['layers']._modules['0']._parameters['weight']`` as ``layers.0.weight``."""
     return ".".join(re.findall(r"_(?:modules|parameters)\['([^']+)'\]", source)) or source
 
 
 def _layer(source: str) -> str:
     """The layer a parameter belongs to: its path up to the first number, else the root."""
-    match = _LAYER.match(_path(source).rpartition(".")[0])
+    match = _LAYER.match(path_of(source).rpartition(".")[0])
     return match[1] if match else "(root)"
 
 

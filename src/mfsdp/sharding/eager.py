@@ -347,12 +347,25 @@ def _warn(unit: UnitState, place: str) -> None:
     if place in _warned:
         return
     _warned.add(place)
+    data = (
+        ""
+        if _scalars_are_captured()
+        else (
+            " What depends on data (splits of an all-to-all) breaks graphs unless torch._dynamo.config."
+            "capture_scalar_outputs is True."
+        )
+    )
     warnings.warn(
         f"mfsdp: {place} reads parameters of unit {unit.fqn!r} outside of a compiled graph: the eager path gathers "
         "the unit there, without overlap. If it should be compiled, look for a graph break (TORCH_LOGS=graph_breaks) "
-        "or call the model through torch.compile(model, backend='mfsdp').",
+        f"or call the model through torch.compile(model, backend='mfsdp').{data}",
         stacklevel=2,
     )
+
+
+def _scalars_are_captured() -> bool:
+    """Private in torch (``torch._dynamo.config``); tried on 2.11 to 2.15."""
+    return bool(torch._dynamo.config.capture_scalar_outputs)
 
 
 def _caller() -> str:
