@@ -40,7 +40,7 @@ from torch.fx import Node
 
 from mfsdp.graph import ops
 from mfsdp.graph.program import Program, base_of
-from mfsdp.graph.roles import Kind, Lane, Role
+from mfsdp.graph.roles import Kind, Lane, Role, is_kind
 from mfsdp.spec.units import Unit
 
 aten = torch.ops.aten
@@ -156,11 +156,18 @@ def _contiguous(shape: torch.Size) -> list[int]:
 
 
 def _after(p: Program, grads: list[Node]) -> Node:
-    """The node before which all gradients are there."""
-    waits = [u for g in grads for u in base_of(g).users if u.target is ops.wait]
-    ready = max([*grads, *waits]).next
-    while ready.op == "placeholder":
+    """The node before which all gradients are there. For those that another parallelism reduces (`collective`) compute
+    waits there, unless somebody reads them before.
+    """
+    waits = sorted({u for g in grads for u in base_of(g).users if u.target is ops.wait})
+    ready = max(grads).next
+    while ready.op == "placeholder" or ready in waits:
         ready = ready.next
+    for wait in waits:
+        product = wait.args[0]
+        assert isinstance(product, Node)
+        if not any(r < ready for r in p.readers(product) if r is not wait and not is_kind(r, Kind.GRAD)):
+            p.move([wait], ready)
     return ready
 
 

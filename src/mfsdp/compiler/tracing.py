@@ -197,7 +197,7 @@ def _settings(model: nn.Module, meta: nn.Module) -> None:
             continue
         for theirs, mine in zip(old._mfsdp_unit.buffers, new._mfsdp_unit.buffers, strict=True):
             mine.respec(reshard=theirs.spec.reshard, hold=theirs.spec.hold)
-            if theirs.spec.divide != theirs.spec.ranks:
+            if theirs.unit.divides:
                 mine.respec(divide=theirs.spec.divide)
             for param, trains in zip(mine.params, theirs.trains, strict=True):
                 param.requires_grad_(trains)
