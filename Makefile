@@ -81,7 +81,7 @@ browser:
 	  echo "No Chromium found (Debian: apt-get install chromium): tests of the report in a browser are skipped."
 
 clean:
-	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out gpu-record *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
+	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out parallel-out gpu-record *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .PHONY: help demo test check lint types quick goldens fuzz bench gpu matrix compiler browser clean

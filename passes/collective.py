@@ -33,7 +33,7 @@ import torch
 from torch.fx import Node
 
 from mfsdp.graph import ops
-from mfsdp.graph.program import AXIS, Program
+from mfsdp.graph.program import AXIS, SHAPES, Program
 from mfsdp.graph.roles import Kind, Lane, Role
 from mfsdp.spec.units import Axis
 
@@ -48,8 +48,8 @@ def collective(p: Program) -> None:
         if AXIS not in node.meta:
             continue
         waits = [u for u in node.users if u.target is functional.wait_tensor.default]
-        words = _verb(node)
-        if words is None or len(waits) != len(node.users) or not waits:
+        words, known = _verb(node), all(u in waits or u.target in SHAPES for u in node.users)
+        if words is None or not known or not waits:
             left += 1
             continue
         axis: Axis = node.meta[AXIS]
@@ -62,6 +62,7 @@ def collective(p: Program) -> None:
         for wait in waits:
             wait.replace_all_uses_with(launch)
             p.erase(wait)
+        node.replace_all_uses_with(launch)
         p.erase(node)
         first = min(p.readers(launch), default=p.output)
         p.insert(ops.wait, (launch, [source]), first, Role(Kind.WAIT, axis.name, lane))

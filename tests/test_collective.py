@@ -15,11 +15,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp
+from examples.parallel.model import Layer, Llama, tensor_parallel
 from mfsdp import LawError, pipeline
 from mfsdp.graph import listing, ops
 from mfsdp.graph.program import Program, base_of, is_functional_collective, view_of
 from mfsdp.graph.roles import Lane, role
-from tests.parallel import Layer, Llama, next_token, reset, tensor_parallel, tokens
+from tests.parallel import next_token, reset, tokens
 
 
 @pytest.fixture

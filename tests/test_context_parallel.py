@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from tests.parallel import Attention, Layer, Llama, graphs, next_token, reset, tokens, trained_alike, twin
+from examples.parallel.model import Attention, Layer, Llama
+from tests.parallel import graphs, next_token, reset, tokens, trained_alike, twin
 from tests.parity import compiled
 
 pytestmark = pytest.mark.dist

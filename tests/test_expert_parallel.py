@@ -11,18 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mfsdp
-from tests.parallel import (
-    Experts,
-    Mixtral,
-    MixtureLayer,
-    expert_parallel,
-    graphs,
-    next_token,
-    reset,
-    tokens,
-    trained_alike,
-    twin,
-)
+from examples.parallel.model import Experts, Mixtral, MixtureLayer, expert_parallel
+from mfsdp import pipeline
+from mfsdp.graph.program import Program, is_functional_collective
+from tests.parallel import graphs, next_token, reset, tokens, trained_alike, twin
 from tests.parity import compiled, error
 
 pytestmark = pytest.mark.dist
@@ -51,10 +43,17 @@ def parity(lowering: str, ranks: int) -> Any:
     reference, model = sharded(ranks, layers=1)
     every = [tokens(r) for r in range(dist.get_world_size())]
     wrong: dict[str, float] = {}
-    run = compiled(model, lowering)
+    left: list[str] = []
+
+    def look(p: Program) -> None:
+        left.extend(n.name for n in p.nodes if is_functional_collective(n))
+
+    more = {} if lowering == "none" else {"passes": (*pipeline.PIPELINE, ("look", look))}
+    run = compiled(model, lowering, **more)
     for turn in range(3):  # the routing changes
         turned = [batch.roll(turn, 1) for batch in every]
         wrong |= trained_alike(model, run, reference, turned[dist.get_rank()], turned, steps=1)
+    assert not left, f"not launched and waited for by us: {left}"
     worst = max(wrong, key=wrong.__getitem__)
     return wrong[worst], worst, graphs()
 

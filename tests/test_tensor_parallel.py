@@ -25,7 +25,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import mfsdp
-from tests.parallel import Layer, Llama, graphs, next_token, reset, tensor_parallel, tokens, trained_alike, twin
+from examples.parallel.model import Layer, Llama, tensor_parallel
+from tests.parallel import graphs, next_token, reset, tokens, trained_alike, twin
 from tests.parity import compiled, error
 
 pytestmark = pytest.mark.dist

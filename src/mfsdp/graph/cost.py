@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..spec.units import Spec
 from . import ops
-from .program import INPUT, STORAGE, Program, base_of, operator, slot_of, view_of
+from .program import INPUT, SHAPES, STORAGE, Program, base_of, operator, slot_of, view_of
 from .roles import Kind, is_kind
 from .sizes import shape_of
 
@@ -44,7 +44,9 @@ class Line:
 
 
 def is_line(node: Node) -> bool:
-    """Views, constants, placeholders and the output cost nothing and have no line."""
+    """Views, questions for shapes, constants, placeholders and the output cost nothing and have no line."""
+    if node.target in SHAPES:
+        return False
     return node.op == "call_function" and view_of(node) is None and hasattr(operator(node)[0], "_schema")
 
 

@@ -6,6 +6,7 @@ issued here, ``|`` in flight, ``.`` idle, ``<-o`` compute waits for that lane, `
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -381,7 +382,12 @@ def _type(value: Any) -> str:
         value = next((v for v in value if isinstance(v, torch.Tensor)), None)
     if not isinstance(value, torch.Tensor):
         return ""
-    return f"{SHORT.get(value.dtype, _short(value.dtype))}[{','.join(map(str, value.shape))}]"
+    return f"{SHORT.get(value.dtype, _short(value.dtype))}[{','.join(map(_extent, value.shape))}]"
+
+
+def _extent(n: Any) -> str:
+    """A size; what depends on data is ``n0`` here, as units are ``u0``."""
+    return re.sub(r"\bu(\d+)\b", r"n\1", str(n)).replace(" ", "")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -48,7 +48,7 @@ LIBRARY.define("param_grad(Tensor grad, Tensor shard, int offset, str spec) -> T
 LIBRARY.define("returned(Tensor param) -> Tensor")
 LIBRARY.define("refresh(Tensor(a!) source) -> ()")
 LIBRARY.define("all_gather(Tensor shard, str spec, int slot=-1) -> Tensor")
-LIBRARY.define("wait(Tensor(a!) out, Tensor[] inputs) -> ()")
+LIBRARY.define("wait(Tensor(a!) out, Tensor[] inputs) -> ()", tags=(torch.Tag.flexible_layout,))
 LIBRARY.define("free(Tensor(a!) full) -> ()")
 LIBRARY.define("bucket(Tensor like, int[] holes, str spec, int slot=-1) -> Tensor", tags=(torch.Tag.flexible_layout,))
 LIBRARY.define(
@@ -61,7 +61,10 @@ LIBRARY.define(
 LIBRARY.define("hold(Tensor source, Tensor(a!) grads, int[] offsets) -> ()")
 LIBRARY.define("reduce_scatter(Tensor gfull, str spec, int lane) -> Tensor")
 LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec, int lane) -> ()")
-LIBRARY.define("collective(Tensor source, str verb, str axis, SymInt[] received, SymInt[] splits) -> Tensor")
+LIBRARY.define(
+    "collective(Tensor source, str verb, str axis, SymInt[] received, SymInt[] splits) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),  # a copy made for strides would not be what `wait` keeps
+)
 LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale) -> ()")
 
 _ops = torch.ops.mfsdp

@@ -23,6 +23,9 @@ STORAGE = "mfsdp_storage"
 """``node.meta`` key of what forward saved: (number, fake tensor) of the storage, which several of them may share,
 ``None`` for the tensor if it is the caller's; and whether backward may write over it."""
 
+SHAPES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, torch.ops.aten.sym_stride.int)
+"""Operators that ask for a shape and read no value."""
+
 Phase = Literal["forward", "backward", "inference"]
 
 INPUT = "mfsdp_input"
@@ -115,7 +118,7 @@ class Program:
         collective of torch's reads, its wait reads too.
         """
         family = set(self.aliases(node))
-        found = {u for n in family for u in n.users if u not in family or mutates(u)}
+        found = {u for n in family for u in n.users if (u not in family or mutates(u)) and u.target not in SHAPES}
         return sorted(found.union(*(u.users for u in found if is_functional_collective(u))))
 
     def copy(self) -> Program:
