@@ -33,12 +33,12 @@ import torch
 from torch.fx import Node
 
 from mfsdp.graph import ops
-from mfsdp.graph.program import AXIS, SHAPES, Program
+from mfsdp.graph.program import AXIS, SHAPES, Program, base_of, is_functional_collective, mutates
 from mfsdp.graph.roles import Kind, Lane, Role
 from mfsdp.spec.units import Axis
 
 functional = torch.ops._c10d_functional
-SUMS = ("sum", "avg", "max", "min")
+REDUCTIONS = ("sum", "avg", "max", "min")
 
 
 def collective(p: Program) -> None:
@@ -46,6 +46,7 @@ def collective(p: Program) -> None:
     found = left = 0
     for node in p.nodes:
         if AXIS not in node.meta:
+            left += is_functional_collective(node)
             continue
         waits = [u for u in node.users if u.target is functional.wait_tensor.default]
         words, known = _verb(node), all(u in waits or u.target in SHAPES for u in node.users)
@@ -64,7 +65,9 @@ def collective(p: Program) -> None:
             p.erase(wait)
         node.replace_all_uses_with(launch)
         p.erase(node)
-        first = min(p.readers(launch), default=p.output)
+        owner = base_of(source)  # type: ignore[arg-type]
+        writers = [w for w in p.readers(owner) if launch < w and owner in map(base_of, mutates(w))]
+        first = min([*p.readers(launch), *writers], default=p.output)
         p.insert(ops.wait, (launch, [source]), first, Role(Kind.WAIT, axis.name, lane))
         found += 1
     if left:
@@ -79,8 +82,9 @@ def _verb(node: Node) -> str | None:
     if name in ("all_reduce", "reduce_scatter_tensor"):
         op = str(node.args[1]).lower()
         verb = name.removesuffix("_tensor")
-        known = op in SUMS if verb == "all_reduce" else op in ("sum", "avg")
-        return f"{verb} {op}" if known else None
+        known = op in REDUCTIONS if verb == "all_reduce" else op in ("sum", "avg")
+        averages = node.meta["val"].dtype in (torch.float32, torch.float64, torch.bfloat16)  # summed, then divided
+        return f"{verb} {op}" if known and (op != "avg" or averages) else None
     return {"all_gather_into_tensor": "all_gather", "all_to_all_single": "all_to_all"}.get(name)
 
 

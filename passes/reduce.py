@@ -164,11 +164,20 @@ def _after(p: Program, grads: list[Node]) -> Node:
     while ready.op == "placeholder" or ready in waits:
         ready = ready.next
     for wait in waits:
-        product = wait.args[0]
-        assert isinstance(product, Node)
-        if not any(r < ready for r in p.readers(product) if r is not wait and not is_kind(r, Kind.GRAD)):
+        if _may_move(p, wait, ready):
             p.move([wait], ready)
+        elif not wait < ready:
+            ready = wait.next
     return ready
+
+
+def _may_move(p: Program, wait: Node, down: Node) -> bool:
+    """Whether nobody reads what is waited for before, and what it keeps alive is not freed before."""
+    product, sources = wait.args
+    assert isinstance(product, Node)
+    readers = [r for r in p.readers(product) if r is not wait and not is_kind(r, Kind.GRAD)]
+    frees = [u for s in sources for u in base_of(s).users if u.target is ops.free]  # type: ignore[union-attr, arg-type]
+    return not any(n < down for n in (*readers, *frees))
 
 
 def _sum_of_markers(p: Program, unit: Unit, markers: set[Node]) -> tuple[dict[Node, int], set[Node]]:

@@ -22,8 +22,7 @@ NOBODY: Any = None
 def pieces(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]) -> list[Piece]:
     """Every rank's, in the order of their coordinates."""
     places = product(*map(range, mesh))
-    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-    return [Piece(NOBODY, placements, shape, stride, runs_of(shape, mesh, place, placements)) for place in places]
+    return [Piece(NOBODY, placements, shape, runs_of(shape, mesh, place, placements)) for place in places]
 
 
 @st.composite

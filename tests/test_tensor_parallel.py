@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -114,13 +115,13 @@ def test_parity_of_inductors_code(four_ranks):
         assert wrong < 1e-9 and made == (1, 0), where
 
 
-def hole() -> str:
+def hole(dtype: torch.dtype) -> str:
     """Sequence parallel, and norms left out of the plan."""
     reset()
     mesh = two_by_two()
     _, model = twin(lambda: Llama(layers=1))
     assert isinstance(model, Llama)
-    tensor_parallel(model, mesh["tp"], norms=False)
+    tensor_parallel(model.to(dtype), mesh["tp"], norms=False)
     mfsdp.fully_shard(model, mesh=mesh, units=[Layer])
     mfsdp.check_replicas(model)
     next_token(compiled(model, "eager"), tokens(mesh.get_local_rank("dp_shard"))).backward()
@@ -131,11 +132,47 @@ def hole() -> str:
     return ""
 
 
-def test_norms_that_the_plan_leaves_out_are_named(four_ranks):
-    for said in four_ranks.run(hole):
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_norms_that_the_plan_leaves_out_are_named(four_ranks, dtype):
+    for said in four_ranks.run(hole, dtype):
         assert said.count("gradients of") == 3
         for name in ("layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "norm.weight"):
             assert f"gradients of {name} over tp" in said
+
+
+def apart_or_refused() -> tuple[str, str, str]:
+    """Weights that differ over tp, and their cure; ranks of tensor parallelism taken for ranks with other data."""
+    mesh = two_by_two()
+
+    def build() -> Llama:
+        torch.manual_seed(dist.get_rank())
+        model = Llama(layers=1)
+        tensor_parallel(model, mesh["tp"], norms=False)
+        return model
+
+    def said(function: Any) -> str:
+        try:
+            function()
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        return ""
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        drifting = mfsdp.fully_shard(build(), mesh=mesh, units=[Layer])
+        with torch.no_grad():
+            drifting.norm.weight.add_(dist.get_rank() % 2 * 1e-6)
+        found = said(lambda: mfsdp.check_replicas(drifting))
+        cured = mfsdp.fully_shard(build(), mesh=mesh["dp_shard"], units=[Layer], sync_module_states=True)
+        still = said(lambda: mfsdp.check_replicas(cured))
+    return found, still, said(lambda: mfsdp.fully_shard(build()))
+
+
+def test_what_differs_over_tp_is_found_cured_or_refused(four_ranks):
+    for found, still, refused in four_ranks.run(apart_or_refused):
+        assert "weights of norm.weight over tp" in found and "attention.wq" not in found
+        assert not still
+        assert "axis 'tp'" in refused and "ranks in common" in refused
 
 
 def from_meta() -> float:

@@ -176,7 +176,7 @@ def _no_pieces(inputs: Sequence[Any], names: Sequence[str]) -> None:
     Raises:
         NotImplementedError: names the parameter.
     """
-    for tensor, name in zip(inputs, names, strict=True):
+    for tensor, name in zip(inputs, names, strict=True) if torch.is_grad_enabled() else ():
         cut = isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.requires_grad
         if cut and not getattr(tensor, "_mfsdp_ignored", False):
             raise NotImplementedError(

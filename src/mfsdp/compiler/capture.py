@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..graph import ops
@@ -34,6 +35,8 @@ class Capture:
 
     def __init__(self, inputs: Sequence[Any], names: Sequence[str], name: str | None = None):
         self.inputs = len(inputs)
+        self.wrapped = any(isinstance(t, DTensor) for t in inputs)
+        """Whether an input is a DTensor, of which graphs have several placeholders."""
         buffers = [b for t in inputs if (b := owners.owner(t)) is not None]
         units = {b.unit for b in buffers}
         roots = {u.outermost for u in units}
@@ -97,6 +100,8 @@ class Capture:
         Its first placeholders are the frame's inputs, in order; AOTAutograd keeps that order when no inputs alias.
         Forward and backward inherit the roles when the joint graph is cut.
         """
+        if self.wrapped and all("desc" not in n.meta for n in gm.graph.find_nodes(op="placeholder")):
+            raise NotImplementedError("mfsdp: DTensors as inputs of a compiled model need torch 2.13 or newer")
         for i, node in _numbered(gm):
             if i < self.inputs:
                 node.meta[INPUT] = self.input_names[i]

@@ -223,7 +223,7 @@ def finished(p: Program) -> Iterator[Fault]:
         if product is not source and source not in wait.args[1]:  # type: ignore[operator]
             yield wait, f"{source.name} may be gone before {node.name} has read it"  # type: ignore[union-attr]
         if product is not source:
-            for writer in p.readers(source):  # type: ignore[arg-type]
+            for writer in p.readers(base_of(source)):  # type: ignore[arg-type]
                 writes = any(base_of(m) is base_of(source) for m in mutates(writer))  # type: ignore[arg-type]
                 if writes and node < writer < wait:
                     yield writer, f"{source.name} is overwritten while {node.name} reads it"  # type: ignore[union-attr]

@@ -48,6 +48,11 @@ def default_group() -> str:
     return str(dist.group.WORLD.group_name)
 
 
+def ranks(name: str) -> list[int]:
+    """The ranks of a group, in its order."""
+    return list(dist.get_process_group_ranks(process_group(name)))
+
+
 def axis_of(name: str) -> Axis:
     """The ranks of a group as an axis; its name is the mesh's, if the group is of one. Private in torch
     (``group_desc``); tried on 2.11 to 2.15.

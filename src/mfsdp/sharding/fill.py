@@ -71,7 +71,8 @@ def _take_over(claim: Claim, param: nn.Parameter, ref: Ref, synced: Sequence[str
             weights.view(weights.main, slot).fill_(torch.nan)
         else:
             mine = here(param)
-            weights.keep(slot, alike.of_first_rank(mine, synced, weights.main.device) if synced else mine)
+            over = [*synced, *(ref.piece.copied_by if ref.piece else buffer.placement.beside)] if synced else ()
+            weights.keep(slot, alike.of_first_rank(mine, over, weights.main.device) if synced else mine)
     former = undo.former(param, ref)
     for owner, name in claim.owners.pop(param):
         hand_over(owner, name, ref, former, undo)

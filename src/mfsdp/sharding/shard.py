@@ -12,10 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..runtime import groups as groups_of
 from ..spec.config import MixedPrecisionPolicy
 from ..state import statedicts
-from ..state.buffer import Outermost, UnitState
-from ..state.mesh import axes
+from ..state.buffer import Outermost, UnitState, refs
+from ..state.mesh import TENSOR, axes
+from ..state.pieces import Piece, has_groups, here, over_tensor_ranks
 from ..state.placement import OUTER, Placement, strategy_name
 from . import admission, alike, fsdp2, materialize
 from .claims import UnitLike, claim_parameters, described, match
@@ -122,11 +124,19 @@ def fully_shard(
     claims = claim_parameters(root, roots, ignored)
     target = device_of(claims, device)
     found = axes(mesh, dp_mesh_dims, target)
-    placement = replace(Placement.of(strategy, outer_strategy, found, target.type), beside=found.beside())
+    placement = Placement.of(strategy, outer_strategy, found, target.type)
     outermost = _outermost(given[0])
     units_of = {claim.module: UnitState(claim.fqn, outermost, policy) for claim in claims}
     for claim in claims:
         claim.draft(policy, placement)
+    pieces = [p for claim in claims for draft in claim.drafts for p in draft.pieces if p is not None]
+    nested = _nested_pieces(root)
+    if target.type != "meta":
+        _apart_from(placement, pieces, nested)
+        meshes = dict.fromkeys(p.mesh for p in (*pieces, *nested))
+        beside = [*found.beside(), *(g for mesh in meshes for g in over_tensor_ranks(mesh, TENSOR))]
+        once = {tuple(groups_of.ranks(g)): g for g in beside}  # torch may give equal meshes groups of their own
+        placement = replace(placement, beside=tuple(once.values()))
     groups = [g for g in placement.groups[::2] if g and target.type != "meta"]
     if groups:
         options = (
@@ -151,11 +161,10 @@ def fully_shard(
                 entering = policy.compute_dtype if policy.cast_forward_inputs and owner in heads else None
                 casts = entering, policy.output_dtype if owner in given else None
                 swap_class(owner, units_of[claim.module], owner in heads, casts, undo)
-        pieces = [p for claim in claims for draft in claim.drafts for p in draft.pieces if p is not None]
-        others = {name: None for p in pieces for name in (*p.cut_by, *p.copied_by)} if target.type != "meta" else {}
-        materialize.materialize(root, target, [*groups, *others], param_init_fn)
-        for kept in dict.fromkeys(root.buffers()) if synced else ():
-            kept.copy_(alike.of_first_rank(kept, synced, target))
+        cut = {name: None for p in pieces for name in (*p.cut_by, *p.copied_by)} if target.type != "meta" else {}
+        materialize.materialize(root, target, list(dict.fromkeys([*groups, *placement.beside, *cut])), param_init_fn)
+        for kept in map(here, dict.fromkeys(root.buffers()) if synced else ()):
+            kept.copy_(alike.of_first_rank(kept, [*synced, *placement.beside], target))
     _name(root, units_of[root], outermost)
     _divide_alike(root, placement)
     given[0].__dict__["_mfsdp_call"] = next(_calls), {
@@ -191,6 +200,33 @@ def _name(root: nn.Module, own: UnitState, outermost: Outermost) -> None:
         unit.fqn, unit.outermost = "(root)" if unit is own else "+".join(fqn for fqn, _ in found), outermost
         if unit is not own and unit.root_keeps:
             found[0][1].set_reshard_after_forward(True, recurse=False)
+
+
+def _nested_pieces(root: nn.Module) -> list[Piece]:
+    """Those of units of earlier calls."""
+    found = [ref.piece for m in root.modules() for ref in refs(m).values()]
+    return [piece for piece in found if piece is not None]
+
+
+def _apart_from(placement: Placement, pieces: Sequence[Piece], nested: Sequence[Piece]) -> None:
+    """Makes sure that ranks of data parallelism have data of their own, not that of tensor parallelism's ranks.
+
+    Raises:
+        ValueError: an axis that has cut a parameter, or one called as those of tensor parallelism are, is in both.
+    """
+    ours = {r for name in placement.groups[::2] if name for r in groups_of.ranks(name)}
+    for piece, earlier in [*((p, False) for p in dict.fromkeys(pieces)), *((p, True) for p in dict.fromkeys(nested))]:
+        names = piece.mesh.mesh_dim_names or ("",) * piece.mesh.ndim
+        for dim, name in enumerate(names) if has_groups(piece.mesh) else ():
+            if earlier and name and name not in TENSOR:
+                continue  # experts, whose ranks have data of their own
+            theirs = groups_of.ranks(str(piece.mesh.get_group(dim).group_name))
+            if len(ours.intersection(theirs)) > 1:
+                raise ValueError(
+                    f"fully_shard: axis {name or dim!r} of {piece.mesh}, over which a parameter was cut or copied, has "
+                    "ranks in common with those to shard over. Give the mesh of both, or the data-parallel part of it, "
+                    "mesh=mesh['dp_shard']; experts are sharded first, each over the ranks that hold the same ones"
+                )
 
 
 def _divide_alike(root: nn.Module, placement: Placement) -> None:

@@ -90,6 +90,8 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
                     "alike; use .full_tensor()"
                 )
             return x._local_tensor
+        if isinstance(x, DTensor):
+            raise NotImplementedError(f"{func}: a sharded tensor and a DTensor of torch's: use .full_tensor() of it")
         if isinstance(x, torch.Tensor) and x.dim() > 0:
             if tuple(x.shape) != tuple(sharding.shape):
                 raise NotImplementedError(

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..runtime import groups
-from .pieces import has_groups
+from .pieces import has_groups, over_tensor_ranks
 from .sharded import local_mesh
 
 SHARD = ("dp_shard", "shard", "dp_shard_cp", "fsdp")
@@ -76,9 +76,8 @@ class Axes:
     def beside(self) -> tuple[str, ...]:
         """Names of the process groups of tensor parallelism."""
         names = self.mesh.mesh_dim_names or ()
-        mine = [i for i, n in enumerate(names) if n in TENSOR and i not in (*self.outer, *self.shard)]
-        wide = [i for i in mine if self.mesh.size(i) > 1 and has_groups(self.mesh)]
-        return tuple(str(self.mesh.get_group(i).group_name) for i in wide)
+        used = {names[i] for i in (*self.outer, *self.shard)} if names else set()
+        return over_tensor_ranks(self.mesh, [n for n in TENSOR if n not in used])
 
     def one(self) -> DeviceMesh:
         """All of them as one axis."""

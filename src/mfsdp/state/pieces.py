@@ -41,7 +41,6 @@ class Piece:
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
     """Of the whole parameter."""
-    stride: tuple[int, ...]
     runs: tuple[tuple[Run, ...], ...]
     """For every dimension, which indices of the whole the piece has, in its order."""
 
@@ -57,10 +56,9 @@ class Piece:
         if coordinate is None:
             raise ValueError(f"this rank is not in its mesh, {mesh}")
         runs = runs_of(tuple(param.shape), tuple(mesh.shape), tuple(coordinate), placements)
-        piece = Piece(mesh, placements, tuple(param.shape), tuple(param.stride()), runs)
-        here = tuple(param._local_tensor.shape)
-        if piece.local != here:
-            raise ValueError(f"{placements} of {list(param.shape)} make {list(piece.local)}, and {list(here)} is here")
+        piece, found = Piece(mesh, placements, tuple(param.shape), runs), tuple(here(param).shape)
+        if piece.local != found:
+            raise ValueError(f"{placements} of {list(param.shape)} make {list(piece.local)}, and {list(found)} is here")
         return piece
 
     @property
@@ -70,9 +68,9 @@ class Piece:
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """The piece as modules see it; what is computed with it is differentiated to the piece."""
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=self.stride
-        )
+        shape = torch.Size(self.shape)
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # contiguous, as it is in the flat buffer
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """The piece of a whole tensor."""
@@ -158,12 +156,19 @@ def _runs(
     return tuple((int(at[a]), b - a) for a, b in itertools.pairwise(starts) if b > a)
 
 
+def over_tensor_ranks(mesh: DeviceMesh, names: Sequence[str]) -> tuple[str, ...]:
+    """Names of the process groups of a mesh's axes that are called so."""
+    told = mesh.mesh_dim_names or ()
+    wide = [i for i, name in enumerate(told) if name in names and mesh.size(i) > 1 and has_groups(mesh)]
+    return tuple(str(mesh.get_group(i).group_name) for i in wide)
+
+
 def _cuts(placement: Placement, dim: int, ndim: int) -> bool:
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim % max(ndim, 1) == dim
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is on this rank."""
+    """What of a tensor is on this rank. Private in torch (``_local_tensor``); tried on 2.11 to 2.15."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 

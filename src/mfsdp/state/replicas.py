@@ -7,17 +7,23 @@ the gradient of its own tokens only: smaller than it should be, and different, a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from ..runtime import groups, immediate, runs
-from .buffer import FlatBuffer, Ref, refs
-from .pieces import has_groups, here
+from .buffer import Ref, refs
+from .pieces import here
 
 SLACK = 64
-"""How many roundings apart two sums of the same numbers may be."""
+"""How many roundings apart two gradients of the same numbers may be."""
+
+MOST = 2**-5
+"""Of a gradient's norm: what may be apart in narrow dtypes."""
+
+PART = 2**22
+"""Elements that are looked at together."""
 
 NONE = 1e300
 """Stands for a gradient that is not there."""
@@ -25,11 +31,12 @@ NONE = 1e300
 
 @torch.no_grad()
 def check_replicas(model: nn.Module) -> None:
-    """Raises if ranks that hold the same part of a parameter have different values or gradients of it: over the outer
-    axis of HSDP, under ``no_shard``, over axes of tensor parallelism that a parameter is not cut over, whether the plan
-    names it (``Replicate()``) or not. All ranks must call it, after a backward; all ranks of an axis raise.
+    """Raises if ranks that hold the same part of a parameter have different values of it (in any bit) or different
+    gradients (by more than another order of additions explains): over the outer axis of HSDP, under ``no_shard``,
+    over axes of tensor parallelism that a parameter is not cut over, whether the plan names it (``Replicate()``) or
+    not. All ranks must call it, after a backward; all raise.
 
-    Costs a pass over weights and gradients, one collective per axis and one wait for the device.
+    Costs a pass over weights and gradients, two small collectives per axis and waits for the device.
 
     Args:
         model: a sharded model, or any of its modules.
@@ -42,12 +49,11 @@ def check_replicas(model: nn.Module) -> None:
              for path, m in model.named_modules() for name, ref in reversed(refs(m).items())}  # fmt: skip
     if not found:
         raise ValueError("check_replicas: the model is not sharded; call mfsdp.fully_shard first")
-    meshes = list(dict.fromkeys(ref.piece.mesh for _, ref in found.values() if ref.piece is not None))
     over: dict[str, list[tuple[str, Ref]]] = {}
     for name, ref in found.values():
-        for group in dict.fromkeys(_copies(ref, meshes)):
+        for group in dict.fromkeys(_copies(ref)):
             over.setdefault(group, []).append((name, ref))
-    wrong = [text for group, members in over.items() for text in _apart(group, members)]
+    wrong = _named([fault for group, members in over.items() for fault in _faults(group, members)])
     if wrong:
         more = f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""
         raise RuntimeError(
@@ -58,61 +64,84 @@ def check_replicas(model: nn.Module) -> None:
         )
 
 
-def _copies(ref: Ref, meshes: list[DeviceMesh]) -> Iterator[str]:
+def _copies(ref: Ref) -> Iterator[str]:
     """Names of the process groups whose ranks hold the same part of a parameter as this one."""
     buffer = ref.buffer
     if buffer.spec.outer > 1 and not buffer.spec.outer_optim:
         yield buffer.spec.outer_group
-    if ref.piece is not None:
-        yield from ref.piece.copied_by
-        return
-    trains = _ranks(buffer)
-    for mesh in meshes if has_groups(buffer.placement.mesh) or buffer.placement.copies else []:
-        for dim in range(mesh.ndim):
-            group = mesh.get_group(dim)
-            ranks = torch.distributed.get_process_group_ranks(group)
-            if len(ranks) > 1 and len(trains.intersection(ranks)) == 1:  # not one of its own data-parallel axes
-                yield str(group.group_name)
-    yield from (name for name in buffer.placement.beside if name)
+    yield from buffer.placement.beside if ref.piece is None else ref.piece.copied_by
 
 
-def _ranks(buffer: FlatBuffer) -> set[int]:
-    """Those that train its parameters together."""
-    names = [name for name in buffer.spec.meets if name]
-    found = {r for name in names for r in torch.distributed.get_process_group_ranks(groups.process_group(name))}
-    return found | {groups.rank()}
+@dataclass
+class _Fault:
+    """What may be wrong with one parameter's weights or gradients over one axis."""
+
+    name: str
+    ref: Ref
+    found: int
+    """0: nothing; 1: they differ; 2: only some ranks have any."""
 
 
-def _apart(group: str, members: list[tuple[str, Ref]]) -> list[str]:
-    """What differs over the ranks of a group."""
-    marks, slack = [], []
+def _faults(group: str, members: list[tuple[str, Ref]]) -> list[_Fault]:
+    """Compares what the ranks of a group hold, each its own rows."""
+    marks: list[torch.Tensor] = []
+    slack: list[torch.Tensor] = []
     for _, ref in members:
-        param = ref.buffer.params[ref.slot]
-        for tensor in (param, param.grad):
-            local = None if tensor is None else here(tensor)
-            eps = torch.finfo(param.dtype if local is None else local.dtype).eps
-            mark, scale = _mark(local, ref.buffer.weights.main.device)
-            marks += [mark, -mark]
-            slack.append(scale * eps * SLACK)
-    told = torch.cat([torch.stack(marks), torch.stack(slack)])
+        param, device = ref.buffer.params[ref.slot], ref.buffer.weights.main.device
+        marks.append(_bits(here(param)))
+        slack.append(torch.zeros((), dtype=torch.float64, device=device))
+        mark, tolerated = _sum(None if param.grad is None else here(param.grad), device)
+        marks.append(mark)
+        slack.append(tolerated)
+    mine = torch.stack(marks)
     with runs.announced(f"replicas of {len(members)} parameters", group):
-        largest = immediate.reduced(told, "max", group).tolist()
-    apart = []
-    for i, (name, _) in enumerate(members):
-        for j, what in enumerate(("weights", "gradients")):
-            at = 2 * i + j
-            spread = largest[2 * at] + largest[2 * at + 1]
-            if not spread <= largest[len(marks) + at]:
-                far = "only some ranks have one" if spread > NONE / 2 else f"sums {spread:.2g} apart"
-                apart.append(f"{what} of {name} over {groups.axis_of(group).name} ({far})")
-    return apart
+        told = immediate.reduced(torch.cat([mine, -mine, torch.stack(slack)]), "max", group)
+    high, low, most = (x.tolist() for x in told.chunk(3))
+    axis = groups.axis_of(group).name
+    out = []
+    for i, (name, ref) in enumerate(members):
+        for j, what in ((2 * i, "weights"), (2 * i + 1, "gradients")):
+            spread = high[j] + low[j]
+            found = 0 if spread <= most[j] else 2 if spread > NONE / 2 else 1
+            out.append(_Fault(f"{what} of {name} over {axis}", ref, found))
+    return out
 
 
-def _mark(local: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A number that depends on every element and its place, and how large it could be."""
+def _named(faults: list[_Fault]) -> list[str]:
+    """What is wrong anywhere, the same on all ranks that cut a parameter between them: each has looked at its rows."""
+    alike: dict[tuple[str, ...], list[_Fault]] = {}
+    for fault in faults:
+        alike.setdefault(tuple(fault.ref.buffer.params[fault.ref.slot].sharding.groups), []).append(fault)
+    for over, some in alike.items():
+        found = torch.tensor([f.found for f in some], device=some[0].ref.buffer.weights.main.device)
+        with runs.announced(f"what is apart of {len(some)}", *over):
+            for group in over:
+                found = immediate.reduced(found, "max", group)
+        for fault, worst in zip(some, found.tolist(), strict=True):
+            fault.found = worst
+    return [f"{f.name}{' (only some ranks have any)' if f.found == 2 else ''}" for f in faults if f.found]
+
+
+def _bits(local: torch.Tensor) -> torch.Tensor:
+    """A number made of every bit, exact in float64: weights that are copies are copies bit by bit."""
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for i, part in enumerate(local.detach().reshape(-1).split(PART)):
+        bits = part.view(_INTEGER[part.element_size()]).long()
+        odd = torch.arange(2 * i * PART + 1, 2 * (i * PART + bits.numel()) + 1, 2, device=bits.device)
+        total += (bits * odd).sum()
+    return (total & (2**50 - 1)).double()
+
+
+def _sum(local: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weighted sum of a gradient, and how far apart two may be that were added up in another order."""
     if local is None:
         none, nothing = torch.tensor([NONE, 0.0], dtype=torch.float64, device=device)
         return none, nothing
-    flat = local.detach().reshape(-1).double()
-    weights = torch.linspace(0.5, 1.5, flat.numel(), dtype=torch.float64, device=flat.device)
-    return flat @ weights, flat.abs() @ weights
+    total, square = torch.zeros((2,), dtype=torch.float64, device=device).unbind()
+    for part in local.detach().reshape(-1).split(PART):
+        weighted = part.double() * torch.linspace(0.5, 1.5, part.numel(), dtype=torch.float64, device=device)
+        total, square = total + weighted.sum(), square + weighted.square().sum()
+    return total, square.sqrt() * min(SLACK * torch.finfo(local.dtype).eps, MOST)
+
+
+_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}

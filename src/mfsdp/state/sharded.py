@@ -155,7 +155,11 @@ class Sharding:
             return mesh, self._rows()
         if not (has_groups(mesh) and has_groups(self.piece.mesh)):
             return self.piece.mesh, self.piece.placements
-        return concatenated(mesh, self.piece.mesh), (*self._rows_of(self.piece), *self.piece.placements)
+        try:
+            both = concatenated(mesh, self.piece.mesh)
+        except (RuntimeError, TypeError, ValueError):  # without names, or not of one mesh: torch cannot show both
+            return self.piece.mesh, self.piece.placements
+        return both, (*self._rows_of(self.piece), *self.piece.placements)
 
     def _rows(self) -> tuple[Placement, ...]:
         if self.copies is not None:
