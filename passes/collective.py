@@ -41,9 +41,16 @@ functional = torch.ops._c10d_functional
 REDUCTIONS = ("sum", "avg", "max", "min")
 
 
-def collective(p: Program) -> None:
-    """Turns functional collectives and their waits into operations of ours."""
+def collective(p: Program, *, on: bool = True) -> None:
+    """Turns functional collectives and their waits into operations of ours.
+
+    Args:
+        on: ``False`` leaves all to torch: Inductor fuses what they read with kernels behind other launches.
+    """
     found = left = 0
+    if not on:
+        p.note("left to torch: Inductor orders them")
+        return
     for node in p.nodes:
         if AXIS not in node.meta:
             left += is_functional_collective(node)
