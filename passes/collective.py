@@ -15,8 +15,9 @@ After:
     <---o                            wait all_reduce
 
 Why: what they move and how long compute stands for it is in the listing and on the clock; what they read lives until
-they have read it; Inductor keeps their order, which ranks of one group must have in common; and a wait stands in front
-of the first reader, not behind the launch.
+they have read it; ranks of a group compare them; and a wait stands in front of the first reader, not behind the launch.
+Under Inductor they stay torch's: it fuses what they read with kernels behind other launches, and would not keep the
+order that ranks of a group must have in common (law 16).
 Needs: nothing; before `reshard`, which frees a gathered buffer behind its last reader, and that may be a wait.
 Costs: what a collective reads lives until the wait.
 

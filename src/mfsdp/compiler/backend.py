@@ -58,10 +58,11 @@ def mfsdp(
         passes = pipeline.chosen(chosen)
         _whole_budget(gm)
         writes.traced(gm, example_inputs)
-        _no_pieces(example_inputs, sources(gm))
+        names = sources(gm)
+        _no_pieces(example_inputs, names)
     except (ValueError, TypeError, RuntimeError) as error:
         return _raise(error)
-    capture = Capture(example_inputs, sources(gm))
+    capture = Capture(example_inputs, names)
     if not capture.shards:
         _tell_unsharded(capture, example_inputs)
     number = next(_graphs)

@@ -1,6 +1,7 @@
 """The listing: a program as text, one line for each kernel, collective, wait and change of memory.
 
-The gutter is the schedule. Lanes: ``C`` compute, ``G`` gather, ``R`` reduce, on two-level meshes ``O`` outer. ``*``
+The gutter is the schedule. Lanes: ``C`` compute, ``G`` gather, ``R`` reduce, on two-level meshes ``O`` outer,
+of other parallelisms ``T`` and, all-to-alls, ``A``. ``*``
 issued here, ``|`` in flight, ``.`` idle, ``<-o`` compute waits for that lane, ``>-*`` the lane first waits for compute.
 """
 

@@ -58,11 +58,11 @@ def axis_of(name: str) -> Axis:
     (``group_desc``); tried on 2.11 to 2.15.
     """
     group = process_group(name)
-    ranks = dist.get_process_group_ranks(group)
+    members = ranks(name)
     desc = str(getattr(group, "group_desc", "") or "")
     known = desc.removeprefix("mesh_") if desc.startswith("mesh_") else "world" if name == default_group() else name
-    stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    return Axis(known.replace(" ", "_"), name, len(ranks), stride)
+    stride = members[1] - members[0] if len(members) > 1 else 1
+    return Axis(known.replace(" ", "_"), name, len(members), stride)
 
 
 def lanes_of(name: str, device: str) -> tuple[str, str]:
