@@ -16,8 +16,6 @@ After:
 
 Why: what they move and how long compute stands for it is in the listing and on the clock; what they read lives until
 they have read it; ranks of a group compare them; and a wait stands in front of the first reader, not behind the launch.
-Under Inductor they stay torch's: it fuses what they read with kernels behind other launches, and would not keep the
-order that ranks of a group must have in common (law 16).
 Needs: nothing; before `reshard`, which frees a gathered buffer behind its last reader, and that may be a wait.
 Costs: what a collective reads lives until the wait.
 
@@ -42,16 +40,9 @@ functional = torch.ops._c10d_functional
 REDUCTIONS = ("sum", "avg", "max", "min")
 
 
-def collective(p: Program, *, on: bool = True) -> None:
-    """Turns functional collectives and their waits into operations of ours.
-
-    Args:
-        on: ``False`` leaves all to torch: Inductor fuses what they read with kernels behind other launches.
-    """
+def collective(p: Program) -> None:
+    """Turns functional collectives and their waits into operations of ours."""
     found = left = 0
-    if not on:
-        p.note("left to torch: Inductor orders them")
-        return
     for node in p.nodes:
         if AXIS not in node.meta:
             left += is_functional_collective(node)

@@ -66,6 +66,13 @@ def test_parity(four_ranks, lowering, ranks):
         assert lowering == "none" or made == (1, 0)
 
 
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_parity_of_inductors_code(four_ranks):
+    for wrong, where, made in four_ranks.run(parity, "inductor", 2, timeout=400):
+        assert wrong < 1e-9 and made == (1, 0), where
+
+
 def microbatches(strategy: int, of_experts: int) -> float:
     reference, model = sharded(2, strategy, of_experts, layers=1)
     run = compiled(model, "eager")

@@ -57,6 +57,17 @@ def test_collectives_that_change_places_are_an_error(verb):
         compare(expected, "\n".join(lines))
 
 
+def test_collectives_of_two_groups_that_change_places_are_a_warning(told):
+    expected, lines = code_of("backward")
+    a, b = at(lines, "all_gather", -1), at(lines, "reduce_scatter", 0)
+    first, second = sorted((a, b))
+    moved = lines[second : second + 2]
+    del lines[second : second + 2]
+    lines[first:first] = moved
+    compare(expected, "\n".join(lines))
+    assert "the compiler has moved an operation" in told[0]
+
+
 def test_a_collective_that_is_gone_is_an_error():
     expected, lines = code_of("forward")
     del lines[at(lines, "all_gather", 1)]

@@ -33,13 +33,12 @@ def table(
     limit: int | None = None,
     slots: bool = True,
     wide: bool | None = None,
-    others: bool = True,
 ) -> Table:
     """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes) and ``pool``.
     ``wide`` is for programs that run elsewhere than they were traced (`passes.bucket`).
     """
     return (
-        ("collective", partial(collective, on=others)),
+        ("collective", collective),
         ("gather", gather),
         ("reshard", reshard),
         ("reduce", reduce),
@@ -62,8 +61,7 @@ def chosen(options: Options, wide: bool | None = None) -> Table:
         ValueError: ``passes`` is no table, has one name twice, has passes in an order that cannot be, or lacks the one
             that obeys another option that is given.
     """
-    others = options.lowering == "eager"  # Inductor would not keep their order (law 16)
-    ours = table(options.prefetch, options.reduce_lag, options.max_unsharded, options.pool, wide, others)
+    ours = table(options.prefetch, options.reduce_lag, options.max_unsharded, options.pool, wide)
     if options.passes is None:
         return ours
     rows = _rows(options.passes)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
@@ -58,6 +59,7 @@ def inductor(
         finish = transform(graph, phase)
         strip(graph)
         forget_visible(graph)
+        keep_order(graph)
         compiled = compile(graph, example, **kwargs)
         return compiled if finish is None else finish(compiled, str(getattr(compiled, "source_code", "")))
 
@@ -120,6 +122,24 @@ def strip(graph: fx.GraphModule) -> None:
     """Drops `free` nodes: both lowerings drop a buffer's last reference where its last reader is, which is there."""
     for node in graph.graph.find_nodes(op="call_function", target=ops.free):
         graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def keep_order(graph: fx.GraphModule) -> None:
+    """Makes each collective of another parallelism say that it writes what the one before has written, an empty tensor.
+
+    Their sources are often what one kernel has computed, which Inductor would fuse with a kernel that reads what a
+    later collective brings, and so launch that one first. (Ours read what stays in place, or was packed.)
+    """
+    launches = graph.graph.find_nodes(op="call_function", target=ops.collective)
+    if len(launches) < 2:
+        return
+    first = launches[0].args[0]
+    with graph.graph.inserting_before(launches[0]):
+        token = graph.graph.call_function(torch.ops.aten.new_empty.default, (first, [0]))
+    token.meta["val"] = first.meta["val"].new_empty([0])
+    for launch in launches:
+        launch.args = (*launch.args, token)
     graph.recompile()
 
 

@@ -122,7 +122,7 @@ def _value(arg: ast.expr, bound: Mapping[str, Operand]) -> Operand | None:
 
 
 def compare(expected: list[Operation], code: str) -> None:
-    """Compares a listing with the code that was made of it.
+    """Compares a listing with the code that was made of it; logs a warning where something else has moved.
 
     Raises:
         LawError: the code runs the collectives of a process group in another order, or lacks an operation. Ranks
@@ -137,9 +137,15 @@ def compare(expected: list[Operation], code: str) -> None:
     verbs = {op._schema.name.removeprefix("mfsdp::") for op in ops.COLLECTIVES}
     theirs = [o for o in found if o.verb in verbs]
     ours = [o for o in expected if o.group]
-    for at, (mine, its) in enumerate(zip(ours, theirs)):
-        if not _alike(mine, expected, its, found):
-            raise LawError(16, _node(mine), f"collective {at}: `{mine.text}` in the listing, {its.text} in the code")
+    over = {_constants(o): o.group for o in ours}
+    if strange := next((o for o in theirs if _constants(o) not in over), None):
+        raise LawError(16, _node(expected[-1]), f"{strange.text} of the code is not in the listing")
+    for group in dict.fromkeys(over.values()):
+        pair = [o for o in ours if o.group == group], [o for o in theirs if over[_constants(o)] == group]
+        for at, (mine, its) in enumerate(zip(*pair)):
+            if not _alike(mine, expected, its, found):
+                text = f"collective {at}: `{mine.text}` in the listing, {its.text} in the code"
+                raise LawError(16, _node(mine), text)
     if len(ours) != len(theirs):
         text = f"there are {len(ours)} collectives in the listing, and {len(theirs)} in the code"
         raise LawError(16, _node(expected[-1]), text)
@@ -158,6 +164,11 @@ def compare(expected: list[Operation], code: str) -> None:
                 its.text,
             )
             return
+
+
+def _constants(operation: Operation) -> tuple[Any, ...]:
+    """Of a collective: with its verb they say what it runs over."""
+    return operation.verb, *(o[1] for o in operation.operands if o is not None and o[0] == "is")
 
 
 def _alike(a: Operation, those: list[Operation], b: Operation, others: list[Operation]) -> bool:

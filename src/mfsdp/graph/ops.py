@@ -24,7 +24,7 @@ passes rewrite them into:
     all_reduce(gfull, spec, lane)             in place, sum over ranks; launched, not finished
     accumulate(shard, gshard, offsets, scale) adds scale * gshard to the accumulator that belongs to the shard;
                                               the parameters at `offsets` have a gradient now
-    collective(source, verb, axis, received, splits) -> out   one of another parallelism; launched, not finished
+    collective(source, verb, axis, received, splits, order) -> out   one of another parallelism; launched, not finished
 
 ``slot`` is the number of a static buffer (`mfsdp.passes.pool`), -1 for memory of its own; ``lane`` says which of the
 spec's process groups carries it: 0 and 1 those of the shard axis, 2 and 3 those of the outer axis. All are stateless
@@ -62,7 +62,8 @@ LIBRARY.define("hold(Tensor source, Tensor(a!) grads, int[] offsets) -> ()")
 LIBRARY.define("reduce_scatter(Tensor gfull, str spec, int lane) -> Tensor")
 LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec, int lane) -> ()")
 LIBRARY.define(
-    "collective(Tensor source, str verb, str axis, SymInt[] received, SymInt[] splits) -> Tensor",
+    "collective(Tensor source, str verb, str axis, SymInt[] received, SymInt[] splits, Tensor(a!)? order=None)"
+    " -> Tensor",
     tags=(torch.Tag.flexible_layout,),  # a copy made for strides would not be what `wait` keeps
 )
 LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale) -> ()")
@@ -172,7 +173,14 @@ def _(gfull: torch.Tensor, spec: str, lane: int) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::collective")
-def _(source: torch.Tensor, verb: str, axis: str, received: list[int], splits: list[int]) -> torch.Tensor:
+def _(
+    source: torch.Tensor,
+    verb: str,
+    axis: str,
+    received: list[int],
+    splits: list[int],
+    order: torch.Tensor | None = None,
+) -> torch.Tensor:
     return source.new_empty(shape_after(source, verb, Axis.decode(axis), received))
 
 

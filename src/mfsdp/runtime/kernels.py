@@ -133,7 +133,12 @@ def accumulate(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], sc
 
 
 def collective(
-    source: torch.Tensor, verb: str, axis: str, received: Sequence[int], splits: Sequence[int]
+    source: torch.Tensor,
+    verb: str,
+    axis: str,
+    received: Sequence[int],
+    splits: Sequence[int],
+    order: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launches a collective of another parallelism.
 
@@ -144,6 +149,7 @@ def collective(
         axis: over which ranks, an `Axis` as text.
         received: of an all-to-all: how many rows come from each rank; empty: equal parts.
         splits: how many go to each.
+        order: for compilers (`lowering.keep_order`).
 
     Returns:
         what is not complete yet.
