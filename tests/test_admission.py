@@ -98,8 +98,8 @@ REFUSED = {
     "a piece of tensor parallelism": (
         lambda: cut(tensor_model_parallel=True, partition_dim=1, partition_stride=1),
         NotImplementedError,
-        "up.weight has tensor_model_parallel=True, partition_dim=1, partition_stride=1: it is one rank's piece"
-        ".*param.tensor_model_parallel = False",
+        "up.weight has tensor_model_parallel=True.* nothing says over which ranks. Give the mesh of both.*"
+        "param.tensor_model_parallel = False",
     ),
     "sequence parallelism": (lambda: cut(sequence_parallel=True), NotImplementedError, "has sequence_parallel=True"),
     "an average over tensor parallelism": (

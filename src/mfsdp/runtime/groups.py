@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..spec.units import Axis
 
@@ -63,6 +64,16 @@ def axis_of(name: str) -> Axis:
     known = desc.removeprefix("mesh_") if desc.startswith("mesh_") else "world" if name == default_group() else name
     stride = members[1] - members[0] if len(members) > 1 else 1
     return Axis(known.replace(" ", "_"), name, len(members), stride)
+
+
+def as_mesh(group: Any, name: str) -> DeviceMesh | None:
+    """A process group as a mesh of one axis, ``None`` if it is none; the same one every time."""
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    if group not in _meshes:
+        kind = "cuda" if "cuda" in dist.get_backend_config(group) and torch.cuda.is_available() else "cpu"
+        _meshes[group] = DeviceMesh.from_group(group, kind, mesh_dim_names=(name,))
+    return _meshes[group]
 
 
 def lanes_of(name: str, device: str) -> tuple[str, str]:
@@ -139,6 +150,7 @@ def _another(group: dist.ProcessGroup, desc: str, nccl: bool) -> str:
     return str(made.group_name)
 
 
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 _lanes: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], tuple[str, str]]] = {}
 
 

@@ -1,22 +1,15 @@
-"""What `fully_shard` takes in: whole, plain, dense parameters of modules at rest. The rest is refused by name.
-
-Megatron-LM and TransformerEngine say by attributes of a plain parameter that it is a piece of a larger one, or that its
-gradient is reduced over other ranks than those of data parallelism. TransformerEngine sets them without tensor
-parallelism too, so they count unless the module or its configuration says that one rank holds all.
-"""
+"""What `fully_shard` takes in: dense parameters of modules at rest. The rest is refused by name."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..state.buffer import UnitState, refs
 from ..state.parameters import ShardedParameter
-from ..state.pieces import Piece, here
+from ..state.pieces import here
 
 
 def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
@@ -25,11 +18,9 @@ def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
     Raises:
         ValueError: it is not floating point, has no shape yet, is not strided, is another model's shard, or has a
             gradient or hooks, which would be lost.
-        NotImplementedError: it is a tensor subclass, a piece of a larger one, reduced over other ranks, or has sparse
-            gradients.
+        NotImplementedError: it is a tensor subclass, or has sparse gradients.
     """
     _plain(fqn, param)
-    _whole(fqn, param, owner)
     if param.grad is not None:
         raise ValueError(
             f"fully_shard: parameter {fqn} has a gradient, which would be lost; call zero_grad() of the model first"
@@ -52,11 +43,6 @@ def _plain(fqn: str, param: nn.Parameter) -> None:
             f"fully_shard: parameter {fqn} is a shard of unit {_unit_of(param)!r}, hung into a module that is not "
             "sharded; tie weights before sharding and shard both modules in one call, fully_shard(root, units=[...])"
         )
-    if isinstance(param, DTensor):
-        try:
-            Piece.of(param)
-        except ValueError as error:
-            raise ValueError(f"fully_shard: parameter {fqn} is a DTensor that cannot be sharded: {error}") from None
     if nn.parameter.is_lazy(param):
         raise ValueError(
             f"fully_shard: parameter {fqn} has no shape yet ({type(param).__name__}); run one forward of the lazy "
@@ -105,60 +91,6 @@ def _hooked(param: torch.Tensor) -> bool:
 def _unit_of(param: ShardedParameter) -> str:
     unit = getattr(param._mfsdp_owner, "unit", None)
     return unit.fqn if isinstance(unit, UnitState) else "?"
-
-
-# What other parallelisms say of plain parameters
-
-_ELSEWHERE: dict[str, tuple[Any, str]] = {
-    "tensor_model_parallel": (True, "it is one rank's piece of a larger parameter"),
-    "sequence_parallel": (True, "its gradient is also summed over the ranks of tensor parallelism"),
-    "average_gradients_across_tp_domain": (True, "its gradient is also averaged over the ranks of tensor parallelism"),
-    "allreduce": (False, "it is an expert that other ranks of data parallelism do not have"),
-}
-"""Attributes that Megatron-LM sets, by which value they mean something, and what."""
-
-
-def _whole(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
-    for name, (value, meaning) in _ELSEWHERE.items():
-        if getattr(param, name, None) is not value:
-            continue
-        ranks = _ranks(owner, expert=name == "allreduce")
-        if ranks == 1:
-            continue
-        where = [f"{n}={getattr(param, n)}" for n in ("partition_dim", "partition_stride") if hasattr(param, n)]
-        over = f" over {ranks} ranks" if ranks else ""
-        raise NotImplementedError(
-            f"fully_shard: parameter {fqn} has {', '.join([f'{name}={value}', *where])}: {meaning}{over}. Tensor and "
-            "expert parallelism in plain tensors are not supported yet: checkpoints and norms would take the piece for "
-            f"the whole. If every rank does hold it whole, say so with param.{name} = {not value}"
-        )
-
-
-def _ranks(owner: nn.Module, expert: bool) -> int | None:
-    """How many ranks the module's own parallelism has, if the module, its configuration or Megatron-LM says so."""
-    config = getattr(owner, "config", None)
-    if expert:
-        said = [_size(getattr(owner, "ep_group", None)), getattr(config, "expert_model_parallel_size", None)]
-    else:
-        said = [
-            getattr(owner, "tp_size", None),
-            _size(getattr(owner, "tp_group", None)),
-            getattr(config, "tensor_model_parallel_size", None),
-            _megatron_ranks(),
-        ]
-    return next((n for n in said if isinstance(n, int)), None)
-
-
-def _size(group: Any) -> int | None:
-    size = getattr(group, "size", None)
-    return size() if callable(size) else None
-
-
-def _megatron_ranks() -> int | None:
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
-        return None
-    return int(state.get_tensor_model_parallel_world_size())
 
 
 # Modules that were sharded before

@@ -54,7 +54,7 @@ def blueprint(model: nn.Module) -> Blueprint:
                 own = ref.unit.policy.compute_dtype is None
                 kind = ref.buffer.precision.compute if own else ref.buffer.precision.main
                 value = torch.empty(ref.shape, dtype=kind, device="meta")
-                twin = nn.Parameter(ref.piece.wrap(value) if ref.piece else value, ref.buffer.born_trainable)
+                twin = nn.Parameter(ref.piece.found(value) if ref.piece else value, ref.buffer.born_trainable)
                 carry_attributes(param, twin)
                 memo[id(param)] = twin
         kept = [t for t in m.__dict__.values() if isinstance(t, torch.Tensor)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..spec.config import MixedPrecisionPolicy, Precision
@@ -20,6 +21,7 @@ from ..state.placement import Placement
 from . import admission, writes
 from .former import FORMER
 from .module import FSDPModule
+from .parallel import piece_of
 
 UnitLike = type[nn.Module] | str
 
@@ -101,16 +103,20 @@ class Claim:
     names: dict[nn.Parameter, str] = field(default_factory=dict)
     drafts: list[Draft] = field(default_factory=list)
 
-    def draft(self, policy: MixedPrecisionPolicy, placement: Placement) -> None:
+    def draft(self, policy: MixedPrecisionPolicy, placement: Placement, mesh: DeviceMesh | None) -> None:
         """Plans the unit's buffers, one for each kind of parameter."""
         kinds: dict[tuple[Precision, bool], list[nn.Parameter]] = {}
         for param in self.owners:
             kinds.setdefault((policy.resolve(param.dtype), param.requires_grad), []).append(param)
         for (precision, trainable), params in kinds.items():
-            pieces = [Piece.of(p) if isinstance(p, DTensor) else None for p in params]
+            pieces = [piece_of(self.fqn_of(p), p, self.owners[p][0][0], mesh) for p in params]
             shapes = [piece.local if piece else tuple(p.shape) for p, piece in zip(params, pieces, strict=True)]
             layout = plan([(self.names[p], s) for p, s in zip(params, shapes, strict=True)], placement.cut)
             self.drafts.append(Draft(layout, precision, trainable, params, pieces))
+
+    def fqn_of(self, param: nn.Parameter) -> str:
+        """Its name in the whole model."""
+        return self.names[param] if self.fqn == "(root)" else f"{self.fqn}.{self.names[param]}"
 
 
 def claim_parameters(root: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter]) -> list[Claim]:
@@ -171,7 +177,7 @@ def described(claims: Sequence[Claim], options: str, values: bool) -> tuple[list
             kind = type(claim.module).__name__
             lines.append(f"unit {claim.fqn}, a {kind} of {len(draft.params)} parameters, cut {draft.layout.splits}")
             for param in draft.params:
-                name = claim.names[param] if claim.fqn == "(root)" else f"{claim.fqn}.{claim.names[param]}"
+                name = claim.fqn_of(param)
                 where = "on the meta device" if param.is_meta else "with values"
                 cut = f" {tuple(param.placements)}" if isinstance(param, DTensor) else ""
                 lines.append(f"{name} {list(param.shape)}{cut} {param.dtype}, trains {param.requires_grad}, {where}")

@@ -67,7 +67,7 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
             view = ref.buffer.weights.full_view(full, ref.slot)
             key = (id(ref.buffer), ref.slot)
             if key not in whole:
-                value = ref.piece.wrap(view) if ref.piece else view
+                value = ref.piece.found(view) if ref.piece else view
                 whole[key] = nn.Parameter(value, requires_grad=ref.buffer.trains[ref.slot])
             m._parameters[name] = whole[key]
         yield

@@ -19,7 +19,7 @@ from ..state.buffer import Outermost, UnitState, refs
 from ..state.mesh import TENSOR, axes
 from ..state.pieces import Piece, has_groups, here, over_tensor_ranks
 from ..state.placement import OUTER, Placement, strategy_name
-from . import admission, alike, fsdp2, materialize
+from . import admission, alike, fsdp2, materialize, parallel
 from .claims import UnitLike, claim_parameters, described, match
 from .fill import device_of, fill, ignore
 from .former import no_optimizer
@@ -128,7 +128,7 @@ def fully_shard(
     outermost = _outermost(given[0])
     units_of = {claim.module: UnitState(claim.fqn, outermost, policy) for claim in claims}
     for claim in claims:
-        claim.draft(policy, placement)
+        claim.draft(policy, placement, mesh)
     pieces = [p for claim in claims for draft in claim.drafts for p in draft.pieces if p is not None]
     nested = _nested_pieces(root)
     if target.type != "meta":
@@ -153,6 +153,7 @@ def fully_shard(
             unit.root_keeps = reshard_after_forward is None and claim.module is root
             reshard = not unit.root_keeps and reshard_after_forward is not False
             fill(claim, unit, placement, target, reshard, synced, undo)
+        parallel.adapt(root.modules(), undo)
         for claim in claims:
             heads = given if claim.module is root else (claim.module,)
             for owner in dict.fromkeys([*heads, *claim.modules]):

@@ -65,6 +65,6 @@ class Undo:
         else:
             self.lost.append(f"{buffer.layout.slots[ref.slot].name} of unit {buffer.unit.fqn!r}")
             value = torch.empty(ref.shape, dtype=dtype, device="meta")
-        out = nn.Parameter(ref.piece.wrap(value) if ref.piece else value, trainable)
+        out = nn.Parameter(ref.piece.found(value) if ref.piece else value, trainable)
         carry_attributes(buffer.params[ref.slot], out)
         return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -158,7 +158,15 @@ class Ref:
     index: int
     """Which of the unit's buffers."""
     piece: Piece | None = None
-    """What another parallelism had left of it: modules see a DTensor then."""
+    """What another parallelism had left of it."""
+    local: Callable[[nn.Module], bool] | None = None
+    """Whether its module asks for what is on this rank, where it would see a DTensor."""
+
+    def seen(self, module: nn.Module, value: torch.Tensor) -> torch.Tensor:
+        """What its module sees of what was gathered."""
+        if self.piece is None or (self.local is not None and self.local(module)):
+            return value
+        return self.piece.seen(value)
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@
 Tensor and expert parallelism make `DTensor`\\ s of parameters (``parallelize_module``, torchtitan, transformers). Flat
 buffers hold the piece, a plain tensor; modules get it back as a DTensor of the same mesh and placements. So what
 DTensor does with it is in the graph as plain operations and collectives, the gradient comes back as a piece, and
-layouts and passes know nothing of it.
+layouts and passes know nothing of it. Megatron-LM's pieces are plain tensors, and stay so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 Run = tuple[int, int]
@@ -43,6 +43,10 @@ class Piece:
     """Of the whole parameter."""
     runs: tuple[tuple[Run, ...], ...]
     """For every dimension, which indices of the whole the piece has, in its order."""
+    plain: bool = False
+    """Whether modules see what is on this rank."""
+    partial: bool = False
+    """Whether gradients of ranks that hold the same are summands, of a plain one."""
 
     @staticmethod
     def of(param: DTensor) -> Piece:
@@ -52,22 +56,47 @@ class Piece:
             ValueError: it is no piece but a summand, or cut in a way that is not known.
         """
         mesh, placements = param.device_mesh, tuple(param.placements)
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
-            raise ValueError(f"this rank is not in its mesh, {mesh}")
-        runs = runs_of(tuple(param.shape), tuple(mesh.shape), tuple(coordinate), placements)
-        piece, found = Piece(mesh, placements, tuple(param.shape), runs), tuple(here(param).shape)
+        piece, found = Piece.cut_of(mesh, placements, tuple(param.shape)), tuple(here(param).shape)
         if piece.local != found:
             raise ValueError(f"{placements} of {list(param.shape)} make {list(piece.local)}, and {list(found)} is here")
         return piece
+
+    @staticmethod
+    def cut_of(
+        mesh: DeviceMesh,
+        placements: tuple[Placement, ...],
+        shape: tuple[int, ...],
+        plain: bool = False,
+        partial: bool = False,
+    ) -> Piece:
+        """This rank's piece of a parameter of that shape.
+
+        Raises:
+            ValueError: this rank has none, or a placement neither cuts nor copies.
+        """
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"this rank is not in its mesh, {mesh}")
+        runs = runs_of(shape, tuple(mesh.shape), tuple(coordinate), placements)
+        return Piece(mesh, placements, shape, runs, plain, partial)
 
     @property
     def local(self) -> tuple[int, ...]:
         """Its own shape."""
         return tuple(sum(n for _, n in runs) for runs in self.runs)
 
-    def wrap(self, local: torch.Tensor) -> DTensor:
+    def seen(self, local: torch.Tensor) -> torch.Tensor:
         """The piece as modules see it; what is computed with it is differentiated to the piece."""
+        if self.partial:  # DTensor's derivative adds them up
+            return self.wrap(local).to_local(grad_placements=[Partial()] * self.mesh.ndim)
+        return local if self.plain else self.wrap(local)
+
+    def found(self, local: torch.Tensor) -> torch.Tensor:
+        """The piece as it came to `fully_shard`."""
+        return local if self.plain else self.wrap(local)
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """The piece as a DTensor."""
         shape = torch.Size(self.shape)
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # contiguous, as it is in the flat buffer
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)

@@ -1,0 +1,172 @@
+"""Tensor parallelism in plain tensors, said by Megatron-LM's attributes: pieces of larger parameters, and copies whose
+gradients are summands.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed._functional_collectives as functional
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import mfsdp
+from tests.parallel import graphs, reset, tokens, trained_alike
+from tests.parity import compiled
+
+pytestmark = pytest.mark.dist
+
+WIDTH, HIDDEN, VOCAB = 8, 12, 34
+
+
+class _Enter(torch.autograd.Function):
+    """Whole inputs of layers that are cut: each rank has a summand of their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return functional.all_reduce(grad, "sum", ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum of what ranks have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        return functional.all_reduce(x, "sum", group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, None
+
+
+class Layer(nn.Module):
+    """A gated layer as Megatron-LM cuts it: gate and up in one weight, columns, then rows; and a weight that only the
+    part of the tokens has seen that is this rank's (sequence parallelism).
+    """
+
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.randn(WIDTH))
+        self.up = nn.Parameter(torch.randn(2 * HIDDEN // ranks, WIDTH) / 3)
+        self.bias = nn.Parameter(torch.randn(2 * HIDDEN // ranks) / 3)
+        self.down = nn.Parameter(torch.randn(WIDTH, HIDDEN // ranks) / 3)
+        self.tp_group: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        group = self.tp_group
+        if group is None:
+            gate, up = F.linear(x * self.norm, self.up, self.bias).chunk(2, -1)
+            return x + F.linear(F.silu(gate) * up, self.down)
+        ranks, rank = group.size(), group.rank()
+        mine = _Enter.apply(x, group).chunk(ranks, 1)[rank] * self.norm  # of this rank's part of the tokens
+        n = mine.shape[1]
+        whole = _Leave.apply(F.pad(mine, (0, 0, n * rank, n * (ranks - 1 - rank))), group)
+        gate, up = F.linear(_Enter.apply(whole, group), self.up, self.bias).chunk(2, -1)
+        return x + _Leave.apply(F.linear(F.silu(gate) * up, self.down), group)
+
+
+class Model(nn.Module):
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Layer(ranks) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def cut(reference: Model, mesh: DeviceMesh) -> Model:
+    """The same model, cut by hand as Megatron-LM does, and marked so."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    model = Model(ranks).double()
+    whole = dict(reference.named_parameters())
+    for name, param in model.named_parameters():
+        value, kind = whole[name].detach(), name.rpartition(".")[2]
+        if name.startswith("layers.") and kind == "norm":
+            param.sequence_parallel = True  # type: ignore[attr-defined]
+        elif name.startswith("layers."):
+            dim, stride = {"up": (0, 2), "bias": (0, 2), "down": (1, 1)}[kind]
+            value = torch.cat(value.chunk(ranks * stride, dim)[rank::ranks], dim)
+            param.tensor_model_parallel, param.partition_dim, param.partition_stride = True, dim, stride  # type: ignore[attr-defined]
+        with torch.no_grad():
+            param.copy_(value)
+    for layer in model.layers:
+        layer.tp_group = mesh.get_group()
+    return model
+
+
+def parity(lowering: str, said: str, strategy: int) -> Any:
+    reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    torch.manual_seed(0)
+    reference = Model().double()
+    model = cut(reference, mesh["tp"])
+    given = mesh if said == "mesh" else mesh["dp_shard"]
+    mfsdp.fully_shard(model, mesh=given, units=["layers.*"], strategy=strategy)
+    every = [tokens(r) for r in range(2)]
+    wrong = trained_alike(model, compiled(model, lowering), reference, every[mesh.get_local_rank("dp_shard")], every)
+    with mfsdp.summon_full_params(model):
+        assert model.layers[0].down.shape == (WIDTH, HIDDEN // 2)
+    assert model.layers[0].down.shape == (WIDTH, HIDDEN) and model.layers[0].down.partition_dim == 1
+    worst = max(wrong, key=wrong.__getitem__)
+    return wrong[worst], worst, graphs()
+
+
+@pytest.mark.parametrize("lowering, said, strategy", [("eager", "mesh", 3), ("eager", "group", 1), ("none", "mesh", 2)])
+def test_parity(four_ranks, lowering, said, strategy):
+    for wrong, where, made in four_ranks.run(parity, lowering, said, strategy, timeout=300):
+        assert wrong < 1e-9, where
+        assert lowering == "none" or made == (1, 0)
+
+
+def saved(folder: str) -> None:
+    """Whole parameters, which the unsharded model loads, and which another number of ranks cuts anew."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    torch.manual_seed(0)
+    reference = Model().double()
+    model = mfsdp.fully_shard(cut(reference, mesh["tp"]), mesh=mesh, units=["layers.*"])
+    mfsdp.save_safetensors(model, folder)
+    from safetensors.torch import load_file
+
+    found = load_file(f"{folder}/model.safetensors")
+    assert all(torch.equal(found[n], p) for n, p in reference.named_parameters())
+    for p in model.parameters():
+        with torch.no_grad():
+            p.zero_()
+    mfsdp.load_safetensors(model, folder)
+    assert all(torch.equal(p.full_tensor(), q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def test_whole_weights_come_and_go(four_ranks, tmp_path):
+    four_ranks.run(saved, str(tmp_path))
+
+
+def no_values() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    model = cut(Model().double(), mesh["tp"])
+    meta = copy.copy(model)
+    attributes = {n: dict(p.__dict__) for n, p in model.named_parameters()}
+    meta.to("meta")
+    for n, p in meta.named_parameters():
+        p.__dict__.update(attributes[n])
+    with pytest.raises(NotImplementedError) as said:
+        mfsdp.fully_shard(meta, mesh=mesh, device="cpu")
+    return str(said.value)
+
+
+def test_pieces_without_values_are_refused(four_ranks):
+    for text in four_ranks.run(no_values):
+        assert "layers.0.up has tensor_model_parallel=True and is on the meta device" in text
