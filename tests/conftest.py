@@ -78,6 +78,11 @@ def four_ranks() -> Iterator[object]:
     yield from _ranks(4)
 
 
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[object]:
+    yield from _ranks(8)
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     """``golden(name, text)``: the text equals tests/goldens/NAME.txt, whole; ``--accept`` writes it."""

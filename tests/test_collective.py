@@ -12,7 +12,6 @@ import torch.distributed._functional_collectives as fc
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp
 from examples.parallel.model import Layer, Llama, tensor_parallel
@@ -25,10 +24,9 @@ from tests.parallel import next_token, reset, tokens
 
 @pytest.fixture
 def mesh() -> Iterator[Any]:
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-    reset()
-    yield init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp"))
-    dist.destroy_process_group()
+    with mfsdp.fake_ranks(8, rank=3):
+        reset()
+        yield init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp"))
 
 
 def programs(model: nn.Module, run: Any, *extra: tuple[str, Any]) -> list[Program]:

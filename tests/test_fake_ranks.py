@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp
 from mfsdp.runtime import runs, slots
@@ -40,10 +39,9 @@ LOWERINGS = [
 
 @pytest.fixture
 def eight() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=WORLD)
     slots.forget()
-    yield
-    dist.destroy_process_group()
+    with mfsdp.fake_ranks(WORLD, rank=3):
+        yield
     slots.forget()
 
 

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp
 from mfsdp.runtime import devices, runs, slots
@@ -38,10 +36,9 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(autouse=True)
 def four() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     slots.forget()
-    yield
-    dist.destroy_process_group()
+    with mfsdp.fake_ranks(4, rank=1):
+        yield
     slots.forget()
 
 

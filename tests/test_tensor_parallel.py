@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,8 +34,8 @@ from tests.parity import compiled, error
 pytestmark = pytest.mark.dist
 
 
-def two_by_two(shape: tuple[int, int] = (2, 2)) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "tp"))
+def two_by_two(shape: tuple[int, ...] = (2, 2)) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp")[-len(shape) :])
 
 
 class WithLoss(nn.Module):
@@ -48,7 +49,7 @@ class WithLoss(nn.Module):
 
 def parity(
     lowering: str,
-    shape: tuple[int, int] = (2, 2),
+    shape: tuple[int, ...] = (2, 2),
     plan: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
     flat: bool = False,
@@ -62,8 +63,8 @@ def parity(
     assert isinstance(model, Llama)
     tensor_parallel(model, mesh["tp"], **plan)
     mfsdp.fully_shard(model, mesh=mesh, units=[Layer], **sharding)
-    every = [tokens(r, config.get("vocab", 34)) for r in range(shape[0])]
-    mine = every[mesh.get_local_rank("dp_shard")]
+    every = [tokens(r, config.get("vocab", 34)) for r in range(dist.get_world_size() // shape[-1])]
+    mine = every[dist.get_rank() // shape[-1]]
     run = compiled(WithLoss(model) if inside else model, lowering)
 
     def loss(m: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -106,6 +107,13 @@ def test_parity(four_ranks, lowering, case):
     for wrong, where, made in four_ranks.run(partial(parity, lowering, **CASES[case]), timeout=300):
         assert wrong < 1e-9, where
         assert lowering == "none" or made == (1, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_two_levels_beside(eight_ranks, outer):
+    for wrong, where, made in eight_ranks.run(parity, "eager", (2, 2, 2), outer_strategy=outer, timeout=300):
+        assert wrong < 1e-9 and made == (1, 0), where
 
 
 @pytest.mark.slow
@@ -321,6 +329,36 @@ def test_checkpoints_of_any_are_loaded_by_any(four_ranks, tmp_path):
 def test_uneven_checkpoints(four_ranks, tmp_path):
     kinds, config = ["mfsdp 2x2", "mfsdp 4x1"], {"hidden": 37, "vocab": 33}
     assert four_ranks.run(matrix, str(tmp_path), kinds, config, timeout=300) == [[]] * 4
+
+
+def resumed(folder: str) -> list[str]:
+    """A checkpoint with optimizer state, of another mesh; and the weights in it, converted."""
+    wrong = []
+    reference, plain = placed("plain", {})
+    stepped(reference, plain)
+    made, others = placed("mfsdp 2x2", {}), ("mfsdp 4x1", "mfsdp 1x4", "mfsdp 2x2")
+    stepped(*made)
+    checkpoints = mfsdp.Checkpoints(f"{folder}/run")
+    checkpoints.save(3, *made)
+    for kind in others:
+        model, optimizer = placed(kind, {})
+        checkpoints.load(model, optimizer)
+        pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+        if not all(torch.equal(full(p.detach()), q) for p, q in pairs):
+            wrong.append(kind)
+        if not all(torch.equal(full(optimizer.state[p]["exp_avg"]), plain.state[q]["exp_avg"]) for p, q in pairs):
+            wrong.append(f"{kind}, moments")
+    if dist.get_rank() == 0:
+        mfsdp.convert(f"{folder}/run", f"{folder}/files")
+        found = load_file(f"{folder}/files/model.safetensors")
+        wrong += [n for n, q in reference.named_parameters() if not torch.equal(found[n], q)]
+    dist.barrier()
+    return wrong
+
+
+@pytest.mark.slow
+def test_runs_resume_on_other_meshes(four_ranks, tmp_path):
+    assert four_ranks.run(resumed, str(tmp_path), timeout=300) == [[]] * 4
 
 
 class Packed(nn.Module):

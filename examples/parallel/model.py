@@ -146,7 +146,8 @@ class Experts(nn.Module):
         """Tokens, sorted by expert, and how many each of all experts gets."""
         w1, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2))
         if self.group is None:
-            experts = torch.repeat_interleave(torch.arange(self.number), counts, output_size=x.shape[0])
+            every = torch.arange(self.number, device=x.device)
+            experts = torch.repeat_interleave(every, counts, output_size=x.shape[0])
             return chosen(x, experts, w1, w2)
         ranks = self.group.size()
         here = self.number // ranks
@@ -156,7 +157,7 @@ class Experts(nn.Module):
         for n in (*send, *receive):
             torch._check(n >= 0)
         there = fc.all_to_all_single_autograd(x, receive, send, self.group)
-        experts = torch.arange(here).repeat(ranks)
+        experts = torch.arange(here, device=x.device).repeat(ranks)
         experts = torch.repeat_interleave(experts, arriving, output_size=there.shape[0])
         return fc.all_to_all_single_autograd(chosen(there, experts, w1, w2), send, receive, self.group)
 
@@ -192,7 +193,8 @@ class MixtureLayer(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         weights, experts = self.router(flat).softmax(-1).topk(self.top, -1)
         weights, experts = (weights / weights.sum(-1, keepdim=True)).reshape(-1), experts.reshape(-1)
-        counts = torch.zeros(self.experts.number, dtype=torch.int64).scatter_add(0, experts, torch.ones_like(experts))
+        none = torch.zeros(self.experts.number, dtype=torch.int64, device=x.device)
+        counts = none.scatter_add(0, experts, torch.ones_like(experts))
         order = torch.argsort(experts, stable=True)
         out = self.experts(flat[order // self.top], counts) * weights[order].unsqueeze(1)
         return torch.zeros_like(flat).index_add(0, order // self.top, out).view_as(x)

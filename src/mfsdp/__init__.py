@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .graph.check import LawError
     from .planning.explain import explain
     from .reports.profile import profile, ranges
+    from .runtime.groups import fake_ranks
     from .sharding.contexts import no_sync, summon_full_params, unsharded
     from .sharding.module import FSDPModule
     from .sharding.shard import fully_shard
@@ -42,6 +43,7 @@ _WHERE = {
     "check_replicas": "state.replicas",
     "convert": "checkpoints.convert",
     "explain": "planning.explain",
+    "fake_ranks": "runtime.groups",
     "fully_shard": "sharding.shard",
     "fully_shard_optimizer": "state.optimizer",
     "load_safetensors": "checkpoints.safetensors",
@@ -70,6 +72,7 @@ __all__ = [
     "check_replicas",
     "convert",
     "explain",
+    "fake_ranks",
     "fully_shard",
     "fully_shard_optimizer",
     "load_safetensors",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .graph import listing
+from .graph import cost, listing
 from .graph.check import LawError, check
 from .graph.program import Program
 from .passes.bucket import bucket
@@ -177,11 +177,12 @@ def run(
     names = ["capture", *(name for name, _ in passes)]
     if upto is not None and upto not in names:
         raise ValueError(f"upto={upto!r} is no pass; the passes are {', '.join(names)}")
-    stages = Stages([Stage("capture", listing.render(program, "capture") if listings else "", 0.0)])
+    rows = cost.lines(program) if listings else []
+    stages = Stages([Stage("capture", listing.render(program, "capture", rows=rows) if listings else "", 0.0)])
     if checked:
         _check(program, "capture")
     for name, function in passes[: names.index(upto) if upto else len(passes)]:
-        before = listing.summary(program) if listings else None
+        before = listing.summary(rows) if listings else None
         program.notes.clear()
         program.changes.clear()
         start = time.perf_counter()
@@ -193,7 +194,8 @@ def run(
         if checked:
             _check(program, name)
         seconds = time.perf_counter() - start
-        stages.append(Stage(name, listing.render(program, name, before) if listings else "", seconds))
+        rows = cost.lines(program) if listings else []
+        stages.append(Stage(name, listing.render(program, name, before, rows=rows) if listings else "", seconds))
     program.gm.recompile()
     return stages
 

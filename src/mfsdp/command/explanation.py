@@ -63,7 +63,7 @@ def _explain(args: argparse.Namespace) -> None:
     }
     shape = _several(args.mesh_shape, _shape) if args.mesh_shape else None
     found = explain(
-        model, inputs, named, world=_several(args.world or "8", int), mesh_shape=shape,
+        model, inputs, named, world=_several(args.world, int) if args.world else None, mesh_shape=shape,
         hardware=_several(args.hardware, str), options=options, optimizer=args.optimizer, **several,
     )  # fmt: skip
     if isinstance(found, Comparison):

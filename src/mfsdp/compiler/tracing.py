@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import fake_tensor_tls
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
@@ -23,6 +26,9 @@ from ..sharding import writes
 from ..sharding.blueprint import blueprint
 from ..sharding.module import FSDPModule, own_code
 from ..sharding.shard import fully_shard
+from ..state.buffer import refs
+from ..state.mesh import TENSOR
+from ..state.pieces import sizes_along
 from ..state.sharded import local_mesh
 from .capture import Capture, sources
 from .lowering import CAPTURES
@@ -48,7 +54,7 @@ def trace(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    world: int = 8,
+    world: int | None = None,
     mesh_shape: tuple[int, int] | None = None,
     train: bool = True,
     name: str | None = None,
@@ -59,9 +65,10 @@ def trace(
 
     Args:
         model: any module; it is copied to the meta device, not changed. One that is sharded already is traced as it is
-            sharded, but over ``world`` ranks.
+            sharded, but over ``world`` ranks. One that another parallelism has cut has its process groups
+            (`fake_ranks`); if it is sharded already, it is traced over the ranks that it is sharded over.
         args, kwargs: example inputs (values do not matter).
-        world: ranks to shard over.
+        world: ranks to shard over; by default 8.
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
         train: ``False`` traces under ``torch.no_grad()``: one inference program.
         name: what listings call the programs; default: the class of the model.
@@ -83,11 +90,21 @@ def trace(
     for unwanted in ("mesh", "dp_mesh_dims", "device"):
         if unwanted in sharding:
             raise ValueError(f"trace: {unwanted}= is not needed: give world= or mesh_shape=")
-    mesh = local_mesh("cpu", mesh_shape or (world,))
+    cut = [ref.piece for m in model.modules() for ref in refs(m).values() if ref.piece is not None]
+    if cut and (world is not None or mesh_shape is not None):
+        raise ValueError(
+            f"trace: {type(model).__name__} is sharded beside another parallelism, over ranks that only both can say; "
+            "leave out world= and mesh_shape="
+        )
+    shape = mesh_shape or (world or 8,)
+    meshes = [p.device_mesh for p in meta.parameters() if isinstance(p, DTensor)]
+    apart = math.prod(sizes_along(meshes, TENSOR).values())
+    anew = local_mesh("cpu", shape, numbers=range(0, math.prod(shape) * apart, apart))
     if "ignored_params" in sharding:
         sharding["ignored_params"] = [plan.twins.get(id(p), p) for p in sharding["ignored_params"] or ()]
     ignored = [p for p in meta.parameters() if getattr(p, "_mfsdp_ignored", False)]
-    for module, call in plan.calls or [(meta, sharding)]:
+    for module, call, grid in plan.calls or [(meta, sharding, [])]:
+        mesh = _as_sharded(grid) if cut else anew
         fully_shard(module, **{"mesh": mesh, "device": "meta", "ignored_params": ignored, **call})
     _settings(model, meta)
     kind = type(meta)
@@ -123,6 +140,12 @@ def trace(
     finally:
         found.clear()
     return out
+
+
+def _as_sharded(grid: list[list[int]]) -> DeviceMesh:
+    """The ranks of a call of `fully_shard`, without process groups."""
+    shape = (len(grid), len(grid[0])) if len(grid) > 1 else (len(grid[0]),)
+    return local_mesh("cpu", shape, grid[0][0], [r for row in grid for r in row])
 
 
 @contextmanager

@@ -172,8 +172,10 @@ def _refresh(spec: Spec, machine: Hardware) -> Transfer:
 
 
 def groups(spec: Spec, machine: Hardware) -> tuple[Group, Group]:
-    """The shard axis and the outer axis, each by the worst of its groups: ranks of one shard group are neighbours."""
-    shard, outer = _kinds(spec.world, spec.outer, machine.ranks_per_node)
+    """The shard axis and the outer axis, each by the worst of its groups."""
+    shard, outer = _kinds(
+        (spec.world, spec.stride), (spec.outer, spec.outer_stride or spec.world), machine.ranks_per_node
+    )
     return _worst(shard, machine), _worst(outer, machine)
 
 
@@ -182,11 +184,15 @@ SAMPLED = 64
 
 
 @cache
-def _kinds(world: int, outer: int, per_node: int) -> tuple[list[Group], list[Group]]:
-    """The groups of the shard axis and of the outer axis that differ."""
-    shard = [range(i * world, (i + 1) * world) for i in range(min(outer, SAMPLED))]
-    across = [range(i, outer * world, world) for i in range(min(world, SAMPLED))]
-    return tuple(list(dict.fromkeys(Group.of(ranks, per_node) for ranks in axis)) for axis in (shard, across))  # type: ignore[return-value]
+def _kinds(shard: tuple[int, int], outer: tuple[int, int], per_node: int) -> tuple[list[Group], list[Group]]:
+    """The groups of the shard axis and of the outer axis that differ; of each axis its ranks, and how far apart."""
+
+    def found(axis: tuple[int, int], other: tuple[int, int]) -> list[Group]:
+        (n, step), (others, apart) = axis, other
+        ranks = [range(i * apart, i * apart + n * step, step) for i in range(min(others, SAMPLED))]
+        return list(dict.fromkeys(Group.of(r, per_node) for r in ranks))
+
+    return found(shard, outer), found(outer, shard)
 
 
 def _worst(found: Sequence[Group], machine: Hardware) -> Group:

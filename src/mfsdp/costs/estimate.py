@@ -38,6 +38,7 @@ def estimate(
     optimizer: str = "adamw",
     profile: Any = None,
     mesh_shape: tuple[int, ...] | None = None,
+    beside: Mapping[str, int] | None = None,
 ) -> Facts:
     """Puts a step on the clock and into memory.
 
@@ -53,6 +54,7 @@ def estimate(
         optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
         profile: what knows measured times: ``given(program)``, for :func:`mfsdp.costs.clock.times`, and ``optimizer``.
         mesh_shape: of a two-level mesh.
+        beside: axes of tensor parallelism, and their ranks.
     """
     batch = sum(t.numel() * t.element_size() for t in inputs)
     fused = options.lowering == "inductor"
@@ -81,6 +83,7 @@ def estimate(
         tokens=ids.numel() if ids is not None else 0,
         flops=(3 if any(p.phase == "backward" for p in programs) else 1)
         * sum(fusion.total_flops(p) for p in programs if p.phase != "backward"),
+        beside=dict(beside or {}),
         measured=profile is not None,
         error=HONESTY,
     )

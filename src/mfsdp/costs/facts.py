@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +85,9 @@ class Facts:
 
     name: str
     world: int
+    """Ranks whose losses are averaged."""
     mesh_shape: tuple[int, ...]
+    """Of them."""
     machine: Hardware
     options: dict[str, Any]
     views: list[View]
@@ -101,6 +104,8 @@ class Facts:
     """Of the model per rank and step: three times forward's."""
     warnings: list[str] = field(default_factory=list)
     suggestions: list[Suggestion] = field(default_factory=list)
+    beside: dict[str, int] = field(default_factory=dict)
+    """Axes of tensor parallelism, and their ranks: each of ``world`` is so many."""
     measured: bool = False
     """Whether a profile stands behind the times."""
     error: str = ""
@@ -148,6 +153,16 @@ class Facts:
             if x.exposed > 0
         ]
         return sorted(found, key=lambda x: -x.seconds)
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.world * math.prod(self.beside.values())
+
+    @property
+    def grid(self) -> str:
+        """The mesh, for people: ``[2, 64] x tp 8``."""
+        return " x ".join([str(list(self.mesh_shape)), *(f"{name} {n}" for name, n in self.beside.items())])
 
     @property
     def tokens_per_second(self) -> float:

@@ -276,7 +276,10 @@ def _over_all_ranks(p: Program, end: Node, grads: Node, name: str | None = None)
 def everywhere(p: Program) -> Iterator[Fault]:
     """15: a unit whose gradients are in the captured program reduces all of them in one buffer, and none is lost."""
     buckets: set[str] = set()
+    of: dict[str, list[Node]] = {}
     for node in p.nodes:
+        if (r := role(node)) is not None:
+            of.setdefault(r.unit, []).append(node)
         if node.target is ops.bucket:
             unit = _unit(node)
             if unit in buckets:
@@ -287,21 +290,22 @@ def everywhere(p: Program) -> Iterator[Fault]:
             yield node, f"{node.name} is left out of {_unit(node)}_gfull"
     for name, offsets in p.trained.items():
         starts = {slot.offset for slot in p.unit(name).layout.slots if slot.numel}
-        for node, found in _brought(p, name):
+        for node, found in _brought(p, name, of.get(name, [])):
             for offset in offsets ^ (found & starts):
                 what = f"{name}: the gradient of {p.unit(name).offset_name(offset)}"
                 yield node, f"{what} {'is lost' if offset in offsets else 'comes from nowhere'}"
 
 
-def _brought(p: Program, name: str) -> Iterator[tuple[Node, set[int]]]:
-    """Parameters of a unit whose gradients are somewhere on their way, by offset; and where: every stage in turn."""
+def _brought(p: Program, name: str, mine: list[Node]) -> Iterator[tuple[Node, set[int]]]:
+    """Parameters of a unit, whose nodes are given, whose gradients are somewhere on their way, by offset; and where:
+    every stage in turn.
+    """
     unit, results = p.unit(name), p.results()
     if not unit.sharded:
         yield p.output, {o for i, (u, o) in p.gradients.items() if u == name and isinstance(results[i], Node)}
     elif not p.reduced:
-        yield p.output, {n.args[2] for n in p.find(Kind.GRAD) if _unit(n) == name}  # type: ignore[misc]
+        yield p.output, {n.args[2] for n in mine if is_kind(n, Kind.GRAD)}  # type: ignore[misc]
     if p.reduced:
-        mine = [n for n in p.nodes if (r := role(n)) is not None and r.unit == name]
         buckets = [n for n in mine if n.target is ops.bucket]
         yield next(iter(buckets), p.output), {o for b in buckets for _, o, numel in _written(p, b) if numel}
         ends = [n for n in mine if n.target in (ops.accumulate, ops.hold)]

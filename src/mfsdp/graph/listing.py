@@ -39,7 +39,14 @@ class Schedule:
     collectives: int
 
 
-def render(program: Program, stage: str, before: str | None = None, *, fold: bool = True) -> str:
+def render(
+    program: Program,
+    stage: str,
+    before: str | None = None,
+    *,
+    fold: bool = True,
+    rows: Sequence[cost.Line] | None = None,
+) -> str:
     """The whole listing after the pass ``stage``.
 
     Args:
@@ -47,8 +54,9 @@ def render(program: Program, stage: str, before: str | None = None, *, fold: boo
         stage: name of the pass that ran last, ``"capture"`` before any.
         before: summary of the program before the pass (:func:`summary`), for the ``change`` and ``peak`` lines.
         fold: whether units equal to an earlier one are shown as ``like u1``, and long lists of parameters cut.
+        rows: its lines, if somebody has counted them.
     """
-    rows = cost.lines(program)
+    rows = cost.lines(program) if rows is None else rows
     table = _table(program, rows)
     head = f"{'value':<{table.value - 2}}{'slot   op' if program.slots else 'op'}"
     return "\n".join(
@@ -67,12 +75,8 @@ def render(program: Program, stage: str, before: str | None = None, *, fold: boo
     )
 
 
-def summary(program: Program) -> str:
-    """Counts and peak of a program, as :func:`render` wants them of the program before a pass."""
-    return _summary(cost.lines(program))
-
-
-def _summary(rows: Sequence[cost.Line]) -> str:
+def summary(rows: Sequence[cost.Line]) -> str:
+    """Counts and peak of a program's lines, as :func:`render` wants them of the program before a pass."""
     counts = Counter(_verb(r.node) for r in rows if role(r.node) is not None)
     return f"{cost.peak(rows)} " + " ".join(f"{k}={v}" for k, v in sorted(counts.items()))
 
@@ -118,7 +122,7 @@ def _lanes(program: Program) -> tuple[Lane, ...]:
 
 
 def _head(program: Program, rows: Sequence[cost.Line], before: str | None) -> Iterator[str]:
-    now = _summary(rows).split(" ")
+    now = summary(rows).split(" ")
     peak = size(int(now[0]))
     s = schedule(program)
     if before is not None:

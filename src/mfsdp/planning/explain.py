@@ -24,7 +24,9 @@ from ..sharding.module import FSDPModule
 from ..spec.config import Options
 from ..spec.hardware import Hardware
 from ..spec.hardware import hardware as find_hardware
-from ..state.buffer import FlatBuffer
+from ..state.buffer import FlatBuffer, refs
+from ..state.mesh import TENSOR
+from ..state.pieces import sizes_along
 
 GAIN = 0.01
 """What a suggestion has to promise: a part of the step."""
@@ -66,7 +68,7 @@ def explain(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    world: int | Sequence[int] = 8,
+    world: int | Sequence[int] | None = None,
     mesh_shape: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
     hardware: Any = "h100",
     options: Mapping[str, Any] | None = None,
@@ -81,7 +83,8 @@ def explain(
     Args:
         model: any module, on the meta device or not, sharded already or not; it is not changed.
         args, kwargs: example inputs of one rank (values do not matter).
-        world: ranks.
+        world: ranks; by default 8, and of a model that is sharded beside another parallelism those that it is sharded
+            over (`trace`).
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
         hardware: a name in :data:`mfsdp.spec.hardware.KNOWN`, a JSON file, ``"this"`` (:func:`mfsdp.measure`), or a
             :class:`mfsdp.spec.hardware.Hardware`.
@@ -110,7 +113,7 @@ def explain(
     for q in questions:
         if q.traced not in traces:
             traces[q.traced] = trace(
-                model, args, kwargs, world=q.world or 1, mesh_shape=q.mesh_shape, lowering=q.options.lowering,
+                model, args, kwargs, world=q.world, mesh_shape=q.mesh_shape, lowering=q.options.lowering,
                 **q.sharding,
             )  # fmt: skip
         reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), optimizer, profile))
@@ -181,7 +184,7 @@ def _questions(
                 raise ValueError(f"explain: {name}=[]: give at least one value")
             several.append(name)
 
-    if mesh_shape is not None and world != 8:
+    if mesh_shape is not None and world is not None:
         raise ValueError(f"explain: world={world!r} and mesh_shape={mesh_shape!r}: give one of them")
     if isinstance(mesh_shape, list) and all(isinstance(n, int) for n in mesh_shape):
         mesh_shape = tuple(mesh_shape)
@@ -203,8 +206,9 @@ def _questions(
         shape = q["mesh_shape"]
         if shape is not None and (len(shape) != 2 or any(n < 1 for n in shape)):
             raise ValueError(f"explain: mesh_shape={shape!r}: give (outer, shard) numbers of ranks")
-        if shape is None and (not isinstance(q["world"], int) or isinstance(q["world"], bool) or q["world"] < 1):
-            raise ValueError(f"explain: world={q['world']!r}: give a positive number of ranks")
+        ranks = q["world"]
+        if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
+            raise ValueError(f"explain: world={ranks!r}: give a positive number of ranks")
         out.append(
             _Question(
                 q["world"],
@@ -243,6 +247,12 @@ def _buffers(model: nn.Module | None) -> list[FlatBuffer]:
     return [b for unit in units for b in unit.buffers]
 
 
+def _beside(model: nn.Module | None) -> dict[str, int]:
+    """Axes of tensor parallelism, and their ranks."""
+    modules = [] if model is None else list(model.modules())
+    return sizes_along([ref.piece.mesh for m in modules for ref in refs(m).values() if ref.piece is not None], TENSOR)
+
+
 def _unsharded(model: nn.Module | None) -> tuple[int, int]:
     """Bytes of buffers and of ignored parameters, and of those among them that train."""
     if model is None:
@@ -257,12 +267,13 @@ def _report(traced: Programs, q: _Question, inputs: Any, optimizer: str, profile
     o = q.options
     table = pipeline.chosen(o, q.hardware.cuda)
     programs = [original.copy() for original in traced]
-    stages = [pipeline.run(p, upto=o.upto, passes=table, checked=o.check, listings=listings) for p in programs]
+    checked = o.check and listings  # what is only a suggestion is checked when it is asked for
+    stages = [pipeline.run(p, upto=o.upto, passes=table, checked=checked, listings=listings) for p in programs]
     other, plain = _unsharded(traced.model)
     facts = estimate(
         programs, stages, _buffers(traced.model),
         [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)],
         machine=q.hardware, options=o, other=other, plain=plain, optimizer=optimizer, profile=profile,
-        mesh_shape=q.mesh_shape,
+        mesh_shape=q.mesh_shape, beside=_beside(traced.model),
     )  # fmt: skip
     return Report(**{f.name: getattr(facts, f.name) for f in fields(Facts)})

@@ -15,7 +15,7 @@ def chrome(report: Facts) -> str:
     """The simulated step in Chrome's trace format: a thread per lane, and the bytes in use. Times in microseconds."""
     used = [lane for lane in LANES if lane == "C" or any(x.lane == lane for v in report.views for x in v.lines)]
     threads = {lane: i for i, lane in enumerate(used)}
-    events: list[dict[str, Any]] = [_meta("process_name", 0, name=f"{report.name}, rank 0 of {report.world}")]
+    events: list[dict[str, Any]] = [_meta("process_name", 0, name=f"{report.name}, rank 0 of {report.ranks}")]
     for lane, i in threads.items():
         events += [_meta("thread_name", i, name=LANES[lane]), _meta("thread_sort_index", i, sort_index=i)]
     for view in report.views:

@@ -61,7 +61,7 @@ def _tiles(report: Facts) -> list[tuple[str, str, str, str]]:
         ("exposed communication", brief(exposed), f"{share:.1%} of the step", "bad" if share > 0.1 else ""),
     ]
     if report.tokens:
-        each = f"{report.tokens_per_second / report.world:,.0f} per rank"
+        each = f"{report.tokens_per_second / report.ranks:,.0f} per rank"
         out.append(("tokens/s", f"{report.tokens_per_second:,.0f}", each, ""))
     if report.flops:
         out.append(("MFU", f"{report.utilization:.1%}", f"of {amount(report.machine.peak('bf16'), 'FLOP/s')}", ""))

@@ -22,7 +22,7 @@ class Report(Facts):
         """All but the listings."""
         waited = sum(x.seconds for x in self.exposed)
         lines = [
-            f"{self.name} on {self.world} ranks {list(self.mesh_shape)}, {self.machine.name}",
+            f"{self.name} on {self.ranks} ranks {self.grid}, {self.machine.name}",
             "",
             f"step      {seconds(self.step)}   compute {seconds(self.compute)}, exposed communication "
             f"{seconds(waited)} ({waited / self.step:.0%})",
@@ -31,7 +31,7 @@ class Report(Facts):
         ]
         if self.tokens:
             lines.append(
-                f"{self.tokens_per_second:,.0f} tokens/s, {self.tokens_per_second / self.world:,.0f} per rank; "
+                f"{self.tokens_per_second:,.0f} tokens/s, {self.tokens_per_second / self.ranks:,.0f} per rank; "
                 f"model FLOP/s utilization {self.utilization:.1%}"
             )
         fits = "fits" if self.fits else "DOES NOT FIT"

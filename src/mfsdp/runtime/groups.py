@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -152,6 +154,60 @@ def _another(group: dist.ProcessGroup, desc: str, nccl: bool) -> str:
 
 _meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
 _lanes: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], tuple[str, str]]] = {}
+
+
+@contextmanager
+def shared_by_copies() -> Iterator[None]:
+    """What is copied meanwhile (``copy.deepcopy``) has the same process groups and meshes."""
+    kinds: set[Any] = {dist.ProcessGroup, DeviceMesh, *((type(dist.group.WORLD),) if initialized() else ())}
+    before = {kind: copyreg.dispatch_table.get(kind) for kind in kinds}
+    copyreg.dispatch_table.update(dict.fromkeys(kinds, lambda group: ""))
+    try:
+        yield
+    finally:
+        for kind, reducer in before.items():
+            if reducer is None:
+                del copyreg.dispatch_table[kind]
+            else:
+                copyreg.dispatch_table[kind] = reducer
+
+
+@contextmanager
+def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
+    """One rank of a job that is not there, for planning: inside of it meshes can be made, and models cut over them and
+    given to `mfsdp.explain` and `mfsdp.trace`. Collectives do nothing.
+
+    Args:
+        world: the number of ranks.
+        rank: which of them this process is to be.
+
+    Raises:
+        RuntimeError: torch.distributed is initialised: there is a real job.
+
+    Private in torch (its backend ``"fake"``); tried on 2.11 to 2.15.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if initialized():
+        raise RuntimeError("fake_ranks: torch.distributed is initialised; leave its groups, or plan in another process")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Empties DTensor's caches, in which meshes of a job that is gone are taken for equal ones of the next. Private in
+    torch; tried on 2.13, and left out where a version lacks one.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    planned = getattr(_redistribute, "_gen_transform_infos", None)
+    for clear in (getattr(debug, "_clear_sharding_prop_cache", None), getattr(planned, "cache_clear", None)):
+        if clear is not None:
+            clear()
 
 
 # What ranks tell each other

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..runtime import groups
 from ..state.buffer import UnitState, refs
 from ..state.tensors import carry_attributes
 from .module import FSDPModule
@@ -19,8 +23,9 @@ class Blueprint:
     """A model on the meta device as it was before it was sharded, if it was; and how it was."""
 
     model: nn.Module
-    calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any]]]
-    """Which of its modules were given to :func:`fully_shard`, with which arguments, in order."""
+    calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any], list[list[int]]]]
+    """Which of its modules were given to :func:`fully_shard`, with which arguments, over which ranks ([outer, shard]),
+    in order."""
     twins: dict[int, Any]
     """What has become of tensors, by ``id``."""
 
@@ -56,6 +61,8 @@ def blueprint(model: nn.Module) -> Blueprint:
                 value = torch.empty(ref.shape, dtype=kind, device="meta")
                 twin = nn.Parameter(ref.piece.found(value) if ref.piece else value, ref.buffer.born_trainable)
                 carry_attributes(param, twin)
+                if ref.piece is not None and ref.piece.plain:
+                    twin._mfsdp_piece = ref.piece  # type: ignore[attr-defined]
                 memo[id(param)] = twin
         kept = [t for t in m.__dict__.values() if isinstance(t, torch.Tensor)]
         for tensor in [*m._parameters.values(), *m._buffers.values(), *kept]:
@@ -67,10 +74,14 @@ def blueprint(model: nn.Module) -> Blueprint:
                 memo[id(tensor)] = plain
     twins = dict(memo)
     try:
-        out = copy.deepcopy(model, memo)
+        with groups.shared_by_copies():
+            out = copy.deepcopy(model, memo)
     except (TypeError, RuntimeError) as error:
         raise ValueError(f"mfsdp: {type(model).__name__} cannot be copied to be traced: {error}") from error
     modules = list(out.modules())
+    for m in modules:
+        if "forward" in m.__dict__:
+            m.__dict__["forward"] = _rebound(m.__dict__["forward"], memo)
     calls = []
     for numbers in members.values():
         given = [modules[number] for number in numbers]
@@ -81,4 +92,32 @@ def blueprint(model: nn.Module) -> Blueprint:
             for name in ("_mfsdp_unit", "_mfsdp_refs"):
                 m.__dict__.pop(name, None)
     calls.sort(key=lambda made: made[0][0])
-    return Blueprint(out, [(given if len(given) > 1 else given[0], call) for (_, call), given in calls], twins)
+    made = [(given if len(given) > 1 else given[0], call, grid) for (_, call, grid), given in calls]
+    return Blueprint(out, made, twins)
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """What somebody has put in place of a module's forward, with copies of the modules that it holds on to."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, _rebound(value.__self__, memo))
+    if isinstance(value, functools.partial):
+        words = {k: _rebound(v, memo) for k, v in value.keywords.items()}
+        return functools.partial(_rebound(value.func, memo), *(_rebound(a, memo) for a in value.args), **words)
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        cells = tuple(types.CellType() for _ in value.__closure__)
+        out = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        out.__kwdefaults__, out.__module__ = value.__kwdefaults__, value.__module__
+        memo[id(value)] = out
+        for cell, theirs in zip(cells, value.__closure__, strict=True):
+            with suppress(ValueError):  # an empty one
+                cell.cell_contents = _rebound(theirs.cell_contents, memo)
+        return out
+    if callable(value) and not isinstance(value, (type, nn.Module)) and hasattr(value, "__dict__"):
+        memo[id(value)] = value
+        changed = {k: _rebound(v, memo) for k, v in vars(value).items()}
+        if any(changed[k] is not v for k, v in vars(value).items()):
+            memo[id(value)] = out = copy.copy(value)
+            vars(out).update(changed)
+    return memo.get(id(value), value)

@@ -45,6 +45,8 @@ def piece_of(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh |
         ValueError: a DTensor that is neither cut nor copied.
         NotImplementedError: it is said to be a piece, and not of what.
     """
+    if hasattr(param, "_mfsdp_piece"):
+        return param._mfsdp_piece  # type: ignore[no-any-return]
     if isinstance(param, DTensor):
         try:
             return Piece.of(param)
@@ -169,16 +171,18 @@ def adapt(modules: Iterable[nn.Module], undo: Undo) -> None:
         cells = _cells(module) if refs(module) else {}
         if "is_already_hooked" in cells:  # `Piece.partial` sums them
             _forward(module, cells["original_forward"].cell_contents, undo)
-        elif "self" in cells and not hasattr(cells["self"].cell_contents, "_mfsdp"):
-            style: Any = _adapted(cells["self"].cell_contents)
-            _fill(cells["self"], style, undo)
+        elif "self" in cells:
+            style: Any = cells["self"].cell_contents
+            if not hasattr(style, "_mfsdp"):
+                style = _adapted(style)
+                _fill(cells["self"], style, undo)
             for name, ref in refs(module).items():
                 if ref.piece is not None:
                     refs(module)[name] = replace(ref, local=style.should_use_local_tensors)
             if "implementation" in cells:
                 own = cells["implementation"].cell_contents
                 for way in (own, getattr(own, "all_to_all", None)):
-                    if hasattr(way, "_dispatch_tokens"):
+                    if hasattr(way, "_dispatch_tokens") and not hasattr(way, "_mfsdp"):
                         kind: Any = type(way)
                         _become(way, _unbranched(kind), undo)
 
@@ -235,4 +239,4 @@ def _unbranched(kind: type) -> type:
         *rows, state = self._dispatch_tokens(hidden_states, index, weights)
         return self._combine_tokens(self.experts_forward(*rows), state)  # type: ignore[no-any-return]
 
-    return type(kind.__name__, (kind,), {"__call__": __call__})
+    return type(kind.__name__, (kind,), {"__call__": __call__, "_mfsdp": True})

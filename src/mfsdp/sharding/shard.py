@@ -171,7 +171,7 @@ def fully_shard(
     given[0].__dict__["_mfsdp_call"] = next(_calls), {
         "units": units, "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": policy,
         "reshard_after_forward": reshard_after_forward,
-    }  # fmt: skip
+    }, found.grid().tolist()  # fmt: skip
     return module
 
 

@@ -44,6 +44,10 @@ class Spec:
     """Whether every rank keeps the parameters whole, and gathers them once per optimizer step."""
     hold: bool = False
     """Whether, between synchronisations, gradients stay where they are before the first reduction."""
+    stride: int = 1
+    """From one rank of the shard axis to the next: more than 1 beside tensor parallelism."""
+    outer_stride: int = 0
+    """The same of the outer axis; 0: ``world``."""
 
     @property
     def shard_numel(self) -> int:
@@ -135,13 +139,15 @@ class Spec:
         splits = "+".join(map(str, self.splits))
         flags = "".join(str(int(getattr(self, name))) for name in _FLAGS)
         groups = " ".join(g or "-" for g in self.groups)
-        return f"{self.world} {self.outer} {groups} {splits} {precision} {self.divide!r} {flags}"
+        strides = f"{self.stride},{self.outer_stride}"
+        return f"{self.world} {self.outer} {groups} {splits} {precision} {self.divide!r} {flags} {strides}"
 
     @staticmethod
     @cache
     def decode(text: str) -> Spec:
         """The inverse of :meth:`encode`."""
-        world, outer, *groups, splits, precision, divide, flags = text.split(" ")
+        world, outer, *groups, splits, precision, divide, flags, strides = text.split(" ")
+        stride, outer_stride = map(int, strides.split(","))
         *dtypes, grad_sum = precision.split(",")
         names = ("group", "reduce_group", "outer_group", "outer_reduce_group")
         more: dict[str, Any] = {name: "" if g == "-" else g for name, g in zip(names, groups, strict=True)}
@@ -152,6 +158,8 @@ class Spec:
             splits=tuple(map(int, splits.split("+"))),
             precision=Precision(*(_LONG[d] for d in dtypes), grad_sum=None if grad_sum == "-" else grad_sum),
             divide=float(divide),
+            stride=stride,
+            outer_stride=outer_stride,
             **more,
         )
 

@@ -69,7 +69,7 @@ class Axes:
         return DeviceMesh.from_group(
             [axis.get_group() for axis in axes],
             mesh.device_type,
-            _grid(self),
+            self.grid(),
             mesh_dim_names=tuple((axis.mesh_dim_names or ("",))[0] for axis in axes),
         )
 
@@ -78,6 +78,15 @@ class Axes:
         names = self.mesh.mesh_dim_names or ()
         used = {names[i] for i in (*self.outer, *self.shard)} if names else set()
         return over_tensor_ranks(self.mesh, [n for n in TENSOR if n not in used])
+
+    def grid(self) -> torch.Tensor:
+        """The ranks that train together with this one, [outer, shard]."""
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        dims = (*self.outer, *self.shard)
+        rest = [i for i in range(self.mesh.ndim) if i not in dims]
+        ranks = self.mesh.mesh.permute(*rest, *dims)[tuple(coordinate[i] for i in rest)]
+        return ranks.reshape(_size(self.mesh, self.outer), _size(self.mesh, self.shard))
 
     def one(self) -> DeviceMesh:
         """All of them as one axis."""
@@ -112,7 +121,7 @@ def axes(mesh: DeviceMesh | None, dp_mesh_dims: Any, device: torch.device) -> Ax
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"fully_shard: this rank is not in {mesh}; shard only on ranks that are")
-    grid = _grid(found)
+    grid = found.grid()
     if not ((grid.diff(dim=0) > 0).all() and (grid.diff(dim=1) > 0).all()):
         raise ValueError(f"fully_shard: ranks must ascend along the axes of a mesh; they are {grid.tolist()}")
     return found
@@ -163,16 +172,6 @@ def _number(mesh: DeviceMesh, dims: Iterable[int]) -> int:
     for i in dims:
         number = number * mesh.size(i) + coordinate[i]
     return number
-
-
-def _grid(found: Axes) -> torch.Tensor:
-    """The ranks that train together with this one, [outer, shard]."""
-    coordinate = found.mesh.get_coordinate()
-    assert coordinate is not None
-    dims = (*found.outer, *found.shard)
-    rest = [i for i in range(found.mesh.ndim) if i not in dims]
-    ranks = found.mesh.mesh.permute(*rest, *dims)[tuple(coordinate[i] for i in rest)]
-    return ranks.reshape(_size(found.mesh, found.outer), _size(found.mesh, found.shard))
 
 
 # Names

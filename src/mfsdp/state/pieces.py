@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,6 +190,12 @@ def over_tensor_ranks(mesh: DeviceMesh, names: Sequence[str]) -> tuple[str, ...]
     told = mesh.mesh_dim_names or ()
     wide = [i for i, name in enumerate(told) if name in names and mesh.size(i) > 1 and has_groups(mesh)]
     return tuple(str(mesh.get_group(i).group_name) for i in wide)
+
+
+def sizes_along(meshes: Iterable[DeviceMesh], names: Sequence[str]) -> dict[str, int]:
+    """How many ranks the axes of meshes have that are called so, by name; of more than one."""
+    axes = [(name, mesh.size(i)) for mesh in meshes for i, name in enumerate(mesh.mesh_dim_names or ())]
+    return {name: size for name, size in axes if name in names and size > 1}
 
 
 def _cuts(placement: Placement, dim: int, ndim: int) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..runtime import groups
@@ -83,6 +84,8 @@ class Placement:
     replica: bool
     copies: DeviceMesh | None = field(default=None, hash=False, compare=False)
     """The ranks that hold everything whole, under ``no_shard``; ``mesh`` is this rank alone then."""
+    strides: tuple[int, int] = (1, 0)
+    """From one rank to the next along the shard and the outer axis (`Spec.stride`)."""
     beside: tuple[str, ...] = ()
     """Names of the process groups of tensor parallelism in the mesh that was given: the same data, and weights that it
     has not cut are the same too."""
@@ -100,7 +103,7 @@ class Placement:
         Raises:
             ValueError: an outer strategy without an outer axis, or beside ``no_shard``; a mesh without process groups.
         """
-        roles, alone = STRATEGIES[strategy], ("", "")
+        roles, alone, grid = STRATEGIES[strategy], ("", ""), axes.grid()
         if outer_strategy == "optim" and axes.outer and not roles.optim:
             raise ValueError(
                 f"outer_strategy='optim' cuts optimizer state, and strategy={strategy!r} keeps it whole: use "
@@ -111,17 +114,21 @@ class Placement:
             size, outer = both.size(1), both.size(0)
             cut = outer_strategy == "optim" and outer > 1
             groups = _groups(shard, device) + _groups(both, device)
-            return Placement(both if cut else shard, size, outer, groups, cut, not roles.params and size > 1)
-        one = axes.one()
+            strides = _step(grid[0]), _step(grid[:, 0])
+            return Placement(
+                both if cut else shard, size, outer, groups, cut, not roles.params and size > 1, strides=strides
+            )
+        one, step = axes.one(), _step(grid.flatten().sort()[0])
         size = one.size()
         if outer_strategy == "optim" and not axes.outer and size > 1:
             raise ValueError("outer_strategy='optim' needs a mesh with an outer axis, (dp_outer, dp_shard)")
         over = _groups(one, device)
         if roles.grads or size == 1:
-            return Placement(one, size, 1, over + alone, False, not roles.params and size > 1)
+            return Placement(one, size, 1, over + alone, False, not roles.params and size > 1, strides=(step, 0))
         if roles.optim:
-            return Placement(one, 1, size, alone + over, True, False)
-        return Placement(local_mesh(one.device_type, (1,)), 1, size, alone + over, False, False, copies=one)
+            return Placement(one, 1, size, alone + over, True, False, strides=(1, step))
+        mine = local_mesh(one.device_type, (1,))
+        return Placement(mine, 1, size, alone + over, False, False, copies=one, strides=(1, step))
 
     @property
     def ranks(self) -> int:
@@ -154,7 +161,13 @@ class Placement:
             outer_reduce_group=self.groups[3],
             outer_optim=self.outer_optim,
             replica=self.replica,
+            stride=self.strides[0],
+            outer_stride=self.strides[1],
         )
+
+
+def _step(ranks: torch.Tensor) -> int:
+    return int(ranks[1] - ranks[0]) if ranks.numel() > 1 else 1
 
 
 def _groups(mesh: DeviceMesh, device: str) -> tuple[str, str]:

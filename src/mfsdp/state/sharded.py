@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,14 +20,17 @@ from .pieces import Box, Piece, concatenated, has_groups
 from .rows import RowShard, StridedRowShard
 
 
-def local_mesh(device_type: str, shape: tuple[int, ...], rank: int = 0) -> DeviceMesh:
-    """A mesh without process groups, over one axis or (outer, shard): for one process, or for planning.
+def local_mesh(
+    device_type: str, shape: tuple[int, ...], rank: int = 0, numbers: Sequence[int] | None = None
+) -> DeviceMesh:
+    """A mesh without process groups, over one axis or (outer, shard): for one process, or for planning. ``numbers`` are
+    those of its ranks, by default 0, 1, ...
 
     Private in torch (``_init_backend``, ``_rank``); tried on 2.11 to 2.15.
     """
     names = ("dp_outer", "dp_shard")[-len(shape) :]
     with torch.device("cpu"):  # whatever the default device is
-        ranks = torch.arange(math.prod(shape)).view(shape)
+        ranks = torch.tensor(numbers or range(math.prod(shape))).view(shape)
         return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
 
