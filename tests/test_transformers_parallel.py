@@ -38,6 +38,10 @@ def build(kind: str) -> nn.Module:
         config = transformers.Qwen3MoeConfig(**SMALL, **more)
         config._experts_implementation = "batched_mm"
         model = transformers.Qwen3MoeForCausalLM(config)
+    elif kind == "mixtral":
+        config = transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2)
+        config._experts_implementation = "batched_mm"
+        model = transformers.MixtralForCausalLM(config)
     else:
         config = transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True)
         model = transformers.LlamaForCausalLM(config)
@@ -120,29 +124,33 @@ def test_from_pretrained(two_ranks, tmp_path):
         assert wrong < 1e-9 and made == (1, 0), where
 
 
-def experts(lowering: str, ep: int, tp: int) -> Any:
-    """Attention over `tp`, experts over `ep` of the same ranks: with `tp` they send each other parts of one batch."""
+def experts(kind: str, lowering: str, ep: int, tp: int) -> Any:
+    """Attention over `tp`, experts over `ep` of the same ranks: with `tp` they send each other parts of one batch.
+    Batches are of unlike length.
+    """
     torch._dynamo.config.capture_scalar_outputs = True
     reset()
     world = dist.get_world_size()
     dense = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp_shard", "tp"))
     sparse = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("efsdp", "ep"))
-    reference = build("mixture")
+    reference = build(kind)
     model: Any = copy.deepcopy(reference)
     parallelized(model, dense["tp"], sparse["ep"])
     for layer in model.model.layers:
         mfsdp.fully_shard(layer.mlp.experts, mesh=sparse["efsdp"])
     mfsdp.fully_shard(model, mesh=dense, units=["model.layers.*"])
-    every = [tokens(r) for r in range(world // tp)]
+    every = [tokens(r, length=9 + 3 * r) for r in range(world // tp)]
     mine = every[dense.get_local_rank("dp_shard")]
     wrong = trained_alike(model, compiled(model, lowering), reference, mine, every, next_token)
     worst = max(wrong, key=wrong.__getitem__)
     return wrong[worst], worst, graphs()
 
 
-@pytest.mark.parametrize("lowering", ["eager", "none"])
-@pytest.mark.parametrize("ep, tp", [(2, 1), (4, 1), (2, 2), (4, 2)])
-def test_expert_parallel(four_ranks, ep, tp, lowering):
-    for wrong, where, made in four_ranks.run(experts, lowering, ep, tp, timeout=300):
+@pytest.mark.parametrize("kind, lowering, ep, tp", [
+    ("mixture", "eager", 2, 1), ("mixture", "none", 4, 1), ("mixture", "eager", 2, 2), ("mixture", "none", 2, 2),
+    ("mixture", "eager", 4, 2), ("mixtral", "eager", 4, 1),
+])  # fmt: skip
+def test_expert_parallel(four_ranks, kind, lowering, ep, tp):
+    for wrong, where, made in four_ranks.run(experts, kind, lowering, ep, tp, timeout=300):
         assert wrong < 1e-9, where
         assert lowering == "none" or made == (1, 0)
