@@ -167,6 +167,20 @@ def no_values() -> str:
     return str(said.value)
 
 
+def not_even() -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    model = cut(Model().double(), mesh["tp"])
+    model.layers[1].up.partition_stride = 5
+    with pytest.raises(ValueError) as said:
+        mfsdp.fully_shard(model, mesh=mesh)
+    return str(said.value)
+
+
+def test_attributes_that_do_not_fit_are_refused(four_ranks):
+    for text in four_ranks.run(not_even):
+        assert "layers.1.up is [12, 8], and partition_dim=0, partition_stride=5 over 2 ranks make" in text
+
+
 def test_pieces_without_values_are_refused(four_ranks):
     for text in four_ranks.run(no_values):
         assert "layers.0.up has tensor_model_parallel=True and is on the meta device" in text

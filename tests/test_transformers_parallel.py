@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import mfsdp
 from tests.parallel import graphs, reset, tokens, trained_alike
 from tests.parity import compiled
-
-pytestmark = pytest.mark.dist
-
 
 SMALL: dict[str, Any] = {
     "vocab_size": 34, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -83,13 +82,18 @@ def parity(kind: str, lowering: str, shape: tuple[int, int]) -> Any:
     mfsdp.fully_shard(model, mesh=mesh, units=["model.layers.*"])
     every = [tokens(r) for r in range(shape[0])]
     mine = every[mesh.get_local_rank("dp_shard")]
-    wrong = trained_alike(model, compiled(model, lowering), reference, mine, every, next_token)
-    with torch.no_grad():
-        wrong["logits"] = float((model(mine).logits - reference(mine).logits).abs().max())
+    run = compiled(model, lowering)
+    wrong = trained_alike(model, run, reference, mine, every, next_token)
+    made = graphs()
+    with torch.no_grad():  # styles compute on local tensors there
+        want = reference(mine).logits
+        for name, m in (("compiled", run), ("uncompiled", model)):
+            wrong[f"logits, {name}"] = float((m(mine).logits - want).abs().max())
     worst = max(wrong, key=wrong.__getitem__)
-    return wrong[worst], worst, graphs()
+    return wrong[worst], worst, made
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("lowering", ["eager", "none"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_tensor_parallel(four_ranks, kind, lowering):
@@ -115,6 +119,7 @@ def from_checkpoint(folder: str) -> Any:
     return wrong[worst], worst, graphs()
 
 
+@pytest.mark.dist
 def test_from_pretrained(two_ranks, tmp_path):
     import transformers
 
@@ -146,6 +151,7 @@ def experts(kind: str, lowering: str, ep: int, tp: int) -> Any:
     return wrong[worst], worst, graphs()
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("kind, lowering, ep, tp", [
     ("mixture", "eager", 2, 1), ("mixture", "none", 4, 1), ("mixture", "eager", 2, 2), ("mixture", "none", 2, 2),
     ("mixture", "eager", 4, 2), ("mixtral", "eager", 4, 1),
@@ -154,3 +160,99 @@ def test_expert_parallel(four_ranks, kind, lowering, ep, tp):
     for wrong, where, made in four_ranks.run(experts, kind, lowering, ep, tp, timeout=300):
         assert wrong < 1e-9, where
         assert lowering == "none" or made == (1, 0)
+
+
+class Read(nn.Module):
+    """Reads a weight whose style shows local tensors, from outside of that style's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(6, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        norm = self.gate_up.weight.norm()
+        return (gate * up).sum() * 0 + (norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def read(lowering: str) -> float:
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    reset()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    torch.manual_seed(0)
+    model = Read().double()
+    want = model.gate_up.weight.detach().norm()
+    plan = {"gate_up": "packed_colwise", "gate_up.weight": "packed_colwise"}
+    apply_tensor_parallelism(model, mesh["tp"], plan)
+    mfsdp.fully_shard(model, mesh=mesh)
+    return float((compiled(model, lowering)(torch.ones(2, 6, dtype=torch.float64)) - want).abs())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lowering", ["eager", "none"])
+def test_local_is_what_the_style_runs_only(two_ranks, lowering):
+    assert all(wrong < 1e-12 for wrong in two_ranks.run(read, lowering))
+
+
+def dtypes() -> tuple[torch.dtype, torch.dtype]:
+    """A unit that is a module with a style: what enters and leaves it is cast."""
+    reset()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    model: Any = build("llama").float()
+    parallelized(model, mesh["tp"])
+    unit = model.model.layers[0].mlp.gate_proj
+    policy = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16, output_dtype=torch.float32)
+    mfsdp.fully_shard(unit, mesh=mesh, mp_policy=policy)
+    entered = []
+    unit.register_forward_pre_hook(lambda m, args: entered.append(args[0].dtype))
+    return unit(torch.ones(2, 16)).dtype, unit.weight.dtype
+
+
+@pytest.mark.dist
+def test_units_that_have_a_style(two_ranks):
+    assert two_ranks.run(dtypes) == [(torch.float32, torch.float32)] * 2
+
+
+@pytest.fixture
+def tp() -> Iterator[Any]:
+    with mfsdp.fake_ranks(4):
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+
+
+def snapshot(model: nn.Module) -> list[Any]:
+    return [(type(m), dict(m._parameters), m.__dict__.get("forward")) for m in model.modules()]
+
+
+def test_gradients_that_transformers_sums_are_all_ours_or_none(tp):
+    model: Any = build("qwen3")
+    parallelized(model, tp["tp"])
+    norm = model.model.layers[0].self_attn.q_norm
+    norm.bias = nn.Parameter(torch.zeros(4))
+    before = snapshot(model)
+    with pytest.raises(NotImplementedError, match="sums gradients of Qwen3RMSNorm.*all or none"):
+        mfsdp.fully_shard(model, mesh=tp, ignored_params=[norm.bias], device="meta")
+    assert [row[0] for row in snapshot(model)] == [row[0] for row in before]
+    assert norm.__dict__["forward"] is before[list(model.modules()).index(norm)][2]
+
+
+def test_styles_of_others_are_refused(tp, monkeypatch):
+    from transformers.distributed import tensor_parallel
+
+    class Mine(tensor_parallel.ColwiseParallel):
+        def context_around_forward(self, module, mesh):
+            return super().context_around_forward(module, mesh)
+
+    model: Any = build("llama")
+    monkeypatch.setitem(tensor_parallel.ALL_PARALLEL_STYLES._global_mapping, "colwise", Mine())
+    parallelized(model, tp["tp"])
+    with pytest.raises(NotImplementedError, match="the style Mine of Linear has a context_around_forward of its own"):
+        mfsdp.fully_shard(model, mesh=tp, device="meta")
+
+
+def test_a_model_that_has_run_before(tp):
+    model: Any = build("qwen3")
+    parallelized(model, tp["tp"])
+    model(input_ids=tokens(0), use_cache=False).logits.sum()
+    assert model.model.layers[0].self_attn.q_norm.weight._post_accumulate_grad_hooks
+    mfsdp.fully_shard(model, mesh=tp, device="meta")

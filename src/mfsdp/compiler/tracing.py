@@ -142,10 +142,11 @@ def trace(
     return out
 
 
-def _as_sharded(grid: list[list[int]]) -> DeviceMesh:
+def _as_sharded(grid: list[Any]) -> DeviceMesh:
     """The ranks of a call of `fully_shard`, without process groups."""
-    shape = (len(grid), len(grid[0])) if len(grid) > 1 else (len(grid[0]),)
-    return local_mesh("cpu", shape, grid[0][0], [r for row in grid for r in row])
+    ranks = torch.tensor(grid, device="cpu")
+    numbers = ranks.flatten().tolist()
+    return local_mesh("cpu", tuple(ranks.shape), numbers[0], numbers)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch.fx
 from torch._guards import detect_fake_mode
 from torch._prims import rng_prims
 from torch.fx import Node
+from torch.fx._lazy_graph_module import _LazyGraphModule  # private; tried on 2.13, there since 2.3
 
 from ..spec.units import Axis, Unit
 from . import ops
@@ -126,7 +127,8 @@ class Program:
         graph = torch.fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
         graph.output_node().meta = dict(self.output.meta)
-        twin = Program(torch.fx.GraphModule(self.gm, graph), self.phase, self.units, self.name)
+        gm = _LazyGraphModule(self.gm, graph)  # no code is written until it is called
+        twin = Program(gm, self.phase, self.units, self.name)
         twin.gradients, twin.slots = dict(self.gradients), dict(self.slots)
         twin.trained, twin.reduced = dict(self.trained), self.reduced
         return twin

@@ -68,14 +68,15 @@ def axis_of(name: str) -> Axis:
     return Axis(known.replace(" ", "_"), name, len(members), stride)
 
 
-def as_mesh(group: Any, name: str) -> DeviceMesh | None:
-    """A process group as a mesh of one axis, ``None`` if it is none; the same one every time."""
+def as_mesh(group: Any, device: str, name: str) -> DeviceMesh | None:
+    """A process group as a mesh of one axis over a type of device, ``None`` if it is none; the same one every time."""
     if not isinstance(group, dist.ProcessGroup):
         return None
-    if group not in _meshes:
-        kind = "cuda" if "cuda" in dist.get_backend_config(group) and torch.cuda.is_available() else "cpu"
-        _meshes[group] = DeviceMesh.from_group(group, kind, mesh_dim_names=(name,))
-    return _meshes[group]
+    key = str(group.group_name), device
+    if key not in _meshes or _meshes[key][0]() is not group:
+        kind = "cpu" if device == "meta" else device
+        _meshes[key] = weakref.ref(group), DeviceMesh.from_group(group, kind, mesh_dim_names=(name,))
+    return _meshes[key][1]
 
 
 def lanes_of(name: str, device: str) -> tuple[str, str]:
@@ -152,7 +153,7 @@ def _another(group: dist.ProcessGroup, desc: str, nccl: bool) -> str:
     return str(made.group_name)
 
 
-_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = weakref.WeakKeyDictionary()
+_meshes: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}
 _lanes: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], tuple[str, str]]] = {}
 
 
@@ -194,7 +195,9 @@ def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if initialized():
+            dist.destroy_process_group()
+        _meshes.clear()
         _forget_meshes()
 
 

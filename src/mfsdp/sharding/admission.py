@@ -10,6 +10,7 @@ from torch import nn
 from ..state.buffer import UnitState, refs
 from ..state.parameters import ShardedParameter
 from ..state.pieces import here
+from .parallel import is_sum
 
 
 def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
@@ -85,7 +86,8 @@ def _fake(param: torch.Tensor) -> bool:
 
 def _hooked(param: torch.Tensor) -> bool:
     """Whether somebody has registered a hook. Private in torch (two attributes); tried on 2.11 to 2.15."""
-    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    hooks = [param._backward_hooks, param._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+    return any(not is_sum(hook) for found in hooks if found for hook in found.values())
 
 
 def _unit_of(param: ShardedParameter) -> str:

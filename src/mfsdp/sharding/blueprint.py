@@ -16,6 +16,7 @@ from ..runtime import groups
 from ..state.buffer import UnitState, refs
 from ..state.tensors import carry_attributes
 from .module import FSDPModule
+from .parallel import piece_of
 
 
 @dataclass
@@ -23,9 +24,9 @@ class Blueprint:
     """A model on the meta device as it was before it was sharded, if it was; and how it was."""
 
     model: nn.Module
-    calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any], list[list[int]]]]
-    """Which of its modules were given to :func:`fully_shard`, with which arguments, over which ranks ([outer, shard]),
-    in order."""
+    calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any], list[Any]]]
+    """Which of its modules were given to :func:`fully_shard`, with which arguments, over which ranks ([shard] or
+    [outer, shard]), in order."""
     twins: dict[int, Any]
     """What has become of tensors, by ``id``."""
 
@@ -64,6 +65,11 @@ def blueprint(model: nn.Module) -> Blueprint:
                 if ref.piece is not None and ref.piece.plain:
                     twin._mfsdp_piece = ref.piece  # type: ignore[attr-defined]
                 memo[id(param)] = twin
+        pieces = {
+            id(p): piece_of(name, p, m, None)
+            for name, p in m._parameters.items()
+            if p is not None and not p.is_meta and name not in refs(m)
+        }
         kept = [t for t in m.__dict__.values() if isinstance(t, torch.Tensor)]
         for tensor in [*m._parameters.values(), *m._buffers.values(), *kept]:
             if tensor is not None and id(tensor) not in memo:
@@ -71,6 +77,9 @@ def blueprint(model: nn.Module) -> Blueprint:
                 if isinstance(tensor, nn.Parameter):
                     plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
                 plain.__dict__.update(tensor.__dict__)
+                piece = pieces.get(id(tensor))
+                if piece is not None and piece.plain:
+                    plain._mfsdp_piece = piece  # type: ignore[attr-defined]
                 memo[id(tensor)] = plain
     twins = dict(memo)
     try:
@@ -109,6 +118,8 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
         cells = tuple(types.CellType() for _ in value.__closure__)
         out = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
         out.__kwdefaults__, out.__module__ = value.__kwdefaults__, value.__module__
+        out.__qualname__ = value.__qualname__
+        out.__dict__.update(value.__dict__)
         memo[id(value)] = out
         for cell, theirs in zip(cells, value.__closure__, strict=True):
             with suppress(ValueError):  # an empty one

@@ -215,7 +215,7 @@ def read(module: nn.Module, name: str, ref: Ref) -> torch.Tensor:
         _keep_until_backward_ends(ref.unit)
     elif ref.index not in ref.unit.full:
         _here.visited.add(ref.unit)
-    return ref.seen(module, _whole(ref.unit, ref.index, _caller())[ref.slot])
+    return ref.seen(_whole(ref.unit, ref.index, _caller())[ref.slot])
 
 
 def _whole(unit: UnitState, index: int, place: str) -> Sequence[torch.Tensor]:

@@ -11,11 +11,10 @@ which changes ``_parameters`` while it runs: what modules see then is for `Ref.s
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -83,7 +82,7 @@ def _by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: Device
     if not (cut or summand) or ranks == 1:
         return None
     said = "tensor_model_parallel" if cut else "sequence_parallel"
-    axis = _axis(owner, mesh)
+    axis = _axis(owner, mesh, param.device.type)
     if axis is None or (ranks is not None and axis.size() != ranks):
         found = "says over which ranks" if axis is None else f"has {ranks} ranks, as its module says"
         raise NotImplementedError(
@@ -97,15 +96,22 @@ def _by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: Device
     if not cut:
         return Piece.cut_of(axis, (Replicate(),), tuple(shape), plain=True, partial=True)
     if not isinstance(dim, int) or not 0 <= dim < len(shape) or param.is_meta:
-        why = "is on the meta device" if param.is_meta else f"has partition_dim={dim}"
-        raise NotImplementedError(
-            f"fully_shard: parameter {fqn} has tensor_model_parallel=True and {why}. It is sharded when its dimension "
-            "is known, and it has values"
+        why = (
+            "is on the meta device: build the model where it will run"
+            if param.is_meta
+            else (f"has partition_dim={dim}, which is none of its {len(shape)} dimensions")
         )
+        raise NotImplementedError(f"fully_shard: parameter {fqn} has tensor_model_parallel=True and {why}")
     shape[dim] *= axis.size()
     stride = int(getattr(param, "partition_stride", 1))
     placement = Shard(dim) if stride == 1 else _StridedShard(dim, split_factor=stride)
-    return Piece.cut_of(axis, (placement,), tuple(shape), plain=True)
+    piece = Piece.cut_of(axis, (placement,), tuple(shape), plain=True)
+    if piece.local != tuple(param.shape):
+        raise ValueError(
+            f"fully_shard: parameter {fqn} is {list(param.shape)}, and partition_dim={dim}, partition_stride={stride} "
+            f"over {axis.size()} ranks make {list(piece.local)} of {shape}"
+        )
+    return piece
 
 
 def _ranks(owner: nn.Module, expert: bool) -> int | None:
@@ -135,21 +141,24 @@ def _megatron_group() -> Any:
     return state.get_tensor_model_parallel_group()
 
 
-def _axis(owner: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh | None:
+def _axis(owner: nn.Module, mesh: DeviceMesh | None, device: str) -> DeviceMesh | None:
     """The ranks of tensor parallelism: an axis of the mesh, or a group that the module or Megatron-LM knows."""
     for name in TENSOR if mesh is not None else ():
         if name in (mesh.mesh_dim_names or ()):  # type: ignore[union-attr]
             return mesh[name]  # type: ignore[index]
-    return groups.as_mesh(getattr(owner, "tp_group", None) or _megatron_group(), "tp")
+    return groups.as_mesh(getattr(owner, "tp_group", None) or _megatron_group(), device, "tp")
 
 
 # transformers. Private there (closures and their names); tried on 5.23
 
 
+_THEIRS = "transformers.distributed."
+
+
 def _cells(module: nn.Module) -> dict[str, types.CellType]:
     """What the function that transformers has put in front of a module's forward holds on to, by name."""
     forward = module.__dict__.get("forward")
-    if not isinstance(forward, types.FunctionType) or not forward.__module__.startswith("transformers.distributed."):
+    if not isinstance(forward, types.FunctionType) or not forward.__module__.startswith(_THEIRS):
         return {}
     return dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
 
@@ -165,65 +174,119 @@ def _summed_over(module: nn.Module) -> DeviceMesh | None:
     return mesh
 
 
+def is_sum(hook: Any) -> bool:
+    """Whether a hook of a parameter is what `Piece.partial` does."""
+    return str(getattr(hook, "__module__", "")).startswith(_THEIRS) and hook.__name__ == "_all_reduce_grad"
+
+
+def understood(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]) -> None:
+    """Refuses styles that `adapt` cannot adapt.
+
+    Raises:
+        NotImplementedError: one of somebody else's, or one that sums gradients of which some are not to be ours.
+    """
+    for module in modules:
+        cells, name = _cells(module), type(module).__name__
+        own = [p for p in module._parameters.values() if p is not None]
+        if "is_already_hooked" in cells and 0 < sum(p in ignored for p in own) < len(own):
+            raise NotImplementedError(
+                f"fully_shard: transformers sums gradients of {name} over tensor parallelism; ignored_params has some "
+                "of its parameters: give all or none of them"
+            )
+        kind: Any = type(cells["self"].cell_contents) if "self" in cells else _Inside
+        if not issubclass(kind, _Inside) and not kind.context_around_forward.__module__.startswith(_THEIRS):
+            raise NotImplementedError(
+                f"fully_shard: the style {kind.__name__} of {name} has a context_around_forward of its own, which may "
+                "change parameters that are sharded"
+            )
+
+
 def adapt(modules: Iterable[nn.Module], undo: Undo) -> None:
-    """Makes forwards of transformers' styles leave ``_parameters`` alone."""
+    """Makes forwards of transformers' styles leave ``_parameters`` alone, and call that of the module's new class."""
     for module in modules:
         cells = _cells(module) if refs(module) else {}
         if "is_already_hooked" in cells:  # `Piece.partial` sums them
             _forward(module, cells["original_forward"].cell_contents, undo)
         elif "self" in cells:
             style: Any = cells["self"].cell_contents
-            if not hasattr(style, "_mfsdp"):
+            if not isinstance(style, _Inside):
                 style = _adapted(style)
-                _fill(cells["self"], style, undo)
-            for name, ref in refs(module).items():
+                _put(cells["self"], "cell_contents", style, undo)
+            for key, ref in refs(module).items():
                 if ref.piece is not None:
-                    refs(module)[name] = replace(ref, local=style.should_use_local_tensors)
-            if "implementation" in cells:
-                own = cells["implementation"].cell_contents
-                for way in (own, getattr(own, "all_to_all", None)):
-                    if hasattr(way, "_dispatch_tokens") and not hasattr(way, "_mfsdp"):
-                        kind: Any = type(way)
-                        _become(way, _unbranched(kind), undo)
+                    refs(module)[key] = replace(ref, style=style)
+            if "original_forward" in cells:
+                _put(cells["original_forward"], "cell_contents", _called(module, cells["original_forward"]), undo)
+            own = cells["implementation"].cell_contents if "implementation" in cells else None
+            for way in (own, *(v for v in vars(own).values() if hasattr(v, "experts_forward"))) if own else ():
+                bound = types.CellType(way.experts_forward)
+                _put(way, "experts_forward", _called(module, bound), undo)
+                kind: Any = type(way)
+                if getattr(kind.__call__, "__qualname__", "") == "AllToAllEP.__call__":
+                    _put(way, "__class__", _unbranched(kind), undo)
+
+
+def _called(module: nn.Module, cell: types.CellType) -> Any:
+    """The module's forward, of the class that it has now, where what is called was that of the class it had."""
+    bound = cell.cell_contents
+    own = isinstance(bound, types.MethodType) and bound.__self__ is module and bound.__name__ == "forward"
+    return types.MethodType(type(module).forward, module) if own else bound
 
 
 def _forward(module: nn.Module, original: Any, undo: Undo) -> None:
     theirs = module.__dict__.pop("forward")
-    if getattr(original, "__func__", None) is not type(module).forward:
+    if getattr(original, "__self__", None) is not module:
         module.__dict__["forward"] = original
     undo.steps.append(lambda: module.__dict__.update(forward=theirs))
 
 
-def _fill(cell: types.CellType, value: Any, undo: Undo) -> None:
-    former = cell.cell_contents
-    cell.cell_contents = value
-    undo.steps.append(lambda: setattr(cell, "cell_contents", former))
+def _put(thing: Any, name: str, value: Any, undo: Undo) -> None:
+    former = getattr(thing, name)
+    setattr(thing, name, value)
+    undo.steps.append(lambda: setattr(thing, name, former))
 
 
-def _become(thing: Any, kind: type, undo: Undo) -> None:
-    former = type(thing)
-    thing.__class__ = kind
-    undo.steps.append(lambda: setattr(thing, "__class__", former))
+class _Inside:
+    """A style whose forward shows local tensors, and changes no ``_parameters``."""
+
+    inside: bool
+    """Whether it runs, and shows them."""
+
+
+class _Showing:
+    """A context in which a module sees local tensors, or does not."""
+
+    def __init__(self, style: _Inside, value: bool):
+        self.style, self.value, self.before = style, value, False
+
+    def __enter__(self) -> None:
+        self.before, self.style.inside = self.style.inside, self.value
+
+    def __exit__(self, *error: object) -> None:
+        self.style.inside = self.before
 
 
 def _adapted(style: Any) -> Any:
-    """The style, which other modules share, changing no ``_parameters``."""
+    """The style for one module: others share it."""
     kind: Any = type(style)
     out: Any = object.__new__(_style(kind))
-    out.__dict__ = style.__dict__
+    out.__dict__.update(style.__dict__, inside=False)
     return out
 
 
 @functools.cache
 def _style(kind: type) -> type:
-    def context_around_forward(self: Any, module: nn.Module, mesh: DeviceMesh) -> Any:
-        return contextlib.nullcontext()
+    theirs: Any = kind
+    hides = theirs.context_around_forward.__qualname__.startswith("RowwiseParallel.")  # its bias: DTensors need not
 
-    space: dict[str, Any] = {"context_around_forward": context_around_forward, "_mfsdp": True}
-    base = next(c for c in reversed(kind.__mro__) if hasattr(c, "context_around_forward"))
-    if kind.context_around_forward is not base.context_around_forward:  # type: ignore[attr-defined]  # hides a bias
-        space["should_use_local_tensors"] = lambda self, module: False
-    return type(kind.__name__, (kind,), space)
+    def should_use_local_tensors(self: Any, module: nn.Module) -> bool:
+        return not hides and theirs.should_use_local_tensors(self, module)
+
+    def context_around_forward(self: Any, module: nn.Module, mesh: DeviceMesh) -> Any:
+        return _Showing(self, self.should_use_local_tensors(module))
+
+    space = {"context_around_forward": context_around_forward, "should_use_local_tensors": should_use_local_tensors}
+    return type(kind.__name__, (_Inside, kind), space)
 
 
 @functools.cache
@@ -239,4 +302,4 @@ def _unbranched(kind: type) -> type:
         *rows, state = self._dispatch_tokens(hidden_states, index, weights)
         return self._combine_tokens(self.experts_forward(*rows), state)  # type: ignore[no-any-return]
 
-    return type(kind.__name__, (kind,), {"__call__": __call__, "_mfsdp": True})
+    return type(kind.__name__, (kind,), {"__call__": __call__})

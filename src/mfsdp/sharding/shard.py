@@ -97,8 +97,8 @@ def fully_shard(
             parameter that is not floating point, parameters on different devices, a mesh this rank is not in, an
             optimizer that holds parameters of the module, a unit below that is gathered or has gradients. Nothing has
             been copied or changed then.
-        NotImplementedError: a combination that is not built yet, a parameter that is a tensor subclass, a piece of
-            tensor parallelism (Megatron-LM's attributes), or has sparse gradients; likewise.
+        NotImplementedError: a combination that is not built yet, a parameter that is a tensor subclass, has sparse
+            gradients, or is said to be a piece and not of what (Megatron-LM's attributes); likewise.
         RuntimeError: other ranks have built another model, or shard it differently; or it failed half-way, and this
             rank alone cannot put the model back.
     """
@@ -121,6 +121,7 @@ def fully_shard(
     no_optimizer(root)
     roots = match(root, units)
     ignored = set(ignored_params or ())
+    parallel.understood(root.modules(), ignored)
     claims = claim_parameters(root, roots, ignored)
     target = device_of(claims, device)
     found = axes(mesh, dp_mesh_dims, target)
@@ -153,7 +154,6 @@ def fully_shard(
             unit.root_keeps = reshard_after_forward is None and claim.module is root
             reshard = not unit.root_keeps and reshard_after_forward is not False
             fill(claim, unit, placement, target, reshard, synced, undo)
-        parallel.adapt(root.modules(), undo)
         for claim in claims:
             heads = given if claim.module is root else (claim.module,)
             for owner in dict.fromkeys([*heads, *claim.modules]):
@@ -162,6 +162,7 @@ def fully_shard(
                 entering = policy.compute_dtype if policy.cast_forward_inputs and owner in heads else None
                 casts = entering, policy.output_dtype if owner in given else None
                 swap_class(owner, units_of[claim.module], owner in heads, casts, undo)
+        parallel.adapt(root.modules(), undo)
         cut = {name: None for p in pieces for name in (*p.cut_by, *p.copied_by)} if target.type != "meta" else {}
         materialize.materialize(root, target, list(dict.fromkeys([*groups, *placement.beside, *cut])), param_init_fn)
         for kept in map(here, dict.fromkeys(root.buffers()) if synced else ()):
@@ -171,7 +172,7 @@ def fully_shard(
     given[0].__dict__["_mfsdp_call"] = next(_calls), {
         "units": units, "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": policy,
         "reshard_after_forward": reshard_after_forward,
-    }, found.grid().tolist()  # fmt: skip
+    }, found.grid().tolist() if found.outer else found.grid()[0].tolist()  # fmt: skip
     return module
 
 

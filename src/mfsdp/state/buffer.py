@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -159,12 +159,12 @@ class Ref:
     """Which of the unit's buffers."""
     piece: Piece | None = None
     """What another parallelism had left of it."""
-    local: Callable[[nn.Module], bool] | None = None
-    """Whether its module asks for what is on this rank, where it would see a DTensor."""
+    style: Any = None
+    """What knows whether its module sees what is on this rank now, where it would see a DTensor: ``style.inside``."""
 
-    def seen(self, module: nn.Module, value: torch.Tensor) -> torch.Tensor:
+    def seen(self, value: torch.Tensor) -> torch.Tensor:
         """What its module sees of what was gathered."""
-        if self.piece is None or (self.local is not None and self.local(module)):
+        if self.piece is None or (self.style is not None and self.style.inside):
             return value
         return self.piece.seen(value)
 

@@ -167,7 +167,7 @@ class Placement:
 
 
 def _step(ranks: torch.Tensor) -> int:
-    return int(ranks[1] - ranks[0]) if ranks.numel() > 1 else 1
+    return int(ranks.diff().max()) if ranks.numel() > 1 else 1
 
 
 def _groups(mesh: DeviceMesh, device: str) -> tuple[str, str]:
