@@ -69,9 +69,12 @@ def parity(kind: type[Any], lowering: str) -> Any:
     return wrong[worst], worst, graphs()
 
 
-@pytest.mark.parametrize("lowering", ["eager", "none"])
+INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.inductor])
+
+
+@pytest.mark.parametrize("lowering", ["eager", "none", INDUCTOR])
 @pytest.mark.parametrize("kind", [Gathered, Ulysses])
 def test_parity(four_ranks, kind, lowering):
-    for wrong, where, made in four_ranks.run(parity, kind, lowering):
+    for wrong, where, made in four_ranks.run(parity, kind, lowering, timeout=300):
         assert wrong < 1e-9, where
         assert lowering == "none" or made == (1, 0)

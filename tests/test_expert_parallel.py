@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import mfsdp
-from examples.parallel.model import Experts, Mixtral, MixtureLayer, expert_parallel
+from examples.parallel.model import Experts, Mixtral, MixtureLayer, expert_parallel, tensor_parallel
 from mfsdp import pipeline
 from mfsdp.graph.program import Program, is_functional_collective
 from tests.parallel import graphs, next_token, reset, tokens, trained_alike, twin
 from tests.parity import compiled, error
+from tests.test_plain_pieces import Enter, Leave
 
 pytestmark = pytest.mark.dist
 
@@ -88,3 +92,73 @@ def microbatches(strategy: int, of_experts: int) -> float:
 @pytest.mark.parametrize("strategies", [(3, 3), (1, 3), (2, 0)])
 def test_microbatches(four_ranks, strategies):
     assert max(four_ranks.run(microbatches, *strategies, timeout=300)) < 1e-9
+
+
+class CutExperts(Experts):
+    """Each expert over `etp`: its ranks have the same tokens, and a part of the hidden units."""
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return Leave.apply(super().forward(Enter.apply(x, self.etp), counts), self.etp)
+
+
+def expert_tensor_parallel(lowering: str) -> Any:
+    """(dp 2, tp 2) for what is dense, (efsdp 1, ep 2, etp 2) for experts."""
+    torch._dynamo.config.capture_scalar_outputs = True
+    reset()
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    sparse = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("efsdp", "ep", "etp"))
+    reference, model = twin(lambda: Mixtral(layers=1))
+    for experts in (m for m in model.modules() if isinstance(m, Experts)):
+        for name, dim in (("w1", 1), ("w2", 2)):
+            whole = getattr(experts, name).data
+            cut = distribute_tensor(whole, sparse["ep", "etp"], [Shard(0), Shard(dim)])
+            experts.register_parameter(name, nn.Parameter(cut))
+        experts.__class__, experts.group, experts.etp = CutExperts, sparse["ep"].get_group(), sparse["etp"].get_group()
+        mfsdp.fully_shard(experts, mesh=sparse["efsdp"])
+    mfsdp.fully_shard(model, mesh=dense, units=[MixtureLayer])
+    every = [tokens(r) for r in range(2)]
+    run = compiled(model, lowering)
+    wrong = trained_alike(model, run, reference, every[dense.get_local_rank("dp_shard")], every)
+    worst = max(wrong, key=wrong.__getitem__)
+    return wrong[worst], worst, graphs()
+
+
+@pytest.mark.parametrize("lowering", ["eager", "none"])
+def test_expert_tensor_parallel(four_ranks, lowering):
+    for wrong, where, made in four_ranks.run(expert_tensor_parallel, lowering, timeout=300):
+        assert wrong < 1e-9, where
+        assert lowering == "none" or made == (1, 0)
+
+
+def initialised(seed: int) -> list[str]:
+    """From the meta device over (dp 2, tp 2) and (efsdp 2, ep 2), by an initialiser of one's own."""
+
+    def init(module: nn.Module) -> None:
+        for p in module.parameters(recurse=False):
+            nn.init.normal_(p)
+
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    reference = Mixtral()
+    torch.manual_seed(seed)
+    for module in reference.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    reference.apply(init)
+    with torch.device("meta"):
+        model = Mixtral()
+    tensor_parallel(model, dense["tp"], sequence=False)
+    expert_parallel(model, sparse["ep"])
+    torch.manual_seed(seed if dist.get_rank() == 0 else 99)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nobody has written the experts yet
+        for experts in (m for m in model.modules() if isinstance(m, Experts)):
+            mfsdp.fully_shard(experts, mesh=sparse["efsdp"])
+    torch.manual_seed(seed if dist.get_rank() == 0 else 99)
+    mfsdp.fully_shard(model, mesh=dense, units=[MixtureLayer], param_init_fn=init)
+    pairs = zip(reference.named_parameters(), model.parameters(), strict=True)
+    return [n for (n, q), p in pairs if not torch.equal(p.full_tensor(), q)]
+
+
+def test_models_from_the_meta_device_are_the_unsharded_init(four_ranks):
+    assert four_ranks.run(initialised, 0) == [[]] * 4

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.dist
 WIDTH, HIDDEN, VOCAB = 8, 12, 34
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """Whole inputs of layers that are cut: each rank has a summand of their gradient."""
 
     @staticmethod
@@ -36,7 +36,7 @@ class _Enter(torch.autograd.Function):
         return functional.all_reduce(grad, "sum", ctx.group), None
 
 
-class _Leave(torch.autograd.Function):
+class Leave(torch.autograd.Function):
     """The sum of what ranks have."""
 
     @staticmethod
@@ -67,11 +67,11 @@ class Layer(nn.Module):
             gate, up = F.linear(x * self.norm, self.up, self.bias).chunk(2, -1)
             return x + F.linear(F.silu(gate) * up, self.down)
         ranks, rank = group.size(), group.rank()
-        mine = _Enter.apply(x, group).chunk(ranks, 1)[rank] * self.norm  # of this rank's part of the tokens
+        mine = Enter.apply(x, group).chunk(ranks, 1)[rank] * self.norm  # of this rank's part of the tokens
         n = mine.shape[1]
-        whole = _Leave.apply(F.pad(mine, (0, 0, n * rank, n * (ranks - 1 - rank))), group)
-        gate, up = F.linear(_Enter.apply(whole, group), self.up, self.bias).chunk(2, -1)
-        return x + _Leave.apply(F.linear(F.silu(gate) * up, self.down), group)
+        whole = Leave.apply(F.pad(mine, (0, 0, n * rank, n * (ranks - 1 - rank))), group)
+        gate, up = F.linear(Enter.apply(whole, group), self.up, self.bias).chunk(2, -1)
+        return x + Leave.apply(F.linear(F.silu(gate) * up, self.down), group)
 
 
 class Model(nn.Module):

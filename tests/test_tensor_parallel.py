@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import loss_parallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import mfsdp
@@ -427,3 +427,61 @@ def shown() -> list[str]:
 
 def test_parameters_show_the_mesh_of_both(four_ranks):
     assert four_ranks.run(shown) == [["", "_StridedShard"]] * 4
+
+
+# Cases of others
+
+
+class Stack(nn.Module):
+    """Of pytorch's test_2d_composability: three layers in and out, of any width."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"in_proj": nn.Linear(width, 4 * width), "out_proj": nn.Linear(4 * width, width)})
+            for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.relu(layer["out_proj"](F.relu(layer["in_proj"](x))))
+        return x
+
+
+def stacked(width: int, cut_for_forward: bool) -> tuple[dict[str, float], list[Any]]:
+    """pytorch's ``test_train_parity_2d_mlp``, and of Megatron-FSDP's test_tensor_parallel: whole shapes and strides,
+    optimizer state on the mesh of both.
+    """
+    reset()
+    mesh = two_by_two()
+    reference, model = twin(lambda: Stack(width))
+    plan = {"in_proj": ColwiseParallel(use_local_output=False), "out_proj": RowwiseParallel()}
+    for layer in model.layers:  # type: ignore[union-attr]
+        parallelize_module(layer, mesh["tp"], plan)
+    mfsdp.fully_shard(model, mesh=mesh, units=["layers.*"], reshard_after_forward=cut_for_forward)
+    made: list[torch.optim.Optimizer] = []
+
+    def adam(params: Any) -> torch.optim.Optimizer:
+        made.append(torch.optim.Adam(params, lr=1e-2))
+        return made[-1]
+
+    def batch(rank: int) -> torch.Tensor:
+        return torch.randn(4, width, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+
+    every = [batch(r) for r in range(2)]
+    mine = every[mesh.get_local_rank("dp_shard")]
+    run = compiled(model, "eager")
+    wrong = trained_alike(model, run, reference, mine, every, lambda m, x: m(x).sum(), 5, adam)
+    weight, like = model.layers[0]["in_proj"].weight, reference.layers[0]["in_proj"].weight  # type: ignore[index, union-attr]
+    moment = made[0].state[weight]["exp_avg"]
+    seen = [
+        (t.device_mesh.mesh_dim_names, t.shape == like.shape, t.stride() == like.stride()) for t in (weight, moment)
+    ]
+    return wrong, seen
+
+
+@pytest.mark.parametrize("width, kept", [(3, False), (16, True), (17, False)])
+def test_as_others_test_it(four_ranks, width, kept):
+    for wrong, seen in four_ranks.run(stacked, width, not kept, timeout=300):
+        assert max(wrong.values()) < 1e-9, max(wrong, key=wrong.__getitem__)
+        assert seen == [(("dp_shard", "tp"), True, True)] * 2
