@@ -94,6 +94,36 @@ def test_microbatches(four_ranks, strategies):
     assert max(four_ranks.run(microbatches, *strategies, timeout=300)) < 1e-9
 
 
+def both(lowering: str) -> Any:
+    """(dp 2, tp 2): attention over `tp`, experts over the ranks of `dp`, the same on those of `tp`."""
+    torch._dynamo.config.capture_scalar_outputs = True
+    reset()
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    sparse = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("efsdp", "ep", "tp"))
+    reference, model = twin(lambda: Mixtral(layers=1))
+    tensor_parallel(model, dense["tp"], sequence=False)
+    expert_parallel(model, sparse["ep"])
+    for experts in (m for m in model.modules() if isinstance(m, Experts)):
+        mfsdp.fully_shard(experts, mesh=sparse["efsdp"])
+    mfsdp.fully_shard(model, mesh=dense, units=[MixtureLayer])
+    every = [tokens(r) for r in range(2)]
+    run = compiled(model, lowering)
+    wrong = trained_alike(model, run, reference, every[dense.get_local_rank("dp_shard")], every)
+    mfsdp.check_replicas(model)
+    worst = max(wrong, key=wrong.__getitem__)
+    return wrong[worst], worst, graphs()
+
+
+INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.inductor])
+
+
+@pytest.mark.parametrize("lowering", ["eager", "none", INDUCTOR])
+def test_beside_tensor_parallelism(four_ranks, lowering):
+    for wrong, where, made in four_ranks.run(both, lowering, timeout=400):
+        assert wrong < 1e-9, where
+        assert lowering == "none" or made == (1, 0)
+
+
 class CutExperts(Experts):
     """Each expert over `etp`: its ranks have the same tokens, and a part of the hidden units."""
 
