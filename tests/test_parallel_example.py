@@ -1,0 +1,26 @@
+"""The example with tensor or expert parallelism beside sharding, as its page says to run it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("how", ["--tp", "--ep"])
+def test_it_trains_on_four_processes(tmp_path, how):
+    command = [sys.executable, "examples/parallel/train.py", how, "2", "--steps", "10", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", done.stdout)]
+    assert len(losses) == 2 and losses[1] < losses[0] - 0.5, done.stdout
+    written = [p.name for p in (tmp_path / "out").rglob("*")]
+    assert any(n.endswith(".html") for n in written) and sum(n.endswith(".txt") for n in written) > 10, written
