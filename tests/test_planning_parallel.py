@@ -18,7 +18,7 @@ from mfsdp import pipeline
 from mfsdp.costs import clock
 from mfsdp.graph import listing, ops
 from mfsdp.graph.program import Program
-from mfsdp.graph.roles import Lane, role
+from mfsdp.graph.roles import Lane
 from mfsdp.spec.hardware import hardware
 from tests.parallel import reset, tokens
 from tests.test_transformers_parallel import build, parallelized
@@ -71,6 +71,7 @@ def text(program: Program) -> list[str]:
     return [line for line in listing.render(program, "capture").split("\n") if line and not line.startswith("; mfsdp")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["tensor", "hsdp", "hfsdp"])
 def test_a_trace_is_what_runs(eight, kind):
     model = cut(kind, "cpu")
@@ -95,7 +96,6 @@ def test_goldens(eight, golden, kind):
 @pytest.mark.parametrize("kind, lanes, header", [
     ("tensor", {Lane.GATHER, Lane.REDUCE, Lane.TENSOR}, "on 8 ranks [4] x tp 2"),
     ("hsdp", {Lane.GATHER, Lane.REDUCE, Lane.OUTER, Lane.TENSOR}, "on 8 ranks [2, 2] x tp 2"),
-    ("hfsdp", {Lane.GATHER, Lane.REDUCE, Lane.OUTER, Lane.TENSOR}, "on 8 ranks [2, 2] x tp 2"),
     ("experts", {Lane.GATHER, Lane.REDUCE, Lane.ALL_TO_ALL}, "on 8 ranks [8]"),
 ])  # fmt: skip
 def test_all_axes_are_on_the_clock(eight, tmp_path, kind, lanes, header):
@@ -119,6 +119,7 @@ def test_ranks_beside_tensor_parallelism_are_no_neighbours(eight):
     assert {u.spec.stride for u in forward.units} == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mixture"])
 def test_models_that_transformers_has_cut(eight, kind):
     """Functions that it has put on modules are copied with them: a trace reads the copy's parameters only."""
@@ -160,9 +161,3 @@ def test_fake_ranks_are_gone_behind():
     with mfsdp.fake_ranks(4, rank=2):
         assert (dist.get_rank(), dist.get_world_size()) == (2, 4)
     assert not dist.is_initialized()
-
-
-def test_roles_of_others(eight):
-    _, backward = mfsdp.trace(cut("tensor"), (IDS.to("meta"),))
-    pipeline.run(backward)
-    assert {role(n).unit for n in backward.nodes if n.target is ops.collective} == {"tp"}
