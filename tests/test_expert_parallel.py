@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -192,3 +193,28 @@ def initialised(seed: int) -> list[str]:
 
 def test_models_from_the_meta_device_are_the_unsharded_init(four_ranks):
     assert four_ranks.run(initialised, 0) == [[]] * 4
+
+
+def saved(folder: str) -> list[str]:
+    """Experts over (efsdp 2, ep 2), saved; the sizes that the checkpoint names, and what one process reads from it."""
+    reference, model = sharded(2, layers=1)
+    dcp.save({"m": model.state_dict()}, checkpoint_id=folder)
+    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    whole = {n: torch.zeros_like(p.data) for n, p in reference.named_parameters()}
+    dcp.load({"m": whole}, checkpoint_id=folder)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    dcp.load({"m": model.state_dict()}, checkpoint_id=folder)
+    back = dict(model.named_parameters())
+    return [
+        n
+        for n, p in reference.named_parameters()
+        if entries[f"m.{n}"].size != p.shape
+        or not torch.equal(whole[n], p)
+        or not torch.equal(back[n].full_tensor(), p)
+    ]
+
+
+def test_checkpoints_have_whole_experts(four_ranks, tmp_path):
+    assert four_ranks.run(saved, str(tmp_path)) == [[]] * 4
