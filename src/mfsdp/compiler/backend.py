@@ -24,6 +24,7 @@ from ..sharding import writes
 from ..spec.config import Options
 from . import lowering, order
 from .capture import Capture, path_of, sources
+from .stitched import Stitched
 
 log = logging.getLogger("mfsdp")
 
@@ -86,18 +87,23 @@ def mfsdp(
         reads = [] if phase == "backward" else reading(program)
         meets = list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences]))
         operations, rooms = order.listed(program), static(program)
+        driven = order.listed(program, driven=True)
         show = dumped.add(program, stages) if dumped is not None and groups.rank() == 0 else None
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
             if show is not None:
                 show(code)
-            if code and chosen.check:
+            if chosen.check and isinstance(compiled, Stitched):
+                order.compare(driven, compiled.driver, driven=True)
+            elif chosen.check and code:
                 order.compare(operations, code)
             return runs.marked(outlined, compiled, sequences, sources, held, reads, meets, rooms)
 
         return finish
 
-    return lowering.LOWERINGS[chosen.lowering](gm, example_inputs, capture, transform)
+    return lowering.LOWERINGS["whole" if chosen.lowering == "inductor" else chosen.lowering](
+        gm, example_inputs, capture, transform
+    )
 
 
 def collectives(program: Program) -> dict[str, list[str]]:

@@ -23,6 +23,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from ..graph import ops
 from ..graph.program import Phase
 from .capture import Capture, Partitioner
+from .stitched import stitched
 
 Run = Callable[[list[Any]], Any]
 """A compiled graph: takes its arguments as one list."""
@@ -45,10 +46,10 @@ def inductor(
     inputs: Sequence[Any],
     capture: Capture,
     transform: Transform,
-    compile: Callable[..., Any] = compile_fx_inner,
+    compile: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Compiles with Inductor, never into CUDA graphs, whoever asks for them. Private in torch (``compile_fx``); tried
-    on 2.11 to 2.15.
+    """Compiles with Inductor, never into CUDA graphs, whoever asks for them. ``compile`` takes a finished program, as
+    ``compile_fx_inner`` does. Private in torch (``compile_fx``); tried on 2.11 to 2.15.
     """
     gm.meta.pop("cudagraph_annotation", None)  # torch._dynamo.override_cudagraphs, which goes before the configuration
 
@@ -59,7 +60,6 @@ def inductor(
         finish = transform(graph, phase)
         strip(graph)
         forget_visible(graph)
-        keep_order(graph)
         compiled = compile(graph, example, **kwargs)
         return compiled if finish is None else finish(compiled, str(getattr(compiled, "source_code", "")))
 
@@ -97,14 +97,23 @@ def eager(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform
         )(gm, inputs)
 
 
+def _whole(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
+    keep_order(graph)
+    return compile_fx_inner(graph, example, **kwargs)
+
+
 def _nothing(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
     return boxed_nop(graph, list(example))
 
 
-LOWERINGS: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": inductor, "eager": eager}
+LOWERINGS: dict[str, Callable[..., Callable[..., Any]]] = {
+    "stitched": partial(inductor, compile=stitched(_whole, compile_fx_inner)),
+    "whole": partial(inductor, compile=_whole),
+    "eager": eager,
+}
 
 CAPTURES: dict[str, Callable[..., Callable[..., Any]]] = {
-    "inductor": partial(inductor, compile=_nothing),
+    **dict.fromkeys(("inductor", "stitched", "whole"), partial(inductor, compile=_nothing)),
     "eager": eager,
 }
 """The same graphs, without Inductor's code generation: for looking at, not for running."""

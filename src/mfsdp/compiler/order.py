@@ -13,6 +13,7 @@ from torch.fx import Node
 from ..graph import listing, ops
 from ..graph.check import LawError
 from ..graph.program import Program, group_of
+from .stretches import CALLED
 
 log = logging.getLogger("mfsdp")
 
@@ -42,35 +43,41 @@ def _known(a: Operand | None, b: Operand | None) -> bool:
     return a is not None and b is not None and a[0] == b[0]
 
 
-def listed(program: Program) -> list[Operation]:
-    """Our operations of a program that is about to be lowered, in order."""
+def listed(program: Program, driven: bool = False) -> list[Operation]:
+    """Our operations of a program that is about to be lowered, in order; for a driver (`stitched`), those of the
+    schedule.
+    """
     number: dict[Node, int] = {}
     out: list[Operation] = []
     for node in program.nodes:
         if getattr(node.target, "namespace", "") != "mfsdp" or node.target is ops.free:
             continue
+        verb = node.target._schema.name.removeprefix("mfsdp::")  # type: ignore[union-attr]
+        if driven and verb in CALLED:
+            continue
         operands: list[Operand | None] = []
         for arg in node.args:
             if isinstance(arg, (list, tuple)):
                 break
-            operands.append(_operand(arg, number))
+            operands.append(_operand(arg, number, driven))
         group = group_of(program, node) if node.target in ops.COLLECTIVES else ""
         number[node] = len(out)
-        verb = node.target._schema.name.removeprefix("mfsdp::")  # type: ignore[union-attr]
         out.append(Operation(verb, tuple(operands), listing.text(node), node, group))
     return out
 
 
-def _operand(arg: Any, number: Mapping[Node, int]) -> Operand | None:
+def _operand(arg: Any, number: Mapping[Node, int], driven: bool) -> Operand | None:
     if not isinstance(arg, Node):
         return "is", arg
     if arg in number:
         return "op", number[arg]
-    return ("in", str(arg.target)) if arg.op == "placeholder" else None
+    return ("in", arg.name if driven else str(arg.target)) if arg.op == "placeholder" else None
 
 
-def written(code: str) -> list[Operation]:
-    """Our operations in Inductor's code, in order. The form of that code is private in torch; tried on 2.11 to 2.15."""
+def written(code: str, driven: bool = False) -> list[Operation]:
+    """Our operations in Inductor's code, in order, or those of the schedule in a driver's. The form of Inductor's is
+    private in torch; tried on 2.11 to 2.15.
+    """
     try:
         tree = ast.parse(code)
     except SyntaxError:  # C++
@@ -80,17 +87,18 @@ def written(code: str) -> list[Operation]:
     out: list[Operation] = []
     for statement in (s for body in bodies for s in _statements(body)):
         value = getattr(statement, "value", None)
-        names = [t for t in getattr(statement, "targets", []) if isinstance(t, (ast.Name, ast.Tuple))]
-        if isinstance(value, ast.Call) and (verb := _verb(value.func)):
+        names = [t for t in getattr(statement, "targets", []) if isinstance(t, (ast.Name, ast.Tuple, ast.List))]
+        verb, given, text = _call(value)
+        if verb and not (driven and verb in CALLED):
             operands: list[Operand | None] = []
-            for arg in value.args:
+            for arg in given:
                 if isinstance(arg, (ast.List, ast.Tuple)):
                     break
                 operands.append(_value(arg, bound))
-            out.append(Operation(verb, tuple(operands), ast.unparse(value)))
+            out.append(Operation(verb, tuple(operands), text))
             bound.update({t.id: ("op", len(out) - 1) for t in names if isinstance(t, ast.Name)})
-        elif isinstance(value, ast.Name) and value.id == "args":
-            inputs = [e for t in names for e in (t.elts if isinstance(t, ast.Tuple) else [t])]
+        elif isinstance(value, ast.Name) and value.id in ("args", "Args"):
+            inputs = [e for t in names for e in ([t] if isinstance(t, ast.Name) else t.elts)]
             bound.update({e.id: ("in", e.id) for e in inputs if isinstance(e, ast.Name)})
         elif isinstance(value, ast.Name) and value.id in bound:
             bound.update({t.id: bound[value.id] for t in names if isinstance(t, ast.Name)})
@@ -107,9 +115,16 @@ def _statements(body: ast.AST) -> Iterator[ast.stmt]:
     return iter(sorted(found, key=lambda n: n.lineno))
 
 
-def _verb(func: ast.expr) -> str:
-    parts = ast.unparse(func).split(".")
-    return parts[3] if parts[:3] == ["torch", "ops", "mfsdp"] else ""
+def _call(value: Any) -> tuple[str, list[ast.expr], str]:
+    """Which of our operations is called, and with what, and the text of that."""
+    if not isinstance(value, ast.Call):
+        return "", [], ""
+    text = ast.unparse(value)
+    if isinstance(value.func, ast.Name):  # Do(number, launches, Kernels.wait, ...)
+        name = ast.unparse(value.args[2]) if value.func.id == "Do" else ""
+        return name.removeprefix("Kernels."), value.args[3:], text
+    parts = ast.unparse(value.func).split(".")
+    return (parts[3], value.args, text) if parts[:3] == ["torch", "ops", "mfsdp"] else ("", [], text)
 
 
 def _value(arg: ast.expr, bound: Mapping[str, Operand]) -> Operand | None:
@@ -121,14 +136,15 @@ def _value(arg: ast.expr, bound: Mapping[str, Operand]) -> Operand | None:
         return None
 
 
-def compare(expected: list[Operation], code: str) -> None:
-    """Compares a listing with the code that was made of it; logs a warning where something else has moved.
+def compare(expected: list[Operation], code: str, driven: bool = False) -> None:
+    """Compares a listing with the code that was made of it (``driven``: a driver's, where each operation of the
+    schedule is); logs a warning where something else has moved.
 
     Raises:
         LawError: the code runs the collectives of a process group in another order, or lacks an operation. Ranks
             compile for themselves: others may have kept the order.
     """
-    found = written(code)
+    found = written(code, driven)
     if expected and not found:
         log.info("mfsdp: generated code is not in Python (cpp_wrapper), and was not compared with the listing")
         return

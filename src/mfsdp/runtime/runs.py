@@ -28,14 +28,16 @@ class Run:
     def __init__(
         self,
         name: str = "",
-        frames: Iterator[tuple[str, Callable[..., Any]]] = iter(()),  # noqa: B008
+        frames: Sequence[tuple[str, Callable[..., Any]]] = (),
         meets: Iterable[str] = (),
     ):
         self.name = name
         self.meets = meets
         """Names of all groups in which other ranks may wait for this one, once it has gone apart from some."""
         self.frames = frames
-        """Its operations still to come, by name, and their frames."""
+        """Its operations, by name, and their frames."""
+        self.coming = iter(frames)
+        """Those still to come, where the order is not known beforehand."""
         self.at = ""
         """The one that is running, or ran last, with the path of its unit."""
         self.launched = 0
@@ -107,6 +109,21 @@ class Run:
             company.wire.sever()
             company.lost = f"mfsdp: rank {groups.rank()} has lost the other ranks at {at}: {story}"
         raise RuntimeError(companies[0].lost) from error
+
+    # its operations
+
+    def do(self, number: int, launches: bool, kernel: Callable[..., Any], *args: Any) -> Any:
+        """Runs its operation of that number in the frame of its place in the program, and tells whoever observes.
+        ``launches``: whether it is a collective.
+        """
+        named = self.frames[number][1]
+        self.at = named.__name__
+        if _observer is None:
+            out = named(kernel, *args)
+        else:
+            out = _observer.operation(self.at, partial(named, kernel), args)
+        self.launched += launches
+        return out
 
     # what it has under way
 
@@ -312,7 +329,7 @@ def marked(
 
     def program(args: list[Any]) -> Any:
         paths = tuple(_fqn(args[i]) for i in units)
-        here = Run(outline.name, iter(frames(paths)), meets)
+        here = Run(outline.name, frames(paths), meets)
         here.announce(said(args, paths) if sequences else {})
         _here.runs.append(here)
         try:
@@ -369,7 +386,7 @@ def shown(kernel: Callable[..., Any], *, launches: bool) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def run(*args: Any) -> Any:
         here = current()
-        operation, named = next(here.frames, nameless)
+        operation, named = next(here.coming, nameless)
         if operation != kernel.__name__:  # not the order of the outline: no name is better than a wrong one
             _, named = nameless
         here.at = named.__name__

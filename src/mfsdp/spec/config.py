@@ -131,7 +131,7 @@ SHORT = {
 }
 """Floating dtypes a parameter may have, and how specs and listings abbreviate them."""
 
-LOWERINGS = ("inductor", "eager")
+LOWERINGS = ("inductor", "stitched", "whole", "eager")
 
 
 @dataclass(frozen=True)

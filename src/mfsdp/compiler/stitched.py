@@ -1,0 +1,215 @@
+"""A program as bodies, compiled by Inductor once per kind, and a driver that runs its schedule (Note [Stretches]).
+
+The driver is Python text, one line per step. It calls our kernels directly, in the listing's order, which no compiler
+sees; every value goes where it is read for the last time: into the list that a body gets, or out of the frame.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+from torch.fx import Node
+
+from ..graph import ops
+from ..graph.program import STORAGE, is_element
+from ..graph.roles import role
+from ..runtime import kernels, runs
+from .stretches import Step, Stretch, Uncut, cut
+
+log = logging.getLogger("mfsdp")
+
+Compile = Callable[..., Any]
+"""``compile_fx_inner``, or what takes its place."""
+
+
+class Stitched:
+    """A compiled program; takes its arguments as one list, which it empties."""
+
+    _boxed_call = True
+
+    def __init__(self, driver: str, bodies: Mapping[str, Any], constants: Mapping[str, Any]):
+        self.driver, self.bodies = driver, bodies
+        names = {"torch": torch, "Kernels": kernels, "Current": runs.current, **bodies, **constants}
+        exec(compile(driver, "<mfsdp driver>", "exec"), names)
+        self._call = names["call"]
+
+    def __call__(self, args: list[Any]) -> Any:
+        return self._call(args)
+
+    @property
+    def source_code(self) -> str:
+        """The driver, and the code of each kind of stretch."""
+        parts = [(name, str(getattr(body, "source_code", ""))) for name, body in self.bodies.items()]
+        return "\n\n".join([self.driver, *(f"# {name}\n\n{code}" for name, code in parts)])
+
+
+def stitched(whole: Compile, each: Compile) -> Compile:
+    """Compiles a program in stretches.
+
+    Args:
+        whole: compiles programs that cannot be cut.
+        each: compiles a kind of stretch.
+    """
+
+    def compile(gm: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
+        try:
+            if kwargs.get("cpp_wrapper"):
+                raise Uncut("cpp_wrapper is on")
+            steps = cut(gm, _donated(gm))
+        except Uncut as why:
+            log.info("mfsdp: compiled as one graph, not in stretches: %s", why)
+            return whole(gm, example, **kwargs)
+        bodies: dict[str, Any] = {}
+        named: dict[tuple[Any, ...], str] = {}
+        for step in steps:
+            if isinstance(step, Stretch) and (kind := step.kind()) not in named:
+                named[kind] = f"Body{len(named)}"
+                bodies[named[kind]] = _body(step, each, kwargs)
+        _tell_strides(gm)
+        constants = {_text(n): getattr(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
+        log.debug("mfsdp: %d stretches of %d kinds", sum(isinstance(s, Stretch) for s in steps), len(bodies))
+        return Stitched(driver(gm.graph, steps, lambda stretch: named[stretch.kind()]), bodies, constants)
+
+    return compile
+
+
+def driver(graph: fx.Graph, steps: Sequence[Step], name: Callable[[Stretch], str]) -> str:
+    """The text of a driver. ``name``: of the body of a stretch.
+
+    Every operation of ours says which one of the program's it is. Names that are no value's begin with a capital.
+    """
+    inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
+    last: dict[Node, Step | None] = {}
+    for step in steps:
+        last.update(dict.fromkeys(step.inputs if isinstance(step, Stretch) else step.all_input_nodes, step))
+    last.update(dict.fromkeys(output.all_input_nodes))
+    lines = [f"{_listed(inputs)} = Args"] if inputs else []
+    lines += ["Args.clear()", "Do = Current().do"]
+    lines += [f"del {n.name}" for n in inputs if n not in last]
+    number = 0
+    for node in graph.nodes:
+        node.meta.pop(_NUMBER, None)
+        if getattr(node.target, "namespace", "") == "mfsdp":
+            node.meta[_NUMBER] = number
+            number += 1
+    for step in steps:
+        reads = step.inputs if isinstance(step, Stretch) else step.all_input_nodes
+        gone = [n.name for n in reads if last[n] is step and n.op != "get_attr"]
+        drop = [f"del {', '.join(gone)}"] if gone else []
+        if isinstance(step, Stretch):
+            gives = f"{_listed(step.outputs)} = " if step.outputs else ""
+            lines += [f"Given = [{', '.join(map(_text, step.inputs))}]", *drop, f"{gives}{name(step)}(Given)"]
+            unread = [n.name for n in step.outputs if n not in last]
+        else:
+            lines += [_called(step), *drop]
+            unread = [step.name] if step not in last and _gives(step) else []
+        lines += [f"del {', '.join(unread)}"] if unread else []
+    body = "\n".join(f"    {line}" for line in [*lines, f"return {_text(tuple(output.args[0]))}"])  # type: ignore[arg-type]
+    return f"def call(Args):\n{body}\n"
+
+
+_NUMBER = "mfsdp_number"
+"""``node.meta`` key: which of the program's operations of ours it is."""
+
+
+def _called(node: Node) -> str:
+    args = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
+    gives = f"{node.name} = " if _gives(node) else ""
+    if _NUMBER in node.meta:
+        launches = node.target in ops.COLLECTIVES
+        kernel = f"Kernels.{node.target._schema.name.removeprefix('mfsdp::')}"  # type: ignore[union-attr]
+        return f"{gives}Do({node.meta[_NUMBER]}, {launches}, {', '.join([kernel, *args])})"
+    if is_element(node):
+        return f"{gives}{args[0]}[{args[1]}]"
+    return f"{gives}{_text(node.target)}({', '.join(args)})"
+
+
+def _gives(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is None or bool(schema.returns)
+
+
+def _listed(nodes: Sequence[Node]) -> str:
+    return f"[{', '.join(n.name for n in nodes)}]"
+
+
+def _text(value: Any) -> str:
+    """An argument, as Python reads it."""
+    if isinstance(value, Node):
+        return f"Constant_{value.name}" if value.op == "get_attr" else value.name
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(map(_text, value))
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' * (len(value) == 1)})"
+    if isinstance(value, slice):
+        return f"slice({_text(value.start)}, {_text(value.stop)}, {_text(value.step)})"
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if isinstance(value, float):
+        return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
+    if isinstance(value, torch._ops.OpOverload):
+        return f"torch.ops.{value}"
+    if isinstance(value, torch._ops.HigherOrderOperator):
+        return f"torch.ops.higher_order.{value}"
+    if value is None or isinstance(value, (bool, int, str, torch.dtype, torch.layout, torch.memory_format)):
+        return repr(value)
+    raise Uncut(f"{value!r} is an argument outside of compute")
+
+
+def _donated(gm: fx.GraphModule) -> set[Node]:
+    """Placeholders that nobody else will read, as AOTAutograd says, without what shares a storage, and without what is
+    ours. Private in torch (``bw_donated_idxs``); tried on 2.13.
+    """
+    context = TracingContext.try_get()
+    numbers = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None) or ()
+    inputs = gm.graph.find_nodes(op="placeholder")
+    saved = [n.meta[STORAGE][0] for n in inputs if STORAGE in n.meta]
+    found = (inputs[i] for i in numbers if i < len(inputs))
+    return {n for n in found if STORAGE in n.meta and saved.count(n.meta[STORAGE][0]) == 1 and role(n) is None}
+
+
+def _body(stretch: Stretch, compile: Compile, kwargs: Mapping[str, Any]) -> Any:
+    """Compiles a kind of stretch."""
+    gm = stretch.body()
+    dying = [i for i, n in enumerate(stretch.inputs) if n in stretch.dying]
+    more = dict(kwargs, static_input_idxs=(), is_backward=kwargs.get("is_backward", False) or bool(dying))
+    with _part(dying):
+        return compile(gm, [n.meta["val"] for n in stretch.inputs], **more)
+
+
+@contextmanager
+def _part(donated: list[int]) -> Iterator[None]:
+    """Lets Inductor compile a part of a graph: it tells nobody the strides of what it returns, and may write over other
+    inputs than the graph may. Private in torch (``output_strides``, ``bw_donated_idxs``, which Inductor looks at in
+    backward); tried on 2.13.
+    """
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    strides, metadata = context.output_strides, context.fw_metadata
+    part: Any = SimpleNamespace() if metadata is None else copy.copy(metadata)
+    part.bw_donated_idxs = donated
+    context.output_strides, context.fw_metadata = None, part
+    try:
+        yield
+    finally:
+        context.output_strides, context.fw_metadata = strides, metadata
+
+
+def _tell_strides(gm: fx.GraphModule) -> None:
+    """Tells AOTAutograd that all results have the strides that they were traced with. Private in torch
+    (``output_strides``); tried on 2.13.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        results: Any = gm.graph.output_node().args[0]
+        context.output_strides.extend([None] * len(results))

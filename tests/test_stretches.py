@@ -1,0 +1,240 @@
+"""Programs in stretches: kinds do not grow with depth, nothing is read behind its death, the driver is the listing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mfsdp
+from mfsdp import pipeline
+from mfsdp.compiler import lowering, order, stitched
+from mfsdp.compiler.stretches import Step, Stretch, Uncut, base, cut
+from mfsdp.compiler.tracing import Programs
+from mfsdp.graph.check import LawError
+from mfsdp.graph.program import Program
+from tests.models import CASES, GPT, Block
+from tests.parity import batches, build, compiled, whole
+
+
+@cache
+def traced(layers: int, train: bool = True) -> Programs:
+    with torch.device("meta"):
+        model, ids = GPT(layers=layers), torch.empty(2, 8, dtype=torch.long)
+    programs = mfsdp.trace(model, (ids,), world=2, units=[Block], lowering="stitched", train=train)
+    for program in programs:
+        pipeline.run(program, listings=False)
+    return programs
+
+
+def program(layers: int, phase: str) -> Program:
+    found = getattr(traced(layers, phase != "inference"), phase).copy()
+    lowering.strip(found.gm)
+    return found
+
+
+def steps(found: Program) -> tuple[list[Step], list[Stretch]]:
+    out = cut(found.gm)
+    return out, [s for s in out if isinstance(s, Stretch)]
+
+
+PHASES = ["forward", "backward", "inference"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_kinds_do_not_grow_with_depth(phase):
+    few, many = (steps(program(layers, phase))[1] for layers in (4, 9))
+    assert len(many) > len(few)
+    assert len({s.kind() for s in many}) == len({s.kind() for s in few}) < 8
+
+
+def test_a_stretch_begins_with_the_sum_that_its_norm_reads():
+    """Inductor fuses the two, and does not see beyond a stretch."""
+    found = program(4, "forward")
+    _, stretches = steps(found)
+    norm = next(n for n in stretches[2].nodes if n.target is torch.ops.aten.var_mean.correction)
+    assert base(norm.args[0]) in stretches[2].nodes and base(norm.args[0]).target is torch.ops.aten.add.Tensor
+
+
+def test_a_sum_of_two_branches_is_computed_where_they_are():
+    """What follows the launch of a reduction and reads nothing of it goes before it, into a kernel that is there."""
+    _, stretches = steps(program(5, "backward"))
+    assert min(sum(n.op == "call_function" for n in s.nodes) for s in stretches) > 2
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_every_value_is_there_when_it_is_read_and_nothing_is_read_once_dead(phase):
+    found = program(4, phase)
+    out, _ = steps(found)
+    there = set(found.gm.graph.find_nodes(op="placeholder"))
+    dead: set[Any] = set()
+    for step in out:
+        reads = step.inputs if isinstance(step, Stretch) else step.all_input_nodes
+        assert there.issuperset(reads) and dead.isdisjoint(map(base, reads))
+        if isinstance(step, Stretch):
+            assert not any(base(n) is not n for n in [*step.inputs, *step.outputs]), "no views go in or out"
+            dead.update(step.dying)
+            there.update(step.outputs)
+        else:
+            there.add(step)
+    results = found.gm.graph.output_node().all_input_nodes
+    assert there.issuperset(results) and dead.isdisjoint(map(base, results))
+    assert dead or phase == "forward"
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_the_driver_is_the_listing(phase):
+    """Law 16, which cannot be broken by a compiler here; a driver that is written wrongly is noticed."""
+    found = program(4, phase)
+    expected, (out, _) = order.listed(found, driven=True), steps(found)
+    text = stitched.driver(found.gm.graph, out, lambda stretch: "Body0")
+    order.compare(expected, text, driven=True)
+    lines = text.splitlines()
+    a, b = [i for i, line in enumerate(lines) if "Do(" in line and "True" in line][:2]
+    lines[a], lines[b] = lines[b], lines[a]
+    with pytest.raises(LawError, match="law 16"):
+        order.compare(expected, "\n".join(lines), driven=True)
+    del lines[a]
+    with pytest.raises(LawError, match="law 16"):
+        order.compare(expected, "\n".join(lines), driven=True)
+
+
+def test_what_stretches_cannot_hold_is_compiled_as_one_graph(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(stitched.log, "info", lambda text, *words: told.append(text % words))
+    found = program(4, "inference")
+    node = next(n for n in found.nodes if n.target is torch.ops.aten.embedding.default)
+    monkeypatch.setattr("mfsdp.compiler.stretches._symbolic", lambda value: value is node.meta["val"])
+    with pytest.raises(Uncut, match=f"the size of {node.name} is not known"):
+        cut(found.gm)
+    one = stitched.stitched(lambda *_, **__: "whole", lambda *_, **__: "each")
+    assert one(found.gm, []) == "whole" and node.name in told[0]
+    assert one(program(4, "inference").gm, [], cpp_wrapper=True) == "whole" and "cpp_wrapper" in told[1]
+
+
+class Odd(nn.Module):
+    """What stretches have to carry: a constant, several results, a written buffer, views that are returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weights = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
+        for layer in self.layers:
+            values, places = layer(x).sort(dim=-1)
+            x = x + values * weights + places.detach() % 3
+            self.seen += x.detach().mean(0)
+        return x.t(), x[1:], x.sum(), values.chunk(2, dim=1)[1]
+
+
+@contextmanager
+def without_inductor() -> Iterator[None]:
+    """The same graphs, cut or not, their compute run by ATen."""
+    before = dict(lowering.LOWERINGS)
+    nothing: Callable[..., Any] = lowering._nothing
+    lowering.LOWERINGS["stitched"] = partial(lowering.inductor, compile=stitched.stitched(_never, nothing))
+    lowering.LOWERINGS["whole"] = partial(lowering.inductor, compile=nothing)
+    try:
+        yield
+    finally:
+        lowering.LOWERINGS.update(before)
+
+
+def _never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("it could not be cut")
+
+
+def differences(names: list[str]) -> list[str]:
+    """What differs between a model in stretches and as one graph, after two steps."""
+    out = []
+    for name in names:
+        torch._dynamo.reset()
+        _, model = build(CASES[name])
+        twin = copy.deepcopy(model)
+        with without_inductor():
+            runs = [compiled(model, "stitched"), compiled(twin, "whole")]
+            for step in range(2):
+                batch = batches(CASES[name], step)[torch.distributed.get_rank()]
+                losses = []
+                for run in runs:
+                    torch.manual_seed(step)
+                    losses.append(CASES[name].loss(run, batch))
+                    losses[-1].backward()
+                out += [f"{name}: loss"] if not torch.equal(*losses) else []
+                with torch.no_grad():
+                    out += [f"{name}: eval"] if not torch.equal(*(CASES[name].loss(run, batch) for run in runs)) else []
+        for (n, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            a, b = whole(p.grad), whole(q.grad)
+            out += [f"{name}: {n}"] if (a is None) != (b is None) or not (a is None or torch.equal(a, b)) else []
+        out += [
+            f"{name}: buffer {n}" for (n, p), q in zip(model.named_buffers(), twin.buffers()) if not torch.equal(p, q)
+        ]
+    return out
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("names", [list(CASES)[::2], list(CASES)[1::2]], ids=["some", "others"])
+def test_stretches_compute_what_one_graph_computes(two_ranks, names):
+    assert two_ranks.run(differences, names, timeout=300) == [[], []]
+
+
+def odd(strategy: int) -> bool:
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(Odd(), units=["layers.*"], strategy=strategy)
+    twin = copy.deepcopy(model)
+    results = []
+    with without_inductor():
+        for run in (compiled(model, "stitched"), compiled(twin, "whole")):
+            torch.manual_seed(torch.distributed.get_rank())
+            outs = run(torch.randn(4, 6))
+            sum(o.square().sum() for o in outs).backward()
+            results.append([*outs])
+    grads = [[whole(p.grad) for p in m.parameters()] for m in (model, twin)]
+    same = [torch.equal(a, b) for pair in (results, grads) for a, b in zip(*pair, strict=True)]
+    return all(same) and torch.equal(model.seen, twin.seen) and bool(model.seen.any())
+
+
+@pytest.mark.dist
+def test_constants_buffers_and_views_go_through_stretches(two_ranks):
+    assert two_ranks.run(odd, 3) == two_ranks.run(odd, 0) == [True, True]
+
+
+def under_inductor(dropout: float) -> bool:
+    """Whether layers in stretches give the losses and gradients of one graph, to rounding."""
+
+    class Layer(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + F.dropout(x.sin(), dropout, self.training)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(16) for _ in range(4)))
+    mfsdp.fully_shard(model, units=[Layer])
+    twin = copy.deepcopy(model)
+    losses = []
+    for name, m in (("stitched", model), ("whole", twin)):
+        run = compiled(m, name)
+        torch.manual_seed(torch.distributed.get_rank())
+        x = torch.randn(2, 8, 16, requires_grad=True)
+        for _ in range(2):
+            loss = run(x).square().mean()
+            loss.backward()
+        losses.append([loss.detach(), x.grad])
+    grads = ([whole(p.grad) for p in m.parameters()] for m in (model, twin))
+    pairs = [*zip(*losses), *zip(*grads)]
+    return all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)
+
+
+@pytest.mark.dist
+@pytest.mark.inductor
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_inductor_computes_the_same_in_stretches(two_ranks, dropout):
+    assert two_ranks.run(under_inductor, dropout, timeout=300) == [True, True]
