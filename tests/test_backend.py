@@ -43,7 +43,7 @@ def step(run: nn.Module, x: torch.Tensor) -> torch.Tensor:
             {"prefetsch": 2},
             r"does not know the option 'prefetsch'; valid options are prefetch \(default 1\), reduce_lag",
         ),
-        ({"lowering": "cuda"}, r"lowering='cuda': choose one of \('inductor', 'eager'\)"),
+        ({"lowering": "cuda"}, r"lowering='cuda': choose one of \('inductor', 'stitched', 'whole', 'eager'\)"),
         ({"check": "yes"}, "check='yes': choose True or False"),
         ({"dump": 3}, "dump=3: give the path of a folder"),
         ({"prefetch": -1}, "prefetch=-1: give an integer of at least 0"),

@@ -101,7 +101,7 @@ def test_constants_made_where_the_input_is(lowering):
 
 
 def test_a_lowering_that_is_none():
-    with pytest.raises(ValueError, match="lowering='triton': choose one of inductor, eager"):
+    with pytest.raises(ValueError, match="lowering='triton': choose one of inductor, stitched, whole, eager"):
         mfsdp.trace(nn.Linear(8, 8), (torch.ones(2, 8),), lowering="triton")
 
 

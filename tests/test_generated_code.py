@@ -1,4 +1,4 @@
-"""What Inductor makes of a program: parameters are views of the gathered buffer, `del` is the reshard."""
+"""What Inductor makes of a whole program: parameters are views of the gathered buffer, `del` is the reshard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generated() -> list[str]:
     """The code of forward and backward of a GPT with two blocks."""
     torch.manual_seed(0)
     model = mfsdp.fully_shard(GPT(tied=False), units=[Block])
-    run = torch.compile(model, backend="mfsdp", dynamic=False)
+    run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "whole"})
     ids = torch.randint(31, (2, 8))
     with torch._inductor.config.patch(fx_graph_cache=False):
         _, code = run_fw_bw_and_get_code(lambda: run(ids).square().mean())
@@ -91,7 +91,7 @@ def orders(tokens: int, folder: str) -> dict[str, tuple[list[str], list[str]]]:
     mfsdp.fully_shard(model, units=["*"])
     mine = Path(folder) / f"rank{dist.get_rank()}"
     with patched_rank():
-        run = torch.compile(model, backend="mfsdp", dynamic=False, options={"dump": str(mine)})
+        run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "whole", "dump": str(mine)})
         x = torch.randn(tokens, 16)
         _, (forward, backward) = run_fw_bw_and_get_code(lambda: run(x).square().mean())
         with torch.no_grad():

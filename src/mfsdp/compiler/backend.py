@@ -23,6 +23,7 @@ from ..runtime import groups, runs
 from ..sharding import writes
 from ..spec.config import Options
 from . import lowering, order
+from .artifact import Artifact, key_of
 from .capture import Capture, path_of, sources
 from .stitched import Stitched
 
@@ -82,13 +83,15 @@ def mfsdp(
             log.debug("mfsdp: graph%d %s %s: %.1f ms", number, phase, stage.name, 1e3 * stage.seconds)
         log.info("mfsdp: graph%d %s: %s, %s", number, phase, program.name, listing.schedule(program))
         dump.artifacts(number, phase, stages)
-        outlined, sequences = outline(program), collectives(program)
-        sources, held = sharded(program), holding(program)
-        reads = [] if phase == "backward" else reading(program)
-        meets = list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences]))
-        operations, rooms = order.listed(program), static(program)
-        driven = order.listed(program, driven=True)
+        sequences = collectives(program)
+        operations, driven = order.listed(program), order.listed(program, driven=True)
         show = dumped.add(program, stages) if dumped is not None and groups.rank() == 0 else None
+        marks = {
+            "outline": outline(program), "sequences": sequences, "sources": sharded(program),
+            "keeping": holding(program), "reads": [] if phase == "backward" else reading(program),
+            "meets": list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences])),
+            "rooms": static(program),
+        }  # fmt: skip
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
             if show is not None:
@@ -97,13 +100,15 @@ def mfsdp(
                 order.compare(driven, compiled.driver, driven=True)
             elif chosen.check and code:
                 order.compare(operations, code)
-            return runs.marked(outlined, compiled, sequences, sources, held, reads, meets, rooms)
+            out = Artifact(compiled, marks, f"{phase} of {program.name}")
+            if key:
+                out.keep()
+            return out
 
         return finish
 
-    return lowering.LOWERINGS["whole" if chosen.lowering == "inductor" else chosen.lowering](
-        gm, example_inputs, capture, transform
-    )
+    key = "" if dumped is not None or dump.traced() else key_of(capture, chosen, passes, gm)
+    return lowering.LOWERINGS[chosen.lowering](gm, example_inputs, capture, transform, key)
 
 
 def collectives(program: Program) -> dict[str, list[str]]:

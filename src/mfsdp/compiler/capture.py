@@ -196,10 +196,12 @@ def _trained(program: Program) -> dict[str, frozenset[int]]:
 
 
 class Partitioner(CustomPartitionerFn):
-    """:meth:`Capture.partition` for Inductor's ``custom_partitioner_fn``."""
+    """:meth:`Capture.partition` for Inductor's ``custom_partitioner_fn``. ``key``: of what the backend makes of the
+    graph, for AOTAutograd's cache.
+    """
 
-    def __init__(self, capture: Capture):
-        self.capture = capture
+    def __init__(self, capture: Capture, key: str = ""):
+        self.capture, self.key = capture, key
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
@@ -207,8 +209,7 @@ class Partitioner(CustomPartitionerFn):
         return self.capture.partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> str:
-        """What it does to a graph is in the graph by the time Inductor's cache looks; a constant will do."""
-        return "mfsdp"
+        return f"mfsdp {self.key}"
 
 
 _LAST_REGION = 1 << 30

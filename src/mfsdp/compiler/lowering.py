@@ -1,10 +1,12 @@
 """From a finished program to something that runs: Inductor's code, or ATen kernels one by one.
 
 Note [Lowerings]
-Both lowerings take the same passes. ``"inductor"`` goes through Inductor's own front end with Inductor's decompositions
-and joint-graph passes, so that sharding costs nothing that ``torch.compile`` would have saved. ``"eager"`` takes the
-ATen graph as autograd wrote it, without decompositions, and calls its kernels one after the other in the listing's
-order: the oracle that other lowerings are compared with, and bitwise what eager PyTorch computes.
+All lowerings take the same passes. ``"stitched"`` and ``"whole"`` go through Inductor's own front end with Inductor's
+decompositions and joint-graph passes, so that sharding costs nothing that ``torch.compile`` would have saved. The
+second hands Inductor the graph as it is, the first each kind of stretch once (Note [Stretches]), which is what
+``"inductor"`` means: its time does not grow with depth. ``"eager"`` takes the ATen graph as autograd wrote it, without
+decompositions, and calls its kernels one after the other in the listing's order: the oracle that other lowerings are
+compared with, and bitwise what eager PyTorch computes.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch._functorch.config as functorch_config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from ..graph import ops
@@ -46,10 +49,17 @@ def inductor(
     inputs: Sequence[Any],
     capture: Capture,
     transform: Transform,
+    key: str = "",
+    *,
     compile: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Compiles with Inductor, never into CUDA graphs, whoever asks for them. ``compile`` takes a finished program, as
-    ``compile_fx_inner`` does. Private in torch (``compile_fx``); tried on 2.11 to 2.15.
+    """Compiles with Inductor, never into CUDA graphs, whoever asks for them. Private in torch (``compile_fx``); tried
+    on 2.11 to 2.15.
+
+    Args:
+        key: says, together with the graph, what `transform` will make of it; AOTAutograd's cache may then be asked
+            (Note [Warm starts]). Where there is none, that cache would hand back graphs that the passes have not seen.
+        compile: takes a finished program, as ``compile_fx_inner`` does.
     """
     gm.meta.pop("cudagraph_annotation", None)  # torch._dynamo.override_cudagraphs, which goes before the configuration
 
@@ -63,18 +73,18 @@ def inductor(
         compiled = compile(graph, example, **kwargs)
         return compiled if finish is None else finish(compiled, str(getattr(compiled, "source_code", "")))
 
-    # AOTAutograd's own cache would hand back graphs that the passes have not seen; Inductor's cache, whose key holds
-    # the transformed graph, stays on.
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(enable_autograd_cache=bool(key) and functorch_config.enable_autograd_cache):
         return compile_fx(  # type: ignore[return-value, no-any-return]
             gm,
             inputs,  # type: ignore[arg-type]
             inner_compile=inner,
-            config_patches={**INDUCTOR, "custom_partitioner_fn": Partitioner(capture)},
+            config_patches={**INDUCTOR, "custom_partitioner_fn": Partitioner(capture, key)},
         )
 
 
-def eager(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform: Transform) -> Callable[..., Any]:
+def eager(
+    gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform: Transform, key: str = ""
+) -> Callable[..., Any]:
     """Runs the ATen graph as it is. Private in torch (``aot_autograd``, ``boxed_nop``); tried on 2.11 to 2.15."""
 
     def compiler(phase: Phase) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
@@ -99,18 +109,28 @@ def eager(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform
 
 def _whole(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
     keep_order(graph)
-    return compile_fx_inner(graph, example, **kwargs)
+    return _each(graph, example, **kwargs)
+
+
+def _each(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
+    """Inductor's cache keeps what it compiles for whoever has the same: the partitioner has done its work."""
+    with inductor_config.patch(custom_partitioner_fn=None):
+        return compile_fx_inner(graph, example, **kwargs)
 
 
 def _nothing(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
     return boxed_nop(graph, list(example))
 
 
+_stitched = partial(inductor, compile=stitched(_whole, _each))
+
 LOWERINGS: dict[str, Callable[..., Callable[..., Any]]] = {
-    "stitched": partial(inductor, compile=stitched(_whole, compile_fx_inner)),
+    "inductor": _stitched,
+    "stitched": _stitched,
     "whole": partial(inductor, compile=_whole),
     "eager": eager,
 }
+"""By the backend's option ``lowering``."""
 
 CAPTURES: dict[str, Callable[..., Callable[..., Any]]] = {
     **dict.fromkeys(("inductor", "stitched", "whole"), partial(inductor, compile=_nothing)),

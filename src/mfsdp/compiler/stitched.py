@@ -36,8 +36,8 @@ class Stitched:
 
     _boxed_call = True
 
-    def __init__(self, driver: str, bodies: Mapping[str, Any], constants: Mapping[str, Any]):
-        self.driver, self.bodies = driver, bodies
+    def __init__(self, driver: str, bodies: Mapping[str, Any], constants: Mapping[str, torch.Tensor]):
+        self.driver, self.bodies, self.constants = driver, bodies, constants
         names = {"torch": torch, "Kernels": kernels, "Current": runs.current, **bodies, **constants}
         exec(compile(driver, "<mfsdp driver>", "exec"), names)
         self._call = names["call"]
@@ -181,12 +181,12 @@ def _body(stretch: Stretch, compile: Compile, kwargs: Mapping[str, Any]) -> Any:
     gm = stretch.body()
     dying = [i for i, n in enumerate(stretch.inputs) if n in stretch.dying]
     more = dict(kwargs, static_input_idxs=(), is_backward=kwargs.get("is_backward", False) or bool(dying))
-    with _part(dying):
+    with part(dying):
         return compile(gm, [n.meta["val"] for n in stretch.inputs], **more)
 
 
 @contextmanager
-def _part(donated: list[int]) -> Iterator[None]:
+def part(donated: list[int]) -> Iterator[None]:
     """Lets Inductor compile a part of a graph: it tells nobody the strides of what it returns, and may write over other
     inputs than the graph may. Private in torch (``output_strides``, ``bw_donated_idxs``, which Inductor looks at in
     backward); tried on 2.13.

@@ -57,7 +57,7 @@ def estimate(
         beside: axes of tensor parallelism, and their ranks.
     """
     batch = sum(t.numel() * t.element_size() for t in inputs)
-    fused = options.lowering == "inductor"
+    fused = options.lowering != "eager"
     account = ledger(programs, buffers, inputs=batch, other=other, plain=plain, optimizer=optimizer, fused=fused)
     now, compute, views = 0.0, 0.0, []
     for program, done in zip(programs, stages, strict=True):

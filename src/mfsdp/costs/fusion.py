@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._inductor import lowering as inductor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -58,6 +57,8 @@ def fuses(node: Node) -> bool:
     (custom operators, sorting, grouped products) is a call of its own. Private in torch (``lowerings``,
     ``fallbacks``); tried on 2.11 to 2.15.
     """
+    from torch._inductor import lowering as inductor  # takes a second, which a warm start does without
+
     target: Any = node.target
     known = target in inductor.lowerings and target not in inductor.fallbacks and operator(node)[0] is target
     return known and node.target not in _ALONE and not flops(node)

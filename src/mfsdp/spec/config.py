@@ -156,7 +156,9 @@ class Options:
     disable_symmetric_registration: bool = False
     """Megatron-FSDP's: registers them without symmetric windows. Means nothing without ``nccl_ub``, as there."""
     lowering: str = "inductor"
-    """``"inductor"``, or ``"eager"``: the same passes, ATen kernels one by one (the oracle)."""
+    """``"inductor"``: ``"stitched"``, each kind of stretch of compute compiled once, the schedule run by a driver of
+    ours. ``"whole"``: one Inductor graph per program. ``"eager"``: ATen kernels one by one, the oracle.
+    """
     check: bool = True
     """Run the law checker after every pass, and compare Inductor's code with the listing."""
     dump: str | None = None

@@ -1,0 +1,153 @@
+"""What torch's caches keep of a compiled program, so that a restart neither traces nor compiles.
+
+Note [Warm starts]
+AOTAutograd's cache keeps, for a graph that Dynamo has traced, where Inductor's cache has the code of its forward and of
+its backward. On a hit neither the passes nor a lowering run. So what we put into Inductor's cache is an `Artifact`: the
+code, and all that the backend has found out about the program (names, what ranks compare, which arguments are shards).
+
+The key says everything that decides what the passes do: torch's own key (the traced graph with the specs in it, its
+inputs, torch's version and settings), and `key_of`: every source file of this package, the options, the units with
+their layouts. Where something could not be said in it (passes of the user's own, DTensors of other parallelisms), or
+listings are to be written, the graph is compiled anew. Each rank looks for itself: what ranks run is compared when they
+run it (Note [In step]), never while they compile.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.compiler._cache as torch_cache
+from torch import fx
+from torch._inductor.codecache import FxGraphCache, InductorCacheArtifact
+from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
+from torch.distributed.tensor import DTensor
+
+from ..pipeline import Table
+from ..runtime import groups, runs
+from ..spec.config import Options
+from .capture import Capture
+from .stitched import Stitched, part
+
+log = logging.getLogger("mfsdp")
+
+
+class Artifact:
+    """A compiled program, as the backend returns it and as Inductor's cache gives it back, whose entries are
+    ``CompiledFxGraph``s: what it asks those for and is not here, the first of ours answers. Private in torch
+    (``FxGraphCache``, ``CompiledFxGraph``); tried on 2.13.
+
+    Args:
+        code: what runs it.
+        marks: the arguments of `runs.marked` besides.
+        about: a line for the log.
+    """
+
+    _triton_bundle = guards_expr = extern_libs_key = None
+
+    def __init__(self, code: Any, marks: Mapping[str, Any], about: str):
+        self.code, self.marks, self.about = code, marks, about
+        self._boxed_call = True  # of its own: torch's wrappers copy what an object has
+        self._run = runs.marked(run=code, **marks)
+
+    def __call__(self, args: list[Any]) -> Any:
+        return self._run(args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "code" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._bodies[0], name)
+
+    @property
+    def _bodies(self) -> Sequence[Any]:
+        return list(self.code.bodies.values()) if isinstance(self.code, Stitched) else [self.code]
+
+    def keep(self) -> None:
+        """Puts it into Inductor's cache under what it contains; AOTAutograd asks for the key. What cannot be kept is
+        compiled anew the next time.
+        """
+        if not self._bodies or not all(isinstance(body, CompiledFxGraph) for body in self._bodies):
+            return
+        try:
+            content = pickle.dumps(self)
+        except Exception as error:
+            log.info("mfsdp: %s cannot be kept in the cache: %s: %s", self.about, type(error).__name__, error)
+            return
+        key = "f" + hashlib.sha256(content).hexdigest()[:51]
+        torch_cache.CacheArtifactRecorder(InductorCacheArtifact.type(), key).record(content)
+        FxGraphCache._write_to_local_cache(key, content)
+        self._fx_graph_cache_key = key
+        self._fx_graph_cache_debug_lines: list[str] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        code = self.code
+        if isinstance(code, Stitched):
+            frozen = {name: _frozen(body) for name, body in code.bodies.items()}
+            return {"code": (code.driver, frozen, code.constants), "marks": self.marks, "about": self.about}
+        return {"code": _frozen(code), "marks": self.marks, "about": self.about}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        code = state["code"]
+        self.__init__(Stitched(*code) if isinstance(code, tuple) else code, state["marks"], state["about"])  # type: ignore[misc]
+
+    def after_deserialization(self, constants: Any) -> str:
+        """Loads the code.
+
+        Raises:
+            OSError: some of it is gone; the cache takes that for a miss.
+        """
+        for body in self._bodies:
+            loaded, _ = FxGraphCache.cache_hit_post_compile(body, {}, CompiledFxGraphConstants())
+            if loaded is None:
+                raise OSError("code that a program calls is not in the cache")
+        return str(self._bodies[0].cache_key)
+
+    def post_compile(self, inputs: Sequence[Any], constants: Any, kwargs: Any) -> None:
+        """What is done to compiled code in the process that will run it."""
+        for body in self._bodies:
+            with part([]):
+                body.post_compile([], CompiledFxGraphConstants(), kwargs)
+        log.info("mfsdp: %s, from the cache", self.about)
+
+
+def _frozen(body: CompiledFxGraph) -> CompiledFxGraph:
+    """A copy that can be pickled."""
+    out = copy.copy(body)
+    out.prepare_for_serialization()
+    return out
+
+
+def key_of(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule) -> str:
+    """What decides what the backend makes of a graph and is not in torch's own key; ``""``: not to be cached."""
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    functions = [(name, getattr(function, "func", function)) for name, function in passes]
+    rows = [(name, f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', '')}") for name, f in functions]
+    own = all(text.startswith("mfsdp.") for _, text in rows)
+    if not own or capture.wrapped or any(isinstance(v, DTensor) for v in values):
+        return ""
+    axes = sorted({name for unit in capture.units for name in unit.spec.groups if name})
+    facts = (
+        sources(), platform.python_version(), replace(options, passes=None), rows, groups.world(),
+        [groups.axis_of(name) for name in axes], capture.name, capture.inputs, capture.input_names,
+        sorted(capture.shards.items()), sorted(capture.whole), sorted(capture.plain.items(), key=lambda item: item[0]),
+    )  # fmt: skip
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+@functools.cache
+def sources(folder: Path = Path(__file__).parent.parent) -> str:
+    """A hash of every source file below a folder; of this package."""
+    files = (Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names)
+    found = hashlib.sha256()
+    for path in sorted(file for file in files if file.suffix == ".py"):
+        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return found.hexdigest()

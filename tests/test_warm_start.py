@@ -1,0 +1,159 @@
+"""A restart neither traces nor compiles, whatever was changed is compiled anew, and ranks need not agree on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+import mfsdp
+from mfsdp import pipeline
+from mfsdp.compiler import artifact
+from mfsdp.compiler.capture import Capture, sources
+from mfsdp.reports.profile import Outline
+from mfsdp.runtime.agreement import Company
+from mfsdp.spec.config import Options
+from tests.models import GPT, Block
+from tests.parity import whole
+
+
+def start(folder: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """A process's first two steps, with caches below a folder: what was found there, and what came out."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    torch._dynamo.reset()
+    counters.clear()
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    log = logging.getLogger("mfsdp")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(GPT(width=16, layers=2), units=[Block], **changes.get("sharding", {}))
+    run = torch.compile(model, backend="mfsdp", dynamic=False, options=changes.get("options", {}))
+    torch.manual_seed(dist.get_rank())
+    ids = torch.randint(31, (2, 8))
+    said: list[str] = []
+    before = Company.announce
+
+    def announce(company: Company, words: Any) -> Any:
+        said.extend(words.lines)
+        return before(company, words)
+
+    Company.announce = announce  # type: ignore[method-assign]
+    for _ in range(2):
+        loss = run(ids).square().mean()
+        loss.backward()
+    Company.announce = before  # type: ignore[method-assign]
+    log.removeHandler(handler)
+    with mfsdp.profile(run, steps=1) as seen:
+        run(ids).square().mean().backward()
+        seen.step()
+    found = dict(counters["aot_autograd"])
+    grads = [whole(p.grad).double().sum().item() for p in model.parameters()]
+    return {
+        "hits": found.get("autograd_cache_hit", 0), "misses": found.get("autograd_cache_miss", 0),
+        "loss": loss.item(), "grads": grads, "told": told, "said": said,
+        "lines": [line.line.text for line in seen.lines],
+    }  # fmt: skip
+
+
+def folders(ranks: Any, each: list[str], **changes: Any) -> list[dict[str, Any]]:
+    return ranks.run(_in_its_own, each, changes, timeout=300)
+
+
+def _in_its_own(each: list[str], changes: dict[str, Any]) -> dict[str, Any]:
+    return start(each[dist.get_rank()], changes)
+
+
+@pytest.mark.dist
+@pytest.mark.inductor
+def test_a_restart_is_warm_and_a_cold_rank_does_not_matter(two_fresh_ranks, tmp_path):
+    """The second and third start are other processes; in the third one rank has lost its cache."""
+    each = [str(tmp_path / "rank0"), str(tmp_path / "rank1")]
+    cold = folders(two_fresh_ranks, each)
+    assert all((s["hits"], s["misses"]) == (0, 1) for s in cold)
+    two_fresh_ranks.stop()
+    warm = folders(two_fresh_ranks, each)
+    assert all((s["hits"], s["misses"]) == (1, 0) for s in warm)
+    assert any("forward of GPT, from the cache" in line for line in warm[0]["told"])
+    for a, b in zip(cold, warm):
+        assert all(a[what] == b[what] for what in ("loss", "grads", "said", "lines")) and a["said"] and a["lines"]
+    two_fresh_ranks.stop()
+    shutil.rmtree(each[1])
+    half = folders(two_fresh_ranks, each)
+    assert [s["hits"] for s in half] == [1, 0]
+    assert [s["loss"] for s in half] == [s["loss"] for s in cold] and half[0]["grads"] == half[1]["grads"]
+    # another lowering, options and specs are other programs
+    for changes in (
+        {"options": {"lowering": "whole"}},
+        {"options": {"prefetch": 2}},
+        {"sharding": {"reshard_after_forward": False}},
+        {"sharding": {"strategy": 1}},
+    ):
+        assert [s["hits"] for s in folders(two_fresh_ranks, each, **changes)] == [0, 0], changes
+    assert [s["hits"] for s in folders(two_fresh_ranks, each, options={"lowering": "whole"})] == [1, 1]
+
+
+def test_every_source_file_counts(tmp_path):
+    """Also those that are reached through a link."""
+    home = Path(artifact.__file__).parent.parent
+    copied = tmp_path / "mfsdp"
+    shutil.copytree(home, copied)
+    before = artifact.sources(copied)
+    assert before == artifact.sources(home)
+    files = sorted(copied.rglob("*.py"))
+    assert copied / "passes" / "gather.py" in files and len(files) > 100
+    for path in files:
+        text = path.read_text()
+        path.write_text(f"{text}# 1\n")
+        artifact.sources.cache_clear()
+        assert artifact.sources(copied) != before, path
+        path.write_text(text)
+
+
+def captured(options: Options, **sharding: Any) -> str:
+    """The key of a small model's graph."""
+    keys: list[str] = []
+    model = mfsdp.fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), **{"units": ["0"], **sharding})
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        keys.append(artifact.key_of(Capture(inputs, sources(gm)), options, pipeline.chosen(options), gm))
+        return lambda *args: (torch.zeros(2, 6),)
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend)(torch.ones(2, 6))
+    return keys[0]
+
+
+def test_every_option_and_layout_counts():
+    plain = captured(Options())
+    assert plain == captured(Options()) and plain
+    changed = {
+        "prefetch": 2, "reduce_lag": 2, "max_unsharded": 5, "pool": False, "lowering": "whole", "check": False,
+        "upto": "gather", "disable_symmetric_registration": True, "nccl_ub": True, "dump": "x",
+    }  # fmt: skip
+    assert set(changed) | {"passes"} == {f.name for f in fields(Options)}, "a new option has to change the key"
+    keys = [captured(Options(**{name: value})) for name, value in changed.items()]
+    keys += [captured(Options(), units=["1"]), captured(Options(), reshard_after_forward=False)]
+    keys += [captured(Options(), mp_policy=mfsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))]
+    assert len({plain, *keys}) == len(keys) + 1
+    ours = pipeline.PIPELINE
+    assert captured(Options(passes=ours[:-1])) not in ("", plain)
+    assert captured(Options(passes=(*ours, ("mine", lambda program: None)))) == "", "what it does, no key can say"
+
+
+def test_what_cannot_be_kept_is_compiled_anew():
+    """Nothing of it reaches the user, and AOTAutograd is not told that there is a key."""
+    made = artifact.Artifact(lambda args: args, {"outline": Outline("toy", "forward", ())}, "a program")
+    made.keep()
+    assert not hasattr(made, "_fx_graph_cache_key")
