@@ -80,7 +80,7 @@ def test_every_line_of_a_step(two_ranks, tmp_path, lowering):
     code = [p for p in tmp_path.iterdir() if p.name.endswith(".code.py")]
     assert len(code) == (2 if lowering == "inductor" else 0)
     for path in code:
-        assert "torch.ops.mfsdp.all_gather.default" in path.read_text()
+        assert "Kernels.all_gather" in path.read_text()
 
 
 def ranged() -> set[str]:

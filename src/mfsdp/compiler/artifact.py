@@ -44,7 +44,7 @@ log = logging.getLogger("mfsdp")
 class Artifact:
     """A compiled program, as the backend returns it and as Inductor's cache gives it back, whose entries are
     ``CompiledFxGraph``s: what it asks those for and is not here, the first of ours answers. Private in torch
-    (``FxGraphCache``, ``CompiledFxGraph``); tried on 2.13.
+    (``FxGraphCache``, ``CompiledFxGraph``); tried on 2.11, 2.13 and 2.15, not on the others of 2.11 to 2.15.
 
     Args:
         code: what runs it.
@@ -83,8 +83,7 @@ class Artifact:
             log.info("mfsdp: %s cannot be kept in the cache: %s: %s", self.about, type(error).__name__, error)
             return
         key = "f" + hashlib.sha256(content).hexdigest()[:51]
-        torch_cache.CacheArtifactRecorder(InductorCacheArtifact.type(), key).record(content)
-        FxGraphCache._write_to_local_cache(key, content)
+        _store(key, content)
         self._fx_graph_cache_key = key
         self._fx_graph_cache_debug_lines: list[str] = []
 
@@ -117,6 +116,18 @@ class Artifact:
             with part([]):
                 body.post_compile([], CompiledFxGraphConstants(), kwargs)
         log.info("mfsdp: %s, from the cache", self.about)
+
+
+def _store(key: str, content: bytes) -> None:
+    """Puts an entry into Inductor's cache, and among what ``save_cache_artifacts`` takes along. Private in torch
+    (``_write_to_local_cache``, ``CacheArtifactRecorder``, before ``CacheArtifactManager``); tried on 2.11, 2.13, 2.15.
+    """
+    kind = InductorCacheArtifact.type()
+    if hasattr(torch_cache, "CacheArtifactRecorder"):
+        torch_cache.CacheArtifactRecorder(kind, key).record(content)
+    else:
+        torch_cache.CacheArtifactManager.record_artifact(kind, key, content)
+    FxGraphCache._write_to_local_cache(key, content)
 
 
 def _frozen(body: CompiledFxGraph) -> CompiledFxGraph:
