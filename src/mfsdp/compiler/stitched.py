@@ -69,23 +69,26 @@ def stitched(whole: Compile, each: Compile) -> Compile:
             log.info("mfsdp: compiled as one graph, not in stretches: %s", why)
             return whole(gm, example, **kwargs)
         bodies: dict[str, Any] = {}
-        named: dict[tuple[Any, ...], str] = {}
-        for step in steps:
-            if isinstance(step, Stretch) and (kind := step.kind()) not in named:
-                named[kind] = f"Body{len(named)}"
-                bodies[named[kind]] = _body(step, each, kwargs)
+        kinds: dict[tuple[Any, ...], str] = {}
+        names: dict[Stretch, str] = {}
+        for stretch in (step for step in steps if isinstance(step, Stretch)):
+            kind = stretch.kind()
+            if kind not in kinds:
+                kinds[kind] = f"Body{len(kinds)}"
+                bodies[kinds[kind]] = _body(stretch, each, kwargs)
+            names[stretch] = kinds[kind]
         _tell_strides(gm)
         constants = {_text(n): getattr(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
-        log.debug("mfsdp: %d stretches of %d kinds", sum(isinstance(s, Stretch) for s in steps), len(bodies))
-        return Stitched(driver(gm.graph, steps, lambda stretch: named[stretch.kind()]), bodies, constants)
+        log.debug("mfsdp: %d stretches of %d kinds", len(names), len(kinds))
+        return Stitched(driver(gm.graph, steps, names), bodies, constants)
 
     return compile
 
 
-def driver(graph: fx.Graph, steps: Sequence[Step], name: Callable[[Stretch], str]) -> str:
-    """The text of a driver. ``name``: of the body of a stretch.
+def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Stretch, str]) -> str:
+    """The text of a driver. ``names``: of the bodies of stretches.
 
-    Every operation of ours says which one of the program's it is. Names that are no value's begin with a capital.
+    Every operation that is shown says which one of the program's it is. Names that are no value's begin with a capital.
     """
     inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
     last: dict[Node, Step | None] = {}
@@ -93,41 +96,34 @@ def driver(graph: fx.Graph, steps: Sequence[Step], name: Callable[[Stretch], str
         last.update(dict.fromkeys(step.inputs if isinstance(step, Stretch) else step.all_input_nodes, step))
     last.update(dict.fromkeys(output.all_input_nodes))
     lines = [f"{_listed(inputs)} = Args"] if inputs else []
-    lines += ["Args.clear()", "Do = Current().do"]
+    lines += ["Args.clear()", "Run = Current()", "Do = Run.do"]
     lines += [f"del {n.name}" for n in inputs if n not in last]
-    number = 0
-    for node in graph.nodes:
-        node.meta.pop(_NUMBER, None)
-        if getattr(node.target, "namespace", "") == "mfsdp":
-            node.meta[_NUMBER] = number
-            number += 1
+    shown = (node for node in graph.nodes if node.target in ops.SHOWN)
+    number = {node: i for i, node in enumerate(shown)}
     for step in steps:
         reads = step.inputs if isinstance(step, Stretch) else step.all_input_nodes
         gone = [n.name for n in reads if last[n] is step and n.op != "get_attr"]
         drop = [f"del {', '.join(gone)}"] if gone else []
         if isinstance(step, Stretch):
             gives = f"{_listed(step.outputs)} = " if step.outputs else ""
-            lines += [f"Given = [{', '.join(map(_text, step.inputs))}]", *drop, f"{gives}{name(step)}(Given)"]
+            inside = [number[n] for n in step.nodes if n in number]
+            lines += [f"Run.next({inside[0]})"] if inside else []
+            lines += [f"Given = [{', '.join(map(_text, step.inputs))}]", *drop, f"{gives}{names[step]}(Given)"]
             unread = [n.name for n in step.outputs if n not in last]
         else:
-            lines += [_called(step), *drop]
+            lines += [_called(step, number.get(step)), *drop]
             unread = [step.name] if step not in last and _gives(step) else []
         lines += [f"del {', '.join(unread)}"] if unread else []
     body = "\n".join(f"    {line}" for line in [*lines, f"return {_text(tuple(output.args[0]))}"])  # type: ignore[arg-type]
     return f"def call(Args):\n{body}\n"
 
 
-_NUMBER = "mfsdp_number"
-"""``node.meta`` key: which of the program's operations of ours it is."""
-
-
-def _called(node: Node) -> str:
+def _called(node: Node, number: int | None) -> str:
     args = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
     gives = f"{node.name} = " if _gives(node) else ""
-    if _NUMBER in node.meta:
-        launches = node.target in ops.COLLECTIVES
+    if number is not None:
         kernel = f"Kernels.{node.target._schema.name.removeprefix('mfsdp::')}"  # type: ignore[union-attr]
-        return f"{gives}Do({node.meta[_NUMBER]}, {launches}, {', '.join([kernel, *args])})"
+        return f"{gives}Do({number}, {node.target in ops.COLLECTIVES}, {', '.join([kernel, *args])})"
     if is_element(node):
         return f"{gives}{args[0]}[{args[1]}]"
     return f"{gives}{_text(node.target)}({', '.join(args)})"

@@ -93,6 +93,9 @@ COLLECTIVES = (*OURS, collective)
 IN_PLACE = (refresh, all_reduce)
 """Collectives that write to their first argument and have no result."""
 
+SHOWN = (wait, bucket, pack, mm, hold, accumulate, *COLLECTIVES)
+"""Operations that run in a frame with their name and their unit's."""
+
 SLOT = {all_gather: 2, bucket: 3}
 """Operations that may fill a static buffer, and which of their arguments says so."""
 

@@ -22,10 +22,7 @@ from ..graph.roles import role
 from ..runtime import runs
 from ..spec.hardware import KNOWN
 
-_OPERATIONS = {
-    x: x._schema.name.split("::")[1]
-    for x in (ops.wait, ops.bucket, ops.pack, ops.mm, ops.hold, ops.accumulate, *ops.COLLECTIVES)
-}
+_OPERATIONS = {x: x._schema.name.split("::")[1] for x in ops.SHOWN}
 """Names under which `runtime` shows them."""
 
 

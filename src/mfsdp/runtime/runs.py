@@ -125,6 +125,10 @@ class Run:
         self.launched += launches
         return out
 
+    def next(self, number: int) -> None:
+        """Says which operation comes next, where a compiled body will run it."""
+        self.coming = iter(self.frames[number:])
+
     # what it has under way
 
     def gather(self, pairs: Pairs, group: str) -> End:
