@@ -17,7 +17,7 @@ from torch._inductor.codecache import compiled_fx_graph_hash
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.compiler import lowering, order, stitched
-from mfsdp.compiler.stretches import Step, Stretch, Uncut, base, cut
+from mfsdp.compiler.stretches import Step, Stretch, Uncut, base, cut, scheduled
 from mfsdp.compiler.tracing import Programs
 from mfsdp.graph.check import LawError
 from mfsdp.graph.program import Program
@@ -227,6 +227,68 @@ def odd(strategy: int) -> bool:
 @pytest.mark.dist
 def test_constants_buffers_and_views_go_through_stretches(two_ranks):
     assert two_ranks.run(odd, 3) == two_ranks.run(odd, 0) == [True, True]
+
+
+@pytest.mark.parametrize("strategy", [1, 3])
+@pytest.mark.parametrize("phase", PHASES)
+def test_what_is_waited_for_is_read_behind_the_wait_as_in_the_listing(phase, strategy):
+    """Compute that is moved over operations of the schedule reads nothing that they touch."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Biased() for _ in range(4)))
+        x = torch.empty(4, 6)
+    programs = mfsdp.trace(
+        model, (x,), world=2, units=[Biased], lowering="stitched", strategy=strategy, train=phase != "inference"
+    )
+    found = getattr(programs, phase)
+    pipeline.run(found, listings=False)
+    lowering.strip(found.gm)
+    listed = {node: i for i, node in enumerate(found.nodes)}
+    where: dict[Any, int] = {}
+    out, _ = steps(found)
+    for i, step in enumerate(out):
+        own = [n for n in step.nodes if base(n) is n] if isinstance(step, Stretch) else [step]
+        where.update(dict.fromkeys(own, i))
+    touching = [n for n in where if scheduled(n)]
+    pairs = [(a, n) for a in touching for n in where if n is not a and shared(a, n)]
+    assert pairs and all((where[a] < where[n]) == (listed[a] < listed[n]) for a, n in pairs)
+
+
+def shared(operation: Any, node: Any) -> bool:
+    """Whether a node reads what an operation of the schedule gives or is given."""
+    touched = {operation, *map(base, operation.all_input_nodes)}
+    return not touched.isdisjoint(map(base, node.all_input_nodes))
+
+
+class Biased(nn.Module):
+    """Ends and begins with pointwise compute that reads parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(6, 6)), nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x * self.scale) @ self.weight).relu() * 2
+
+
+def test_results_that_share_a_storage_are_taken_apart():
+    """What a compiler has computed in a part of another result, or given twice, another body may write over."""
+    calls = []
+
+    def body(given: list[Any]) -> list[Any]:
+        calls.append(given)
+        whole_ = torch.cat([given[0], given[1]])
+        return [whole_, whole_[:2], whole_, given[0], given[1], torch.empty(0), torch.empty(0)]
+
+    text = "def call(Args):\n    return Body0(Args)\n"
+    run = stitched.Stitched(text, {"Body0": body}, {"Body0": [1]}, {})
+    for _ in range(3):
+        a, b = torch.ones(2), torch.zeros(2)
+        out = run([a, b])
+        addresses = [x.untyped_storage().data_ptr() for x in out[:5]]
+        assert len({*addresses, a.untyped_storage().data_ptr()}) == 6, "nobody may write over a, which lives on"
+        assert addresses[4] == b.untyped_storage().data_ptr(), "b was given away"
+        assert out[1].equal(a) and out[3].equal(a)
+    assert len(calls) == 3
 
 
 def test_what_inductor_may_write_over_is_part_of_its_key():

@@ -91,7 +91,7 @@ class Artifact:
         code = self.code
         if isinstance(code, Stitched):
             frozen = {name: _frozen(body) for name, body in code.bodies.items()}
-            return {"code": (code.driver, frozen, code.constants), "marks": self.marks, "about": self.about}
+            return {"code": (code.driver, frozen, code.dying, code.constants), "marks": self.marks, "about": self.about}
         return {"code": _frozen(code), "marks": self.marks, "about": self.about}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

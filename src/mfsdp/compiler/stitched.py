@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,24 +33,63 @@ Compile = Callable[..., Any]
 
 
 class Stitched:
-    """A compiled program; takes its arguments as one list, which it empties."""
+    """A compiled program; takes its arguments as one list, which it empties.
+
+    Args:
+        driver: its text.
+        bodies: the kinds of stretches, compiled, by name.
+        dying: which of its inputs a body may write over.
+        constants: what else the driver reads.
+    """
 
     _boxed_call = True
 
-    def __init__(self, driver: str, bodies: Mapping[str, Any], constants: Mapping[str, torch.Tensor]):
-        self.driver, self.bodies, self.constants = driver, bodies, constants
-        names = {"torch": torch, "Kernels": kernels, "Current": runs.current, **bodies, **constants}
-        exec(compile(driver, "<mfsdp driver>", "exec"), names)
-        self._call = names["call"]
+    def __init__(
+        self,
+        driver: str,
+        bodies: Mapping[str, Any],
+        dying: Mapping[str, Sequence[int]],
+        constants: Mapping[str, torch.Tensor],
+    ):
+        self.driver, self.bodies, self.dying, self.constants = driver, bodies, dying, constants
+        self._names: dict[str, Any] = {"torch": torch, "Kernels": kernels, "Current": runs.current, **constants}
+        self._names |= {name: partial(self._first, name) for name in bodies}
+        exec(compile(driver, "<mfsdp driver>", "exec"), self._names)
+        self._call = self._names["call"]
 
     def __call__(self, args: list[Any]) -> Any:
         return self._call(args)
+
+    def _first(self, name: str, given: list[Any]) -> Any:
+        """Runs a body for the first time, and sees to it that its results own their storages: a compiler may compute
+        one of them in a part of another (``cat``), or give one twice, and another body may write over either. That is
+        a property of the code: if it is so once, those results are copied every time.
+        """
+        body, dying = self.bodies[name], self.dying[name]
+        taken = {_address(x) for i, x in enumerate(given) if i not in dying}
+        out = body(given)
+        shared = []
+        for i, result in enumerate(out):
+            if _address(result) in taken - {None}:
+                shared.append(i)
+            taken.add(_address(result))
+        self._names[name] = partial(_apart, body, shared) if shared else body
+        return [x.clone() if i in shared else x for i, x in enumerate(out)]
 
     @property
     def source_code(self) -> str:
         """The driver, and the code of each kind of stretch."""
         parts = [(name, str(getattr(body, "source_code", ""))) for name, body in self.bodies.items()]
         return "\n\n".join([self.driver, *(f"# {name}\n\n{code}" for name, code in parts)])
+
+
+def _address(x: torch.Tensor) -> int | None:
+    """Of the storage; ``None`` if there is none, which nobody shares."""
+    return x.untyped_storage().data_ptr() or None
+
+
+def _apart(body: Callable[..., Any], shared: Collection[int], given: list[Any]) -> list[Any]:
+    return [x.clone() if i in shared else x for i, x in enumerate(body(given))]
 
 
 def stitched(whole: Compile, each: Compile) -> Compile:
@@ -71,16 +111,18 @@ def stitched(whole: Compile, each: Compile) -> Compile:
         bodies: dict[str, Any] = {}
         kinds: dict[tuple[Any, ...], str] = {}
         names: dict[Stretch, str] = {}
+        dying: dict[str, list[int]] = {}
         for stretch in (step for step in steps if isinstance(step, Stretch)):
             kind = stretch.kind()
             if kind not in kinds:
-                kinds[kind] = f"Body{len(kinds)}"
-                bodies[kinds[kind]] = _body(stretch, each, kwargs)
+                name = kinds[kind] = f"Body{len(kinds)}"
+                dying[name] = [i for i, n in enumerate(stretch.inputs) if n in stretch.dying]
+                bodies[name] = _body(stretch, dying[name], each, kwargs)
             names[stretch] = kinds[kind]
         _tell_strides(gm)
         constants = {_text(n): getattr(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
         log.debug("mfsdp: %d stretches of %d kinds", len(names), len(kinds))
-        return Stitched(driver(gm.graph, steps, names), bodies, constants)
+        return Stitched(driver(gm.graph, steps, names), bodies, dying, constants)
 
     return compile
 
@@ -172,10 +214,9 @@ def _donated(gm: fx.GraphModule) -> set[Node]:
     return {n for n in found if STORAGE in n.meta and saved.count(n.meta[STORAGE][0]) == 1 and role(n) is None}
 
 
-def _body(stretch: Stretch, compile: Compile, kwargs: Mapping[str, Any]) -> Any:
+def _body(stretch: Stretch, dying: list[int], compile: Compile, kwargs: Mapping[str, Any]) -> Any:
     """Compiles a kind of stretch."""
     gm = stretch.body()
-    dying = [i for i, n in enumerate(stretch.inputs) if n in stretch.dying]
     more = dict(kwargs, static_input_idxs=(), is_backward=kwargs.get("is_backward", False) or bool(dying))
     with part(dying):
         return compile(gm, [n.meta["val"] for n in stretch.inputs], **more)

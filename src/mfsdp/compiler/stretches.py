@@ -185,14 +185,13 @@ def _hand_over(found: _Found) -> None:
 def _may_go_back(node: Node, number: int, found: _Found, run: Collection[Node]) -> bool:
     """Whether a node can be computed in the stretch before its own, and is better computed behind a run there."""
     sources = [base(source) for source in node.all_input_nodes]
-    return any(s in run for s in sources) and all(
-        found.get(s, number + 1) <= number or s.op == "placeholder" for s in sources
-    )
+    there = (s.op == "placeholder" or found.get(s, number + 1) <= number for s in sources)
+    return any(s in run for s in sources) and all(there) and not any(map(_touched, sources))
 
 
 def _may_go_on(node: Node, later: int, found: _Found, run: Collection[Node]) -> bool:
     """Whether a node of a run can be computed one stretch later, and is better computed there."""
-    if not _pointwise(node) or any(scheduled(base(source)) for source in node.all_input_nodes):
+    if not _pointwise(node) or any(_touched(base(source)) for source in node.all_input_nodes):
         return False  # what has been gathered goes before the next stretch
     readers = list(_readers(node))
     outside = [r for r in readers if r not in run]
@@ -201,8 +200,15 @@ def _may_go_on(node: Node, later: int, found: _Found, run: Collection[Node]) -> 
     return len(outside) < len(readers) or any(found.get(r) == later and fuses(r) for r in outside)
 
 
+def _touched(node: Node) -> bool:
+    """Whether an operation of the schedule gives it, or is given it to wait for or to refresh in place."""
+    return scheduled(node) or any(map(scheduled, node.users))
+
+
 def _pointwise(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False  # random numbers are drawn in the order of the listing
     return torch.Tag.pointwise in tags or node.target is torch.ops.prims.convert_element_type.default
 
 
