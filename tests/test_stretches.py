@@ -71,6 +71,20 @@ def test_a_sum_of_two_branches_is_computed_where_they_are():
     assert min(sum(n.op == "call_function" for n in s.nodes) for s in stretches) > 2
 
 
+def test_what_follows_pointwise_is_computed_again():
+    """Of a GELU that is computed in one stretch and differentiated in another only the argument is kept."""
+    with torch.device("meta"):
+        model, ids = GPT(layers=3, recompute=True), torch.empty(2, 8, dtype=torch.long)
+    found = mfsdp.trace(model, (ids,), world=2, units=[Block], lowering="stitched").backward
+    pipeline.run(found, listings=False)
+    lowering.strip(found.gm)
+    _, stretches = steps(found)
+    erfs = [n for n in found.nodes if n.target is torch.ops.aten.erf.default]
+    assert sum(s.nodes.count(n) for n in erfs for s in stretches) > len(erfs) == 3
+    kept = {n for s in stretches for n in s.outputs}
+    assert not kept.intersection(erfs) and not kept.intersection(u for n in erfs for u in n.users)
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_every_value_is_there_when_it_is_read_and_nothing_is_read_once_dead(phase):
     found = program(4, phase)

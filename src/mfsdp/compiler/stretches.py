@@ -15,6 +15,8 @@ number does not grow with depth.
   pointwise compute, of values that are in memory anyway, whose reader could take it in: that run is the next one's. Nor
   does one begin with pointwise compute of what a run at the end of the one before has computed, without anything that
   the operations between them bring: gradients of two branches, say, whose sum follows the launch of a reduction.
+* For the same reason a stretch computes again what follows pointwise from its other inputs (the inside of a GELU from
+  its argument), instead of having it kept in memory.
 """
 
 from __future__ import annotations
@@ -243,7 +245,14 @@ def _steps(gm: fx.GraphModule, found: _Found, donated: Collection[Node]) -> list
                 steps.append(_stretch(compute))
             directly(node)
             number += 1
-    _last(steps, gm.graph.output_node(), donated)
+    output = gm.graph.output_node()
+    read = set(map(base, output.all_input_nodes))
+    for step in steps:
+        read.update(step.inputs if isinstance(step, Stretch) else map(base, step.all_input_nodes))
+    for step in steps:
+        if isinstance(step, Stretch):
+            step.outputs = [n for n in step.outputs if n in read]
+    _last(steps, output, donated)
     return steps
 
 
@@ -255,26 +264,58 @@ CALLED = frozenset(op._schema.name.removeprefix("mfsdp::") for op in _CALLED)
 
 
 def _stretch(compute: Sequence[Node]) -> Stretch:
+    again = dict.fromkeys(_again(_gathered(compute, ())[1]))
+    nodes, inputs = _gathered(compute, again)
+    for node in (*inputs, *nodes):
+        value = node.meta.get("val")
+        if any(map(_symbolic, value if isinstance(value, (tuple, list)) else [value])):
+            raise Uncut(f"the size of {node.name} is not known before it runs")
+    return Stretch(nodes, inputs, [n for n in compute if isinstance(n.meta.get("val"), torch.Tensor)])
+
+
+def _gathered(compute: Sequence[Node], again: Collection[Node]) -> tuple[list[Node], list[Node]]:
+    """Compute behind the views that it reads, and behind what is computed again; and what it reads of others."""
     own, nodes, inputs = set(compute), dict[Node, None](), dict[Node, None]()
 
     def take(node: Node) -> None:
-        """Behind the views that it reads."""
         for source in node.all_input_nodes:
-            if is_view(source) and source not in nodes:
-                take(source)
-            elif source not in own and not is_view(source):
+            if is_view(source) or source in again:
+                if source not in nodes:
+                    take(source)
+            elif source not in own:
                 inputs[source] = None
         nodes[node] = None
 
     for node in compute:
         take(node)
-    for node in (*inputs, *nodes):
-        value = node.meta.get("val")
-        if any(map(_symbolic, value if isinstance(value, (tuple, list)) else [value])):
-            raise Uncut(f"the size of {node.name} is not known before it runs")
-    single = (n for n in compute if isinstance(n.meta.get("val"), torch.Tensor))
-    outputs = [n for n in single if not own.issuperset(_readers(n))]
-    return Stretch(list(nodes), list(inputs), outputs)
+    return list(nodes), list(inputs)
+
+
+def _again(inputs: Sequence[Node]) -> list[Node]:
+    """Pointwise compute of other stretches that a stretch does itself, from what it reads anyway: a compiler that saw
+    both would not have put the result into memory either.
+    """
+    out: list[Node] = []
+    left = set(inputs)
+    for node in reversed(inputs):
+        chain: list[Node] = []
+        if _follows(node, left - {node}, chain):
+            left.remove(node)
+            out += chain
+    return out
+
+
+def _follows(node: Node, known: Collection[Node], chain: list[Node]) -> bool:
+    """Whether a value follows by a short chain of pointwise compute from others that are known."""
+    if node.op != "call_function" or len(chain) == _LONGEST or not _pointwise(node) or mutates(node) or _touched(node):
+        return False
+    chain.append(node)
+    sources = list(map(base, node.all_input_nodes))
+    return bool(sources) and all(s in known or _follows(s, known, chain) for s in sources)
+
+
+_LONGEST = 12
+"""Operations that are done again rather than to keep their result."""
 
 
 def _last(steps: Sequence[Step], output: Node, donated: Collection[Node]) -> None:
