@@ -1,4 +1,4 @@
-"""A restart neither traces nor compiles, whatever was changed is compiled anew, and ranks need not agree on it."""
+"""A restart runs neither passes nor a compiler, what was changed is compiled anew, and ranks need not agree on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's caches keep of a compiled program, so that a restart neither traces nor compiles.
+"""What torch's caches keep of a compiled program, so that a restart runs neither the passes nor a compiler.
 
 Note [Warm starts]
 AOTAutograd's cache keeps, for a graph that Dynamo has traced, where Inductor's cache has the code of its forward and of

@@ -52,7 +52,9 @@ class Stretch:
     def kind(self) -> tuple[Any, ...]:
         """What two stretches have alike if one compiled body will do for both."""
         number = {n: i for i, n in enumerate([*self.inputs, *self.nodes])}
-        lines = tuple((_target(n), repr(map_arg((n.args, n.kwargs), lambda a: _Number(number[a])))) for n in self.nodes)
+        lines = tuple(
+            (str(n.target), repr(map_arg((n.args, n.kwargs), lambda a: _Number(number[a])))) for n in self.nodes
+        )
         given = tuple((repr(_described(n)), n in self.dying) for n in self.inputs)
         return given, lines, tuple(number[n] for n in self.outputs), tuple(_described(n) for n in self.outputs)
 
@@ -203,8 +205,10 @@ def _may_go_on(node: Node, later: int, found: _Found, run: Collection[Node]) -> 
 
 
 def _touched(node: Node) -> bool:
-    """Whether an operation of the schedule gives it, or is given it to wait for or to refresh in place."""
-    return scheduled(node) or any(map(scheduled, node.users))
+    """Whether an operation of the schedule gives it, or is given it to wait for or to refresh in place, or a buffer is
+    written: what reads it stays where it is.
+    """
+    return scheduled(node) or any(scheduled(user) or node in mutates(user) for user in node.users)
 
 
 def _pointwise(node: Node) -> bool:
@@ -311,7 +315,7 @@ def _follows(node: Node, known: Collection[Node], chain: list[Node]) -> bool:
         return False
     chain.append(node)
     sources = list(map(base, node.all_input_nodes))
-    return bool(sources) and all(s in known or _follows(s, known, chain) for s in sources)
+    return bool(sources) and all(not _touched(s) and (s in known or _follows(s, known, chain)) for s in sources)
 
 
 _LONGEST = 12
@@ -336,10 +340,6 @@ class _Number(int):
 
     def __repr__(self) -> str:
         return f"%{int(self)}"
-
-
-def _target(node: Node) -> str:
-    return str(node.target)
 
 
 def _described(node: Node) -> Any:

@@ -116,7 +116,10 @@ class Run:
         """Runs its operation of that number in the frame of its place in the program, and tells whoever observes.
         ``launches``: whether it is a collective.
         """
-        named = self.frames[number][1]
+        return self.show(self.frames[number][1], launches, kernel, *args)
+
+    def show(self, named: Callable[..., Any], launches: bool, kernel: Callable[..., Any], *args: Any) -> Any:
+        """The same in a frame that is given."""
         self.at = named.__name__
         if _observer is None:
             out = named(kernel, *args)
@@ -393,12 +396,6 @@ def shown(kernel: Callable[..., Any], *, launches: bool) -> Callable[..., Any]:
         operation, named = next(here.coming, nameless)
         if operation != kernel.__name__:  # not the order of the outline: no name is better than a wrong one
             _, named = nameless
-        here.at = named.__name__
-        if _observer is None:
-            out = named(kernel, *args)
-        else:
-            out = _observer.operation(named.__name__, partial(named, kernel), args)
-        here.launched += launches
-        return out
+        return here.show(named, launches, kernel, *args)
 
     return run
