@@ -22,7 +22,7 @@ from ..reports.profile import outline
 from ..runtime import groups, runs
 from ..sharding import writes
 from ..spec.config import Options
-from . import lowering, order
+from . import lowering, order, regions
 from .artifact import Artifact, key_of
 from .capture import Capture, path_of, sources
 from .stitched import Stitched
@@ -108,7 +108,10 @@ def mfsdp(
         return finish
 
     key = "" if dumped is not None or dump.traced() else key_of(capture, chosen, passes, gm)
-    return lowering.LOWERINGS[chosen.lowering](gm, example_inputs, capture, transform, key)
+    compile = lowering.LOWERINGS[chosen.lowering]
+    return regions.captured(  # type: ignore[no-any-return]
+        gm, lambda: compile(gm, example_inputs, capture, transform, key), lambda: capture.cut
+    )
 
 
 def collectives(program: Program) -> dict[str, list[str]]:

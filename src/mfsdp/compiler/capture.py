@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..spec.config import Precision
 from ..spec.layout import plan
 from ..spec.units import Spec, Unit
 from ..state.buffer import FlatBuffer, UnitState
+from . import regions
 
 
 class Capture:
@@ -50,6 +51,8 @@ class Capture:
         """Indices of inputs that are shards, or parameters that the eager path has gathered."""
         self.plain: dict[int, tuple[Unit, int]] = {}
         """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
+        self.cut = False
+        """Whether there is a forward or inference graph."""
         self._names(inputs, names)
 
     def _names(self, inputs: Sequence[Any], names: Sequence[str]) -> None:
@@ -111,6 +114,10 @@ class Capture:
                 shape = tuple(node.meta["val"].shape)
                 assert shape == (unit.spec.source_numel,), f"{node.name}{shape} is no shard of {unit}"
                 mark(node, Role(Kind.SHARD, unit.name))
+        self.label_markers(gm)
+
+    def label_markers(self, gm: fx.GraphModule) -> None:
+        """Gives roles to markers, of units whose shards have theirs."""
         for node in gm.graph.nodes:
             if node.target is ops.param:
                 mark(node, Role(Kind.PARAM, node.args[0].meta["mfsdp"].unit))
@@ -120,17 +127,39 @@ class Capture:
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Cuts the joint graph with the stock min-cut partitioner, told what must be gathered again (law 6)."""
-        self.label(joint)
+        """Cuts the joint graph with the stock min-cut partitioner, told what must be gathered again (law 6).
+
+        Called for each kind of layers (Note [Regions]), without inputs, and then for the graph that calls them.
+        """
         recompute_parameters(joint)
+        if not inputs:
+            regions.writes(joint)
+            return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+        self.label(joint)
         return_copies(joint, kwargs["num_fwd_outputs"])
+        regions.hand_through(joint)
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        note_storages(forward, backward, kwargs["num_fwd_outputs"])
+        self.cut = True
+        inner = regions.inline(forward, backward)
+        results: Any = forward.graph.output_node().args[0]
+        given = {n.name: n for n in results if isinstance(n, fx.Node)} | inner
+        saved = {n: given[n.name] for n in backward.graph.find_nodes(op="placeholder") if n.name in given}
+        if inner:
+            for node, source in saved.items():
+                node.meta["val"] = source.meta["val"]
+                node._rename(source.name)
+                node.target = node.name
+            regions.inline(backward)
+            self.label_markers(forward)
+            self.label_markers(backward)
+        note_storages(saved, results[: kwargs["num_fwd_outputs"]])
         return forward, backward
 
     def program(self, gm: fx.GraphModule, phase: Phase) -> Program:
         """The program of a forward, backward or inference graph."""
         if phase == "inference":
+            self.cut = True
+            regions.inline(gm)
             self.label(gm)
             return_copies(gm)
         read = {r.unit for n in gm.graph.nodes if (r := role(n)) is not None}
@@ -255,21 +284,22 @@ def return_copies(gm: fx.GraphModule, outputs: int | None = None) -> None:
     output.args = (tuple(results),)
 
 
-def note_storages(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
+def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Any]) -> None:
     """Tells backward which of the values that forward saved share storage: three slices of one product, a value and a
-    view of it. They live and die together. Views of the caller's inputs cost nothing, and what forward also returned
-    (its first ``outputs`` results) is not backward's to write over.
+    view of it. They live and die together. Views of the caller's inputs cost nothing, and what forward also returned is
+    not backward's to write over.
+
+    Args:
+        saved: placeholders of backward, and what forward saves in them.
+        results: what forward returns to its caller.
     """
-    results: Any = forward.graph.output_node().args[0]
-    returned = {storage_of(n) for n in results[:outputs] if isinstance(n, fx.Node)}
-    saved = {n.name: n for n in results if isinstance(n, fx.Node)}
+    returned = {storage_of(n) for n in results if isinstance(n, fx.Node)}
     numbers: dict[fx.Node, int] = {}
-    for node in backward.graph.find_nodes(op="placeholder"):
-        if node.name in saved:
-            owner = storage_of(saved[node.name])
-            number = numbers.setdefault(owner, len(numbers))
-            value = None if INPUT in owner.meta else owner.meta.get("val")
-            node.meta[STORAGE] = (number, value, owner not in returned)
+    for node, source in saved.items():
+        owner = storage_of(source)
+        number = numbers.setdefault(owner, len(numbers))
+        value = None if INPUT in owner.meta else owner.meta.get("val")
+        node.meta[STORAGE] = (number, value, owner not in returned)
 
 
 def _readable(source: str, parameters: Sequence[str]) -> str:

@@ -30,6 +30,7 @@ from ..state.buffer import refs
 from ..state.mesh import TENSOR
 from ..state.pieces import sizes_along
 from ..state.sharded import local_mesh
+from . import regions
 from .capture import Capture, sources
 from .lowering import CAPTURES
 
@@ -127,7 +128,7 @@ def trace(
             found[0].all.append(program)
 
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            CAPTURES[lowering](gm, fakes, capture, keep)
+            regions.captured(gm, lambda: CAPTURES[lowering](gm, fakes, capture, keep), lambda: capture.cut)
         return _stop
 
     def to_meta(x: Any) -> Any:
