@@ -24,7 +24,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mfsdp.runtime import devices, kernels, runs
+from mfsdp.runtime import devices, kernels, observers, runs
 from mfsdp.runtime.mirror import Mirror
 from mfsdp.runtime.transport import End, Pairs, Turn
 from mfsdp.state.tensors import ShardedDTensor
@@ -162,8 +162,8 @@ _METADATA = {torch.ops.aten.set_.source_Storage_storage_offset, torch.ops.aten.s
 
 
 class Streams(TorchDispatchMode):
-    """Streams of one device, and whoever looks at what runs on them; also `runs.Observer`, since programs are compiled
-    outside of a mode. A backward runs on the stream of the forward before it, as autograd sees to.
+    """Streams of one device, and whoever looks at what runs on them; also `observers.Observer`, since programs are
+    compiled outside of a mode. A backward runs on the stream of the forward before it, as autograd sees to.
     """
 
     def __init__(self) -> None:
@@ -224,7 +224,7 @@ class Streams(TorchDispatchMode):
         if func.namespace == "mfsdp":
             kernel = getattr(kernels, func._schema.name.removeprefix("mfsdp::"))
             with self:
-                return kernel(*args, **kwargs)
+                return kernel(runs.current(), *args, **kwargs)
         out = func(*args, **kwargs)
         names = [a.name for a in func._schema.arguments]
         given = {**dict(zip(names, args)), **kwargs}
@@ -237,7 +237,7 @@ class Streams(TorchDispatchMode):
             self._note(func._schema.name, self.now, reads, writes)
         return out
 
-    # `runs.Observer`
+    # `observers.Observer`
 
     def program(self, outline: Any, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
         name, _, phase = outline.name.rpartition(" ")
@@ -266,7 +266,7 @@ class Streams(TorchDispatchMode):
         monkeypatch.setattr(devices, "current_stream", lambda device: self.now)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
         monkeypatch.setattr(Loopback, "streams", self)
-        with runs.observed(self):
+        with observers.observed(self):
             yield self
         if self.races:
             raise Race("\n".join(dict.fromkeys(self.races)))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from mfsdp.runtime import runs, slots
+from mfsdp.runtime import observers, slots
 from mfsdp.state.mesh import axes
 from tests.models import GPT, Block
 
@@ -56,7 +56,7 @@ class Counted:
         def noted(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             out = room(slot, numel, dtype, device)
             static = slots._slots.get((device, slot))
-            if slot and (static is None or out.untyped_storage().data_ptr() != static.data_ptr()):
+            if slot and (static is None or out.untyped_storage().data_ptr() != static.storage.data_ptr()):
                 self.missed.append(slot)
             return out
 
@@ -88,7 +88,7 @@ def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place
     counted, reserved, static = Counted(monkeypatch), [], []
     for _ in range(4):
         counted.operations.clear()
-        with runs.observed(counted):
+        with observers.observed(counted):
             loss = run(ids).float().square().mean()
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -189,7 +189,7 @@ def test_operations_are_called_after_the_unit_that_they_are_of(eight):
     """Also where equal layers share a program."""
     model = mfsdp.fully_shard(Layers(), units=["layers.*"])
     run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager"})
-    with runs.observed(names := Names()):
+    with observers.observed(names := Names()):
         run(torch.ones(2, 16)).sum().backward()
     for verb, order in (("all_gather", (0, 1, 2)), ("accumulate", (2, 1, 0))):
         assert [n for n in names.seen if n.startswith(verb)][:3] == [f"{verb} layers.{i}" for i in order]

@@ -126,8 +126,8 @@ def test_static_buffers_lie_in_pools_of_their_own():
         for _ in range(3):
             step(run, ids)
         assert {name[0] for name in slots.sizes()} == {"p", "g"} and not slots.misses
-        for key, storage in slots._slots.items():
-            segments = slots._pools[key].snapshot()
+        for key, static in slots._slots.items():
+            segments, storage = slots._pools[key].snapshot(), static.storage
             inside = [s for s in segments if s["address"] <= storage.data_ptr() < s["address"] + s["total_size"]]
             assert len(inside) == 1, f"{key} is not in its pool: {segments}"
             assert inside[0]["allocated_size"] < storage.nbytes() + 512, "and nothing else is"
@@ -143,7 +143,8 @@ def test_a_static_buffer_that_grows_gives_its_memory_back():
     for size in (2**26, 2**27):
         slots.reserve({(gpu, "t9"): size})
         assert torch.cuda.memory_reserved() - before == size
-    del slots._slots[gpu, "t9"], slots._pools[gpu, "t9"]
+    slots.forget()
+    del slots._pools[gpu, "t9"]
     assert torch.cuda.memory_reserved() == before
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp.reports.profile import Outline, Outlined, _Ran
+from mfsdp.state.gradients import Gradients
 from tests.models import GPT, MLP, Block
 from tests.parity import compiled
 from tests.ranks import collectives_told
@@ -143,6 +144,29 @@ def test_stacks_and_the_flight_recorder_see_units(monkeypatch, two_fresh_ranks):
         assert sorted(backward) == sorted(f"{x} {u}" for x in ("all_gather", "reduce_scatter") for u in units)
     for kept in two_fresh_ranks.run(recorded, "inductor"):
         assert kept == [("gloo:all_reduce", f"all_reduce {u}", "GPT backward") for u in reversed(units)]
+
+
+@pytest.mark.parametrize("frames", [False, True])
+def test_operations_have_frames_where_somebody_wants_them(monkeypatch, frames):
+    """Whoever raises is told where, frames or not."""
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    run = compiled(model, "eager", frames=frames)
+    found: list[set[str]] = []
+
+    def looked(self: Gradients, *args: Any) -> None:
+        found.append({f.name for f in traceback.extract_stack()})
+        if len(found) == 4:
+            raise ValueError("full")
+
+    monkeypatch.setattr(Gradients, "accumulate", looked)
+    run(torch.ones(2, 24)).sum().backward()
+    with mfsdp.ranges(), pytest.raises(ValueError, match="full") as caught:
+        run(torch.ones(2, 24)).sum().backward()
+    assert caught.value.__notes__ == ["mfsdp: in accumulate (root) of MLP backward, or after it"]
+    names = ["accumulate up", "accumulate (root)"]
+    assert [(name in seen, "MLP backward" in seen) for seen, name in zip(found, names * 2, strict=True)] == [
+        *[(frames, True)] * 2, *[(True, True)] * 2,
+    ]  # fmt: skip
 
 
 def test_gaps_between_operations_are_shared_by_weight():

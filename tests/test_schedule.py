@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 import mfsdp
@@ -23,7 +24,7 @@ from mfsdp.graph.program import Program, slot_of
 from mfsdp.graph.roles import Kind
 from mfsdp.passes.bucket import bucket
 from mfsdp.reports.profile import Outline
-from mfsdp.runtime import devices, groups, kernels, runs, slots
+from mfsdp.runtime import devices, groups, kernels, programs, runs, slots
 from mfsdp.spec.hardware import hardware
 from mfsdp.state.gradients import Gradients
 from tests.models import CASES, GPT, MLP, Block
@@ -273,7 +274,31 @@ def test_a_static_buffer_that_grows_is_freed_first(monkeypatch):
     slots.room("t0", 100, torch.float32, torch.device("cpu"))
     monkeypatch.setattr(torch, "empty", lambda *args, **more: (there.append(slots.sizes()), empty(*args, **more))[1])
     assert slots.room("t0", 200, torch.float32, torch.device("cpu")).numel() == 200
-    assert "t0" not in there[0] and slots._slots.pop((torch.device("cpu"), "t0")).nbytes() == 800
+    assert "t0" not in there[0] and slots._slots.pop((torch.device("cpu"), "t0")).storage.nbytes() == 800
+
+
+def test_views_that_stay_do_not_keep_a_static_buffer_taken():
+    """They are made once for each dtype, and go with the buffer."""
+    cpu, halves = torch.device("cpu"), lambda flat, at: [flat[:at], flat[at:]]
+    first = slots.room("t2", 100, torch.float32, cpu)
+    views = slots.views(first, halves, 60)
+    assert slots.views(first, halves, 60) is views and slots.views(first, halves, 50) is not views
+    views[1].fill_(7)
+    assert first[60:].eq(7).all() and not slots._slots[cpu, "t2"].vacant()
+    address = first.data_ptr()
+    del first
+    with torch.inference_mode():
+        second = slots.room("t2", 50, torch.bfloat16, cpu)
+    assert second.data_ptr() == address and not second.is_inference()
+    assert [v.dtype for v in slots.views(second, halves, 60)] == [torch.bfloat16] * 2
+    own = torch.empty(100)
+    assert slots.views(own, halves, 60)[0].data_ptr() == own.data_ptr(), "memory of its own is cut anew"
+    del second
+    assert slots._slots[cpu, "t2"].vacant() and slots.room("t2", 100, torch.float32, cpu).data_ptr() == address
+    gone = StorageWeakRef(slots._slots[cpu, "t2"].storage)
+    del views
+    slots.forget()
+    assert gone.expired()
 
 
 def test_static_buffers_of_a_device_have_pools(monkeypatch):
@@ -417,7 +442,7 @@ def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int]
     """Bytes of static buffers after each of five steps, evaluation in between; the largest that a listing plans; how
     many buffers were not in the slot that they have.
     """
-    slots._slots.clear()
+    slots.forget()
     planned: dict[str, int] = {}
     run_pipeline = pipeline.run
 
@@ -434,7 +459,7 @@ def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int]
         nonlocal spilt
         out = room(slot, numel, dtype, device)
         if slot:
-            spilt += out.untyped_storage().data_ptr() != slots._slots[device, slot].data_ptr()
+            spilt += out.untyped_storage().data_ptr() != slots._slots[device, slot].storage.data_ptr()
         return out
 
     pipeline.run, slots.room, slots.PATIENCE = noted, watched, 1.0
@@ -451,7 +476,7 @@ def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int]
                     run(ids)
             loss.backward()
             seen.append(slots.sizes())
-            addresses.append(sorted(s.data_ptr() for s in slots._slots.values()))
+            addresses.append(sorted(s.storage.data_ptr() for s in slots._slots.values()))
     finally:
         pipeline.run, slots.room, slots.PATIENCE = run_pipeline, room, patience
     assert all(a == addresses[1] for a in addresses[1:]), "the same storage from the second step on"
@@ -555,16 +580,16 @@ def interrupted() -> tuple[int, list[int]]:
     buffer = model._mfsdp_unit.buffers[0]
 
     def fails(args: list[Any]) -> None:
-        kernels.all_gather(buffer.weights.source.detach(), buffer.spec.encode(), 0)
+        kernels.all_gather(runs.current(), buffer.weights.source.detach(), buffer.spec.encode(), 0)
         raise ValueError("out of memory")
 
     for _ in range(3):
         with pytest.raises(ValueError, match="out of memory"):
-            runs.marked(Outline("MLP", "forward", ()), fails)([])
+            programs.marked(Outline("MLP", "forward", ()), fails)([])
     run(x).sum().backward()
-    return len(runs.current().pending), [slots.holders(s) for (_, name), s in slots._slots.items() if name == "p0"]
+    return len(runs.current().pending), [s.vacant() for (_, name), s in slots._slots.items() if name == "p0"]
 
 
 @pytest.mark.dist
 def test_an_exception_in_a_program_leaves_static_buffers_free(two_fresh_ranks):
-    assert two_fresh_ranks.run(interrupted, timeout=60) == [(0, [1])] * 2
+    assert two_fresh_ranks.run(interrupted, timeout=60) == [(0, [True])] * 2

@@ -132,7 +132,7 @@ def reductions(grad_sum: str) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", told("all to all", dist.all_to_all_single))
-        patch.setattr(native, "_reduce_scatter", told("reduce-scatter", native._reduce_scatter))
+        patch.setattr(native, "scatter_one", told("reduce-scatter", native.scatter_one))
         by_hand(grad_sum, True, True)
     return called
 

@@ -33,7 +33,7 @@ from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstant
 from torch.distributed.tensor import DTensor
 
 from ..pipeline import Table
-from ..runtime import groups, runs
+from ..runtime import groups, programs
 from ..spec.config import Options
 from .capture import Capture
 from .stitched import Stitched, part
@@ -48,7 +48,7 @@ class Artifact:
 
     Args:
         code: what runs it.
-        marks: the arguments of `runs.marked` besides.
+        marks: the arguments of `programs.marked` besides.
         about: a line for the log.
     """
 
@@ -57,7 +57,7 @@ class Artifact:
     def __init__(self, code: Any, marks: Mapping[str, Any], about: str):
         self.code, self.marks, self.about = code, marks, about
         self._boxed_call = True  # of its own: torch's wrappers copy what an object has
-        self._run = runs.marked(run=code, **marks)
+        self._run = programs.marked(run=code, **marks)
 
     def __call__(self, args: list[Any]) -> Any:
         return self._run(args)

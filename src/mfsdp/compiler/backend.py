@@ -19,7 +19,7 @@ from ..graph.roles import Kind, role
 from ..reports import dump
 from ..reports.dump import Dump
 from ..reports.profile import outline
-from ..runtime import groups, runs
+from ..runtime import groups, programs
 from ..sharding import writes
 from ..spec.config import Options
 from . import lowering, order, regions
@@ -90,7 +90,7 @@ def mfsdp(
             "outline": outline(program), "sequences": sequences, "sources": sharded(program),
             "keeping": holding(program), "reads": [] if phase == "backward" else reading(program),
             "meets": list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences])),
-            "rooms": static(program),
+            "rooms": static(program), "frames": chosen.frames,
         }  # fmt: skip
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
@@ -130,7 +130,7 @@ def collectives(program: Program) -> dict[str, list[str]]:
         if r is None or node.target not in (*ops.OURS, ops.accumulate):
             continue
         unit = program.unit(r.unit)
-        path = runs.PATH.format(unit.name) if unit.name in told else unit.fqn
+        path = programs.PATH.format(unit.name) if unit.name in told else unit.fqn
         spec, text = unit.spec, f"{listing.text(node)}  unit '{path}' of {program.name}"
         if node.target is ops.accumulate:
             for group in spec.meets:

@@ -120,10 +120,9 @@ def _call(value: Any) -> tuple[str, list[ast.expr], str]:
     if not isinstance(value, ast.Call):
         return "", [], ""
     text = ast.unparse(value)
-    if isinstance(value.func, ast.Name):  # Do(number, launches, Kernels.wait, ...)
-        name = ast.unparse(value.args[2]) if value.func.id == "Do" else ""
-        return name.removeprefix("Kernels."), value.args[3:], text
     parts = ast.unparse(value.func).split(".")
+    if parts[0] == "Kernels":  # Kernels.wait(Run, ...)
+        return parts[1], value.args[1:], text
     return (parts[3], value.args, text) if parts[:3] == ["torch", "ops", "mfsdp"] else ("", [], text)
 
 

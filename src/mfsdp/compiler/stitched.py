@@ -52,7 +52,8 @@ class Stitched:
         constants: Mapping[str, torch.Tensor],
     ):
         self.driver, self.bodies, self.dying, self.constants = driver, bodies, dying, constants
-        self._names: dict[str, Any] = {"torch": torch, "Kernels": kernels, "Current": runs.current, **constants}
+        self._names: dict[str, Any] = {"torch": torch, "Current": runs.current, **constants}
+        self._names |= {"Plain": kernels, "Shown": kernels.SHOWN}
         self._names |= {name: partial(self._first, name) for name in bodies}
         exec(compile(driver, "<mfsdp driver>", "exec"), self._names)
         self._call = self._names["call"]
@@ -130,7 +131,8 @@ def stitched(whole: Compile, each: Compile) -> Compile:
 def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Stretch, str]) -> str:
     """The text of a driver. ``names``: of the bodies of stretches.
 
-    Every operation that is shown says which one of the program's it is. Names that are no value's begin with a capital.
+    Before every operation that can be shown stands which one of the program's it is (Note [Names]). Names that are no
+    value's begin with a capital.
     """
     inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
     last: dict[Node, Step | None] = {}
@@ -138,7 +140,7 @@ def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Stretch, str])
         last.update(dict.fromkeys(step.inputs if isinstance(step, Stretch) else step.all_input_nodes, step))
     last.update(dict.fromkeys(output.all_input_nodes))
     lines = [f"{_listed(inputs)} = Args"] if inputs else []
-    lines += ["Args.clear()", "Run = Current()", "Do = Run.do"]
+    lines += ["Args.clear()", "Run = Current()", "Kernels = Shown if Run.shown else Plain"]
     lines += [f"del {n.name}" for n in inputs if n not in last]
     shown = (node for node in graph.nodes if node.target in ops.SHOWN)
     number = {node: i for i, node in enumerate(shown)}
@@ -149,7 +151,7 @@ def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Stretch, str])
         if isinstance(step, Stretch):
             gives = f"{_listed(step.outputs)} = " if step.outputs else ""
             inside = [number[n] for n in step.nodes if n in number]
-            lines += [f"Run.next({inside[0]})"] if inside else []
+            lines += [f"Run.at = {inside[0] - 1}"] if inside else []
             lines += [f"Given = [{', '.join(map(_text, step.inputs))}]", *drop, f"{gives}{names[step]}(Given)"]
             unread = [n.name for n in step.outputs if n not in last]
         else:
@@ -165,7 +167,7 @@ def _called(node: Node, number: int | None) -> str:
     gives = f"{node.name} = " if _gives(node) else ""
     if number is not None:
         kernel = f"Kernels.{node.target._schema.name.removeprefix('mfsdp::')}"  # type: ignore[union-attr]
-        return f"{gives}Do({number}, {node.target in ops.COLLECTIVES}, {', '.join([kernel, *args])})"
+        return f"Run.at = {number}; {gives}{kernel}({', '.join(['Run', *args])})"
     if is_element(node):
         return f"{gives}{args[0]}[{args[1]}]"
     return f"{gives}{_text(node.target)}({', '.join(args)})"

@@ -94,7 +94,7 @@ IN_PLACE = (refresh, all_reduce)
 """Collectives that write to their first argument and have no result."""
 
 SHOWN = (wait, bucket, pack, mm, hold, accumulate, *COLLECTIVES)
-"""Operations that run in a frame with their name and their unit's."""
+"""Operations that observers see, under their name and their unit's."""
 
 SLOT = {all_gather: 2, bucket: 3}
 """Operations that may fill a static buffer, and which of their arguments says so."""

@@ -19,7 +19,7 @@ from ..graph import listing, ops
 from ..graph.cost import is_line
 from ..graph.program import Program
 from ..graph.roles import role
-from ..runtime import runs
+from ..runtime import observers
 from ..spec.hardware import KNOWN
 
 _OPERATIONS = {x: x._schema.name.split("::")[1] for x in ops.SHOWN}
@@ -128,7 +128,7 @@ class profile(AbstractContextManager["profile"]):
 
     def __enter__(self) -> profile:
         self._begin()
-        observing = runs.observed(self)
+        observing = observers.observed(self)
         observing.__enter__()
         self._observing = observing
         self._marks.append(_now())
@@ -263,7 +263,7 @@ class ranges(AbstractContextManager["ranges"]):
         self._observing: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> ranges:
-        observing = runs.observed(self)
+        observing = observers.observed(self)
         observing.__enter__()
         self._observing = observing
         return self

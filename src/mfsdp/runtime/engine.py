@@ -12,12 +12,15 @@ def accumulates(node: Any) -> bool:
     """Whether the backward that is running will bring a gradient to a leaf, given its accumulation node; outside of
     one, ``True``. Private in torch (``_will_engine_execute_node``); tried on 2.11 to 2.15.
     """
-    return backward_number() < 0 or bool(torch._C._will_engine_execute_node(node))
+    return _number() < 0 or bool(torch._C._will_engine_execute_node(node))
 
 
 def backward_number() -> int:
     """A number of its own for every backward, -1 outside. Private in torch; tried on 2.11 to 2.15."""
-    return torch._C._current_graph_task_id()  # type: ignore[no-any-return, attr-defined]
+    return _number()
+
+
+_number: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 
 
 def accumulation_node(leaf: torch.Tensor) -> Any:

@@ -1,10 +1,19 @@
-"""The kernels behind `graph.ops`. What they have under way is kept by the run that they belong to."""
+"""The kernels behind `graph.ops`, each with the run that it is part of, which keeps what they have under way.
+
+What they need of a unit's spec is resolved once for each (spec, slot) or (spec, lane), and views of a static buffer are
+made once for each place in it.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from math import prod
+from operator import attrgetter
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -13,27 +22,75 @@ from ..spec.units import Axis, Spec
 from . import runs, slots
 from .immediate import gather_now, packed, scattered, summed
 from .owners import orphan, owner, path
-from .transport import segments
+from .runs import Run
+from .transport import parts
+
+# What is resolved once
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """A full buffer: of parameters to be gathered, or of gradients."""
+
+    slot: str
+    """Its static buffer, ``""`` for none."""
+    numel: int
+    dtype: torch.dtype
+    splits: tuple[int, ...]
+    ranks: int
+    group: str
+    """That gathers."""
+
+
+@cache
+def _room(spec: str, slot: int, kind: str) -> _Room:
+    s = Spec.decode(spec)
+    name = f"{kind}{slot}" if slot >= 0 else ""
+    return _Room(name, s.full_numel, s.precision.grad_comm, s.splits, s.world, s.group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reduction:
+    """A reduce-scatter on a lane: what it gives, and how it adds up."""
+
+    numel: int
+    dtype: torch.dtype
+    sum: torch.dtype
+    splits: tuple[int, ...]
+    ranks: int
+    group: str
+
+
+@cache
+def _reduction(spec: str, lane: int) -> _Reduction:
+    s = Spec.decode(spec)
+    cut = s.cut(lane)
+    return _Reduction(sum(cut), s.scattered(lane), s.sum(lane), cut, s.outer if lane >= 2 else s.world, s.groups[lane])
+
 
 # Parameters
 
 
-def refresh(source: torch.Tensor) -> None:
+def refresh(run: Run, source: torch.Tensor) -> None:
     """Launches the gather of parameters that last, if their main weights have changed since."""
-    runs.current().launch(source, *owner(source).weights.refresh())
+    run.launch(source, *owner(source).weights.refresh())
 
 
-def all_gather(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
+def all_gather(run: Run, shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
     """Launches the all-gather of a unit. ``shard``: [shard_numel]; returns [full_numel], not yet complete."""
-    s, run = Spec.decode(spec), runs.current()
-    full = slots.room(f"p{slot}" if slot >= 0 else "", s.full_numel, shard.dtype, shard.device)
-    run.launch(full, run.gather(segments(s.splits, s.world, full, shard), s.group))
+    r = _room(spec, slot, "p")
+    full = slots.room(r.slot, r.numel, shard.dtype, shard.device)
+    if len(r.splits) == 1:
+        pairs = [(full, shard)]
+    else:
+        pairs = list(zip(slots.views(full, parts, r.splits, r.ranks), parts(shard, r.splits, 1), strict=True))
+    run.launch(full, run.gather(pairs, r.group))
     return full
 
 
-def wait(out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+def wait(run: Run, out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
     """Returns once ``out`` may be read (on CUDA: once the current stream is behind the collective)."""
-    runs.current().wait(out)
+    run.wait(out)
 
 
 def free(full: torch.Tensor) -> None:
@@ -43,33 +100,56 @@ def free(full: torch.Tensor) -> None:
 # Gradients
 
 
-def bucket(like: torch.Tensor, holes: list[int], spec: str, slot: int = -1) -> torch.Tensor:
+def bucket(run: Run, like: torch.Tensor, holes: Sequence[int], spec: str, slot: int = -1) -> torch.Tensor:
     """Room for a unit's gradients, [full_numel] in the dtype that travels; zeros in the holes, nothing elsewhere."""
-    s = Spec.decode(spec)
-    gfull = slots.room(f"g{slot}" if slot >= 0 else "", s.full_numel, s.precision.grad_comm, like.device)
-    runs.current().held.discard(gfull.data_ptr())
-    zeros = [gfull[start:end] for start, end in zip(holes[::2], holes[1::2], strict=True)]
-    if zeros:
-        torch._foreach_zero_(zeros)
+    r = _room(spec, slot, "g")
+    gfull = slots.room(r.slot, r.numel, r.dtype, like.device)
+    if run.held:
+        run.held.discard(gfull.data_ptr())
+    if holes:
+        torch._foreach_zero_(slots.views(gfull, _holes, tuple(holes)))  # type: ignore[arg-type]
     return gfull
 
 
-def pack(gfull: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], scale: float) -> None:
+def _holes(gfull: torch.Tensor, holes: Sequence[int]) -> list[torch.Tensor]:
+    return [gfull[start:end] for start, end in zip(holes[::2], holes[1::2], strict=True)]
+
+
+def pack(run: Run, gfull: torch.Tensor, grads: Sequence[torch.Tensor], offsets: Sequence[int], scale: float) -> None:
     """Copies gradients to their places, cast and scaled."""
-    places = [gfull[o : o + g.numel()].view(g.shape) for g, o in zip(grads, offsets, strict=True)]
-    if places:
-        torch._foreach_copy_(places, grads)
+    if grads:
+        places = slots.views(gfull, _places, tuple(offsets), tuple(map(_shape, grads)))
+        torch._foreach_copy_(places, grads)  # type: ignore[arg-type]
         if scale != 1.0:
-            torch._foreach_mul_(places, scale)
+            torch._foreach_mul_(places, scale)  # type: ignore[call-overload]
 
 
-def mm(gfull: torch.Tensor, offset: int, size: list[int], stride: list[int], a: torch.Tensor, b: torch.Tensor) -> None:
+_shape = attrgetter("shape")
+
+
+def _places(gfull: torch.Tensor, offsets: Sequence[int], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    return [gfull[o : o + s.numel()].view(s) for o, s in zip(offsets, shapes, strict=True)]
+
+
+def mm(
+    run: Run,
+    gfull: torch.Tensor,
+    offset: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    a: torch.Tensor,
+    b: torch.Tensor,
+) -> None:
     """Writes ``a @ b`` to its place, in the dtype of that."""
-    place = gfull.as_strided(size, stride, offset)
+    (place,) = slots.views(gfull, _place, offset, tuple(size), tuple(stride))
     if place.dtype is a.dtype:
         torch.mm(a, b, out=place)
     else:
         multiply_wide(a, b, place)
+
+
+def _place(gfull: torch.Tensor, offset: int, size: Sequence[int], stride: Sequence[int]) -> list[torch.Tensor]:
+    return [gfull.as_strided(size, stride, offset)]
 
 
 def multiply_wide(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
@@ -79,40 +159,43 @@ def multiply_wide(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def hold(source: torch.Tensor, grads: torch.Tensor, offsets: list[int]) -> None:
+def hold(run: Run, source: torch.Tensor, grads: torch.Tensor, offsets: Sequence[int]) -> None:
     """Keeps gradients back, or adds what was kept back to them."""
-    held, key = runs.current().held, grads.data_ptr()
+    held, key = run.held, grads.data_ptr()
     if key not in held and owner(source).gradients.hold(grads, offsets):
         held.add(key)  # where it is there, an earlier reduction has not happened
 
 
-def reduce_scatter(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
+def reduce_scatter(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
     """Launches the sum over ranks. ``gfull``: [full_numel], on an outer lane [shard_numel]; returns this rank's part,
     not yet complete.
     """
-    s, run = Spec.decode(spec), runs.current()
-    gshard = gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
-    run.held.discard(gshard.data_ptr())
-    if gfull.data_ptr() in run.held:
-        run.held.remove(gfull.data_ptr())
-        run.held.add(gshard.data_ptr())
-        run.launch(gshard)
-        return gshard
-    pairs = segments(s.cut(lane), s.outer if lane >= 2 else s.world, gfull, gshard)
-    run.launch(gshard, run.scatter(pairs, s.sum(lane), s.groups[lane]))
+    r, held = _reduction(spec, lane), run.held
+    gshard = torch.empty(r.numel, dtype=r.dtype, device=gfull.device)
+    if held:
+        held.discard(gshard.data_ptr())
+        if gfull.data_ptr() in held:
+            held.remove(gfull.data_ptr())
+            held.add(gshard.data_ptr())
+            run.launch(gshard)
+            return gshard
+    if len(r.splits) == 1:
+        pairs = [(gfull, gshard)]
+    else:
+        pairs = list(zip(slots.views(gfull, parts, r.splits, r.ranks), parts(gshard, r.splits, 1), strict=True))
+    run.launch(gshard, run.scatter(pairs, r.sum, r.group))
     return gshard
 
 
-def all_reduce(gfull: torch.Tensor, spec: str, lane: int) -> None:
+def all_reduce(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> None:
     """Launches the sum over ranks, in place."""
-    run = runs.current()
     if gfull.data_ptr() in run.held:
         run.launch(gfull)
     else:
         run.launch(gfull, summed(gfull, Spec.decode(spec), lane))
 
 
-def accumulate(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float) -> None:
+def accumulate(run: Run, shard: torch.Tensor, gshard: torch.Tensor, offsets: Sequence[int], scale: float) -> None:
     """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators])."""
     buffer = owner(shard)
     if buffer is None:
@@ -122,8 +205,8 @@ def accumulate(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], sc
             "mfsdp: backward got a copy of a shard instead of the shard. Saved-tensor hooks that copy what they are "
             "given (torch.autograd.graph.save_on_cpu) do not compose with a compiled sharded model."
         )
-    held = runs.current().held
-    if gshard.data_ptr() in held:
+    held = run.held
+    if held and gshard.data_ptr() in held:
         held.remove(gshard.data_ptr())
     else:
         buffer.gradients.accumulate(gshard, offsets, scale)
@@ -133,6 +216,7 @@ def accumulate(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], sc
 
 
 def collective(
+    run: Run,
     source: torch.Tensor,
     verb: str,
     axis: str,
@@ -154,7 +238,7 @@ def collective(
     Returns:
         what is not complete yet.
     """
-    over, run, (kind, _, op) = Axis.decode(axis), runs.current(), verb.partition(" ")
+    over, (kind, _, op) = Axis.decode(axis), verb.partition(" ")
     source = source.contiguous()
     out = _apart(source, shape_after(source, verb, over, received))
     if kind == "all_reduce":
@@ -227,9 +311,15 @@ def returned(param: torch.Tensor) -> torch.Tensor:
     return param.clone()
 
 
+def _shown(kernel: Callable[..., Any], run: Run, *args: Any) -> Any:
+    return run.show(kernel, *args)
+
+
 for _marker in (param, param_grad, returned, free):
     LIBRARY.impl(_marker.__name__, _marker, "CompositeExplicitAutograd")
-for _local in (wait, bucket, pack, mm, hold, accumulate):
-    LIBRARY.impl(_local.__name__, runs.shown(_local, launches=False), "CompositeExplicitAutograd")
-for _collective in (refresh, all_gather, reduce_scatter, all_reduce, collective):
-    LIBRARY.impl(_collective.__name__, runs.shown(_collective, launches=True), "CompositeExplicitAutograd")
+_KERNELS = (refresh, all_gather, wait, bucket, pack, mm, hold, reduce_scatter, all_reduce, accumulate, collective)
+for _kernel in _KERNELS:
+    LIBRARY.impl(_kernel.__name__, runs.dispatched(_kernel), "CompositeExplicitAutograd")
+
+SHOWN = SimpleNamespace(**{k.__name__: partial(_shown, k) for k in _KERNELS})
+"""The same for programs that somebody looks at (Note [Names])."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from . import devices
 from .transport import End, Member, Pairs, Turn
@@ -16,6 +17,18 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _launched(options: Any) -> Any:
+    """Options of a collective that nobody waits for yet. Private in torch (``asyncOp``); tried on 2.13, not on the
+    others of 2.11 to 2.15.
+    """
+    options.asyncOp = True
+    return options
+
+
+_GATHER, _SCATTER = _launched(AllgatherOptions()), _launched(ReduceScatterOptions())
+"""Those of one tensor."""
+
+
 class Native(Member):
     """Collectives of the group's backend for a kind of device. They have no tags: ranks agree before they launch."""
 
@@ -23,6 +36,8 @@ class Native(Member):
 
     def gather(self, pairs: Pairs, turn: Turn) -> End:
         turn.agree()
+        if len(pairs) == 1:
+            return gather_one(self.group, *pairs[0])
         return self._at_once(_all_gather, pairs)
 
     def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
@@ -31,6 +46,8 @@ class Native(Member):
         """
         turn.agree()
         if all(full.dtype is shard.dtype is dtype for full, shard in pairs):
+            if len(pairs) == 1:
+                return scatter_one(self.group, *pairs[0])
             return self._at_once(_reduce_scatter, [(shard, full) for full, shard in pairs])
         rooms = [torch.empty_like(full) for full, _ in pairs]
         sent = [(room, full) for room, (full, _) in zip(rooms, pairs, strict=True)]
@@ -60,8 +77,6 @@ class Native(Member):
         """Launches a collective for each pair of what it writes and what it reads, together: one of NCCL's calls, and
         one latency. Private in torch (``_coalescing_manager``); tried on 2.13, over gloo.
         """
-        if len(tensors) == 1:
-            return collective(*tensors[0], group=self.group, async_op=True).wait  # type: ignore[no-any-return]
         with dist.distributed_c10d._coalescing_manager(self.group, async_ops=True) as works:
             for out, read in tensors:
                 collective(out, read, group=self.group, async_op=True)
@@ -74,6 +89,24 @@ class Native(Member):
 
     def sever(self) -> None:
         """Nothing: a communicator that is aborted may take the process with it. Others wait for its own limit."""
+
+
+def gather_one(group: dist.ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> End:
+    """An all-gather as process groups have it, without what torch looks up around it. Private in torch
+    (``_allgather_base`` before 2.13); tried on 2.13, not on the others of 2.11 to 2.15.
+    """
+    return _gather_of(group, full, shard, _GATHER).wait  # type: ignore[no-any-return]
+
+
+def scatter_one(group: dist.ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> End:
+    """A reduce-scatter, a sum, in the same way. Private in torch (``_reduce_scatter_base`` before 2.13); tried on 2.13,
+    not on the others of 2.11 to 2.15.
+    """
+    return _scatter_of(group, shard, full, _SCATTER).wait  # type: ignore[no-any-return]
+
+
+_gather_of: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.ProcessGroup._allgather_base
+_scatter_of: Any = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 
 
 class Answers:

@@ -1,12 +1,24 @@
-"""Static buffers: memory that stays from step to step, and that programs share."""
+"""Static buffers: memory that stays from step to step, and that programs share.
+
+Note [Vacant]
+A static buffer is free when nobody but this file has a tensor over it. That is counted, by torch: each tensor holds the
+storage once. What stays here, a flat tensor for each size and the views that operations want of it, is made once, and
+its number is known (`Static.own`). Who asks for room gets another tensor (``.data``, one small object), so that the
+count says whether it is still there.
+
+Nobody gets the tensors that stay but for the time of a call or until a collective has been waited for, and until then
+the run holds the tensor that was given out as well (`runs.Run.gather`).
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -20,8 +32,58 @@ Python clears modules from the top: a pool that goes before its buffer frees not
 process ends, for a collective that will never be complete.
 """
 
-_slots: dict[tuple[torch.device, str], torch.UntypedStorage] = {}
+Cut = Callable[..., Sequence[torch.Tensor]]
+"""Cuts views out of a flat tensor."""
+
+
+class Static:
+    """A static buffer (Note [Vacant]).
+
+    Args:
+        storage: its memory.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage):
+        self.storage = storage
+        self.own = 1
+        """Tensors and handles over it that stay."""
+        self.flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        """By size."""
+        self.cuts: dict[tuple[Cut, torch.dtype, Any], Sequence[torch.Tensor]] = {}
+        """Views, by what has made them."""
+
+    def vacant(self) -> bool:
+        """Whether nobody else uses it."""
+        return holders(self.storage) <= self.own
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor."""
+        flat = self.flats.get((numel, dtype))
+        if flat is None:
+            with torch.inference_mode(False):  # one that autograd may save, whoever comes first
+                flat = torch.empty(0, dtype=dtype, device=self.storage.device)
+                self.flats[numel, dtype] = flat.set_(self.storage, 0, (numel,))  # type: ignore[call-overload]
+            self.own += 1
+        return flat.data
+
+    def views(self, like: torch.Tensor, cut: Cut, args: tuple[Any, ...]) -> Sequence[torch.Tensor]:
+        """What ``cut`` makes of a flat tensor that was taken; from now on it stays."""
+        key = cut, like.dtype, args
+        with _lock, torch.inference_mode(False), torch.no_grad():
+            if key not in self.cuts:
+                self.cuts[key] = cut(self.flats[like.numel(), like.dtype], *args)
+                self.own += len(self.cuts[key])
+        return self.cuts[key]
+
+
+_slots: dict[tuple[torch.device, str], Static] = {}
 """By device and name."""
+
+_at: dict[int, Static] = {}
+"""By address."""
+
+_lock = threading.Lock()
+"""So that no two threads take one at once."""
 
 PATIENCE = 0.002
 """Seconds that a static buffer on the CPU is waited for: gloo's threads let go of a collective's tensors a moment after
@@ -31,7 +93,7 @@ they have woken whoever waits for it.
 
 def sizes() -> dict[str, int]:
     """Bytes of every static buffer, by name."""
-    return {name: storage.nbytes() for (_, name), storage in sorted(_slots.items(), key=lambda kv: kv[0][1])}
+    return {name: static.storage.nbytes() for (_, name), static in sorted(_slots.items(), key=lambda kv: kv[0][1])}
 
 
 def forget() -> None:
@@ -39,6 +101,7 @@ def forget() -> None:
     host would wait for the device, and with it for a collective that others have left.
     """
     _slots.clear()
+    _at.clear()
 
 
 misses: Counter[str] = Counter()
@@ -62,16 +125,27 @@ def room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> tor
     """
     if not slot:
         return torch.empty(numel, dtype=dtype, device=device)
-    slot = _of_stream(slot, device)
-    storage = _slots.get((device, slot))
-    size = numel * dtype.itemsize
-    if storage is not None and not _vacant(storage, device):
-        _miss(slot, size)
-        return torch.empty(numel, dtype=dtype, device=device)
-    if storage is None or storage.nbytes() < size:
-        del storage
-        storage = _make(slot, size, device)
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,))  # type: ignore[no-any-return, call-overload]
+    key = device, _of_stream(slot, device)
+    with _lock:
+        static = _slots.get(key)
+        if static is None or static.vacant() or _becomes_vacant(static, device):
+            if static is None or static.storage.nbytes() < numel * dtype.itemsize:
+                del static
+                static = _make(*key, numel * dtype.itemsize)
+            return static.take(numel, dtype)
+    _miss(key[1], numel * dtype.itemsize)
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def views(flat: torch.Tensor, cut: Cut, *args: Any) -> Sequence[torch.Tensor]:
+    """Views into what `room` has given: ``cut(flat, *args)``. Those of a static buffer are made once: hold them no
+    longer than ``flat``.
+    """
+    static = _at.get(flat.data_ptr())
+    if static is None:
+        return cut(flat, *args)
+    found = static.cuts.get((cut, flat.dtype, args))
+    return static.views(flat, cut, args) if found is None else found
 
 
 Rooms = Mapping[tuple[torch.device, str], int]
@@ -85,10 +159,10 @@ def reserve(rooms: Rooms) -> None:
     for (device, slot), size in rooms.items():
         if device.type != "cpu":
             slot = _of_stream(slot, device)
-            storage = _slots.get((device, slot))
-            if storage is None or storage.nbytes() < size:
-                del storage
-                _make(slot, size, device)
+            static = _slots.get((device, slot))
+            if static is None or static.storage.nbytes() < size:
+                del static
+                _make(device, slot, size)
 
 
 def _of_stream(slot: str, device: torch.device) -> str:
@@ -97,13 +171,17 @@ def _of_stream(slot: str, device: torch.device) -> str:
     return slot if stream is None or not stream.stream_id else f"{slot}@{stream.stream_id}"
 
 
-def _make(slot: str, size: int, device: torch.device) -> torch.UntypedStorage:
-    if _slots.pop((device, slot), None) is not None:  # the old and the new one are never there at once
+def _make(device: torch.device, slot: str, size: int) -> Static:
+    former = _slots.pop((device, slot), None)
+    if former is not None:  # the old and the new one are never there at once
+        _at.pop(former.storage.data_ptr(), None)
         _pools.pop((device, slot), None)
+    del former
     with _pool(slot, device):
-        storage = torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
-    _slots[device, slot] = storage
-    return storage
+        static = _slots[device, slot] = Static(torch.empty(size, dtype=torch.uint8, device=device).untyped_storage())
+    if static.storage.data_ptr():
+        _at[static.storage.data_ptr()] = static
+    return static
 
 
 def _pool(slot: str, device: torch.device) -> AbstractContextManager[None]:
@@ -119,12 +197,12 @@ def _pool(slot: str, device: torch.device) -> AbstractContextManager[None]:
     return torch.cuda.use_mem_pool(_pools[device, slot], device)
 
 
-def _vacant(storage: torch.UntypedStorage, device: torch.device) -> bool:
-    """Whether nobody else uses a static buffer."""
+def _becomes_vacant(static: Static, device: torch.device) -> bool:
+    """Whether others let go of a static buffer, if one waits a moment."""
     deadline = time.monotonic() + (PATIENCE if device.type == "cpu" else 0)
-    while (taken := holders(storage) > 1) and time.monotonic() < deadline:
+    while not (free := static.vacant()) and time.monotonic() < deadline:
         time.sleep(1e-5)
-    return not taken
+    return free
 
 
 def holders(storage: torch.UntypedStorage) -> int:

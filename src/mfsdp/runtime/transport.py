@@ -93,9 +93,16 @@ def segments(
     splits: Sequence[int], ranks: int, full: torch.Tensor, shard: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """The parts of a full buffer and of a shard that travel together."""
+    if len(splits) == 1:
+        return [(full, shard)]
+    return list(zip(parts(full, splits, ranks), parts(shard, splits, 1), strict=True))
+
+
+def parts(flat: torch.Tensor, splits: Sequence[int], ranks: int) -> list[torch.Tensor]:
+    """The segments of a full buffer, or of one rank's shard."""
     out = []
-    start = at = 0
+    start = 0
     for chunk in splits:
-        out.append((full[start : start + ranks * chunk], shard[at : at + chunk]))
-        start, at = start + ranks * chunk, at + chunk
+        out.append(flat[start : start + ranks * chunk])
+        start += ranks * chunk
     return out

@@ -161,6 +161,10 @@ class Options:
     """
     check: bool = True
     """Run the law checker after every pass, and compare Inductor's code with the listing."""
+    frames: bool = False
+    """Whether operations run in Python frames called after them and their units (``all_gather layers.3``) also while
+    nobody is known to look: for py-spy and debuggers. Costs host time.
+    """
     dump: str | None = None
     """Folder for the listings; ``MFSDP_DUMP`` when not given."""
     upto: str | None = None
@@ -187,7 +191,7 @@ class Options:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"option {name}={value!r}: give an integer of at least {low}")
-        for name in ("pool", "nccl_ub", "disable_symmetric_registration", "check"):
+        for name in ("pool", "nccl_ub", "disable_symmetric_registration", "check", "frames"):
             value = getattr(out, name)
             if not isinstance(value, bool):
                 raise ValueError(f"option {name}={value!r}: choose True or False")

@@ -142,6 +142,7 @@ class FlatBuffer:
         trains reduces whole gradients, with zeros for those that do not.
         """
         self.trains[slot] = trains
+        self.gradients.slots.clear()
         self.trainable = any(self.trains)
         self.weights.source.requires_grad_(self.trainable)
 

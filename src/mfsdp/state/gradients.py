@@ -39,6 +39,7 @@ class Gradients:
     def __init__(self, buffer: FlatBuffer):
         self._of = buffer
         self.flat: torch.Tensor | None = None
+        self._dtype = buffer.precision.grad
         self.sync = True
         """Whether backward reduces gradients over the outer axis, or at all (`no_sync`)."""
         self.hooks: dict[int, OrderedDict[int, GradHook]] = {}
@@ -76,6 +77,8 @@ class Gradients:
         """Whether it has been written, through DTensors; through plain tensors its version says."""
         self._grads: dict[int, ShardedDTensor] = {}
         """Every ``.grad`` that has been looked at, views of the accumulator or of ``_looked``."""
+        self.slots: dict[tuple[int, ...], frozenset[int]] = {}
+        """Those that train, by where they start, as they were asked for; emptied when one is frozen or unfrozen."""
         self._index = {slot.offset: i for i, slot in enumerate(buffer.layout.slots)}
         source = buffer.weights.source
         done = weakref.WeakMethod(self._backward_done)  # a tensor's hooks are no garbage to Python
@@ -149,7 +152,7 @@ class Gradients:
         """
         if not engine.accumulates(self._node):
             return
-        mine = frozenset(self._slots(self._kept_offsets.union(offsets)))
+        mine = self._slots(self._kept_offsets.union(offsets))
         if mine not in self._ballots:  # once: the host waits where it brings something to a device
             votes = [slot in mine for slot in range(len(self._of.layout.slots))]
             self._ballots[mine] = torch.tensor(votes, device=self._of.weights.main.device)
@@ -161,12 +164,10 @@ class Gradients:
         """
         if not engine.accumulates(self._node):
             return
-        self._ask_before_first()
-        slots = self._slots(self._kept_offsets.union(offsets))
-        self._kept_offsets.clear()
-        if not self._kept:
-            _holding.discard(self)
-        self._stream = devices.current_stream(self._of.weights.main.device)
+        if self.before_first is not None:
+            self._ask_before_first()
+        slots = self._of_kept_and(offsets)
+        self._stream = devices.current_stream(gshard.device)
         if any(self.hooks.values()):
             self._pending = self._sum(self._of_this_backward(), gshard, scale)
             self._arrived |= slots
@@ -208,9 +209,22 @@ class Gradients:
             self._backward, self._pending, self._arrived = now, None, set()
         return self._pending
 
-    def _slots(self, offsets: Iterable[int]) -> set[int]:
+    def _of_kept_and(self, offsets: Iterable[int]) -> frozenset[int]:
+        """Slots that something is accumulated for: those that start there, and those of what was kept back."""
+        if self._kept_offsets:
+            slots = self._slots(self._kept_offsets.union(offsets))
+            self._kept_offsets.clear()
+            if not self._kept:
+                _holding.discard(self)
+            return slots
+        key = tuple(offsets)
+        if key not in self.slots:
+            self.slots[key] = self._slots(key)
+        return self.slots[key]
+
+    def _slots(self, offsets: Iterable[int]) -> frozenset[int]:
         """Those that start there, and train."""
-        return {slot for offset in offsets if self._of.trains[slot := self._index[offset]]}
+        return frozenset(slot for offset in offsets if self._of.trains[slot := self._index[offset]])
 
     def _sum(self, total: torch.Tensor | None, gshard: torch.Tensor, scale: float) -> torch.Tensor:
         """Scales and adds in a dtype that holds both; rounds once."""
@@ -224,11 +238,13 @@ class Gradients:
 
     def _ready(self) -> torch.Tensor | None:
         """The accumulator in its own dtype, without what was dropped: more may be added."""
+        if self._looked is None and not self._dropped and (self.flat is None or self.flat.dtype is self._dtype):
+            return self.flat
         total = self.total()
         if total is not None:
             for slot in self._dropped:
                 self._of.weights.view(total, slot).zero_()
-            self._become(total.to(self._of.precision.grad))
+            self._become(total.to(self._dtype))
         self._dropped.clear()
         self._looked = None
         return self.flat

@@ -1,0 +1,111 @@
+"""Compiled programs, when they run: what ranks compare of them, and whose parameters they read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from . import runs, slots
+from .agreement import Words
+from .observers import frame, observer, recorded
+from .owners import owner, read_by
+
+
+class Outline(Protocol):
+    """What is known of a compiled program (`mfsdp.profile`)."""
+
+    @property
+    def name(self) -> str:
+        """The model and the phase."""
+
+    @property
+    def operations(self) -> Sequence[str]:
+        """Names of its operations in their order, with the unit's: ``all_gather layers.3``."""
+
+
+PATH = "\0{}\0"
+"""Stands for the path of a unit in what ranks compare."""
+
+
+def marked(
+    outline: Outline,
+    run: Callable[[list[Any]], Any],
+    sequences: Mapping[str, Sequence[str]] | None = None,
+    sources: Mapping[int, tuple[str, str]] | None = None,
+    keeping: Collection[int] = (),
+    reads: Sequence[int] = (),
+    meets: Sequence[str] = (),
+    rooms: slots.Rooms | None = None,
+    frames: bool = False,
+) -> Callable[[list[Any]], Any]:
+    """A compiled program that says when it runs, and what each of its operations is called. It takes its arguments as
+    one list and may empty that, as functions of AOTAutograd do.
+
+    Args:
+        outline: names.
+        run: the program.
+        sequences: its collectives by group, one text each: what all ranks of the group must have alike (law 13). They
+            are compared every time that it runs (Note [In step]).
+        sources: which of its arguments are sources, of which unit, ``u0``, and its path when it was compiled. Equal
+            layers may share a program: whose parameters it reads is told from its arguments, and stands in
+            ``sequences`` where `PATH` says, and in the names of its operations.
+        keeping: which of them may keep gradients back (`no_sync`); whether they do is compared too.
+        reads: which of its arguments parameters are read through in forward (sources, or gathered parameters):
+            they have to be the modules' still.
+        meets: all groups of its units, also those that it communicates over in another phase only.
+        rooms: static buffers that there have to be before it begins.
+        frames: whether its operations run in frames of their names, also while nobody looks (Note [Names]).
+
+    Raises:
+        RuntimeError: another rank runs something else (from the program, on every rank, with the first difference), or
+            has been left behind by an exception.
+    """
+    named = partial(frame(outline.name), run)
+    units = {i: unit for i, (unit, _) in (sources or {}).items()}
+    compiled = tuple(path for _, path in (sources or {}).values())
+    keeps = [at for at, i in enumerate(units) if i in keeping]
+    read = [at for at, i in enumerate(units) if i in reads], [i for i in reads if i not in units]
+    always = frames or recorded()
+
+    @functools.cache
+    def names(paths: tuple[str, ...]) -> tuple[str, ...]:
+        moved = dict(zip(compiled, paths, strict=True))
+        called = (name.partition(" ") for name in outline.operations)
+        return tuple(f"{verb} {moved.get(path, path)}" for verb, _, path in called)
+
+    @functools.cache
+    def words(paths: tuple[str, ...], kept: tuple[str, ...]) -> dict[str, Words]:
+        more = (f"gradients of {', '.join(kept)} are kept back under no_sync",) if kept else ()
+
+        def told(line: str) -> str:
+            for unit, path in zip(units.values(), paths, strict=True):
+                line = line.replace(PATH.format(unit), path)
+            return line
+
+        return {group: Words(outline.name, (*map(told, lines), *more)) for group, lines in (sequences or {}).items()}
+
+    def said(paths: tuple[str, ...], buffers: Sequence[Any]) -> dict[str, Words]:
+        if not keeps:
+            return words(paths, ())
+        words(paths, tuple(paths[at] for at in keeps))  # what another rank may say
+        kept = (at for at in keeps if buffers[at] is not None and not buffers[at].gradients.sync)
+        return words(paths, tuple(paths[at] for at in kept))
+
+    def program(args: list[Any]) -> Any:
+        buffers = [owner(args[i]) for i in units]
+        paths = tuple(["?" if buffer is None else buffer.unit.fqn for buffer in buffers])
+        seen = observer()
+        here = runs.Run(outline.name, partial(names, paths), meets, shown=always or seen is not None)
+        if sequences:
+            here.announce(said(paths, buffers))
+        with runs.inside(here):
+            slots.reserve(rooms or {})
+            for buffer in dict.fromkeys([*(buffers[at] for at in read[0]), *(read_by(args[i]) for i in read[1])]):
+                if buffer is not None:
+                    buffer.in_place()
+            return named(args) if seen is None else seen.program(outline, named, args)
+
+    program._boxed_call = True  # type: ignore[attr-defined]
+    return program
