@@ -77,9 +77,16 @@ def test_megatrons_defaults_change_nothing():
         Options.parse({"disable_symmetric_registration": None})
 
 
-def test_modes_are_refused():
-    run = torch.compile(MLP(), backend="mfsdp", mode="max-autotune")
-    with pytest.raises(ValueError, match="mode='max-autotune'.*options="):
+@pytest.mark.parametrize(
+    ("mode", "why"),
+    [
+        ("max-autotune", "mode='max-autotune'; use options="),
+        ("reduce-overhead", "one CUDA graph.*not run on a GPU yet"),
+    ],
+)
+def test_modes_are_refused(mode, why):
+    run = torch.compile(MLP(), backend="mfsdp", mode=mode)
+    with pytest.raises(ValueError, match=why):
         run(torch.randn(2, 24))
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import mfsdp
 from mfsdp.spec.layout import plan
@@ -124,7 +125,10 @@ def accumulation() -> None:
     model.zero_grad(set_to_none=True)
     assert all(p.grad is None for p in model.parameters())
     buffers = {r.buffer for m in model.modules() for r in m.__dict__.get("_mfsdp_refs", {}).values()}
-    assert all(b.gradients.flat is None for b in buffers), "the memory is given back"
+    assert all(b.gradients.flat is None for b in buffers)
+    kept = [StorageWeakRef(b.gradients._room.untyped_storage()) for b in buffers]
+    mfsdp.free_gradients(model)
+    assert all(k.expired() for k in kept), "the memory is given back"
     some = model.up.weight
     some.grad = torch.ones_like(some)
     assert (whole(some.grad) == 1).all() and model.up.bias.grad is None

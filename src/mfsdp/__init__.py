@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .planning.explain import explain
     from .reports.profile import profile, ranges
     from .runtime.groups import fake_ranks
-    from .sharding.contexts import no_sync, summon_full_params, unsharded
+    from .sharding.contexts import free_gradients, no_sync, summon_full_params, unsharded
     from .sharding.module import FSDPModule
     from .sharding.shard import fully_shard
     from .spec.config import MixedPrecisionPolicy
@@ -44,6 +44,7 @@ _WHERE = {
     "convert": "checkpoints.convert",
     "explain": "planning.explain",
     "fake_ranks": "runtime.groups",
+    "free_gradients": "sharding.contexts",
     "fully_shard": "sharding.shard",
     "fully_shard_optimizer": "state.optimizer",
     "load_safetensors": "checkpoints.safetensors",
@@ -73,6 +74,7 @@ __all__ = [
     "convert",
     "explain",
     "fake_ranks",
+    "free_gradients",
     "fully_shard",
     "fully_shard_optimizer",
     "load_safetensors",

@@ -55,7 +55,12 @@ def mfsdp(
     """
     try:
         if mode not in (None, "default"):
-            raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}; use options={{...}}")
+            graphs = (
+                ": what a step touches stays where it is, so that a whole step could be one CUDA graph, but replaying "
+                "one that communicates has not run on a GPU yet, and is not built"
+            )
+            why = graphs if mode == "reduce-overhead" else ""
+            raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}{why}; use options={{...}}")
         chosen = Options.parse(options)
         passes = pipeline.chosen(chosen)
         _whole_budget(gm)

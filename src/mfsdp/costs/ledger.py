@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from ..graph import ops
 from ..graph.cost import lines, saved, size
 from ..graph.program import Program
-from ..graph.roles import role
 from ..state.buffer import FlatBuffer
 from . import fusion
 
@@ -30,7 +28,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The memory of one rank in a step after the first (static buffers and optimizer state are there)."""
+    """The memory of one rank in a step after the first: static buffers, optimizer state and accumulators are there.
+    (An accumulator that ``.grad`` shows in a wider dtype does not stay: one such is counted too many.)
+    """
 
     entries: tuple[Entry, ...]
     peak: int
@@ -93,23 +93,21 @@ def ledger(
     for p in programs:
         for name, n in p.slots.items():
             slots[name] = max(n, slots.get(name, 0))
-    lasting = main + states * trained + kept + other + inputs + sum(slots.values())
+    trains = any(p.phase == "backward" for p in programs)
+    staying = gradients - plain if trains else 0
+    lasting = main + states * trained + kept + other + inputs + staying + sum(slots.values())
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
-    accumulated: dict[str, int] = {}
     temporaries = trained if states > 1 else 0  # Adam's square roots; simpler ones work in place
-    peak, where = lasting + (0 if optimizer == "none" else gradients + temporaries), None
+    peak, where = lasting + (0 if optimizer == "none" else gradients - staying + temporaries), None
     for p in programs:
         pooled = sum(p.slots.values())
         live[p.phase], after[p.phase] = {}, {}
         for row in lines(p, fusion.fused(p) if fused else ()):
-            if row.node.target is ops.accumulate and (r := role(row.node)) is not None:
-                unit = p.unit(r.unit)
-                accumulated[unit.name] = unit.layout.shard_numel * unit.spec.precision.grad.itemsize
-            base = lasting - pooled + sum(accumulated.values())
+            base = lasting - pooled
             live[p.phase][row.node.name], after[p.phase][row.node.name] = base + row.top, base + row.live
             if base + row.top > peak:
-                peak, where = base + row.top, (p, row.node, row.top - pooled, sum(accumulated.values()))
+                peak, where = base + row.top, (p, row.node, row.top - pooled)
     entries = [
         Entry("main weights", main, "this rank's shards, as the optimizer sees them"),
         Entry("optimizer state", states * trained, optimizer),
@@ -121,15 +119,15 @@ def ledger(
     ]
     if where is None:
         entries += [
-            Entry("gradients", 0 if optimizer == "none" else gradients, "accumulated"),
+            Entry("gradients", staying if optimizer == "none" else gradients, "accumulators, from step to step"),
             Entry("temporaries", 0 if optimizer == "none" else temporaries, "of a foreach optimizer"),
         ]
         phase, line = "optimizer", ""
     else:
-        program, node, used, grown = where
+        program, node, used = where
         back = _saved(program, node) if program.phase == "backward" else 0
         entries += [
-            Entry("gradients", grown, f"accumulated by then, of {size(gradients)}"),
+            Entry("gradients", staying, "accumulators, from step to step"),
             Entry("activations saved by forward", back, "still there"),
             Entry("temporaries", used - back, "what the lines around the peak hold"),
         ]

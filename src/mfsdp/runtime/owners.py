@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .slots import holders
+
 _OWNER = "_mfsdp_buffer"
 _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By address of the shard's storage: autograd hands back detached aliases of what it saved under hooks."""
@@ -64,6 +66,11 @@ def read_by(tensor: torch.Tensor) -> Any:
 def sharded() -> bool:
     """Whether this process holds a shard of anything."""
     return len(_owners) > 0
+
+
+def shared(tensor: torch.Tensor) -> bool:
+    """Whether other tensors have its storage too."""
+    return holders(tensor.untyped_storage()) > 2  # the tensor's own, and of the handle that is asked for here
 
 
 def path(source: torch.Tensor) -> str:

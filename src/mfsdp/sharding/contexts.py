@@ -39,6 +39,18 @@ def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
             buffer.gradients.sync = sync
 
 
+def free_gradients(module: nn.Module) -> None:
+    """Gives back the memory of gradients that are ``None``, which otherwise stays for the next backward: before an
+    evaluation, or, behind every ``zero_grad``, where the peak is at the start of backward. The next backward makes it
+    anew. What has a gradient keeps it.
+
+    Args:
+        module: a sharded model, or any of its modules.
+    """
+    for buffer in {r.buffer: None for m in module.modules() for r in refs(m).values()}:
+        buffer.gradients.free()
+
+
 @contextmanager
 def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
     """Whole main weights as plain parameters inside of the ``with``; edits are kept. All ranks must enter together.

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
-from ..runtime import devices, engine, immediate, runs
+from ..runtime import devices, engine, immediate, owners, runs
 from ..runtime.transport import segments
 from ..spec.layout import Slot
-from .parameters import ShardedParameter
+from .holding import holding, reach_zero_grad
 from .tensors import ShardedDTensor
 
 if TYPE_CHECKING:
@@ -32,6 +30,13 @@ class Gradients:
     ``.grad`` is set to ``None``; whoever reads a ``.grad`` sees it in ``precision.main``: a wider one is what the
     accumulator becomes until more is accumulated, a narrower one is a copy, whose changes count.
 
+    Note [Steady]
+    Nothing that a step touches moves from step to step, so that it could be replayed. To have no gradient is a flag
+    (``flat`` is ``None``, every ``.grad`` too); the accumulator's memory stays where it is, and the first write of the
+    next step is a store. It is given up for a new one where somebody still has a gradient of before, which he may
+    keep; where the accumulator has become a wider one; where gradients are dropped inside of a backward, by optimizers
+    that step there to save memory; and by `free`.
+
     Args:
         buffer: whose they are; its weights are there already.
     """
@@ -39,6 +44,8 @@ class Gradients:
     def __init__(self, buffer: FlatBuffer):
         self._of = buffer
         self.flat: torch.Tensor | None = None
+        self._room: torch.Tensor | None = None
+        """The accumulator's memory while there is no gradient."""
         self._dtype = buffer.precision.grad
         self.sync = True
         """Whether backward reduces gradients over the outer axis, or at all (`no_sync`)."""
@@ -91,8 +98,8 @@ class Gradients:
         self.sync = other.sync
         self._kept = {size: kept.clone() for size, kept in other._kept.items()}
         self._kept_offsets, self._kept_at = set(other._kept_offsets), other._kept_at
-        if other in _holding:
-            _holding.add(self)
+        if other in holding:
+            holding.add(self)
         self._there, self._dropped = set(other._there), set(other._dropped)
         total = other.total()
         self.flat = None if total is None else total.clone()
@@ -106,8 +113,8 @@ class Gradients:
             if kept is not None:
                 torch.add(kept, grads, out=grads)
             return False
-        _reach_zero_grad()
-        _holding.add(self)
+        reach_zero_grad()
+        holding.add(self)
         self._kept[grads.numel()] = grads.to(self._of.precision.grad, copy=True) if kept is None else kept.add_(grads)
         self._kept_offsets.update(offsets)
         self._kept_at = self._of.unit.outermost.syncs[0]
@@ -131,7 +138,7 @@ class Gradients:
         self._kept_offsets.clear()
         self._votes.clear()
         self._pending = None
-        _holding.discard(self)
+        holding.discard(self)
 
     def _mask(self, slots: Iterable[Slot], numel: int) -> torch.Tensor:
         """Where some parameters lie in whole gradients, or in this rank's shard of them; booleans, [numel]."""
@@ -169,11 +176,14 @@ class Gradients:
         slots = self._of_kept_and(offsets)
         self._stream = devices.current_stream(gshard.device)
         if any(self.hooks.values()):
-            self._pending = self._sum(self._of_this_backward(), gshard, scale)
+            pending = self._of_this_backward()
+            if pending is None:
+                self._pending = _stored(self._empty(), gshard, scale)
+            else:
+                pending.add_(gshard, alpha=scale)
             self._arrived |= slots
         else:
-            self._ready()
-            self._become(self._sum(self.flat, gshard, scale))
+            self._add(gshard, scale)
             self._there |= slots
         if self.sync:
             self._of.unit.outermost.syncs[0] += 1
@@ -183,7 +193,7 @@ class Gradients:
         self._ask_before_first()
         if any(self.hooks.values()) or any(self.post_hooks.values()):
             if self._of_this_backward() is None:
-                self._pending = torch.zeros_like(self._of.weights.main, dtype=self._of.precision.grad)
+                self._pending = self._empty().zero_()
             assert self._pending is not None
             self._of.weights.view(self._pending, slot).add_(rows)
             self._arrived.add(slot)
@@ -191,7 +201,7 @@ class Gradients:
             return
         total = self._ready()
         if total is None:
-            total = torch.zeros_like(self._of.weights.main, dtype=self._of.precision.grad)
+            total = self._accumulator().zero_()
         devices.follow(self._stream, total)
         self._of.weights.view(total, slot).add_(rows)
         self._become(total)
@@ -215,7 +225,7 @@ class Gradients:
             slots = self._slots(self._kept_offsets.union(offsets))
             self._kept_offsets.clear()
             if not self._kept:
-                _holding.discard(self)
+                holding.discard(self)
             return slots
         key = tuple(offsets)
         if key not in self.slots:
@@ -226,15 +236,25 @@ class Gradients:
         """Those that start there, and train."""
         return frozenset(slot for offset in offsets if self._of.trains[slot := self._index[offset]])
 
-    def _sum(self, total: torch.Tensor | None, gshard: torch.Tensor, scale: float) -> torch.Tensor:
-        """Scales and adds in a dtype that holds both; rounds once."""
-        if total is not None:
-            return total.add_(gshard, alpha=scale)
-        total = torch.empty_like(self._of.weights.main, dtype=self._of.precision.grad)
-        wide = torch.promote_types(gshard.dtype, total.dtype)
-        if wide is total.dtype is not gshard.dtype:
-            return total.copy_(gshard).mul_(scale)
-        return torch.mul(gshard.to(wide), scale, out=total)
+    def _add(self, gshard: torch.Tensor, scale: float) -> None:
+        """Adds to the accumulator, or stores in it."""
+        total = self._ready()
+        if total is None:
+            self._become(_stored(self._accumulator(), gshard, scale))
+        else:
+            self._become(total.add_(gshard, alpha=scale))
+
+    def _accumulator(self) -> torch.Tensor:
+        """Room for one: what the last one has left (Note [Steady])."""
+        room, self._room = self._room, None
+        return self._empty() if room is None or owners.shared(room) else room
+
+    def _empty(self) -> torch.Tensor:
+        return torch.empty_like(self._of.weights.main, dtype=self._dtype)
+
+    def free(self) -> None:
+        """Gives up the memory that stays while there is no gradient; the next backward makes it anew."""
+        self._room = None
 
     def _ready(self) -> torch.Tensor | None:
         """The accumulator in its own dtype, without what was dropped: more may be added."""
@@ -298,8 +318,7 @@ class Gradients:
             self._arrived |= self._counted()
             for slot in sorted(self._arrived):
                 self._ask_hooks(pending, slot)
-            self._ready()
-            self._become(self._sum(self.flat, pending, 1.0))
+            self._add(pending, 1.0)
             self._there |= self._arrived
         if self.sync and any(self.post_hooks.values()):
             self._settle()
@@ -368,24 +387,27 @@ class Gradients:
         return self._grads[slot]
 
     def set(self, slot: int, value: torch.Tensor | None) -> None:
-        """``None`` forgets the gradient (the storage goes when all are forgotten); a tensor is copied in."""
+        """``None`` forgets the gradient; a tensor is copied in."""
         self._settle()
         if value is None:
-            if self in _holding:
+            if self in holding:
                 self.forget([slot])
             self._grads.pop(slot, None)
             if slot in self._there:
                 self._there.remove(slot)
                 self._dropped.add(slot)
             if not self._there:
-                self.flat = self._looked = None
-                self._dropped.clear()
                 self._grads.clear()
+                self._dropped.clear()
+                if self.flat is not None and self.flat.dtype is self._dtype and engine.backward_number() < 0:
+                    self._room = self.flat
+                self.flat = self._looked = None
             return
         if value is self._grads.get(slot):
             return
         if self.flat is None:
-            self._become(torch.zeros_like(self._of.weights.main))
+            main = self._of.weights.main
+            self._become(self._accumulator().zero_() if main.dtype is self._dtype else torch.zeros_like(main))
         self._there.add(slot)
         self._dropped.discard(slot)
         mine = self.of(slot)
@@ -394,48 +416,20 @@ class Gradients:
             mine.copy_(value)
 
 
+def _stored(out: torch.Tensor, gshard: torch.Tensor, scale: float) -> torch.Tensor:
+    """Scales in a dtype that holds both, and rounds once."""
+    wide = torch.promote_types(gshard.dtype, out.dtype)
+    if wide is out.dtype is not gshard.dtype:
+        return out.copy_(gshard).mul_(scale)
+    return torch.mul(gshard.to(wide), scale, out=out)
+
+
 @dataclass
 class _Touched:
     """What a tensor was when it was made, and whether DTensors over it have written to it since."""
 
     version: int = -1
     stale: bool = False
-
-
-_holding: weakref.WeakSet[Gradients] = weakref.WeakSet()
-"""Those of which some wait for the next synchronisation."""
-
-
-@functools.cache
-def _reach_zero_grad() -> None:
-    """Makes ``zero_grad`` of every optimizer and of every module forget the gradients that wait for a synchronisation.
-
-    Those are not in any ``.grad``, so a step that is given up half-way would leave them for the next one. torch has no
-    hook there; so ``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad`` (which torch.compile's wrapper
-    inherits) are wrapped, once, when the first gradient is held back: a process that never does keeps torch's own. A
-    class whose ``zero_grad`` does not call its parent's is reached if it sets ``.grad`` to ``None`` unasked.
-    """
-
-    def wrapped(zero_grad: Callable[..., None], parameters: Callable[[Any], Iterable[Any]]) -> Callable[..., None]:
-        @torch.compiler.disable
-        @functools.wraps(zero_grad)
-        def run(self: Any, set_to_none: bool = True) -> None:
-            if _holding:
-                chosen: dict[Gradients, set[int]] = {}
-                for p in parameters(self):
-                    if isinstance(p, ShardedParameter) and p._mfsdp_owner.gradients in _holding:
-                        chosen.setdefault(p._mfsdp_owner.gradients, set()).add(p.sharding.slot)
-                for gradients, slots in chosen.items():
-                    gradients.forget(slots)
-            zero_grad(self, set_to_none)
-
-        return cast(Callable[..., None], run)
-
-    optimizer, module = torch.optim.Optimizer, nn.Module
-    optimizer.zero_grad = wrapped(  # type: ignore[method-assign]
-        optimizer.zero_grad, lambda self: (p for group in self.param_groups for p in group["params"])
-    )
-    module.zero_grad = wrapped(module.zero_grad, nn.Module.parameters)  # type: ignore[method-assign]
 
 
 def _nobody(source: torch.Tensor) -> None:

@@ -1,0 +1,91 @@
+"""A steady step finds everything where the step before has left it, so that it could be replayed (Note [Steady])."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mfsdp
+from mfsdp.runtime import slots
+from tests.models import GPT, MLP, Block
+from tests.parity import compiled
+
+
+@pytest.fixture
+def four() -> Iterator[None]:
+    """One of four ranks, with one thread: several add up an embedding's gradient in any order."""
+    slots.forget()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with mfsdp.fake_ranks(4, rank=1):
+        yield
+    torch.set_num_threads(threads)
+    slots.forget()
+
+
+def buffers_of(model: torch.nn.Module) -> list[Any]:
+    return list({r.buffer: None for m in model.modules() for r in m.__dict__.get("_mfsdp_refs", {}).values()})
+
+
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "no_shard"])
+@pytest.mark.parametrize(
+    "lowering", ["none", "eager", *(pytest.param(x, marks=pytest.mark.inductor) for x in ("stitched", "whole"))]
+)
+def test_addresses_and_values_stay_over_twenty_steps(four, lowering, strategy):
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(GPT(tied=False, width=64), units=[Block], strategy=strategy)
+    run, ids = compiled(model, lowering), torch.randint(31, (4, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    seen = []
+    slots.misses.clear()
+    for _ in range(22):
+        loss = run(ids).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        grads = [p.grad.to_local() for p in model.parameters()]
+        flats = [t for b in buffers_of(model) for t in (b.weights.main, b.weights.source, b.gradients.flat)]
+        seen.append((
+            [t.data_ptr() for t in (*grads, *flats)], [s.storage.data_ptr() for s in slots._slots.values()],
+            loss.item(), [g.double().sum().item() for g in grads],
+        ))  # fmt: skip
+        del loss, grads, flats
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+    assert all(step == seen[2] for step in seen[3:]), "but for the first two, which make what stays"
+    assert not slots.misses and any(seen[2][3])
+
+
+@pytest.mark.parametrize("lowering", ["none", "eager"])
+def test_a_gradient_that_somebody_keeps_is_his(lowering):
+    """As with tensors of torch, ``zero_grad`` does not take it away, and the next backward does not write to it."""
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    run = compiled(model, lowering)
+    run(torch.ones(2, 24)).sum().backward()
+    mine = model.up.weight.grad
+    before = mine.to_local().clone()
+    model.zero_grad()
+    run(torch.full((2, 24), 3.0)).sum().backward()
+    assert torch.equal(mine.to_local(), before) and not torch.equal(model.up.weight.grad.to_local(), before)
+    del mine
+    address = model.up.weight.grad.to_local().data_ptr()
+    for _ in range(2):
+        model.zero_grad()
+        model.up.weight.grad = torch.ones_like(model.up.weight)
+        assert model.up.weight.grad.to_local().data_ptr() == address and model.up.bias.grad is None
+        model.zero_grad()
+        run(torch.ones(2, 24)).sum().backward()
+        assert model.up.weight.grad.to_local().data_ptr() == address
+        assert torch.equal(model.up.weight.grad.to_local(), before), "nothing is left of what was there"
+
+
+def test_what_is_dropped_inside_of_a_backward_goes():
+    """An optimizer that steps in hooks does it to save that memory."""
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    for lowering in ("none", "eager"):
+        compiled(model, lowering)(torch.ones(2, 24)).sum().backward()
+        assert all(b.gradients.flat is None and b.gradients._room is None for b in buffers_of(model))
