@@ -19,6 +19,7 @@ from .pieces import Piece
 from .placement import Placement
 from .sharded import Sharding
 from .tensors import carry_attributes
+from .untraced import refuse_elsewhere
 from .weights import Weights
 
 
@@ -61,6 +62,7 @@ class FlatBuffer:
         device: torch.device,
         pieces: Sequence[Piece | None] = (),
     ):
+        refuse_elsewhere()
         self.unit, self.layout, self.placement, self.precision = unit, layout, placement, precision
         self.trains = [trainable] * len(layout.slots)
         """Which parameters require gradients; Dynamo reads it where they are read."""

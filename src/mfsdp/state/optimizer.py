@@ -22,14 +22,18 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .buffer import FlatBuffer
+from .compiled import Steps
 from .parameters import ShardedParameter
 from .tensors import ShardedDTensor
+from .untraced import left_alone
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 """Optimizers of torch whose update of one element depends on others."""
 
 
-def fully_shard_optimizer(optimizer: Optimizer, *, use_decoupled_grad: bool = False) -> Optimizer:
+def fully_shard_optimizer(
+    optimizer: Optimizer, compile: bool = False, *, use_decoupled_grad: bool = False
+) -> Optimizer:
     """Makes an optimizer step on few flat tensors; the same optimizer comes back, with the same state dict.
 
     Results are those of the optimizer as it was. Parameter groups keep their own settings; parameters without a
@@ -39,11 +43,15 @@ def fully_shard_optimizer(optimizer: Optimizer, *, use_decoupled_grad: bool = Fa
         optimizer: over parameters of a model that :func:`mfsdp.fully_shard` has sharded; its update is elementwise.
         use_decoupled_grad: hand gradients over as ``.decoupled_grad`` in ``main_grads_dtype`` (what TransformerEngine's
             and Apex's fused optimizers read) instead of as ``.grad`` in the dtype of the weights.
+        compile: run the step compiled by Inductor, one graph for each run of a unit. Results are those of the step as
+            it was up to rounding, not bitwise. Numbers (learning rates, step counts) may change in every step and
+            compile nothing anew. The first step of a parameter, which makes its state, is the optimizer's own, and so
+            is the step of parameters that are not sharded. ``torch.compile`` around a step leaves it as it is.
 
     Raises:
         TypeError: it is no optimizer.
         ValueError: it is flat already, has no sharded parameter, or a scheduler has wrapped its ``step``.
-        NotImplementedError: its update is not elementwise.
+        NotImplementedError: its update is not elementwise; or, with ``compile``, cannot be compiled (it says why).
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer: {optimizer!r} is no torch.optim.Optimizer")
@@ -58,8 +66,10 @@ def fully_shard_optimizer(optimizer: Optimizer, *, use_decoupled_grad: bool = Fa
         raise ValueError(f"fully_shard_optimizer: none of the {name}'s parameters is sharded; call fully_shard first")
     if "step" in vars(optimizer):
         raise ValueError(f"fully_shard_optimizer: something has wrapped the {name}'s step; build schedulers afterwards")
-    optimizer._mfsdp_decoupled = use_decoupled_grad  # type: ignore[attr-defined]
     base: Any = type(optimizer)
+    steps = Steps(optimizer, base, use_decoupled_grad) if compile else None
+    vars(optimizer).update(_mfsdp_decoupled=use_decoupled_grad, _mfsdp_compile=compile)
+    optimizer._mfsdp_runs = _Runs(use_decoupled_grad, steps)  # type: ignore[attr-defined]
     optimizer.__class__ = _subclass(base)
     return optimizer
 
@@ -77,13 +87,15 @@ def _subclass(base: Any) -> Any:
             with torch.enable_grad():
                 loss = closure()
         runs = vars(self).get("_mfsdp_runs")
-        if runs is None:
-            runs = self._mfsdp_runs = _Runs(self._mfsdp_decoupled)
+        if runs is None:  # a copy of one
+            steps = Steps(self, base, self._mfsdp_decoupled) if self._mfsdp_compile else None
+            runs = self._mfsdp_runs = _Runs(self._mfsdp_decoupled, steps)
         runs.step(self, base.step)
         return loss
 
     def __getstate__(self: Any) -> dict[str, Any]:
-        return {**base.__getstate__(self), "_mfsdp_decoupled": self._mfsdp_decoupled}
+        mine = {name: getattr(self, name) for name in ("_mfsdp_decoupled", "_mfsdp_compile")}
+        return {**base.__getstate__(self), **mine}
 
     def state_dict(self: Any) -> dict[str, Any]:
         """As the base's; numbers that parameters of a run share are copied, for whoever loads them counts them up."""
@@ -91,6 +103,7 @@ def _subclass(base: Any) -> Any:
         out["state"] = {p: {k: _own(v) for k, v in state.items()} for p, state in out["state"].items()}
         return out
 
+    step = left_alone(step)
     step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
     space = {"step": step, "state_dict": state_dict, "__getstate__": __getstate__, "__module__": base.__module__}
     return type(base.__name__, (_FlatOptimizer, base), space)
@@ -120,6 +133,8 @@ class _Run:
     """The state that the parameters' state shows."""
     shown: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The parameters' state, by slot."""
+    plan: Any = None
+    """How it is called, compiled (`compiled`)."""
 
     def part(self, whole: torch.Tensor, slot: int) -> torch.Tensor:
         """One parameter's part of a tensor as long as the run."""
@@ -131,7 +146,8 @@ class _Run:
         whole = self.buffer.gradients.total()
         if self.ghost or whole is None:
             return torch.zeros(1, dtype=self.buffer.precision.grad, device=self.flat.device)
-        return whole[self.start : self.start + self.flat.numel()]
+        length = self.flat.numel()
+        return whole if whole.numel() == length else whole[self.start : self.start + length]
 
 
 Members = dict[FlatBuffer, tuple[tuple[int, int], ...]]
@@ -141,8 +157,8 @@ Members = dict[FlatBuffer, tuple[tuple[int, int], ...]]
 class _Runs:
     """The runs of one optimizer."""
 
-    def __init__(self, decoupled: bool):
-        self.decoupled = decoupled
+    def __init__(self, decoupled: bool, steps: Steps | None = None):
+        self.decoupled, self.steps = decoupled, steps
         self.members: Members = {}
         self.runs: list[_Run] = []
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
@@ -154,22 +170,24 @@ class _Runs:
             self._build(optimizer, members)
         groups, state = optimizer.param_groups, optimizer.state
         params = [g["params"] for g in groups]
-        lists = [
-            [p for p in own if not _ours(p)] + [run.flat for run in self.runs if run.group == number]
-            for number, own in enumerate(params)
-        ]
+        plain = [[p for p in own if not _ours(p)] for own in params]
+        lists = [list(own) for own in plain]
         for run in self.runs:
+            lists[run.group].append(run.flat)
             if self.decoupled:
                 run.flat.decoupled_grad = run.gradient().to(run.buffer.precision.grad)  # type: ignore[attr-defined]
             else:
                 run.flat.grad = run.gradient().to(run.flat.dtype)
-        for plain in (p for flats in lists for p in flats if p in state):
-            self.state[plain] = state[plain]
+        others = [p for own in plain for p in own]
+        self.state.update({p: state[p] for p in others if p in state})
         try:
             for group, flats in zip(groups, lists, strict=True):
                 group["params"] = flats
             optimizer.state = cast(Any, self.state)
-            step(optimizer)
+            if self.steps is None:
+                step(optimizer)
+            else:
+                self.steps.step(optimizer, self.runs, self.state, plain)
         finally:
             for group, own in zip(groups, params, strict=True):
                 group["params"] = own
@@ -177,8 +195,7 @@ class _Runs:
             for run in self.runs:
                 run.flat.grad = run.flat.decoupled_grad = None  # type: ignore[attr-defined]
                 run.buffer.weights.stale = True
-        mine = {run.flat for run in self.runs}
-        state.update({p: s for p, s in self.state.items() if p not in mine})
+        state.update({p: self.state[p] for p in others if p in self.state})
         shown = [self._show(optimizer, run) for run in self.runs]
         if any(shown):  # in the order of parameters: runs, and so theirs, differ by rank
             order = {p: state[p] for own in params for p in own if p in state}
@@ -219,7 +236,7 @@ class _Runs:
     def _show(self, optimizer: Optimizer, run: _Run) -> bool:
         """Makes the parameters' state views into the run's, if the optimizer has made it anew; whether it has."""
         mine = self.state.get(run.flat, {})
-        if mine.keys() == run.made.keys() and all(run.made[key] is value for key, value in mine.items()):
+        if len(mine) == len(run.made) and all(run.made.get(key) is value for key, value in mine.items()):
             return False
         run.made = dict(mine)
         for slot in run.slots:

@@ -1,0 +1,78 @@
+"""What Dynamo meets where an optimizer steps on sharded parameters: it cannot trace those steps, and nobody should find
+that out from an assertion inside of it. A flat optimizer's step is left alone, in words; that of any other is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+def left_alone(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an optimizer that ``torch.compile`` around it does not enter; it says so once."""
+
+    @functools.wraps(step)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _compiling():
+            _tell(type(self).__name__, self._mfsdp_compile)
+        return inside(self, *args, **kwargs)
+
+    inside = torch.compiler.disable(step)
+    return _skipped(run)
+
+
+@functools.cache
+def _tell(name: str, compiled: bool) -> None:
+    more = "" if compiled else "; mfsdp.fully_shard_optimizer(optimizer, compile=True) compiles it"
+    warnings.warn(f"mfsdp: torch.compile leaves the step of {name} on flat tensors as it is{more}", stacklevel=3)
+
+
+@functools.cache
+def refuse_elsewhere() -> None:
+    """Gives every optimizer that gets sharded parameters a hook that raises when its step is compiled from outside.
+
+    torch has no hook where optimizers are made: ``torch.optim.Optimizer.add_param_group`` is wrapped, once, when the
+    first model is sharded. The hook is the optimizer's own, so that no other one's step is touched.
+    """
+    add = Optimizer.add_param_group
+
+    @functools.wraps(add)
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        add(self, param_group)
+        hooks = self._optimizer_step_pre_hooks
+        if _refuse not in hooks.values() and any(hasattr(p, "_mfsdp_owner") for p in self.param_groups[-1]["params"]):
+            self.register_step_pre_hook(_skipped(_refuse))
+
+    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if _compiling():
+        raise RuntimeError(
+            f"mfsdp: torch.compile around {type(optimizer).__name__}.step: its parameters are sharded, which Dynamo "
+            "cannot trace. Call it outside of what is compiled, or compile it by "
+            "mfsdp.fully_shard_optimizer(optimizer, compile=True)."
+        )
+
+
+def _skipped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that Dynamo does not enter, but in which it is known to be at work. Private in torch; tried on 2.13,
+    not on the others of 2.11 to 2.15.
+    """
+    from torch._dynamo.decorators import skip
+
+    return skip(function)
+
+
+def _compiling() -> bool:
+    """Whether Dynamo would compile what is called here. Private in torch; tried on 2.13, not on the others of 2.11 to
+    2.15.
+    """
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return get_eval_frame_callback() not in (None, False)
