@@ -17,6 +17,7 @@ Needs: the layout (each parameter lies contiguously in the full buffer).
 Costs: the full buffer stays until `reshard` says otherwise.
 
 A main shard in another dtype than the one that travels is cast first, on the shard, so that the smaller one travels.
+Under ``keep_cast`` that has no line: what is gathered is a cast that lasts from one optimizer step to the next.
 A group of one gathers nothing: parameters are then views into the shard itself, or into its cast (law 4).
 
 Where the strategy leaves parameters whole (``optim``, ``optim_grads``), or a shard of them on every outer rank (HFSDP),
@@ -40,13 +41,17 @@ from mfsdp.spec.units import Unit
 prims, aten = torch.ops.prims, torch.ops.aten
 
 
-def gather(p: Program) -> None:
-    """Replaces all markers of each unit by one all-gather and views into its result."""
+def gather(p: Program, *, keep_cast: bool = False) -> None:
+    """Replaces all markers of each unit by one all-gather and views into its result.
+
+    Args:
+        keep_cast: whether casts of shards last until main weights are written.
+    """
     gathered = 0
     for unit, params in p.by_unit(Kind.PARAM).items():
         markers = [n for n in params if n.target is ops.param]
         if markers:
-            _gather_unit(p, unit, markers)
+            _gather_unit(p, unit, markers, keep_cast)
             gathered += 1
     if not gathered:
         p.note("no parameter is read here")
@@ -54,7 +59,7 @@ def gather(p: Program) -> None:
         p.note("nothing to gather: parameters are views into the shard")
 
 
-def _gather_unit(p: Program, unit: Unit, markers: list[Node]) -> None:
+def _gather_unit(p: Program, unit: Unit, markers: list[Node], keep_cast: bool) -> None:
     first, spec, precision = markers[0], unit.spec, unit.spec.precision
     flat = markers[0].args[0]
     assert isinstance(flat, Node) and all(m.args[0] is flat for m in markers)
@@ -62,7 +67,7 @@ def _gather_unit(p: Program, unit: Unit, markers: list[Node]) -> None:
         if p.phase != "backward":
             p.insert(ops.refresh, (flat,), first, Role(Kind.REFRESH, unit.name, Lane.GATHER))
             p.insert(ops.wait, (flat, []), first, Role(Kind.WAIT, unit.name, Lane.GATHER))
-    elif precision.main is not precision.comm:
+    elif precision.main is not precision.comm and not (keep_cast and spec.gathers):
         flat = p.insert(
             prims.convert_element_type.default,
             (flat, precision.comm),

@@ -302,11 +302,7 @@ def not_gathered(p: Program) -> None:
 
 @mutation(18, "forward", mp_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32))
 def gathered_in_another_dtype(p: Program) -> None:
-    cast = p.find(Kind.CAST)[0]
-    shard = cast.args[0]
-    cast.replace_all_uses_with(shard)
-    p.erase(cast)
-    gather = next(n for n in shard.users if n.target is ops.all_gather)
+    gather = next(n for n in p.nodes if n.target is ops.all_gather)
     gather.meta["val"] = gather.meta["val"].to(torch.float32)
     p.slots.update({name: 2 * n for name, n in p.slots.items()})
 

@@ -33,13 +33,15 @@ def table(
     limit: int | None = None,
     slots: bool = True,
     wide: bool | None = None,
+    keep_cast: bool = Options.keep_cast,
 ) -> Table:
-    """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes) and ``pool``.
+    """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes), ``pool`` and
+    ``keep_cast``.
     ``wide`` is for programs that run elsewhere than they were traced (`passes.bucket`).
     """
     return (
         ("collective", collective),
-        ("gather", gather),
+        ("gather", partial(gather, keep_cast=keep_cast)),
         ("reshard", reshard),
         ("reduce", reduce),
         ("prefetch", partial(prefetch, depth=depth, limit=limit)),
@@ -61,7 +63,7 @@ def chosen(options: Options, wide: bool | None = None) -> Table:
         ValueError: ``passes`` is no table, has one name twice, has passes in an order that cannot be, or lacks the one
             that obeys another option that is given.
     """
-    ours = table(options.prefetch, options.reduce_lag, options.max_unsharded, options.pool, wide)
+    ours = table(options.prefetch, options.reduce_lag, options.max_unsharded, options.pool, wide, options.keep_cast)
     if options.passes is None:
         return ours
     rows = _rows(options.passes)
@@ -82,7 +84,13 @@ def obeyed(options: Options) -> set[str]:
     return {option for option, name in _KNOBS.items() if name in own}
 
 
-_KNOBS = {"prefetch": "prefetch", "max_unsharded": "prefetch", "reduce_lag": "defer", "pool": "pool"}
+_KNOBS = {
+    "prefetch": "prefetch",
+    "max_unsharded": "prefetch",
+    "reduce_lag": "defer",
+    "pool": "pool",
+    "keep_cast": "gather",
+}
 """Options, and the pass that obeys each."""
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
 from ..graph.cost import lines, saved, size
 from ..graph.program import Program
+from ..graph.roles import role
+from ..spec.layout import Layout
+from ..spec.units import Unit
 from ..state.buffer import FlatBuffer
 from . import fusion
 
@@ -88,6 +92,7 @@ def ledger(
     main = sum(b.weights.main.nbytes for b in buffers)
     trained = plain + sum(b.weights.main.nbytes for b in buffers if b.trainable)
     kept = sum(b.weights.source.nbytes for b in buffers if b.spec.kept)
+    casts = sum(unit.layout.shard_numel * unit.spec.precision.comm.itemsize for unit in _casting(programs))
     gradients = plain + sum(b.layout.shard_numel * b.precision.grad.itemsize for b in buffers if b.trainable)
     slots: dict[str, int] = {}
     for p in programs:
@@ -95,7 +100,7 @@ def ledger(
             slots[name] = max(n, slots.get(name, 0))
     trains = any(p.phase == "backward" for p in programs)
     staying = gradients - plain if trains else 0
-    lasting = main + states * trained + kept + other + inputs + staying + sum(slots.values())
+    lasting = main + states * trained + kept + casts + other + inputs + staying + sum(slots.values())
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
     temporaries = trained if states > 1 else 0  # Adam's square roots; simpler ones work in place
@@ -112,6 +117,7 @@ def ledger(
         Entry("main weights", main, "this rank's shards, as the optimizer sees them"),
         Entry("optimizer state", states * trained, optimizer),
         Entry("parameters that last", kept, "from step to step"),
+        Entry("shards in what travels", casts, "kept from step to step (keep_cast)"),
         Entry("gathered parameters", _sum(slots, "p"), "static buffers " + _names(slots, "p")),
         Entry("gradient buckets", _sum(slots, "g"), "static buffers " + _names(slots, "g")),
         Entry("not sharded", other, "buffers and ignored parameters"),
@@ -134,6 +140,19 @@ def ledger(
         phase, line = program.phase, node.name
     padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states)
     return Ledger(tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after)
+
+
+def _casting(programs: Sequence[Program]) -> list[Unit]:
+    """Units whose casts are kept (Note [Kept casts])."""
+    found: dict[tuple[str, Layout], Unit] = {}
+    for p in programs:
+        for node in p.nodes:
+            if node.target is ops.all_gather and (r := role(node)) is not None:
+                source: Any = node.args[0]
+                if source.meta["val"].dtype is not node.meta["val"].dtype:
+                    unit = p.unit(r.unit)
+                    found[unit.fqn, unit.layout] = unit
+    return list(found.values())
 
 
 def _sum(slots: dict[str, int], family: str) -> int:

@@ -12,7 +12,8 @@ passes rewrite them into:
     returned(param) -> copy                   what forward returns of a parameter, in memory of its own
     refresh(source)                           parameters that last are gathered again, if the optimizer has stepped;
                                               launched, not finished
-    all_gather(shard, spec, slot) -> full     launched, not finished
+    all_gather(shard, spec, slot) -> full     launched, not finished; of main weights in another dtype than the one
+                                              that travels: of their cast, which is kept (Note [Kept casts])
     wait(out, inputs)                         out is complete; inputs had to live until now
     free(full)                                the buffer is gone after this line
     bucket(like, holes, spec, slot) -> gfull  room for a unit's gradients; zeros in the holes (start, end, start, ...)
@@ -138,7 +139,8 @@ def _(source: torch.Tensor, grads: torch.Tensor, offsets: list[int]) -> None: ..
 
 @torch.library.register_fake("mfsdp::all_gather")
 def _(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
-    return shard.new_empty(Spec.decode(spec).full_numel)
+    s = Spec.decode(spec)
+    return shard.new_empty(s.full_numel, dtype=s.precision.comm)
 
 
 @torch.library.register_fake("mfsdp::bucket")

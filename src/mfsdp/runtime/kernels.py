@@ -46,7 +46,8 @@ class _Room:
 def _room(spec: str, slot: int, kind: str) -> _Room:
     s = Spec.decode(spec)
     name = f"{kind}{slot}" if slot >= 0 else ""
-    return _Room(name, s.full_numel, s.precision.grad_comm, s.splits, s.world, s.group)
+    dtype = s.precision.comm if kind == "p" else s.precision.grad_comm
+    return _Room(name, s.full_numel, dtype, s.splits, s.world, s.group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,13 @@ def refresh(run: Run, source: torch.Tensor) -> None:
 
 
 def all_gather(run: Run, shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
-    """Launches the all-gather of a unit. ``shard``: [shard_numel]; returns [full_numel], not yet complete."""
+    """Launches the all-gather of a unit. ``shard``: [shard_numel], or main weights whose cast is kept (Note [Kept
+    casts]); returns [full_numel], not yet complete.
+    """
     r = _room(spec, slot, "p")
-    full = slots.room(r.slot, r.numel, shard.dtype, shard.device)
+    if shard.dtype is not r.dtype:
+        shard = shard.detach().to(r.dtype) if (buffer := owner(shard)) is None else buffer.weights.cast()
+    full = slots.room(r.slot, r.numel, r.dtype, shard.device)
     if len(r.splits) == 1:
         pairs = [(full, shard)]
     else:

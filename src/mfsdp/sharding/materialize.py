@@ -155,7 +155,7 @@ def _real_values_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
     real: dict[torch.Tensor, torch.Tensor] = {}
     for m in modules:
         found = refs(m)
-        mine = [ref.buffer.params[ref.slot].to_local() for ref in found.values() if not _from_meta(ref)]
+        mine = [ref.buffer.params[ref.slot]._local_tensor for ref in found.values() if not _from_meta(ref)]
         mine += [p for name, p in m._parameters.items() if p is not None and name not in found]
         buffers = [(m, name, b) for name, b in m._buffers.items() if b is not None and not b.is_meta]
         places += buffers

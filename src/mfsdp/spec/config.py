@@ -151,6 +151,8 @@ class Options:
     """Bytes of gathered parameters that may be live at once; prefetching yields to it."""
     pool: bool = True
     """Whether gathered buffers and gradient buffers get static slots."""
+    keep_cast: bool = True
+    """Whether a shard in the dtype that travels is kept from one optimizer step to the next."""
     nccl_ub: bool = False
     """Megatron-FSDP's: whether NCCL registers static buffers as user buffers. ``True`` is refused: not built yet."""
     disable_symmetric_registration: bool = False
@@ -191,7 +193,7 @@ class Options:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"option {name}={value!r}: give an integer of at least {low}")
-        for name in ("pool", "nccl_ub", "disable_symmetric_registration", "check", "frames"):
+        for name in ("pool", "keep_cast", "nccl_ub", "disable_symmetric_registration", "check", "frames"):
             value = getattr(out, name)
             if not isinstance(value, bool):
                 raise ValueError(f"option {name}={value!r}: choose True or False")

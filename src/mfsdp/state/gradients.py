@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -430,6 +430,7 @@ class _Touched:
 
     version: int = -1
     stale: bool = False
+    exposed: bool = field(default=False, compare=False)
 
 
 def _nobody(source: torch.Tensor) -> None:

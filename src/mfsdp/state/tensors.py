@@ -99,7 +99,8 @@ class ShardedDTensor(DTensor):
     _local_tensor: torch.Tensor
     _sharding: Sharding
     _mfsdp_written: Any = None
-    """What it is a view of, weights or gradients of a flat buffer, if it is: ``stale`` is set when it is written to."""
+    """What it is a view of, weights or gradients of a flat buffer, if it is: ``stale`` is set when it is written to,
+    ``exposed`` when somebody gets its rows as a plain tensor."""
     _mfsdp_numbers: str = ""
     """The numbers that it was computed with, outside of forward (`outside`)."""
 
@@ -139,6 +140,8 @@ class ShardedDTensor(DTensor):
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's rows, sharing storage. Their derivative is this rank's own, neither summed nor divided."""
+        if self._mfsdp_written is not None:
+            self._mfsdp_written.exposed = True  # who has them may write to them in ways that nobody is told of
         if torch.is_grad_enabled() and self.requires_grad:
             return _Rows.apply(self)  # type: ignore[no-any-return, no-untyped-call]
         return self._local_tensor

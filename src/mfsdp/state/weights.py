@@ -1,12 +1,23 @@
-"""Main weights of a unit, and what programs read parameters from."""
+"""Main weights of a unit, and what programs read parameters from.
+
+Note [Kept casts]
+Where main weights are of another dtype than what travels, a program casts the shard in front of every gather, or, under
+the backend's option ``keep_cast``, gathers a cast that lasts (`Weights.cast`). That is made anew when main weights have
+been written since: versions tell of writes through plain tensors, `Weights.stale` of those through DTensors and
+optimizers. Whoever has got hold of the rows as a plain tensor (``to_local()``) may write to them past both (``.data``,
+NumPy, a collective): from then on that unit's cast is made for every gather, as without the option. Nothing is
+communicated for it, so ranks need not agree on when.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..runtime import immediate, owners, runs
+from ..runtime import devices, immediate, owners, runs
 from ..runtime.transport import End
 
 if TYPE_CHECKING:
@@ -34,8 +45,14 @@ class Weights:
         self.source = self.main
         if spec.kept:
             self.source = torch.zeros(spec.source_numel, dtype=precision.comm, device=device)
+        self._cast: torch.Tensor | None = None
+        """This rank's shard in the dtype that travels, [layout.shard_numel], once a program has asked for it."""
+        self.exposed = False
+        """Whether somebody has had rows of ``main`` as a plain tensor."""
+        self._cast_due = True
+        self._cast_version = -1
+        self._cast_stream: torch.Stream | None = None
         self.stale = True
-        """Whether the source has to be filled again."""
         self._version = -1
         self.summoned: torch.Tensor | None = None
         """The full main weights while `summon_full_params` is open."""
@@ -47,6 +64,17 @@ class Weights:
         """Whether initialisers are through; what has been written since is real."""
         owners.own(self.source, buffer)
         self.source.requires_grad_()  # nobody may register a hook otherwise
+
+    @property
+    def stale(self) -> bool:
+        """Whether the source has to be filled again. Whoever writes main weights past their version sets it."""
+        return self._stale
+
+    @stale.setter
+    def stale(self, value: bool) -> None:
+        self._stale = value
+        if value:
+            self._cast_due = True
 
     def view(self, flat: torch.Tensor, slot: int) -> torch.Tensor:
         """This rank's rows of a parameter, as a view into a flat shard."""
@@ -81,6 +109,25 @@ class Weights:
 
         return [*ends, filled]
 
+    # what travels (Note [Kept casts])
+
+    def cast(self) -> torch.Tensor:
+        """The shard in ``precision.comm``, as main weights are now. Nobody may write to it. Where it has to be made
+        anew, so are those of all units of the model that have to, in one call.
+        """
+        if self._cast is None or self._cast_is_due():
+            model, device = self._of.unit.outermost, self.main.device
+            others = [
+                w for w in _casting if w is not self and w._of.unit.outermost is model and w.main.device == device
+            ]
+            _cast_again([self, *(w for w in others if w._cast_is_due() and not w.exposed)])
+        assert self._cast is not None
+        devices.follow(self._cast_stream, self._cast)
+        return self._cast
+
+    def _cast_is_due(self) -> bool:
+        return self._cast_due or self.exposed or self.main._version != self._cast_version
+
     # whole values, outside of training
 
     def gather(self) -> torch.Tensor:
@@ -100,3 +147,21 @@ class Weights:
         at = self.locals[slot]
         part = value.detach().reshape(-1)[at.param_offset : at.param_offset + at.numel]
         self.view(self.main, slot).copy_(part.view(at.shape))
+
+
+_casting: weakref.WeakSet[Weights] = weakref.WeakSet()
+"""Those whose cast is kept."""
+
+
+def _cast_again(weights: Sequence[Weights]) -> None:
+    """Makes casts anew, in one kernel where a device has one."""
+    with torch.inference_mode(False), torch.no_grad():
+        for w in weights:
+            if w._cast is None:
+                w._cast = torch.empty_like(w.main, dtype=w._of.precision.comm, requires_grad=False)
+                _casting.add(w)
+            devices.follow(w._cast_stream, w._cast)
+        torch._foreach_copy_([w._cast for w in weights if w._cast is not None], [w.main.detach() for w in weights])
+    for w in weights:
+        w._cast_due, w._cast_version = False, w.main._version
+        w._cast_stream = devices.current_stream(w.main.device)

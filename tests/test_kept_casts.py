@@ -1,0 +1,181 @@
+"""Option ``keep_cast`` (Note [Kept casts]): a cast is made once per step, and whatever writes weights makes it anew."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mfsdp
+from mfsdp.state import weights
+from tests.parity import whole
+
+BF16 = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+HALF = mfsdp.MixedPrecisionPolicy(main_params_dtype=torch.float32, param_comm_dtype=torch.bfloat16)
+
+
+def _past_versions(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.to_local().data.mul_(0.5)
+
+
+def _numpy(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.detach().to_local().numpy()[...] += 0.25
+
+
+def _broadcast(model: nn.Module) -> None:
+    for p in model.parameters():
+        rows = p.to_local()
+        rows.data.fill_(1.0 + dist.get_rank())
+        if p.sharding.local().numel:
+            rows.data.div_(3)
+
+
+@torch.no_grad()
+def _in_place(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.mul_(0.75)
+
+
+@torch.no_grad()
+def _foreach(model: nn.Module) -> None:
+    torch._foreach_add_(list(model.parameters()), 0.125)
+
+
+def _data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.add_(0.5)
+
+
+def _copied(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data = p.data * 2
+
+
+def _loaded(model: nn.Module) -> None:
+    model.load_state_dict({k: whole(v) * 1.5 for k, v in model.state_dict().items()})
+
+
+def _summoned(model: nn.Module) -> None:
+    with mfsdp.summon_full_params(model):
+        for p in model.parameters():
+            p.data.sub_(0.25)
+
+
+@torch.no_grad()
+def _one_row(model: nn.Module) -> None:
+    """Only one rank's rows change, of one unit."""
+    param = list(model.parameters())[-1]
+    mask = torch.zeros(param.shape)
+    mask[0] = 1
+    param.add_(mask)
+
+
+@torch.no_grad()
+def _swapped(model: nn.Module) -> None:
+    """As averages of weights are swapped in and out."""
+    kept = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.copy_(p * 0.5)
+    for p, k in zip(model.parameters(), kept, strict=True):
+        p.lerp_(k, 0.5)
+
+
+WRITES = (
+    _in_place,
+    _foreach,
+    _data,
+    _copied,
+    _loaded,
+    _summoned,
+    _one_row,
+    _swapped,
+    _past_versions,
+    _numpy,
+    _broadcast,
+)
+STEPS: dict[str, Any] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "flat": lambda p: mfsdp.fully_shard_optimizer(torch.optim.AdamW(p, lr=0.1)),
+}
+
+
+def compared(policy: Any, lowering: str, how: str) -> tuple[list[str], list[int]]:
+    """Every write after which outputs are not the bits of the same model without kept casts; casts by step."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 5, bias=False), nn.Linear(5, 7))
+    models = [mfsdp.fully_shard(m, units=[nn.Linear], mp_policy=policy) for m in (first, copy.deepcopy(first))]
+    runs = [
+        torch.compile(m, backend="mfsdp", options={"lowering": lowering, "keep_cast": keep})
+        for m, keep in zip(models, (True, False), strict=True)
+    ]
+    optimizers = [STEPS[how](m.parameters()) for m in models]
+    torch.manual_seed(1 + dist.get_rank())
+    wrong: list[str] = []
+    made, casts = weights._cast_again, []
+
+    def counted(due: Any) -> None:
+        casts[-1] += 1
+        made(due)
+
+    weights._cast_again = counted
+
+    def step(name: str) -> None:
+        casts.append(0)
+        for _ in range(2):
+            x = torch.randn(3, 6)
+            outs = [run(x.to(torch.bfloat16) if policy is BF16 else x) for run in runs]
+            assert bool(outs[0].isfinite().all()) and bool(outs[0].any()), name
+            if not torch.equal(*outs):
+                wrong.append(name)
+            for out in outs:
+                out.float().square().mean().backward()
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+
+    try:
+        for name in ("first", "second", "third"):
+            step(name)
+        for write in WRITES:
+            for m in models:
+                write(m)
+            step(write.__name__)
+    finally:
+        weights._cast_again = made
+    return wrong, casts
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("how", STEPS)
+def test_whatever_writes_weights_counts(two_ranks, how):
+    policy = HALF if how == "flat" else BF16
+    for wrong, casts in two_ranks.run(compared, policy, "eager", how):
+        assert not wrong
+        assert casts[:3] == [3, 1, 1], (
+            "each unit's first, and then all units at once, once in a step of two microbatches"
+        )
+        assert max(casts[3:11]) == 1
+        assert min(casts[11:]) > 4, "rows that are out as plain tensors: for every gather"
+
+
+def test_the_ledger_and_the_listing():
+    x, model = torch.empty(8, 64), nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    kept, plain = (
+        mfsdp.explain(
+            model, (x,), world=4, units=["0", "2"], mp_policy=BF16, options={"keep_cast": keep}, suggest=False
+        )
+        for keep in (True, False)
+    )
+    name = "shards in what travels"
+    assert {e.name: e.nbytes for e in kept.ledger.entries}[name] == 2 * 2 * 1088
+    assert name not in {e.name for e in plain.ledger.entries}
+    assert "u0_cast" in str(plain) and "u0_cast" not in str(kept)
+    with pytest.raises(ValueError, match="keep_cast=1: choose True or False"):
+        mfsdp.explain(model, (x,), options={"keep_cast": 1})
