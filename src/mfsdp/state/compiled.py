@@ -12,6 +12,7 @@ import warnings
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -39,6 +40,7 @@ class Run(Protocol):
 
     flat: torch.nn.Parameter
     group: int
+    cast: torch.Tensor | None
     plan: Any
 
 
@@ -58,6 +60,8 @@ class _Plan:
     """How a run is called, as long as it has these state tensors."""
 
     static: Any
+    tail: torch.dtype | None
+    """Of the cast that is written along."""
     graphs: list[_Graph]
     """Of its kind."""
     weights: torch.Tensor
@@ -132,6 +136,7 @@ class Steps:
         runs: Sequence[Run],
         state: Mapping[Any, Any],
         others: Sequence[list[torch.Tensor]],
+        casts: AbstractContextManager[list[Any]],
     ) -> None:
         """Takes one step; hooks run once.
 
@@ -140,14 +145,20 @@ class Steps:
             runs: what is stepped compiled; the optimizer itself steps those whose state is not there yet.
             state: of all of them.
             others: what the optimizer steps itself, by group.
+            casts: around what is compiled; is told which runs are not.
         """
 
         def step(optimizer: Optimizer) -> None:
-            left = self._take(optimizer, runs, state)
+            with casts as left:
+                left += self._take(optimizer, runs, state)
+            if not left and not any(others):
+                return
+            every = [group["params"] for group in optimizer.param_groups]
             for number, group in enumerate(optimizer.param_groups):
                 group["params"] = others[number] + [run.flat for run in left if run.group == number]
-            if any(group["params"] for group in optimizer.param_groups):
-                self._plainly(optimizer)
+            self._plainly(optimizer)
+            for group, params in zip(optimizer.param_groups, every, strict=True):  # as hooks behind it see them
+                group["params"] = params
 
         Optimizer.profile_hook_step(step)(optimizer)
 
@@ -175,7 +186,8 @@ class Steps:
             if (graph, values) not in known:
                 known[graph, values] = graph.numbers(values, gradient.device)
             numbers, news = known[graph, values]
-            graph.call([plan.length, numbers, plan.weights, gradient, *plan.tensors, *groups[run.group].given])
+            tail = [] if run.cast is None else [run.cast]
+            graph.call([plan.length, numbers, plan.weights, gradient, *plan.tensors, *groups[run.group].given, *tail])
             for name, new in zip(plan.counters, news):
                 old = plan.mine[name]
                 if isinstance(old, torch.Tensor):
@@ -203,8 +215,9 @@ class Steps:
         if gradient is None:
             return None
         plan: _Plan | None = run.plan
-        if plan is None or not plan.fits(group.static):
-            plan = run.plan = self._planned(group.static, run.flat.detach(), gradient, state.get(run.flat, {}))
+        tail = None if run.cast is None else run.cast.dtype
+        if plan is None or plan.tail is not tail or not plan.fits(group.static):
+            plan = run.plan = self._planned(group.static, tail, run.flat.detach(), gradient, state.get(run.flat, {}))
         mine = plan.mine
         values = group.numbers + tuple([float(mine[k]) for k in plan.counters])
         for graph in plan.graphs:
@@ -213,11 +226,14 @@ class Steps:
         made = self._made(optimizer, optimizer.param_groups[run.group], plan, values, gradient)
         return None if made is None else (run, plan, made, values, gradient)
 
-    def _planned(self, static: Any, weights: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]) -> _Plan:
+    def _planned(
+        self, static: Any, tail: Any, weights: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]
+    ) -> _Plan:
         counters = [k for k, v in state.items() if is_counter(v)]
         rest = [(k, v) for k, v in state.items() if k not in counters]
         kind = (
             static,
+            tail,
             bisect(_SIZES, weights.numel()),
             weights.device,
             weights.dtype,
@@ -226,7 +242,7 @@ class Steps:
         )
         tensors = [v for _, v in rest if isinstance(v, torch.Tensor)]
         graphs = self._graphs.setdefault(kind, [])
-        return _Plan(static, graphs, weights, weights.numel(), state, rest, tensors, counters)
+        return _Plan(static, tail, graphs, weights, weights.numel(), state, rest, tensors, counters)
 
     def _made(
         self, optimizer: Any, group: Any, plan: _Plan, values: tuple[float, ...], gradient: torch.Tensor
@@ -249,7 +265,7 @@ class Steps:
         except Grows:
             self._own.add((id(graphs), values))
             return None
-        graphs.append(_lowered(recording))
+        graphs.append(_lowered(recording, plan.tail))
         return graphs[-1]
 
     def _record(
@@ -295,9 +311,10 @@ def _static(value: Any) -> tuple[Any, ...]:
     return (type(value), value if type(value) in (bool, int, str, type(None)) else id(value))
 
 
-def _lowered(recording: Recording) -> _Graph:
-    """Compiles a recording with Inductor, whose errors (no C++ compiler) stay as they are. Private in torch
-    (``compile_fx_inner`` and what it takes); tried on 2.13, not on the others of 2.11 to 2.15.
+def _lowered(recording: Recording, tail: torch.dtype | None) -> _Graph:
+    """Compiles a recording with Inductor, whose errors (no C++ compiler) stay as they are; with ``tail``, what it does
+    also casts the weights, into one more argument. Private in torch (``compile_fx_inner`` and what it takes); tried on
+    2.13, not on the others of 2.11 to 2.15.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -314,6 +331,10 @@ def _lowered(recording: Recording) -> _Graph:
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.select_copy.int):
         node.target = torch.ops.aten.select.int  # of numbers: views that nobody writes to
     gm.graph.output_node().args = ((),)
+    if tail is not None:
+        _with_cast(gm, tail)
+        with mode:
+            inputs.append(torch.empty((length,), dtype=tail, device=inputs[1].device))
     with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
         gm.graph.placeholder("length").meta["val"] = length
     gm.graph.lint()
@@ -327,3 +348,17 @@ def _lowered(recording: Recording) -> _Graph:
     return _Graph(
         recording, getattr(call, "current_callable", None) or call, int(inputs[1].numel()) if special else None
     )  # type: ignore[arg-type]
+
+
+def _with_cast(gm: fx.GraphModule, dtype: torch.dtype) -> None:
+    """Lets a step also write its weights, in another dtype, to one more argument (Note [Kept casts])."""
+    places = gm.graph.find_nodes(op="placeholder")
+    written = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    value = next((n.args[1] for n in written if n.args[0] is places[1]), places[1])
+    with gm.graph.inserting_after(places[-1]):
+        cast = gm.graph.placeholder("cast")
+    cast.meta["val"] = places[1].meta["val"].to(dtype)
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        narrow = gm.graph.call_function(torch.ops.prims.convert_element_type.default, (value, dtype))
+        narrow.meta["val"] = cast.meta["val"]
+        gm.graph.call_function(torch.ops.aten.copy_.default, (cast, narrow)).meta["val"] = cast.meta["val"]

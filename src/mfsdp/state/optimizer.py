@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -133,6 +134,8 @@ class _Run:
     """The state that the parameters' state shows."""
     shown: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The parameters' state, by slot."""
+    cast: torch.Tensor | None = None
+    """Its part of a kept cast, which a compiled step writes along."""
     plan: Any = None
     """How it is called, compiled (`compiled`)."""
 
@@ -172,6 +175,7 @@ class _Runs:
         params = [g["params"] for g in groups]
         plain = [[p for p in own if not _ours(p)] for own in params]
         lists = [list(own) for own in plain]
+        along: set[FlatBuffer] = set()
         for run in self.runs:
             lists[run.group].append(run.flat)
             if self.decoupled:
@@ -187,20 +191,37 @@ class _Runs:
             if self.steps is None:
                 step(optimizer)
             else:
-                self.steps.step(optimizer, self.runs, self.state, plain)
+                self.steps.step(optimizer, self.runs, self.state, plain, self._casts(along))
         finally:
             for group, own in zip(groups, params, strict=True):
                 group["params"] = own
             optimizer.state = state
             for run in self.runs:
                 run.flat.grad = run.flat.decoupled_grad = None  # type: ignore[attr-defined]
-                run.buffer.weights.stale = True
+                run.cast = None
+                if run.buffer not in along:
+                    run.buffer.weights.stale = True
         state.update({p: self.state[p] for p in others if p in self.state})
         shown = [self._show(optimizer, run) for run in self.runs]
         if any(shown):  # in the order of parameters: runs, and so theirs, differ by rank
             order = {p: state[p] for own in params for p in own if p in state}
             state.clear()
             state.update(order)
+
+    @contextmanager
+    def _casts(self, along: set[FlatBuffer]) -> Iterator[list[Any]]:
+        """Around the compiled part of a step: lends runs their parts of casts that are kept (Note [Kept casts]), and
+        takes down whose were written along, all but those of runs that it is given back.
+        """
+        kept = {run.buffer: run.buffer.weights.kept() for run in self.runs}
+        for run in self.runs:
+            whole = None if run.ghost else kept[run.buffer]
+            run.cast = None if whole is None else whole[run.start : run.start + run.flat.numel()]
+        left: list[_Run] = []
+        yield left
+        along.update({buffer for buffer, cast in kept.items() if cast is not None} - {run.buffer for run in left})
+        for buffer in along:
+            buffer.weights.written_along()
 
     def _untouched(self, optimizer: Optimizer, run: _Run) -> bool:
         """Whether the parameters' state is what the run shows: nobody has loaded another."""

@@ -125,6 +125,18 @@ class Weights:
         devices.follow(self._cast_stream, self._cast)
         return self._cast
 
+    def kept(self) -> torch.Tensor | None:
+        """The cast, if it is there and as main weights are: whoever writes those may write it along. Not of main
+        weights of 16 bits, which a compiler need not round before it casts them.
+        """
+        there = self._cast is not None and self.main.itemsize >= 4 and not self._cast_is_due()
+        return self._cast if there else None
+
+    def written_along(self) -> None:
+        """Says that the cast is as main weights are now."""
+        self._cast_due, self._cast_version = False, self.main._version
+        self._cast_stream = devices.current_stream(self.main.device)
+
     def _cast_is_due(self) -> bool:
         return self._cast_due or self.exposed or self.main._version != self._cast_version
 
@@ -163,5 +175,4 @@ def _cast_again(weights: Sequence[Weights]) -> None:
             devices.follow(w._cast_stream, w._cast)
         torch._foreach_copy_([w._cast for w in weights if w._cast is not None], [w.main.detach() for w in weights])
     for w in weights:
-        w._cast_due, w._cast_version = False, w.main._version
-        w._cast_stream = devices.current_stream(w.main.device)
+        w.written_along()
