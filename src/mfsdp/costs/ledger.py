@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from ..graph import ops
 from ..graph.cost import lines, saved, size
 from ..graph.program import Program
 from ..graph.roles import role

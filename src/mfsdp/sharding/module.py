@@ -330,7 +330,7 @@ def _property(name: str) -> property:
                 out = ops.param(ref.buffer.weights.source, ref.offset, ref.shape, ref.buffer.text)
                 if ref.buffer.trainable and not ref.buffer.trains[ref.slot]:
                     out = out.detach()
-            return out if ref.piece is None else ref.seen(out)
+            return out if ref.piece is None else ref.seen(out)  # type: ignore[no-any-return]
         return eager.read(self, name, ref)  # type: ignore[no-any-return]
 
     # Where plain Python reads a parameter, a graph of one marker would gather the unit for it alone.
