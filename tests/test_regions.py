@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import mfsdp
@@ -93,10 +94,13 @@ class Layers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         given = self.shared(x)
-        out = [x]
+        out, seen = [x], []
         for layer in self.layers:
-            out.append(layer(self.do, out[-1], given))
-        return out
+            y = layer(self.do, out[-1], given)
+            y, beside = y if isinstance(y, tuple) else (y, y)
+            seen.append(beside.detach())
+            out.append(y)
+        return out, seen
 
 
 class Layer(nn.Module):
@@ -105,7 +109,7 @@ class Layer(nn.Module):
         self.inner = nn.Linear(6, 6)
         self.register_buffer("seen", torch.zeros(6))
 
-    def forward(self, do: Callable[..., Any], x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    def forward(self, do: Callable[..., Any], x: torch.Tensor, given: torch.Tensor) -> Any:
         return do(self, x, given)
 
 
@@ -132,12 +136,23 @@ def _casts(layer: Layer, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         return layer.inner(x)
 
 
+def _tells(layer: Layer, x: torch.Tensor, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * 2, layer.inner(x).sin()
+
+
+def _kernels(layer: Layer, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*3 * [layer.inner(x)[None]])[0]
+
+
 REFUSED = {
     "writes": (_writes, "writes to what it is given"),
     "hands on": (_hands_on, "shares storage"),
     "gives a parameter": (_gives_parameter, "a parameter goes out"),
     "adds up": (_adds_up, "added up in another order"),
     "casts": (_casts, "under autocast"),
+    "chooses kernels": (_kernels, "which neither reads nor gives a tensor"),
+    "is not differentiated": (_tells, "not differentiated"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -51,21 +51,27 @@ def layers(gm: fx.GraphModule) -> Iterator[Layer]:
             run.append(node)
 
 
+_HARMLESS = ("_log_api_usage_once",)
+
+
 class _Context:
     """What a graph sets for operators that follow. A layer's backward is traced elsewhere, where it does not hold."""
 
     def __init__(self) -> None:
         self.autocast = int(any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")))
-        self.grad = True
+        self.grad, self.other = True, ""
 
     def enter(self, node: fx.Node) -> None:
-        name = getattr(node.target, "__name__", "")
-        self.autocast += {"_enter_autocast": 1, "_exit_autocast": -1}.get(name, 0)
-        if name == "_set_grad_enabled":
+        name = getattr(node.target, "__name__", str(node.target))
+        if name in ("_enter_autocast", "_exit_autocast"):
+            self.autocast += 1 if name == "_enter_autocast" else -1
+        elif name == "_set_grad_enabled":
             self.grad = bool(node.args[0])
+        elif "example_value" not in node.meta and not node.all_input_nodes and name not in _HARMLESS:
+            self.other = f"after {name}, which neither reads nor gives a tensor"
 
     def text(self) -> str:
-        return "under autocast" if self.autocast else "" if self.grad else "under no_grad"
+        return "under autocast" if self.autocast else "under no_grad" if not self.grad else self.other
 
 
 class Layer:
@@ -75,11 +81,11 @@ class Layer:
         self.gm, self.nodes, self.context = gm, nodes, context
         self.path = _path(nodes[0])
         """Of the module, as Dynamo writes it."""
-        inside = set(nodes)
-        reads = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in inside)
+        self.inside = set(nodes)
+        reads = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in self.inside)
         self.attributes = [node for node in reads if node.op == "get_attr"]
         self.inputs = [node for node in reads if node.op != "get_attr"]
-        self.outputs = [node for node in nodes if any(user not in inside for user in node.users)]
+        self.outputs = [node for node in nodes if any(user not in self.inside for user in node.users)]
 
     def text(self) -> Any:
         """What two layers have in common if they are equal."""
@@ -116,7 +122,7 @@ class Layer:
                 element = graph.call_function(operator.getitem, (call, i))
                 element.meta = dict(node.meta)
                 moved[node] = element
-                node.replace_all_uses_with(element, delete_user_cb=lambda user: user not in set(self.nodes))
+                node.replace_all_uses_with(element, delete_user_cb=lambda user: user not in self.inside)
         for node in (*reversed(self.nodes), *self.attributes):
             if not node.users:
                 graph.erase_node(node)
@@ -181,11 +187,30 @@ def unfit(alike: Sequence[Layer]) -> str:
     sizes = (n for v in values for n in (*v.shape, *v.stride(), v.storage_offset()))  # type: ignore[union-attr]
     if any(isinstance(n, torch.SymInt) for n in sizes):
         return "sizes are not known beforehand"
+    reached = _reached(first.gm)
     for layer in alike:
+        if any(node not in reached and node.meta["example_value"].requires_grad for node in layer.outputs):
+            return "what it gives is read, but not differentiated"
         reason = _shares(layer)
         if reason:
             return reason
     return _runs(first)
+
+
+def _reached(gm: fx.GraphModule) -> set[fx.Node]:
+    """Values that a result of the graph is differentiated by. To others of its own a call gives gradients of zero,
+    where a graph without calls has none.
+    """
+    found: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if node.op == "output" or node in found:
+            found.update(arg for arg in node.all_input_nodes if _differentiable(arg))
+    return found
+
+
+def _differentiable(node: fx.Node) -> bool:
+    values = pytree.tree_leaves(node.meta.get("example_value"))
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def _shares(layer: Layer) -> str:
@@ -197,8 +222,8 @@ def _shares(layer: Layer) -> str:
     if markers.intersection(storages):
         return "a parameter goes out"
     for node in layer.inputs:
-        inside = sum(user in set(layer.nodes) for user in node.users)
-        if node.meta["example_value"].requires_grad and 1 < inside < len(node.users):
+        own = sum(user in layer.inside for user in node.users)
+        if node.meta["example_value"].requires_grad and 1 < own < len(node.users):
             return "gradients of a value that others read too would be added up in another order"
     return ""
 
@@ -234,8 +259,8 @@ def _runs(layer: Layer) -> str:
             with calls:
                 calls.inputs = {storage(value) for value in given}
                 fx.Interpreter(body).run(*given)
-        except DynamicOutputShapeException as error:
-            return f"sizes of what {error.func} gives are not known beforehand"
+        except Exception as error:  # sizes that only data tells, above all
+            return f"{type(error).__name__} on fake tensors: {error}"
     return calls.reason
 
 

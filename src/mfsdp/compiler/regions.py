@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -76,7 +77,7 @@ def captured(gm: fx.GraphModule, compile: Callable[[], Any], cut: Callable[[], b
     if not any(True for _ in _calls(gm)):
         return compile()
     try:
-        with _writes_nothing():
+        with _ours():
             return compile()
     except Exception as error:
         if cut():
@@ -84,25 +85,29 @@ def captured(gm: fx.GraphModule, compile: Callable[[], Any], cut: Callable[[], b
         log.info("mfsdp: layers are captured one by one: %s: %s", type(error).__name__, error)
         log.debug("mfsdp: layers as calls of one graph", exc_info=True)
     inline(gm)
+    gm.recompile()
     return compile()
 
 
 @contextmanager
-def _writes_nothing() -> Iterator[None]:
+def _ours() -> Iterator[None]:
     """Spares torch finding out at each call whether the graph writes to what it is given, for which it would trace it:
-    it does not (`layers.unfit`). Private in torch (``_supports_training_input_mutation``); tried on 2.13. Where
-    there is no such attribute (of 2.11 to 2.15) calls take longer to trace.
+    it does not (`layers.unfit`). And its advice on calls whose backward it traces more than once. Private in torch
+    (``_supports_training_input_mutation``); tried on 2.13. Where there is no such attribute (of 2.11 to 2.15) tracing
+    calls takes longer.
     """
     before = getattr(CALL, "_supports_training_input_mutation", False)
     CALL._supports_training_input_mutation = True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="invoke_subgraph traced multiple backward graphs")
+            yield
     finally:
         CALL._supports_training_input_mutation = before
 
 
 def inline(gm: fx.GraphModule, beside: fx.GraphModule | None = None) -> dict[str, fx.Node]:
-    """Writes the calls out again, in place.
+    """Writes the calls out again, in place. Its code is not made anew: passes are still to come.
 
     Args:
         gm: a graph of Dynamo's or of AOTAutograd's.
@@ -138,11 +143,9 @@ def inline(gm: fx.GraphModule, beside: fx.GraphModule | None = None) -> dict[str
             element.replace_all_uses_with(held.get(result, result))
             graph.erase_node(element)
         graph.erase_node(call)
-    if found:
-        for node in graph.find_nodes(op="get_attr"):
-            if not node.users:
-                graph.erase_node(node)
-        gm.recompile()
+    for node in graph.find_nodes(op="get_attr") if found else ():
+        if not node.users:
+            graph.erase_node(node)
     return found
 
 
