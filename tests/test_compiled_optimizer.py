@@ -13,6 +13,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp.state import compiled, untraced
+from mfsdp.state import optimizer as optimizer_
 from mfsdp.state.numbers import CannotRecord
 from mfsdp.state.optimizer import fully_shard_optimizer
 from mfsdp.state.recorded import Grows, record, settings
@@ -125,7 +126,10 @@ class Refused(torch.optim.Optimizer):
         ("number", "needs a number of each step as it is"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_when_it_is_built(how, why):
+def test_what_cannot_be_compiled_is_refused_when_it_is_built(how, why, monkeypatch):
+    with pytest.raises(NotImplementedError, match="torch's own Adadelta, .*Leave out compile=True"):
+        fully_shard_optimizer(Refused(mfsdp.fully_shard(nn.Linear(4, 4)).parameters(), how), compile=True)
+    monkeypatch.setattr(optimizer_, "KNOWN", {Refused})
     model = mfsdp.fully_shard(nn.Linear(4, 4))
     optimizer = Refused(model.parameters(), how)
     with pytest.raises(NotImplementedError, match=f"does not support this Refused: .*({why}).*Leave compile out"):
@@ -140,7 +144,7 @@ def test_differentiable_and_asgd_are_refused():
         torch.optim.SGD(model.parameters(), differentiable=True),
         torch.optim.ASGD(model.parameters()),
     ):
-        with pytest.raises(NotImplementedError, match="does not support this"):
+        with pytest.raises(NotImplementedError, match="does not support this SGD|ASGD cannot be compiled"):
             fully_shard_optimizer(optimizer, compile=True)
 
 
@@ -264,7 +268,7 @@ def test_grad_scaler_skips_and_unscales():
 
 
 @pytest.mark.inductor
-def test_decisions_that_never_end_are_told():
+def test_decisions_that_never_end_are_told(monkeypatch):
     class Fickle(torch.optim.Optimizer):
         def __init__(self, params: Any):
             super().__init__(params, {"lr": 0.0})
@@ -275,6 +279,7 @@ def test_decisions_that_never_end_are_told():
                 for p in group["params"]:
                     p.add_(p.grad, alpha=-[0.1, 0.2][int(group["lr"]) % 2])
 
+    monkeypatch.setattr(optimizer_, "KNOWN", {Fickle})
     model = mfsdp.fully_shard(nn.Linear(4, 4))
     optimizer = fully_shard_optimizer(Fickle(model.parameters()), compile=True)
     before, limit = compiled.MANY, 2

@@ -28,10 +28,19 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _NUMBERED = re.compile(r"(?:\.|\[')\d+(?:'\])?$")
 
 
-def _path(node: fx.Node) -> str:
-    """The path of the outermost numbered module in which Dynamo met a node. Private in torch (``nn_module_stack``)."""
+def _path(gm: fx.GraphModule, node: fx.Node) -> str:
+    """The path of the outermost numbered module in which Dynamo met a node; of a checkpoint, in which it met what is
+    inside. Private in torch (``nn_module_stack``).
+    """
+    if node.target is CHECKPOINT:
+        return next(filter(None, (_path(gm, n) for n in _inside(gm, node).graph.nodes)), "")
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     return next((path for path, _ in stack.values() if _NUMBERED.search(path)), "")
+
+
+def _inside(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
+    """The graph that a checkpoint calls."""
+    return getattr(gm, str(node.args[0].target))  # type: ignore[union-attr, no-any-return]
 
 
 def layers(gm: fx.GraphModule) -> Iterator[Layer]:
@@ -41,7 +50,9 @@ def layers(gm: fx.GraphModule) -> Iterator[Layer]:
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             continue
-        now = "" if node.op == "output" else _path(node)
+        now = "" if node.op == "output" else _path(gm, node)
+        if node.target is operator.getitem and run and node.args[0] is run[-1] and run[-1].target is CHECKPOINT:
+            now = path
         if now != path and run:
             yield Layer(gm, run, context.text())
             run = []
@@ -79,7 +90,7 @@ class Layer:
 
     def __init__(self, gm: fx.GraphModule, nodes: list[fx.Node], context: str):
         self.gm, self.nodes, self.context = gm, nodes, context
-        self.path = _path(nodes[0])
+        self.path = _path(gm, nodes[0])
         """Of the module, as Dynamo writes it."""
         self.inside = set(nodes)
         reads = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in self.inside)
@@ -134,7 +145,8 @@ def _shape(module: Any) -> Any:
         return id(module)
     inner = {n: _shape(getattr(module, n.target)) for n in module.graph.find_nodes(op="get_attr")}
     places = {node: f"%{i}" for i, node in enumerate(module.graph.nodes)}
-    return _lines([n for n in module.graph.nodes if n.op != "get_attr"], {**places, **inner})
+    policy = module.meta.get("_checkpoint_context_fn")
+    return policy, *_lines([n for n in module.graph.nodes if n.op != "get_attr"], {**places, **inner})
 
 
 def _lines(nodes: Iterable[fx.Node], places: Mapping[fx.Node, Any]) -> Any:
@@ -222,10 +234,45 @@ def _shares(layer: Layer) -> str:
     if markers.intersection(storages):
         return "a parameter goes out"
     for node in layer.inputs:
-        own = sum(user in layer.inside for user in node.users)
-        if node.meta["example_value"].requires_grad and 1 < own < len(node.users):
+        own = sum(_reads(layer.gm, user, node) for user in node.users if user in layer.inside)
+        others = any(user not in layer.inside for user in node.users)
+        if node.meta["example_value"].requires_grad and own > 1 and others:
             return "gradients of a value that others read too would be added up in another order"
+    for node in layer.outputs:
+        if any(_writes(user, node) for user in node.users if user not in layer.inside):
+            return "what it gives is written later"
     return ""
+
+
+def _reads(gm: fx.GraphModule, user: fx.Node, node: fx.Node) -> int:
+    """How many operators read a value where one node does."""
+    if user.target is not CHECKPOINT:
+        return 1
+    given = _inside(gm, user).graph.find_nodes(op="placeholder")
+    return sum(len(own.users) for own, arg in zip(given, user.args[1:], strict=False) if arg is node)
+
+
+def _writes(user: fx.Node, node: fx.Node) -> bool:
+    """Whether an operator of Dynamo's writes to its first argument, by its name."""
+    name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+    inplace = name.endswith("_") and not name.endswith("__")
+    return bool(user.args) and user.args[0] is node and (inplace or name in _INPLACE)
+
+
+_INPLACE = {
+    "setitem",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "iand",
+    "ior",
+    "ixor",
+    "imatmul",
+}
 
 
 def _storage(node: fx.Node) -> int:

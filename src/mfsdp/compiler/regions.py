@@ -46,21 +46,20 @@ def outline(gm: fx.GraphModule) -> list[str]:
     kinds: dict[Any, list[Layer]] = {}
     for layer in layers(gm):
         kinds.setdefault(layer.text(), []).append(layer)
-    refused, called = [], 0
-    moved: dict[fx.Node, fx.Node] = {}
+    refused: list[str] = []
+    bodies: list[tuple[list[Layer], fx.GraphModule]] = []
     for alike in kinds.values():
-        if len(alike) < LEAST:
-            continue
-        reason = unfit(alike)
+        reason = unfit(alike) if len(alike) >= LEAST else None
         if reason:
             refused.append(f"{len(alike)} equal layers, {alike[0].path} the first of them: {reason}")
-            continue
-        name = f"{NAME}_{called}"
-        called += 1
-        gm.add_submodule(name, alike[0].body())
+        elif reason == "":
+            bodies.append((alike, alike[0].body()))
+    moved: dict[fx.Node, fx.Node] = {}
+    for number, (alike, body) in enumerate(bodies):
+        gm.add_submodule(f"{NAME}_{number}", body)
         for layer in alike:
-            layer.call(name, moved)
-    if called:
+            layer.call(f"{NAME}_{number}", moved)
+    if bodies:
         gm.recompile()
     return refused
 
@@ -82,7 +81,7 @@ def captured(gm: fx.GraphModule, compile: Callable[[], Any], cut: Callable[[], b
     except Exception as error:
         if cut():
             raise
-        log.info("mfsdp: layers are captured one by one: %s: %s", type(error).__name__, error)
+        log.warning("mfsdp: layers are captured one by one: %s: %s", type(error).__name__, error)
         log.debug("mfsdp: layers as calls of one graph", exc_info=True)
     inline(gm)
     gm.recompile()

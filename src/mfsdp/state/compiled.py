@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import fx, optim
 from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
@@ -26,6 +26,12 @@ from .numbers import CannotRecord
 from .recorded import SETTINGS, Grows, Recording, is_counter, is_setting, record, settings
 
 log = logging.getLogger("mfsdp")
+
+KNOWN = {
+    optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop,
+    optim.Rprop, optim.SGD,
+}  # fmt: skip
+"""Optimizers whose steps read and write nothing but weights, gradients, state and the settings of groups."""
 
 MANY = 16
 """How many recordings of one kind there may be, for numbers by which the optimizer's Python decides."""
@@ -173,10 +179,7 @@ class Steps:
                 left.append(run)
             else:
                 ready.append(call)
-        scale, found = (
-            vars(optimizer).get("grad_scale"),
-            vars(optimizer).get("found_inf"),
-        )  # GradScaler tells fused ones
+        scale, found = (vars(optimizer).get(name) for name in ("grad_scale", "found_inf"))  # from GradScaler, if fused
         if found is not None and float(found):
             return left
         if scale is not None and ready:
@@ -306,9 +309,22 @@ def _static(value: Any) -> tuple[Any, ...]:
         return (float,)
     if isinstance(value, torch.Tensor):
         return (torch.Tensor, value.dtype, value.device, value.dim())
-    if type(value) is tuple:
+    if isinstance(value, (tuple, list)):
         return (tuple, *(_static(v) for v in value))
-    return (type(value), value if type(value) in (bool, int, str, type(None)) else id(value))
+    return (type(value), value if type(value) in (bool, int, str, type(None)) else _Same(value))
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Equal to what holds the same object, which lives as long."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def _lowered(recording: Recording, tail: torch.dtype | None) -> _Graph:

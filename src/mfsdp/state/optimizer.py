@@ -23,10 +23,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .buffer import FlatBuffer
-from .compiled import Steps
+from .compiled import KNOWN, Steps
 from .parameters import ShardedParameter
 from .tensors import ShardedDTensor
-from .untraced import left_alone
+from .untraced import hooked, left_alone
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 """Optimizers of torch whose update of one element depends on others."""
@@ -52,7 +52,8 @@ def fully_shard_optimizer(
     Raises:
         TypeError: it is no optimizer.
         ValueError: it is flat already, has no sharded parameter, or a scheduler has wrapped its ``step``.
-        NotImplementedError: its update is not elementwise; or, with ``compile``, cannot be compiled (it says why).
+        NotImplementedError: its update is not elementwise; or, with ``compile``, it is not one of torch's own, or
+            cannot be compiled (it says why).
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer: {optimizer!r} is no torch.optim.Optimizer")
@@ -68,6 +69,12 @@ def fully_shard_optimizer(
     if "step" in vars(optimizer):
         raise ValueError(f"fully_shard_optimizer: something has wrapped the {name}'s step; build schedulers afterwards")
     base: Any = type(optimizer)
+    if compile and base not in KNOWN:
+        raise NotImplementedError(
+            f"fully_shard_optimizer: {name} cannot be compiled: a recording is vouched for of torch's own "
+            f"{', '.join(sorted(known.__name__ for known in KNOWN))} only, since what others keep where is not known. "
+            "Leave out compile=True"
+        )
     steps = Steps(optimizer, base, use_decoupled_grad) if compile else None
     vars(optimizer).update(_mfsdp_decoupled=use_decoupled_grad, _mfsdp_compile=compile)
     optimizer._mfsdp_runs = _Runs(use_decoupled_grad, steps)  # type: ignore[attr-defined]
@@ -176,6 +183,7 @@ class _Runs:
         plain = [[p for p in own if not _ours(p)] for own in params]
         lists = [list(own) for own in plain]
         along: set[FlatBuffer] = set()
+        watched = hooked(optimizer)
         for run in self.runs:
             lists[run.group].append(run.flat)
             if self.decoupled:
@@ -199,7 +207,7 @@ class _Runs:
             for run in self.runs:
                 run.flat.grad = run.flat.decoupled_grad = None  # type: ignore[attr-defined]
                 run.cast = None
-                if run.buffer not in along:
+                if run.buffer not in along or watched:
                     run.buffer.weights.stale = True
         state.update({p: self.state[p] for p in others if p in self.state})
         shown = [self._show(optimizer, run) for run in self.runs]

@@ -74,7 +74,7 @@ def is_counter(value: Any) -> bool:
 
 def is_setting(value: Any) -> bool:
     """Whether a setting of a group is a number that may move from step to step."""
-    return type(value) is float or (isinstance(value, torch.Tensor) and is_counter(value))
+    return isinstance(value, float) or (isinstance(value, torch.Tensor) and is_counter(value))
 
 
 def settings(group: Mapping[str, Any]) -> tuple[list[tuple[str, int | None]], list[float]]:
@@ -84,7 +84,7 @@ def settings(group: Mapping[str, Any]) -> tuple[list[tuple[str, int | None]], li
     for key, value in group.items():
         if key in SETTINGS:
             continue
-        parts = enumerate(value) if type(value) is tuple else [(None, value)]
+        parts = enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)]
         for at, part in parts:
             if is_setting(part):
                 places.append((key, at))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 
 def left_alone(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,7 +35,8 @@ def _tell(name: str, compiled: bool) -> None:
 
 @functools.cache
 def refuse_elsewhere() -> None:
-    """Gives every optimizer that gets sharded parameters a hook that raises when its step is compiled from outside.
+    """Gives every optimizer that gets sharded parameters a hook that raises when its step is compiled from outside, and
+    one that tells weights of a step: fused optimizers write by address, which no version shows.
 
     torch has no hook where optimizers are made: ``torch.optim.Optimizer.add_param_group`` is wrapped, once, when the
     first model is sharded. The hook is the optimizer's own, so that no other one's step is touched.
@@ -47,8 +49,17 @@ def refuse_elsewhere() -> None:
         hooks = self._optimizer_step_pre_hooks
         if _refuse not in hooks.values() and any(hasattr(p, "_mfsdp_owner") for p in self.param_groups[-1]["params"]):
             self.register_step_pre_hook(_skipped(_refuse))
+            self.register_step_post_hook(_skipped(_tells_weights))
 
     Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def hooked(optimizer: Any) -> bool:
+    """Whether others have hooks behind the steps of an optimizer, which may write to what they see. Private in torch
+    (``_optimizer_step_post_hooks``); tried on 2.13, not on the others of 2.11 to 2.15.
+    """
+    hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
+    return any(getattr(hook, "__name__", "") != _tells_weights.__name__ for hook in hooks)
 
 
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -58,6 +69,12 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
             "cannot trace. Call it outside of what is compiled, or compile it by "
             "mfsdp.fully_shard_optimizer(optimizer, compile=True)."
         )
+
+
+def _tells_weights(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for buffer in {p._mfsdp_owner for g in optimizer.param_groups for p in g["params"] if hasattr(p, "_mfsdp_owner")}:
+        if buffer is not None:
+            buffer.weights.note_write()
 
 
 def _skipped(function: Callable[..., Any]) -> Callable[..., Any]:

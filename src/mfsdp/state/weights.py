@@ -137,6 +137,10 @@ class Weights:
         self._cast_due, self._cast_version = False, self.main._version
         self._cast_stream = devices.current_stream(self.main.device)
 
+    def note_write(self) -> None:
+        """Says that somebody may have written main weights, on this rank: the cast is made anew."""
+        self._cast_due = True
+
     def _cast_is_due(self) -> bool:
         return self._cast_due or self.exposed or self.main._version != self._cast_version
 
