@@ -91,7 +91,7 @@ def _hook(optimizer: Any, args: Any, kwargs: Any) -> None:
     """In every fourth step: what comes behind the compiled part of a step counts."""
     optimizer._hooked = getattr(optimizer, "_hooked", 0) + 1
     if optimizer._hooked % 4 == 0:
-        optimizer.param_groups[0]["params"][0].mul_(0.5)
+        optimizer.param_groups[0]["params"][0].data.mul_(0.5)
 
 
 WRITES = (
@@ -125,9 +125,6 @@ def compared(policy: Any, lowering: str, how: str) -> tuple[list[str], list[int]
         for m, keep in zip(models, (True, False), strict=True)
     ]
     optimizers = [STEPS[how](m.parameters()) for m in models]
-    if how == "compiled":
-        optimizers[0].register_step_post_hook(_hook)
-        optimizers[1].register_step_post_hook(_hook)
     torch.manual_seed(1 + dist.get_rank())
     wrong: list[str] = []
     made, casts = weights._cast_again, []
@@ -155,6 +152,8 @@ def compared(policy: Any, lowering: str, how: str) -> tuple[list[str], list[int]
     try:
         for name in ("first", "second", "third"):
             step(name)
+        for o in optimizers if how == "compiled" else ():
+            o.register_step_post_hook(_hook)
         for write in WRITES:
             for m in models:
                 write(m)
