@@ -188,6 +188,28 @@ def test_where_torch_cannot_cut_it_the_graph_is_captured_flat(monkeypatch, told)
         assert schedule(a) == schedule(b)
 
 
+def test_what_cannot_be_looked_at_is_captured_as_it_is(monkeypatch, told):
+    monkeypatch.setattr(regions, "unfit", lambda alike: 1 / 0)
+    forward, _ = programs(GPT(layers=4), ids(), units=[Block])
+    assert told == ["mfsdp: layers are captured one by one: ZeroDivisionError: division by zero"]
+    assert schedule(forward)
+
+
+def test_layers_in_a_checkpoint_in_a_checkpoint():
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = checkpoint(checkpoint, layer, x, use_reentrant=False)
+            return x
+
+    flat, once = (programs(Nested(), torch.empty(4, 6), least, units=["layers.*"]) for least in (NEVER, 4))
+    assert [schedule(p) for p in flat] == [schedule(p) for p in once]
+
+
 def test_what_raises_later_is_not_tried_again(monkeypatch):
     """A law that is broken, a bad option: once is enough, and the error is its own."""
     calls = []

@@ -137,7 +137,7 @@ class Capture:
             return min_cut_rematerialization_partition(joint, inputs, **kwargs)
         self.label(joint)
         return_copies(joint, kwargs["num_fwd_outputs"])
-        regions.hand_through(joint)
+        regions.borders(joint)
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         self.cut = True
         inner = regions.inline(forward, backward)

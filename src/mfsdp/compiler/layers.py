@@ -18,7 +18,7 @@ from ..graph import ops
 
 CALL = torch.ops.higher_order.invoke_subgraph
 """torch's call of a graph in a graph. Private in torch, as are ``nn_module_stack`` and what cuts its graphs; tried on
-2.13, there in 2.11 to 2.15."""
+2.11 and 2.13, there in 2.11 to 2.15."""
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -33,7 +33,8 @@ def _path(gm: fx.GraphModule, node: fx.Node) -> str:
     inside. Private in torch (``nn_module_stack``).
     """
     if node.target is CHECKPOINT:
-        return next(filter(None, (_path(gm, n) for n in _inside(gm, node).graph.nodes)), "")
+        body = _inside(gm, node)
+        return next(filter(None, (_path(body, n) for n in body.graph.nodes)), "")
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     return next((path for path, _ in stack.values() if _NUMBERED.search(path)), "")
 
@@ -97,6 +98,11 @@ class Layer:
         self.attributes = [node for node in reads if node.op == "get_attr"]
         self.inputs = [node for node in reads if node.op != "get_attr"]
         self.outputs = [node for node in nodes if any(user not in self.inside for user in node.users)]
+
+    @property
+    def again(self) -> bool:
+        """Whether it is computed again in backward, or a part of it."""
+        return any(node.target is CHECKPOINT for node in self.nodes)
 
     def text(self) -> Any:
         """What two layers have in common if they are equal."""

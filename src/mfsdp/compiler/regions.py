@@ -26,7 +26,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import CheckpointPolicy
 
+from ..graph.program import base_of
+from ..graph.roles import role
 from .layers import CALL, Layer, layers, storage, unfit
 
 log = logging.getLogger("mfsdp")
@@ -34,7 +37,7 @@ log = logging.getLogger("mfsdp")
 LEAST = 4
 """Equal layers that are worth it: fewer are as fast one by one."""
 
-NAME = "mfsdp_region"
+NAME, AGAIN = "mfsdp_region", "_again"
 
 
 def outline(gm: fx.GraphModule) -> list[str]:
@@ -43,22 +46,25 @@ def outline(gm: fx.GraphModule) -> list[str]:
     Returns:
         Why layers that are equal have not become calls, a text for each kind of them.
     """
-    kinds: dict[Any, list[Layer]] = {}
-    for layer in layers(gm):
-        kinds.setdefault(layer.text(), []).append(layer)
-    refused: list[str] = []
     bodies: list[tuple[list[Layer], fx.GraphModule]] = []
-    for alike in kinds.values():
-        reason = unfit(alike) if len(alike) >= LEAST else None
-        if reason:
-            refused.append(f"{len(alike)} equal layers, {alike[0].path} the first of them: {reason}")
-        elif reason == "":
-            bodies.append((alike, alike[0].body()))
+    refused: list[str] = []
+    try:
+        kinds: dict[Any, list[Layer]] = {}
+        for layer in layers(gm):
+            kinds.setdefault(layer.text(), []).append(layer)
+        for alike in (alike for alike in kinds.values() if len(alike) >= LEAST):
+            if reason := unfit(alike):
+                refused.append(f"{len(alike)} equal layers, {alike[0].path} the first of them: {reason}")
+            else:
+                bodies.append((alike, alike[0].body()))
+    except Exception as error:  # of looking; nothing has been changed yet
+        return [f"{type(error).__name__}: {error}"]
     moved: dict[fx.Node, fx.Node] = {}
     for number, (alike, body) in enumerate(bodies):
-        gm.add_submodule(f"{NAME}_{number}", body)
+        name = f"{NAME}_{number}{AGAIN if alike[0].again else ''}"
+        gm.add_submodule(name, body)
         for layer in alike:
-            layer.call(f"{NAME}_{number}", moved)
+            layer.call(name, moved)
     if bodies:
         gm.recompile()
     return refused
@@ -181,9 +187,12 @@ def _apart(results: Sequence[Any], held: Mapping[fx.Node, Any], call: fx.Node) -
         held[result].meta["val"] = values[result]
 
 
-def hand_through(gm: fx.GraphModule) -> None:
-    """Lets what a call only hands through (an argument that backward reads) be read from where it comes from: several
-    calls that keep the same tensor keep it once.
+def borders(gm: fx.GraphModule) -> None:
+    """Makes the borders of calls, in the joint graph around them, what they are between operators.
+
+    What a call only hands through (an argument that backward reads) is read from where it comes from: several calls
+    that keep the same tensor keep it once. And what a checkpoint gives to the next one is kept, as the partitioner does
+    where it sees both.
     """
     for call in _calls(gm):
         _, body = _called(gm, call)
@@ -193,6 +202,12 @@ def hand_through(gm: fx.GraphModule) -> None:
             if element.target is operator.getitem and results[element.args[1]] in given:
                 element.replace_all_uses_with(given[results[element.args[1]]])
                 gm.graph.erase_node(element)
+        for node in call.all_input_nodes if AGAIN in str(call.args[1]) else ():
+            if node.meta.get("recompute") in _RECOMPUTED and role(base_of(node)) is None:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def writes(joint: fx.GraphModule) -> None:
