@@ -7,6 +7,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -89,6 +90,13 @@ def test_a_recording_does_what_the_step_does(name, dtype):
                 assert torch.allclose(state[key], value, **close), key
     limit = 2 if name in ("radam", "counting") else 1  # both decide by the number of steps
     assert len(recordings) <= limit, [r.text for r in recordings]
+
+
+def test_numbers_may_be_numpys_and_stand_in_lists():
+    group = {"lr": np.float64(0.1), "betas": [0.9, 0.99], "foreach": None, "params": []}
+    plain = {**group, "lr": 0.1, "betas": (0.9, 0.99)}
+    assert settings(group) == settings(plain) and settings(plain)[1] == [0.1, 0.9, 0.99]
+    assert [compiled._static(v) for v in group.values()] == [compiled._static(v) for v in plain.values()]
 
 
 class Refused(torch.optim.Optimizer):

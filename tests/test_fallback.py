@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 import warnings
@@ -134,6 +135,42 @@ def hooks_of_others() -> int:
 
 def test_other_hooks_keep_working(two_ranks):
     assert all(n > 5 for n in two_ranks.run(hooks_of_others))
+
+
+class Overwrites(nn.Module):
+    """Writes to what backward needs, or to what it does not."""
+
+    def __init__(self, needed: bool):
+        super().__init__()
+        self.inner, self.needed = nn.Linear(4, 4), needed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y.sigmoid().mul_(2) if self.needed else y.mul_(2).sigmoid()
+
+
+def overwritten() -> tuple[str, float]:
+    torch.manual_seed(0)
+    model, reference = mfsdp.fully_shard(Overwrites(True)), Overwrites(False)
+    other = mfsdp.fully_shard(copy.deepcopy(reference))
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(2, 4)
+    loss = model(x).sum()
+    try:
+        loss.backward()
+        told = ""
+    except RuntimeError as e:
+        told = str(e)
+    for m in (other, reference):
+        m(x).sum().backward()
+    averaged(reference)
+    return told, error(whole(other.inner.weight.grad), reference.inner.weight.grad)
+
+
+def test_a_write_to_what_backward_needs_raises_as_in_torch(two_ranks):
+    for told, off in two_ranks.run(overwritten):
+        assert re.search(r"modified by an inplace operation: \S+ \[2, 4\] is at version 1, expected version 0", told)
+        assert off < 1e-6
 
 
 def checkpointed_by_hand() -> float:

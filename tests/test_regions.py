@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mfsdp
 from mfsdp import pipeline
@@ -99,7 +101,7 @@ class Layers(nn.Module):
             y = layer(self.do, out[-1], given)
             y, beside = y if isinstance(y, tuple) else (y, y)
             seen.append(beside.detach())
-            out.append(y)
+            out.append(y.mul_(2) if self.do is _is_written else y)
         return out, seen
 
 
@@ -131,9 +133,12 @@ def _adds_up(layer: Layer, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor
     return layer.inner(x) * given + given.sin()
 
 
-def _is_written(layer: Layer, x: torch.Tensor, given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    y = layer.inner(x).sin()
-    return y, y * 2
+def _adds_up_again(layer: Layer, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    return layer.inner(x) + checkpoint(lambda value: value * value.sin(), given, use_reentrant=False)
+
+
+def _is_written(layer: Layer, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+    return layer.inner(x).sin()
 
 
 def _casts(layer: Layer, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
@@ -155,6 +160,8 @@ REFUSED = {
     "hands on": (_hands_on, "shares storage"),
     "gives a parameter": (_gives_parameter, "a parameter goes out"),
     "adds up": (_adds_up, "added up in another order"),
+    "adds up in a checkpoint": (_adds_up_again, "added up in another order"),
+    "is written": (_is_written, "what it gives is written to"),
     "casts": (_casts, "under autocast"),
     "chooses kernels": (_kernels, "which neither reads nor gives a tensor"),
     "is not differentiated": (_tells, "not differentiated"),
@@ -207,6 +214,33 @@ def test_layers_in_a_checkpoint_in_a_checkpoint():
             return x
 
     flat, once = (programs(Nested(), torch.empty(4, 6), least, units=["layers.*"]) for least in (NEVER, 4))
+    assert [schedule(p) for p in flat] == [schedule(p) for p in once]
+
+
+def test_policies_of_checkpoints_are_no_others():
+    """Layers that are equal but for what their checkpoints save."""
+
+    def saves(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    def recomputes(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_RECOMPUTE
+
+    class Selective(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(6, 6)) for _ in range(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i, layer in enumerate(self.layers):
+                saved = partial(create_selective_checkpoint_contexts, saves if i < 4 else recomputes)
+                x = checkpoint(layer, x, use_reentrant=False, context_fn=saved)
+            return x
+
+    flat, once = (programs(Selective(), torch.empty(4, 6), least, units=["layers.*"]) for least in (NEVER, 4))
+    for programs_ in (flat, once):
+        kinds = [Counter(str(n.target) for n in p.nodes) for p in programs_]
+        assert [of["aten.tanh.default"] for of in kinds] == [8, 4]
     assert [schedule(p) for p in flat] == [schedule(p) for p in once]
 
 

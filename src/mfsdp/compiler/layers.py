@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ..graph import ops
+from ..sharding.writes import storage, written
 
 CALL = torch.ops.higher_order.invoke_subgraph
 """torch's call of a graph in a graph. Private in torch, as are ``nn_module_stack`` and what cuts its graphs; tried on
@@ -244,10 +245,7 @@ def _shares(layer: Layer) -> str:
         others = any(user not in layer.inside for user in node.users)
         if node.meta["example_value"].requires_grad and own > 1 and others:
             return "gradients of a value that others read too would be added up in another order"
-    for node in layer.outputs:
-        if any(_writes(user, node) for user in node.users if user not in layer.inside):
-            return "what it gives is written later"
-    return ""
+    return "what it gives is written to" if any(map(written, layer.outputs)) else ""
 
 
 def _reads(gm: fx.GraphModule, user: fx.Node, node: fx.Node) -> int:
@@ -258,37 +256,8 @@ def _reads(gm: fx.GraphModule, user: fx.Node, node: fx.Node) -> int:
     return sum(len(own.users) for own, arg in zip(given, user.args[1:], strict=False) if arg is node)
 
 
-def _writes(user: fx.Node, node: fx.Node) -> bool:
-    """Whether an operator of Dynamo's writes to its first argument, by its name."""
-    name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
-    inplace = name.endswith("_") and not name.endswith("__")
-    return bool(user.args) and user.args[0] is node and (inplace or name in _INPLACE)
-
-
-_INPLACE = {
-    "setitem",
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "ifloordiv",
-    "imod",
-    "ipow",
-    "iand",
-    "ior",
-    "ixor",
-    "imatmul",
-}
-
-
 def _storage(node: fx.Node) -> int:
-    value = node.meta.get("example_value")
-    return storage(value) if isinstance(value, torch.Tensor) else id(node)
-
-
-def storage(value: torch.Tensor) -> int:
-    """Names a tensor's storage, fake or not."""
-    return int(value.untyped_storage()._cdata)
+    return storage(node.meta.get("example_value"))
 
 
 _STATEFUL = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
@@ -303,7 +272,8 @@ def _runs(layer: Layer) -> str:
             return f"calls {node.target.name()}"
         if node.op == "call_module" or getattr(node.target, "__name__", "") in _STATEFUL:
             return f"calls {node.target}"
-        if node.op == "get_attr" and not isinstance(_attribute(graphs, node), fx.GraphModule):
+        owner = node.graph.owning_module
+        if node.op == "get_attr" and not isinstance(getattr(owner, str(node.target)), fx.GraphModule):
             return f"reads {node.target}"
     calls = _Calls(any(n.target is CHECKPOINT for g in graphs for n in g.graph.nodes))
     with FakeTensorMode(), torch.no_grad():
@@ -319,11 +289,6 @@ def _runs(layer: Layer) -> str:
 
 def _like(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _attribute(graphs: Sequence[fx.GraphModule], node: fx.Node) -> Any:
-    owner = next(g for g in graphs if g.graph is node.graph)
-    return getattr(owner, str(node.target))
 
 
 class _Calls(TorchDispatchMode):

@@ -30,7 +30,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..graph.program import base_of
 from ..graph.roles import role
-from .layers import CALL, Layer, layers, storage, unfit
+from ..sharding.writes import storage
+from .layers import CALL, Layer, layers, unfit
 
 log = logging.getLogger("mfsdp")
 
@@ -79,10 +80,10 @@ def captured(gm: fx.GraphModule, compile: Callable[[], Any], cut: Callable[[], b
     """
     for refused in outline(gm):
         log.info("mfsdp: layers are captured one by one: %s", refused)
-    if not any(True for _ in _calls(gm)):
+    if next(_calls(gm), None) is None:
         return compile()
     try:
-        with _ours():
+        with _trusted():
             return compile()
     except Exception as error:
         if cut():
@@ -95,7 +96,7 @@ def captured(gm: fx.GraphModule, compile: Callable[[], Any], cut: Callable[[], b
 
 
 @contextmanager
-def _ours() -> Iterator[None]:
+def _trusted() -> Iterator[None]:
     """Spares torch finding out at each call whether the graph writes to what it is given, for which it would trace it:
     it does not (`layers.unfit`). And its advice on calls whose backward it traces more than once. Private in torch
     (``_supports_training_input_mutation``); tried on 2.13. Where there is no such attribute (of 2.11 to 2.15) tracing

@@ -23,7 +23,7 @@ from . import runs, slots
 from .immediate import gather_now, packed, scattered, summed
 from .owners import orphan, owner, path
 from .runs import Run
-from .transport import parts
+from .transport import Pairs, parts
 
 # What is resolved once
 
@@ -85,12 +85,15 @@ def all_gather(run: Run, shard: torch.Tensor, spec: str, slot: int = -1) -> torc
     if shard.dtype is not r.dtype:
         shard = shard.detach().to(r.dtype) if (buffer := owner(shard)) is None else buffer.weights.cast()
     full = slots.room(r.slot, r.numel, r.dtype, shard.device)
-    if len(r.splits) == 1:
-        pairs = [(full, shard)]
-    else:
-        pairs = list(zip(slots.views(full, parts, r.splits, r.ranks), parts(shard, r.splits, 1), strict=True))
-    run.launch(full, run.gather(pairs, r.group))
+    run.launch(full, run.gather(_pairs(r, full, shard), r.group))
     return full
+
+
+def _pairs(r: _Room | _Reduction, full: torch.Tensor, shard: torch.Tensor) -> Pairs:
+    """The segments that travel together, as `transport.segments`; those of a static buffer are cut once."""
+    if len(r.splits) == 1:
+        return [(full, shard)]
+    return list(zip(slots.views(full, parts, r.splits, r.ranks), parts(shard, r.splits, 1), strict=True))
 
 
 def wait(run: Run, out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
@@ -184,11 +187,7 @@ def reduce_scatter(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> torch
             held.add(gshard.data_ptr())
             run.launch(gshard)
             return gshard
-    if len(r.splits) == 1:
-        pairs = [(gfull, gshard)]
-    else:
-        pairs = list(zip(slots.views(gfull, parts, r.splits, r.ranks), parts(gshard, r.splits, 1), strict=True))
-    run.launch(gshard, run.scatter(pairs, r.sum, r.group))
+    run.launch(gshard, run.scatter(_pairs(r, gfull, gshard), r.sum, r.group))
     return gshard
 
 

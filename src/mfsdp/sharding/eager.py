@@ -85,6 +85,23 @@ class _Saved:
         return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
 
 
+class _Kept:
+    """Any other tensor, as autograd keeps it: torch does not look for writes to what hooks have packed."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.value, self.version = tensor, tensor._version
+
+    def tensor(self) -> torch.Tensor:
+        if self.value._version != self.version:
+            raise RuntimeError(
+                "mfsdp: one of the variables needed for gradient computation has been modified by an inplace operation"
+                f": {self.value.type()} {list(self.value.shape)} is at version {self.value._version}, expected version "
+                f"{self.version}. Write to a clone of it; torch.autograd.set_detect_anomaly(True) shows which operator "
+                "needs it."
+            )
+        return self.value
+
+
 class _Gather(torch.autograd.Function):
     """Whole parameters from the shard; their gradients to the accumulator."""
 
@@ -311,12 +328,12 @@ def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:
         ticket = _here.tickets.get(local.untyped_storage().data_ptr()) if _plain(local) else None
         if ticket is not None:
             return _Saved(ticket, t)
-        return outer[0](t) if outer else t
+        return outer[0](t) if outer else _Kept(t)
 
     def unpack(saved: Any) -> Any:
-        if isinstance(saved, _Saved):
+        if isinstance(saved, (_Saved, _Kept)) or outer is None:
             return saved.tensor()
-        return outer[1](saved) if outer else saved
+        return outer[1](saved)
 
     never_a_frame(pack)
     never_a_frame(unpack)

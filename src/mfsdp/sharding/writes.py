@@ -105,6 +105,17 @@ _IN_PLACE = re.compile(r"[^_].*[^_]_|setitem|i(add|sub|mul|truediv|floordiv|mod|
 """Names of operators that write, by torch's convention and Python's."""
 
 
+def writes_to(node: fx.Node, arg: fx.Node) -> bool:
+    """Whether an operator of Dynamo's writes to an argument, by its schema or its name."""
+    named = _IN_PLACE.fullmatch(_name(node)) is not None and bool(node.args) and node.args[0] is arg
+    return named or _declared(node, arg) or node.kwargs.get("out") is arg
+
+
+def written(node: fx.Node) -> bool:
+    """Whether a value is written to in a graph of Dynamo's, itself or a view of it."""
+    return bool(_version(node)) or any(writes_to(user, node) for user in node.users)
+
+
 def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
@@ -116,9 +127,13 @@ def _version(node: fx.Node) -> int:
 
 def _storage(node: Any) -> int:
     """Identity of the storage that a node's fake tensor has; 0 for none."""
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return storage(node.meta.get("example_value")) if isinstance(node, fx.Node) else 0
+
+
+def storage(value: Any) -> int:
+    """Identity of a tensor's storage, fake or not; 0 for none."""
     strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return value.untyped_storage()._cdata if strided else 0  # type: ignore[union-attr]
+    return int(value.untyped_storage()._cdata) if strided else 0
 
 
 def _line(node: fx.Node) -> str:

@@ -59,7 +59,7 @@ def hooked(optimizer: Any) -> bool:
     (``_optimizer_step_post_hooks``); tried on 2.13, not on the others of 2.11 to 2.15.
     """
     hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
-    return any(getattr(hook, "__name__", "") != _tells_weights.__name__ for hook in hooks)
+    return any(hook is not _tells_weights for hook in hooks)
 
 
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -3,10 +3,11 @@
 Note [Kept casts]
 Where main weights are of another dtype than what travels, a program casts the shard in front of every gather, or, under
 the backend's option ``keep_cast``, gathers a cast that lasts (`Weights.cast`). That is made anew when main weights have
-been written since: versions tell of writes through plain tensors, `Weights.stale` of those through DTensors and
-optimizers. Whoever has got hold of the rows as a plain tensor (``to_local()``) may write to them past both (``.data``,
-NumPy, a collective): from then on that unit's cast is made for every gather, as without the option. Nothing is
-communicated for it, so ranks need not agree on when.
+been written since: versions tell of writes through plain tensors, `Weights.stale` of those through DTensors and flat
+optimizers, and behind the step of any other optimizer it is due (`untraced`). Whoever has got hold of the rows as a
+plain tensor (``to_local()``) may write to them past all of these (``.data``, NumPy, a collective): from then on that
+unit's cast is made for every gather, as without the option. Nothing is communicated for it, so ranks need not agree on
+when.
 """
 
 from __future__ import annotations
