@@ -25,9 +25,13 @@ What is gathered once per optimizer step (`refresh`) takes no memory by being ea
 "Before" is the program's own order of first use, in each program by itself; the first ``depth`` gathers move to its
 start. With a ``limit``, a launch that would put more gathered bytes than that in memory waits for the next `free`
 that makes room, or stays where it is (it is needed there, limit or not).
+
+How deep may be asked of the program itself (``prefetch="auto"``): whoever is asked says why, for the listing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch.fx import Node
 
@@ -40,11 +44,11 @@ LIMITED = "mfsdp_limited"
 """``meta`` key of launches that a limit keeps from being earlier."""
 
 
-def prefetch(p: Program, *, depth: int = 1, limit: int | None = None) -> None:
+def prefetch(p: Program, *, depth: int | Callable[[Program], tuple[int, str]] = 1, limit: int | None = None) -> None:
     """Moves launches of all-gathers up.
 
     Args:
-        depth: how many units ahead; 0 moves nothing.
+        depth: how many units ahead; 0 moves nothing. Or what decides it for a program, and says why.
         limit: bytes of gathered buffers that may be live at once; ``None`` for no limit.
     """
     launches = [n for n in p.find(Kind.FULL) if n.target is ops.all_gather]
@@ -52,8 +56,9 @@ def prefetch(p: Program, *, depth: int = 1, limit: int | None = None) -> None:
     if not launches and not refreshes:
         p.note("nothing is gathered here")
         return
+    depth, words = (depth, f"depth {depth}") if isinstance(depth, int) else depth(p)
     if depth == 0:
-        p.note("depth 0")
+        p.note(words)
         return
     if refreshes:
         start = p.start()
@@ -77,7 +82,7 @@ def prefetch(p: Program, *, depth: int = 1, limit: int | None = None) -> None:
         moved += _launch_before(p, launch, target)
     if moved:
         p.changed(f"{moved} all_gather up")
-    p.note(f"depth {depth}" if moved else f"depth {depth}: every launch is there already")
+    p.note(words if moved else f"{words}: every launch is there already")
     if yielded:
         p.note(f"{yielded} held back by the limit of {size(limit or 0)}")
 

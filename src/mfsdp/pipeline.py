@@ -26,9 +26,12 @@ Pass = Callable[[Program], None]
 
 Table = tuple[tuple[str, Pass], ...]
 
+Decide = Callable[[Program], tuple[int, str]]
+"""Says how far ahead a program's gathers are to be launched, and why (`mfsdp.costs.depth.Auto`)."""
+
 
 def table(
-    depth: int = 1,
+    depth: int | Decide = 1,
     lag: int = 1,
     limit: int | None = None,
     slots: bool = True,
@@ -36,7 +39,7 @@ def table(
     keep_cast: bool = Options.keep_cast,
 ) -> Table:
     """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes), ``pool`` and
-    ``keep_cast``.
+    ``keep_cast``. Instead of a depth it takes what decides it for each program, `mfsdp.costs.depth.Auto`.
     ``wide`` is for programs that run elsewhere than they were traced (`passes.bucket`).
     """
     return (
@@ -56,14 +59,16 @@ PIPELINE = table()
 """The defaults."""
 
 
-def chosen(options: Options, wide: bool | None = None) -> Table:
-    """The table of passes that the backend's options ask for, and ``wide`` as in `table`.
+def chosen(options: Options, wide: bool | None = None, decide: Decide | None = None) -> Table:
+    """The table of passes that the backend's options ask for, ``wide`` as in `table`, and what decides where they say
+    ``prefetch="auto"`` (the default depth, if nothing does).
 
     Raises:
         ValueError: ``passes`` is no table, has one name twice, has passes in an order that cannot be, or lacks the one
             that obeys another option that is given.
     """
-    ours = table(options.prefetch, options.reduce_lag, options.max_unsharded, options.pool, wide, options.keep_cast)
+    depth: Any = options.prefetch if options.prefetch != "auto" else decide or Options.prefetch
+    ours = table(depth, options.reduce_lag, options.max_unsharded, options.pool, wide, options.keep_cast)
     if options.passes is None:
         return ours
     rows = _rows(options.passes)

@@ -23,12 +23,12 @@ def explain(commands: Any) -> None:
     add("--world", help="ranks (default: 8); as all that follows, several with commas give a table: 8,64,512")
     add("--mesh-shape", help="outer x shard ranks instead: 128x8")
     add("--hardware", default="h100", help=f"{', '.join(KNOWN)}, or a JSON file (default: h100)")
-    add("--units", help="classes or name patterns, joined by + (default for Hugging Face models: their layers)")
+    add("--units", help="classes or name patterns, joined by +; auto (default for Hugging Face models: their layers)")
     add("--strategy", help="0 to 3 (default: 3)")
     add("--outer-strategy", help="no_shard or optim")
     add("--reshard-after-forward", help="true or false (default: true)")
     add("--compute-dtype", default="bfloat16", help="(default: bfloat16; 'none': the model's own)")
-    add("--prefetch", help="units ahead (default: 1)")
+    add("--prefetch", help="units ahead, or auto (default: 1)")
     add("--reduce-lag", help="reductions in flight (default: 1)")
     add("--max-unsharded", help="bytes of gathered parameters")
     add("--optimizer", default="adamw", help="(default: adamw)")
@@ -53,13 +53,15 @@ def _explain(args: argparse.Namespace) -> None:
     for name, kind in (("strategy", _strategy), ("outer_strategy", str), ("reshard_after_forward", _truth)):
         if getattr(args, name) is not None:
             several[name] = _several(getattr(args, name), kind)
-    units = _several(args.units, lambda text: text.split("+")) if args.units else layers
+    units = _several(args.units, lambda text: text if text == "auto" else text.split("+")) if args.units else layers
     if units:
         several["units"] = units
     if args.compute_dtype != "none":
         several["mp_policy"] = MixedPrecisionPolicy(compute_dtype=dtype_of(args.compute_dtype))
     options = {
-        n: _several(getattr(args, n), int) for n in ("prefetch", "reduce_lag", "max_unsharded") if getattr(args, n)
+        n: _several(getattr(args, n), kind)
+        for n, kind in (("prefetch", _depth), ("reduce_lag", int), ("max_unsharded", int))
+        if getattr(args, n)
     }
     shape = _several(args.mesh_shape, _shape) if args.mesh_shape else None
     found = explain(
@@ -87,6 +89,10 @@ def _several(text: str, kind: Callable[[str], Any]) -> Any:
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from error
     return values if len(values) > 1 else values[0]
+
+
+def _depth(text: str) -> int | str:
+    return text if text == "auto" else int(text)
 
 
 def _strategy(text: str) -> str | int:

@@ -32,6 +32,7 @@ from torch._inductor.codecache import FxGraphCache, InductorCacheArtifact
 from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
 from torch.distributed.tensor import DTensor
 
+from ..costs.depth import Key, agree
 from ..pipeline import Table
 from ..runtime import groups, programs
 from ..spec.config import Options
@@ -50,12 +51,13 @@ class Artifact:
         code: what runs it.
         marks: the arguments of `programs.marked` besides.
         about: a line for the log.
+        decided: the depths of prefetching that ranks have agreed on for the graph (Note [One depth for all]).
     """
 
     _triton_bundle = guards_expr = extern_libs_key = None
 
-    def __init__(self, code: Any, marks: Mapping[str, Any], about: str):
-        self.code, self.marks, self.about = code, marks, about
+    def __init__(self, code: Any, marks: Mapping[str, Any], about: str, decided: Mapping[Key, int] | None = None):
+        self.code, self.marks, self.about, self.decided = code, marks, about, dict(decided or {})
         self._boxed_call = True  # of its own: torch's wrappers copy what an object has
         self._run = programs.marked(run=code, **marks)
 
@@ -88,22 +90,25 @@ class Artifact:
         self._fx_graph_cache_debug_lines: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        code = self.code
+        code, state = self.code, {"marks": self.marks, "about": self.about, "decided": self.decided}
         if isinstance(code, Stitched):
             frozen = {name: _frozen(body) for name, body in code.bodies.items()}
-            return {"code": (code.driver, frozen, code.dying, code.constants), "marks": self.marks, "about": self.about}
-        return {"code": _frozen(code), "marks": self.marks, "about": self.about}
+            return {"code": (code.driver, frozen, code.dying, code.constants), **state}
+        return {"code": _frozen(code), **state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        code = state["code"]
-        self.__init__(Stitched(*code) if isinstance(code, tuple) else code, state["marks"], state["about"])  # type: ignore[misc]
+        code = state.pop("code")
+        self.__init__(Stitched(*code) if isinstance(code, tuple) else code, **state)  # type: ignore[misc]
 
     def after_deserialization(self, constants: Any) -> str:
         """Loads the code.
 
         Raises:
-            OSError: some of it is gone; the cache takes that for a miss.
+            OSError: some of it is gone, or other ranks have decided otherwise; the cache takes that for a miss.
         """
+        for key, depth in self.decided.items():
+            if (other := agree(key, depth)) != depth:
+                raise OSError(f"prefetch was {depth} here, and is {other} on other ranks")
         for body in self._bodies:
             loaded, _ = FxGraphCache.cache_hit_post_compile(body, {}, CompiledFxGraphConstants())
             if loaded is None:
@@ -137,8 +142,10 @@ def _frozen(body: CompiledFxGraph) -> CompiledFxGraph:
     return out
 
 
-def key_of(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule) -> str:
-    """What decides what the backend makes of a graph and is not in torch's own key; ``""``: not to be cached."""
+def key_of(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule, decide: Any = None) -> str:
+    """What decides what the backend makes of a graph and is not in torch's own key; ``""``: not to be cached.
+    ``decide``: what decides how far to prefetch, and says all that it goes by.
+    """
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
     functions = [(name, getattr(function, "func", function)) for name, function in passes]
     rows = [(name, f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', '')}") for name, f in functions]
@@ -150,6 +157,7 @@ def key_of(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule
         sources(), platform.python_version(), replace(options, passes=None), rows, groups.world(),
         [groups.axis_of(name) for name in axes], capture.name, capture.inputs, capture.input_names,
         sorted(capture.shards.items()), sorted(capture.whole), sorted(capture.plain.items(), key=lambda item: item[0]),
+        decide,
     )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

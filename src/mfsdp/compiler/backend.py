@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from .. import pipeline
+from ..costs.depth import Auto
 from ..graph import listing, ops
 from ..graph.program import READ, Phase, Program, group_of, lane_of, slot_of
 from ..graph.roles import Kind, role
@@ -62,7 +63,8 @@ def mfsdp(
             why = graphs if mode == "reduce-overhead" else ""
             raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}{why}; use options={{...}}")
         chosen = Options.parse(options)
-        passes = pipeline.chosen(chosen)
+        decide = Auto.of_run(chosen, example_inputs)
+        passes = pipeline.chosen(chosen, decide=decide)
         _whole_budget(gm)
         writes.traced(gm, example_inputs)
         names = sources(gm)
@@ -105,14 +107,14 @@ def mfsdp(
                 order.compare(driven, compiled.driver, driven=True)
             elif chosen.check and code:
                 order.compare(operations, code)
-            out = Artifact(compiled, marks, f"{phase} of {program.name}")
+            out = Artifact(compiled, marks, f"{phase} of {program.name}", decide.found if decide is not None else {})
             if key:
                 out.keep()
             return out
 
         return finish
 
-    key = "" if dumped is not None or dump.traced() else key_of(capture, chosen, passes, gm)
+    key = "" if dumped is not None or dump.traced() else key_of(capture, chosen, passes, gm, decide)
     compile = lowering.LOWERINGS[chosen.lowering]
     return regions.captured(  # type: ignore[no-any-return]
         gm, lambda: compile(gm, example_inputs, capture, transform, key), lambda: capture.cut

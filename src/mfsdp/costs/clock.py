@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -47,6 +48,7 @@ def times(
     fused: bool = True,
     measured: Mapping[str, float] | None = None,
     compute: float | None = None,
+    memo: dict[Any, Any] | None = None,
 ) -> dict[Node, Time]:
     """What every line takes.
 
@@ -56,13 +58,15 @@ def times(
         fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
         measured: seconds by name of a line, which replace estimates.
         compute: seconds that all kernels together have been measured to take; estimates share them.
+        memo: of earlier calls, since which only places of lines have changed: kernels that stay the same are known.
     """
     out: dict[Node, Time] = {}
-    for run in fusion.together(program, fused):
-        inside, read = set(run), set[Node]()
-        for node in run:
-            out[node] = _time(program, node, inside, read, machine, first=node is run[0])
-            read |= {base_of(a) for a in node.all_input_nodes}
+    memo = {} if memo is None else memo
+    for run in fusion.together(program, fused, memo):
+        kernel = tuple(run)
+        if kernel not in memo:
+            memo[kernel] = _kernel(program, run, machine)
+        out.update(memo[kernel])
     for node, time in out.items():
         seconds = (measured or {}).get(node.name)
         if seconds is not None and time.transfer is None:
@@ -70,6 +74,16 @@ def times(
     total = sum(time.seconds for time in out.values())
     if compute is not None and total > 0:
         out = {node: replace(time, seconds=time.seconds * compute / total) for node, time in out.items()}
+    return out
+
+
+def _kernel(program: Program, run: Sequence[Node], machine: Hardware) -> dict[Node, Time]:
+    """What the lines of one kernel take."""
+    out: dict[Node, Time] = {}
+    inside, read = set(run), set[Node]()
+    for node in run:
+        out[node] = _time(program, node, inside, read, machine, first=node is run[0])
+        read |= {base_of(a) for a in node.all_input_nodes}
     return out
 
 

@@ -25,18 +25,22 @@ aten = torch.ops.aten
 _ALONE = (ops.wait, ops.pack, ops.mm, ops.bucket, ops.hold, ops.accumulate, *ops.COLLECTIVES)
 
 
-def together(program: Program, fusing: bool) -> Iterator[list[Node]]:
+def together(program: Program, fusing: bool, memo: dict[Any, Any] | None = None) -> Iterator[list[Node]]:
     """Lines that are one kernel together, in order; `free` is none.
 
     Args:
         program: after any pass.
         fusing: whether neighbours fuse (Inductor) or not (ATen).
+        memo: what is known of lines already, by node.
     """
     run: list[Node] = []
+    known: dict[Any, Any] = {} if memo is None else memo
     for node in program.nodes:
-        if not is_line(node) or node.target is ops.free:
+        if node not in known:
+            known[node] = None if not is_line(node) or node.target is ops.free else fusing and fuses(node)
+        if known[node] is None:
             continue
-        if fusing and fuses(node):
+        if known[node]:
             run.append(node)
             continue
         if run:

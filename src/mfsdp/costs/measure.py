@@ -1,17 +1,31 @@
-"""What this machine can do, measured."""
+"""What this machine can do: as its maker says, or measured."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from ..graph import ops
 from ..runtime import devices, groups, runs
 from ..spec.config import SHORT
-from ..spec.hardware import Hardware, Link
+from ..spec.hardware import KNOWN, Hardware, Link
+
+
+def here() -> Hardware | None:
+    """The GPU of this process as its maker describes it, with the memory that it has and as many ranks a node as
+    torchrun has started (``LOCAL_WORLD_SIZE``); ``None`` if it is none of `KNOWN`. Nothing is measured.
+    """
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    known = next((machine for key, machine in KNOWN.items() if key in name), None)
+    if known is None:
+        return None
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(local) if local.isdigit() and int(local) > 0 else known.ranks_per_node
+    return replace(known, ranks_per_node=ranks, memory=int(torch.accelerator.get_memory_info()[1]))
 
 
 def measure() -> Hardware:

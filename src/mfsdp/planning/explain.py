@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .. import pipeline
 from ..compiler.tracing import Programs, trace
+from ..costs.depth import Auto, always
 from ..costs.estimate import estimate
 from ..costs.facts import Facts, Suggestion
 from ..costs.ledger import OPTIMIZER_STATES
@@ -147,20 +148,29 @@ def _ideas(q: _Question, report: Report) -> Iterator[tuple[str, _Question]]:
         if changes.keys() <= pipeline.obeyed(o):
             yield text, replace(q, options=replace(o, **changes))
 
+    ahead = o.prefetch if isinstance(o.prefetch, int) else None  # as it is decided, nothing is to be changed
     if not report.fits:
-        for depth in range(min(o.prefetch, o.reduce_lag)):
-            yield from option(f"prefetch={depth}, reduce_lag={depth}", prefetch=depth, reduce_lag=depth)
+        for depth in range(o.reduce_lag if ahead is None else min(ahead, o.reduce_lag)):
+            if ahead is None:
+                yield from option(f"reduce_lag={depth}", reduce_lag=depth)
+            else:
+                yield from option(f"prefetch={depth}, reduce_lag={depth}", prefetch=depth, reduce_lag=depth)
         if o.pool:
             yield from option("pool=False", pool=False)
         return
     if any(x.why == "memory limit" for x in report.exposed):
         yield from option("no max_unsharded", max_unsharded=None)
-    for depth in (o.prefetch + 1, o.prefetch + 2):
+    for depth in () if ahead is None else (ahead + 1, ahead + 2):
         yield from option(f"prefetch={depth}", prefetch=depth)
         yield from option(
             f"prefetch={depth}, reduce_lag={o.reduce_lag + 1}", prefetch=depth, reduce_lag=o.reduce_lag + 1
         )
     yield from option(f"reduce_lag={o.reduce_lag + 1}", reduce_lag=o.reduce_lag + 1)
+
+
+def _lists(value: list[Any]) -> bool:
+    """Whether it is several values of what is a list itself, or ``"auto"``."""
+    return any(isinstance(v, list) for v in value) and all(isinstance(v, list) or v == "auto" for v in value)
 
 
 def _is_table(value: Any) -> bool:
@@ -198,7 +208,7 @@ def _questions(
         axis(name, value, isinstance(value, (list, range)) and not (name == "passes" and _is_table(value)))
     for name, value in sharding.items():
         nested = name in ("units", "ignored_params")
-        many = isinstance(value, list) and (not nested or (bool(value) and all(isinstance(v, list) for v in value)))
+        many = isinstance(value, list) and (not nested or _lists(value))
         axis(name, value, many)
     out = []
     for values in itertools.product(*axes.values()):
@@ -265,14 +275,20 @@ def _unsharded(model: nn.Module | None) -> tuple[int, int]:
 
 def _report(traced: Programs, q: _Question, inputs: Any, optimizer: str, profile: Any, listings: bool = True) -> Report:
     o = q.options
-    table = pipeline.chosen(o, q.hardware.cuda)
+    other, plain = _unsharded(traced.model)
+    buffers = _buffers(traced.model)
+    batch = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+    decide = None
+    if o.prefetch == "auto":
+        size = sum(x.nbytes for x in batch)
+        held = always(buffers, inputs=size, other=other, plain=plain, optimizer=optimizer)
+        decide = Auto(q.hardware, o, q.hardware.cuda, held, profile)
+    table = pipeline.chosen(o, q.hardware.cuda, decide)
     programs = [original.copy() for original in traced]
     checked = o.check and listings  # what is only a suggestion is checked when it is asked for
     stages = [pipeline.run(p, upto=o.upto, passes=table, checked=checked, listings=listings) for p in programs]
-    other, plain = _unsharded(traced.model)
     facts = estimate(
-        programs, stages, _buffers(traced.model),
-        [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)],
+        programs, stages, buffers, batch,
         machine=q.hardware, options=o, other=other, plain=plain, optimizer=optimizer, profile=profile,
         mesh_shape=q.mesh_shape, beside=_beside(traced.model),
     )  # fmt: skip

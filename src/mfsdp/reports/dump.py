@@ -2,7 +2,7 @@
 
 graph0.forward.1.gather.txt     the listing after every pass
 graph0.forward.code.py          what Inductor made of it
-graph0.report.html              the page of `explain`, for the hardware that the run is on
+graph0.report.html              the page of `explain`, for the hardware that the run is on; H100, if it is not known
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import torch
 from torch._logging import trace_structured
 
 from ..costs.estimate import estimate
+from ..costs.measure import here
 from ..graph.cost import nbytes
 from ..graph.program import Program
 from ..graph.sizes import shape_of
 from ..pipeline import Stage
 from ..runtime import owners
 from ..spec.config import Options
-from ..spec.hardware import KNOWN, Hardware
+from ..spec.hardware import KNOWN
 from ..state.buffer import FlatBuffer
 from . import page
 
@@ -82,7 +83,7 @@ class Dump:
         path = self.folder / f"graph{self.number}.report.html"
         try:
             facts = estimate(
-                programs, stages, self.buffers, self.inputs, machine=_machine(), options=self.options,
+                programs, stages, self.buffers, self.inputs, machine=here() or KNOWN["h100"], options=self.options,
                 other=self.other, plain=self.plain,
             )  # fmt: skip
             self._write(path.name, page.render(facts))
@@ -91,12 +92,6 @@ class Dump:
         except Exception:
             log.warning("mfsdp: could not write the report %s", path, exc_info=True)
         self.buffers, self.inputs, self.seen = [], [], []
-
-
-def _machine() -> Hardware:
-    """This accelerator as its maker describes it; H100 if it is not known."""
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    return next((machine for key, machine in KNOWN.items() if key in name), KNOWN["h100"])
 
 
 def traced() -> bool:

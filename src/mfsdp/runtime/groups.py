@@ -241,6 +241,12 @@ def first_to_say(key: str, text: str) -> str:
     return str(_store().compare_set(f"mfsdp/{key}", "", text).decode())
 
 
+def agreed(key: str, text: str) -> str:
+    """The same, where there are others."""
+    alone = world() == 1 or dist.get_backend() == "fake"
+    return text if alone else first_to_say(key, text)
+
+
 def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0) -> dict[int, list[str]]:
     """What other ranks of a group have said, by rank, where it is not what this one says; all call it together. Costs a
     few messages through the process group's store, and one with the lines if they differ.

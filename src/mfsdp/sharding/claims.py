@@ -29,18 +29,19 @@ UnitLike = type[nn.Module] | str
 def match(root: nn.Module, units: Sequence[UnitLike] | None) -> list[nn.Module]:
     """The modules that become units, the root last."""
     if isinstance(units, (str, type)):
-        raise ValueError(f"units={units!r}: give a list, units=[{units!r}]")
+        raise ValueError(f"units={units!r}: give a list, units=[{units!r}], or 'auto' for the model's own blocks")
     chosen: dict[nn.Module, None] = {}
     for unit in units or ():
-        matches = [m for fqn, m in root.named_modules() if m is not root and _is(unit, fqn, m)]
-        if not matches:
+        found = [m for fqn, m in root.named_modules() if m is not root and _is(unit, fqn, m)]
+        if not found:
             kinds = sorted({type(m).__name__ for m in root.modules()} - {type(root).__name__})
             names = [fqn for fqn, _ in root.named_modules() if fqn]
             raise ValueError(
                 f"units: {unit!r} matches no module of {type(root).__name__}. Classes in it: {', '.join(kinds[:20])}; "
                 f"names: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+                + ("; units='auto', no list, is for the model's own blocks" if unit == "auto" else "")
             )
-        chosen.update(dict.fromkeys(matches))
+        chosen.update(dict.fromkeys(found))
     for m in chosen:
         if isinstance(m, FSDPModule):
             raise ValueError(f"units: {type(m).__name__} is sharded already; leave it out of `units`")
@@ -57,7 +58,7 @@ def _is(unit: UnitLike, fqn: str, module: nn.Module) -> bool:
         if found is not None:
             return isinstance(module, found)
         return unit in (fqn, type(module).__name__)
-    return _matches(fqn.split("."), unit.split("."))
+    return matches(fqn.split("."), unit.split("."))
 
 
 @functools.cache
@@ -72,13 +73,13 @@ def _import(path: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def _matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
+def matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
     """Component by component as in shells; ``**`` is any number of components."""
     if not pattern:
         return not name
     if pattern[0] == "**":
-        return any(_matches(name[i:], pattern[1:]) for i in range(len(name) + 1))
-    return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
+        return any(matches(name[i:], pattern[1:]) for i in range(len(name) + 1))
+    return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and matches(name[1:], pattern[1:])
 
 
 @dataclass

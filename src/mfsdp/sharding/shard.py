@@ -6,7 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from ..state.buffer import Outermost, UnitState, refs
 from ..state.mesh import TENSOR, axes
 from ..state.pieces import Piece, has_groups, here, over_tensor_ranks
 from ..state.placement import OUTER, Placement, strategy_name
-from . import admission, alike, fsdp2, materialize, parallel
+from . import admission, alike, blocks, fsdp2, materialize, parallel
 from .claims import UnitLike, claim_parameters, described, match
 from .fill import device_of, fill, ignore
 from .former import no_optimizer
@@ -32,7 +32,7 @@ Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
 def fully_shard(
     module: Given,
     *,
-    units: Sequence[UnitLike] | None = None,
+    units: Sequence[UnitLike] | Literal["auto"] | None = None,
     mesh: DeviceMesh | None = None,
     dp_mesh_dims: Any = None,
     strategy: str | int = 3,
@@ -62,6 +62,9 @@ def fully_shard(
             head behind it). Compiled code gathers them once, uncompiled code in the forward of each.
         units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
             number); each match becomes a unit, what no unit claims belongs to ``module``. ``None``: one unit.
+            ``"auto"``: the blocks of the model's own plan, else the modules that it has several of, and its embedding
+            apart from its head, where that is worth a gather (:mod:`mfsdp.sharding.blocks`). A module that is called
+            ``auto`` is ``units=["auto"]``.
         mesh: ``DeviceMesh``, 1-D or (outer, shard); or a larger one with axes named ``dp_shard`` and, for two levels,
             ``dp_outer`` or ``dp_replicate`` (other names: :mod:`mfsdp.state.mesh`). An axis ``cp`` is part
             of the shard axis; ``tp`` and ``pp`` are left alone; what is neither is refused.
@@ -119,13 +122,16 @@ def fully_shard(
     root = given[0] if len(given) == 1 else nn.ModuleList(given)
     admission.at_rest(root)
     no_optimizer(root)
-    roots = match(root, units)
-    ignored = set(ignored_params or ())
+    auto, ignored = isinstance(units, str) and units == "auto", set(ignored_params or ())
+    roots = match(root, None if auto else units)
     parallel.understood(root.modules(), ignored)
     claims = claim_parameters(root, roots, ignored)
     target = device_of(claims, device)
     found = axes(mesh, dp_mesh_dims, target)
     placement = Placement.of(strategy, outer_strategy, found, target.type)
+    if auto:
+        units = blocks.auto(claims[0], policy, placement)
+        claims = claim_parameters(root, match(root, units), ignored)
     outermost = _outermost(given[0])
     units_of = {claim.module: UnitState(claim.fqn, outermost, policy) for claim in claims}
     for claim in claims:

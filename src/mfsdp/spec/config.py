@@ -143,8 +143,9 @@ class Options:
         NotImplementedError: ``nccl_ub``.
     """
 
-    prefetch: int = 1
-    """How many units ahead a gather is launched; 0 turns it off."""
+    prefetch: int | str = 1
+    """How many units ahead a gather is launched; 0 turns it off. ``"auto"``: as many, of 0 to 4, as the clock finds
+    worth it, program by program (`mfsdp.costs.depth`); 1 where nothing is known of the hardware."""
     reduce_lag: int = 1
     """How many reductions may be in flight behind compute; 0 waits at once."""
     max_unsharded: int | None = None
@@ -189,10 +190,11 @@ class Options:
         out = cls(**given)
         for name, low in (("prefetch", 0), ("reduce_lag", 0), ("max_unsharded", 1)):
             value = given.get(name, low)
-            if value is None and valid[name] is None:
+            if (value is None and valid[name] is None) or (name == "prefetch" and value == "auto"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ValueError(f"option {name}={value!r}: give an integer of at least {low}")
+                other = ", or 'auto'" if name == "prefetch" else ""
+                raise ValueError(f"option {name}={value!r}: give an integer of at least {low}{other}")
         for name in ("pool", "keep_cast", "nccl_ub", "disable_symmetric_registration", "check", "frames"):
             value = getattr(out, name)
             if not isinstance(value, bool):
