@@ -123,8 +123,10 @@ STEPS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "own": lambda p: Own(p, lr=0.01),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "flat": lambda p: mfsdp.fully_shard_optimizer(torch.optim.AdamW(p, lr=0.1)),
-    "compiled": lambda p: mfsdp.fully_shard_optimizer(torch.optim.SGD(p, lr=0.01, momentum=0.9), compile=True),
+    "flat": lambda p: mfsdp.fully_shard_optimizer(torch.optim.AdamW(p, lr=0.1), ahead=False),
+    "compiled": lambda p: mfsdp.fully_shard_optimizer(
+        torch.optim.SGD(p, lr=0.01, momentum=0.9), compile=True, ahead=False
+    ),
 }
 
 

@@ -57,7 +57,7 @@ class Broken(nn.Module):
 class Setup:
     """A sharded model, its compiled form and an optimizer; and a stream besides the default one."""
 
-    def __init__(self, device: str, place: str, options: dict[str, Any], broken: bool = False):
+    def __init__(self, device: str, place: str, options: dict[str, Any], broken: bool = False, flat: bool = False):
         torch.manual_seed(0)
         model = GPT(tied=False, width=32, layers=3)
         if broken:
@@ -70,6 +70,8 @@ class Setup:
         options = {"lowering": "eager", **options}
         self.run = torch.compile(self.model, backend="mfsdp", dynamic=False, options=options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if flat:
+            mfsdp.fully_shard_optimizer(self.optimizer)
         self.device, self.count = device, 0
 
     def batch(self) -> torch.Tensor:
@@ -153,6 +155,15 @@ def given_up_for_eager(setup: Setup, streams: Streams | None) -> None:
     given_up(setup, streams, first=1, compiled=False)
 
 
+def written(setup: Setup, streams: Streams | None) -> None:
+    """Behind every other step weights are written, and what was launched is not taken."""
+    if setup.count % 2:
+        with nullcontext() if streams is None else streams, torch.no_grad():
+            for p in setup.model.parameters():
+                p.mul_(0.5)
+    setup.loss().backward()
+
+
 WAYS: dict[str, tuple[Way, dict[str, Any]]] = {
     "plain": (plain, {}),
     "far ahead, far behind": (plain, {"prefetch": 2, "reduce_lag": 2}),
@@ -160,6 +171,8 @@ WAYS: dict[str, tuple[Way, dict[str, Any]]] = {
     "forwards first": (forwards_first, {}),
     "accumulated": (accumulated, {}),
     "graph break": (plain, {}),
+    "launched ahead": (plain, {"prefetch": 2}),
+    "launched ahead, written to": (written, {"prefetch": 2}),
     "given up": (given_up, {}),
     "given up for uncompiled code": (given_up_for_eager, {}),
 }
@@ -170,14 +183,14 @@ def trained(way: str, place: str, device: str, streams: Streams | None = None) -
     torch._dynamo.reset()
     slots.forget()
     do, options = WAYS[way]
-    setup = Setup(device, place, options, broken=way == "graph break")
+    setup = Setup(device, place, options, broken=way == "graph break", flat=way.startswith("launched"))
     for _ in range(3):
         do(setup, streams)
         setup.step(streams)
     return [p.to_local().detach().cpu().clone() for p in setup.model.parameters()]
 
 
-QUICK = ("plain",)
+QUICK = ("plain", "launched ahead")
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -284,6 +297,16 @@ def test_waits_that_do_not_wait_are_found(monkeypatch, way):
     monkeypatch.setattr(runs.Run, "wait", lambda run, out: run.pending.pop(out.untyped_storage().data_ptr()))
     with pytest.raises(Race, match="does not wait for collective over"):
         check(monkeypatch, way, "optim_grads_params", "cpu")
+
+
+def test_gathers_launched_ahead_that_nobody_waits_for_are_found(monkeypatch):
+    def adopt(run: runs.Run, early: Any) -> torch.Tensor:
+        run.launch(early.out)
+        return early.out
+
+    monkeypatch.setattr(runs.Run, "adopt", adopt)
+    with pytest.raises(Race, match="does not wait for collective over"):
+        check(monkeypatch, "launched ahead", "optim_grads_params", "cpu")
 
 
 @pytest.mark.slow

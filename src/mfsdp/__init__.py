@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .planning.explain import explain
     from .reports.profile import profile, ranges
     from .runtime.groups import fake_ranks
-    from .sharding.contexts import free_gradients, no_sync, summon_full_params, unsharded
+    from .sharding.contexts import free_gradients, no_sync, summon_full_params, synchronize, unsharded
     from .sharding.module import FSDPModule
     from .sharding.shard import fully_shard
     from .spec.config import MixedPrecisionPolicy
@@ -57,6 +57,7 @@ _WHERE = {
     "ranges": "reports.profile",
     "save_safetensors": "checkpoints.safetensors",
     "summon_full_params": "sharding.contexts",
+    "synchronize": "sharding.contexts",
     "trace": "compiler.tracing",
     "unsharded": "sharding.contexts",
 }
@@ -87,6 +88,7 @@ __all__ = [
     "ranges",
     "save_safetensors",
     "summon_full_params",
+    "synchronize",
     "trace",
     "unsharded",
 ]

@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from .. import pipeline
 from ..costs.depth import Auto
 from ..graph import listing, ops
-from ..graph.program import READ, Phase, Program, group_of, lane_of, slot_of
+from ..graph.program import READ, Phase, Program, first_launches, group_of, lane_of, slot_of
 from ..graph.roles import Kind, role
 from ..reports import dump
 from ..reports.dump import Dump
 from ..reports.profile import outline
 from ..runtime import groups, programs
+from ..runtime.ahead import First
 from ..sharding import writes
 from ..spec.config import Options
 from . import lowering, order, regions
@@ -97,7 +98,8 @@ def mfsdp(
             "outline": outline(program), "sequences": sequences, "sources": sharded(program),
             "keeping": holding(program), "reads": [] if phase == "backward" else reading(program),
             "meets": list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences])),
-            "rooms": static(program), "frames": chosen.frames,
+            "rooms": static(program), "frames": chosen.frames, "trains": phase == "forward",
+            "first": [] if phase == "backward" or chosen.prefetch == 0 else leading(program),
         }  # fmt: skip
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
@@ -184,6 +186,17 @@ def static(program: Program) -> dict[tuple[torch.device, str], int]:
     """Bytes of the static buffers of a program, by device and name."""
     slots = ((node.meta["val"].device, slot) for node in program.nodes if (slot := slot_of(node)))
     return {(device, slot): program.slots[slot] for device, slot in slots}
+
+
+def leading(program: Program) -> list[First]:
+    """What a program launches before it waits for anything, of units."""
+    sources = {unit: i for i, (unit, _) in sharded(program).items()}
+    found = []
+    for node in first_launches(program):
+        shard, *rest = node.args
+        text, slot = (*rest, -1)[:2] if rest else ("", -1)
+        found.append(First(sources[role(node).unit], text, slot, casts=shard.op != "placeholder"))  # type: ignore[arg-type, union-attr]
+    return found
 
 
 def reading(program: Program) -> list[int]:

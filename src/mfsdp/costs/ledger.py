@@ -9,8 +9,8 @@ from typing import Any
 from torch.fx import Node
 
 from ..graph import ops
-from ..graph.cost import lines, saved, size
-from ..graph.program import Program
+from ..graph.cost import lines, nbytes, saved, size
+from ..graph.program import Program, first_launches, slot_of
 from ..graph.roles import role
 from ..spec.layout import Layout
 from ..spec.units import Unit
@@ -105,7 +105,8 @@ def ledger(
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
     temporaries = trained if states > 1 else 0  # Adam's square roots; simpler ones work in place
-    peak, where = lasting + (0 if optimizer == "none" else gradients - staying + temporaries), None
+    early = sum(nbytes(n.meta["val"]) for n in _early(programs)) if optimizer != "none" else 0
+    peak, where = lasting + (0 if optimizer == "none" else gradients - staying + temporaries + early), None
     for p in programs:
         pooled = sum(p.slots.values())
         live[p.phase], after[p.phase] = {}, {}
@@ -128,6 +129,7 @@ def ledger(
         entries += [
             Entry("gradients", staying if optimizer == "none" else gradients, "accumulators, from step to step"),
             Entry("temporaries", 0 if optimizer == "none" else temporaries, "of a foreach optimizer"),
+            *([Entry("gathered ahead", early, "of forward, behind fully_shard_optimizer's step")] if early else ()),
         ]
         phase, line = "optimizer", ""
     else:
@@ -141,6 +143,13 @@ def ledger(
         phase, line = program.phase, node.name
     padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states)
     return Ledger(tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after)
+
+
+def _early(programs: Sequence[Program]) -> list[Node]:
+    """What a step's launches ahead of forward take besides static buffers, if the optimizer is a flat one."""
+    forward = next((p for p in programs if p.phase == "forward"), None)
+    first = [] if forward is None else first_launches(forward)
+    return [n for n in first if n.target is ops.all_gather and not slot_of(n)]
 
 
 def _casting(programs: Sequence[Program]) -> list[Unit]:

@@ -5,6 +5,7 @@ Nodes compare by position: ``a < b`` says that a runs before b.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -258,6 +259,12 @@ def mutates(node: Node) -> list[Node]:
         for arg, declared in zip(node.args, schema.arguments, strict=False)
         if isinstance(arg, Node) and declared.alias_info is not None and declared.alias_info.is_write
     ]
+
+
+def first_launches(program: Program) -> list[Node]:
+    """Gathers that it launches before it waits for anything."""
+    nodes = itertools.takewhile(lambda n: n.target is not ops.wait, program.nodes)
+    return [n for n in nodes if n.target in (ops.refresh, ops.all_gather)]
 
 
 def slot_of(node: Node) -> str:

@@ -122,6 +122,9 @@ class profile(AbstractContextManager["profile"]):
         """Seconds behind the last program of a step."""
         self.outside = 0.0
         """Seconds before and between programs: data, autograd, what is not compiled."""
+        self.ahead: dict[str, float] = {}
+        """Seconds that launching takes of what an optimizer's step launches ahead of forward (Note [Borders])."""
+        self._early: list[dict[str, tuple[Any, Any]]] = []
         self._logs: list[list[_Ran]] = []
         self._marks: list[Any] = []
         self._observing: AbstractContextManager[None] | None = None
@@ -133,6 +136,7 @@ class profile(AbstractContextManager["profile"]):
         self._observing = observing
         self._marks.append(_now())
         self._logs.append([])
+        self._early.append({})
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -152,6 +156,7 @@ class profile(AbstractContextManager["profile"]):
             self._observing = None
             return False
         self._logs.append([])
+        self._early.append({})
         return True
 
     def program(self, outline: Outline, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
@@ -167,11 +172,14 @@ class profile(AbstractContextManager["profile"]):
     def operation(self, name: str, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """One of its operations runs (called by `runtime`)."""
         ran = self._logs[-1][-1] if self._logs[-1] and self._logs[-1][-1].ended is None else None
-        if ran is None:
+        if ran is None and not name.endswith(" ahead"):
             return kernel(*args)
         begun = _now()
         out = kernel(*args)
-        ran.operations.append((begun, _now()))
+        if ran is None:
+            self._early[-1][name] = begun, _now()
+        else:
+            ran.operations.append((begun, _now()))
         return out
 
     def _join(self) -> None:
@@ -194,6 +202,8 @@ class profile(AbstractContextManager["profile"]):
         self.total = median(s[0] for s in alike)
         self.optimizer = median(s[2] for s in alike)
         self.outside = median(s[3] for s in alike)
+        seen = [{name: _since(*times) for name, times in early.items()} for early in self._early]
+        self.ahead = {name: median(s[name] for s in seen if name in s) for name in {n: None for s in seen for n in s}}
         self.lines = [
             Measured(phase, line, median(s[1][i][2] for s in alike)) for i, (phase, line, _) in enumerate(first)
         ]
@@ -244,6 +254,9 @@ class profile(AbstractContextManager["profile"]):
                 before = f"{1e3 * known:7.3f} " if known is not None else " " * 8
                 mark = "  exposed" if seen.line.operation == "wait" and seen.seconds > 1e-4 else ""
                 lines.append(f"{before if report is not None else ''}{1e3 * seen.seconds:8.3f}  {seen.line.text}{mark}")
+        if self.ahead:
+            lines += ["", "optimizer", "measured ms"]
+            lines += [f"{1e3 * passed:8.3f}  {name} of forward" for name, passed in self.ahead.items()]
         return "\n".join(lines)
 
 

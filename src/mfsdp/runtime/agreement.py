@@ -13,6 +13,9 @@ one word of eight bytes, a hash of the collectives' texts with the paths of thei
 * Over NCCL words are gathered in front of the program's own collectives, on the same stream, and the host looks at them
   once they are there: at once in a program's first run, one or a few programs later in all others.
 
+A bit of the word is not of what is run, but of how (Note [Borders]): whether this rank has to gather anew what was
+launched ahead of a program. It may differ where the host waits for answers anyway; elsewhere that is an error too.
+
 Words that differ are an error on every rank, which then tell each other what they meant through the store.
 
 A rank that an exception takes out of a program has not launched what the others wait for. It says so in the store, and
@@ -52,7 +55,11 @@ class Words:
 
     @cached_property
     def digest(self) -> int:
-        return int.from_bytes(hashlib.sha256("\n".join(self.lines).encode()).digest()[:8]) >> 1
+        return int.from_bytes(hashlib.sha256("\n".join(self.lines).encode()).digest()[:8]) >> 2
+
+
+ANEW = 1 << 62
+"""The bit of a word that says: this rank gathers anew what was launched ahead."""
 
 
 _known: dict[int, Words] = {}
@@ -148,6 +155,8 @@ class Said:
     tag: int
     """For the messages of what was announced; never that of another announcement that they could meet."""
     answers: Answers
+    anew: bool = False
+    """Whether this rank gathers anew what was launched ahead; once it is checked, whether any does."""
     checked: bool = False
 
     def check(self) -> None:
@@ -159,10 +168,14 @@ class Said:
         if self.checked:
             return
         self.checked = True
-        mine = self.words.digest
+        mine, anew = self.words.digest, self.anew
         for other, theirs in zip(self.company.wire.ranks, self.answers.wait(), strict=True):
-            if theirs != mine:
-                self.company.differ(self.words, other, theirs)
+            if theirs & ~ANEW != mine:
+                self.company.differ(self.words, other, theirs & ~ANEW)
+            if bool(theirs & ANEW) is not anew:
+                if not self.company.wire.prompt:
+                    self.company.gone_apart(anew, other)
+                self.anew = True
         self.company.known.add(mine)
 
 
@@ -182,8 +195,8 @@ class Company:
     _open: deque[Said] = field(default_factory=deque)
     """Announcements that have not been compared."""
 
-    def announce(self, words: Words) -> Said:
-        """Tells the other ranks what comes next.
+    def announce(self, words: Words, anew: bool = False) -> Said:
+        """Tells the other ranks what comes next, and whether this one gathers anew what was launched ahead of it.
 
         Raises:
             Apart: ranks have gone apart before.
@@ -194,7 +207,7 @@ class Company:
             raise Apart(self.lost)
         self._look_back()
         self.count += 1
-        said = Said(self, words, self._tag(words), self.wire.exchange(words.digest))
+        said = Said(self, words, self._tag(words), self.wire.exchange(words.digest | ANEW * anew), anew)
         self._open.append(said)
         if not self.wire.prompt and words.digest not in self.known:
             said.check()
@@ -226,6 +239,17 @@ class Company:
             f"rank {other} {name}\n{difference(me, mine.lines, other, lines)}\nAll ranks of a group have to take the "
             "same way through the model, the same layers in the same order whatever their data says, and to call "
             "together what communicates (evaluation, full_tensor(), norms)."
+        )
+
+    def gone_apart(self, anew: bool, other: int) -> None:
+        """Raises: some ranks gather anew what others take (law 63)."""
+        me = self.wire.me
+        writer, taker = (me, other) if anew else (other, me)
+        self.lose(
+            f"mfsdp: between an optimizer's step and the forward behind it rank {writer} has written to its weights, "
+            f"and rank {taker} has not (law 63): the step had launched forward's first gathers. Where the host does "
+            "not wait for other ranks, write on all of them together, or build the optimizer with "
+            "mfsdp.fully_shard_optimizer(optimizer, ahead=False)."
         )
 
     def lose(self, text: str) -> None:

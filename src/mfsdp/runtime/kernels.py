@@ -74,13 +74,18 @@ def _reduction(spec: str, lane: int) -> _Reduction:
 
 def refresh(run: Run, source: torch.Tensor) -> None:
     """Launches the gather of parameters that last, if their main weights have changed since."""
-    run.launch(source, *owner(source).weights.refresh())
+    if run.early and (early := run.early.pop(0)) is not None:
+        run.adopt(early)
+    else:
+        run.launch(source, *owner(source).weights.refresh())
 
 
 def all_gather(run: Run, shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
     """Launches the all-gather of a unit. ``shard``: [shard_numel], or main weights whose cast is kept (Note [Kept
-    casts]); returns [full_numel], not yet complete.
+    casts]); returns [full_numel], not yet complete. What was launched ahead is taken (Note [Borders]).
     """
+    if run.early and (early := run.early.pop(0)) is not None:
+        return run.adopt(early)
     r = _room(spec, slot, "p")
     if shard.dtype is not r.dtype:
         shard = shard.detach().to(r.dtype) if (buffer := owner(shard)) is None else buffer.weights.cast()

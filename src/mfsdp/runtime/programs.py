@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from . import runs, slots
+from . import ahead, runs, slots
 from .agreement import Words
+from .ahead import First
 from .observers import frame, observer, recorded
 from .owners import owner, read_by
 
@@ -39,6 +40,8 @@ def marked(
     meets: Sequence[str] = (),
     rooms: slots.Rooms | None = None,
     frames: bool = False,
+    first: Sequence[First] = (),
+    trains: bool = False,
 ) -> Callable[[list[Any]], Any]:
     """A compiled program that says when it runs, and what each of its operations is called. It takes its arguments as
     one list and may empty that, as functions of AOTAutograd do.
@@ -57,6 +60,9 @@ def marked(
         meets: all groups of its units, also those that it communicates over in another phase only.
         rooms: static buffers that there have to be before it begins.
         frames: whether its operations run in frames of their names, also while nobody looks (Note [Names]).
+        first: what it launches before it waits for anything, which an optimizer's step may launch ahead of it (Note
+            [Borders]).
+        trains: whether it is a forward that trains.
 
     Raises:
         RuntimeError: another rank runs something else (from the program, on every rank, with the first difference), or
@@ -68,6 +74,8 @@ def marked(
     keeps = [at for at, i in enumerate(units) if i in keeping]
     read = [at for at, i in enumerate(units) if i in reads], [i for i in reads if i not in units]
     always = frames or recorded()
+    at = {i: place for place, i in enumerate(units)}
+    heads = [(at[f.argument], f.spec, f.slot, f.casts) for f in first]
 
     @functools.cache
     def names(paths: tuple[str, ...]) -> tuple[str, ...]:
@@ -93,14 +101,28 @@ def marked(
         kept = (at for at in keeps if buffers[at] is not None and not buffers[at].gradients.sync)
         return words(paths, tuple(paths[at] for at in kept))
 
+    def met(buffers: Sequence[Any]) -> ahead.Ahead | None:
+        """The model for which something has been launched ahead that this may take."""
+        wanted = tuple([(buffers[place], *rest) for place, *rest in heads])
+        if any(buffer is None for buffer, *_ in wanted):
+            return None
+        model: ahead.Ahead = wanted[0][0].unit.outermost.ahead
+        return model if model.meet(wanted, trains) else None
+
     def program(args: list[Any]) -> Any:
         buffers = [owner(args[i]) for i in units]
         paths = tuple(["?" if buffer is None else buffer.unit.fqn for buffer in buffers])
         seen = observer()
         here = runs.Run(outline.name, partial(names, paths), meets, shown=always or seen is not None)
+        model = met(buffers) if heads else None
+        anew = model is not None and model.anew
         if sequences:
-            here.announce(said(paths, buffers))
+            here.announce(said(paths, buffers), model.group if anew and model is not None else "")
         with runs.inside(here):
+            if model is not None:
+                model.decide(here, anew)
+            if ahead.any_under_way():
+                ahead.make_room(rooms or {})
             slots.reserve(rooms or {})
             for buffer in dict.fromkeys([*(buffers[at] for at in read[0]), *(read_by(args[i]) for i in read[1])]):
                 if buffer is not None:

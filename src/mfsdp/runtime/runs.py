@@ -50,18 +50,22 @@ class Run:
         """What has to be called before a collective's result may be read, by address of the result's storage."""
         self.held: set[int] = set()
         """Gradients that stay where they are, and what reductions of them would have given, by address."""
+        self.early: list[Any] = []
+        """What was launched ahead, for its first collectives in their order; ``None`` where it launches one itself."""
         self.lines: dict[tuple[str, torch.device], Transport] = {}
         """Transports that it has found, by group."""
 
     # in step
 
-    def announce(self, sequences: Mapping[str, Words]) -> None:
-        """Tells the ranks of groups what this one is about to run."""
+    def announce(self, sequences: Mapping[str, Words], anew: str = "") -> None:
+        """Tells the ranks of groups what this one is about to run; those of the group ``anew`` also that it gathers
+        anew what was launched ahead.
+        """
         for name, words in sequences.items():
             company = company_of(name)
             if company is not None:
                 try:
-                    said = company.announce(words)
+                    said = company.announce(words, name == anew)
                 except Apart as error:  # where the host does not wait for answers it hears of it here
                     company.lost_with(list(dict.fromkeys([company, *self.all()])), str(error))
                 except RuntimeError as error:
@@ -72,6 +76,26 @@ class Run:
                 if (other := groups.other_of(name)) is not None:
                     self.tags[other] = said.tag
                 self.compared = False
+
+    def anew(self, group: str, here: bool) -> bool:
+        """Whether what was launched ahead is gathered anew: where the host waits for answers anyway, if any rank of the
+        group says so; elsewhere if this one does, which then makes sure that the others do.
+
+        Raises:
+            Apart: they do not.
+        """
+        said = next((said for said in self.said if said.company.name == group), None)
+        if said is None:
+            return here
+        if said.company.wire.prompt:
+            self.agree()
+            return said.anew
+        if here:
+            try:
+                said.check()
+            except Apart as error:
+                said.company.lost_with(self.all(), str(error))
+        return here
 
     def tag(self, group: str) -> int:
         """Of its messages over a group: those of two programs never meet."""
@@ -176,6 +200,11 @@ class Run:
         for end in self.pending.pop(out.untyped_storage().data_ptr()):
             end()
 
+    def adopt(self, early: Any) -> torch.Tensor:
+        """Takes what was launched ahead for a collective of its own."""
+        self.launch(early.out, *early.ends)
+        return early.out  # type: ignore[no-any-return]
+
     def leave(self, error: BaseException) -> None:
         """Notes that an exception has ended it, and on the exception where. What it had launched is called for when all
         ranks begin anew: not earlier, the others may not come.
@@ -184,6 +213,8 @@ class Run:
             error.add_note(f"mfsdp: in {self.place} of {self.name}, or after it")
         companies = [said.company for said in self.said]
         ends = [end for ends in self.pending.values() for end in ends]
+        ends += [end for early in self.early if early is not None for end in early.ends]
+        self.early.clear()
         self.pending.clear()
         self.held.clear()
         if not companies:
@@ -250,12 +281,20 @@ def announced(what: str, *over: str, meets: Sequence[str] = ()) -> Iterator[None
 @contextmanager
 def inside(run: Run) -> Iterator[None]:
     """Around a program: an exception ends the run."""
+    with part_of(run):
+        try:
+            yield
+        except BaseException as error:
+            run.leave(error)
+            raise
+
+
+@contextmanager
+def part_of(run: Run) -> Iterator[None]:
+    """Around a part of what a run launches."""
     _here.runs.append(run)
     try:
         yield
-    except BaseException as error:
-        run.leave(error)
-        raise
     finally:
         _here.runs.pop()
 

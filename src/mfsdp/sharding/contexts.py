@@ -8,6 +8,7 @@ from typing import cast
 
 from torch import nn
 
+from ..runtime import ahead
 from ..state.buffer import refs
 from .module import FSDPModule, buffers_of
 
@@ -49,6 +50,24 @@ def free_gradients(module: nn.Module) -> None:
     """
     for buffer in {r.buffer: None for m in module.modules() for r in refs(m).values()}:
         buffer.gradients.free()
+
+
+def synchronize(module: nn.Module) -> None:
+    """Returns once no gather of the model is under way: those that an optimizer's step has launched ahead of forward
+    (`fully_shard_optimizer`). On a device, once what this thread launches comes behind them. Forward may take them all
+    the same. Call it before anything that torch does not know of reads or writes weights, and before process groups
+    are destroyed.
+
+    Args:
+        module: a sharded model, or any of its modules.
+
+    Raises:
+        ValueError: nothing of the module is sharded.
+    """
+    found = {r.buffer: None for m in module.modules() for r in refs(m).values()}
+    if not found:
+        raise ValueError("synchronize: the model is not sharded; call mfsdp.fully_shard first")
+    ahead.complete(found)
 
 
 @contextmanager

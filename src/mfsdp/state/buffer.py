@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..runtime.ahead import Ahead
 from ..spec.config import MixedPrecisionPolicy, Precision
 from ..spec.layout import Layout
 from .gradients import Gradients
@@ -31,6 +32,8 @@ class Outermost:
     inputs: tuple[str, ...]
     syncs: list[int] = field(default_factory=lambda: [0], compare=False)
     """How often gradients of any unit have been synchronised."""
+    ahead: Ahead = field(default_factory=Ahead, compare=False, repr=False)
+    """What optimizers launch ahead of its forward."""
 
 
 class FlatBuffer:

@@ -127,8 +127,7 @@ class Steps:
 
     def __init__(self, optimizer: Optimizer, base: Any, decoupled: bool):
         self.base, self.decoupled = base, decoupled
-        self._plainly = base.step.__wrapped__ if getattr(base.step, "hooked", False) else base.step
-        """The optimizer's own step, without hooks."""
+        self._plainly = unhooked(base)
         self._graphs: dict[Any, list[_Graph]] = {}
         self._own: set[Any] = set()
         """What the optimizer has to step itself: kinds and numbers."""
@@ -143,6 +142,7 @@ class Steps:
         state: Mapping[Any, Any],
         others: Sequence[list[torch.Tensor]],
         casts: AbstractContextManager[list[Any]],
+        behind: Callable[[Any], None] | None = None,
     ) -> None:
         """Takes one step; hooks run once.
 
@@ -152,11 +152,12 @@ class Steps:
             state: of all of them.
             others: what the optimizer steps itself, by group.
             casts: around what is compiled; is told which runs are not.
+            behind: called for each run that was stepped compiled.
         """
 
         def step(optimizer: Optimizer) -> None:
             with casts as left:
-                left += self._take(optimizer, runs, state)
+                left += self._take(optimizer, runs, state, behind)
             if not left and not any(others):
                 return
             every = [group["params"] for group in optimizer.param_groups]
@@ -168,7 +169,9 @@ class Steps:
 
         Optimizer.profile_hook_step(step)(optimizer)
 
-    def _take(self, optimizer: Any, runs: Sequence[Run], state: Mapping[Any, Any]) -> list[Run]:
+    def _take(
+        self, optimizer: Any, runs: Sequence[Run], state: Mapping[Any, Any], behind: Callable[[Any], None] | None
+    ) -> list[Run]:
         """Steps the runs that can be; gives the others. What has to be compiled is, before any is stepped."""
         groups = [self._group(optimizer, number) for number in range(len(optimizer.param_groups))]
         ready, left = [], []
@@ -197,7 +200,11 @@ class Steps:
                     old.fill_(new)
                 else:
                     plan.mine[name] = type(old)(new)
-        torch.autograd.graph.increment_version([run.flat for run, *_ in ready])  # Inductor's code does not
+            if behind is not None:
+                torch.autograd.graph.increment_version(run.flat)
+                behind(run)
+        if behind is None:
+            torch.autograd.graph.increment_version([run.flat for run, *_ in ready])  # Inductor's code does not
         return left
 
     def _group(self, optimizer: Any, number: int) -> _Group:
@@ -301,6 +308,11 @@ class Steps:
         with torch.no_grad():
             self._plainly(twin)
         self._record(optimizer, group, twin.state.get(param, {}), weights, gradient)
+
+
+def unhooked(base: Any) -> Callable[..., Any]:
+    """An optimizer's own step, without hooks."""
+    return base.step.__wrapped__ if getattr(base.step, "hooked", False) else base.step  # type: ignore[no-any-return]
 
 
 def _static(value: Any) -> tuple[Any, ...]:

@@ -12,18 +12,20 @@ optimizer that leaves a zero weight with zero gradients alone, as torch's elemen
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..runtime.ahead import Departure
 from .buffer import FlatBuffer
-from .compiled import KNOWN, Steps
+from .compiled import KNOWN, Steps, unhooked
 from .parameters import ShardedParameter
 from .tensors import ShardedDTensor
 from .untraced import hooked, left_alone
@@ -33,7 +35,7 @@ NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 
 
 def fully_shard_optimizer(
-    optimizer: Optimizer, compile: bool = False, *, use_decoupled_grad: bool = False
+    optimizer: Optimizer, compile: bool = False, *, use_decoupled_grad: bool = False, ahead: bool = True
 ) -> Optimizer:
     """Makes an optimizer step on few flat tensors; the same optimizer comes back, with the same state dict.
 
@@ -48,6 +50,9 @@ def fully_shard_optimizer(
             it was up to rounding, not bitwise. Numbers (learning rates, step counts) may change in every step and
             compile nothing anew. The first step of a parameter, which makes its state, is the optimizer's own, and so
             is the step of parameters that are not sharded. ``torch.compile`` around a step leaves it as it is.
+        ahead: launch what the next forward gathers first, each unit behind its own step (Note [Borders] in
+            ``runtime/ahead.py``). Forward takes it if nothing has written to weights since, and has the same bits. Not
+            with the backend's option ``prefetch=0``. All ranks must choose alike.
 
     Raises:
         TypeError: it is no optimizer.
@@ -76,8 +81,8 @@ def fully_shard_optimizer(
             "Leave out compile=True"
         )
     steps = Steps(optimizer, base, use_decoupled_grad) if compile else None
-    vars(optimizer).update(_mfsdp_decoupled=use_decoupled_grad, _mfsdp_compile=compile)
-    optimizer._mfsdp_runs = _Runs(use_decoupled_grad, steps)  # type: ignore[attr-defined]
+    vars(optimizer).update(_mfsdp_decoupled=use_decoupled_grad, _mfsdp_compile=compile, _mfsdp_ahead=ahead)
+    optimizer._mfsdp_runs = _Runs(base, use_decoupled_grad, steps, ahead)  # type: ignore[attr-defined]
     optimizer.__class__ = _subclass(base)
     return optimizer
 
@@ -97,12 +102,12 @@ def _subclass(base: Any) -> Any:
         runs = vars(self).get("_mfsdp_runs")
         if runs is None:  # a copy of one
             steps = Steps(self, base, self._mfsdp_decoupled) if self._mfsdp_compile else None
-            runs = self._mfsdp_runs = _Runs(self._mfsdp_decoupled, steps)
-        runs.step(self, base.step)
+            runs = self._mfsdp_runs = _Runs(base, self._mfsdp_decoupled, steps, self._mfsdp_ahead)
+        runs.step(self)
         return loss
 
     def __getstate__(self: Any) -> dict[str, Any]:
-        mine = {name: getattr(self, name) for name in ("_mfsdp_decoupled", "_mfsdp_compile")}
+        mine = {name: getattr(self, name) for name in ("_mfsdp_decoupled", "_mfsdp_compile", "_mfsdp_ahead")}
         return {**base.__getstate__(self), **mine}
 
     def state_dict(self: Any) -> dict[str, Any]:
@@ -164,27 +169,111 @@ Members = dict[FlatBuffer, tuple[tuple[int, int], ...]]
 """Parameters that have a gradient: slots of a buffer, and the parameter groups they are in."""
 
 
-class _Runs:
-    """The runs of one optimizer."""
+ALONE = 2
+"""How many units an uncompiled step takes one by one, for their gathers to be launched in between. The others are
+stepped in one call."""
 
-    def __init__(self, decoupled: bool, steps: Steps | None = None):
-        self.decoupled, self.steps = decoupled, steps
+
+class _Behind:
+    """What one step launches behind the steps of units (Note [Borders]).
+
+    Args:
+        departures: of each model, in order.
+        runs: what is stepped.
+    """
+
+    def __init__(self, departures: list[Departure], runs: list[_Run]):
+        self.departures = departures
+        self.buffers: dict[FlatBuffer, None] = dict.fromkeys(b for d in departures for b in d.buffers)
+        """Of units that forward wants first, in its order."""
+        self.left = Counter(run.buffer for run in runs if run.buffer in self.buffers)
+        self.stepped: set[FlatBuffer] = set()
+        """Of those, whose step is done."""
+        self.kept: dict[FlatBuffer, Any] = {}
+        """Kept casts that the step writes along."""
+
+    def ordered(self, runs: list[_Run]) -> list[_Run]:
+        """The runs of these units first."""
+        place = {buffer: i for i, buffer in enumerate(self.buffers)}
+        return sorted(runs, key=lambda run: place.get(run.buffer, len(place)))
+
+    def __call__(self, run: _Run) -> None:
+        """A run has been stepped."""
+        buffer = run.buffer
+        if buffer in self.left:
+            self.left[buffer] -= 1
+            if not self.left[buffer]:
+                if self.kept.get(buffer) is None:
+                    buffer.weights.stale = True
+                else:
+                    buffer.weights.written_along()
+                self.stepped.add(buffer)
+                self._launch(self.stepped | (self.buffers.keys() - self.left.keys()))
+
+    def end(self) -> None:
+        """The whole step is done."""
+        self._launch(None)
+
+    def _launch(self, ready: set[FlatBuffer] | None) -> None:
+        for departure in self.departures:
+            departure.launch(ready)
+            if not departure.complete:
+                return
+
+    def abandon(self, error: BaseException) -> None:
+        for departure in self.departures:
+            departure.abandon(error)
+
+
+class _Runs:
+    """The runs of one optimizer.
+
+    Args:
+        base: its class.
+        decoupled, steps, ahead: see `fully_shard_optimizer`.
+    """
+
+    def __init__(self, base: Any, decoupled: bool, steps: Steps | None, ahead: bool):
+        self.base, self.decoupled, self.steps, self.ahead = base, decoupled, steps, ahead
         self.members: Members = {}
         self.runs: list[_Run] = []
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
 
-    def step(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    def step(self, optimizer: Optimizer) -> None:
         """The optimizer's own step, on runs."""
         members = _members(optimizer)
         if members != self.members or not all(self._untouched(optimizer, run) for run in self.runs):
             self._build(optimizer, members)
+        departures = self._departures(optimizer)
+        if not departures:
+            self._step(optimizer, None, self.runs)
+            return
+        behind = _Behind(departures, self.runs)
+        try:
+            self._step(optimizer, behind, behind.ordered(self.runs))
+            behind.end()
+        except BaseException as error:
+            behind.abandon(error)
+            raise
+
+    def _departures(self, optimizer: Optimizer) -> list[Departure]:
+        """What may be launched behind the steps of units, by model."""
+        if not self.ahead:
+            return []
+        models = {buffer.unit.outermost.ahead: buffer.unit.outermost.name for buffer in self.members}
+        mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        found = (ahead.depart(self.members, mine, name) for ahead, name in models.items())
+        return [departure for departure in found if departure is not None]
+
+    def _step(self, optimizer: Optimizer, behind: _Behind | None, runs: list[_Run]) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         params = [g["params"] for g in groups]
         plain = [[p for p in own if not _ours(p)] for own in params]
         lists = [list(own) for own in plain]
         along: set[FlatBuffer] = set()
         watched = hooked(optimizer)
-        for run in self.runs:
+        at_once = None if watched else behind  # hooks may write to what they see
+        for run in runs:
             lists[run.group].append(run.flat)
             if self.decoupled:
                 run.flat.decoupled_grad = run.gradient().to(run.buffer.precision.grad)  # type: ignore[attr-defined]
@@ -196,18 +285,22 @@ class _Runs:
             for group, flats in zip(groups, lists, strict=True):
                 group["params"] = flats
             optimizer.state = cast(Any, self.state)
-            if self.steps is None:
-                step(optimizer)
+            if self.steps is not None:
+                casts = self._casts(along, at_once)
+                self.steps.step(optimizer, runs, self.state, plain, casts, at_once)
+            elif at_once is not None and self.base in KNOWN:
+                Optimizer.profile_hook_step(partial(self._by_units, plain=plain, runs=runs, behind=at_once))(optimizer)
             else:
-                self.steps.step(optimizer, self.runs, self.state, plain, self._casts(along))
+                self.base.step(optimizer)
         finally:
             for group, own in zip(groups, params, strict=True):
                 group["params"] = own
             optimizer.state = state
+            launched = set() if at_once is None else at_once.stepped
             for run in self.runs:
                 run.flat.grad = run.flat.decoupled_grad = None  # type: ignore[attr-defined]
                 run.cast = None
-                if run.buffer not in along or watched:
+                if run.buffer not in launched and (run.buffer not in along or watched):
                     run.buffer.weights.stale = True
         state.update({p: self.state[p] for p in others if p in self.state})
         shown = [self._show(optimizer, run) for run in self.runs]
@@ -216,8 +309,24 @@ class _Runs:
             state.clear()
             state.update(order)
 
+    def _by_units(self, optimizer: Optimizer, *, plain: list[list[Any]], runs: list[_Run], behind: _Behind) -> None:
+        """The optimizer's own step, one of torch's: first on the units that forward wants first."""
+        alone = [[run for run in runs if run.buffer is buffer] for buffer in list(behind.left)[:ALONE]]
+        early = {run for some in alone for run in some}
+        rest = [run for run in runs if run not in early]
+        every = [group["params"] for group in optimizer.param_groups]
+        for some in (*alone, rest):
+            for number, group in enumerate(optimizer.param_groups):
+                flats = [run.flat for run in some if run.group == number]
+                group["params"] = flats + plain[number] if some is rest else flats
+            unhooked(self.base)(optimizer)
+            for run in some:
+                behind(run)
+        for group, own in zip(optimizer.param_groups, every, strict=True):  # as hooks behind it see them
+            group["params"] = own
+
     @contextmanager
-    def _casts(self, along: set[FlatBuffer]) -> Iterator[list[Any]]:
+    def _casts(self, along: set[FlatBuffer], behind: _Behind | None) -> Iterator[list[Any]]:
         """Around the compiled part of a step: lends runs their parts of casts that are kept (Note [Kept casts]), and
         takes down whose were written along, all but those of runs that it is given back.
         """
@@ -225,6 +334,8 @@ class _Runs:
         for run in self.runs:
             whole = None if run.ghost else kept[run.buffer]
             run.cast = None if whole is None else whole[run.start : run.start + run.flat.numel()]
+        if behind is not None:
+            behind.kept = kept
         left: list[_Run] = []
         yield left
         along.update({buffer for buffer, cast in kept.items() if cast is not None} - {run.buffer for run in left})

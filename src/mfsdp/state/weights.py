@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..runtime import devices, immediate, owners, runs
+from ..runtime import ahead, devices, immediate, owners, runs
 from ..runtime.transport import End
 
 if TYPE_CHECKING:
@@ -48,8 +48,9 @@ class Weights:
             self.source = torch.zeros(spec.source_numel, dtype=precision.comm, device=device)
         self._cast: torch.Tensor | None = None
         """This rank's shard in the dtype that travels, [layout.shard_numel], once a program has asked for it."""
-        self.exposed = False
-        """Whether somebody has had rows of ``main`` as a plain tensor."""
+        self._exposed = False
+        self._writes = 0
+        """Of ``main``, past its version."""
         self._cast_due = True
         self._cast_version = -1
         self._cast_stream: torch.Stream | None = None
@@ -75,7 +76,23 @@ class Weights:
     def stale(self, value: bool) -> None:
         self._stale = value
         if value:
-            self._cast_due = True
+            self.note_write()
+
+    @property
+    def exposed(self) -> bool:
+        """Whether somebody has had rows of ``main`` as a plain tensor. Whoever gives them out sets it, before."""
+        return self._exposed
+
+    @exposed.setter
+    def exposed(self, value: bool) -> None:
+        self._exposed = value
+        if ahead.any_under_way():
+            ahead.showing(self._of)
+
+    @property
+    def history(self) -> tuple[int, int]:
+        """Changes when main weights are written, but for rows that are out as plain tensors."""
+        return self._writes, self.main._version
 
     def view(self, flat: torch.Tensor, slot: int) -> torch.Tensor:
         """This rank's rows of a parameter, as a view into a flat shard."""
@@ -94,15 +111,19 @@ class Weights:
         """Whether main weights have been written since the source was filled last. All ranks agree: writes through
         DTensors count on every rank, also where it holds no rows.
         """
-        return self._of.spec.kept and (self.stale or self.main._version != self._version)
+        if not self._of.spec.kept:
+            return False
+        return self.stale or self.main._version != self._version or bool(ahead.of([self._of]))
 
     def refresh(self) -> list[End]:
         """Launches the gather into the source if it is due; gives what has to be called before it may be read."""
         if not self.due():
             return []
-        version = self.main._version
+        for early in ahead.of([self._of]):
+            early.drop()
+        version, main = self.main._version, self.main.detach()
         with torch.no_grad():
-            ends = immediate.replicate(self.main.detach(), self.source.detach(), self._of.spec)
+            ends = immediate.replicate(main.clone() if self.exposed else main, self.source.detach(), self._of.spec)
         self.stale, self._version = False, -1  # still due, should nobody come to wait
 
         def filled() -> None:
@@ -140,6 +161,7 @@ class Weights:
 
     def note_write(self) -> None:
         """Says that somebody may have written main weights, on this rank: the cast is made anew."""
+        self._writes += 1
         self._cast_due = True
 
     def _cast_is_due(self) -> bool:
