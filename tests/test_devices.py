@@ -18,7 +18,8 @@ from torch import nn
 
 import mfsdp
 from mfsdp.runtime import devices
-from mfsdp.sharding.fill import device_of
+from mfsdp.sharding.fill import device_of, move_buffers
+from mfsdp.sharding.undo import Undo
 
 ROOT = Path(__file__).parent.parent
 
@@ -181,3 +182,20 @@ def test_a_run_leaves_a_record(tmp_path):
     outcomes = {name.split("::")[1].split("[")[0]: test["outcome"] for name, test in record["tests"].items()}
     assert outcomes["test_memory_stops_growing"] == ("passed" if torch.cuda.is_available() else "skipped")
     assert record["torch"] == torch.__version__ and "test_memory_stops_growing" in (tmp_path / "record.txt").read_text()
+
+
+def test_buffers_go_where_parameters_go():
+    """Tied ones once, and back if something fails."""
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Module())
+    table = torch.arange(3.0)
+    for module in model:
+        module.register_buffer("table", table)
+    before = [dict(m._buffers) for m in model]
+    undo = Undo(True, False)
+    move_buffers(model, torch.device("meta"), undo)
+    assert all(b.is_meta for b in model.buffers()) and model[0].table is model[1].table
+    for step in reversed(undo.steps):
+        step()
+    assert all(m._buffers[n] is b for m, kept in zip(model, before, strict=True) for n, b in kept.items())
+    move_buffers(model, torch.device("cpu"), undo := Undo(True, False))
+    assert not undo.steps, "what is there already stays"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -37,6 +38,19 @@ def ignore(param: nn.Parameter, undo: Undo) -> None:
     if not hasattr(param, "_mfsdp_ignored"):
         param._mfsdp_ignored = True  # type: ignore[attr-defined]
         undo.steps.append(lambda: delattr(param, "_mfsdp_ignored"))
+
+
+def move_buffers(module: nn.Module, device: torch.device, undo: Undo) -> None:
+    """Buffers go where parameters go, tied ones once; those on the meta device get theirs with their values."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for m in module.modules():
+        for name, buffer in m._buffers.items():
+            if buffer is None or buffer.is_meta or buffer.device == device:
+                continue
+            if buffer not in moved:
+                moved[buffer] = buffer.to(device)
+            m._buffers[name] = moved[buffer]
+            undo.steps.append(partial(m._buffers.__setitem__, name, buffer))
 
 
 def fill(

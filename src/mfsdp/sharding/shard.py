@@ -21,7 +21,7 @@ from ..state.pieces import Piece, has_groups, here, over_tensor_ranks
 from ..state.placement import OUTER, Placement, strategy_name
 from . import admission, alike, blocks, fsdp2, materialize, parallel
 from .claims import UnitLike, claim_parameters, described, match
-from .fill import device_of, fill, ignore
+from .fill import device_of, fill, ignore, move_buffers
 from .former import no_optimizer
 from .module import FSDPModule, swap_class
 from .undo import Undo
@@ -83,8 +83,9 @@ def fully_shard(
         reshard_after_forward: ``False`` keeps the parameters gathered from forward to backward; ``None``, FSDP2's
             default, is ``False`` for the outermost module and ``True`` for all others.
         ignored_params: parameters left as they are, not sharded, their gradients not reduced.
-        device: where parameters live; parameters on the meta device are materialised there unit by unit, with the
-            values that an unsharded init under the same seed gives. Default: the current accelerator, else the CPU.
+        device: where parameters live, and modules' buffers; what is on the meta device is materialised there unit by
+            unit, with the values that an unsharded init under the same seed gives. Default: the current accelerator,
+            else the CPU.
         param_init_fn: for models on the meta device, what ``model.apply(param_init_fn)`` is for others: after the
             modules' own initialisers it gets every module that has parameters or buffers from the meta device,
             children first, and writes them: parameters are whole, meanwhile.
@@ -169,6 +170,8 @@ def fully_shard(
                 casts = entering, policy.output_dtype if owner in given else None
                 swap_class(owner, units_of[claim.module], owner in heads, casts, undo)
         parallel.adapt(root.modules(), undo)
+        if target.type != "meta":
+            move_buffers(root, target, undo)
         cut = {name: None for p in pieces for name in (*p.cut_by, *p.copied_by)} if target.type != "meta" else {}
         materialize.materialize(root, target, list(dict.fromkeys([*groups, *placement.beside, *cut])), param_init_fn)
         for kept in map(here, dict.fromkeys(root.buffers()) if synced else ()):
