@@ -1,5 +1,9 @@
 """The passes: one verb, one file. Each takes a `Program` and rewrites it in place.
 
+    interleave  microbatches of one program take turns           exchanged: what other parallelisms send
+    collective  what they exchange is launched and waited for     travels while something computes
+    fill        what does not need it runs beside it
+
     gather   parameters come from one all-gather per unit        correct: a program cannot run sharded
     reshard  what was gathered is freed after its last reader     without these three
     reduce   gradients leave through one reduce-scatter per unit
@@ -18,12 +22,27 @@ if __name__ != "mfsdp.passes":
     raise ImportError(f"import the passes as mfsdp.passes, not as {__name__}: they would load twice")
 
 from .bucket import bucket
+from .collective import collective
 from .defer import defer
+from .fill import fill
 from .gather import gather
+from .interleave import interleave
 from .pool import pool
 from .prefetch import prefetch
 from .reduce import reduce
 from .reshard import reshard
 from .stream import stream
 
-__all__ = ["bucket", "defer", "gather", "pool", "prefetch", "reduce", "reshard", "stream"]
+__all__ = [
+    "bucket",
+    "collective",
+    "defer",
+    "fill",
+    "gather",
+    "interleave",
+    "pool",
+    "prefetch",
+    "reduce",
+    "reshard",
+    "stream",
+]

@@ -178,7 +178,7 @@ def test_show_and_diff(capsys, tmp_path, monkeypatch):
     assert shown(capsys, "diff", str(tmp_path / "a"), str(tmp_path / "a")) == ""
     text = shown(capsys, "diff", str(tmp_path / "a"), str(tmp_path / "b"))
     assert "+; one more line" in text and text.count("@@") >= 2 and "forward" not in text
-    files = [next((tmp_path / "a").glob(f"*.forward.{stage}.txt")) for stage in ("0.capture", "2.gather")]
+    files = [next((tmp_path / "a").glob(f"*.forward.{stage}.txt")) for stage in ("0.capture", "3.gather")]
     assert shown(capsys, "diff", *map(str, files)).startswith("---")
     (tmp_path / "b" / last.name).rename(tmp_path / "b" / f"graph999.{last.name.partition('.')[2]}")
     assert "only in " in shown(capsys, "diff", str(tmp_path / "a"), str(tmp_path / "b"))

@@ -157,7 +157,7 @@ def test_the_passes_refuse_to_load_twice():
 
 
 def test_order_constraints_name_passes_and_hold():
-    names = [name for name, _ in pipeline.PIPELINE]
+    names = [name for name, _ in pipeline.table(turns=True)]
     for early, late, why in pipeline.ORDER:
         assert names.index(early) < names.index(late) and len(why) > 10
     assert {n for pair in pipeline.ORDER for n in pair[:2]} == set(names)

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from .checkpoints.checkpoint import CheckpointError, Checkpoints
     from .checkpoints.convert import convert
     from .checkpoints.safetensors import load_safetensors, save_safetensors
+    from .compiler.together import together
     from .compiler.tracing import trace
     from .costs.measure import measure
     from .graph.check import LawError
     from .planning.explain import explain
     from .reports.profile import profile, ranges
     from .runtime.groups import fake_ranks
-    from .sharding.contexts import free_gradients, no_sync, summon_full_params, synchronize, unsharded
+    from .sharding.contexts import free_gradients, no_sync, overlapped, summon_full_params, synchronize, unsharded
     from .sharding.module import FSDPModule
     from .sharding.shard import fully_shard
     from .spec.config import MixedPrecisionPolicy
@@ -51,6 +52,7 @@ _WHERE = {
     "measure": "costs.measure",
     "no_sync": "sharding.contexts",
     "norms": "state.norms",
+    "overlapped": "sharding.contexts",
     "passes": "passes",
     "pipeline": "pipeline",
     "profile": "reports.profile",
@@ -58,6 +60,7 @@ _WHERE = {
     "save_safetensors": "checkpoints.safetensors",
     "summon_full_params": "sharding.contexts",
     "synchronize": "sharding.contexts",
+    "together": "compiler.together",
     "trace": "compiler.tracing",
     "unsharded": "sharding.contexts",
 }
@@ -82,6 +85,7 @@ __all__ = [
     "measure",
     "no_sync",
     "norms",
+    "overlapped",
     "passes",
     "pipeline",
     "profile",
@@ -89,6 +93,7 @@ __all__ = [
     "save_safetensors",
     "summon_full_params",
     "synchronize",
+    "together",
     "trace",
     "unsharded",
 ]

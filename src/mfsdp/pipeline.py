@@ -14,7 +14,9 @@ from .graph.program import Program
 from .passes.bucket import bucket
 from .passes.collective import collective
 from .passes.defer import defer
+from .passes.fill import fill
 from .passes.gather import gather
+from .passes.interleave import interleave
 from .passes.pool import pool
 from .passes.prefetch import prefetch
 from .passes.reduce import reduce
@@ -37,13 +39,18 @@ def table(
     slots: bool = True,
     wide: bool | None = None,
     keep_cast: bool = Options.keep_cast,
+    turns: bool = False,
+    most: int | None = None,
 ) -> Table:
-    """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes), ``pool`` and
-    ``keep_cast``. Instead of a depth it takes what decides it for each program, `mfsdp.costs.depth.Auto`.
+    """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes), ``pool``,
+    ``keep_cast``, ``interleave`` and ``max_activations`` (bytes). Instead of a depth it takes what decides it for each
+    program, `mfsdp.costs.depth.Auto`.
     ``wide`` is for programs that run elsewhere than they were traced (`passes.bucket`).
     """
     return (
+        *((("interleave", interleave),) if turns else ()),
         ("collective", collective),
+        ("fill", partial(fill, most=most)),
         ("gather", partial(gather, keep_cast=keep_cast)),
         ("reshard", reshard),
         ("reduce", reduce),
@@ -68,10 +75,15 @@ def chosen(options: Options, wide: bool | None = None, decide: Decide | None = N
             that obeys another option that is given.
     """
     depth: Any = options.prefetch if options.prefetch != "auto" else decide or Options.prefetch
-    ours = table(depth, options.reduce_lag, options.max_unsharded, options.pool, wide, options.keep_cast)
+    ours = table(
+        depth, options.reduce_lag, options.max_unsharded, options.pool, wide, options.keep_cast, options.interleave,
+        options.max_activations,
+    )  # fmt: skip
     if options.passes is None:
         return ours
     rows = _rows(options.passes)
+    if options.interleave and "interleave" not in dict(rows):
+        rows = (*ours[:1], *rows)
     for option, name in _KNOBS.items():
         value = getattr(options, option)
         if value != getattr(Options, option) and option not in obeyed(options):
@@ -95,6 +107,7 @@ _KNOBS = {
     "reduce_lag": "defer",
     "pool": "pool",
     "keep_cast": "gather",
+    "max_activations": "fill",
 }
 """Options, and the pass that obeys each."""
 
@@ -119,6 +132,12 @@ def _rows(given: Any) -> Table:
 
 
 ORDER: tuple[tuple[str, str, str], ...] = (
+    ("interleave", "collective", "a wait stands in front of its first reader, which other microbatches come before"),
+    ("interleave", "gather", "markers say which units are read where, and what reads one gathers for all microbatches"),
+    ("interleave", "reduce", "a unit is reduced behind its last gradient, of whichever microbatch"),
+    ("collective", "fill", "launches and waits are there only then"),
+    ("fill", "gather", "a unit is gathered where it is read first, wherever that moves"),
+    ("fill", "reduce", "a unit is reduced behind its last gradient, wherever that moves"),
     ("collective", "reshard", "what another parallelism's collective reads lives until the wait"),
     ("gather", "reshard", "there is nothing to free before something is gathered"),
     ("gather", "reduce", "a listing shows parameters before their gradients; values do not depend on it"),
@@ -135,7 +154,7 @@ ORDER: tuple[tuple[str, str, str], ...] = (
 )
 """Earlier, later, why."""
 
-_names = [name for name, _ in PIPELINE]
+_names = [name for name, _ in table(turns=True)]
 for _early, _late, _why in ORDER:
     assert _names.index(_early) < _names.index(_late), f"{_early} before {_late}: {_why}"
 

@@ -186,7 +186,7 @@ def slotted(p: Program) -> Iterator[Fault]:
 
 def fresh(p: Program) -> Iterator[Fault]:
     """10: parameters that last are read only after forward has asked for them to be gathered again."""
-    if p.phase == "backward":
+    if p.phase in ("backward", "overlapped"):
         return
     for source in p.find(Kind.SHARD):
         if not p.unit(_unit(source)).spec.kept:

@@ -28,7 +28,7 @@ STORAGE = "mfsdp_storage"
 SHAPES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, torch.ops.aten.sym_stride.int)
 """Operators that ask for a shape and read no value."""
 
-Phase = Literal["forward", "backward", "inference"]
+Phase = Literal["forward", "backward", "inference", "overlapped"]
 
 INPUT = "mfsdp_input"
 """``node.meta`` key of placeholders that belong to the caller (as opposed to what forward saved for backward); the
@@ -46,7 +46,8 @@ class Program:
 
     Args:
         gm: the graph, functional but for the operations of `ops` and trailing ``copy_`` to buffers.
-        phase: ``"forward"``, ``"backward"`` or ``"inference"``.
+        phase: ``"forward"``, ``"backward"``, ``"inference"``, or ``"overlapped"``: a backward and the forward beside it
+            (`merge`).
         units: the flat buffers the graph reads or writes, in order of first use in forward.
         name: what listings call it.
     """

@@ -1,6 +1,6 @@
 """What a run leaves for people: ``MFSDP_DUMP=folder``, and the artifacts of tlparse.
 
-graph0.forward.1.gather.txt     the listing after every pass
+graph0.forward.3.gather.txt     the listing after every pass
 graph0.forward.code.py          what Inductor made of it
 graph0.report.html              the page of `explain`, for the hardware that the run is on; H100, if it is not known
 """

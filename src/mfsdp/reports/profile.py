@@ -106,6 +106,9 @@ class profile(AbstractContextManager["profile"]):
         ValueError: ``steps`` is not positive.
     """
 
+    one_by_one = True
+    """Programs do not run beside each other meanwhile (`mfsdp.overlapped`)."""
+
     def __init__(self, model: nn.Module, steps: int = 3):
         if steps < 1:
             raise ValueError(f"profile: steps={steps} must be at least 1")

@@ -26,6 +26,8 @@ their versions and writes counted are those of the launch. Rows that are out as 
 of such a shard a copy is sent, and compared with the rows when forward comes. Rows that get out while their gather is
 under way wait for it first.
 
+Parameters that last are not written while a forward waits for its backward (`Ahead.open`), which reads them.
+
 Not taken is: what another program, or another model's step, wants the static buffer of; what a program that gathers
 something else first meets; what the next step meets; what uncompiled code refreshes. It is waited for and dropped,
 never left to write into a buffer that somebody else has. Twice in a row, and the model launches nothing ahead any more:
@@ -46,7 +48,7 @@ from typing import Any
 import torch
 
 from ..spec.units import Spec
-from . import devices, kernels, runs
+from . import devices, engine, kernels, runs
 from .agreement import Words
 from .observers import observer, recorded
 from .transport import End
@@ -95,6 +97,9 @@ class Early:
         ends, self.ends = self.ends, []
         for end in ends:
             end()
+        here = devices.current_stream(self.out.device)
+        if ends and here is not None and self.stream is not None and here != self.stream:
+            self.stream.wait_stream(here)  # who takes it there has nothing left to wait for
 
     def usable(self) -> bool:
         """Whether it brings this rank's weights as they are now, to the stream that wants them."""
@@ -140,6 +145,8 @@ class Ahead:
         """By place in ``wants``."""
         self.wasted = 0
         """Launches in a row that nobody took."""
+        self.open = 0
+        """Forwards since the last step that no backward has come for."""
 
     def __reduce__(self) -> Any:
         """A copy of a model has nothing under way."""
@@ -155,13 +162,19 @@ class Ahead:
             mine: ``id`` of every parameter of the optimizer.
             name: of the model.
         """
+        if engine.backward_number() >= 0:
+            return None  # it steps inside of a backward, which wants the static buffers
+        alive, self.open = self.open > 0, 0
+        if self.group and not any(e is not None and e.buffer() in stepped for e in self.launched):
+            return None  # another optimizer's, of other units
         self.settle()
         self.learns = True
         if not self.wanted or self.wasted >= WASTED:
             return None
         group, chosen = "", []
         for want in self.wanted:
-            over = _group(want, stepped, mine)
+            held = alive and not want[1]  # a backward to come wants parameters that last as they are
+            over = "" if held else _group(want, stepped, mine)
             group = group or over
             chosen.append(want if over and over == group else None)
         return Departure(self, chosen, group, name) if group else None

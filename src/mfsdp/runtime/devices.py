@@ -103,6 +103,26 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
+class Place:
+    """Where this thread launches what it computes."""
+
+    def __init__(self) -> None:
+        self.index, self.stream = 0, None
+        if accelerator() is not None:
+            self.index, self.stream = torch.accelerator.current_device_index(), torch.accelerator.current_stream()
+
+    def settle(self) -> None:
+        """Makes another thread launch there too."""
+        if self.stream is not None:
+            torch.accelerator.set_device_index(self.index)
+            torch.accelerator.set_stream(self.stream)
+
+    def join(self) -> None:
+        """Makes the current stream wait for what has been launched there."""
+        if self.stream is not None and (here := torch.accelerator.current_stream()) != self.stream:
+            here.wait_stream(self.stream)
+
+
 @functools.cache
 def aside(device: torch.device) -> torch.Stream | None:
     """A stream beside those of compute, where one collective waits for another; ``None`` where there are no streams."""

@@ -267,6 +267,8 @@ def collective(
             out.div_(over.ranks)
 
     run.launch(out, complete)
+    if run.turn is not None:
+        run.exchanges.add(out.untyped_storage().data_ptr())
     return out
 
 

@@ -32,6 +32,11 @@ def observer() -> Observer | None:
     return _observer
 
 
+def one_by_one() -> bool:
+    """Whether somebody looks who can follow one program at a time only, and says so (``one_by_one``)."""
+    return getattr(_observer, "one_by_one", False)
+
+
 @contextmanager
 def observed(by: Observer) -> Iterator[None]:
     """Shows an observer every program, and every operation of those that begin inside of the ``with``.

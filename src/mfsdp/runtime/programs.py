@@ -11,6 +11,7 @@ from . import ahead, runs, slots
 from .agreement import Words
 from .ahead import First
 from .observers import frame, observer, recorded
+from .overlap import Part, Turn
 from .owners import owner, read_by
 
 
@@ -40,8 +41,12 @@ def marked(
     meets: Sequence[str] = (),
     rooms: slots.Rooms | None = None,
     frames: bool = False,
+    part: str = "",
+    silent: int = 0,
+    inputs: Sequence[int] = (),
     first: Sequence[First] = (),
     trains: bool = False,
+    brings: bool = False,
 ) -> Callable[[list[Any]], Any]:
     """A compiled program that says when it runs, and what each of its operations is called. It takes its arguments as
     one list and may empty that, as functions of AOTAutograd do.
@@ -60,9 +65,14 @@ def marked(
         meets: all groups of its units, also those that it communicates over in another phase only.
         rooms: static buffers that there have to be before it begins.
         frames: whether its operations run in frames of their names, also while nobody looks (Note [Names]).
+        part: ``"forward"`` or ``"backward"``, of a training step's program that has collectives of other parallelisms:
+            it may run beside another (Note [Turns]).
+        silent: how many results it has, if it is a backward and all of them are ``None``; else 0.
+        inputs: which of its arguments are the caller's own, of such a backward.
         first: what it launches before it waits for anything, which an optimizer's step may launch ahead of it (Note
             [Borders]).
         trains: whether it is a forward that trains.
+        brings: whether it is a backward.
 
     Raises:
         RuntimeError: another rank runs something else (from the program, on every rank, with the first difference), or
@@ -84,8 +94,9 @@ def marked(
         return tuple(f"{verb} {moved.get(path, path)}" for verb, _, path in called)
 
     @functools.cache
-    def words(paths: tuple[str, ...], kept: tuple[str, ...]) -> dict[str, Words]:
-        more = (f"gradients of {', '.join(kept)} are kept back under no_sync",) if kept else ()
+    def words(paths: tuple[str, ...], kept: tuple[str, ...], beside: bool = False) -> dict[str, Words]:
+        more = [f"gradients of {', '.join(kept)} are kept back under no_sync"] if kept else []
+        more += ["beside the next forward, under mfsdp.overlapped"] if beside else []
 
         def told(line: str) -> str:
             for unit, path in zip(units.values(), paths, strict=True):
@@ -94,12 +105,12 @@ def marked(
 
         return {group: Words(outline.name, (*map(told, lines), *more)) for group, lines in (sequences or {}).items()}
 
-    def said(paths: tuple[str, ...], buffers: Sequence[Any]) -> dict[str, Words]:
+    def said(paths: tuple[str, ...], buffers: Sequence[Any], beside: bool) -> dict[str, Words]:
         if not keeps:
-            return words(paths, ())
-        words(paths, tuple(paths[at] for at in keeps))  # what another rank may say
+            return words(paths, (), beside)
+        words(paths, tuple(paths[at] for at in keeps), beside)  # what another rank may say
         kept = (at for at in keeps if buffers[at] is not None and not buffers[at].gradients.sync)
-        return words(paths, tuple(paths[at] for at in kept))
+        return words(paths, tuple(paths[at] for at in kept), beside)
 
     def met(buffers: Sequence[Any]) -> ahead.Ahead | None:
         """The model for which something has been launched ahead that this may take."""
@@ -110,14 +121,28 @@ def marked(
         return model if model.meet(wanted, trains) else None
 
     def program(args: list[Any]) -> Any:
+        if part:
+            buffers = [owner(args[i]) for i in units]
+            overlap = next((buffer.gradients.overlap for buffer in buffers if buffer is not None), None)
+            if overlap is not None:
+                take = overlap.backward if part == "backward" else overlap.forward
+                return take(Part(outline.name, execute, args, buffers, silent, inputs))
+        return execute(args, None)
+
+    def execute(args: list[Any], turn: Turn | None) -> Any:
         buffers = [owner(args[i]) for i in units]
         paths = tuple(["?" if buffer is None else buffer.unit.fqn for buffer in buffers])
         seen = observer()
         here = runs.Run(outline.name, partial(names, paths), meets, shown=always or seen is not None)
+        here.turn = turn
         model = met(buffers) if heads else None
         anew = model is not None and model.anew
         if sequences:
-            here.announce(said(paths, buffers), model.group if anew and model is not None else "")
+            told = said(paths, buffers, turn is not None and part == "backward")
+            here.announce(told, model.group if anew and model is not None else "")
+        step = next((buffer.unit.outermost.ahead for buffer in buffers if buffer is not None), None)
+        if step is not None and (trains or brings):
+            step.open += 1 if trains else -1
         with runs.inside(here):
             if model is not None:
                 model.decide(here, anew)

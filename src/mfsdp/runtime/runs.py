@@ -48,6 +48,10 @@ class Run:
         self.compared = True
         self.pending: dict[int, list[End]] = {}
         """What has to be called before a collective's result may be read, by address of the result's storage."""
+        self.turn: Callable[[], None] | None = None
+        """Lets the program beside this one run, before one of other parallelisms is waited for (Note [Turns])."""
+        self.exchanges: set[int] = set()
+        """Addresses of what those give, while somebody takes turns."""
         self.held: set[int] = set()
         """Gradients that stay where they are, and what reductions of them would have given, by address."""
         self.early: list[Any] = []
@@ -197,7 +201,11 @@ class Run:
 
     def wait(self, out: torch.Tensor) -> None:
         """Returns once ``out`` may be read."""
-        for end in self.pending.pop(out.untyped_storage().data_ptr()):
+        at = out.untyped_storage().data_ptr()
+        if self.turn is not None and at in self.exchanges:
+            self.exchanges.remove(at)
+            self.turn()
+        for end in self.pending.pop(at):
             end()
 
     def adopt(self, early: Any) -> torch.Tensor:

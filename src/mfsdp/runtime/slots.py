@@ -16,8 +16,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -165,8 +165,35 @@ def reserve(rooms: Rooms) -> None:
                 _make(device, slot, size)
 
 
+class _Here(threading.local):
+    beside = ""
+    """What names of static buffers end in, in this thread."""
+
+
+_here = _Here()
+
+
+@contextmanager
+def beside() -> Iterator[None]:
+    """Gives this thread static buffers of its own, beside those of a program in another thread (Note [Turns])."""
+    _here.beside = "+"
+    try:
+        yield
+    finally:
+        _here.beside = ""
+
+
+def forget_beside() -> None:
+    """Gives back the static buffers of programs that have run beside others, but those that are still in use."""
+    with _lock:
+        for device, slot in [key for key, static in _slots.items() if "+" in key[1] and static.vacant()]:
+            _at.pop(_slots.pop((device, slot)).storage.data_ptr(), None)
+            _pools.pop((device, slot), None)
+
+
 def _of_stream(slot: str, device: torch.device) -> str:
-    """A static buffer's name on the current stream: nobody orders two streams, so each has buffers of its own."""
+    """A static buffer's name in this thread and on its stream: nobody orders two streams, so each has its own."""
+    slot += _here.beside
     stream = devices.current_stream(device)
     return slot if stream is None or not stream.stream_id else f"{slot}@{stream.stream_id}"
 

@@ -9,6 +9,7 @@ from typing import cast
 from torch import nn
 
 from ..runtime import ahead
+from ..runtime.overlap import Overlap
 from ..state.buffer import refs
 from .module import FSDPModule, buffers_of
 
@@ -38,6 +39,48 @@ def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
     finally:
         for buffer, sync in before:
             buffer.gradients.sync = sync
+
+
+@contextmanager
+def overlapped(module: nn.Module) -> Iterator[None]:
+    """Inside of the ``with`` a microbatch's backward waits for the next one's forward, and both run beside each other
+    (1F1B): what experts exchange in one travels while the other computes.
+
+        with mfsdp.overlapped(model):
+            for batch in microbatches:
+                loss = model(batch)
+                loss.backward()
+
+    Leaving runs the last backward; whoever looks at a gradient before (``.grad``, an optimizer's step, `norms`,
+    ``zero_grad``) runs it there. Gradients are bitwise those of the same loop without. Weights and what forward has
+    returned must not be written to while a backward waits. What cannot wait runs at once, and the log says why
+    (INFO): a model without collectives of other parallelisms, inputs that want gradients, gradient hooks. All ranks
+    must enter together.
+
+    Args:
+        module: a sharded model, compiled or not (what is not compiled does not wait).
+
+    Raises:
+        ValueError: nothing of the module is sharded, or it is overlapped already.
+    """
+    buffers = {r.buffer: None for m in module.modules() for r in refs(m).values()}
+    if not buffers:
+        raise ValueError("overlapped: the model is not sharded; call mfsdp.fully_shard first")
+    if any(buffer.gradients.overlap is not None for buffer in buffers):
+        raise ValueError("overlapped: the model is overlapped already")
+    overlap = Overlap()
+    for buffer in buffers:
+        buffer.gradients.overlap = overlap
+    try:
+        yield
+        overlap.leave(type(getattr(module, "_orig_mod", module)).__name__)
+    except Exception:
+        overlap.finish()
+        raise
+    finally:
+        overlap.drop()
+        for buffer in buffers:
+            buffer.gradients.overlap = None
 
 
 def free_gradients(module: nn.Module) -> None:

@@ -150,10 +150,15 @@ class Options:
     """How many reductions may be in flight behind compute; 0 waits at once."""
     max_unsharded: int | None = None
     """Bytes of gathered parameters that may be live at once; prefetching yields to it."""
+    max_activations: int | None = None
+    """Bytes of activations that may live longer at each launch of another parallelism's collective, for what is
+    computed behind it instead of in front (`passes.fill`); ``None``: no limit."""
     pool: bool = True
     """Whether gathered buffers and gradient buffers get static slots."""
     keep_cast: bool = True
     """Whether a shard in the dtype that travels is kept from one optimizer step to the next."""
+    interleave: bool = False
+    """Whether microbatches that are in one program take turns at its units (`mfsdp.together` asks for it)."""
     nccl_ub: bool = False
     """Megatron-FSDP's: whether NCCL registers static buffers as user buffers. ``True`` is refused: not built yet."""
     disable_symmetric_registration: bool = False
@@ -188,14 +193,14 @@ class Options:
                 + ", ".join(f"{k} (default {v!r})" for k, v in valid.items())
             )
         out = cls(**given)
-        for name, low in (("prefetch", 0), ("reduce_lag", 0), ("max_unsharded", 1)):
+        for name, low in (("prefetch", 0), ("reduce_lag", 0), ("max_unsharded", 1), ("max_activations", 0)):
             value = given.get(name, low)
             if (value is None and valid[name] is None) or (name == "prefetch" and value == "auto"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 other = ", or 'auto'" if name == "prefetch" else ""
                 raise ValueError(f"option {name}={value!r}: give an integer of at least {low}{other}")
-        for name in ("pool", "keep_cast", "nccl_ub", "disable_symmetric_registration", "check", "frames"):
+        for name in ("pool", "keep_cast", "interleave", "nccl_ub", "disable_symmetric_registration", "check", "frames"):
             value = getattr(out, name)
             if not isinstance(value, bool):
                 raise ValueError(f"option {name}={value!r}: choose True or False")

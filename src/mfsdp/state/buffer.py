@@ -146,6 +146,7 @@ class FlatBuffer:
         """Freezes or unfreezes a parameter; compiled graphs that read it recompile. A buffer in which any parameter
         trains reduces whole gradients, with zeros for those that do not.
         """
+        self.gradients.arrive()
         self.trains[slot] = trains
         self.gradients.slots.clear()
         self.trainable = any(self.trains)

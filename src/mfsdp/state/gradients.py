@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..runtime import devices, engine, immediate, owners, runs
+from ..runtime.overlap import Overlap
 from ..runtime.transport import segments
 from ..spec.layout import Slot
 from .holding import holding, reach_zero_grad
@@ -49,6 +50,10 @@ class Gradients:
         self._dtype = buffer.precision.grad
         self.sync = True
         """Whether backward reduces gradients over the outer axis, or at all (`no_sync`)."""
+        self.overlap: Overlap | None = None
+        """What may put backwards off (`mfsdp.overlapped`)."""
+        self.due: Callable[[], None] | None = None
+        """Runs the backward that has been put off, which has more for this buffer."""
         self.hooks: dict[int, OrderedDict[int, GradHook]] = {}
         """What wants to see, and may change, a slot's gradient before it is added to what is there."""
         self.post_hooks: dict[int, OrderedDict[int, PostHook]] = {}
@@ -104,10 +109,24 @@ class Gradients:
         total = other.total()
         self.flat = None if total is None else total.clone()
 
+    def wanted(self) -> bool:
+        """Whether the backward that is running is one for parameters (not ``torch.autograd.grad``)."""
+        return engine.accumulates(self._node)
+
+    def heard(self) -> bool:
+        """Whether somebody wants to be told of gradients."""
+        return any(self.hooks.values()) or any(self.post_hooks.values())
+
+    def arrive(self) -> None:
+        """Lets a backward that has been put off bring what it has, before anything else is seen or done."""
+        if self.due is not None:
+            self.due()
+
     def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool:
         """Whether gradients stay here for now: then they are kept. Otherwise what was kept is added to them."""
-        if not engine.accumulates(self._node):
+        if not self.wanted():
             return not self.sync
+        self.arrive()
         kept = self._kept.pop(grads.numel(), None)
         if self.sync:
             if kept is not None:
@@ -122,11 +141,12 @@ class Gradients:
 
     @property
     def waits(self) -> bool:
-        """Whether gradients wait for the next synchronisation, or for hooks."""
-        return bool(self._kept) or self._pending is not None
+        """Whether gradients wait for the next synchronisation, for hooks, or for their backward to run."""
+        return bool(self._kept) or self._pending is not None or self.due is not None
 
     def forget(self, slots: Iterable[int] | None = None) -> None:
         """Drops what waits for the next synchronisation, or some parameters' part of it."""
+        self.arrive()
         if slots is not None:
             chosen = [self._of.layout.slots[slot] for slot in slots]
             self._kept_offsets -= {s.offset for s in chosen}
@@ -157,7 +177,7 @@ class Gradients:
         """Asks all ranks which parameters have a gradient, before an `accumulate` whose offsets may differ by rank:
         what any rank has counts on all of them. Nobody waits for the answer until a ``.grad`` is read.
         """
-        if not engine.accumulates(self._node):
+        if not self.wanted():
             return
         mine = self._slots(self._kept_offsets.union(offsets))
         if mine not in self._ballots:  # once: the host waits where it brings something to a device
@@ -169,8 +189,9 @@ class Gradients:
         """Adds ``scale * gshard`` ([shard_numel]) in the accumulator's dtype; the first write is a store. Does nothing
         in a backward that is not for parameters (``torch.autograd.grad``, ``backward(inputs=...)``).
         """
-        if not engine.accumulates(self._node):
+        if not self.wanted():
             return
+        self.arrive()
         if self.before_first is not None:
             self._ask_before_first()
         slots = self._of_kept_and(offsets)
@@ -190,8 +211,9 @@ class Gradients:
 
     def bring(self, slot: int, rows: torch.Tensor) -> None:
         """Adds what autograd has brought to a parameter itself, from what was computed with it outside of forward."""
+        self.arrive()
         self._ask_before_first()
-        if any(self.hooks.values()) or any(self.post_hooks.values()):
+        if self.heard():
             if self._of_this_backward() is None:
                 self._pending = self._empty().zero_()
             assert self._pending is not None
@@ -250,10 +272,12 @@ class Gradients:
         return self._empty() if room is None or owners.shared(room) else room
 
     def _empty(self) -> torch.Tensor:
-        return torch.empty_like(self._of.weights.main, dtype=self._dtype)
+        with torch.inference_mode(False):
+            return torch.empty_like(self._of.weights.main, dtype=self._dtype)
 
     def free(self) -> None:
         """Gives up the memory that stays while there is no gradient; the next backward makes it anew."""
+        self.arrive()
         self._room = None
 
     def _ready(self) -> torch.Tensor | None:
@@ -271,6 +295,7 @@ class Gradients:
 
     def total(self) -> torch.Tensor | None:
         """The accumulator, with what has been done to ``.grad``; ``None`` where there is no gradient."""
+        self.arrive()
         looked = self._looked
         if looked is not None and self.flat is not None and self._touched != _Touched(looked._version):
             self.flat.copy_(looked)
@@ -352,6 +377,7 @@ class Gradients:
 
     def _settle(self) -> None:
         """Counts votes of what has landed."""
+        self.arrive()
         if self._votes and self.flat is not None:
             self._there |= self._counted()
 
@@ -361,6 +387,7 @@ class Gradients:
         Raises:
             RuntimeError: a backward has synchronised other units, while this one has gradients waiting from before.
         """
+        self.arrive()
         if self._kept and self._of.unit.outermost.syncs[0] > self._kept_at:
             raise RuntimeError(
                 f"mfsdp: unit {self._of.unit.fqn!r} has gradients from backward calls under no_sync, and the one that "
@@ -382,7 +409,8 @@ class Gradients:
             self._touched = _Touched(self._looked._version)
             self._grads.clear()
         if slot not in self._grads:
-            self._grads[slot] = self._shown(self.flat if self._looked is None else self._looked, slot)
+            with torch.inference_mode(False):  # whoever looks first
+                self._grads[slot] = self._shown(self.flat if self._looked is None else self._looked, slot)
             self._grads[slot]._mfsdp_written = self._touched
         return self._grads[slot]
 

@@ -108,6 +108,7 @@ class ShardedParameter(ShardedDTensor):
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         if self._mfsdp_owner is None:
             raise RuntimeError("a sharded parameter without a model gets no gradients that a hook could see")
+        self._mfsdp_owner.gradients.arrive()  # what has been put off is not for this hook
         hooks = getattr(self._mfsdp_owner.gradients, where).setdefault(self._sharding.slot, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook

@@ -85,6 +85,7 @@ class Weights:
 
     @exposed.setter
     def exposed(self, value: bool) -> None:
+        self._of.gradients.arrive()
         self._exposed = value
         if ahead.any_under_way():
             ahead.showing(self._of)
@@ -124,6 +125,7 @@ class Weights:
         version, main = self.main._version, self.main.detach()
         with torch.no_grad():
             ends = immediate.replicate(main.clone() if self.exposed else main, self.source.detach(), self._of.spec)
+            torch.autograd.graph.increment_version(self.source)  # a library writes past it
         self.stale, self._version = False, -1  # still due, should nobody come to wait
 
         def filled() -> None:

@@ -1,0 +1,128 @@
+"""`together`: several microbatches in one program."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch._dynamo.utils import counters
+
+from ..sharding.module import own_code
+from .backend import mfsdp
+
+log = logging.getLogger("mfsdp")
+
+
+class Together:
+    """A compiled model that takes several microbatches at once; see `together`."""
+
+    def __init__(self, model: nn.Module):
+        settings = _settings(model)
+        options = {**settings.pop("options"), "interleave": True}
+        self.model = model._orig_mod
+        self._run = torch.compile(own_code(_each, "together"), backend="mfsdp", options=options, **settings)
+        self._told = False
+
+    def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
+        """Runs the model on each microbatch.
+
+        Args:
+            microbatches: of each its positional arguments as a tuple, its keyword arguments as a dict, or the one
+                argument that is a tensor.
+
+        Returns:
+            what the model returns of each, in their order.
+
+        Raises:
+            TypeError: ``microbatches`` is no list, or one of them none of these.
+            ValueError: there is none.
+        """
+        calls = [_call(batch) for batch in _sequence(microbatches)]
+        broken = counters["graph_break"].total()
+        out: list[Any] = self._run(self.model, calls)
+        if counters["graph_break"].total() > broken and not self._told:
+            self._told = True
+            log.warning(
+                "mfsdp: together: the graph of %s breaks (TORCH_LOGS=graph_breaks): around a break microbatches run "
+                "one after the other",
+                type(self.model).__name__,
+            )
+        return out
+
+
+def together(model: nn.Module) -> Together:
+    """Several microbatches in one program: forward beside forward, backward beside backward, with one gather and one
+    reduction per unit for all of them.
+
+        outs = mfsdp.together(model)([a, b])
+        sum(outs).backward()
+
+    What one microbatch exchanges (all-to-alls of experts, all-reduces of tensor parallelism) travels while another
+    computes (`mfsdp.passes.interleave`). All activations live at once. Losses are bitwise each microbatch's own, but
+    for random numbers, which are drawn in another order; gradients are the sum of all, added up in another order than
+    by accumulation. Call backward once, on all results together.
+
+    Args:
+        model: compiled, ``torch.compile(model, backend="mfsdp")``; its options are obeyed, its graphs are not touched.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if not isinstance(model, OptimizedModule):
+        raise TypeError(
+            "mfsdp.together: give it the compiled model, torch.compile(model, backend='mfsdp'), not "
+            f"{type(model).__name__}"
+        )
+    known = model.__dict__.get(_KEY)
+    if known is None:
+        known = Together(model)
+        object.__setattr__(model, _KEY, known)  # torch hands on other attributes to the model
+    return known  # type: ignore[no-any-return]
+
+
+_KEY = "_mfsdp_together"
+
+
+def _each(model: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+    return [model(*args, **kwargs) for args, kwargs in calls]
+
+
+def _sequence(microbatches: Any) -> Sequence[Any]:
+    if not isinstance(microbatches, (list, tuple)):
+        raise TypeError(f"mfsdp.together: give a list of microbatches, not {type(microbatches).__name__}")
+    if not microbatches:
+        raise ValueError("mfsdp.together: there is no microbatch")
+    return microbatches
+
+
+def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, torch.Tensor):
+        return (batch,), {}
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, tuple):
+        return batch, {}
+    raise TypeError(
+        "mfsdp.together: a microbatch is a tuple of positional arguments, a dict of keyword arguments or one tensor, "
+        f"not {type(batch).__name__}"
+    )
+
+
+def _settings(model: Any) -> dict[str, Any]:
+    """What a model was compiled with. Private in torch (``dynamo_ctx``, ``innermost_backend``); tried on 2.13, not on
+    the others of 2.11 to 2.15.
+
+    Raises:
+        TypeError: another backend than ours.
+    """
+    context = model.dynamo_ctx
+    backend: Any = innermost_backend(context.callback)
+    if getattr(backend, "compiler_fn", None) is not mfsdp:
+        name = getattr(backend, "compiler_name", backend)
+        raise TypeError(f"mfsdp.together: the model is compiled by {name!r}; use torch.compile(model, backend='mfsdp')")
+    options = dict(backend.kwargs.get("options") or {})
+    return {"options": options, "fullgraph": context.fullgraph, "dynamic": backend.dynamic}

@@ -1,0 +1,83 @@
+"""A backward and the forward beside it as one program: what `mfsdp.overlapped` runs, written down (Note [Turns])."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import zip_longest
+
+from torch import fx
+from torch.fx import Node
+
+from . import ops
+from .program import Program, slot_of
+from .roles import Kind, is_kind, role
+
+
+def merge(backward: Program, forward: Program) -> Program:
+    """The program of two programs that take turns: the backward up to its first wait for another parallelism's
+    collective, the forward up to its first, and so on. Each keeps its own order. Values of the backward are called
+    ``b_...``, its static buffers come behind the forward's.
+
+    Args:
+        backward, forward: of one frame, after all passes.
+
+    Returns:
+        a program of phase ``"overlapped"``: the backward's arguments and results, then the forward's; what both read
+        parameters from is one argument.
+    """
+    graph = fx.Graph()
+    moved: dict[Node, Node] = {}
+    sources: dict[str, Node] = {}
+    for p in (backward, forward):
+        for node in p.graph.find_nodes(op="placeholder"):
+            r = role(node)
+            if r is not None and r.kind is Kind.SHARD and r.unit in sources:
+                moved[node] = sources[r.unit]
+                continue
+            shared = r is not None and r.kind is Kind.SHARD
+            moved[node] = _copied(graph, node, moved, node.name if shared or p is forward else f"b_{node.name}")
+            if r is not None and shared:
+                sources[r.unit] = moved[node]
+    behind = {letter: sum(slot.startswith(letter) for slot in forward.slots) for letter in "pg"}
+    for theirs, ours in zip_longest(_segments(backward), _segments(forward), fillvalue=()):
+        for node in theirs:
+            moved[node] = _copied(graph, node, moved, f"b_{node.name}")
+            if slot := slot_of(node):
+                place = ops.SLOT[node.target]  # type: ignore[index]
+                moved[node].update_arg(place, int(slot[1:]) + behind[slot[0]])
+        for node in ours:
+            moved[node] = _copied(graph, node, moved, node.name)
+    results = [*backward.results(), *forward.results()]
+    graph.output(tuple(moved[r] if isinstance(r, Node) else r for r in results))
+    gm = fx.GraphModule(backward.gm, graph)
+    for name, attribute in vars(forward.gm).items():
+        if not hasattr(gm, name):
+            setattr(gm, name, attribute)
+    units = [*forward.units, *(u for u in backward.units if u.name not in {v.name for v in forward.units})]
+    out = Program(gm, "overlapped", units, forward.name)
+    out.gradients, out.trained, out.reduced = dict(backward.gradients), dict(backward.trained), backward.reduced
+    out.slots = dict(forward.slots)
+    for slot, size in backward.slots.items():
+        out.slots[f"{slot[0]}{int(slot[1:]) + behind[slot[0]]}"] = size
+    return out
+
+
+def _segments(p: Program) -> Iterator[list[Node]]:
+    """A program's lines, cut in front of its waits for collectives of other parallelisms."""
+    segment: list[Node] = []
+    for node in p.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target is ops.wait and is_kind(node.args[0], Kind.COLLECTIVE):  # type: ignore[arg-type]
+            yield segment
+            segment = []
+        segment.append(node)
+    yield segment
+
+
+def _copied(graph: fx.Graph, node: Node, moved: dict[Node, Node], name: str) -> Node:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), moved.__getitem__)
+    target = name if node.op == "placeholder" else node.target
+    copy = graph.create_node(node.op, target, args, kwargs, name, node.type)
+    copy.meta = dict(node.meta)
+    return copy

@@ -1,0 +1,403 @@
+"""1F1B by lazy backward: a backward runs beside the next forward, once, and before anybody sees a gradient."""
+
+from __future__ import annotations
+
+import copy
+import re
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import mfsdp
+from examples.parallel.model import Layer, Llama, tensor_parallel
+from mfsdp import pipeline
+from mfsdp.runtime import overlap
+from tests.models import GPT, Block
+from tests.parallel import next_token, reset, tokens, twin
+from tests.parity import compiled
+from tests.test_expert_parallel import sharded
+
+pytestmark = pytest.mark.dist
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad.full_tensor().clone() for n, p in model.named_parameters()}  # type: ignore[union-attr]
+
+
+def forget(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad = None
+
+
+class Counted:
+    """How many backwards ran beside a forward."""
+
+    def __init__(self) -> None:
+        self.number, self._before = 0, overlap._beside
+
+    def __enter__(self) -> Counted:
+        def counted(*args: Any) -> Any:
+            self.number += 1
+            return self._before(*args)
+
+        overlap._beside = counted
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        overlap._beside = self._before
+
+
+def bitwise(lowering: str, micro: int, kept: bool) -> tuple[list[str], int, bool]:
+    """Gradients that differ from those of plain accumulation, how many backwards waited, and whether losses differ."""
+    _, model = sharded(2, layers=2)
+    run, rank = compiled(model, lowering), dist.get_rank()
+    batches = [tokens(100 * m + rank) for m in range(micro)]
+
+    def loop() -> list[torch.Tensor]:
+        losses = []
+        for i, batch in enumerate(batches):
+            with mfsdp.no_sync(model) if kept and i < micro - 1 else nullcontext():
+                losses.append(next_token(run, batch))
+                losses[-1].backward()
+        return [loss.detach() for loss in losses]
+
+    want = loop()
+    plain = gradients(model)
+    forget(model)
+    with Counted() as beside, mfsdp.overlapped(model):
+        got = loop()
+    mine = gradients(model)
+    wrong = [n for n in plain if not torch.equal(plain[n], mine[n])]
+    return wrong, beside.number, all(map(torch.equal, want, got))
+
+
+INDUCTOR = [pytest.param(name, marks=[pytest.mark.inductor, pytest.mark.slow]) for name in ("stitched", "whole")]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("lowering", ["eager", *INDUCTOR])
+def test_gradients_are_those_of_accumulation(two_ranks, lowering, kept):
+    for wrong, beside, same in two_ranks.run(bitwise, lowering, 3, kept, timeout=500):
+        assert not wrong and same and beside == 2
+
+
+def wrong_in_the_gap() -> list[str]:
+    """What goes wrong with what people do between a backward and the next forward."""
+    wrong: list[str] = []
+    _, model = sharded(2, layers=1)
+    rank = dist.get_rank()
+    run = compiled(model, "eager")
+    batches = [tokens(100 * m + rank) for m in range(3)]
+    params = list(model.parameters())
+
+    def train(*which: int) -> None:
+        for i in which:
+            next_token(run, batches[i]).backward()
+
+    def expect(name: str, which: tuple[int, ...], beside: int | None = None) -> None:
+        mine = gradients(model)
+        forget(model)
+        train(*which)
+        want = gradients(model)
+        forget(model)
+        wrong.extend([name] if any(not torch.equal(mine[n], want[n]) for n in mine) else [])
+        wrong.extend([f"{name}: {counted.number} beside"] if beside not in (None, counted.number) else [])
+
+    with Counted() as counted, mfsdp.overlapped(model):
+        train(0)
+        seen = params[0].grad.full_tensor().clone()
+        train(1)
+        wrong += ["seen later"] if torch.equal(params[0].grad.full_tensor(), seen) else []
+    expect("looked at", (0, 1), 0)
+
+    with mfsdp.overlapped(model):
+        train(0)
+        mfsdp.norms(model)
+        model.zero_grad()
+        wrong += ["zero_grad"] if any(p.grad is not None for p in params) else []
+        train(1, 2)
+    expect("zero_grad", (1, 2))
+
+    with pytest.raises(ZeroDivisionError), mfsdp.overlapped(model):
+        train(0, 1)
+        _ = 1 / 0
+    expect("an exception", (0, 1))
+
+    with mfsdp.overlapped(model):
+        train(0)
+        other = copy.deepcopy(model.norm)
+        wrong += ["deepcopy"] if params[0].grad is None or other.weight.grad is None else []
+    expect("deepcopy", (0,))
+
+    with mfsdp.overlapped(model):
+        train(0)
+        with torch.no_grad():
+            run.eval()(batches[2][:, :-1])
+        run.train()
+        model.state_dict()
+        train(1)
+    expect("evaluation", (0, 1))
+
+    with Counted() as counted, mfsdp.overlapped(model):
+        batches[1] = batches[1][:, :6]
+        train(0, 1, 2)
+    expect("shapes", (0, 1, 2), 2)
+
+    with mfsdp.overlapped(model):
+        losses = [next_token(run, batches[i]) for i in (0, 1)]
+        for loss in losses:
+            loss.backward()
+    expect("two forwards first", (0, 1))
+
+    told: list[str] = []
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: told.append("")) for p in params[:1]]
+    with Counted() as counted, mfsdp.overlapped(model):
+        train(0, 1)
+    for hook in hooks:
+        hook.remove()
+    wrong += [] if len(told) == 2 else [f"hooks called {len(told)} times"]
+    expect("hooks", (0, 1), 0)
+
+    with mfsdp.overlapped(model):
+        with pytest.raises(ValueError, match="overlapped already"), mfsdp.overlapped(model):
+            pass
+        found = torch.autograd.grad(next_token(run, batches[0]), [model.norm.weight], allow_unused=True)
+        wrong += ["autograd.grad"] if found[0] is not None or any(p.grad is not None for p in params) else []
+    return wrong
+
+
+def test_in_the_gap(two_ranks):
+    assert two_ranks.run(wrong_in_the_gap, timeout=300) == [[], []]
+
+
+def profiled() -> tuple[int, int]:
+    """How many backwards ran beside a forward while a profile looked, and how many programs it saw."""
+    _, model = sharded(2, layers=1)
+    run, rank = compiled(model, "eager"), dist.get_rank()
+
+    def train(number: int) -> None:
+        for micro in range(number):
+            next_token(run, tokens(100 * micro + rank)).backward()
+
+    train(1)
+    with Counted() as counted, mfsdp.overlapped(model):
+        train(1)
+        with mfsdp.profile(run, steps=1) as seen:
+            train(2)
+            seen.step()
+    return counted.number, len({x.phase for x in seen.lines})
+
+
+def test_profiles_see_programs_one_by_one(two_ranks):
+    assert two_ranks.run(profiled, timeout=300) == [(0, 2)] * 2
+
+
+def refused() -> list[str]:
+    """What is written to while a backward waits: every look raises, until the context is left."""
+    _, model = sharded(2, layers=1)
+    run, rank = compiled(model, "eager"), dist.get_rank()
+    out = []
+    try:
+        with mfsdp.overlapped(model):
+            next_token(run, tokens(rank)).backward()
+            with torch.no_grad():
+                model.norm.weight.mul_(2)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="have been written while Mixtral backward waits"):
+                    _ = model.norm.weight.grad
+            next_token(run, tokens(100 + rank)).backward()
+    except RuntimeError as error:
+        out.append(str(error))
+    out.append(f"{model.norm.weight.grad}")
+    next_token(run, tokens(rank)).backward()  # all are still there
+    return out
+
+
+def test_weights_that_a_backward_needs_must_not_be_written_to(two_ranks):
+    for told, left in two_ranks.run(refused, timeout=300):
+        assert re.search("weights of .* have been written while Mixtral backward waits", told) and left == "None"
+
+
+def seen_from() -> list[str]:
+    """Wherever somebody looks from, and whatever he does to what is his, gradients are those of the plain loop."""
+    wrong: list[str] = []
+    _, model = sharded(2, layers=1)
+    run, rank = compiled(model, "eager"), dist.get_rank()
+    p = model.norm.weight
+
+    def train(ids: torch.Tensor) -> torch.Tensor:
+        loss = next_token(run, ids)
+        loss.backward()
+        return loss
+
+    def expect(name: str) -> None:
+        mine = gradients(model)
+        forget(model)
+        train(tokens(rank))
+        want = gradients(model)
+        forget(model)
+        wrong.extend([name] if any(not torch.equal(mine[n], want[n]) for n in mine) else [])
+
+    with mfsdp.overlapped(model):
+        train(tokens(rank))
+        with torch.autocast("cpu", torch.bfloat16):
+            _ = p.grad
+    expect("autocast")
+    with mfsdp.overlapped(model):
+        train(tokens(rank))
+        with torch.inference_mode():
+            _ = p.grad
+        train(tokens(50 + rank))
+        forget(model)
+        train(tokens(rank))
+    expect("inference mode")
+    for name in ("version", "past it"):
+        ids = tokens(rank)
+        with mfsdp.overlapped(model):
+            train(ids)
+            ids.zero_() if name == "version" else ids.numpy().fill(3)
+        expect(f"inputs written, {name}")
+    with mfsdp.overlapped(model):
+        other = (nn.Linear(3, 1)(torch.ones(2, 3))).sum()
+        train(tokens(rank))
+        x = torch.ones(3, requires_grad=True)
+        x.register_hook(lambda grad: (p.grad, None)[1])  # in the middle of another backward
+        torch.autograd.grad((x * other).sum(), [x])
+    expect("inside of another backward")
+    with mfsdp.overlapped(model):
+        train(tokens(rank))
+        told: list[int] = []
+        hook = p.register_hook(lambda grad: told.append(1))
+    hook.remove()
+    wrong += ["a hook saw what came before it"] if told else []
+    expect("hook")
+    with mfsdp.overlapped(model):
+        train(tokens(rank))
+        p.requires_grad_(False)
+    p.requires_grad_(True)
+    expect("frozen")
+    with mfsdp.overlapped(model):
+        train(tokens(rank))
+        p.grad = torch.zeros_like(p)
+    wrong += ["set"] if bool(p.grad.full_tensor().any()) else []
+    forget(model)
+    rows = p.to_local()
+    before = rows.detach().clone()
+    with mfsdp.overlapped(model):
+        train(tokens(rank))
+        rows.data.mul_(3)
+    rows.data.copy_(before)
+    expect("rows that are out")
+    return wrong
+
+
+def test_wherever_somebody_looks_from(two_ranks):
+    assert two_ranks.run(seen_from, timeout=300) == [[], []]
+
+
+def steps(wrapped: bool) -> list[str]:
+    """Parameters that differ after steps with clipping, an optimizer stepping inside of the context."""
+    torch._dynamo.config.capture_scalar_outputs = True
+    runs = []
+    for beside in (False, True):
+        _, model = sharded(2, layers=1)
+        run, rank = compiled(model, "eager"), dist.get_rank()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = mfsdp.fully_shard_optimizer(optimizer) if wrapped else optimizer
+        with mfsdp.overlapped(model) if beside else nullcontext():
+            for step in range(3):
+                for micro in range(2):
+                    next_token(run, tokens(10 * step + 100 * micro + rank)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        runs.append({n: p.full_tensor().detach().clone() for n, p in model.named_parameters()})
+    return [n for n in runs[0] if not torch.equal(runs[0][n], runs[1][n])]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_steps_inside(two_ranks, wrapped):
+    assert two_ranks.run(steps, wrapped, timeout=300) == [[], []]
+
+
+def apart() -> str:
+    """Only one rank overlaps."""
+    _, model = sharded(2, layers=1)
+    run, rank = compiled(model, "eager"), dist.get_rank()
+    try:
+        with mfsdp.overlapped(model) if rank == 0 else nullcontext():
+            for micro in range(2):
+                next_token(run, tokens(100 * micro + rank)).backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_one_rank_alone_is_told(two_fresh_ranks):
+    for told in two_fresh_ranks.run(apart, timeout=300):
+        assert "under mfsdp.overlapped" in told
+
+
+def filled() -> list[str]:
+    """Gradients that are others without `fill`."""
+    found = []
+    for passes in (pipeline.PIPELINE, tuple(row for row in pipeline.PIPELINE if row[0] != "fill")):
+        _, model = sharded(2, layers=2)
+        next_token(compiled(model, "eager", passes=passes), tokens(dist.get_rank())).backward()
+        found.append(gradients(model))
+    return [n for n in found[0] if not torch.equal(found[0][n], found[1][n])]
+
+
+def test_what_fills_exchanges_changes_no_bit(two_ranks):
+    assert two_ranks.run(filled, timeout=300) == [[], []]
+
+
+def tensor_parallel_too() -> tuple[list[str], int]:
+    """What tensor parallelism exchanges gives turns too, in checkpointed layers."""
+    reset()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    _, model = twin(lambda: Llama(layers=2, checkpointed=True))
+    tensor_parallel(model, mesh["tp"])
+    mfsdp.fully_shard(model, mesh=mesh, units=[Layer])
+    run = compiled(model, "eager")
+    found = []
+    with Counted() as counted:
+        for beside in (False, True):
+            with mfsdp.overlapped(model) if beside else nullcontext():
+                for micro in range(3):
+                    next_token(run, tokens(micro)).backward()
+            found.append(gradients(model))
+            forget(model)
+    return [n for n in found[0] if not torch.equal(found[0][n], found[1][n])], counted.number
+
+
+def test_tensor_parallel(two_ranks):
+    assert two_ranks.run(tensor_parallel_too, timeout=300) == [([], 2)] * 2
+
+
+def dense() -> list[str]:
+    model = mfsdp.fully_shard(GPT(layers=1), units=[Block])
+    run, told = compiled(model, "eager"), []
+    before, overlap.log.info = overlap.log.info, lambda text, *words: told.append(text % words)
+    try:
+        with mfsdp.overlapped(model):
+            for _ in range(2):
+                run(torch.randint(31, (1, 4))).sum().backward()
+    finally:
+        overlap.log.info = before
+    return [line for line in told if "overlapped" in line]
+
+
+def test_dense_models_do_not_wait(two_ranks):
+    for told in two_ranks.run(dense):
+        assert len(told) == 1 and "no backward has waited: no compiled backward of GPT" in told[0]
+
+
+def test_what_is_not_sharded():
+    with pytest.raises(ValueError, match="not sharded"), mfsdp.overlapped(nn.Linear(2, 2)):
+        pass

@@ -1,0 +1,309 @@
+"""Microbatches that take turns: in one program (`together`), and a backward beside a forward (`overlapped`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import mfsdp
+from mfsdp import pipeline
+from mfsdp.compiler import together as together_
+from mfsdp.graph import listing, ops
+from mfsdp.graph.check import LawError, check
+from mfsdp.graph.merge import merge
+from mfsdp.graph.program import Program, view_of
+from mfsdp.graph.roles import Kind, role
+from mfsdp.passes import fill
+from mfsdp.runtime import observers
+from tests.models import GPT, Block
+from tests.parallel import graphs, next_token, reset, tokens
+from tests.parity import compiled, error
+from tests.test_collective import programs
+from tests.test_expert_parallel import sharded
+
+
+class Mixture(nn.Module):
+    """A layer that sends all tokens to other ranks and back."""
+
+    def __init__(self, group: Any, width: int = 8):
+        super().__init__()
+        self.group, self.router, self.up = group, nn.Linear(width, 2), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.router(x).softmax(-1)[:, :1]
+        there = fc.all_to_all_single_autograd(x * chosen, None, None, self.group)
+        return x + fc.all_to_all_single_autograd(self.up(there).relu(), None, None, self.group)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    with mfsdp.fake_ranks(4, rank=1):
+        reset()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep"))
+        model = nn.Sequential(*(Mixture(mesh["ep"].get_group()) for _ in range(2)))
+        yield mfsdp.fully_shard(model, mesh=mesh["dp_shard"], units=[Mixture])
+
+
+def step(run: Any) -> None:
+    run(torch.randn(4, 8)).sum().backward()
+
+
+def both(run: Any) -> None:
+    a, b = mfsdp.together(run)([torch.randn(4, 8), (torch.randn(4, 8),)])
+    (a.sum() + b.sum()).backward()
+
+
+def computes(node: torch.fx.Node) -> bool:
+    return node.op == "call_function" and role(node) is None and view_of(node) is None
+
+
+def exposed(p: Program) -> list[str]:
+    """All-to-alls with no compute between launch and wait."""
+    found, flying = [], {}
+    for node in p.nodes:
+        if node.target is ops.collective:
+            flying[node] = False
+        elif node.target is ops.wait and node.args[0] in flying:
+            found += [] if flying.pop(node.args[0]) else [node.args[0].name]
+        elif node.op == "call_function" and (computes(node) or node.target is ops.mm):
+            flying = dict.fromkeys(flying, True)
+    return found
+
+
+def test_one_program_for_both(model, golden):
+    one = programs(model, step)
+    reset()
+    two = programs(model, both)
+    assert [p.phase for p in two] == ["forward", "backward"]
+    for alone, p in zip(one, two, strict=True):
+        golden(f"mixture.together.{p.phase}", listing.render(p, "stream"))
+        for kind in (Kind.FULL, Kind.GSHARD):
+            assert len(p.find(kind)) == len(alone.find(kind)), "one gather and one reduction for both"
+        assert len(exposed(p)) <= 1
+        assert sum(n.target is ops.collective for n in p.nodes) == 8
+
+
+def test_a_backward_beside_a_forward(model, golden):
+    forward, backward = programs(model, step)
+    merged = merge(backward, forward)
+    check(merged)
+    golden("mixture.overlapped", listing.render(merged, "overlapped"))
+    assert len(exposed(merged)) <= 2
+    for part, prefix in ((backward, "b_"), (forward, "")):
+        names = [prefix + n.name for n in part.nodes if n.op == "call_function"]
+        assert [n.name for n in merged.nodes if n.name in set(names)] == names, "each keeps its own order"
+
+
+class Shared(Mixture):
+    """Beside an expert that sees all tokens: computed when the others have been waited for."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routed = super().forward(x)
+        return routed.relu() + (x @ self.up.weight).sin()
+
+
+def behind(p: Program, fills: Any) -> dict[str, list[str]]:
+    """What runs between launch and wait of each all-to-all."""
+    pipeline.run(p, upto="collective", listings=False)
+    fills(p)
+    check(p)
+    found: dict[str, list[str]] = {}
+    flying: list[str] = []
+    for node in p.nodes:
+        if node.target is ops.collective:
+            flying.append(node.name)
+        elif node.target is ops.wait and node.args[0].name in flying:
+            flying.remove(node.args[0].name)
+        elif computes(node):
+            for name in flying:
+                found.setdefault(name, []).append(node.name)
+    return found
+
+
+def test_what_an_exchange_does_not_need_fills_it():
+    with mfsdp.fake_ranks(4, rank=1):
+        reset()
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep"))
+        model = nn.Sequential(*(Shared(mesh["ep"].get_group()) for _ in range(2)))
+        mfsdp.fully_shard(model, mesh=mesh["dp_shard"], units=[Shared])
+        seen: list[Program] = []
+        passes = (("look", lambda p: seen.append(p.copy())), *pipeline.PIPELINE)
+        step(torch.compile(model, backend="mfsdp", options={"lowering": "eager", "passes": passes}))
+        forward, backward = seen
+        before, after = (behind(backward.copy(), fills) for fills in (lambda p: None, fill))
+        assert not before and len(after) == 4
+        assert all(any(name.startswith("mm") for name in names) for names in after.values()), "weights' gradients"
+        none = behind(backward.copy(), partial(fill, most=0))
+        assert not any("mm" in name for names in none.values() for name in names), "nothing lives longer"
+        some = behind(backward.copy(), partial(fill, most=128))
+        assert 0 < sum(map(len, some.values())) < sum(map(len, after.values()))
+        shared = behind(forward.copy(), fill)
+        assert [any("mm" in name for name in names) for names in shared.values()] == [True, True], shared
+
+
+MUTATIONS = {
+    11: lambda p: p.move([w for w in p.find(Kind.WAIT) if role(w.args[0]).kind is Kind.COLLECTIVE][:1], p.output),
+    9: lambda p: [n.update_arg(2, 0) for n in p.nodes if n.target is ops.all_gather],
+    14: lambda p: p.erase(p.find(Kind.ACCUMULATE)[0]),
+}
+
+
+@pytest.mark.parametrize("law", MUTATIONS)
+def test_the_merged_program_is_checked(model, law):
+    forward, backward = programs(model, step)
+    merged = merge(backward, forward)
+    MUTATIONS[law](merged)
+    with pytest.raises(LawError) as caught:
+        check(merged)
+    assert caught.value.law == law
+
+
+class Order:
+    """The operations of programs, as they run."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def program(self, outline: Any, run: Any, args: list[Any]) -> Any:
+        return run(args)
+
+    def operation(self, name: str, kernel: Any, args: tuple[Any, ...]) -> Any:
+        out = kernel(*args)
+        self.seen.append(name.partition(" ")[0])
+        return out
+
+
+def test_it_runs_as_it_is_written(model):
+    forward, backward = programs(model, step)
+    merged = merge(backward, forward)
+    names = [n.target._schema.name.partition("::")[2] for n in merged.nodes if n.target in ops.SHOWN]
+    reset()
+    run, order = compiled(model, "eager"), Order()
+    step(run)
+    with mfsdp.overlapped(model):
+        step(run)
+        with observers.observed(order):
+            run(torch.randn(4, 8))
+    assert order.seen == names
+
+
+def test_dense_models_share_gathers():
+    """Half the gathers of accumulation, and at most one more unit whole at a time."""
+    with mfsdp.fake_ranks(2):
+        reset()
+        model = mfsdp.fully_shard(GPT(layers=3), units=[Block])
+
+        def train(run: Any) -> None:
+            sum(out.sum() for out in mfsdp.together(run)([torch.randint(31, (2, 8)) for _ in range(3)])).backward()
+
+        forward, backward = programs(model, train)
+    for p in (forward, backward):
+        assert len(p.find(Kind.FULL)) == 4
+        live, most = 0, 0
+        for node in p.nodes:
+            live += (node.target is ops.all_gather) - (node.target is ops.free)
+            most = max(most, live)
+        assert most <= 3
+    assert len(backward.find(Kind.GSHARD)) == 4
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_that_are_captured_once(recompute):
+    """Equal layers of all microbatches are calls of one graph, and give what they give one by one."""
+    reset()
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(GPT(layers=4, recompute=recompute), units=[Block])
+    run = compiled(model, "eager")
+    batches = [torch.randint(31, (2, 8)) for _ in range(2)]
+    alone = [run(ids).square().mean() for ids in batches]
+    sum(alone).backward()  # type: ignore[union-attr]
+    want = [p.grad.full_tensor().clone() for p in model.parameters()]
+    model.zero_grad()
+    both = [out.square().mean() for out in mfsdp.together(run)(batches)]
+    sum(both).backward()  # type: ignore[union-attr]
+    assert all(map(torch.equal, alone, both))
+    assert max(error(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), want, strict=True)) < 1e-6
+
+
+def test_one_chain_is_left_alone():
+    with mfsdp.fake_ranks(2):
+        reset()
+        model = mfsdp.fully_shard(GPT(layers=2), units=[Block])
+        seen: list[Program] = []
+        for interleave in (False, True):
+            reset()
+            passes = (("look", lambda p: seen.append(p.copy())),)
+            options = {"lowering": "eager", "passes": passes, "interleave": interleave}
+            torch.compile(model, backend="mfsdp", options=options)(torch.randint(31, (2, 8))).sum().backward()
+    plain, turned = seen[:2], seen[2:]
+    for a, b in zip(plain, turned, strict=True):
+        assert sorted(n.name for n in a.nodes) == sorted(n.name for n in b.nodes)
+
+
+def test_what_is_refused(monkeypatch):
+    with pytest.raises(TypeError, match="give it the compiled model"):
+        mfsdp.together(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="compiled by 'eager'"):
+        mfsdp.together(torch.compile(nn.Linear(2, 2), backend="eager"))
+    run = torch.compile(nn.Linear(2, 2), backend="mfsdp", options={"lowering": "eager"})
+    both = mfsdp.together(run)
+    assert mfsdp.together(run) is both, "made once"
+    with pytest.raises(TypeError, match="give a list of microbatches, not Tensor"):
+        both(torch.ones(2, 2))
+    with pytest.raises(ValueError, match="no microbatch"):
+        both([])
+    with pytest.raises(TypeError, match="a microbatch is a tuple .* not list"):
+        both([[torch.ones(2, 2)]])
+    one, two = both([{"input": torch.ones(2, 2)}, torch.zeros(2, 2)])
+    assert torch.equal(one, run(torch.ones(2, 2))) and torch.equal(two, run(torch.zeros(2, 2)))
+
+
+def test_graph_breaks_are_told(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(together_.log, "warning", lambda text, *words: told.append(text % words))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda *args: torch._dynamo.graph_break())
+    run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})
+    for _ in range(2):
+        out = mfsdp.together(run)([torch.ones(2, 2), torch.zeros(2, 2)])
+    assert torch.equal(out[0], model(torch.ones(2, 2)))
+    told = [line for line in told if "together" in line]
+    assert len(told) == 1 and "the graph of Sequential breaks" in told[0]
+
+
+def losses_and_gradients(lowering: str) -> tuple[list[bool], float, tuple[int, int]]:
+    """Whether losses are bitwise those of each microbatch alone, how far gradients are from accumulation's."""
+    _, model = sharded(2, layers=2)
+    run, rank = compiled(model, lowering), dist.get_rank()
+    batches = [tokens(100 * m + rank) for m in range(3)]
+    outs = mfsdp.together(run)([b[:, :-1] for b in batches])
+    losses = [F.cross_entropy(o.flatten(0, 1), b[:, 1:].flatten()) for o, b in zip(outs, batches, strict=True)]
+    sum(losses).backward()  # type: ignore[union-attr]
+    made = graphs()
+    mine = [p.grad.full_tensor().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = None
+    same = []
+    for batch, loss in zip(batches, losses, strict=True):
+        alone = next_token(run, batch)
+        same.append(torch.equal(alone, loss) if lowering == "eager" else error(alone, loss) < 1e-12)
+        alone.backward()
+    return same, max(error(a, p.grad.full_tensor()) for a, p in zip(mine, model.parameters(), strict=True)), made
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "lowering", ["eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])]
+)
+def test_experts_whose_splits_depend_on_data(two_ranks, lowering):
+    for same, wrong, made in two_ranks.run(losses_and_gradients, lowering, timeout=500):
+        assert all(same) and wrong < 1e-12 and made == (1, 0)
