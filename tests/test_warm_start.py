@@ -49,9 +49,9 @@ def start(folder: str, carried: bytes, changes: dict[str, Any]) -> dict[str, Any
     said: list[str] = []
     before = Company.announce
 
-    def announce(company: Company, words: Any) -> Any:
+    def announce(company: Company, words: Any, *more: Any) -> Any:
         said.extend(words.lines)
-        return before(company, words)
+        return before(company, words, *more)
 
     Company.announce = announce  # type: ignore[method-assign]
     for _ in range(2):
