@@ -27,7 +27,7 @@ from mfsdp.runtime import observers
 from tests.models import GPT, Block
 from tests.parallel import graphs, next_token, reset, tokens
 from tests.parity import compiled, error
-from tests.test_collective import programs
+from tests.test_collective import parallel, programs
 from tests.test_expert_parallel import sharded
 
 
@@ -101,6 +101,19 @@ def test_a_backward_beside_a_forward(model, golden):
     for part, prefix in ((backward, "b_"), (forward, "")):
         names = [prefix + n.name for n in part.nodes if n.op == "call_function"]
         assert [n.name for n in merged.nodes if n.name in set(names)] == names, "each keeps its own order"
+
+
+def test_constants_of_both_are_merged():
+    """Under tensor parallelism an embedding has some, of the same names in forward and backward."""
+    with mfsdp.fake_ranks(8, rank=3):
+        reset()
+        forward, backward = parallel(init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp")))
+    merged = merge(backward, forward)
+    check(merged)
+    for program, prefix in ((forward, ""), (backward, "b_")):
+        for node in program.graph.find_nodes(op="get_attr"):
+            assert getattr(merged.gm, prefix + node.name) is getattr(program.gm, node.target)
+    assert forward.graph.find_nodes(op="get_attr")
 
 
 class Shared(Mixture):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from .. import pipeline
 from ..costs.depth import Auto
 from ..graph import listing, ops
-from ..graph.program import INPUT, READ, Phase, Program, first_launches, group_of, lane_of, slot_of
+from ..graph.program import GIVEN, READ, Phase, Program, first_launches, group_of, lane_of, slot_of
 from ..graph.roles import Kind, role
 from ..reports import dump
 from ..reports.dump import Dump
@@ -98,9 +98,8 @@ def mfsdp(
             "outline": outline(program), "sequences": sequences, "sources": sharded(program),
             "keeping": holding(program), "reads": [] if phase == "backward" else reading(program),
             "meets": list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences])),
-            "rooms": static(program), "frames": chosen.frames, "trains": phase == "forward",
-            "brings": phase == "backward",
-            "first": [] if phase == "backward" or chosen.prefetch == 0 else leading(program), **beside(program),
+            "rooms": static(program), "frames": chosen.frames, **beside(program),
+            "first": [] if phase == "backward" or chosen.prefetch == 0 else leading(program),
         }  # fmt: skip
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
@@ -185,12 +184,12 @@ def holding(program: Program) -> set[int]:
 
 def beside(program: Program) -> dict[str, Any]:
     """What of a program decides whether it may run beside another (Note [Turns])."""
-    exchanges = program.phase != "inference" and any(n.target is ops.collective for n in program.nodes)
+    exchanges = any(n.target is ops.collective for n in program.nodes)
     results = program.results() if program.phase == "backward" else ()
     silent = 0 if any(isinstance(result, fx.Node) for result in results) else len(results)
     places = enumerate(program.gm.graph.find_nodes(op="placeholder"))
-    inputs = [i for i, n in places if INPUT in n.meta and not n.meta.get(READ)] if silent else []
-    return {"part": program.phase if exchanges else "", "silent": silent, "inputs": inputs}
+    given = [i for i, n in places if n.meta.get(GIVEN)] if silent else []
+    return {"exchanges": exchanges, "silent": silent, "given": given}
 
 
 def static(program: Program) -> dict[tuple[torch.device, str], int]:

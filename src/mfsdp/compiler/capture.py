@@ -14,7 +14,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..graph import ops
-from ..graph.program import AXIS, INPUT, READ, STORAGE, Phase, Program, base_of, is_functional_collective, storage_of
+from ..graph.program import (
+    AXIS,
+    GIVEN,
+    INPUT,
+    READ,
+    STORAGE,
+    Phase,
+    Program,
+    base_of,
+    is_functional_collective,
+    storage_of,
+)
 from ..graph.roles import Kind, Role, mark, role
 from ..graph.sizes import expect, shape_of
 from ..runtime import groups, owners
@@ -49,6 +60,8 @@ class Capture:
         """Index of an input that is a shard -> its unit."""
         self.whole = {i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and owners.read_by(t) is not None}
         """Indices of inputs that are shards, or parameters that the eager path has gathered."""
+        self.given = {i for i, n in enumerate(names) if not re.search(r"_(?:modules|parameters|buffers)\[", n)}
+        """Indices of inputs that come with a call, and do not hang on the model."""
         self.plain: dict[int, tuple[Unit, int]] = {}
         """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
         self.cut = False
@@ -109,6 +122,7 @@ class Capture:
             if i < self.inputs:
                 node.meta[INPUT] = self.input_names[i]
                 node.meta[READ] = i in self.whole
+                node.meta[GIVEN] = i in self.given
             unit = self.shards.get(i)
             if unit is not None:
                 shape = tuple(node.meta["val"].shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import zip_longest
+from typing import Any
 
 from torch import fx
 from torch.fx import Node
@@ -31,13 +32,12 @@ def merge(backward: Program, forward: Program) -> Program:
     for p in (backward, forward):
         for node in p.graph.find_nodes(op="placeholder"):
             r = role(node)
-            if r is not None and r.kind is Kind.SHARD and r.unit in sources:
-                moved[node] = sources[r.unit]
+            if r is None or r.kind is not Kind.SHARD:
+                moved[node] = _copied(graph, node, moved, node.name if p is forward else f"b_{node.name}")
                 continue
-            shared = r is not None and r.kind is Kind.SHARD
-            moved[node] = _copied(graph, node, moved, node.name if shared or p is forward else f"b_{node.name}")
-            if r is not None and shared:
-                sources[r.unit] = moved[node]
+            if r.unit not in sources:
+                sources[r.unit] = _copied(graph, node, moved, node.name)
+            moved[node] = sources[r.unit]
     behind = {letter: sum(slot.startswith(letter) for slot in forward.slots) for letter in "pg"}
     for theirs, ours in zip_longest(_segments(backward), _segments(forward), fillvalue=()):
         for node in theirs:
@@ -49,10 +49,9 @@ def merge(backward: Program, forward: Program) -> Program:
             moved[node] = _copied(graph, node, moved, node.name)
     results = [*backward.results(), *forward.results()]
     graph.output(tuple(moved[r] if isinstance(r, Node) else r for r in results))
-    gm = fx.GraphModule(backward.gm, graph)
-    for name, attribute in vars(forward.gm).items():
-        if not hasattr(gm, name):
-            setattr(gm, name, attribute)
+    read = [(p.gm, node) for p in (backward, forward) for node in p.graph.find_nodes(op="get_attr")]
+    constants: dict[str, Any] = {str(moved[node].target): getattr(gm, str(node.target)) for gm, node in read}
+    gm = fx.GraphModule(constants, graph)
     units = [*forward.units, *(u for u in backward.units if u.name not in {v.name for v in forward.units})]
     out = Program(gm, "overlapped", units, forward.name)
     out.gradients, out.trained, out.reduced = dict(backward.gradients), dict(backward.trained), backward.reduced
@@ -77,7 +76,8 @@ def _segments(p: Program) -> Iterator[list[Node]]:
 
 def _copied(graph: fx.Graph, node: Node, moved: dict[Node, Node], name: str) -> Node:
     args, kwargs = fx.map_arg((node.args, node.kwargs), moved.__getitem__)
-    target = name if node.op == "placeholder" else node.target
-    copy = graph.create_node(node.op, target, args, kwargs, name, node.type)
+    copy = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+    if node.op in ("placeholder", "get_attr"):
+        copy.target = copy.name
     copy.meta = dict(node.meta)
     return copy

@@ -34,6 +34,9 @@ INPUT = "mfsdp_input"
 """``node.meta`` key of placeholders that belong to the caller (as opposed to what forward saved for backward); the
 value is a readable name."""
 
+GIVEN = "mfsdp_given"
+"""``node.meta`` key of these: whether they come with a call, and do not hang on the model."""
+
 AXIS = "mfsdp_axis"
 """``node.meta`` key of torch's own collectives: the ranks that they go over, an `Axis`."""
 

@@ -46,7 +46,7 @@ class Part:
         args: its arguments, one list, emptied by whoever takes them.
         buffers: whose gradients it brings, or whose parameters it reads.
         results: how many results it has, if it gives none of them: all are ``None``; else 0.
-        inputs: which arguments are the caller's own.
+        given: which arguments are the caller's own, and not the model's.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Part:
     args: list[Any]
     buffers: Sequence[Any]
     results: int
-    inputs: Sequence[int] = ()
+    given: Sequence[int] = ()
 
 
 class Overlap:
@@ -95,10 +95,7 @@ class Overlap:
 
     def leave(self, model: str) -> None:
         """Runs what waits; says so if nothing ever has."""
-        try:
-            self.finish()
-        finally:
-            self.drop()
+        self.finish()
         if not self._waited:
             self._tell(
                 f"no backward has waited: no compiled backward of {model} has collectives of another parallelism, or "
@@ -153,7 +150,7 @@ class _Waiting:
         self.part, self.buffers, self.place = part, list(dict.fromkeys(part.buffers)), devices.Place()
         self.args = list(part.args)
         part.args.clear()
-        for i in part.inputs:
+        for i in part.given:
             self.args[i] = _copied(self.args[i])
         self.versions = [_version(arg) for arg in self.args]
         self.weights = [buffer.weights.history for buffer in self.buffers]

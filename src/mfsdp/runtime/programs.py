@@ -23,6 +23,10 @@ class Outline(Protocol):
         """The model and the phase."""
 
     @property
+    def phase(self) -> str:
+        """``"forward"``, ``"backward"`` or ``"inference"``."""
+
+    @property
     def operations(self) -> Sequence[str]:
         """Names of its operations in their order, with the unit's: ``all_gather layers.3``."""
 
@@ -41,12 +45,10 @@ def marked(
     meets: Sequence[str] = (),
     rooms: slots.Rooms | None = None,
     frames: bool = False,
-    part: str = "",
+    exchanges: bool = False,
     silent: int = 0,
-    inputs: Sequence[int] = (),
+    given: Sequence[int] = (),
     first: Sequence[First] = (),
-    trains: bool = False,
-    brings: bool = False,
 ) -> Callable[[list[Any]], Any]:
     """A compiled program that says when it runs, and what each of its operations is called. It takes its arguments as
     one list and may empty that, as functions of AOTAutograd do.
@@ -65,14 +67,11 @@ def marked(
         meets: all groups of its units, also those that it communicates over in another phase only.
         rooms: static buffers that there have to be before it begins.
         frames: whether its operations run in frames of their names, also while nobody looks (Note [Names]).
-        part: ``"forward"`` or ``"backward"``, of a training step's program that has collectives of other parallelisms:
-            it may run beside another (Note [Turns]).
+        exchanges: whether it has collectives of other parallelisms: then it may run beside another (Note [Turns]).
         silent: how many results it has, if it is a backward and all of them are ``None``; else 0.
-        inputs: which of its arguments are the caller's own, of such a backward.
+        given: which arguments of such a backward the caller of forward has given.
         first: what it launches before it waits for anything, which an optimizer's step may launch ahead of it (Note
             [Borders]).
-        trains: whether it is a forward that trains.
-        brings: whether it is a backward.
 
     Raises:
         RuntimeError: another rank runs something else (from the program, on every rank, with the first difference), or
@@ -84,6 +83,7 @@ def marked(
     keeps = [at for at, i in enumerate(units) if i in keeping]
     read = [at for at, i in enumerate(units) if i in reads], [i for i in reads if i not in units]
     always = frames or recorded()
+    trains, brings = outline.phase == "forward", outline.phase == "backward"
     at = {i: place for place, i in enumerate(units)}
     heads = [(at[f.argument], f.spec, f.slot, f.casts) for f in first]
 
@@ -121,12 +121,12 @@ def marked(
         return model if model.meet(wanted, trains) else None
 
     def program(args: list[Any]) -> Any:
-        if part:
+        if exchanges and (trains or brings):
             buffers = [owner(args[i]) for i in units]
             overlap = next((buffer.gradients.overlap for buffer in buffers if buffer is not None), None)
             if overlap is not None:
-                take = overlap.backward if part == "backward" else overlap.forward
-                return take(Part(outline.name, execute, args, buffers, silent, inputs))
+                take = overlap.backward if brings else overlap.forward
+                return take(Part(outline.name, execute, args, buffers, silent, given))
         return execute(args, None)
 
     def execute(args: list[Any], turn: Turn | None) -> Any:
@@ -138,7 +138,7 @@ def marked(
         model = met(buffers) if heads else None
         anew = model is not None and model.anew
         if sequences:
-            told = said(paths, buffers, turn is not None and part == "backward")
+            told = said(paths, buffers, turn is not None and brings)
             here.announce(told, model.group if anew and model is not None else "")
         step = next((buffer.unit.outermost.ahead for buffer in buffers if buffer is not None), None)
         if step is not None and (trains or brings):

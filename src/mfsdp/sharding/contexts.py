@@ -10,8 +10,21 @@ from torch import nn
 
 from ..runtime import ahead
 from ..runtime.overlap import Overlap
-from ..state.buffer import refs
+from ..state.buffer import FlatBuffer, refs
 from .module import FSDPModule, buffers_of
+
+
+def _buffers(module: nn.Module) -> list[FlatBuffer]:
+    """Those that parameters of a module, and of modules in it, are in."""
+    return list({r.buffer: None for m in module.modules() for r in refs(m).values()})
+
+
+def _sharded(module: nn.Module, asked: str) -> list[FlatBuffer]:
+    """The same; a ValueError, with the name of what was called, if there is none."""
+    found = _buffers(module)
+    if not found:
+        raise ValueError(f"{asked}: the model is not sharded; call mfsdp.fully_shard first")
+    return found
 
 
 @contextmanager
@@ -63,9 +76,7 @@ def overlapped(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: nothing of the module is sharded, or it is overlapped already.
     """
-    buffers = {r.buffer: None for m in module.modules() for r in refs(m).values()}
-    if not buffers:
-        raise ValueError("overlapped: the model is not sharded; call mfsdp.fully_shard first")
+    buffers = _sharded(module, "overlapped")
     if any(buffer.gradients.overlap is not None for buffer in buffers):
         raise ValueError("overlapped: the model is overlapped already")
     overlap = Overlap()
@@ -74,8 +85,11 @@ def overlapped(module: nn.Module) -> Iterator[None]:
     try:
         yield
         overlap.leave(type(getattr(module, "_orig_mod", module)).__name__)
-    except Exception:
-        overlap.finish()
+    except Exception as error:
+        try:
+            overlap.finish()
+        except Exception as other:
+            error.add_note(f"mfsdp: and in the backward that waited, {type(other).__name__}: {other}")
         raise
     finally:
         overlap.drop()
@@ -91,7 +105,7 @@ def free_gradients(module: nn.Module) -> None:
     Args:
         module: a sharded model, or any of its modules.
     """
-    for buffer in {r.buffer: None for m in module.modules() for r in refs(m).values()}:
+    for buffer in _buffers(module):
         buffer.gradients.free()
 
 
@@ -107,9 +121,7 @@ def synchronize(module: nn.Module) -> None:
     Raises:
         ValueError: nothing of the module is sharded.
     """
-    found = {r.buffer: None for m in module.modules() for r in refs(m).values()}
-    if not found:
-        raise ValueError("synchronize: the model is not sharded; call mfsdp.fully_shard first")
+    found = _sharded(module, "synchronize")
     ahead.complete(found)
 
 
@@ -125,9 +137,7 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
     Raises:
         ValueError: nothing of the module is sharded, or it is summoned already.
     """
-    found = {r.buffer: None for m in module.modules() for r in refs(m).values()}
-    if not found:
-        raise ValueError("summon_full_params: the model is not sharded; call mfsdp.fully_shard first")
+    found = _sharded(module, "summon_full_params")
     if any(b.weights.summoned is not None for b in found):
         raise ValueError("summon_full_params: the parameters are summoned already")
     places = [(m, name, ref) for m in module.modules() for name, ref in refs(m).items()]
