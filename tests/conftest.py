@@ -39,15 +39,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported stays: garbage collections need not go through it."""
+    """What has been imported stays: garbage collections need not go through it, and are fewer."""
+    from tests.ranks import SELDOM
+
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*SELDOM)
 
 
-def _ranks(world: int) -> Iterator[object]:
+def _ranks(world: int, start: str = "spawn") -> Iterator[object]:
     from tests.ranks import Ranks
 
-    ranks = Ranks(world)
+    ranks = Ranks(world, start=start)
     yield ranks
     ranks.stop()
 
@@ -64,23 +67,25 @@ def two_ranks() -> Iterator[object]:
 
 @pytest.fixture
 def two_fresh_ranks() -> Iterator[object]:
-    """Two ranks for one test, which leaves them behind in a state that others should not see."""
-    yield from _ranks(2)
+    """Two ranks for one test, which leaves them behind in a state that others should not see. Forked
+    ones hash strings alike; two_ranks, as those that torchrun starts, do not.
+    """
+    yield from _ranks(2, "forkserver")
 
 
 @pytest.fixture(scope="session")
 def three_ranks() -> Iterator[object]:
-    yield from _ranks(3)
+    yield from _ranks(3, "forkserver")
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[object]:
-    yield from _ranks(4)
+    yield from _ranks(4, "forkserver")
 
 
 @pytest.fixture(scope="module")
 def eight_ranks() -> Iterator[object]:
-    yield from _ranks(8)
+    yield from _ranks(8, "forkserver")
 
 
 @pytest.fixture

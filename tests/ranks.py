@@ -29,6 +29,9 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.multiprocessing as mp
 
+SELDOM = (20_000, 10, 10)
+"""Of garbage collection: with Python's own 700 it is a quarter of what compiling takes."""
+
 
 class Ranks:
     """``world`` processes with a default group, gloo unless told otherwise; with ``"nccl"`` each has a GPU of its own,
@@ -109,7 +112,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory(prefix="mfsdp-ranks-")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
-            args = (rank, self.world, self.backend, self._folder.name, theirs)
+            args = (rank, self.world, self.backend, self._folder.name, theirs, dict(os.environ))
             worker = context.Process(target=_serve, args=args, daemon=True)
             worker.start()
             self._workers.append(worker)
@@ -122,7 +125,9 @@ class Ranks:
         return Path(self._folder.name, f"stack{rank}").read_text()
 
 
-def _serve(rank: int, world: int, backend: str, folder: str, pipe: Any) -> None:
+def _serve(rank: int, world: int, backend: str, folder: str, pipe: Any, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # the fork server's is that of when it started
+    gc.set_threshold(*SELDOM)
     stack = open(Path(folder, f"stack{rank}"), "w")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     torch.set_num_threads(1)

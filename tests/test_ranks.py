@@ -34,7 +34,7 @@ def test_results_by_rank(two_ranks: Ranks) -> None:
 
 
 def test_failures_are_reported_and_survived() -> None:
-    ranks = Ranks(2)
+    ranks = Ranks(2, start="forkserver")
     try:
         with pytest.raises(AssertionError, match=r"rank 1:(.|\n)*one rank only"):
             ranks.run(fail_on_one)
