@@ -10,8 +10,8 @@ from tests.parity import gradients, training
 
 pytestmark = pytest.mark.dist
 
-FEWER = [n for n in CASES if n not in ("mixtral", "normed", "peft")]
-"""What these three add to Llama and the others shows on two ranks with the eager lowering."""
+FEWER = ("mlp", "unused", "lora", "conv")
+"""What other models add to these shows on two ranks with the eager lowering, bitwise."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -38,26 +38,21 @@ def test_four_ranks(four_ranks, name):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", [n for n in FEWER if n != "gpt_nested"])
+@pytest.mark.parametrize("name", ["gpt_checkpointed", "unused", "lora", "conv"])
 def test_two_ranks_inductor(two_ranks, name):
     for worst in two_ranks.run(gradients, name, "inductor", timeout=300):
         assert max(worst.values()) < 1e-5
 
 
-@pytest.mark.parametrize("name", [n for n in (*FEWER, "peft") if n != "gpt_nested"])
+@pytest.mark.parametrize("name", ["gpt", *FEWER])
 def test_ten_adamw_steps_with_clipping(two_ranks, name):
     assert max(two_ranks.run(training, name, "eager")) < 1e-5
 
 
-@pytest.mark.inductor
-def test_ten_adamw_steps_with_clipping_inductor(four_ranks):
-    # Adam divides by the root of the square: where a gradient is almost zero, its rounding becomes a whole step.
-    assert max(four_ranks.run(training, "gpt", "inductor", timeout=300)) < 1e-3
-
-
-@pytest.mark.parametrize("upto", ["capture", *(name for name, _ in pipeline.PIPELINE)])
+# All of it is what runs above.
+@pytest.mark.parametrize("upto", ["capture", *(name for name, _ in pipeline.PIPELINE[:-1])])
 def test_every_prefix_of_the_pipeline_gives_the_same_numbers(two_ranks, upto):
-    for name in ("mlp", "conv", "gpt"):
+    for name in ("conv", "gpt"):
         # Before `reduce`, each use of a tied weight is reduced by itself: the same sum in another order.
         bound = 1e-6 if name == "gpt" and upto in ("capture", "collective", "fill", "gather", "reshard") else 0
         for worst in two_ranks.run(gradients, name, "eager", upto=upto):
