@@ -207,9 +207,9 @@ def test_native_sums_take_no_room(strategy):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(("base", "policies"), [(F32, POLICIES), (BF16, POLICIES[::5])], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("base", "policies"), [(F32, POLICIES[::5]), (BF16, POLICIES[2::5])], ids=["fp32", "bf16"])
 def test_every_combination(two_ranks, base, policies):
-    """All that a policy can say, and a part of that for a model in bf16, through the eager path."""
+    """All dtypes of each argument with all of each other (5 divides no number of theirs), through the eager path."""
     for wrong in two_ranks.run(differing, policies, ["optim_grads_params"], "none", 2, 1, base=base, timeout=400):
         assert wrong == []
 
@@ -218,10 +218,12 @@ def test_every_combination(two_ranks, base, policies):
 @pytest.mark.parametrize("name", USUAL)
 @pytest.mark.parametrize("place", STRATEGIES)
 def test_usual_policies(two_ranks, place, name):
+    """Each policy, and each strategy, with one microbatch and with three."""
     base = BF16 if name == "bf16 model" else F32
-    for microbatches, optimizer in ((1, "AdamW"), (3, "SGD")):
-        for wrong in two_ranks.run(differing, [USUAL[name]], [place], "eager", microbatches, 5, optimizer, base=base):
-            assert wrong == []
+    several = (list(USUAL).index(name) + list(STRATEGIES).index(place)) % 2
+    microbatches, optimizer = ((1, "AdamW"), (3, "SGD"))[several]
+    for wrong in two_ranks.run(differing, [USUAL[name]], [place], "eager", microbatches, 4, optimizer, base=base):
+        assert wrong == []
 
 
 @pytest.mark.dist
@@ -235,23 +237,23 @@ def test_several_dtypes_in_one_unit(two_ranks, place):
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["bf16", "bf16 wires"])
 def test_one_rank(one_rank, name):
-    args = ([USUAL[name]], list(STRATEGIES), "eager", 3, 10, "AdamW")
+    args = ([USUAL[name]], list(STRATEGIES), "eager", 3, 4, "AdamW")
     assert one_rank.run(differing, *args) == [[]]
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("places", [["optim", "optim_grads", "optim_grads_params"], list(TWO_LEVELS)])
+@pytest.mark.parametrize("places", [["optim", "optim_grads_params"], list(TWO_LEVELS)])
 def test_four_ranks(four_ranks, places):
     """A sum of four in 16 bit would be rounded twice; a reduce-scatter's is not."""
-    args = ([USUAL["bf16 wires"], USUAL["fp16"]], places, "eager", 3, 3, "AdamW")
+    args = ([USUAL["bf16 wires"], USUAL["fp16"]], places, "eager", 3, 2, "AdamW")
     for wrong in four_ranks.run(differing, *args, timeout=300):
         assert wrong == []
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     policy=st.sampled_from(POLICIES),
     place=st.sampled_from(list(STRATEGIES)),

@@ -85,9 +85,7 @@ def parity(place: str, name: str, microbatches: int, lowering: str, steps: int =
     return farthest(model, reference), dict(counts)
 
 
-UNITS = (
-    3  # two blocks and the root; each is gathered in forward and in backward; clipping reduces a norm over each axis
-)
+UNITS = 3  # two blocks and the root; each is gathered in forward and in backward; clipping reduces over each axis
 
 
 @pytest.mark.dist
