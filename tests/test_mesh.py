@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
 from mfsdp.state.mesh import axes
-from tests.models import CASES, MLP, Block
+from tests.models import CASES, MLP
 from tests.parity import batches, clip_and_step, compiled, error, farthest
 
 Names = tuple[str, ...] | None
@@ -217,9 +217,15 @@ SHAPES = {
 
 
 def every(lowering: str) -> dict[str, float]:
-    """All meshes of the table in all shapes, one strategy each, in turn: those that are wrong."""
-    wrong, strategy = {}, 0
-    for used, (names, dims, outer, _) in enumerate(USED):
+    """All uses of axes in the table, on four ranks each once, in all shapes, one strategy each, in turn: those that are
+    wrong.
+    """
+    wrong, strategy, seen = {}, 0, set()
+    for used, (names, dims, outer, shard) in enumerate(USED):
+        what = (len(names or "ab"), outer, shard)
+        if dist.get_world_size() > 2 and what in seen:
+            continue
+        seen.add(what)
         for shape in SHAPES[dist.get_world_size()][len(names or "ab")]:
             strategy = (strategy + 1) % 4
             choice = "optim" if outer and strategy % 2 else "no_shard"
@@ -253,7 +259,7 @@ def test_compiled(four_ranks, names, strategy):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     used=st.integers(0, len(USED) - 1),
     shape=st.integers(0, 11),
@@ -274,14 +280,14 @@ def test_any_mesh(four_ranks, used, shape, strategy, outer, lowering, microbatch
 def two_levels(strategy: int) -> torch.nn.Module:
     torch.manual_seed(strategy)
     mesh = mesh_of(("dp_replicate", "dp_shard"), (2, dist.get_world_size() // 2))
-    return mfsdp.fully_shard(CASES["gpt"].build(), units=[Block], mesh=mesh, strategy=strategy)
+    return mfsdp.fully_shard(CASES["mlp"].build(), units=CASES["mlp"].units, mesh=mesh, strategy=strategy)
 
 
 def flattened(strategy: int, folder: str) -> None:
     """What a user does with a model: looks at its parameters, copies it, saves it, loads it elsewhere."""
     model = two_levels(strategy)
     run = compiled(model, "eager")
-    case, world = CASES["gpt"], dist.get_world_size()
+    case, world = CASES["mlp"], dist.get_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
         case.loss(run, batches(case, step)[dist.get_rank()]).backward()
