@@ -218,8 +218,8 @@ def test_a_stale_gather_that_is_taken_is_caught(two_ranks):
         assert seen == [w.__name__ for w in WRITES if w.__name__ != "_one_row"]
 
 
-def deaf() -> bool:
-    """Whether ranks fail where one gathers anew and does not tell the others."""
+def deaf(mutated: bool) -> bool:
+    """Whether ranks fail where one gathers anew and, mutated, does not tell the others."""
     pair = Pair()
     pair.step()
     pair.step()
@@ -227,7 +227,8 @@ def deaf() -> bool:
         for m in pair.models:
             _one_rank(m)
     own = Run.anew
-    Run.anew = lambda run, group, here: here  # type: ignore[method-assign]
+    if mutated:
+        Run.anew = lambda run, group, here: here  # type: ignore[method-assign]
     try:
         pair.step()
     except (AssertionError, RuntimeError):
@@ -244,7 +245,8 @@ def _one_rank(model: nn.Module) -> None:
 
 @pytest.mark.dist
 def test_a_rank_that_decides_for_itself_is_caught(two_fresh_ranks):
-    answers = two_fresh_ranks.answers(deaf, timeout=30)
+    assert two_fresh_ranks.run(deaf, False) == [False, False]
+    answers = two_fresh_ranks.answers(deaf, True, timeout=30)
     assert any(answer is None or not answer[0] or answer[1] for answer in answers)
 
 

@@ -325,7 +325,7 @@ def built(name: str) -> tuple[nn.Module, torch.Tensor, str]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=8000, hidden_size=128, intermediate_size=344, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=8000, hidden_size=128, intermediate_size=344, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, use_cache=False,
     )  # fmt: skip
     return Loss(LlamaForCausalLM(config)), torch.randint(8000, (2, 128)), "LlamaDecoderLayer"
