@@ -392,7 +392,7 @@ def _type(value: Any) -> str:
 
 def _extent(n: Any) -> str:
     """A size; what depends on data is ``n0`` here, as units are ``u0``."""
-    return re.sub(r"\bu(\d+)\b", r"n\1", str(n)).replace(" ", "")
+    return str(n) if type(n) is int else re.sub(r"\bu(\d+)\b", r"n\1", str(n)).replace(" ", "")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
@@ -218,7 +218,11 @@ def is_functional_collective(node: Node) -> bool:
 
 def is_element(node: Node) -> bool:
     """Whether the node is one of several results of another."""
-    return getattr(node.target, "__name__", "") == "getitem"
+    return _takes_one(node.target)
+
+
+def _takes_one(target: Any) -> bool:
+    return getattr(target, "__name__", "") == "getitem"
 
 
 def view_of(node: Node) -> Node | None:
@@ -226,17 +230,19 @@ def view_of(node: Node) -> Node | None:
 
     Views, in-place results and the elements of a multiple output share. Told from the operator's schema, not its name.
     """
-    if node.op != "call_function":
+    if node.op != "call_function" or not _shares(node.target):
         return None
-    if is_element(node):
-        return node.args[0]  # type: ignore[return-value]
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.returns:
-        return None
-    if schema.returns[0].alias_info is None and node.target is not torch.ops.aten._unsafe_view.default:
-        return None  # _unsafe_view shares storage, whatever its schema says
     first = node.args[0]
     return first if isinstance(first, Node) else None
+
+
+@cache
+def _shares(target: Any) -> bool:
+    """Whether what an operator gives shares the storage of its first argument."""
+    if _takes_one(target) or target is torch.ops.aten._unsafe_view.default:
+        return True  # whatever the schema says
+    schema = getattr(target, "_schema", None)
+    return bool(schema is not None and schema.returns and schema.returns[0].alias_info is not None)
 
 
 def operator(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

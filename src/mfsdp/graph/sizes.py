@@ -29,7 +29,8 @@ def hint(size: Any) -> Any:
 
 def shape_of(value: torch.Tensor) -> torch.Size:
     """The shape, as numbers."""
-    return torch.Size(hint(n) for n in value.shape)
+    shape = value.shape
+    return shape if all(type(n) is int for n in shape) else torch.Size(hint(n) for n in shape)
 
 
 def expect(sizes: Sequence[Any], total: int) -> None:
