@@ -52,9 +52,13 @@ class Counted:
         overlap._beside = self._before
 
 
-def bitwise(lowering: str, micro: int, kept: bool) -> tuple[list[str], int, bool]:
-    """Gradients that differ from those of plain accumulation, how many backwards waited, and whether losses differ."""
+def bitwise(lowering: str, micro: int, kept: bool, starved: bool = False) -> tuple[list[str], int, bool]:
+    """Gradients that differ from those of plain accumulation, how many backwards waited, and whether losses differ.
+    ``starved``: no token goes to the experts of the second rank.
+    """
     _, model = sharded(2, layers=2)
+    for layer in model.layers if starved else ():
+        layer.router.register_forward_hook(lambda module, args, out: out - 1e4 * (torch.arange(4) > 1))
     run, rank = compiled(model, lowering), dist.get_rank()
     batches = [tokens(100 * m + rank) for m in range(micro)]
 
@@ -86,6 +90,12 @@ def test_gradients_are_those_of_accumulation(two_ranks, lowering, kept):
         assert not wrong and same and beside == 2
 
 
+def test_on_four_ranks_where_half_of_the_experts_get_nothing(four_ranks):
+    """Over (efsdp 2, ep 2)."""
+    for wrong, beside, same in four_ranks.run(bitwise, "eager", 3, False, True, timeout=500):
+        assert not wrong and same and beside == 2
+
+
 def wrong_in_the_gap() -> list[str]:
     """What goes wrong with what people do between a backward and the next forward."""
     wrong: list[str] = []
@@ -114,6 +124,13 @@ def wrong_in_the_gap() -> list[str]:
         train(1)
         wrong += ["seen later"] if torch.equal(params[0].grad.full_tensor(), seen) else []
     expect("looked at", (0, 1), 0)
+
+    with mfsdp.overlapped(model):
+        train(0)
+        for buffer in {p._mfsdp_owner for p in params}:
+            buffer.gradients.due = None  # the mutation: nobody is told that somebody looks
+        wrong += ["gradients come without being asked for"] if any(p.grad is not None for p in params) else []
+    expect("the last one", (0,))
 
     with mfsdp.overlapped(model):
         train(0)
@@ -400,6 +417,9 @@ def test_dense_models_do_not_wait(two_ranks):
         assert len(told) == 1 and "no backward has waited: no compiled backward of GPT" in told[0]
 
 
-def test_what_is_not_sharded():
+def test_what_is_not_sharded_or_not_one_model():
     with pytest.raises(ValueError, match="not sharded"), mfsdp.overlapped(nn.Linear(2, 2)):
+        pass
+    refused = pytest.raises(TypeError, match="not list: turns among stages of a virtual pipeline")
+    with refused, mfsdp.overlapped([nn.Linear(2, 2)]):
         pass

@@ -19,7 +19,7 @@ def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
     Raises:
         ValueError: it is not floating point, has no shape yet, is not strided, is another model's shard, or has a
             gradient or hooks, which would be lost.
-        NotImplementedError: it is a tensor subclass, or has sparse gradients.
+        NotImplementedError: it is a tensor subclass, or has sparse gradients, or late ones.
     """
     _plain(fqn, param)
     if param.grad is not None:
@@ -35,6 +35,13 @@ def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
         raise NotImplementedError(
             f"fully_shard: {fqn} belongs to {type(owner).__name__}(sparse=True); gradients of sharded parameters are "
             "dense. Set sparse=False on the module, or pass the parameter in ignored_params"
+        )
+    later = getattr(owner, "need_backward_dw", None)  # TransformerEngine's protocol
+    if param.requires_grad and callable(later) and later():
+        raise NotImplementedError(
+            f"fully_shard: the gradient of {fqn} comes by {type(owner).__name__}.backward_dw(), after backward, where "
+            "its unit has been reduced without it. Make the module with delay_wgrad_compute=False (the pass `fill` has "
+            "weights' gradients computed while exchanges travel), or pass the parameter in ignored_params"
         )
 
 

@@ -20,7 +20,16 @@ def _buffers(module: nn.Module) -> list[FlatBuffer]:
 
 
 def _sharded(module: nn.Module, asked: str) -> list[FlatBuffer]:
-    """The same; a ValueError, with the name of what was called, if there is none."""
+    """The same; a ValueError, with the name of what was called, if there is none.
+
+    Raises:
+        TypeError: several models.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"{asked}: give one model, not {type(module).__name__}: turns among stages of a virtual pipeline are not "
+            "built (docs/MICROBATCHES.md)"
+        )
     found = _buffers(module)
     if not found:
         raise ValueError(f"{asked}: the model is not sharded; call mfsdp.fully_shard first")
