@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -23,7 +25,8 @@ from mfsdp.graph.merge import merge
 from mfsdp.graph.program import Program, view_of
 from mfsdp.graph.roles import Kind, role
 from mfsdp.passes import fill
-from mfsdp.runtime import observers
+from mfsdp.runtime import immediate, observers
+from mfsdp.spec.hardware import Hardware, Link
 from tests.models import GPT, Block
 from tests.parallel import graphs, next_token, reset, tokens
 from tests.parity import compiled, error
@@ -278,6 +281,141 @@ def test_what_is_refused(monkeypatch):
         both([[torch.ones(2, 2)]])
     one, two = both([{"input": torch.ones(2, 2)}, torch.zeros(2, 2)])
     assert torch.equal(one, run(torch.ones(2, 2))) and torch.equal(two, run(torch.zeros(2, 2)))
+
+
+class Pieces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.experts = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts(self.attention(x).relu())  # type: ignore[no-any-return]
+
+
+def plan(layers: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A schedule of one's own, which calls what is in the units and never the units."""
+    for layer in layers:
+        a, b = layer.attention(a).relu(), layer.attention(b).relu()
+        a, b = layer.experts(a), layer.experts(b)
+    return (a + b).sum()
+
+
+def test_schedules_that_call_what_is_in_a_unit(monkeypatch):
+    """One gather for forward, one for backward, one reduction; uncompiled, where the schedule itself brackets them."""
+    counts: list[str] = []
+    with mfsdp.fake_ranks(2):
+        reset()
+        model = mfsdp.fully_shard(nn.Sequential(Pieces(), Pieces()), units=[Pieces])
+        seen: list[Program] = []
+        options = {"lowering": "eager", "passes": (*pipeline.PIPELINE, ("look", lambda p: seen.append(p.copy())))}
+        torch.compile(plan, backend="mfsdp", options=options)(model, torch.ones(2, 8), torch.ones(2, 8)).backward()
+        assert [[len(p.find(kind)) for kind in (Kind.FULL, Kind.GSHARD)] for p in seen] == [[2, 0], [2, 2]]
+        for name in ("gather_now", "reduce_now"):
+            real = getattr(immediate, name)
+            monkeypatch.setattr(immediate, name, lambda *args, r=real, n=name: (counts.append(n), r(*args))[1])
+        with pytest.warns(UserWarning, match="outside of a compiled graph"):
+            for layer in model:
+                layer.unshard()
+            plan(model, torch.ones(2, 8), torch.ones(2, 8)).backward()
+            for layer in model:
+                layer.reshard()
+            assert sorted(counts) == ["gather_now"] * 2 + ["reduce_now"] * 2
+            counts.clear()
+            plan(model, torch.ones(2, 8), torch.ones(2, 8)).backward()
+        assert counts.count("gather_now") > 2, "each call gathers for itself"
+
+
+class Late(nn.Linear):
+    """A weight's gradient comes when it is asked for, as in TransformerEngine."""
+
+    later = True
+
+    def need_backward_dw(self) -> bool:
+        return self.later
+
+
+def test_late_gradients_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4), Late(4, 4))
+    with pytest.raises(NotImplementedError, match=r"gradient of 1.weight comes by Late.backward_dw\(\)"):
+        mfsdp.fully_shard(model)
+    model[1].later = False
+    mfsdp.fully_shard(model)
+
+
+SLOW = Hardware("slow", {"f32": 1e12}, 10**12, 1e12, Link(1e10, 1e-6), Link(1e10, 1e-6), reached=1, kernel=1e-7)
+
+
+def explained(**more: Any) -> Any:
+    """Of a mixture over (efsdp 4, ep 2)."""
+    with mfsdp.fake_ranks(8, rank=3):
+        reset()
+        mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp_shard",))
+        sparse = init_device_mesh("cpu", (4, 2), mesh_dim_names=("efsdp", "ep"))
+        with torch.device("meta"):
+            model = nn.Sequential(*(Mixture(sparse["ep"].get_group(), 256) for _ in range(3)))
+        for layer in model:
+            mfsdp.fully_shard(layer.up, mesh=sparse["efsdp"], device="meta")
+        mfsdp.fully_shard(model, mesh=mesh, units=[Mixture], device="meta")
+        x = torch.empty(4096, 256)
+        return mfsdp.explain(model, (x,), hardware=SLOW, suggest=False, options={"lowering": "eager"}, **more)
+
+
+def test_microbatches_are_explained(tmp_path):
+    table = explained(microbatches=4, together=[1, 2], overlapped=[False, True])
+    plain, turns, pairs, both = table
+    assert [r.world for r in table] == [8] * 4 and [r.schedule for r in table] == [
+        "4 microbatches", "4 microbatches, overlapped",
+        "4 microbatches, 2 together", "4 microbatches, 2 together, overlapped",
+    ]  # fmt: skip
+    assert [[(v.phase, v.runs) for v in r.views] for r in table] == [
+        [("forward", 4), ("backward", 4)],
+        [("forward", 1), ("overlapped", 3), ("backward", 1)],
+        [("forward", 2), ("backward", 2)],
+        [("forward", 1), ("overlapped", 1), ("backward", 1)],
+    ]
+    for r in table:
+        assert r.step == pytest.approx(sum(v.runs * v.seconds for v in r.views) + r.optimizer)
+        assert r.drawn == pytest.approx(sum(v.seconds for v in r.views) + r.optimizer)
+        waits = sum(x.seconds for x in r.exposed)
+        assert r.step == pytest.approx(r.compute + waits, rel=1e-6), "compute works or stands still"
+    forward, backward = (v.seconds for v in plain.views)
+    beside = turns.views[1]
+    assert max(forward, backward) < beside.seconds < forward + backward
+    assert turns.compute == pytest.approx(plain.compute) and turns.peak > plain.peak
+    assert pairs.step < turns.step < plain.step and pairs.flops == plain.flops == both.flops
+    assert "overlapped" in turns.listing("overlapped") and "b_all_to_all" in turns.listing("overlapped")
+    text = turns.summary()
+    assert "4 microbatches, overlapped" in text and re.search(r"overlapped +[\d.]+ [mu]s   3 times", text)
+    turns.html(tmp_path / "report.html")
+    assert "slow; 4 microbatches, overlapped" in (tmp_path / "report.html").read_text()
+    turns.trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert max(e["ts"] + e["dur"] for e in events if "dur" in e) == pytest.approx(1e6 * turns.drawn)
+
+
+def test_dense_models_together_are_explained():
+    """Where links are the bottleneck two microbatches take half the gathers; side by side they have nothing to hide."""
+    given: dict[str, Any] = {"world": 8, "units": [Block], "hardware": SLOW, "suggest": False}
+    given["options"] = {"lowering": "eager"}
+    model, ids = GPT(width=64, layers=1), torch.zeros(2, 8, dtype=torch.long)
+    alone, pairs = mfsdp.explain(model, (ids,), microbatches=2, together=[1, 2], **given)
+    assert pairs.step < 0.7 * alone.step and pairs.tokens == alone.tokens == 32 and pairs.peak > alone.peak
+    report = mfsdp.explain(model, (ids,), microbatches=2, overlapped=True, **given)
+    assert report.step == alone.step and "exchanges nothing" in report.warnings[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"microbatches": 3, "together": 2}, "microbatches=3, together=2: give a multiple"),
+        ({"together": 0}, "together=0: give a positive number"),
+        ({"microbatches": True}, "microbatches=True: give a positive number"),
+        ({"overlapped": 1}, "overlapped=1: choose True or False"),
+    ],
+)
+def test_what_explain_refuses(given, message):
+    with pytest.raises(ValueError, match=message):
+        mfsdp.explain(nn.Linear(4, 4), (torch.ones(2, 4),), **given)
 
 
 def test_graph_breaks_are_told(monkeypatch):

@@ -23,6 +23,9 @@ def explain(commands: Any) -> None:
     add("--world", help="ranks (default: 8); as all that follows, several with commas give a table: 8,64,512")
     add("--mesh-shape", help="outer x shard ranks instead: 128x8")
     add("--hardware", default="h100", help=f"{', '.join(KNOWN)}, or a JSON file (default: h100)")
+    add("--microbatches", help="of one step (default: as many as are together)")
+    add("--together", help="microbatches in one program, mfsdp.together (default: 1)")
+    add("--overlapped", help="true or false: backwards beside the next forward, mfsdp.overlapped (default: false)")
     add("--units", help="classes or name patterns, joined by +; auto (default for Hugging Face models: their layers)")
     add("--strategy", help="0 to 3 (default: 3)")
     add("--outer-strategy", help="no_shard or optim")
@@ -50,7 +53,11 @@ def _explain(args: argparse.Namespace) -> None:
         charts.bokeh.resources  # noqa: B018  (raises before minutes have gone by)
     model, inputs, named, layers = _model(args.model, args.batch, args.length)
     several: dict[str, Any] = {}
-    for name, kind in (("strategy", _strategy), ("outer_strategy", str), ("reshard_after_forward", _truth)):
+    kinds: dict[str, Callable[[str], Any]] = {
+        "strategy": _strategy, "outer_strategy": str, "reshard_after_forward": _truth,
+        "microbatches": int, "together": int, "overlapped": _truth,
+    }  # fmt: skip
+    for name, kind in kinds.items():
         if getattr(args, name) is not None:
             several[name] = _several(getattr(args, name), kind)
     units = _several(args.units, lambda text: text if text == "auto" else text.split("+")) if args.units else layers

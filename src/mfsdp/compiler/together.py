@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 
 from ..sharding.module import own_code
 from .backend import mfsdp
+from .tracing import each
 
 log = logging.getLogger("mfsdp")
 
@@ -24,7 +25,7 @@ class Together:
         settings = _settings(model)
         options = {**settings.pop("options"), "interleave": True}
         self.model = model._orig_mod
-        self._run = torch.compile(own_code(_each, "together"), backend="mfsdp", options=options, **settings)
+        self._run = torch.compile(own_code(each, "together"), backend="mfsdp", options=options, **settings)
         self._told = False
 
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
@@ -85,10 +86,6 @@ def together(model: nn.Module) -> Together:
 
 
 _KEY = "_mfsdp_together"
-
-
-def _each(model: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-    return [model(*args, **kwargs) for args, kwargs in calls]
 
 
 def _sequence(microbatches: Any) -> Sequence[Any]:

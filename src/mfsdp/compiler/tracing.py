@@ -60,6 +60,7 @@ def trace(
     train: bool = True,
     name: str | None = None,
     lowering: str = "eager",
+    together: int = 1,
     **sharding: Any,
 ) -> Programs:
     """The forward and backward programs of a model as ``world`` ranks would run them, before any pass.
@@ -74,6 +75,8 @@ def trace(
         train: ``False`` traces under ``torch.no_grad()``: one inference program.
         name: what listings call the programs; default: the class of the model.
         lowering: for which: ``"eager"`` has operators as autograd wrote them, ``"inductor"`` Inductor's decompositions.
+        together: how many microbatches are in one program, as `mfsdp.together` has them; passes for them are
+            ``mfsdp.pipeline.table(turns=True)``.
         **sharding: arguments of :func:`mfsdp.fully_shard` (``units``, ``mp_policy``, ...).
 
     Raises:
@@ -83,6 +86,8 @@ def trace(
     """
     if lowering not in CAPTURES:
         raise ValueError(f"trace: lowering={lowering!r}: choose one of {', '.join(CAPTURES)}")
+    if together < 1:
+        raise ValueError(f"trace: together={together!r}: give a positive number")
     model = getattr(model, "_orig_mod", model)
     plan = blueprint(model)
     meta = plan.model
@@ -91,7 +96,8 @@ def trace(
     for unwanted in ("mesh", "dp_mesh_dims", "device"):
         if unwanted in sharding:
             raise ValueError(f"trace: {unwanted}= is not needed: give world= or mesh_shape=")
-    cut = [ref.piece for m in model.modules() for ref in refs(m).values() if ref.piece is not None]
+    cut = any(ref.piece is not None for m in model.modules() for ref in refs(m).values())
+    cut = cut or len({str(grid) for *_, grid in plan.calls}) > 1
     if cut and (world is not None or mesh_shape is not None):
         raise ValueError(
             f"trace: {type(model).__name__} is sharded beside another parallelism, over ranks that only both can say; "
@@ -103,6 +109,7 @@ def trace(
     anew = local_mesh("cpu", shape, numbers=range(0, math.prod(shape) * apart, apart))
     if "ignored_params" in sharding:
         sharding["ignored_params"] = [plan.twins.get(id(p), p) for p in sharding["ignored_params"] or ()]
+    plan.twins.clear()  # of parameters that nobody else holds `fully_shard` need not ask whether an optimizer does
     ignored = [p for p in meta.parameters() if getattr(p, "_mfsdp_ignored", False)]
     for module, call, grid in plan.calls or [(meta, sharding, [])]:
         mesh = _as_sharded(grid) if cut else anew
@@ -132,15 +139,25 @@ def trace(
         return _stop
 
     def to_meta(x: Any) -> Any:
-        return x.to("meta") if isinstance(x, torch.Tensor) else x
+        return x.detach().to("meta", copy=True).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
 
-    meta_args, meta_kwargs = pytree.tree_map(to_meta, (args, dict(kwargs or {})))
+    calls = [pytree.tree_map(to_meta, (args, dict(kwargs or {}))) for _ in range(together)]
+    called = meta if together == 1 else own_code(each, "together")
+    run: Any = torch.compile(called, backend=backend, fullgraph=True, dynamic=False)
     try:
         with torch.set_grad_enabled(train), _constants_on_meta(), _logs_nothing(), suppress(_Traced):
-            torch.compile(meta, backend=backend, fullgraph=True, dynamic=False)(*meta_args, **meta_kwargs)
+            if together == 1:
+                run(*calls[0][0], **calls[0][1])
+            else:
+                run(meta, calls)
     finally:
         found.clear()
     return out
+
+
+def each(model: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+    """What a model gives for each of several microbatches: what `mfsdp.together` compiles."""
+    return [model(*args, **kwargs) for args, kwargs in calls]
 
 
 def _as_sharded(grid: list[Any]) -> DeviceMesh:

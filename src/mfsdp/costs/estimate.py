@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..graph import cost, listing
+from ..graph import cost, listing, ops
+from ..graph.check import check
 from ..graph.cost import size
+from ..graph.merge import beside
 from ..graph.program import Program
 from ..graph.roles import Lane, role
 from ..pipeline import Stage
@@ -38,15 +40,16 @@ def estimate(
     optimizer: str = "adamw",
     profile: Any = None,
     mesh_shape: tuple[int, ...] | None = None,
-    beside: Mapping[str, int] | None = None,
+    axes: Mapping[str, int] | None = None,
+    schedule: Schedule | None = None,
 ) -> Facts:
     """Puts a step on the clock and into memory.
 
     Args:
-        programs: of one step, after all passes, in the order in which they run.
+        programs: forward and backward, or inference, after all passes.
         stages: what the passes have said, for each program.
         buffers: every flat buffer of the model.
-        inputs: the batch of one rank.
+        inputs: a microbatch of one rank.
         machine: on what.
         options: those of the backend.
         other: bytes of what is not sharded.
@@ -54,19 +57,33 @@ def estimate(
         optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
         profile: what knows measured times: ``given(program)``, for :func:`mfsdp.costs.clock.times`, and ``optimizer``.
         mesh_shape: of a two-level mesh.
-        beside: axes of tensor parallelism, and their ranks.
+        axes: of tensor parallelism, and their ranks.
+        schedule: of a step's microbatches; by default there is one.
     """
-    batch = sum(t.numel() * t.element_size() for t in inputs)
+    schedule = schedule or Schedule()
     fused = options.lowering != "eager"
-    account = ledger(programs, buffers, inputs=batch, other=other, plain=plain, optimizer=optimizer, fused=fused)
-    now, compute, views = 0.0, 0.0, []
+    parts = []
     for program, done in zip(programs, stages, strict=True):
         known = profile.given(program) if profile is not None else {}
         times = clock.times(program, machine, fused=fused, **known)
-        compute += sum(t.seconds for t in times.values())
-        lines = _lines(program, simulate(program, times), times, account, now, bool(done and done[-1].listing))
-        views.append(View(program.phase, tuple(done), lines, program.units))
-        now = max((x.end for x in lines), default=now)
+        parts.append(_Part(program, tuple(done), times, schedule.rounds))
+    alone = parts
+    if schedule.overlapped:
+        parts = _taking_turns(parts)
+    batch = sum(t.nbytes for t in inputs) * schedule.together * (2 if len(parts) > len(alone) else 1)
+    account = ledger(
+        [part.program for part in parts], buffers,
+        inputs=batch, other=other, plain=plain, optimizer=optimizer, fused=fused,
+    )  # fmt: skip
+    now, step, compute, views = 0.0, 0.0, 0.0, []
+    for part in parts:
+        shown = bool(part.stages and part.stages[-1].listing)
+        lines = _lines(part.program, simulate(part.program, part.times), part.times, account, now, shown)
+        view = View(part.program.phase, part.stages, lines, part.program.units, part.runs)
+        views.append(view)
+        now += view.seconds
+        step += view.runs * view.seconds
+        compute += view.runs * sum(t.seconds for t in part.times.values())
     seconds = getattr(profile, "optimizer", 0.0) or _optimizer_seconds(buffers, plain, optimizer, machine)
     ids = next((t for t in inputs if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), None)
     facts = Facts(
@@ -78,17 +95,74 @@ def estimate(
         views=views,
         ledger=account,
         optimizer=seconds,
-        step=now + seconds,
+        step=step + seconds,
         compute=compute + seconds,
-        tokens=ids.numel() if ids is not None else 0,
+        tokens=ids.numel() * schedule.microbatches if ids is not None else 0,
         flops=(3 if any(p.phase == "backward" for p in programs) else 1)
-        * sum(fusion.total_flops(p) for p in programs if p.phase != "backward"),
-        beside=dict(beside or {}),
+        * sum(fusion.total_flops(p) for p in programs if p.phase != "backward")
+        * schedule.rounds,
+        beside=dict(axes or {}),
         measured=profile is not None,
         error=HONESTY,
+        schedule=str(schedule),
     )
     facts.warnings += _warnings(facts, buffers)
+    if schedule.overlapped and parts is alone:
+        why = "there is one at a time only" if schedule.rounds == 1 else "forward or backward exchanges nothing"
+        facts.warnings.append(f"overlapped: no backward runs beside a forward: {why}")
     return facts
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a step goes through its microbatches."""
+
+    microbatches: int = 1
+    together: int = 1
+    """How many are in one program (`mfsdp.together`); a divisor."""
+    overlapped: bool = False
+    """Whether each backward but the last runs beside the next forward (`mfsdp.overlapped`)."""
+
+    @property
+    def rounds(self) -> int:
+        """How often forward runs."""
+        return self.microbatches // self.together
+
+    def __str__(self) -> str:
+        words = [f"{self.microbatches} microbatches"]
+        words += [f"{self.together} together"] if self.together > 1 else []
+        words += ["overlapped"] if self.overlapped else []
+        return ", ".join(words) if self.microbatches > 1 else ""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A program of the step."""
+
+    program: Program
+    stages: tuple[Stage, ...]
+    times: Mapping[Any, clock.Time]
+    runs: int
+
+
+def _taking_turns(parts: list[_Part]) -> list[_Part]:
+    """The first forward, each backward beside the next forward, the last backward; as they are if none may wait."""
+    if len(parts) != 2 or parts[0].runs == 1:
+        return parts
+    forward, backward = parts
+    if not all(any(n.target is ops.collective for n in part.program.nodes) for part in parts):
+        return parts
+    program, origins = beside(backward.program, forward.program)
+    known = {**forward.times, **backward.times}
+    times = {node: known[origins[node]] for node in program.nodes if origins.get(node) in known}
+    check(program)
+    shown = bool(forward.stages and forward.stages[-1].listing)
+    stage = Stage("merge", listing.render(program, "merge") if shown else "", 0.0)
+    return [
+        replace(forward, runs=1),
+        _Part(program, (stage,), times, forward.runs - 1),
+        replace(backward, runs=1),
+    ]
 
 
 def _mesh_shape(program: Program) -> tuple[int, ...]:

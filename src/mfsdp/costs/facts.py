@@ -54,7 +54,15 @@ class View:
     stages: tuple[Stage, ...]
     """The listing after every pass."""
     lines: tuple[Line, ...]
+    """On the clock as if each program of the step ran once, one behind the other."""
     units: tuple[Unit, ...]
+    runs: int = 1
+    """How often it runs in a step."""
+
+    @property
+    def seconds(self) -> float:
+        """Of one run."""
+        return max((x.end for x in self.lines), default=0.0) - min((x.start for x in self.lines), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class Exposed:
     line: str
     unit: str
     seconds: float
+    """In all runs of the program."""
     why: str
 
 
@@ -95,7 +104,7 @@ class Facts:
     optimizer: float
     """Seconds of the optimizer."""
     step: float
-    """Seconds of a whole step."""
+    """Seconds of a whole step, all its microbatches."""
     compute: float
     """Seconds that kernels take, the optimizer's too."""
     tokens: int
@@ -110,6 +119,8 @@ class Facts:
     """Whether a profile stands behind the times."""
     error: str = ""
     """How far such estimates have been from measured steps."""
+    schedule: str = ""
+    """How a step goes through several microbatches, in words; ``""`` if it has one."""
 
     @property
     def peak(self) -> int:
@@ -147,12 +158,17 @@ class Facts:
     def exposed(self) -> list[Exposed]:
         """Every wait that costs time, the longest first."""
         found = [
-            Exposed(view.phase, x.text + (" (outer)" if x.queue == "O" else ""), x.unit, x.exposed, x.why)
+            Exposed(view.phase, x.text + (" (outer)" if x.queue == "O" else ""), x.unit, view.runs * x.exposed, x.why)
             for view in self.views
             for x in view.lines
             if x.exposed > 0
         ]
         return sorted(found, key=lambda x: -x.seconds)
+
+    @property
+    def drawn(self) -> float:
+        """Seconds of the step as it is drawn: every program once, and the optimizer."""
+        return sum(view.seconds for view in self.views) + self.optimizer
 
     @property
     def ranks(self) -> int:

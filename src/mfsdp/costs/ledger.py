@@ -134,7 +134,7 @@ def ledger(
         phase, line = "optimizer", ""
     else:
         program, node, used = where
-        back = _saved(program, node) if program.phase == "backward" else 0
+        back = _saved(program, node) if program.phase in ("backward", "overlapped") else 0
         entries += [
             Entry("gradients", staying, "accumulators, from step to step"),
             Entry("activations saved by forward", back, "still there"),

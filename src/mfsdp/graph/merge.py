@@ -26,6 +26,11 @@ def merge(backward: Program, forward: Program) -> Program:
         a program of phase ``"overlapped"``: the backward's arguments and results, then the forward's; what both read
         parameters from is one argument.
     """
+    return beside(backward, forward)[0]
+
+
+def beside(backward: Program, forward: Program) -> tuple[Program, dict[Node, Node]]:
+    """The same, and of each of its nodes which one of theirs it is."""
     graph = fx.Graph()
     moved: dict[Node, Node] = {}
     sources: dict[str, Node] = {}
@@ -58,7 +63,7 @@ def merge(backward: Program, forward: Program) -> Program:
     out.slots = dict(forward.slots)
     for slot, size in backward.slots.items():
         out.slots[f"{slot[0]}{int(slot[1:]) + behind[slot[0]]}"] = size
-    return out
+    return out, {copy: node for node, copy in moved.items()}
 
 
 def _segments(p: Program) -> Iterator[list[Node]]:

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from .. import pipeline
 from ..compiler.tracing import Programs, trace
 from ..costs.depth import Auto, always
-from ..costs.estimate import estimate
+from ..costs.estimate import Schedule, estimate
 from ..costs.facts import Facts, Suggestion
 from ..costs.ledger import OPTIMIZER_STATES
 from ..costs.measure import measure
@@ -48,20 +48,22 @@ class Calibration:
         return {"compute": self.backward if program.phase == "backward" else self.forward}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Question:
     """One combination of what may vary."""
 
     world: int | None
     mesh_shape: tuple[int, int] | None
     hardware: Hardware
+    schedule: Schedule
     options: Options
     sharding: dict[str, Any]
 
     @property
     def traced(self) -> tuple[Any, ...]:
         """What a new trace is needed for; combinations share the objects that do not vary."""
-        return self.world, self.mesh_shape, self.options.lowering, tuple((k, id(v)) for k, v in self.sharding.items())
+        shared = tuple((k, id(v)) for k, v in self.sharding.items())
+        return self.world, self.mesh_shape, self.schedule.together, self.options.lowering, shared
 
 
 def explain(
@@ -72,6 +74,9 @@ def explain(
     world: int | Sequence[int] | None = None,
     mesh_shape: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
     hardware: Any = "h100",
+    microbatches: int | Sequence[int] | None = None,
+    together: int | Sequence[int] = 1,
+    overlapped: bool | Sequence[bool] = False,
     options: Mapping[str, Any] | None = None,
     optimizer: str = "adamw",
     profile: Any = None,
@@ -83,15 +88,19 @@ def explain(
 
     Args:
         model: any module, on the meta device or not, sharded already or not; it is not changed.
-        args, kwargs: example inputs of one rank (values do not matter).
+        args, kwargs: example inputs of one rank (values do not matter), one microbatch.
         world: ranks; by default 8, and of a model that is sharded beside another parallelism those that it is sharded
             over (`trace`).
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
         hardware: a name in :data:`mfsdp.spec.hardware.KNOWN`, a JSON file, ``"this"`` (:func:`mfsdp.measure`), or a
             :class:`mfsdp.spec.hardware.Hardware`.
+        microbatches: of one step, by default as many as are ``together``; gradients are reduced in each of their
+            backwards.
+        together: how many of them `mfsdp.together` has in one program.
+        overlapped: whether the step is inside of `mfsdp.overlapped`.
         options: those of the backend.
         optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
-        profile: of :func:`mfsdp.profile`: measured times instead of estimates.
+        profile: of :func:`mfsdp.profile`, of the same programs: measured times instead of estimates.
         suggest: whether to look for changes that make the step faster.
         **sharding: arguments of :func:`mfsdp.fully_shard`; none if the model is sharded already.
 
@@ -108,16 +117,18 @@ def explain(
     """
     if optimizer not in OPTIMIZER_STATES:
         raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
-    questions, varied = _questions(world, mesh_shape, hardware, options, sharding)
+    ways = {"microbatches": microbatches, "together": together, "overlapped": overlapped}
+    questions, varied = _questions(world, mesh_shape, hardware, ways, options, sharding)
     traces: dict[tuple[Any, ...], Programs] = {}
+    known: _Known = {}
     reports = []
     for q in questions:
         if q.traced not in traces:
             traces[q.traced] = trace(
                 model, args, kwargs, world=q.world, mesh_shape=q.mesh_shape, lowering=q.options.lowering,
-                **q.sharding,
+                together=q.schedule.together, **q.sharding,
             )  # fmt: skip
-        reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), optimizer, profile))
+        reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), optimizer, profile, known=known))
     if varied:
         return Comparison(varied, [_values(q, varied) for q in questions], reports)
     report = reports[0]
@@ -181,7 +192,12 @@ def _is_table(value: Any) -> bool:
 
 
 def _questions(
-    world: Any, mesh_shape: Any, machines: Any, options: Mapping[str, Any] | None, sharding: Mapping[str, Any]
+    world: Any,
+    mesh_shape: Any,
+    machines: Any,
+    ways: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    sharding: Mapping[str, Any],
 ) -> tuple[list[_Question], list[str]]:
     """All combinations, and the names of what varies."""
     axes: dict[str, list[Any]] = {}
@@ -201,6 +217,8 @@ def _questions(
     axis("world", world, isinstance(world, (list, range)))
     axis("mesh_shape", mesh_shape, isinstance(mesh_shape, list))
     axis("hardware", machines, isinstance(machines, list))
+    for name, value in ways.items():
+        axis(name, value, isinstance(value, (list, range)))
     given = dict(options or {})
     firsts = {k: v[0] if isinstance(v, list) and v and not _is_table(v) else v for k, v in given.items()}
     pipeline.chosen(Options.parse(firsts))
@@ -219,16 +237,32 @@ def _questions(
         ranks = q["world"]
         if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
             raise ValueError(f"explain: world={ranks!r}: give a positive number of ranks")
+        parsed = Options.parse({k: q[k] for k in given})
         out.append(
             _Question(
                 q["world"],
                 tuple(shape) if shape is not None else None,
                 machine_of(q["hardware"]),
-                Options.parse({k: q[k] for k in given}),
+                schedule := _schedule(*(q[name] for name in ways)),
+                replace(parsed, interleave=True) if schedule.together > 1 else parsed,
                 {k: q[k] for k in sharding},
             )
         )
     return out, several
+
+
+def _schedule(microbatches: Any, together: Any, overlapped: Any) -> Schedule:
+    for name, value in (("together", together), ("microbatches", together if microbatches is None else microbatches)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"explain: {name}={value!r}: give a positive number")
+    if not isinstance(overlapped, bool):
+        raise ValueError(f"explain: overlapped={overlapped!r}: choose True or False")
+    if (microbatches or together) % together:
+        raise ValueError(
+            f"explain: microbatches={microbatches}, together={together}: give a multiple of together: programs of a "
+            "step are all alike here"
+        )
+    return Schedule(microbatches or together, together, overlapped)
 
 
 def machine_of(what: Any) -> Hardware:
@@ -242,6 +276,7 @@ def _values(q: _Question, varied: Sequence[str]) -> dict[str, str]:
         value = (
             q.hardware.name if name == "hardware"
             else getattr(q, name) if name in ("world", "mesh_shape")
+            else getattr(q.schedule, name) if name in ("microbatches", "together", "overlapped")
             else q.sharding[name] if name in q.sharding
             else getattr(q.options, name)
         )  # fmt: skip
@@ -273,7 +308,25 @@ def _unsharded(model: nn.Module | None) -> tuple[int, int]:
     return sum(t.numel() * t.element_size() for t in every.values()), trained
 
 
-def _report(traced: Programs, q: _Question, inputs: Any, optimizer: str, profile: Any, listings: bool = True) -> Report:
+_Known = dict[tuple[Any, ...], tuple[list[Program], list[pipeline.Stages]]]
+"""What passes have made of traces."""
+
+
+def _report(
+    traced: Programs,
+    q: _Question,
+    inputs: Any,
+    optimizer: str,
+    profile: Any,
+    listings: bool = True,
+    known: _Known | None = None,
+) -> Report:
+    """One combination.
+
+    Args:
+        listings: whether to render.
+        known: of other combinations, of which some differ in what passes do not ask for.
+    """
     o = q.options
     other, plain = _unsharded(traced.model)
     buffers = _buffers(traced.model)
@@ -283,13 +336,18 @@ def _report(traced: Programs, q: _Question, inputs: Any, optimizer: str, profile
         size = sum(x.nbytes for x in batch)
         held = always(buffers, inputs=size, other=other, plain=plain, optimizer=optimizer)
         decide = Auto(q.hardware, o, q.hardware.cuda, held, profile)
-    table = pipeline.chosen(o, q.hardware.cuda, decide)
-    programs = [original.copy() for original in traced]
-    checked = o.check and listings  # what is only a suggestion is checked when it is asked for
-    stages = [pipeline.run(p, upto=o.upto, passes=table, checked=checked, listings=listings) for p in programs]
+    known = {} if known is None else known
+    key = (*q.traced, str(o), q.hardware.cuda, None if decide is None else q)
+    if key not in known:
+        table = pipeline.chosen(o, q.hardware.cuda, decide)
+        programs = [original.copy() for original in traced]
+        checked = o.check and listings  # what is only a suggestion is checked when it is asked for
+        stages = [pipeline.run(p, upto=o.upto, passes=table, checked=checked, listings=listings) for p in programs]
+        known[key] = programs, stages
+    programs, stages = known[key]
     facts = estimate(
         programs, stages, buffers, batch,
         machine=q.hardware, options=o, other=other, plain=plain, optimizer=optimizer, profile=profile,
-        mesh_shape=q.mesh_shape, beside=_beside(traced.model),
+        mesh_shape=q.mesh_shape, axes=_beside(traced.model), schedule=q.schedule,
     )  # fmt: skip
     return Report(**{f.name: getattr(facts, f.name) for f in fields(Facts)})

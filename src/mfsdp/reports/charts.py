@@ -134,8 +134,8 @@ def rows(lines: Sequence[Line], listing: Sequence[str]) -> Iterator[int]:
 def charts(report: Facts) -> Any:
     """Timeline above memory, on one axis of time."""
 
-    factor, unit = next((f, name) for least, f, name in SCALES if report.step >= least)
-    end = max(report.step * factor, 1e-9)
+    factor, unit = next((f, name) for least, f, name in SCALES if report.drawn >= least)
+    end = max(report.drawn * factor, 1e-9)
     axis = bokeh.models.Range1d(
         -0.01 * end, 1.01 * end, bounds=(-0.05 * end, 1.05 * end), min_interval=end * 1e-6, name="time"
     )
@@ -243,9 +243,13 @@ def label(plot: Any, sources: Sequence[Any], glyphs: Sequence[Any]) -> None:
 def _phases(plot: Any, report: Facts, factor: float) -> Any:
     """The row above the lanes: which program runs."""
 
-    spans = [(v.phase, v.lines[0].start, max(x.end for x in v.lines)) for v in report.views if v.lines]
+    spans = [
+        (f"{v.runs} x {v.phase}" if v.runs > 1 else v.phase, v.lines[0].start, max(x.end for x in v.lines))
+        for v in report.views
+        if v.lines
+    ]
     if report.optimizer > 0:
-        spans.append(("optimizer", report.step - report.optimizer, report.step))
+        spans.append(("optimizer", report.drawn - report.optimizer, report.drawn))
     rows = [
         {"left": a * factor, "right": b * factor, "bottom": 0.65, "top": 1.05, "label": f"{name} {brief(b - a)}",
          "ink": "#3d4852", "color": "#e9edf1" if i % 2 else "#dde3e9"}
@@ -269,7 +273,7 @@ def _step_boxes(report: Facts, factor: float, heights: Mapping[str, int]) -> dic
                 )
     if report.optimizer > 0:
         out["optimizer"].append(
-            {"left": (report.step - report.optimizer) * factor, "right": report.step * factor, "bottom": -0.42,
+            {"left": (report.drawn - report.optimizer) * factor, "right": report.drawn * factor, "bottom": -0.42,
              "top": 0.42, "label": "optimizer", "ink": KINDS["optimizer"][2], "text": "optimizer",
              "when": brief(report.optimizer), "why": KERNEL["memory"], "program": -1, "row": -1}
         )  # fmt: skip
@@ -309,7 +313,7 @@ def _memory_chart(report: Facts, axis: Any, factor: float, unit: str) -> Any:
     top = max(report.peak, limit if report.peak > NEAR * limit else 0) / scale
     plot = figure(axis, y_range=(0, 1.3 * top), x_axis_label=unit, y_axis_label=bytes_, name="memory")
     plot.ygrid.grid_line_color = "#e6eaee"
-    end = report.step * factor
+    end = report.drawn * factor
     named, base = [], 0
     for i, e in enumerate(e for e in report.ledger.entries if e.name in LASTING):
         name = f"{e.name} {size(e.nbytes)}"
@@ -340,7 +344,7 @@ def _curve(plot: Any, report: Facts, factor: float, scale: int, base: int) -> An
     points = list(memory(report)) or [(0.0, base)]
     x = [at * factor for at, _ in points]
     y = [live / scale for _, live in points]
-    x, y = [*x, report.step * factor], [*y, y[-1]]
+    x, y = [*x, report.drawn * factor], [*y, y[-1]]
     area = plot.varea_step(
         x=x, y1=[base / scale] * len(x), y2=y, step_mode="after", fill_color="#a9c6ea", fill_alpha=0.75
     )
@@ -374,11 +378,11 @@ def _peak(plot: Any, report: Facts, factor: float, scale: int) -> bool:
         (x for v in report.views if v.phase == report.ledger.phase for x in v.lines if x.name == report.ledger.line),
         None,
     )
-    at = (where.start if where is not None else report.step - report.optimizer) * factor
+    at = (where.start if where is not None else report.drawn - report.optimizer) * factor
     y = report.peak / scale
     line = f": {where.name}" if where is not None else ""
     text = f"peak {size(report.peak)} in {report.ledger.phase}{line}"
-    late = at > 0.5 * report.step * factor
+    late = at > 0.5 * report.drawn * factor
     plot.scatter([at], [y], size=8, fill_color="#d93a33", line_color="#ffffff")
     plot.text(
         [at], [y], [text], x_offset=-8 if late else 8, y_offset=-4, text_align="right" if late else "left",

@@ -21,7 +21,7 @@ def chrome(report: Facts) -> str:
     for view in report.views:
         events += [_event(x, view.phase, threads[x.lane]) for x in view.lines if x.end > x.start]
     if report.optimizer > 0:
-        begin = report.step - report.optimizer
+        begin = report.drawn - report.optimizer
         events.append({"ph": "X", "name": "optimizer", "cat": "optimizer", "pid": 0, "tid": 0, "ts": begin * 1e6,
                        "dur": report.optimizer * 1e6, "args": {}})  # fmt: skip
     for at, live in memory(report):
@@ -57,6 +57,6 @@ def memory(report: Facts) -> Iterator[tuple[float, int]]:
                     last = live
     if report.optimizer > 0:
         # Of the optimizer only the peak is known, and only if it is the step's.
-        begin = report.step - report.optimizer
+        begin = report.drawn - report.optimizer
         yield begin, report.peak if report.ledger.phase == "optimizer" else max(last, 0)
-        yield report.step, max(last, 0)
+        yield report.drawn, max(last, 0)

@@ -22,11 +22,16 @@ class Report(Facts):
         """All but the listings."""
         waited = sum(x.seconds for x in self.exposed)
         lines = [
-            f"{self.name} on {self.ranks} ranks {self.grid}, {self.machine.name}",
+            f"{self.name} on {self.ranks} ranks {self.grid}, {self.machine.name}"
+            + (f", {self.schedule}" if self.schedule else ""),
             "",
             f"step      {seconds(self.step)}   compute {seconds(self.compute)}, exposed communication "
             f"{seconds(waited)} ({waited / self.step:.0%})",
-            *(f"{v.phase:<9} {seconds(v.lines[-1].end - v.lines[0].start)}" for v in self.views if v.lines),
+            *(
+                f"{v.phase:<9} {seconds(v.seconds)}" + (f"   {v.runs} times" if v.runs > 1 else "")
+                for v in self.views
+                if v.lines
+            ),
             f"optimizer {seconds(self.optimizer)}",
         ]
         if self.tokens:
