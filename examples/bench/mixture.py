@@ -1,9 +1,10 @@
 """A mixture of experts behind a slow link, all-to-alls hidden in several ways: ``python examples/bench/mixture.py``.
 
-Four microbatches a step; contenders take turns in one run. With emulated compute (an operation that sleeps, so that
-communication takes no time from it) what hides is only what a schedule hides; ``--ratio`` is the time of all-to-alls
-over that of compute, for which the sleep is chosen after the link has been measured. ``--real`` computes instead.
-Needs root and Linux (slowlink.sh).
+Four microbatches a step, of which each is reduced; contenders take turns in one run. With emulated compute (an
+operation that sleeps, so that communication takes no time from it) what hides is only what a schedule hides;
+``--ratio`` is the time of all-to-alls over that of compute; the sleep is chosen once the link has been measured.
+``--real`` computes instead. Beside what is measured stands what `mfsdp.explain` says, which knows the link
+(`mfsdp.measure`) and what sleeps. Needs root and Linux (slowlink.sh).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ import torch.distributed._functional_collectives as fc
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import mfsdp
+from mfsdp.graph.program import Program
 
 MICROBATCHES, LAYERS, WIDTH, HEAD = 4, 4, 256, 64
 
@@ -106,6 +108,14 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
 
+class Slept:
+    """What `mfsdp.explain` asks of a profile: seconds of the lines that sleep. It estimates the others."""
+
+    def given(self, program: Program) -> dict[str, Any]:
+        sleeping = program.graph.find_nodes(op="call_function", target=torch.ops.bench.work.default)
+        return {"measured": {n.name: float(n.args[1]) / 1e3 for n in sleeping}}  # type: ignore[arg-type]
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=int, default=4)
@@ -139,50 +149,78 @@ def worker(args: argparse.Namespace) -> None:
     dense = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
     sparse = init_device_mesh("cpu", (1, world), mesh_dim_names=("efsdp", "ep"))
     group = sparse["ep"].get_group()
+    machine = mfsdp.measure()
     seconds = exchange_seconds(group, args.tokens)
     ms = 0.0 if args.real else 1e3 * 4 * seconds / (6 * args.ratio)
     torch.manual_seed(100 + rank)
     data = [(torch.randn(args.tokens, WIDTH), torch.randint(64, (args.tokens,))) for _ in range(MICROBATCHES)]
 
-    def built() -> tuple[nn.Module, Any]:
+    def ours(**options: Any) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
         model = Model(group, ms)
         for layer in model.layers:
             mfsdp.fully_shard(layer.experts, mesh=sparse["efsdp"])
         mfsdp.fully_shard(model, mesh=dense, units=[Layer])
-        return model, torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": args.lowering})
+        more = {"lowering": args.lowering, **options}
+        return model, torch.compile(model, backend="mfsdp", dynamic=False, options=more)
 
-    def quiet(model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if last else mfsdp.no_sync(model)
+    def theirs(compiled: bool) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = Model(group, ms)
+        for layer in model.layers:
+            fully_shard(layer, mesh=dense, ignored_params=set(layer.experts.parameters()))
+            if compiled:
+                layer.compile()
+        fully_shard(model, mesh=dense, ignored_params={p for m in model.layers for p in m.experts.parameters()})
+        return model, model
 
-    def one_by_one(model: nn.Module, run: Any) -> None:
-        for i, batch in enumerate(data):
-            with quiet(model, i == MICROBATCHES - 1):
-                run(*batch).backward()
+    def one_by_one(run: Any) -> None:
+        for batch in data:
+            run(*batch).backward()
 
-    def beside(model: nn.Module, run: Any) -> None:
-        with mfsdp.overlapped(model):
-            one_by_one(model, run)
+    def beside(run: Any) -> None:
+        with mfsdp.overlapped(run):
+            one_by_one(run)
 
-    def pairs(model: nn.Module, run: Any) -> None:
+    def pairs(run: Any) -> None:
         for i in range(0, MICROBATCHES, 2):
-            with quiet(model, i == MICROBATCHES - 2):
-                sum(mfsdp.together(run)(data[i : i + 2])).backward()  # type: ignore[union-attr]
+            sum(mfsdp.together(run)(data[i : i + 2])).backward()  # type: ignore[union-attr]
 
-    contenders = {"accumulation": one_by_one, "overlapped (1F1B)": beside, "together, in pairs": pairs}
-    running = {name: (*built(), step) for name, step in contenders.items()}
+    unfilled = tuple(row for row in mfsdp.pipeline.PIPELINE if row[0] != "fill")
+    contenders: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "FSDP2, eager": (lambda: theirs(False), one_by_one, {}),
+        "FSDP2, layers compiled": (lambda: theirs(True), one_by_one, {}),
+        "accumulation": (lambda: ours(passes=unfilled), one_by_one, {"options": {"passes": unfilled}}),
+        "fill": (ours, one_by_one, {}),
+        "overlapped (1F1B)": (ours, beside, {"overlapped": True}),
+        "together, in pairs": (ours, pairs, {"together": 2}),
+    }
+    simulated: dict[str, float] = {}
+    explained, _ = ours()
+    if rank == 0 and not args.real:
+        for name, (_, _, schedule) in list(contenders.items())[2:]:
+            torch._dynamo.reset()
+            options = {"lowering": args.lowering, "check": False, **schedule.get("options", {})}
+            report = mfsdp.explain(
+                explained, data[0], hardware=machine, microbatches=MICROBATCHES, profile=Slept(), optimizer="none",
+                suggest=False, **{**schedule, "options": options},
+            )  # fmt: skip
+            simulated[name] = report.step
+    torch._dynamo.reset()
+    dist.barrier()
+    running = {name: (*build(), step) for name, (build, step, _) in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(args.rounds + 2):
         for name, (model, run, step) in running.items():
             dist.barrier()
             begun = time.perf_counter()
-            step(model, run)
+            step(run)
             if turn > 1:
                 times[name].append(time.perf_counter() - begun)
             model.zero_grad()
     compute = MICROBATCHES * LAYERS * 6 * ms / 1e3
     if rank == 0:
-        found = {"all_to_all": seconds, "compute": compute, "times": times}
+        found = {"all_to_all": seconds, "compute": compute, "times": times, "simulated": simulated}
         args.result.write_text(json.dumps(found, indent=1))
     dist.barrier()
     os._exit(0)
@@ -202,11 +240,13 @@ def main() -> None:
     exchanged = 4 * LAYERS * MICROBATCHES * found["all_to_all"]
     print(f"{args.world} ranks, {args.rate}: all-to-alls {exchanged:.2f} s a step, compute {found['compute']:.2f} s")
     base = statistics.median(found["times"]["accumulation"])
-    print("| | s | times accumulation | exposed per microbatch, ms |\n|---|---|---|---|")
+    print("| | s | simulated | times accumulation | exposed per microbatch, ms |\n|---|---|---|---|---|")
     for name, times in found["times"].items():
         median = statistics.median(times)
-        exposed = 1e3 * (median - found["compute"]) / MICROBATCHES if found["compute"] else float("nan")
-        print(f"| {name} | {median:.2f} | {base / median:.2f} | {exposed:.0f} |")
+        exposed = f"{1e3 * (median - found['compute']) / MICROBATCHES:.0f}" if found["compute"] else ""
+        said = found["simulated"].get(name)
+        simulated = f"{said:.2f} ({said / median - 1:+.0%})" if said else ""
+        print(f"| {name} | {median:.2f} | {simulated} | {base / median:.2f} | {exposed} |")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ class Contender:
     parameters: list[nn.Parameter]
     averaged: bool = True
     """Whether gradients are averaged over ranks, in float32: all losses of averaged contenders must agree."""
+    ahead: bool = False
+    """Whether the optimizer launches what the next forward begins with."""
 
 
 def local(model: Any) -> Contender:
@@ -49,11 +51,13 @@ NARROW = mfsdp.MixedPrecisionPolicy(param_comm_dtype=torch.bfloat16, grad_comm_d
 """Half the bytes on the link; weights, compute and sums stay in float32."""
 
 
-def ours(policy: mfsdp.MixedPrecisionPolicy | None = None, **options: Any) -> Callable[[Any], Contender]:
+def ours(
+    policy: mfsdp.MixedPrecisionPolicy | None = None, *, ahead: bool = False, **options: Any
+) -> Callable[[Any], Contender]:
     def make(model: Any) -> Contender:
         shard(model, policy)
         compiled = torch.compile(model, backend="mfsdp", dynamic=False, options=options)
-        return Contender(compiled, list(model.parameters()), averaged=policy is None)
+        return Contender(compiled, list(model.parameters()), policy is None, ahead)
 
     return make
 
@@ -158,6 +162,7 @@ def contenders(torchtitan: Path | None) -> dict[str, Callable[[Any], Contender]]
         "mfsdp, prefetch 0": ours(prefetch=0, reduce_lag=0),
         "mfsdp, prefetch 1": ours(prefetch=1, reduce_lag=1),
         "mfsdp, prefetch 2": ours(prefetch=2, reduce_lag=2),
+        "mfsdp, borders": ours(prefetch=2, reduce_lag=2, ahead=True),
         "bf16 on the link": ours(NARROW, prefetch=1, reduce_lag=1),
         "FSDP2, eager": fsdp2(),
         "FSDP2, blocks compiled": fsdp2("blocks"),
