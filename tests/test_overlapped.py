@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -415,6 +416,50 @@ def dense() -> list[str]:
 def test_dense_models_do_not_wait(two_ranks):
     for told in two_ranks.run(dense):
         assert len(told) == 1 and "no backward has waited: no compiled backward of GPT" in told[0]
+
+
+class Scaled(nn.Module):
+    """Backward reads buffers, of which forward itself may write one."""
+
+    def __init__(self, writes: bool):
+        super().__init__()
+        self.up, self.writes = nn.Linear(8, 8), writes
+        self.register_buffer("mine", torch.full((8,), 2.0))
+        self.register_buffer("yours", torch.full((8,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x) * self.mine.clone() * self.yours
+        if self.writes:
+            with torch.no_grad():
+                self.mine.mul_(0.5)
+        return x + fc.all_to_all_single_autograd(y, None, None, dist.group.WORLD)  # type: ignore[no-any-return]
+
+
+def written() -> list[tuple[bool, bool]]:
+    """Whether forward writes buffers, and whether the loop does between microbatches, where gradients differ."""
+    wrong = []
+    for inside in (False, True):
+        for between in (False, True):
+            found = []
+            for beside in (False, True):
+                reset()
+                torch.manual_seed(0)
+                model = mfsdp.fully_shard(nn.Sequential(Scaled(inside), Scaled(inside)), units=[Scaled])
+                run = compiled(model, "eager")
+                torch.manual_seed(dist.get_rank())
+                with mfsdp.overlapped(model) if beside else nullcontext():
+                    for _ in range(3):
+                        run(torch.randn(4, 8)).square().sum().backward()
+                        if between:
+                            model[0].yours.mul_(0.7)
+                found.append(gradients(model))
+            if any(not torch.equal(found[0][n], found[1][n]) for n in found[0]):
+                wrong.append((inside, between))
+    return wrong
+
+
+def test_buffers_may_be_written_to(two_ranks):
+    assert two_ranks.run(written, timeout=300) == [[], []]
 
 
 def test_what_is_not_sharded_or_not_one_model():

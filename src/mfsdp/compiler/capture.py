@@ -60,8 +60,8 @@ class Capture:
         """Index of an input that is a shard -> its unit."""
         self.whole = {i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and owners.read_by(t) is not None}
         """Indices of inputs that are shards, or parameters that the eager path has gathered."""
-        self.given = {i for i, n in enumerate(names) if not re.search(r"_(?:modules|parameters|buffers)\[", n)}
-        """Indices of inputs that come with a call, and do not hang on the model."""
+        self.given = {i for i, n in enumerate(names) if i not in self.whole and "_parameters[" not in n}
+        """Indices of inputs that are no parameters: what comes with a call, and modules' buffers."""
         self.plain: dict[int, tuple[Unit, int]] = {}
         """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
         self.cut = False

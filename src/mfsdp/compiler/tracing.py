@@ -100,8 +100,8 @@ def trace(
     cut = cut or len({str(grid) for *_, grid in plan.calls}) > 1
     if cut and (world is not None or mesh_shape is not None):
         raise ValueError(
-            f"trace: {type(model).__name__} is sharded beside another parallelism, over ranks that only both can say; "
-            "leave out world= and mesh_shape="
+            f"trace: {type(model).__name__} is sharded beside another parallelism, or over meshes of its own for some "
+            "modules, and is traced over the ranks of these; leave out world= and mesh_shape="
         )
     shape = mesh_shape or (world or 8,)
     meshes = [p.device_mesh for p in meta.parameters() if isinstance(p, DTensor)]

@@ -21,7 +21,7 @@ from ..spec.config import SHORT, Precision
 from ..spec.units import Axis, Unit
 from . import cost, ops
 from .cost import size
-from .program import Program, base_of, operator, slot_of, view_of
+from .program import Program, base_of, is_element, operator, slot_of, view_of
 from .roles import Kind, Lane, is_kind, role
 
 PARAMS_SHOWN = 4
@@ -367,7 +367,7 @@ def _name(node: Node) -> str:
     if node.target in _TRANSPOSES and node.meta["val"].dim() == 2:
         text = _name(parent)
         return text[:-2] if text.endswith(".T") else f"{text}.T"
-    if getattr(node.target, "__name__", "") == "getitem":
+    if is_element(node):
         return f"{_name(parent)}[{node.args[1]}]"
     return _name(parent)
 

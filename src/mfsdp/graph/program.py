@@ -35,7 +35,7 @@ INPUT = "mfsdp_input"
 value is a readable name."""
 
 GIVEN = "mfsdp_given"
-"""``node.meta`` key of these: whether they come with a call, and do not hang on the model."""
+"""``node.meta`` key of these: whether they are no parameters: arguments of a call, buffers of modules."""
 
 AXIS = "mfsdp_axis"
 """``node.meta`` key of torch's own collectives: the ranks that they go over, an `Axis`."""

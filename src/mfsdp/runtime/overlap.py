@@ -46,7 +46,7 @@ class Part:
         args: its arguments, one list, emptied by whoever takes them.
         buffers: whose gradients it brings, or whose parameters it reads.
         results: how many results it has, if it gives none of them: all are ``None``; else 0.
-        given: which arguments are the caller's own, and not the model's.
+        given: which arguments may be written to before it runs: the caller's own, and buffers of the model.
     """
 
     name: str

@@ -69,7 +69,7 @@ def marked(
         frames: whether its operations run in frames of their names, also while nobody looks (Note [Names]).
         exchanges: whether it has collectives of other parallelisms: then it may run beside another (Note [Turns]).
         silent: how many results it has, if it is a backward and all of them are ``None``; else 0.
-        given: which arguments of such a backward the caller of forward has given.
+        given: which arguments of such a backward are forward's own, and no parameters.
         first: what it launches before it waits for anything, which an optimizer's step may launch ahead of it (Note
             [Borders]).
 

@@ -20,16 +20,7 @@ def _buffers(module: nn.Module) -> list[FlatBuffer]:
 
 
 def _sharded(module: nn.Module, asked: str) -> list[FlatBuffer]:
-    """The same; a ValueError, with the name of what was called, if there is none.
-
-    Raises:
-        TypeError: several models.
-    """
-    if not isinstance(module, nn.Module):
-        raise TypeError(
-            f"{asked}: give one model, not {type(module).__name__}: turns among stages of a virtual pipeline are not "
-            "built (docs/MICROBATCHES.md)"
-        )
+    """The same; a ValueError, with the name of what was called, if there is none."""
     found = _buffers(module)
     if not found:
         raise ValueError(f"{asked}: the model is not sharded; call mfsdp.fully_shard first")
@@ -84,7 +75,13 @@ def overlapped(module: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: nothing of the module is sharded, or it is overlapped already.
+        TypeError: several models.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"overlapped: give one model, not {type(module).__name__}: turns among stages of a virtual pipeline are "
+            "not built (docs/MICROBATCHES.md)"
+        )
     buffers = _sharded(module, "overlapped")
     if any(buffer.gradients.overlap is not None for buffer in buffers):
         raise ValueError("overlapped: the model is overlapped already")
