@@ -338,6 +338,19 @@ def test_a_profile_shows_them(two_ranks):
     assert "all_gather layers.0 ahead of forward" in text and "wait first" in text.replace("u0_full", "first")
 
 
+def recorded() -> list[str]:
+    pair = Pair()
+    with torch.profiler.profile() as profile:
+        for _ in range(2):
+            pair.step()
+    return sorted({e.name for e in profile.events() if "send" in e.name or "recv" in e.name})
+
+
+@pytest.mark.dist
+def test_messages_do_not_outlive_a_profile(two_ranks):
+    assert two_ranks.run(recorded, timeout=300) == [[], []]
+
+
 def test_the_ledger_counts_what_is_in_no_static_buffer():
     x, model = torch.empty(8, 64), nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     found = {
