@@ -13,6 +13,7 @@ help:
 	@echo "make goldens  accept the listings as they are now; read the diff"
 	@echo "make fuzz     random modules, sharded at random, against their unsharded selves (MINUTES=10)"
 	@echo "make bench    steps side by side on a slow link (root, Linux); results in bench-out"
+	@echo "make bench-mixture  the same of a mixture of experts, four ranks"
 	@echo "make gpu      the tests that need a CUDA GPU"
 	@echo "make matrix   fast tests on several versions of torch, each in an environment of its own (VERSIONS=\"2.11.0 2.15.0\")"
 	@echo "make clean    remove what these commands made"
@@ -42,6 +43,9 @@ goldens: $(VENV)/.test
 
 bench: $(VENV)/.demo compiler
 	$(BIN)/python examples/bench/bench.py $(ARGS)
+
+bench-mixture: $(VENV)/.demo compiler
+	$(BIN)/python examples/bench/mixture.py $(ARGS)
 
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
@@ -84,4 +88,4 @@ clean:
 	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out parallel-out gpu-record *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test check lint types quick goldens fuzz bench gpu matrix compiler browser clean
+.PHONY: help demo test check lint types quick goldens fuzz bench bench-mixture gpu matrix compiler browser clean

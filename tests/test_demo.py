@@ -69,7 +69,7 @@ def run(out: Path, *args: Any) -> str:
 @pytest.mark.slow
 @pytest.mark.inductor
 def test_it_trains_on_two_processes(tmp_path):
-    out = run(tmp_path, "inductor", 6)
+    out = run(tmp_path, "inductor", 6, "--processes", "2")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["processes"] == 2 and summary["steps"] == 6 and summary["lowering"] == "inductor"
     first, last = summary["validation"][0][1], summary["validation"][-1][1]

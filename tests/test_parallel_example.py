@@ -15,9 +15,10 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["--tp", "--ep"])
-def test_it_trains_on_four_processes(tmp_path, how):
+@pytest.mark.parametrize("processes, how", [(2, "--tp"), (4, "--ep")])
+def test_it_trains(tmp_path, processes, how):
     command = [sys.executable, "examples/parallel/train.py", how, "2", "--steps", "10", "--out", str(tmp_path / "out")]
+    command += ["--processes", str(processes)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, env=dict(os.environ))
     assert done.returncode == 0, done.stderr[-4000:]
     losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", done.stdout)]

@@ -320,12 +320,12 @@ def test_what_inductor_may_write_over_is_part_of_its_key():
     assert len(keys) == 2
 
 
-def under_inductor(dropout: float) -> bool:
+def under_inductor() -> bool:
     """Whether layers in stretches give the losses and gradients of one graph, to rounding."""
 
     class Layer(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + F.dropout(x.sin(), dropout, self.training)
+            return super().forward(x) + F.dropout(x.sin(), 0.3, self.training)
 
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(16) for _ in range(4)))
@@ -347,6 +347,5 @@ def under_inductor(dropout: float) -> bool:
 
 @pytest.mark.dist
 @pytest.mark.inductor
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_inductor_computes_the_same_in_stretches(two_ranks, dropout):
-    assert two_ranks.run(under_inductor, dropout, timeout=300) == [True, True]
+def test_inductor_computes_the_same_in_stretches(two_ranks):
+    assert two_ranks.run(under_inductor, timeout=300) == [True, True]

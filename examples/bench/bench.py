@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -98,6 +99,8 @@ def worker(args: argparse.Namespace) -> None:
             "losses": [first, second],
             "times": [],
             "phases": [],
+            "cpu": [],
+            "idle": [],
             "averaged": entry.averaged,
         }
         if rank == 0:
@@ -109,9 +112,11 @@ def worker(args: argparse.Namespace) -> None:
         for name, (entry, optimizer) in running.items():
             meet()
             step(entry, optimizer, data[0])  # what a step launches for the next one is under way when time begins
-            begun = time.perf_counter()
+            begun = time.perf_counter(), time.process_time(), idle()
             rows[name]["phases"] += [timed_step(entry, optimizer, data[0]) for _ in range(STEPS)]
-            rows[name]["times"].append((time.perf_counter() - begun) / STEPS)
+            ended = time.perf_counter(), time.process_time(), idle()
+            for key, a, b in zip(("times", "cpu", "idle"), begun, ended, strict=True):
+                rows[name][key].append((b - a) / STEPS)
     if rank == 0:
         args.result.write_text(json.dumps({"rows": rows, **limits}, indent=1))
     meet.leave()
@@ -157,6 +162,15 @@ def timed_step(entry: Contender, optimizer: torch.optim.Optimizer, ids: torch.Te
     optimizer.zero_grad()
     times.append(time.perf_counter())
     return [b - a for a, b in pairwise(times)]
+
+
+def idle() -> float:
+    """Seconds for which this rank's core has had nothing to do, since the machine started; in hundredths."""
+    (core, *others) = os.sched_getaffinity(0)
+    if others:
+        return math.nan
+    line = next(x for x in Path("/proc/stat").read_text().splitlines() if x.startswith(f"cpu{core} "))
+    return sum(int(x) for x in line.split()[4:6]) / os.sysconf("SC_CLK_TCK")
 
 
 def peak_of(function: Any) -> int:
@@ -284,8 +298,8 @@ def report(results: dict[str, Any], args: argparse.Namespace) -> str:
             f"the link ({got['bytes'] / 2**20:.0f} MB received), {got['link_cpu'] * 1e3:.0f} ms of CPU. "
             f"Limit max(compute + CPU, link) = {limit * 1e3:.0f} ms.",
             "",
-            "| | step ms | median | / limit | exposed ms | peak MB | compile s |",
-            "|---|---|---|---|---|---|---|",
+            "| | step ms | median | / limit | exposed ms | idle ms | CPU ms | kernel ms | peak MB | compile s |",
+            "|---|---|---|---|---|---|---|---|---|---|",
         ]
         for name, row in rows.items():
             if "error" in row:
@@ -294,17 +308,20 @@ def report(results: dict[str, Any], args: argparse.Namespace) -> str:
             quiet = best(stub[name]) if "times" in stub.get(name, {}) else None
             compiled = f"{stub[name]['first_step']:.0f}" if quiet is not None else "-"
             exposed = f"{(best(row) - quiet) * 1e3:.0f}" if quiet is not None else "-"
+            mean, rest, cpu = (1e3 * statistics.mean(row[key]) for key in ("times", "idle", "cpu"))
             lines.append(
                 f"| {name} | {best(row) * 1e3:.0f} | {statistics.median(row['times']) * 1e3:.0f} | "
-                f"{best(row) / limit:.2f} | {exposed} | {row['peak'] / 2**20:.0f} | "
-                f"{compiled} |"
+                f"{best(row) / limit:.2f} | {exposed} | {rest:.0f} | {cpu:.0f} | {mean - rest - cpu:.0f} | "
+                f"{row['peak'] / 2**20:.0f} | {compiled} |"
             )
         lines.append("")
     lines.append(
-        "exposed: step minus the same step with communication stubbed out. peak: most bytes allocated during a step "
-        "on top of parameters and optimizer state: activations, gathered parameters, gradients, buckets. compile: the "
-        "first step, communication stubbed out, cold cache but for the compiler's headers; SimpleFSDP's includes "
-        "Inductor's scheduler. DDP does not shard: it sends two thirds of the bytes and keeps everything on every rank."
+        "exposed: step minus the same step with communication stubbed out. idle: of the mean step, when its core "
+        "had nothing to do; CPU: of the process, all its threads; kernel: the rest, what carries the bytes. peak: most "
+        "bytes allocated during a step on top of parameters and optimizer state: activations, gathered parameters, "
+        "gradients, buckets. compile: the first step, communication stubbed out, cold cache but for the compiler's "
+        "headers; SimpleFSDP's includes Inductor's scheduler. DDP does not shard: it sends two thirds of the bytes and "
+        "keeps everything on every rank."
     )
     return "\n".join(lines) + "\n"
 

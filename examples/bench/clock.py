@@ -58,7 +58,8 @@ def compare(results: dict[str, Any]) -> list[Step]:
     shard(model, device="meta")
     ids = torch.zeros(int(a["batch"]), int(a["length"]), dtype=torch.long)
     rates = a["rates"].split(",")
-    names = [name for name, row in results[rates[0]]["rows"].items() if name.startswith("mfsdp") and row.get("times")]
+    rows = results[rates[0]]["rows"]
+    names = [name for name in rows if name.startswith("mfsdp, prefetch") and rows[name].get("times")]
     depths = [int(name.rpartition(" ")[2]) for name in names]
     quiet = [min(column) for column in zip(*results["stubbed"]["rows"][names[-1]]["phases"], strict=True)]
     steps = []

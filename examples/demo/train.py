@@ -35,7 +35,7 @@ matplotlib.use("Agg")
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc", type=int, default=0, help="processes (default: the GPUs, or two on the CPU)")
+    parser.add_argument("--processes", type=int, default=0, help="processes (default: the GPUs, or two on the CPU)")
     parser.add_argument("--minutes", type=float, default=4.0, help="training time after the first step")
     parser.add_argument("--steps", type=int, default=0, help="exactly so many steps instead")
     parser.add_argument("--layers", type=int, default=6)
@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
 
 def launch(args: argparse.Namespace) -> int:
     """Runs this file under torchrun, one process per GPU, or two on the CPU that share its cores."""
-    nproc = args.nproc or torch.cuda.device_count() or 2
+    nproc = args.processes or torch.cuda.device_count() or 2
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     environment = {"OMP_NUM_THREADS": str(max(1, cores // nproc)), **os.environ}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]

@@ -31,7 +31,7 @@ from parallel.model import Experts, Mixtral, MixtureLayer, expert_parallel, tens
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nproc", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=4, help="how many")
     parser.add_argument("--tp", type=int, default=1, help="ranks of tensor parallelism")
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts of a layer")
     parser.add_argument("--steps", type=int, default=60)
@@ -43,7 +43,7 @@ def arguments() -> argparse.Namespace:
 
 
 def launch(args: argparse.Namespace) -> int:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.processes}"]
     return subprocess.call([*command, __file__, *sys.argv[1:]], env={"OMP_NUM_THREADS": "1", **os.environ})
 
 
