@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import mfsdp
 from examples.parallel.model import Layer, Llama, tensor_parallel
@@ -53,13 +56,23 @@ class Counted:
         overlap._beside = self._before
 
 
-def bitwise(lowering: str, micro: int, kept: bool, starved: bool = False) -> tuple[list[str], int, bool]:
-    """Gradients that differ from those of plain accumulation, how many backwards waited, and whether losses differ.
-    ``starved``: no token goes to the experts of the second rank.
-    """
+def starved(layer: Any) -> None:
+    """No token goes to the experts of the second rank."""
+    layer.router.register_forward_hook(lambda module, args, out: out - 1e4 * (torch.arange(4) > 1))
+
+
+def again(layer: Any) -> None:
+    """It is computed again in backward, its exchanges too."""
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def bitwise(
+    lowering: str, micro: int, kept: bool, changed: Callable[[Any], None] | None = None
+) -> tuple[list[str], int, bool]:
+    """Gradients that differ from those of plain accumulation, how many backwards waited, and whether losses differ."""
     _, model = sharded(2, layers=2)
-    for layer in model.layers if starved else ():
-        layer.router.register_forward_hook(lambda module, args, out: out - 1e4 * (torch.arange(4) > 1))
+    for layer in model.layers if changed else ():
+        changed(layer)
     run, rank = compiled(model, lowering), dist.get_rank()
     batches = [tokens(100 * m + rank) for m in range(micro)]
 
@@ -93,7 +106,12 @@ def test_gradients_are_those_of_accumulation(two_ranks, lowering, kept):
 
 def test_on_four_ranks_where_half_of_the_experts_get_nothing(four_ranks):
     """Over (efsdp 2, ep 2)."""
-    for wrong, beside, same in four_ranks.run(bitwise, "eager", 3, False, True, timeout=500):
+    for wrong, beside, same in four_ranks.run(bitwise, "eager", 3, False, starved, timeout=500):
+        assert not wrong and same and beside == 2
+
+
+def test_checkpointed_layers(two_ranks):
+    for wrong, beside, same in two_ranks.run(bitwise, "eager", 3, False, again, timeout=500):
         assert not wrong and same and beside == 2
 
 
