@@ -68,6 +68,7 @@ def told(program: Any, auto: Auto, **knobs: Any) -> tuple[str, list[str]]:
 # prefetch="auto"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 1040 << 10])
 @pytest.mark.parametrize("lag", [0, 1])
 def test_the_depth_is_the_smallest_that_is_as_good_as_the_best(limit, lag):
@@ -94,6 +95,7 @@ def test_the_depth_is_the_smallest_that_is_as_good_as_the_best(limit, lag):
     assert limit is not None or chosen["forward"] > 1, "a model on which the default is not the best"
 
 
+@pytest.mark.slow
 def test_each_program_for_itself_and_within_memory():
     """Where the depth that is fastest does not fit, a smaller one is taken; where none does, none."""
     forward = programs().forward
@@ -107,6 +109,7 @@ def test_each_program_for_itself_and_within_memory():
     assert list(taken.values()) == sorted(taken.values()), "more room, no smaller depth"
 
 
+@pytest.mark.slow
 def test_explain_decides_with_its_hardware_and_suggests_nothing_that_is_decided():
     given: dict[str, Any] = {"world": 4, "units": [nn.Linear], "hardware": SLOW}
     with torch.device("meta"):
@@ -168,6 +171,7 @@ def test_a_table_without_the_pass_cannot_obey():
     assert asked == ["forward"], "passes of the user's are not asked for every depth"
 
 
+@pytest.mark.slow
 def test_what_ranks_have_alike():
     """Not what may differ: lengths of sequences, and the names of process groups."""
     options = Options(prefetch="auto")
@@ -320,6 +324,7 @@ def chosen(model: nn.Module, world: int = 8, **more: Any) -> list[str]:
     return [unit.fqn for unit in units if unit.fqn != "(root)"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", list(BY_HAND))
 def test_the_models_own_blocks_and_one_of_its_ends(kind):
     """On many ranks an end is not worth another collective; what is tied is one unit with the root."""
@@ -388,6 +393,7 @@ def test_nothing_repeated_is_one_unit_and_says_so(monkeypatch):
     assert chosen(nn.ModuleList([one, other])) == [], "all that they have is tied"
 
 
+@pytest.mark.slow
 def test_ties_and_parameters_of_others():
     """Layers that share a matrix, a head that is tied, parameters that are not to be sharded."""
     model = llama(layers=3)
@@ -442,6 +448,7 @@ def test_what_was_chosen_is_traced_again_on_other_ranks():
     assert [len(r.views[0].units) for r in table.reports] == [2, 2] and "auto" in str(table)
 
 
+@pytest.mark.slow
 def test_units_train_as_those_by_hand():
     def trained(units: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -109,6 +109,7 @@ def test_a_memory_budget_for_a_region_is_refused():
         torch.compile(mfsdp.fully_shard(Thrifty()), backend="mfsdp", options=EAGER)(torch.randn(2, 24))
 
 
+@pytest.mark.slow
 def test_nothing_is_captured_into_a_cuda_graph(monkeypatch):
     """A replay would repeat what runs in Python in every step: refresh, hold, the first store of an accumulator."""
     torch._dynamo.reset()
@@ -140,6 +141,7 @@ def test_defaults():
 # one process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_one_process_without_a_process_group(sharded, monkeypatch):
     told = []
@@ -166,6 +168,7 @@ def test_one_process_without_a_process_group(sharded, monkeypatch):
     assert sharded or ("one process" in told[0] and "mfsdp.fully_shard(model, units=[" in told[0])
 
 
+@pytest.mark.slow
 def test_evaluation_between_steps():
     model = mfsdp.fully_shard(GPT(), units=[Block])
     run = torch.compile(model, backend="mfsdp", options=EAGER)
@@ -178,6 +181,7 @@ def test_evaluation_between_steps():
     assert all(torch.equal(losses[0], x) for x in losses), "nothing was updated in between"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lowering", "marked"),
     [
@@ -229,6 +233,7 @@ def test_pieces_of_a_sharded_model_are_not_said_to_be_unsharded(monkeypatch):
     assert len(told) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_a_sharded_model_compiled_by_another_backend_is_named(monkeypatch, other):
     monkeypatch.setattr(kernels, "_told", False)
@@ -270,6 +275,7 @@ def test_backward_twice_through_one_graph(held, strategy):
 # dumps
 
 
+@pytest.mark.slow
 def test_dumps(tmp_path, monkeypatch):
     model = mfsdp.fully_shard(MLP(), units=["up"])
     step(torch.compile(model, backend="mfsdp", options={**EAGER, "dump": str(tmp_path / "a")}), torch.randn(2, 24))
@@ -340,6 +346,7 @@ def dumped_by(folder: str) -> int:
     return len(list(Path(folder).glob("*.txt")))
 
 
+@pytest.mark.slow
 def test_a_dump_keeps_no_model_alive(tmp_path):
     """Nor does a plan, and a profile."""
     model = mfsdp.fully_shard(MLP(), units=["up"])
@@ -357,6 +364,7 @@ def test_a_dump_keeps_no_model_alive(tmp_path):
     assert not [b for b in buffers if b() is not None] and seen.lines
 
 
+@pytest.mark.slow
 def test_a_dump_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     model = mfsdp.fully_shard(MLP(), units=["up"])

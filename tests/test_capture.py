@@ -30,11 +30,13 @@ def untouched(name: str) -> list[Program]:
     return [p.copy() for p in traced(name)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_one_forward_and_one_backward_graph(name):
     assert [p.phase for p in traced(name)] == ["forward", "backward"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_no_gathered_weight_is_saved(name):
     """Nothing that forward hands to backward has the storage of a parameter, or its size by accident of a copy."""
@@ -57,6 +59,7 @@ def test_each_unit_is_gathered_once_per_graph(name):
         assert len(gathers) == len({n.args[0] for n in gathers}) == len(program.units)
 
 
+@pytest.mark.slow
 def test_checkpointing_saves_no_activation_inside_of_a_block():
     plain, again = (programs(Case(lambda r=r: GPT(recompute=r), CASES["gpt"].batch, [Block])) for r in (False, True))
     saved = [sum(1 for n in p[1].nodes if n.op == "placeholder") for p in (plain, again)]
@@ -105,11 +108,13 @@ def test_a_lowering_that_is_none():
         mfsdp.trace(nn.Linear(8, 8), (torch.ones(2, 8),), lowering="triton")
 
 
+@pytest.mark.slow
 def test_inference_has_no_backward():
     (only,) = mfsdp.trace(GPT(), (CASES["gpt"].batch(),), world=4, units=[Block], train=False)
     assert only.phase == "inference"
 
 
+@pytest.mark.slow
 def test_trace_leaves_the_model_alone():
     model = GPT()
     before = dict(model.named_parameters())

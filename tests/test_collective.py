@@ -44,6 +44,7 @@ def parallel(mesh: Any) -> list[Program]:
     return programs(model, lambda run: next_token(run, tokens(0)).backward())
 
 
+@pytest.mark.slow
 def test_all_are_ours_and_have_a_lane(mesh):
     forward, backward = parallel(mesh)
     for p in (forward, backward):
@@ -60,6 +61,7 @@ def test_all_are_ours_and_have_a_lane(mesh):
     assert "; C G R T " in text and ", tp" in text
 
 
+@pytest.mark.slow
 def test_gradients_over_tp_travel_beside_compute(mesh):
     _, backward = parallel(mesh)
     hidden = 0

@@ -53,6 +53,7 @@ RECORDED = {**OPTIMIZERS, "counting": Counting}
 del RECORDED["asgd"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_recording_does_what_the_step_does(name, dtype):

@@ -23,6 +23,7 @@ from examples.demo.model import VOCABULARY, Config, Llama
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_the_text_is_there_and_the_held_out_files_are_others(tmp_path):
     train, held = corpus()
     assert len(train) > 5e6 and 0.01 < len(held) / len(train) < 0.2

@@ -182,6 +182,7 @@ def test_what_inductor_only_calls_has_memory():
     assert [row.top // n for row in cost.lines(program, runs)] == [1, 2, 1]
 
 
+@pytest.mark.slow
 def test_what_shares_storage_is_held_once():
     """Attention's backward reads three slices of one product, and its result, of which the next product read a view."""
     program = mfsdp.trace(GPT(), (torch.zeros(2, 8, dtype=torch.long),), units=[Block]).backward
@@ -258,6 +259,7 @@ def counted(program: Program) -> int:
     return counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_operations_are_those_that_torch_counts(recompute):
     """Attention that is computed again comes in a wrapper without a schema: it is a line like any other (law 55)."""
@@ -394,6 +396,7 @@ def test_a_report_says_it_in_words():
         report.listing("forward", "x")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "communicators"),
     [({"world": 1}, 0), ({"world": 8}, 2), ({"mesh_shape": (2, 4)}, 4), ({"world": 8, "strategy": 0}, 2)],
@@ -416,6 +419,7 @@ def test_suggestions_are_what_the_simulation_confirms():
         assert again.step == pytest.approx(s.step) and again.step < 0.99 * report.step and not again.suggestions
 
 
+@pytest.mark.slow
 def test_a_limit_on_memory_is_named():
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
     x = torch.empty(16, 1024)
@@ -465,6 +469,7 @@ def test_a_sharded_model_is_explained_as_it_is():
         mfsdp.explain(whole, (ids,), units=[Block])
 
 
+@pytest.mark.slow
 def test_what_has_changed_since_sharding():
     model = mfsdp.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), units=["0"])
     x = torch.empty(4, 8)
@@ -482,6 +487,7 @@ def test_what_has_changed_since_sharding():
     assert len(thawed.views) == 2 and not model[0].weight.requires_grad
 
 
+@pytest.mark.slow
 def test_ignored_parameters_are_in_the_ledger():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1024, bias=False))
     ignored = list(model[1].parameters())

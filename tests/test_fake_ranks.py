@@ -70,6 +70,7 @@ class Counted:
         return kernel(*args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device", "lowering"), LOWERINGS)
 @pytest.mark.parametrize(
     "place", [p if p in ("optim_grads_params", "hfsdp") else pytest.param(p, marks=pytest.mark.slow) for p in PLACES]
@@ -108,6 +109,7 @@ def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place
     assert did["all_reduce"] == (3 if place in ("no_shard", "hsdp") else 0), did
 
 
+@pytest.mark.slow
 def test_a_program_says_which_static_buffers_it_needs(eight, monkeypatch):
     """Before it begins: on a GPU they are made then."""
     reserved: list[dict[str, int]] = []

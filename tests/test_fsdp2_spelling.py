@@ -76,6 +76,7 @@ class Inner(nn.Module):
         return self.linear(x) + rest["more"][0] * rest["more"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mfsdp. .* outside of a compiled graph")
 @pytest.mark.parametrize("lowering", ["none", "eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_inputs_and_outputs_are_cast(lowering):
@@ -209,6 +210,7 @@ def test_several_modules_as_one_unit(two_ranks, lowering, strategy):
     assert max(max(worst) for worst in two_ranks.run(together, lowering, strategy)) < 1e-6
 
 
+@pytest.mark.slow
 def test_several_modules_are_one_unit_of_the_listing():
     model = GPT(tied=False)
     mfsdp.fully_shard([model.norm, model.head])
@@ -325,6 +327,7 @@ def test_all_reduce_at_the_last_microbatch(two_ranks):
     assert max(max(errors) for errors in two_ranks.run(all_reduces_of_hsdp)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mfsdp. .* outside of a compiled graph")
 @pytest.mark.parametrize("lowering", ["none", "eager"])
 def test_results_in_containers_of_others(lowering):

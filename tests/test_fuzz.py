@@ -52,6 +52,7 @@ def test_programs_are_python_and_need_nothing_of_ours_but_mfsdp(found):
     assert "tests" not in text and "import mfsdp\n" in text
 
 
+@pytest.mark.slow
 def test_every_smaller_case_is_a_program_and_refers_to_nothing_that_is_gone():
     for seed in range(6):
         for case in smaller(draw(seed)):

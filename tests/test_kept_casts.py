@@ -192,6 +192,7 @@ def test_whatever_writes_weights_counts(two_ranks, how):
         assert min(casts[11:]) > 4, "rows that are out as plain tensors: for every gather"
 
 
+@pytest.mark.slow
 def test_the_ledger_and_the_listing():
     x, model = torch.empty(8, 64), nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     kept, plain = (

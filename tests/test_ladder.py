@@ -172,6 +172,7 @@ def test_private_torch_is_marked():
             assert "2.11 to 2.15" in text, f"{path.name} uses {private} and names no versions"
 
 
+@pytest.mark.slow
 def test_who_imports_mfsdp_may_load_what_it_has_saved():
     """Beside torch the import alone makes its tensors known to ``torch.load``."""
     code = "import torch, mfsdp; print([f.__name__ for f in torch.serialization.get_safe_globals()])"

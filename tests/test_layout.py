@@ -138,6 +138,7 @@ def test_bad_input(params, world, word):
         plan(params, world)
 
 
+@pytest.mark.slow
 def test_many_parameters_are_planned_quickly():
     """A thousand experts with unlike rows: the search must not try every grouping of parameters."""
     params = [(f"e{i}.{k}", (64, 128 * (1 + i % 50) + k)) for i in range(500) for k in range(2)]

@@ -137,6 +137,7 @@ def test_the_argument_of_fsdp2():
         axes(planned(("a", "b")), torch.distributed.fsdp.DataParallelMeshDims(replicate="a"), torch.device("meta"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
 def test_two_levels_are_planned_as_one_where_nothing_is_cut_between(strategy):
     model, x = torch.nn.Sequential(MLP(), MLP()), (torch.randn(2, 24),)

@@ -88,6 +88,7 @@ class Loads(HTMLParser):
         self.found += [v or "" for k, v in attrs if k in ("src", "href", "data", "action", "poster", "srcset")]
 
 
+@pytest.mark.slow
 def test_the_page_loads_nothing(html):
     loads = Loads()
     loads.feed(html)
@@ -97,6 +98,7 @@ def test_the_page_loads_nothing(html):
     assert not re.search(r"\b(fetch|XMLHttpRequest|WebSocket|import)\s*\(", own)
 
 
+@pytest.mark.slow
 def test_names_are_escaped(report):
     pytest.importorskip("bokeh", reason="the page needs Bokeh: pip install 'mfsdp[report]'")
     view = report.views[0]

@@ -76,6 +76,7 @@ def test_an_exception_names_the_pass_and_the_program(tmp_path):
         run(torch.ones(1, 4))
 
 
+@pytest.mark.slow
 def test_a_table_is_in_the_dump(tmp_path):
     options = {"lowering": "eager", "dump": str(tmp_path), "passes": (*PIPELINE, ("mine", nothing))}
     run = torch.compile(mfsdp.fully_shard(nn.Linear(4, 4)), backend="mfsdp", options=options)

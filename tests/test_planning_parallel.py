@@ -86,6 +86,7 @@ def test_a_trace_is_what_runs(eight, kind):
         ]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="other versions of torch number views otherwise")
 @pytest.mark.parametrize("kind", ["tensor", "experts"])
 def test_goldens(eight, golden, kind):
@@ -93,6 +94,7 @@ def test_goldens(eight, golden, kind):
         golden(f"{kind}.{program.phase}", pipeline.run(program)[-1].listing)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, lanes, header", [
     ("tensor", {Lane.GATHER, Lane.REDUCE, Lane.TENSOR}, "on 8 ranks [4] x tp 2"),
     ("hsdp", {Lane.GATHER, Lane.REDUCE, Lane.OUTER, Lane.TENSOR}, "on 8 ranks [2, 2] x tp 2"),
@@ -108,6 +110,7 @@ def test_all_axes_are_on_the_clock(eight, tmp_path, kind, lanes, header):
     assert "tp 2" in (tmp_path / "page.html").read_text() or kind == "experts"
 
 
+@pytest.mark.slow
 def test_ranks_beside_tensor_parallelism_are_no_neighbours(eight):
     """Of (dp_shard 4, tp 2) on nodes of four: gathers go between nodes, all-reduces of tp do not."""
     forward, _ = mfsdp.trace(cut("tensor"), (IDS.to("meta"),))
@@ -145,6 +148,7 @@ def test_ranks_are_not_said_twice(eight):
         pass
 
 
+@pytest.mark.slow
 def test_a_model_that_is_cut_and_not_sharded(eight):
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp"))
     with torch.device("meta"):

@@ -204,6 +204,7 @@ def wanted(way: str, place: str, device: str) -> list[torch.Tensor]:
         return trained(way, place, device)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("place", "way"),
@@ -261,6 +262,7 @@ def two_models(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
                     setup.loss()
 
 
+@pytest.mark.slow
 def test_two_models_on_two_streams(monkeypatch):
     two_models(monkeypatch)
 
@@ -291,6 +293,7 @@ def test_gathers_over_two_axes_wait_for_each_other_not_for_compute(monkeypatch):
 # Each hazard put back is found
 
 
+@pytest.mark.slow
 def test_static_buffers_of_all_streams_together_are_found(monkeypatch):
     room = slots.room
     monkeypatch.setattr(
@@ -324,6 +327,7 @@ def test_waits_that_do_not_wait_are_found(monkeypatch, way):
         check(monkeypatch, way, "optim_grads_params", "cpu")
 
 
+@pytest.mark.slow
 def test_gathers_launched_ahead_that_nobody_waits_for_are_found(monkeypatch):
     def adopt(run: runs.Run, early: Any) -> torch.Tensor:
         run.launch(early.out)

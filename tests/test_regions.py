@@ -52,6 +52,7 @@ def ids() -> torch.Tensor:
     return torch.empty(2, 8, dtype=torch.long)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("train", [False, True])
 def test_programs_are_flat_and_follow_the_same_schedule(told, train, recompute):
@@ -64,6 +65,7 @@ def test_programs_are_flat_and_follow_the_same_schedule(told, train, recompute):
     assert not told
 
 
+@pytest.mark.slow
 def test_every_layer_has_its_own_values():
     """What one call saves for backward shares no storage with what another saves (law 58), in fake tensors too, from
     which AOTAutograd tells what may be written over.
@@ -78,6 +80,7 @@ def test_every_layer_has_its_own_values():
     assert {n.name for n in saved} <= {n.name for n in results}
 
 
+@pytest.mark.slow
 def test_few_layers_are_not_worth_it(monkeypatch):
     calls = []
     monkeypatch.setattr(layers.Layer, "body", lambda self: calls.append(self))
@@ -168,6 +171,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_a_call_is_captured_as_it_is(name, told):
     do, why = REFUSED[name]
@@ -180,6 +184,7 @@ def test_what_cannot_be_a_call_is_captured_as_it_is(name, told):
     assert [str(p.gm.graph) for p in flat] == [str(p.gm.graph) for p in once]
 
 
+@pytest.mark.slow
 def test_where_torch_cannot_cut_it_the_graph_is_captured_flat(monkeypatch, told):
     flat = programs(GPT(layers=4), ids(), NEVER, units=[Block])
 
@@ -195,6 +200,7 @@ def test_where_torch_cannot_cut_it_the_graph_is_captured_flat(monkeypatch, told)
         assert schedule(a) == schedule(b)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_looked_at_is_captured_as_it_is(monkeypatch, told):
     monkeypatch.setattr(regions, "unfit", lambda alike: 1 / 0)
     forward, _ = programs(GPT(layers=4), ids(), units=[Block])
@@ -202,6 +208,7 @@ def test_what_cannot_be_looked_at_is_captured_as_it_is(monkeypatch, told):
     assert schedule(forward)
 
 
+@pytest.mark.slow
 def test_layers_in_a_checkpoint_in_a_checkpoint():
     class Nested(nn.Module):
         def __init__(self) -> None:
@@ -217,6 +224,7 @@ def test_layers_in_a_checkpoint_in_a_checkpoint():
     assert [schedule(p) for p in flat] == [schedule(p) for p in once]
 
 
+@pytest.mark.slow
 def test_policies_of_checkpoints_are_no_others():
     """Layers that are equal but for what their checkpoints save."""
 
@@ -244,6 +252,7 @@ def test_policies_of_checkpoints_are_no_others():
     assert [schedule(p) for p in flat] == [schedule(p) for p in once]
 
 
+@pytest.mark.slow
 def test_what_raises_later_is_not_tried_again(monkeypatch):
     """A law that is broken, a bad option: once is enough, and the error is its own."""
     calls = []

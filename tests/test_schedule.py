@@ -64,6 +64,7 @@ def unsharded_bytes(p: Program) -> int:
 # prefetch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("phase", [0, 1])
 def test_a_gather_is_launched_so_many_units_ahead(depth, phase):
@@ -93,6 +94,7 @@ def test_prefetch_hides_what_it_can():
     assert exposed[1] == [1, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 1.5, 2.0, 2.5])
 @pytest.mark.parametrize("phase", [0, 1])
 def test_the_limit_on_unsharded_bytes_is_kept(share, phase):
@@ -205,6 +207,7 @@ def test_products_that_are_written_wide_are_not_rounded(monkeypatch):
     assert sum(not torch.equal(new, old) for old, new in zip(rounded, exact, strict=True)) == 2
 
 
+@pytest.mark.slow
 def test_explain_shows_what_the_hardware_does():
     policy, x = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16), torch.randn(4, 24, dtype=torch.bfloat16)
     for machine, written in (("h100", True), (replace(hardware("h100"), cuda=False), False)):
@@ -215,6 +218,7 @@ def test_explain_shows_what_the_hardware_does():
 # pool
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 4])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_identical_layers_need_one_slot_more_than_the_depth(layers, depth):
@@ -247,6 +251,7 @@ def test_a_free_gives_back_what_is_in_no_slot():
                     assert row.delta == (0 if slot_of(full) else -cost.nbytes(full.meta["val"]))
 
 
+@pytest.mark.slow
 def test_kept_parameters_have_no_slot():
     forward, _ = gpt(reshard_after_forward=False)
     pipeline.run(forward)

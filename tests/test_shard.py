@@ -257,6 +257,7 @@ def test_an_optimizer_from_before_wrapping(build):
     mfsdp.fully_shard(model, units=["up"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, True])
 def test_an_optimizer_over_an_old_list_is_seen_in_the_first_backward(compile):
     model = MLP()

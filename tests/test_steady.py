@@ -30,6 +30,7 @@ def buffers_of(model: torch.nn.Module) -> list[Any]:
     return list({r.buffer: None for m in model.modules() for r in m.__dict__.get("_mfsdp_refs", {}).values()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "no_shard"])
 @pytest.mark.parametrize(
     "lowering", ["none", "eager", *(pytest.param(x, marks=pytest.mark.inductor) for x in ("stitched", "whole"))]

@@ -50,6 +50,7 @@ def steps(found: Program) -> tuple[list[Step], list[Stretch]]:
 PHASES = ["forward", "backward", "inference"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_kinds_do_not_grow_with_depth(phase):
     few, many = (steps(program(layers, phase))[1] for layers in (4, 9))
@@ -65,12 +66,14 @@ def test_a_stretch_begins_with_the_sum_that_its_norm_reads():
     assert base(norm.args[0]) in stretches[2].nodes and base(norm.args[0]).target is torch.ops.aten.add.Tensor
 
 
+@pytest.mark.slow
 def test_a_sum_of_two_branches_is_computed_where_they_are():
     """What follows the launch of a reduction and reads nothing of it goes before it, into a kernel that is there."""
     _, stretches = steps(program(5, "backward"))
     assert min(sum(n.op == "call_function" for n in s.nodes) for s in stretches) > 2
 
 
+@pytest.mark.slow
 def test_what_follows_pointwise_is_computed_again():
     """Of a GELU that is computed in one stretch and differentiated in another only the argument is kept."""
     with torch.device("meta"):

@@ -82,6 +82,7 @@ def exposed(p: Program) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_one_program_for_both(model, golden):
     one = programs(model, step)
     reset()
@@ -106,6 +107,7 @@ def test_a_backward_beside_a_forward(model, golden):
         assert [n.name for n in merged.nodes if n.name in set(names)] == names, "each keeps its own order"
 
 
+@pytest.mark.slow
 def test_constants_of_both_are_merged():
     """Under tensor parallelism an embedding has some, of the same names in forward and backward."""
     with mfsdp.fake_ranks(8, rank=3):
@@ -198,6 +200,7 @@ class Order:
         return out
 
 
+@pytest.mark.slow
 def test_it_runs_as_it_is_written(model):
     forward, backward = programs(model, step)
     merged = merge(backward, forward)
@@ -212,6 +215,7 @@ def test_it_runs_as_it_is_written(model):
     assert order.seen == names
 
 
+@pytest.mark.slow
 def test_dense_models_share_gathers():
     """Half the gathers of accumulation, and at most one more unit whole at a time."""
     with mfsdp.fake_ranks(2):
@@ -232,6 +236,7 @@ def test_dense_models_share_gathers():
     assert len(backward.find(Kind.GSHARD)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_layers_that_are_captured_once(recompute):
     """Equal layers of all microbatches are calls of one graph, and give what they give one by one."""
@@ -250,6 +255,7 @@ def test_layers_that_are_captured_once(recompute):
     assert max(error(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), want, strict=True)) < 1e-6
 
 
+@pytest.mark.slow
 def test_one_chain_is_left_alone():
     with mfsdp.fake_ranks(2):
         reset()
@@ -300,6 +306,7 @@ def plan(layers: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a + b).sum()
 
 
+@pytest.mark.slow
 def test_schedules_that_call_what_is_in_a_unit(monkeypatch):
     """One gather for forward, one for backward, one reduction; uncompiled, where the schedule itself brackets them."""
     counts: list[str] = []
@@ -360,6 +367,7 @@ def explained(**more: Any) -> Any:
         return mfsdp.explain(model, (x,), hardware=SLOW, suggest=False, options={"lowering": "eager"}, **more)
 
 
+@pytest.mark.slow
 def test_microbatches_are_explained(tmp_path):
     table = explained(microbatches=4, together=[1, 2], overlapped=[False, True])
     plain, turns, pairs, both = table
@@ -393,6 +401,7 @@ def test_microbatches_are_explained(tmp_path):
     assert max(e["ts"] + e["dur"] for e in events if "dur" in e) == pytest.approx(1e6 * turns.drawn)
 
 
+@pytest.mark.slow
 def test_dense_models_together_are_explained():
     """Where links are the bottleneck two microbatches take half the gathers; side by side they have nothing to hide."""
     given: dict[str, Any] = {"world": 8, "units": [Block], "hardware": SLOW, "suggest": False}

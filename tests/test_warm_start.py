@@ -106,6 +106,7 @@ def test_a_restart_is_warm_and_a_cold_rank_does_not_matter(two_fresh_ranks, tmp_
     assert [s["hits"] for s in folders(two_fresh_ranks, each, options={"prefetch": 2})] == [0, 0]
 
 
+@pytest.mark.slow
 def test_every_source_file_counts(tmp_path):
     """Also those that are reached through a link."""
     home = Path(artifact.__file__).parent.parent
@@ -137,6 +138,7 @@ def captured(options: Options, **sharding: Any) -> str:
     return keys[0]
 
 
+@pytest.mark.slow
 def test_every_option_and_layout_counts():
     plain = captured(Options())
     assert plain == captured(Options()) and plain
