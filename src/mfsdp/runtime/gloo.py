@@ -127,8 +127,8 @@ class Answers:
 def _unrecorded() -> Iterator[None]:
     """Keeps what is launched out of torch's profiles: a message has an entry until it is waited for; if the profile
     has ended by then, as it may behind an optimizer's step, the entry's end is written to memory that is others'
-    (crashes in the next garbage collection). `mfsdp.ranges` shows launches and waits. Private in torch; tried on 2.11
-    to 2.15.
+    (crashes in the next garbage collection). `mfsdp.ranges` shows launches and waits. Private in torch; tried on 2.13,
+    not on the others of 2.11 to 2.15.
     """
     if not torch.autograd._profiler_enabled():
         yield
