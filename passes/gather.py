@@ -33,7 +33,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from mfsdp.graph import ops
+from mfsdp.graph import copies, ops
 from mfsdp.graph.program import Program
 from mfsdp.graph.roles import Kind, Lane, Role
 from mfsdp.spec.units import Unit
@@ -47,7 +47,7 @@ def gather(p: Program, *, keep_cast: bool = False) -> None:
     Args:
         keep_cast: whether casts of shards last until main weights are written.
     """
-    gathered = 0
+    gathered, kept = 0, copies.told(p)
     for unit, params in p.by_unit(Kind.PARAM).items():
         markers = [n for n in params if n.target is ops.param]
         if markers:
@@ -57,6 +57,8 @@ def gather(p: Program, *, keep_cast: bool = False) -> None:
         p.note("no parameter is read here")
     elif not any(u.spec.gathers or u.spec.kept for u in p.units):
         p.note("nothing to gather: parameters are views into the shard")
+    if kept:
+        p.note(kept)
 
 
 def _gather_unit(p: Program, unit: Unit, markers: list[Node], keep_cast: bool) -> None:

@@ -36,6 +36,15 @@ def role_of(node: torch.fx.Node) -> Role:
     return node.meta["mfsdp"]
 
 
+@mutation(47, "forward")
+def a_copy_of_a_parameter_that_is_saved(p: Program) -> None:
+    param = p.find(Kind.PARAM)[0]
+    with p.graph.inserting_after(param):
+        copy = p.graph.call_function(torch.ops.aten.clone.default, (param,))
+    copy.meta["val"] = param.meta["val"]
+    p.set_results([*p.results(), copy])
+
+
 @mutation(2)
 def two_gradients_in_one_place(p: Program) -> None:
     product = one(p, ops.mm)

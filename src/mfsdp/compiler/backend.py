@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import pipeline
 from ..costs.depth import Auto
-from ..graph import listing, ops
+from ..graph import copies, listing, ops
 from ..graph.program import GIVEN, READ, Phase, Program, first_launches, group_of, lane_of, slot_of
 from ..graph.roles import Kind, role
 from ..reports import dump
@@ -80,6 +80,7 @@ def mfsdp(
 
     def transform(graph: fx.GraphModule, phase: Phase) -> Callable[[lowering.Run, str], lowering.Run]:
         program = capture.program(graph, phase)
+        _tell_copies(program)
         stages = pipeline.run(
             program,
             upto=chosen.upto,
@@ -254,3 +255,19 @@ def _tell_unsharded(capture: Capture, inputs: Sequence[Any]) -> None:
         "building the optimizer.",
         how,
     )
+
+
+_copied: set[str] = set()
+
+
+def _tell_copies(program: Program) -> None:
+    """Says once of every operator that forward saves what it has made of parameters."""
+    made = {how for _, how in copies.copies(program)} - {copies.ALONE}
+    if not made <= _copied:
+        log.warning(
+            "mfsdp: %s: %s. They stay until backward, of every layer and on every rank: checkpoint such layers, or let "
+            "the operator's backward make them again.",
+            program.name,
+            copies.told(program),
+        )
+    _copied.update(made)

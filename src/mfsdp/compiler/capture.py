@@ -60,10 +60,16 @@ class Capture:
         """Index of an input that is a shard -> its unit."""
         self.whole = {i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and owners.read_by(t) is not None}
         """Indices of inputs that are shards, or parameters that the eager path has gathered."""
-        self.given = {i for i, n in enumerate(names) if i not in self.whole and "_parameters[" not in n}
-        """Indices of inputs that are no parameters: what comes with a call, and modules' buffers."""
+        self.given = {
+            i: "buffer" if re.search(r"_(?:modules|buffers)\[", n) else "argument"
+            for i, n in enumerate(names)
+            if i not in self.whole and "_parameters[" not in n
+        }
+        """Indices of inputs that are no parameters -> whether they come with a call, or are buffers of modules."""
         self.plain: dict[int, tuple[Unit, int]] = {}
         """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
+        self.returned = 0
+        """How many results of forward are for its caller, once it is cut."""
         self.cut = False
         """Whether there is a forward or inference graph."""
         self._names(inputs, names)
@@ -122,7 +128,7 @@ class Capture:
             if i < self.inputs:
                 node.meta[INPUT] = self.input_names[i]
                 node.meta[READ] = i in self.whole
-                node.meta[GIVEN] = i in self.given
+                node.meta[GIVEN] = self.given.get(i)
             unit = self.shards.get(i)
             if unit is not None:
                 shape = tuple(node.meta["val"].shape)
@@ -153,7 +159,7 @@ class Capture:
         return_copies(joint, kwargs["num_fwd_outputs"])
         regions.borders(joint)
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-        self.cut = True
+        self.cut, self.returned = True, kwargs["num_fwd_outputs"]
         inner = regions.inline(forward, backward)
         results: Any = forward.graph.output_node().args[0]
         given = {n.name: n for n in results if isinstance(n, fx.Node)} | inner
@@ -190,6 +196,7 @@ class Capture:
                 program.rename(node, name)
         program.gradients = {i: (unit.name, offset) for i, (unit, offset) in plain.items()}
         program.trained = _trained(program)
+        program.returned = self.returned if phase == "forward" else None
         program.fill()
         _others(program)
         for node in gm.graph.find_nodes(op="call_function", target=ops.param):

@@ -12,7 +12,7 @@ from math import prod
 from torch.fx import Node
 
 from ..spec.units import Unit
-from . import ops
+from . import copies, ops
 from .cost import nbytes
 from .program import Program, base_of, lane_of, mutates, slot_of, view_of
 from .roles import Kind, Role, is_kind, role
@@ -122,6 +122,13 @@ def regathered(p: Program) -> Iterator[Fault]:
         unit = p.unit(r.unit)
         if unit.spec.reshard and unit.spec.gathers:
             yield result, f"{result.name} leaves the graph but is a view of {owner.name}"
+
+
+def computed_again(p: Program) -> Iterator[Fault]:
+    """47: forward saves nothing that hangs on parameters alone, except of units that stay whole on request."""
+    for node, how in copies.copies(p):
+        if how == copies.ALONE:
+            yield node, f"{node.name} is saved for backward, and computed from parameters alone"
 
 
 def inside(p: Program) -> Iterator[Fault]:
@@ -372,5 +379,6 @@ LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
     (15, everywhere),
     (17, scaled),
     (18, wide),
+    (47, computed_again),
 )
 """Number (docs/LAWS.md) and function."""

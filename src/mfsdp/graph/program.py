@@ -35,7 +35,7 @@ INPUT = "mfsdp_input"
 value is a readable name."""
 
 GIVEN = "mfsdp_given"
-"""``node.meta`` key of these: whether they are no parameters: arguments of a call, buffers of modules."""
+"""``node.meta`` key of these, if they are no parameters: ``"argument"`` of the call, or a module's ``"buffer"``."""
 
 AXIS = "mfsdp_axis"
 """``node.meta`` key of torch's own collectives: the ranks that they go over, an `Axis`."""
@@ -62,6 +62,8 @@ class Program:
         """Backward: which outputs are gradients of parameters that are not sharded: index -> (unit, offset)."""
         self.trained: dict[str, frozenset[int]] = {}
         """Backward: units with gradients when the program was captured, and the offsets of their parameters."""
+        self.returned: int | None = None
+        """Forward, when it was captured: how many of its first results are for its caller. The rest is saved."""
         self.reduced = False
         """Whether `reduce` has run: from then on all these gradients reach accumulators (law 15)."""
         self.slots: dict[str, int] = {}
@@ -135,7 +137,7 @@ class Program:
         gm = _LazyGraphModule(self.gm, graph)  # no code is written until it is called
         twin = Program(gm, self.phase, self.units, self.name)
         twin.gradients, twin.slots = dict(self.gradients), dict(self.slots)
-        twin.trained, twin.reduced = dict(self.trained), self.reduced
+        twin.trained, twin.reduced, twin.returned = dict(self.trained), self.reduced, self.returned
         return twin
 
     # edits
