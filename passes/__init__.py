@@ -4,6 +4,8 @@
     collective  what they exchange is launched and waited for     travels while something computes
     fill        what does not need it runs beside it
 
+    quantize weights that the model casts to FP8 are cast before they travel
+
     gather   parameters come from one all-gather per unit        correct: a program cannot run sharded
     reshard  what was gathered is freed after its last reader     without these three
     reduce   gradients leave through one reduce-scatter per unit
@@ -29,6 +31,7 @@ from .gather import gather
 from .interleave import interleave
 from .pool import pool
 from .prefetch import prefetch
+from .quantize import quantize
 from .reduce import reduce
 from .reshard import reshard
 from .stream import stream
@@ -42,6 +45,7 @@ __all__ = [
     "interleave",
     "pool",
     "prefetch",
+    "quantize",
     "reduce",
     "reshard",
     "stream",

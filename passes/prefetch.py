@@ -88,14 +88,18 @@ def prefetch(p: Program, *, depth: int | Callable[[Program], tuple[int, str]] = 
 
 
 def _launch_before(p: Program, launch: Node, target: Node) -> bool:
-    """Moves a launch, and the cast that it sends or waits for, in front of a node. Whether anything came to pass."""
-    source = launch.args[0]
-    assert isinstance(source, Node)
-    before = [u for u in source.users if u.target is ops.wait and u.args[0] is source and u < launch]
-    group = [*before, launch] if source.op == "placeholder" else [source, launch]
-    if target in group or group[-1].next is target:
+    """Moves a launch, and all that what it sends is made of, in front of a node. Whether anything came to pass."""
+    group, todo = {launch}, [launch]
+    while todo:
+        for source in todo.pop().all_input_nodes:
+            waits = [u for u in source.users if u.target is ops.wait and u.args[0] is source and u < launch]
+            for node in (source, *waits):
+                if node.op == "call_function" and node not in group and not node < target:
+                    group.add(node)
+                    todo.append(node)
+    if target in group or launch.next is target:
         return False
-    p.move(group, target)
+    p.move(sorted(group), target)
     return True
 
 

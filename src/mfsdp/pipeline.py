@@ -19,6 +19,7 @@ from .passes.gather import gather
 from .passes.interleave import interleave
 from .passes.pool import pool
 from .passes.prefetch import prefetch
+from .passes.quantize import quantize
 from .passes.reduce import reduce
 from .passes.reshard import reshard
 from .passes.stream import stream
@@ -41,9 +42,10 @@ def table(
     keep_cast: bool = Options.keep_cast,
     turns: bool = False,
     most: int | None = None,
+    codes: bool = Options.quantize,
 ) -> Table:
     """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes), ``pool``,
-    ``keep_cast``, ``interleave`` and ``max_activations`` (bytes). Instead of a depth it takes what decides it for each
+    ``keep_cast``, ``interleave``, ``max_activations`` (bytes) and ``quantize``. Instead of a depth it takes what decides it for each
     program, `mfsdp.costs.depth.Auto`.
     ``wide`` is for programs that run elsewhere than they were traced (`passes.bucket`).
     """
@@ -51,6 +53,7 @@ def table(
         *((("interleave", interleave),) if turns else ()),
         ("collective", collective),
         ("fill", partial(fill, most=most)),
+        ("quantize", partial(quantize, on=codes)),
         ("gather", partial(gather, keep_cast=keep_cast)),
         ("reshard", reshard),
         ("reduce", reduce),
@@ -77,7 +80,7 @@ def chosen(options: Options, wide: bool | None = None, decide: Decide | None = N
     depth: Any = options.prefetch if options.prefetch != "auto" else decide or Options.prefetch
     ours = table(
         depth, options.reduce_lag, options.max_unsharded, options.pool, wide, options.keep_cast, options.interleave,
-        options.max_activations,
+        options.max_activations, options.quantize,
     )  # fmt: skip
     if options.passes is None:
         return ours
@@ -108,6 +111,7 @@ _KNOBS = {
     "pool": "pool",
     "keep_cast": "gather",
     "max_activations": "fill",
+    "quantize": "quantize",
 }
 """Options, and the pass that obeys each."""
 
@@ -138,6 +142,9 @@ ORDER: tuple[tuple[str, str, str], ...] = (
     ("collective", "fill", "launches and waits are there only then"),
     ("fill", "gather", "a unit is gathered where it is read first, wherever that moves"),
     ("fill", "reduce", "a unit is reduced behind its last gradient, wherever that moves"),
+    ("fill", "quantize", "a unit is gathered where it is read first, wherever that moves"),
+    ("interleave", "quantize", "microbatches read the same codes, which are gathered once for all of them"),
+    ("quantize", "gather", "what is gathered in one byte per element is not gathered in the policy's dtype"),
     ("collective", "reshard", "what another parallelism's collective reads lives until the wait"),
     ("gather", "reshard", "there is nothing to free before something is gathered"),
     ("gather", "reduce", "a listing shows parameters before their gradients; values do not depend on it"),

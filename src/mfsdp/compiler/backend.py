@@ -99,7 +99,7 @@ def mfsdp(
             "outline": outline(program), "sequences": sequences, "sources": sharded(program),
             "keeping": holding(program), "reads": [] if phase == "backward" else reading(program),
             "meets": list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences])),
-            "rooms": static(program), "frames": chosen.frames, **beside(program),
+            "measured": measuring(program), "rooms": static(program), "frames": chosen.frames, **beside(program),
             "first": [] if phase == "backward" or chosen.prefetch == 0 else leading(program),
         }  # fmt: skip
 
@@ -181,6 +181,12 @@ def holding(program: Program) -> set[int]:
     """Which of them belong to units whose gradients it may keep back."""
     sources = {node.args[0] for node in program.nodes if node.target is ops.hold}
     return {i for i, n in enumerate(program.gm.graph.find_nodes(op="placeholder")) if n in sources}
+
+
+def measuring(program: Program) -> list[int]:
+    """Which of them belong to units whose maxima it reads (Note [Maxima])."""
+    units = {n.args[0] for n in program.nodes if n.target is ops.maxima}
+    return [i for i, n in enumerate(program.gm.graph.find_nodes(op="placeholder")) if n in units]
 
 
 def beside(program: Program) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ..spec.units import Unit
 from . import copies, ops
 from .cost import nbytes
 from .program import Program, base_of, lane_of, mutates, slot_of, view_of
+from .quantised import pointwise
 from .roles import Kind, Role, is_kind, role
 
 Fault = tuple[Node, str]
@@ -353,7 +354,7 @@ def wide(p: Program) -> Iterator[Fault]:
     """
     for node in p.nodes:
         if node.target is ops.all_gather:
-            want = p.unit(_unit(node)).spec.precision.comm
+            want = ops.gathered(node.args[0].meta["val"], p.unit(_unit(node)).spec)  # type: ignore[union-attr]
         elif node.target is ops.bucket:
             want = p.unit(_unit(node)).spec.precision.grad_comm
         elif node.target is ops.reduce_scatter:
@@ -362,6 +363,39 @@ def wide(p: Program) -> Iterator[Fault]:
             continue
         if node.meta["val"].dtype is not want:
             yield node, f"{node.name} is {node.meta['val'].dtype}, the policy says {want}"
+
+
+def own_rows(p: Program) -> Iterator[Fault]:
+    """46: a shard of one byte per element is made of this rank's own rows, element by element, and of maxima over all
+    rows, both of the same weights; of nothing else.
+    """
+    for full in p.find(Kind.FULL):
+        if full.target is not ops.all_gather or full.meta["val"].dtype.itemsize > 1:
+            continue
+        unit, numel = _unit(full), p.unit(_unit(full)).spec.shard_numel
+        seen, todo = {full}, [(full.args[0], True)]
+        while todo:
+            node, flat = todo.pop()
+            assert isinstance(node, Node)
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op == "placeholder":
+                if role(node) != Role(Kind.SHARD, unit):
+                    yield node, f"{full.name} hangs on {node.name}, which may differ from rank to rank"
+                elif not flat:
+                    yield node, f"a scale of {full.name} is computed from this rank's rows alone"
+            elif node.target in (ops.cast, ops.maxima):
+                if role(base_of(node.args[0])) != Role(Kind.SHARD, unit):  # type: ignore[arg-type]
+                    yield node, f"{node.name} is not of {unit}'s weights"
+                if node.target is ops.cast and not flat:
+                    yield node, f"a scale of {full.name} is computed from this rank's rows alone"
+            elif node.target is ops.spread:
+                todo += [(scale, False) for scale in node.args[1]]  # type: ignore[union-attr, misc]
+            else:
+                if flat and not (pointwise(node) and node.meta["val"].numel() == numel):
+                    yield node, f"{node.name}, on the way to {full.name}, mixes elements of this rank's rows"
+                todo += [(source, flat) for source in node.all_input_nodes]
 
 
 LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
@@ -379,6 +413,7 @@ LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
     (15, everywhere),
     (17, scaled),
     (18, wide),
+    (46, own_rows),
     (47, computed_again),
 )
 """Number (docs/LAWS.md) and function."""

@@ -296,6 +296,10 @@ def text(node: Node) -> str:
     """What a line does, as people read it."""
     if node.target in (ops.wait, ops.free, ops.refresh):
         return f"{_verb(node)} {operand(node.args[0])}"
+    if node.target in (ops.maxima, ops.cast):
+        return f"{_verb(node)} {operand(node.args[0])}"
+    if node.target is ops.spread:
+        return f"spread {operand(node.args[1])}"
     if node.target is ops.accumulate:
         _, gshard, _, scale = node.args
         r = role(node)

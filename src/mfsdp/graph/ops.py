@@ -13,7 +13,12 @@ passes rewrite them into:
     refresh(source)                           parameters that last are gathered again, if the optimizer has stepped;
                                               launched, not finished
     all_gather(shard, spec, slot) -> full     launched, not finished; of main weights in another dtype than the one
-                                              that travels: of their cast, which is kept (Note [Kept casts])
+                                              that travels: of their cast, which is kept (Note [Kept casts]); of
+                                              quantised weights, one byte per element: as they are
+    maxima(shard, grids, spec) -> found       the largest magnitude in every block, over all ranks, float32; launched,
+                                              not finished, and once per optimizer step (Note [Maxima])
+    spread(shard, scales, grids, spec) -> flat    for every element of the shard the one scale that is its block's
+    cast(shard, spec) -> flat                 the shard in the dtype that travels, rounded, whoever reads it
     wait(out, inputs)                         out is complete; inputs had to live until now
     free(full)                                the buffer is gone after this line
     bucket(like, holes, spec, slot) -> gfull  room for a unit's gradients; zeros in the holes (start, end, start, ...)
@@ -40,6 +45,7 @@ from typing import Any
 
 import torch
 
+from ..spec import grid
 from ..spec.units import Axis, Spec
 
 LIBRARY = torch.library.Library("mfsdp", "DEF")
@@ -49,6 +55,9 @@ LIBRARY.define("param_grad(Tensor grad, Tensor shard, int offset, str spec) -> T
 LIBRARY.define("returned(Tensor param) -> Tensor")
 LIBRARY.define("refresh(Tensor(a!) source) -> ()")
 LIBRARY.define("all_gather(Tensor shard, str spec, int slot=-1) -> Tensor")
+LIBRARY.define("maxima(Tensor shard, str grids, str spec) -> Tensor")
+LIBRARY.define("spread(Tensor shard, Tensor[] scales, str grids, str spec) -> Tensor")
+LIBRARY.define("cast(Tensor shard, str spec) -> Tensor")
 LIBRARY.define("wait(Tensor(a!) out, Tensor[] inputs) -> ()", tags=(torch.Tag.flexible_layout,))
 LIBRARY.define("free(Tensor(a!) full) -> ()")
 LIBRARY.define("bucket(Tensor like, int[] holes, str spec, int slot=-1) -> Tensor", tags=(torch.Tag.flexible_layout,))
@@ -75,6 +84,9 @@ param_grad = _ops.param_grad.default
 returned = _ops.returned.default
 refresh = _ops.refresh.default
 all_gather = _ops.all_gather.default
+maxima = _ops.maxima.default
+spread = _ops.spread.default
+cast = _ops.cast.default
 wait = _ops.wait.default
 free = _ops.free.default
 bucket = _ops.bucket.default
@@ -86,7 +98,7 @@ all_reduce = _ops.all_reduce.default
 accumulate = _ops.accumulate.default
 collective = _ops.collective.default
 
-OURS = (refresh, all_gather, reduce_scatter, all_reduce)
+OURS = (refresh, maxima, all_gather, reduce_scatter, all_reduce)
 """Collectives of data parallelism: of a unit."""
 
 COLLECTIVES = (*OURS, collective)
@@ -94,7 +106,7 @@ COLLECTIVES = (*OURS, collective)
 IN_PLACE = (refresh, all_reduce)
 """Collectives that write to their first argument and have no result."""
 
-SHOWN = (wait, bucket, pack, mm, hold, accumulate, *COLLECTIVES)
+SHOWN = (wait, spread, cast, bucket, pack, mm, hold, accumulate, *COLLECTIVES)
 """Operations that observers see, under their name and their unit's."""
 
 SLOT = {all_gather: 2, bucket: 3}
@@ -107,6 +119,11 @@ def multiplies(product: torch.Tensor, dtype: torch.dtype, wide: bool | None = No
     """
     narrow = product.dtype in (torch.bfloat16, torch.float16) and dtype is torch.float32
     return product.dtype is dtype or (narrow and (widens(product.device) if wide is None else wide))
+
+
+def gathered(shard: torch.Tensor, spec: Spec) -> torch.dtype:
+    """What an all-gather of it brings: the dtype of the policy, or bytes that a pass has made of the shard."""
+    return shard.dtype if shard.dtype.itemsize == 1 else spec.precision.comm
 
 
 def widens(device: torch.device) -> bool:
@@ -140,7 +157,22 @@ def _(source: torch.Tensor, grads: torch.Tensor, offsets: list[int]) -> None: ..
 @torch.library.register_fake("mfsdp::all_gather")
 def _(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
     s = Spec.decode(spec)
-    return shard.new_empty(s.full_numel, dtype=s.precision.comm)
+    return shard.new_empty(s.full_numel, dtype=gathered(shard, s))
+
+
+@torch.library.register_fake("mfsdp::maxima")
+def _(shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
+    return shard.new_empty(sum(g.numel for g in grid.decode(grids)), dtype=torch.float32)
+
+
+@torch.library.register_fake("mfsdp::spread")
+def _(shard: torch.Tensor, scales: list[torch.Tensor], grids: str, spec: str) -> torch.Tensor:
+    return scales[0].new_empty(Spec.decode(spec).shard_numel)
+
+
+@torch.library.register_fake("mfsdp::cast")
+def _(shard: torch.Tensor, spec: str) -> torch.Tensor:
+    return torch.empty_like(shard, dtype=Spec.decode(spec).precision.comm)
 
 
 @torch.library.register_fake("mfsdp::bucket")

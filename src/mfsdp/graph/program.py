@@ -142,11 +142,19 @@ class Program:
 
     # edits
 
-    def insert(self, target: Any, args: tuple[Any, ...], before: Node, r: Role, name: str | None = None) -> Node:
+    def insert(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        before: Node,
+        r: Role,
+        name: str | None = None,
+        kwargs: dict[str, Any] | None = None,
+    ) -> Node:
         """A new node before another one, with its role; its shape follows from the operation's fake kernel."""
         with self.graph.inserting_before(before):
-            node = self.graph.create_node("call_function", target, args, name=name)
-        node.meta["val"] = self._fake(target, args)
+            node = self.graph.create_node("call_function", target, args, kwargs, name=name)
+        node.meta["val"] = self._fake(target, args, kwargs)
         return mark(node, r)
 
     def rewrite(self, node: Node, target: Any, args: tuple[Any, ...]) -> None:

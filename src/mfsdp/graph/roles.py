@@ -13,7 +13,8 @@ class Kind(Enum):
 
     SHARD = "shard"  # placeholder: what programs read parameters from, as a rule this rank's flat shard
     REFRESH = "refresh"  # parameters that last are gathered again after an optimizer step
-    CAST = "cast"  # the shard in the dtype that travels
+    CAST = "cast"  # the shard in the dtype that travels, and what it is quantised with
+    MAXIMA = "maxima"  # the largest magnitudes in blocks of a unit's parameters, over all ranks
     FULL = "full"  # the gathered flat buffer
     PARAM = "param"  # a parameter: a view into the full buffer (or a marker, before `gather`)
     WAIT = "wait"  # compute waits for a collective

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 
 from ..graph.ops import LIBRARY, shape_after
+from ..spec import grid
 from ..spec.units import Axis, Spec
+from . import grids as grids_of
 from . import runs, slots
 from .immediate import gather_now, packed, scattered, summed
 from .owners import orphan, owner, path
@@ -43,10 +45,11 @@ class _Room:
 
 
 @cache
-def _room(spec: str, slot: int, kind: str) -> _Room:
+def _room(spec: str, slot: int, kind: str, one_byte: bool = False) -> _Room:
+    """``one_byte``: whether that travels, instead of what the policy says."""
     s = Spec.decode(spec)
     name = f"{kind}{slot}" if slot >= 0 else ""
-    dtype = s.precision.comm if kind == "p" else s.precision.grad_comm
+    dtype = torch.uint8 if one_byte else s.precision.comm if kind == "p" else s.precision.grad_comm
     return _Room(name, s.full_numel, dtype, s.splits, s.world, s.group)
 
 
@@ -86,12 +89,36 @@ def all_gather(run: Run, shard: torch.Tensor, spec: str, slot: int = -1) -> torc
     """
     if run.early and (early := run.early.pop(0)) is not None:
         return run.adopt(early)
-    r = _room(spec, slot, "p")
-    if shard.dtype is not r.dtype:
-        shard = shard.detach().to(r.dtype) if (buffer := owner(shard)) is None else buffer.weights.cast()
+    quantised = shard.dtype.itemsize == 1
+    r = _room(spec, slot, "p", quantised)
+    sent = shard.view(torch.uint8) if quantised else shard
+    if sent.dtype is not r.dtype:
+        sent = shard.detach().to(r.dtype) if (buffer := owner(shard)) is None else buffer.weights.cast()
     full = slots.room(r.slot, r.numel, r.dtype, shard.device)
-    run.launch(full, run.gather(_pairs(r, full, shard), r.group))
-    return full
+    run.launch(full, run.gather(_pairs(r, full, sent), r.group))
+    return full.view(shard.dtype) if quantised else full
+
+
+def maxima(run: Run, shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
+    """Launches what is due of a unit's maxima (Note [Maxima]), and of those of the program's other units."""
+    weights = _known(owner(shard)).weights
+    out = torch.empty(sum(g.numel for g in grid.decode(grids)), device=shard.device)
+    run.launch(out, *weights.maxima.read(grids, out, run.measured))
+    return out
+
+
+def spread(run: Run, shard: torch.Tensor, scales: Sequence[torch.Tensor], grids: str, spec: str) -> torch.Tensor:
+    """For every element of the shard the scale of its block, [shard_numel]; 1 where no parameter is."""
+    weights = _known(owner(shard)).weights
+    out = torch.ones(Spec.decode(spec).shard_numel, dtype=scales[0].dtype, device=shard.device)
+    for scale, one in zip(scales, grid.decode(grids), strict=True):
+        grids_of.spread(scale.contiguous().view(-1), *weights.rows(out, one.offset), one)
+    return out
+
+
+def cast(run: Run, shard: torch.Tensor, spec: str) -> torch.Tensor:
+    """The shard in the dtype that travels. An operation, because compilers do not round what they read again."""
+    return shard.detach().to(Spec.decode(spec).precision.comm)
 
 
 def _pairs(r: _Room | _Reduction, full: torch.Tensor, shard: torch.Tensor) -> Pairs:
@@ -207,18 +234,24 @@ def all_reduce(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> None:
 def accumulate(run: Run, shard: torch.Tensor, gshard: torch.Tensor, offsets: Sequence[int], scale: float) -> None:
     """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators])."""
     buffer = owner(shard)
-    if buffer is None:
-        if orphan(shard):
-            return  # the model is gone
-        raise RuntimeError(
-            "mfsdp: backward got a copy of a shard instead of the shard. Saved-tensor hooks that copy what they are "
-            "given (torch.autograd.graph.save_on_cpu) do not compose with a compiled sharded model."
-        )
+    if buffer is None and orphan(shard):
+        return  # the model is gone
+    buffer = _known(buffer)
     held = run.held
     if held and gshard.data_ptr() in held:
         held.remove(gshard.data_ptr())
     else:
         buffer.gradients.accumulate(gshard, offsets, scale)
+
+
+def _known(buffer: Any) -> Any:
+    """The owner of a shard, if there is one."""
+    if buffer is None:
+        raise RuntimeError(
+            "mfsdp: backward got a copy of a shard instead of the shard. Saved-tensor hooks that copy what they are "
+            "given (torch.autograd.graph.save_on_cpu) do not compose with a compiled sharded model."
+        )
+    return buffer
 
 
 # Other parallelisms
@@ -328,7 +361,7 @@ def _shown(kernel: Callable[..., Any], run: Run, *args: Any) -> Any:
 
 for _marker in (param, param_grad, returned, free):
     LIBRARY.impl(_marker.__name__, _marker, "CompositeExplicitAutograd")
-_KERNELS = (refresh, all_gather, wait, bucket, pack, mm, hold, reduce_scatter, all_reduce, accumulate, collective)
+_KERNELS = (refresh, maxima, spread, cast, all_gather, wait, bucket, pack, mm, hold, reduce_scatter, all_reduce, accumulate, collective)
 for _kernel in _KERNELS:
     LIBRARY.impl(_kernel.__name__, runs.dispatched(_kernel), "CompositeExplicitAutograd")
 

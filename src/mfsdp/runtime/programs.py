@@ -49,6 +49,7 @@ def marked(
     silent: int = 0,
     given: Sequence[int] = (),
     first: Sequence[First] = (),
+    measured: Sequence[int] = (),
 ) -> Callable[[list[Any]], Any]:
     """A compiled program that says when it runs, and what each of its operations is called. It takes its arguments as
     one list and may empty that, as functions of AOTAutograd do.
@@ -70,6 +71,8 @@ def marked(
         exchanges: whether it has collectives of other parallelisms: then it may run beside another (Note [Turns]).
         silent: how many results it has, if it is a backward and all of them are ``None``; else 0.
         given: which arguments of such a backward are forward's own, and no parameters.
+        measured: which of its arguments are sources of units whose maxima it reads; whether they are due is compared
+            too (Note [Maxima]).
         first: what it launches before it waits for anything, which an optimizer's step may launch ahead of it (Note
             [Borders]).
 
@@ -80,6 +83,7 @@ def marked(
     named = partial(frame(outline.name), run)
     units = {i: unit for i, (unit, _) in (sources or {}).items()}
     compiled = tuple(path for _, path in (sources or {}).values())
+    measures = [at for at, i in enumerate(units) if i in measured]
     keeps = [at for at, i in enumerate(units) if i in keeping]
     read = [at for at, i in enumerate(units) if i in reads], [i for i in reads if i not in units]
     always = frames or recorded()
@@ -94,8 +98,11 @@ def marked(
         return tuple(f"{verb} {moved.get(path, path)}" for verb, _, path in called)
 
     @functools.cache
-    def words(paths: tuple[str, ...], kept: tuple[str, ...], beside: bool = False) -> dict[str, Words]:
-        more = [f"gradients of {', '.join(kept)} are kept back under no_sync"] if kept else []
+    def words(
+        paths: tuple[str, ...], kept: tuple[str, ...], beside: bool = False, due: tuple[str, ...] = ()
+    ) -> dict[str, Words]:
+        more = [f"largest magnitudes in blocks of {', '.join(due)}, written since they were taken"] if due else []
+        more += [f"gradients of {', '.join(kept)} are kept back under no_sync"] if kept else []
         more += ["beside the next forward, under mfsdp.overlapped"] if beside else []
 
         def told(line: str) -> str:
@@ -106,11 +113,15 @@ def marked(
         return {group: Words(outline.name, (*map(told, lines), *more)) for group, lines in (sequences or {}).items()}
 
     def said(paths: tuple[str, ...], buffers: Sequence[Any], beside: bool) -> dict[str, Words]:
+        due = (at for at in measures if buffers[at] is not None and buffers[at].weights.maxima.due())
+        written = tuple(paths[at] for at in due)
+        if measures:  # what another rank may say
+            words(paths, (), beside, () if written else tuple(paths[at] for at in measures))
         if not keeps:
-            return words(paths, (), beside)
-        words(paths, tuple(paths[at] for at in keeps), beside)  # what another rank may say
+            return words(paths, (), beside, written)
+        words(paths, tuple(paths[at] for at in keeps), beside, written)  # likewise
         kept = (at for at in keeps if buffers[at] is not None and not buffers[at].gradients.sync)
-        return words(paths, tuple(paths[at] for at in kept), beside)
+        return words(paths, tuple(paths[at] for at in kept), beside, written)
 
     def met(buffers: Sequence[Any]) -> ahead.Ahead | None:
         """The model for which something has been launched ahead that this may take."""
@@ -135,6 +146,7 @@ def marked(
         seen = observer()
         here = runs.Run(outline.name, partial(names, paths), meets, shown=always or seen is not None)
         here.turn = turn
+        here.measured = [buffers[at].weights for at in measures if buffers[at] is not None]
         model = met(buffers) if heads else None
         anew = model is not None and model.anew
         if sequences:

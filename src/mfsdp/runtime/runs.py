@@ -56,6 +56,8 @@ class Run:
         """Gradients that stay where they are, and what reductions of them would have given, by address."""
         self.early: list[Any] = []
         """What was launched ahead, for its first collectives in their order; ``None`` where it launches one itself."""
+        self.measured: Sequence[Any] = ()
+        """Weights of all units whose maxima it reads (Note [Maxima])."""
         self.lines: dict[tuple[str, torch.device], Transport] = {}
         """Transports that it has found, by group."""
 

@@ -19,6 +19,7 @@ from ..spec.layout import Layout, plan
 from ..state.pieces import Piece, here
 from ..state.placement import Placement
 from . import admission, writes
+from .codes import coded
 from .former import FORMER
 from .module import FSDPModule
 from .parallel import piece_of
@@ -106,10 +107,11 @@ class Claim:
 
     def draft(self, policy: MixedPrecisionPolicy, placement: Placement, mesh: DeviceMesh | None) -> None:
         """Plans the unit's buffers, one for each kind of parameter."""
-        kinds: dict[tuple[Precision, bool], list[nn.Parameter]] = {}
-        for param in self.owners:
-            kinds.setdefault((policy.resolve(param.dtype), param.requires_grad), []).append(param)
-        for (precision, trainable), params in kinds.items():
+        kinds: dict[tuple[Precision, bool, bool], list[nn.Parameter]] = {}
+        for param, places in self.owners.items():
+            code = all(coded(module, name) for module, name in places)
+            kinds.setdefault((policy.resolve(param.dtype), param.requires_grad, code), []).append(param)
+        for (precision, trainable, _), params in kinds.items():
             pieces = [piece_of(self.fqn_of(p), p, self.owners[p][0][0], mesh) for p in params]
             shapes = [piece.local if piece else tuple(p.shape) for p, piece in zip(params, pieces, strict=True)]
             layout = plan([(self.names[p], s) for p, s in zip(params, shapes, strict=True)], placement.cut)

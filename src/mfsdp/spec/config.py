@@ -157,6 +157,8 @@ class Options:
     """Whether gathered buffers and gradient buffers get static slots."""
     keep_cast: bool = True
     """Whether a shard in the dtype that travels is kept from one optimizer step to the next."""
+    quantize: bool = True
+    """Whether weights that the model casts to one byte per element (FP8) are cast before they travel."""
     interleave: bool = False
     """Whether microbatches that are in one program take turns at its units (`mfsdp.together` asks for it)."""
     nccl_ub: bool = False
@@ -200,7 +202,7 @@ class Options:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 other = ", or 'auto'" if name == "prefetch" else ""
                 raise ValueError(f"option {name}={value!r}: give an integer of at least {low}{other}")
-        for name in ("pool", "keep_cast", "interleave", "nccl_ub", "disable_symmetric_registration", "check", "frames"):
+        for name in ("pool", "keep_cast", "quantize", "interleave", "nccl_ub", "disable_symmetric_registration", "check", "frames"):
             value = getattr(out, name)
             if not isinstance(value, bool):
                 raise ValueError(f"option {name}={value!r}: choose True or False")

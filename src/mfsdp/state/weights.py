@@ -20,6 +20,7 @@ import torch
 
 from ..runtime import ahead, devices, immediate, owners, runs
 from ..runtime.transport import End
+from .maxima import Maxima
 
 if TYPE_CHECKING:
     from .buffer import FlatBuffer
@@ -42,10 +43,12 @@ class Weights:
         layout, spec, precision = buffer.layout, buffer.spec, buffer.precision
         self.locals = tuple(layout.local(i, buffer.placement.rank) for i in range(len(layout.slots)))
         """Which rows of each parameter are this rank's, and where they lie in ``main``."""
+        self._slots = {slot.offset: i for i, slot in enumerate(layout.slots)}
         self.main = torch.zeros(layout.shard_numel, dtype=precision.main, device=device)
         self.source = self.main
         if spec.kept:
             self.source = torch.zeros(spec.source_numel, dtype=precision.comm, device=device)
+        self.maxima = Maxima(self)
         self._cast: torch.Tensor | None = None
         """This rank's shard in the dtype that travels, [layout.shard_numel], once a program has asked for it."""
         self._exposed = False
@@ -94,6 +97,30 @@ class Weights:
     def history(self) -> tuple[int, int]:
         """Changes when main weights are written, but for rows that are out as plain tensors."""
         return self._writes, self.main._version
+
+    @property
+    def path(self) -> str:
+        """What errors call the buffer."""
+        return self._of.path
+
+    @property
+    def group(self) -> str:
+        """Name of the process group that parameters are gathered over."""
+        return self._of.spec.group
+
+    @property
+    def comm(self) -> torch.dtype:
+        """In which parameters travel, where nothing says otherwise."""
+        return self._of.precision.comm
+
+    def rows(self, flat: torch.Tensor, offset: int) -> tuple[torch.Tensor, int]:
+        """This rank's rows of the parameter at ``offset``, a view into a flat shard, [rows, elements of a row]; and the
+        number of the first of them.
+        """
+        slot = self._slots[offset]
+        at, row = self.locals[slot], self._of.layout.slots[slot].row
+        part = flat.detach()[at.shard_offset : at.shard_offset + at.numel]
+        return part.view(-1, row), at.param_offset // row
 
     def view(self, flat: torch.Tensor, slot: int) -> torch.Tensor:
         """This rank's rows of a parameter, as a view into a flat shard."""

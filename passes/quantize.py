@@ -1,0 +1,223 @@
+"""quantize: weights that the model casts to FP8 are cast before they travel.
+
+Before, parameters are gathered in 16 bits, and every rank casts all of them:
+
+    . * .  u0_full                = all_gather u0_shard                   bf16[1048576]
+    <-o .                           wait u0_full
+    * . .  amax                   = amax abs(u0_weight)                   bf16[1,1024]
+    * . .  clamp                  = clamp u0_weight * scale               f32[1024,1024]
+    * . .  to                     = to clamp, f8_e4m3fn                   f8_e4m3fn[1024,1024]
+
+After, every rank casts its own rows, and one byte per element travels:
+
+    . * .  u0_maxima              = maxima u0_shard                       f32[1024]
+    <-o .                           wait u0_maxima
+    * . .  u0_scale               = spread u0_shard, scale                f32[524288]
+    * . .  u0_code                = to u0_cast * u0_scale, f8_e4m3fn      f8_e4m3fn[524288]
+    . * .  u0_full                = all_gather u0_code                    f8_e4m3fn[1048576]
+    <-o .                           wait u0_full
+
+Why: half the bytes of every gather, half the gathered memory, and a cast of this rank's rows only. All values are
+    bitwise those of before: maxima are exact, whoever takes them, and scales and casts stay the model's own operators.
+Needs: parameters that are read as codes of one byte and in no other way (`mfsdp.graph.quantised`), all parameters of
+    the buffer in one way: `fully_shard` gives FP8 weights a flat buffer of their own. What crosses rows is a maximum
+    of magnitudes, nothing else (law 46).
+Costs: one small all-reduce per optimizer step (`maxima`), and a scale per element of the shard while it is cast.
+
+Backward computes scales and codes again, along its own dimension if the recipe has two. Where parameters last from
+step to step (`optim`, `optim_grads`, HFSDP) they last in the policy's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from mfsdp.graph import ops
+from mfsdp.graph.program import Program
+from mfsdp.graph.quantised import Code, Dims, Operand, Read, blocks, reads
+from mfsdp.graph.roles import Kind, Lane, Role
+from mfsdp.spec.grid import Grid, encode
+from mfsdp.spec.units import Unit
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def quantize(p: Program, *, on: bool = True) -> None:
+    """Casts weights in front of their gather, unit by unit.
+
+    Args:
+        on: ``False`` leaves them as they are.
+    """
+    done, bits = 0, []
+    for unit, params in p.by_unit(Kind.PARAM).items():
+        markers = [n for n in params if n.target is ops.param]
+        found = reads(p, markers) if unit.spec.world > 1 or unit.spec.kept else []
+        if not any(read.codes for read in found):
+            continue
+        why = "" if on else "off"
+        why = why or _hinders(unit, found)
+        if why:
+            bits.append(f"{unit.name} travels in {8 * unit.spec.precision.comm.itemsize} bits: {why}")
+            continue
+        _quantize_unit(p, unit, found)
+        done += 1
+    if done:
+        p.changed(f"{done} units in one byte per element")
+    for words in bits:
+        p.note(words)
+    if not done and not bits:
+        p.note("no weight is quantised here")
+
+
+def _hinders(unit: Unit, found: list[Read]) -> str:
+    """Why a unit cannot be quantised before it travels, ``""`` if it can."""
+    if unit.spec.kept:
+        return "its parameters last from step to step"
+    if unit.spec.precision.comm is not unit.spec.precision.compute:
+        return "it is computed in another dtype than it travels in"
+    for read in found:
+        name = unit.offset_name(read.offset)
+        if read.reason:
+            return read.reason
+        if not read.codes:
+            return f"{name} is not quantised"
+        if len(read.codes) > 1:
+            return f"{name} is quantised in {len(read.codes)} ways here"
+    first = found[0].codes[0]
+    for read in found[1:]:
+        code = read.codes[0]
+        if code.steps != first.steps or _dtypes(code) != _dtypes(first):
+            return f"{unit.offset_name(read.offset)} is quantised otherwise than {unit.offset_name(found[0].offset)}"
+    return ""
+
+
+def _dtypes(code: Code) -> list[torch.dtype]:
+    return [scale.meta["val"].dtype for scale, _ in code.scales]
+
+
+def _quantize_unit(p: Program, unit: Unit, found: list[Read]) -> None:
+    first = min(read.markers[0] for read in found)
+    shard: Any = first.args[0]
+    text, cast = unit.spec.encode(), Role(Kind.CAST, unit.name)
+    _maxima(p, unit, found, shard, first)
+    _hoist(p, [scale for read in found for scale, _ in read.codes[0].scales], first)
+    scales = []
+    for i in range(len(found[0].codes[0].scales)):
+        values = [read.codes[0].scales[i][0] for read in found]
+        grids = tuple(read.codes[0].scales[i][1] for read in found)
+        name = f"{unit.name}_scale"
+        scales.append(p.insert(ops.spread, (shard, values, encode(grids), text), first, cast, name))
+    element = shard
+    if unit.spec.precision.main is not unit.spec.precision.comm:
+        element = p.insert(ops.cast, (shard, text), first, cast, f"{unit.name}_cast")
+    code = _recipe(p, found[0].codes[0], element, scales, first, cast)
+    p.rename(code, f"{unit.name}_code")
+    gathered, waited = Role(Kind.FULL, unit.name, Lane.GATHER), Role(Kind.WAIT, unit.name, Lane.GATHER)
+    full = p.insert(ops.all_gather, (code, text), first, gathered, f"{unit.name}_full")
+    p.insert(ops.wait, (full, [code]), first, waited)
+    for read in found:
+        for node, dims in zip(read.codes[0].nodes, read.codes[0].dims, strict=True):
+            _view(p, unit, full, read, node, dims)
+    _erase(p, found)
+
+
+def _maxima(p: Program, unit: Unit, found: list[Read], shard: Node, before: Node) -> None:
+    """One node for the maxima of all blocks; what computed them are views of it."""
+    grids: list[Grid] = []
+    places: dict[Grid, int] = {}
+    at = 0
+    wanted: list[tuple[Node, Grid]] = []
+    for read in found:
+        for node, dims in read.maxima.items():
+            grid = blocks(read.offset, read.elements[node.args[0]], dims, node.meta["val"].stride())  # type: ignore[index]
+            if grid not in places:
+                places[grid] = at
+                grids.append(grid)
+                at += grid.numel
+            wanted.append((node, grid))
+    if not wanted:
+        return
+    lane = Lane.GATHER
+    args = (shard, encode(tuple(grids)), unit.spec.encode())
+    all_of_them = p.insert(ops.maxima, args, before, Role(Kind.MAXIMA, unit.name, lane), f"{unit.name}_maxima")
+    p.insert(ops.wait, (all_of_them, [shard]), before, Role(Kind.WAIT, unit.name, lane))
+    for node, grid in wanted:
+        value, r = node.meta["val"], Role(Kind.CAST, unit.name)
+        where = (all_of_them, list(value.shape), list(value.stride()), places[grid])
+        new = p.insert(aten.as_strided.default, where, before, r)
+        if value.dtype is not torch.float32:
+            new = p.insert(prims.convert_element_type.default, (new, value.dtype), before, r)
+        node.replace_all_uses_with(new)
+
+
+def _hoist(p: Program, values: list[Node], before: Node) -> None:
+    """Moves what values are computed from, and they, in front of a node."""
+    needed: set[Node] = set()
+    todo = list(values)
+    while todo:
+        node = todo.pop()
+        if node.op == "call_function" and node not in needed and before < node:
+            needed.add(node)
+            todo += node.all_input_nodes
+    p.move(sorted(needed), before)
+
+
+def _recipe(p: Program, code: Code, element: Node, scales: list[Node], before: Node, r: Role) -> Node:
+    """The recipe on the whole shard."""
+    made: list[Node] = []
+
+    def known(arg: Any) -> Any:
+        if not isinstance(arg, Operand):
+            return arg
+        return element if arg.kind == "element" else (made if arg.kind == "step" else scales)[arg.number]
+
+    for target, args in code.steps:
+        made.append(p.insert(target, tuple(map(known, args)), before, r))
+    return made[-1]
+
+
+def _view(p: Program, unit: Unit, full: Node, read: Read, node: Node, dims: Dims) -> None:
+    """Puts what was gathered in the place of a code: the same shape, the same strides."""
+    value, r = node.meta["val"], Role(Kind.PARAM, unit.name)
+    shape, strides = [], []
+    for dim in dims:
+        for digit in dim:
+            if strides and strides[-1] == digit.stride * digit.size and len(shape) > 0 and dim[0] is not digit:
+                shape[-1] *= digit.size
+                strides[-1] = digit.stride
+            else:
+                shape.append(digit.size)
+                strides.append(digit.stride)
+    name = f"{read.markers[0].name}_code"
+    if len(shape) <= value.ndim and _fits(dims):
+        each = [(dim[-1].stride if dim else 1) for dim in dims]
+        each = [have if n > 1 else want for n, have, want in zip(value.shape, each, value.stride(), strict=True)]
+        new = p.insert(aten.as_strided.default, (full, list(value.shape), each, read.offset), node, r, name)
+    else:
+        new = p.insert(aten.as_strided.default, (full, shape, strides, read.offset), node, r, name)
+        new = p.insert(aten.clone.default, (new,), node, r, kwargs={"memory_format": torch.contiguous_format})
+        new = p.insert(aten.view.default, (new, list(value.shape)), node, r)
+    if new.meta["val"].stride() != value.stride():
+        order = sorted(range(value.ndim), key=lambda d: -value.stride(d))
+        back = [order.index(d) for d in range(value.ndim)]
+        new = p.insert(aten.permute.default, (new, order), node, r)
+        new = p.insert(aten.clone.default, (new,), node, r, kwargs={"memory_format": torch.contiguous_format})
+        new = p.insert(aten.permute.default, (new, back), node, r)
+    assert new.meta["val"].stride() == value.stride(), f"{node.name}: {new.meta['val'].stride()}, {value.stride()}"
+    node.replace_all_uses_with(new)
+
+
+def _fits(dims: Dims) -> bool:
+    """Whether every dimension has one stride."""
+    return all(a.stride == b.stride * b.size for dim in dims for a, b in zip(dim, dim[1:], strict=False))
+
+
+def _erase(p: Program, found: list[Read]) -> None:
+    """Removes what nobody reads any more."""
+    gone = {n for read in found for n in (*read.elements, *read.maxima, *read.codes[0].nodes)}
+    for node in sorted(gone, reverse=True):
+        assert not node.users, f"{node.name} is read by {', '.join(u.name for u in node.users)}"
+        p.erase(node)

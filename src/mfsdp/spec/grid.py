@@ -1,0 +1,65 @@
+"""Which element of a parameter belongs to which element of a smaller tensor: blocks and their scales.
+
+An index into a flattened parameter is written in digits, ``index // stride % size``. A view with other dimensions
+splits digits, a permutation moves them, a maximum over a dimension drops some. So a scale for blocks of 128 rows and
+128 columns of a ``[512, 256]`` matrix has two of four digits:
+
+    stride     32768   256   128     1
+    size           4   128     2   128
+    place          2     0     1     0        element [i // 128, j // 128] of a contiguous [4, 2]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import prod
+
+
+@dataclass(frozen=True, order=True)
+class Digit:
+    """One digit of an index into a flattened parameter."""
+
+    stride: int
+    size: int
+    place: int = 0
+    """What it counts for in the smaller tensor's flat index; 0: all its values share one element."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How the elements of one parameter share those of a smaller tensor. Travels through the graph as text."""
+
+    offset: int
+    """Where the parameter begins in its unit's full buffer."""
+    digits: tuple[Digit, ...]
+    """All of them, by falling stride."""
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the smaller tensor."""
+        return prod(d.size for d in self.digits if d.place)
+
+    def encode(self) -> str:
+        return f"{self.offset}:" + ",".join(f"{d.stride}*{d.size}@{d.place}" for d in self.digits)
+
+
+def encode(grids: tuple[Grid, ...]) -> str:
+    """Several, as text."""
+    return ";".join(g.encode() for g in grids)
+
+
+@cache
+def decode(text: str) -> tuple[Grid, ...]:
+    """The inverse of :func:`encode`."""
+    return tuple(map(_decode, text.split(";"))) if text else ()
+
+
+def _decode(text: str) -> Grid:
+    offset, _, digits = text.partition(":")
+    found = []
+    for digit in filter(None, digits.split(",")):
+        stride, _, rest = digit.partition("*")
+        size, _, place = rest.partition("@")
+        found.append(Digit(int(stride), int(size), int(place)))
+    return Grid(int(offset), tuple(found))
