@@ -38,7 +38,7 @@ from torch.fx import Node
 from mfsdp.graph import ops
 from mfsdp.graph.program import Program
 from mfsdp.graph.quantised import Code, Dims, Operand, Read, blocks, reads
-from mfsdp.graph.roles import Kind, Lane, Role
+from mfsdp.graph.roles import Kind, Lane, Role, mark
 from mfsdp.spec.grid import Grid, encode
 from mfsdp.spec.units import Unit
 
@@ -103,7 +103,7 @@ def _quantize_unit(p: Program, unit: Unit, found: list[Read]) -> None:
     shard: Any = first.args[0]
     text, cast = unit.spec.encode(), Role(Kind.CAST, unit.name)
     _maxima(p, unit, found, shard, first)
-    _hoist(p, [scale for read in found for scale, _ in read.codes[0].scales], first)
+    _hoist(p, [scale for read in found for scale, _ in read.codes[0].scales], first, cast)
     scales = []
     for i in range(len(found[0].codes[0].scales)):
         values = [read.codes[0].scales[i][0] for read in found]
@@ -153,14 +153,14 @@ def _maxima(p: Program, unit: Unit, found: list[Read], shard: Node, before: Node
         node.replace_all_uses_with(new)
 
 
-def _hoist(p: Program, values: list[Node], before: Node) -> None:
-    """Moves what values are computed from, and they, in front of a node."""
+def _hoist(p: Program, values: list[Node], before: Node, r: Role) -> None:
+    """Moves scales, and what they are computed from, in front of a node."""
     needed: set[Node] = set()
     todo = list(values)
     while todo:
         node = todo.pop()
         if node.op == "call_function" and node not in needed and before < node:
-            needed.add(node)
+            needed.add(mark(node, r))
             todo += node.all_input_nodes
     p.move(sorted(needed), before)
 
@@ -181,33 +181,28 @@ def _recipe(p: Program, code: Code, element: Node, scales: list[Node], before: N
 
 def _view(p: Program, unit: Unit, full: Node, read: Read, node: Node, dims: Dims) -> None:
     """Puts what was gathered in the place of a code: the same shape, the same strides."""
-    value, r = node.meta["val"], Role(Kind.PARAM, unit.name)
-    shape, strides = [], []
-    for dim in dims:
-        for digit in dim:
-            if strides and strides[-1] == digit.stride * digit.size and len(shape) > 0 and dim[0] is not digit:
-                shape[-1] *= digit.size
-                strides[-1] = digit.stride
-            else:
-                shape.append(digit.size)
-                strides.append(digit.stride)
-    name = f"{read.markers[0].name}_code"
-    if len(shape) <= value.ndim and _fits(dims):
-        each = [(dim[-1].stride if dim else 1) for dim in dims]
-        each = [have if n > 1 else want for n, have, want in zip(value.shape, each, value.stride(), strict=True)]
-        new = p.insert(aten.as_strided.default, (full, list(value.shape), each, read.offset), node, r, name)
+    value, r, name = node.meta["val"], Role(Kind.CAST, unit.name), f"{read.markers[0].name}_code"
+    shape, strides = list(value.shape), list(value.stride())
+    whole = not _fits(dims)
+    if whole:
+        shape, strides = [d.size for dim in dims for d in dim], [d.stride for dim in dims for d in dim]
     else:
-        new = p.insert(aten.as_strided.default, (full, shape, strides, read.offset), node, r, name)
-        new = p.insert(aten.clone.default, (new,), node, r, kwargs={"memory_format": torch.contiguous_format})
+        strides = [dim[-1].stride if dim else stride for dim, stride in zip(dims, strides, strict=True)]
+    where = (full, shape, strides, read.offset)
+    new = p.insert(aten.as_strided.default, where, node, Role(Kind.PARAM, unit.name), name)
+    if whole:
+        new = p.insert(aten.clone.default, (new,), node, r, kwargs=_CONTIGUOUS)
         new = p.insert(aten.view.default, (new, list(value.shape)), node, r)
     if new.meta["val"].stride() != value.stride():
         order = sorted(range(value.ndim), key=lambda d: -value.stride(d))
-        back = [order.index(d) for d in range(value.ndim)]
         new = p.insert(aten.permute.default, (new, order), node, r)
-        new = p.insert(aten.clone.default, (new,), node, r, kwargs={"memory_format": torch.contiguous_format})
-        new = p.insert(aten.permute.default, (new, back), node, r)
+        new = p.insert(aten.clone.default, (new,), node, r, kwargs=_CONTIGUOUS)
+        new = p.insert(aten.permute.default, (new, [order.index(d) for d in range(value.ndim)]), node, r)
     assert new.meta["val"].stride() == value.stride(), f"{node.name}: {new.meta['val'].stride()}, {value.stride()}"
     node.replace_all_uses_with(new)
+
+
+_CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 
 def _fits(dims: Dims) -> bool:
