@@ -17,7 +17,8 @@ Needs: the layout (each parameter lies contiguously in the full buffer).
 Costs: the full buffer stays until `reshard` says otherwise.
 
 A main shard in another dtype than the one that travels is cast first, on the shard, so that the smaller one travels.
-Under ``keep_cast`` that has no line: what is gathered is a cast that lasts from one optimizer step to the next.
+Under ``keep_cast`` that has no line: what is gathered is a cast that lasts from one optimizer step to the next. What
+travels in int8 is not cast: it is quantised where it is sent, from main weights.
 A group of one gathers nothing: parameters are then views into the shard itself, or into its cast (law 4).
 
 Where the strategy leaves parameters whole (``optim``, ``optim_grads``), or a shard of them on every outer rank (HFSDP),
@@ -69,7 +70,7 @@ def _gather_unit(p: Program, unit: Unit, markers: list[Node], keep_cast: bool) -
         if p.phase != "backward":
             p.insert(ops.refresh, (flat,), first, Role(Kind.REFRESH, unit.name, Lane.GATHER))
             p.insert(ops.wait, (flat, []), first, Role(Kind.WAIT, unit.name, Lane.GATHER))
-    elif precision.main is not precision.comm and not (keep_cast and spec.gathers):
+    elif precision.main is not precision.comm and not (spec.gathers and (keep_cast or precision.wire)):
         flat = p.insert(
             prims.convert_element_type.default,
             (flat, precision.comm),

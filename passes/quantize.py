@@ -76,6 +76,8 @@ def _hinders(unit: Unit, found: list[Read]) -> str:
     """Why a unit cannot be quantised before it travels, ``""`` if it can."""
     if unit.spec.kept:
         return "its parameters last from step to step"
+    if unit.spec.precision.wire is not None:
+        return f"{unit.spec.precision.wire} was asked for by name"
     if unit.spec.precision.comm is not unit.spec.precision.compute:
         return "it is computed in another dtype than it travels in"
     for read in found:

@@ -17,7 +17,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ..graph import ops
-from ..graph.cost import escapes, nbytes
+from ..graph.cost import escapes, nbytes, numel, travels
 from ..graph.program import Program, base_of, lane_of
 from ..graph.roles import Kind, is_kind, role
 from ..spec.config import SHORT
@@ -69,7 +69,7 @@ def times(
         out.update(memo[kernel])
     for node, time in out.items():
         seconds = (measured or {}).get(node.name)
-        if seconds is not None and time.transfer is None:
+        if seconds is not None and time.transfer is None and node.target is not ops.wait:
             out[node] = Time(seconds, time.flops, "measured")
     total = sum(time.seconds for time in out.values())
     if compute is not None and total > 0:
@@ -96,7 +96,8 @@ def _time(program: Program, node: Node, inside: set[Node], read: set[Node], mach
         first: whether it is the kernel's first.
     """
     if node.target is ops.wait:
-        return Time(0.0)
+        coding = _coding(program, node) / (machine.bandwidth * machine.reached_bandwidth)
+        return Time(coding, limit="memory" if coding else "")
     if node.target in ops.COLLECTIVES:
         return Time(0.0, transfer=_transfer(program, node, machine))
     moved = _bytes(node, inside, read) / (machine.bandwidth * machine.reached_bandwidth)
@@ -156,10 +157,35 @@ def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:
     lane = lane_of(node)
     group = groups(spec, machine)[lane // 2]
     if node.target is ops.all_gather:
-        return transfer("all_gather", nbytes(node.meta["val"]), group, machine)
-    sent = nbytes(node.args[0].meta["val"])  # type: ignore[union-attr]
+        return transfer("all_gather", travels(node), group, machine)
     kind = "reduce_scatter" if node.target is ops.reduce_scatter else "all_reduce"
-    return transfer(kind, sent, group, machine)
+    return transfer(kind, travels(node), group, machine)
+
+
+WRITE, READ, ADD = 17, 5, 12
+"""Bytes of memory for an element in int8: to write one (a quotient, rounded in place, then a byte), besides what it is
+read from, twice; to read one in float32; and to add that to a sum."""
+
+
+def _coding(program: Program, wait: Node) -> int:
+    """Bytes of memory that writing and reading int8 moves, all of them where it is waited for; parameters that last
+    are not counted.
+    """
+    product = wait.args[0]
+    assert isinstance(product, Node)
+    launches = [product] if wait.args[1] else [u for u in product.users if u.target is ops.all_reduce and u < wait]
+    total = 0
+    for node in launches:
+        if node.target not in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
+            continue
+        spec, source = Spec.decode(node.args[1]).precision, node.args[0]  # type: ignore[arg-type]
+        given = 2 * nbytes(source.meta["val"]) + WRITE * numel(source.meta["val"])  # type: ignore[union-attr]
+        if node.target is ops.all_gather and spec.wire:
+            total += given + numel(node.meta["val"]) * (1 + spec.comm.itemsize)
+        elif node.target is not ops.all_gather and spec.grad_wire:
+            total += given + (READ + ADD) * numel(source.meta["val"])  # type: ignore[union-attr]
+            total += READ * numel(source.meta["val"]) if node.target is ops.all_reduce else 0  # type: ignore[union-attr]
+    return total
 
 
 def _others(node: Node, machine: Hardware) -> Transfer:
@@ -175,11 +201,15 @@ def _refresh(spec: Spec, machine: Hardware) -> Transfer:
     """Parameters that last, after an optimizer step: over the outer axis, then over that of the shards."""
     shard, outer = groups(spec, machine)
     parts = []
-    width = spec.precision.comm.itemsize
+
+    def whole(lane: int, ranks: int) -> int:
+        one = spec.coded(lane) if spec.precision.wire else sum(spec.cut(lane)) * spec.precision.comm.itemsize
+        return ranks * one
+
     if spec.outer_optim:
-        parts.append(transfer("all_gather", spec.shard_numel * width, outer, machine))
+        parts.append(transfer("all_gather", whole(2, spec.outer), outer, machine))
     if spec.replica:
-        parts.append(transfer("all_gather", spec.full_numel * width, shard, machine))
+        parts.append(transfer("all_gather", whole(0, spec.world), shard, machine))
     link = "between" if any(p.link == "between" for p in parts) else "inside"
     fixed, moving, cpu, restart = (sum(getattr(p, x) for p in parts) for x in ("fixed", "moving", "cpu", "restart"))
     return Transfer(fixed, moving, cpu, restart, link)

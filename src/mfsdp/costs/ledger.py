@@ -159,8 +159,8 @@ def _casting(programs: Sequence[Program]) -> list[Unit]:
         for node in p.nodes:
             if node.target is ops.all_gather and (r := role(node)) is not None:
                 source: Any = node.args[0]
-                if source.meta["val"].dtype is not node.meta["val"].dtype:
-                    unit = p.unit(r.unit)
+                unit = p.unit(r.unit)
+                if source.meta["val"].dtype is not node.meta["val"].dtype and unit.spec.precision.wire is None:
                     found[unit.fqn, unit.layout] = unit
     return list(found.values())
 

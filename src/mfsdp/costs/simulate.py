@@ -144,6 +144,7 @@ def simulate(program: Program, times: Mapping[Node, Time]) -> list[Span]:
             if moving is not None and moving.end < 0:
                 links.until(moving)
             exposed = links.now - begun
+            links.compute(times[node].seconds)
             why = _why(moving, node in limits or moving.node in limits) if moving and exposed > 0 else ""
             order.append((node, Span(node, Lane.COMPUTE, begun, links.now, exposed, why)))
         elif (transfer := times[node].transfer) is not None:

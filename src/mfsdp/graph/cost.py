@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..spec.formats import coded
 from ..spec.units import Spec
 from . import ops
 from .program import INPUT, SHAPES, STORAGE, Program, base_of, operator, slot_of, view_of
-from .roles import Kind, is_kind
+from .roles import Kind, is_kind, role
 from .sizes import shape_of
 
 
@@ -107,6 +108,8 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
         if node.target is ops.wait:
             freed += rooms.pop(node.args[0], 0)  # type: ignore[arg-type]
         taken_too = room(node)
+        if node.target is ops.refresh:
+            taken_too = refreshed(program.unit(role(node).unit).spec)  # type: ignore[union-attr]
         if taken_too:
             rooms[node.args[0] if node.target in ops.IN_PLACE else node] = taken_too  # type: ignore[index]
         allocates = allocated[node] + taken_too
@@ -119,19 +122,46 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
 
 
 def room(node: Node) -> int:
-    """Bytes that a sum over ranks takes, until it has been waited for, where it adds up in a wider dtype than what
-    travels: as much as is sent, for what arrives; of an all-reduce also the part that it gathers again.
+    """Bytes that a collective takes besides what it gives, until it has been waited for: of a sum over ranks that adds
+    up in a wider dtype than what travels as much as is sent, for what arrives; of an all-reduce also the part that it
+    gathers again. In int8: what is sent, and what arrives.
     """
-    if node.target not in (ops.reduce_scatter, ops.all_reduce):
+    if node.target not in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
         return 0
     spec = Spec.decode(node.args[1])  # type: ignore[arg-type]
+    if node.target is ops.all_gather:
+        return (spec.world + 1) * spec.coded(0) if spec.precision.wire else 0
     sent, lane = node.args[0], node.args[2]
     assert isinstance(sent, Node) and isinstance(lane, int)
-    if spec.sum(lane) is spec.precision.grad_comm:
+    if spec.sum(lane) is spec.precision.grad_comm and spec.precision.grad_wire is None:
         return 0
     ranks = spec.outer if lane >= 2 else spec.world
     again = 0 if node.target is ops.reduce_scatter else -(-numel(sent.meta["val"]) // ranks)
+    if spec.precision.grad_wire:
+        return 2 * travels(node) + again * spec.sum(lane).itemsize
     return nbytes(sent.meta["val"]) + again * spec.precision.grad_comm.itemsize
+
+
+def refreshed(spec: Spec) -> int:
+    """The same of parameters that last: in int8 what is sent and what arrives, over each axis."""
+    over = [(2, spec.outer)] * spec.outer_optim + [(0, spec.world)] * spec.replica
+    return sum((ranks + 1) * spec.coded(lane) for lane, ranks in over) if spec.precision.wire else 0
+
+
+def travels(node: Node) -> int:
+    """Bytes of the whole that an all-gather brings, or that a reduce-scatter or an all-reduce adds up, as they travel:
+    with their scales, where they are in int8.
+    """
+    spec = Spec.decode(node.args[1])  # type: ignore[arg-type]
+    if node.target is ops.all_gather:
+        return spec.world * spec.coded(0) if spec.precision.wire else nbytes(node.meta["val"])
+    sent, lane = node.args[0], node.args[2]
+    assert isinstance(sent, Node) and isinstance(lane, int)
+    if spec.precision.grad_wire is None:
+        return nbytes(sent.meta["val"])
+    ranks = spec.outer if lane >= 2 else spec.world
+    part = spec.coded(lane) if node.target is ops.reduce_scatter else coded(-(-numel(sent.meta["val"]) // ranks))
+    return ranks * part
 
 
 def _donated(node: Node) -> bool:

@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ..spec.config import SHORT, Precision
-from ..spec.units import Axis, Unit
+from ..spec.units import Axis, Spec, Unit
 from . import cost, ops
 from .cost import size
 from .program import Program, base_of, is_element, operator, slot_of, view_of
@@ -148,9 +148,11 @@ def _dtypes(units: Sequence[Unit]) -> Iterator[str]:
         life = {
             "main": p.main, "gather": p.comm, "compute": p.compute, "reduce": p.grad_comm, "sum": total, "grad": p.grad
         }  # fmt: skip
-        if len(set(life.values())) > 1:
+        words = {role: SHORT[dtype] for role, dtype in life.items()}
+        words |= {role: wire for role, wire in (("gather", p.wire), ("reduce", p.grad_wire)) if wire}
+        if len(set(words.values())) > 1:
             whose = f"{' '.join(names)}  " if len(alike) > 1 else ""
-            yield f"; dtype  {whose}" + "  ".join(f"{role} {SHORT[dtype]}" for role, dtype in life.items())
+            yield f"; dtype  {whose}" + "  ".join(f"{role} {word}" for role, word in words.items())
 
 
 def _units(units: Sequence[Unit], fold: bool) -> Iterator[str]:
@@ -319,7 +321,9 @@ def text(node: Node) -> str:
         gfull, offset, _, _, a, b = node.args
         return f"mm {operand(gfull)}@{offset}, {operand(a)}, {operand(b)}"
     if node.target in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
-        tail = "" if node.target is ops.all_gather else ", sum"
+        p, gathers = Spec.decode(str(node.args[1])).precision, node.target is ops.all_gather
+        wire = p.wire if gathers else p.grad_wire
+        tail = ("" if gathers else ", sum") + (f", {wire} {size(cost.travels(node))}" if wire else "")
         return f"{_verb(node)} {operand(node.args[0])}{tail}"
     if node.target is ops.collective:
         source, verb, axis, *_ = node.args

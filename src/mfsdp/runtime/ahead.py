@@ -321,7 +321,9 @@ def _launched(want: Wanted, run: runs.Run) -> Early:
     if text:
         shard = weights.source
         if casts or snapshot is not None:
-            shard = (weights.main.detach() if snapshot is None else snapshot).to(buffer.precision.comm)
+            shard = weights.main.detach() if snapshot is None else snapshot
+            if buffer.precision.wire is None:
+                shard = shard.to(buffer.precision.comm)
         out: torch.Tensor = operations.all_gather(run, shard, text, slot)
     else:
         out = weights.source.detach()

@@ -137,3 +137,13 @@ def follow(stream: torch.Stream | None, tensor: torch.Tensor) -> None:
     if here is not None and stream is not None and here != stream:
         here.wait_stream(stream)
         tensor.record_stream(here)
+
+
+def used(*tensors: torch.Tensor) -> None:
+    """Keeps memory that another stream may have allocated from being given away before the current one is done with
+    it.
+    """
+    for tensor in tensors:
+        here = current_stream(tensor.device)
+        if here is not None:
+            tensor.record_stream(here)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from ..spec.units import Spec
-from . import devices, groups, runs
+from . import devices, formats, groups, runs
 from .owners import owner, path
 from .transport import End, segments
 
@@ -23,14 +23,22 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
         if s.kept:
             for end in buffer.weights.refresh():
                 end()
-        flat = source.detach().to(s.precision.comm)
+        flat = _given(source.detach(), s) if s.gathers else source.detach().to(s.precision.comm)
         if s.gathers:
-            flat = _whole(flat, s.splits, s.world, s.group)
+            full = flat.new_empty(s.full_numel, dtype=s.precision.comm)
+            pairs = segments(s.splits, s.world, full, flat)
+            formats.gather(runs.current(), pairs, s.group, s.precision.wire)()
+            flat = full
     return flat.to(s.precision.compute)
 
 
+def _given(main: torch.Tensor, s: Spec) -> torch.Tensor:
+    """What a gather is given of main weights: their cast, or, for a format of its own, all that they are."""
+    return main if s.precision.wire else main.to(s.precision.comm)
+
+
 def gather_main(main: torch.Tensor, s: Spec) -> torch.Tensor:
-    """All main weights of a unit, [full_numel], in memory of their own."""
+    """All main weights of a unit, [full_numel], as they are, in memory of their own."""
     flat = main.detach()
     if s.outer_optim:
         flat = _whole(flat, s.cut(2), s.outer, s.outer_group)
@@ -44,18 +52,18 @@ def replicate(main: torch.Tensor, source: torch.Tensor, s: Spec) -> list[End]:
     gather sends what another brings, and compute waits for neither: on a device a stream beside it does, on the CPU the
     second is launched when somebody waits.
     """
-    run, shard = runs.current(), main.to(s.precision.comm)
+    run, shard, wire = runs.current(), _given(main, s), s.precision.wire
     if not s.outer_optim:
-        return [run.gather(segments(s.splits, s.world, source, shard), s.group)]
-    part = shard.new_empty(s.shard_numel) if s.replica else source
-    arrived = run.gather(segments(s.cut(2), s.outer, part, shard), s.outer_group)
+        return [formats.gather(run, segments(s.splits, s.world, source, shard), s.group, wire)]
+    part = source.new_empty(s.shard_numel) if s.replica else source
+    arrived = formats.gather(run, segments(s.cut(2), s.outer, part, shard), s.outer_group, wire)
     if not s.replica:
         return [arrived]
 
     def further() -> End:
         arrived()
         run.launched += 1
-        return run.gather(segments(s.splits, s.world, source, part), s.group)
+        return formats.gather(run, segments(s.splits, s.world, source, part), s.group, wire)
 
     side = devices.aside(main.device)
     if side is None:
@@ -117,8 +125,8 @@ def packed(grads: list[torch.Tensor], offsets: list[int], s: Spec) -> torch.Tens
 def scattered(gfull: torch.Tensor, s: Spec, lane: int) -> torch.Tensor:
     """This rank's part of the sum over the ranks of a lane."""
     gshard = gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
-    ranks = s.outer if lane >= 2 else s.world
-    runs.current().scatter(segments(s.cut(lane), ranks, gfull, gshard), s.sum(lane), s.groups[lane])()
+    pairs = segments(s.cut(lane), s.outer if lane >= 2 else s.world, gfull, gshard)
+    formats.scatter(runs.current(), pairs, s.sum(lane), s.groups[lane], s.precision.grad_wire)()
     return gshard
 
 
@@ -131,23 +139,25 @@ def _over_outer(gshard: torch.Tensor, s: Spec) -> torch.Tensor:
 
 def summed(tensor: torch.Tensor, s: Spec, lane: int) -> End:
     """Launches the sum over the ranks of a lane, in place. Libraries add up in what travels: where that is narrower
-    than the sum is to be, it is a reduce-scatter, and a gather that is launched when somebody waits. The same bytes.
+    than the sum is to be, or has a format of its own, it is a reduce-scatter, and a gather that is launched when
+    somebody waits. The same bytes. In int8 both are rounded: what is sent, and the sum.
     """
     run, group, ranks = runs.current(), s.groups[lane], s.outer if lane >= 2 else s.world
-    if s.sum(lane) is tensor.dtype:
+    total, wire = s.sum(lane), s.precision.grad_wire
+    if total is tensor.dtype and wire is None:
         return run.all_reduce(tensor, "sum", group)
     numel = tensor.numel()
-    part = tensor.new_empty(-(-numel // ranks))
+    part = tensor.new_empty(-(-numel // ranks), dtype=total if wire else tensor.dtype)
     whole = tensor
     if numel % ranks:
         whole = tensor.new_zeros(ranks * part.numel())
         whole[:numel].copy_(tensor)
-    arrived = run.scatter([(whole, part)], s.sum(lane), group)
+    arrived = formats.scatter(run, [(whole, part)], total, group, wire)
 
     def end() -> None:
         arrived()
         run.launched += 1
-        run.gather([(whole, part)], group)()
+        formats.gather(run, [(whole, part)], group, wire)()
         if whole is not tensor:
             tensor.copy_(whole[:numel])
 

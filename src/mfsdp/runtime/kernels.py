@@ -20,8 +20,8 @@ import torch
 from ..graph.ops import LIBRARY, shape_after
 from ..spec import grid
 from ..spec.units import Axis, Spec
+from . import formats, runs, slots
 from . import grids as grids_of
-from . import runs, slots
 from .immediate import gather_now, packed, scattered, summed
 from .owners import orphan, owner, path
 from .runs import Run
@@ -42,6 +42,8 @@ class _Room:
     ranks: int
     group: str
     """That gathers."""
+    wire: str | None
+    """The format that it gathers in."""
 
 
 @cache
@@ -50,7 +52,7 @@ def _room(spec: str, slot: int, kind: str, one_byte: bool = False) -> _Room:
     s = Spec.decode(spec)
     name = f"{kind}{slot}" if slot >= 0 else ""
     dtype = torch.uint8 if one_byte else s.precision.comm if kind == "p" else s.precision.grad_comm
-    return _Room(name, s.full_numel, dtype, s.splits, s.world, s.group)
+    return _Room(name, s.full_numel, dtype, s.splits, s.world, s.group, None if one_byte else s.precision.wire)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,15 @@ class _Reduction:
     splits: tuple[int, ...]
     ranks: int
     group: str
+    wire: str | None
 
 
 @cache
 def _reduction(spec: str, lane: int) -> _Reduction:
     s = Spec.decode(spec)
     cut = s.cut(lane)
-    return _Reduction(sum(cut), s.scattered(lane), s.sum(lane), cut, s.outer if lane >= 2 else s.world, s.groups[lane])
+    ranks, wire = s.outer if lane >= 2 else s.world, s.precision.grad_wire
+    return _Reduction(sum(cut), s.scattered(lane), s.sum(lane), cut, ranks, s.groups[lane], wire)
 
 
 # Parameters
@@ -85,17 +89,18 @@ def refresh(run: Run, source: torch.Tensor) -> None:
 
 def all_gather(run: Run, shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
     """Launches the all-gather of a unit. ``shard``: [shard_numel], or main weights whose cast is kept (Note [Kept
-    casts]); returns [full_numel], not yet complete. What was launched ahead is taken (Note [Borders]).
+    casts]), or that travel in a format of their own; returns [full_numel], not yet complete. What was launched ahead is
+    taken (Note [Borders]).
     """
     if run.early and (early := run.early.pop(0)) is not None:
         return run.adopt(early)
     quantised = shard.dtype.itemsize == 1
     r = _room(spec, slot, "p", quantised)
     sent = shard.view(torch.uint8) if quantised else shard
-    if sent.dtype is not r.dtype:
+    if sent.dtype is not r.dtype and r.wire is None:
         sent = shard.detach().to(r.dtype) if (buffer := owner(shard)) is None else buffer.weights.cast()
     full = slots.room(r.slot, r.numel, r.dtype, shard.device)
-    run.launch(full, run.gather(_pairs(r, full, sent), r.group))
+    run.launch(full, formats.gather(run, _pairs(r, full, sent), r.group, r.wire))
     return full.view(shard.dtype) if quantised else full
 
 
@@ -219,7 +224,7 @@ def reduce_scatter(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> torch
             held.add(gshard.data_ptr())
             run.launch(gshard)
             return gshard
-    run.launch(gshard, run.scatter(_pairs(r, gfull, gshard), r.sum, r.group))
+    run.launch(gshard, formats.scatter(run, _pairs(r, gfull, gshard), r.sum, r.group, r.wire))
     return gshard
 
 

@@ -9,26 +9,34 @@ from typing import Any
 
 import torch
 
+from .formats import INT8, refused
+
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of one flat buffer, one per role, all resolved (no ``None`` left)."""
+    """The dtypes of one flat buffer, one per role, all resolved (no ``None`` left), and the formats that travel."""
 
     main: torch.dtype
     """Main weights, what the optimizer sees."""
     comm: torch.dtype
-    """What an all-gather carries."""
+    """What an all-gather brings; what it carries too, unless ``wire`` says otherwise."""
     compute: torch.dtype
     """What the model's own code sees."""
     grad_comm: torch.dtype
-    """What a reduce-scatter carries."""
+    """What gradients are packed in; what a reduce-scatter carries too, unless ``grad_wire`` says otherwise."""
     grad: torch.dtype
     """What gradients are accumulated in."""
     grad_sum: str | None = field(default=None, kw_only=True)
     """How sums over ranks are taken: ``"wide"``, ``"native"``, or, if ``None``, by their number."""
+    wire: str | None = field(default=None, kw_only=True)
+    """The format that an all-gather carries main weights in: ``"int8"``, or ``None`` for ``comm`` as it is."""
+    grad_wire: str | None = field(default=None, kw_only=True)
+    """The same of gradients, which are added up in float32 at least."""
 
     def sum(self, ranks: int) -> torch.dtype:
         """What a sum over so many ranks is taken in: what travels, or the accumulator's dtype, if that is wider."""
+        if self.grad_wire is not None:
+            return torch.promote_types(self.grad, torch.float32)
         wide = ranks <= WIDE_RANKS if self.grad_sum is None else self.grad_sum == "wide"
         return self.grad if wide and self.grad.itemsize > self.grad_comm.itemsize else self.grad_comm
 
@@ -50,8 +58,8 @@ class MixedPrecisionPolicy:
         main_grads_dtype: accumulated gradients. ``None``: float32 when compute is 16 bit or lower, else the
             compute dtype.
         grad_comm_dtype: gradients on the wire. ``None``: ``main_grads_dtype``. What an all-reduce (``no_shard``, HSDP's
-            outer axis) brings back is rounded to it.
-        param_comm_dtype: parameters on the wire. ``None``: ``compute_dtype``.
+            outer axis) brings back is rounded to it. ``"int8"``: see below.
+        param_comm_dtype: parameters on the wire. ``None``: ``compute_dtype``. ``"int8"``: see below.
         compute_dtype: what ``forward`` sees. ``None``: the model's own dtype at wrap time.
         output_dtype: what floating-point results of the forward are cast to, of the module that `fully_shard` is called
             on, not of those in ``units``. ``None``: they are left alone.
@@ -63,23 +71,28 @@ class MixedPrecisionPolicy:
             ``None``: wide over at most 64 ranks of an axis, native over more.
         param_dtype, reduce_dtype: FSDP2's names of ``compute_dtype`` and ``grad_comm_dtype``.
 
+    The string ``"int8"`` is no dtype but a format, lossy, and never a default: blocks of 128 elements, each a byte,
+    ``round(x / scale)``, with a scale in float32, the largest magnitude of the block over 127. Nothing else changes:
+    main weights, sums over ranks and accumulators are as wide as without it, and checkpoints have main weights as they
+    are. Parameters arrive, and gradients are packed, in ``compute_dtype``. Errors: docs/PRECISION.md.
+
     Raises:
-        ValueError: a dtype is not a floating-point ``torch.dtype``, one role has two of them, or ``grad_sum`` is
-            something else.
+        ValueError: a dtype is neither a floating-point ``torch.dtype`` nor, of what travels, ``"int8"``; one role has
+            two of them; ``grad_sum`` is something else, or ``"native"`` where gradients travel in int8.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
     main_grads_dtype: torch.dtype | None = None
-    grad_comm_dtype: torch.dtype | None = None
-    param_comm_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | str | None = None
+    param_comm_dtype: torch.dtype | str | None = None
     compute_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
     grad_sum: str | None = None
     param_dtype: InitVar[torch.dtype | None] = None
-    reduce_dtype: InitVar[torch.dtype | None] = None
+    reduce_dtype: InitVar[torch.dtype | str | None] = None
 
-    def __post_init__(self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> None:
+    def __post_init__(self, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | str | None) -> None:
         self._also("compute_dtype", "param_dtype", param_dtype)
         self._also("grad_comm_dtype", "reduce_dtype", reduce_dtype)
         if self.grad_sum not in (None, *GRAD_SUMS):
@@ -91,13 +104,23 @@ class MixedPrecisionPolicy:
             dtype = getattr(self, name)
             if dtype is None or name in ("cast_forward_inputs", "grad_sum"):
                 continue
+            travels = name in ("grad_comm_dtype", "param_comm_dtype")
+            if travels and isinstance(dtype, str) and dtype == INT8:
+                continue
             if not isinstance(dtype, torch.dtype) or dtype not in SHORT:
+                why = refused(dtype) if travels else ""
+                formats = f", or {INT8!r}" if travels else ""
                 raise ValueError(
-                    f"MixedPrecisionPolicy: {name}={dtype!r} is not supported; "
-                    f"choose None or one of {', '.join(str(d) for d in SHORT)}"
+                    f"MixedPrecisionPolicy: {name}={dtype!r} is not supported{f': {why}' if why else ''}; "
+                    f"choose None or one of {', '.join(str(d) for d in SHORT)}{formats}"
                 )
+        if self.grad_comm_dtype == INT8 and self.grad_sum == "native":
+            raise ValueError(
+                "MixedPrecisionPolicy: grad_sum='native' with grad_comm_dtype='int8': no library adds up bytes that "
+                "have scales. Leave grad_sum out: they are added up in float32, over any number of ranks"
+            )
 
-    def _also(self, name: str, alias: str, value: torch.dtype | None) -> None:
+    def _also(self, name: str, alias: str, value: torch.dtype | str | None) -> None:
         if value is None:
             return
         if getattr(self, name) not in (None, value):
@@ -107,19 +130,22 @@ class MixedPrecisionPolicy:
         object.__setattr__(self, name, value)
 
     def resolve(self, dtype: torch.dtype) -> Precision:
-        """The five dtypes for a parameter whose own dtype is ``dtype``."""
+        """Dtypes and formats for a parameter whose own dtype is ``dtype``."""
         main = self.main_params_dtype or dtype
         if dtype.itemsize > main.itemsize:
             main = dtype
         compute = self.compute_dtype or dtype
         grad = self.main_grads_dtype or (torch.float32 if compute.itemsize <= 2 else compute)
+        comm, grad_comm = self.param_comm_dtype or compute, self.grad_comm_dtype or grad
         return Precision(
             main=main,
-            comm=self.param_comm_dtype or compute,
+            comm=compute if isinstance(comm, str) else comm,
             compute=compute,
-            grad_comm=self.grad_comm_dtype or grad,
+            grad_comm=compute if isinstance(grad_comm, str) else grad_comm,
             grad=grad,
             grad_sum=self.grad_sum,
+            wire=comm if isinstance(comm, str) else None,
+            grad_wire=grad_comm if isinstance(grad_comm, str) else None,
         )
 
 

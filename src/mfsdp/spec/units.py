@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .config import SHORT, Precision
+from .formats import coded
 from .layout import Layout
 
 _LONG = {short: dtype for dtype, short in SHORT.items()}
@@ -109,6 +110,10 @@ class Spec:
         """Elements per rank of each segment, once a collective on that lane has cut it."""
         return tuple(n // self.outer for n in self.splits) if lane >= 2 else self.splits
 
+    def coded(self, lane: int) -> int:
+        """Bytes of one rank's part in int8, as it travels on that lane."""
+        return sum(map(coded, self.cut(lane)))
+
     def sum(self, lane: int) -> torch.dtype:
         """The dtype that a reduction on that lane adds up in."""
         return self.precision.sum(self.outer if lane >= 2 else self.world)
@@ -135,7 +140,8 @@ class Spec:
 
     def encode(self) -> str:
         p = self.precision
-        precision = ",".join([*(SHORT[d] for d in (p.main, p.comm, p.compute, p.grad_comm, p.grad)), p.grad_sum or "-"])
+        dtypes = (SHORT[d] for d in (p.main, p.comm, p.compute, p.grad_comm, p.grad))
+        precision = ",".join([*dtypes, *(word or "-" for word in (p.grad_sum, p.wire, p.grad_wire))])
         splits = "+".join(map(str, self.splits))
         flags = "".join(str(int(getattr(self, name))) for name in _FLAGS)
         groups = " ".join(g or "-" for g in self.groups)
@@ -148,7 +154,8 @@ class Spec:
         """The inverse of :meth:`encode`."""
         world, outer, *groups, splits, precision, divide, flags, strides = text.split(" ")
         stride, outer_stride = map(int, strides.split(","))
-        *dtypes, grad_sum = precision.split(",")
+        *dtypes, grad_sum, wire, grad_wire = precision.split(",")
+        words = {"grad_sum": grad_sum, "wire": wire, "grad_wire": grad_wire}
         names = ("group", "reduce_group", "outer_group", "outer_reduce_group")
         more: dict[str, Any] = {name: "" if g == "-" else g for name, g in zip(names, groups, strict=True)}
         more |= {name: flag == "1" for name, flag in zip(_FLAGS, flags, strict=True)}
@@ -156,7 +163,9 @@ class Spec:
             world=int(world),
             outer=int(outer),
             splits=tuple(map(int, splits.split("+"))),
-            precision=Precision(*(_LONG[d] for d in dtypes), grad_sum=None if grad_sum == "-" else grad_sum),
+            precision=Precision(
+                *(_LONG[d] for d in dtypes), **{name: None if w == "-" else w for name, w in words.items()}
+            ),
             divide=float(divide),
             stride=stride,
             outer_stride=outer_stride,

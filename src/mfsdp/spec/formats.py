@@ -1,0 +1,41 @@
+"""What may travel otherwise than as it is: the names of formats, and how many bytes they take. Integers only.
+
+    int8    blocks of 128 elements: a byte each, and a scale of four bytes for each block; lossy
+
+A message is as many bytes as there are elements, filled up to a multiple of four, and then the scales. What is less
+than a block at the end has a scale of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+BLOCK = 128
+"""Elements that share a scale."""
+
+INT8 = "int8"
+
+
+def coded(numel: int) -> int:
+    """Bytes of so many elements in int8: 1 + 4/128 for each of many."""
+    return -(-numel // 4) * 4 + -(-numel // BLOCK) * 4
+
+
+def refused(given: Any) -> str:
+    """Why something is no format, in words; ``""`` where there is nothing to say of it."""
+    name = str(given).lower().removeprefix("torch.").replace("_", "")
+    if name in ("int8", "uint8"):
+        return f"for eight bits in blocks of 128 with scales give the string {INT8!r}"
+    if name.startswith(("int4", "uint4", "nf4")):
+        return (
+            "four bits keep 20 dB of a weight and of a sum of gradients, where int8 keeps 44 (docs/PRECISION.md): too "
+            f"little to train with; give {INT8!r}"
+        )
+    if "fp4" in name or name.startswith("float4"):
+        return (
+            "NVFP4 and MXFP4 are for matrices that a device multiplies in them, and no such device has run this yet; "
+            f"as a format of what travels alone they lose more than {INT8!r}"
+        )
+    if name.startswith(("fp8", "float8", "mxfp8", "e4m3", "e5m2")):
+        return f"eight bits of floating point keep 32 dB, where {INT8!r} keeps 44 in as many bytes (docs/PRECISION.md)"
+    return ""
