@@ -182,7 +182,9 @@ class Options:
     pool: bool = True
     """Whether gathered buffers and gradient buffers get static slots."""
     keep_cast: bool = True
-    """Whether a shard in the dtype that travels is kept from one optimizer step to the next."""
+    """Whether a shard in the dtype that travels is kept from one optimizer step to the next. Of no effect where that is
+    int8, which is written anew for every gather.
+    """
     quantize: bool = True
     """Whether weights that the model casts to one byte per element (FP8) are cast before they travel."""
     interleave: bool = False

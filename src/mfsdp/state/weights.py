@@ -7,7 +7,7 @@ been written since: versions tell of writes through plain tensors, `Weights.stal
 optimizers, and behind the step of any other optimizer it is due (`untraced`). Whoever has got hold of the rows as a
 plain tensor (``to_local()``) may write to them past all of these (``.data``, NumPy, a collective): from then on that
 unit's cast is made for every gather, as without the option. Nothing is communicated for it, so ranks need not agree on
-when.
+when. What travels in int8 is quantised from main weights for every gather, and there is no cast.
 """
 
 from __future__ import annotations
