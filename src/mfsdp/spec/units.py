@@ -155,7 +155,6 @@ class Spec:
         world, outer, *groups, splits, precision, divide, flags, strides = text.split(" ")
         stride, outer_stride = map(int, strides.split(","))
         *dtypes, grad_sum, wire, grad_wire = precision.split(",")
-        words = {"grad_sum": grad_sum, "wire": wire, "grad_wire": grad_wire}
         names = ("group", "reduce_group", "outer_group", "outer_reduce_group")
         more: dict[str, Any] = {name: "" if g == "-" else g for name, g in zip(names, groups, strict=True)}
         more |= {name: flag == "1" for name, flag in zip(_FLAGS, flags, strict=True)}
@@ -164,13 +163,17 @@ class Spec:
             outer=int(outer),
             splits=tuple(map(int, splits.split("+"))),
             precision=Precision(
-                *(_LONG[d] for d in dtypes), **{name: None if w == "-" else w for name, w in words.items()}
+                *(_LONG[d] for d in dtypes), grad_sum=_word(grad_sum), wire=_word(wire), grad_wire=_word(grad_wire)
             ),
             divide=float(divide),
             stride=stride,
             outer_stride=outer_stride,
             **more,
         )
+
+
+def _word(text: str) -> str | None:
+    return None if text == "-" else text
 
 
 _FLAGS = ("reshard", "outer_optim", "replica", "hold")
