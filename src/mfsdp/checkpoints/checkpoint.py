@@ -192,6 +192,7 @@ def _state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
     without gradients, which counts.
     """
     fresh = optimizer is not None and not optimizer.state
+    counts = [g.get("step") for g in optimizer.param_groups] if fresh and optimizer is not None else []
     out = _state(model, optimizer)
     if fresh:
         assert optimizer is not None
@@ -199,6 +200,10 @@ def _state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
         for state in out["optimizer"]["state"].values():
             if "step" in state:
                 state["step"] = state["step"] * 0
+        for group, saved, count in zip(optimizer.param_groups, out["optimizer"]["param_groups"], counts, strict=True):
+            if "step" in group:  # TransformerEngine's count by groups
+                saved["step"] = saved["step"] * 0
+                group.pop("step") if count is None else group.update(step=count)
     return out
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..spec.config import MixedPrecisionPolicy
+from ..state import transformer_engine as te
 from ..state.buffer import UnitState, refs
 from ..state.parameters import ShardedParameter
 from ..state.pieces import here
@@ -19,7 +21,8 @@ def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
     Raises:
         ValueError: it is not floating point, has no shape yet, is not strided, is another model's shard, or has a
             gradient or hooks, which would be lost.
-        NotImplementedError: it is a tensor subclass, or has sparse gradients, or late ones.
+        NotImplementedError: it is a tensor subclass (TransformerEngine's quantised ones are not meant, `wide_enough`),
+            has sparse gradients, or late ones, or is a piece that does not say of what yet.
     """
     _plain(fqn, param)
     if param.grad is not None:
@@ -35,6 +38,17 @@ def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
         raise NotImplementedError(
             f"fully_shard: {fqn} belongs to {type(owner).__name__}(sparse=True); gradients of sharded parameters are "
             "dense. Set sparse=False on the module, or pass the parameter in ignored_params"
+        )
+    if te.shards_itself(owner):
+        raise ValueError(
+            f"fully_shard: {fqn} belongs to a {type(owner).__name__} that prepare_te_modules_for_fsdp has prepared for "
+            "torch's first FSDP; leave out that call"
+        )
+    if param.is_meta and te.unplaced(owner) > 1:
+        raise NotImplementedError(
+            f"fully_shard: parameter {fqn} is a piece over {te.unplaced(owner)} ranks of tensor parallelism, which "
+            f"{type(owner).__name__} says of it when it has values only, and it is on the meta device: build the model "
+            "where it will run"
         )
     later = getattr(owner, "need_backward_dw", None)  # TransformerEngine's protocol
     if param.requires_grad and callable(later) and later():
@@ -57,6 +71,14 @@ def _plain(fqn: str, param: nn.Parameter) -> None:
             "module first, on every rank"
         )
     local = here(param)
+    if te.grouped(local):
+        raise NotImplementedError(
+            f"fully_shard: parameter {fqn} is a {type(local).__name__} {list(param.shape)}, matrices of several "
+            "experts in one, which its module would not take back as a plain tensor. Make the module with "
+            "single_grouped_weight=False, single_grouped_bias=False (unset NVTE_GROUPED_LINEAR_SINGLE_PARAM)"
+        )
+    if te.quantised(param):
+        return
     if not _trivial(type(param)) and not _fake(local) and (local is param or type(local) is not torch.Tensor):
         raise NotImplementedError(
             f"fully_shard: parameter {fqn} is a {type(param).__name__}, a tensor subclass, of which the flat buffer "
@@ -72,6 +94,20 @@ def _plain(fqn: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"fully_shard: parameter {fqn} has layout {param.layout}; only strided parameters can be sharded. Call "
             ".to_dense(), or pass it in ignored_params"
+        )
+
+
+def wide_enough(fqn: str, param: torch.Tensor, policy: MixedPrecisionPolicy) -> None:
+    """Refuses to keep main weights of a quantised parameter in its nominal dtype: a step's updates would be lost in it.
+
+    Raises:
+        ValueError: the policy asks for that.
+    """
+    if policy.main_params_dtype is None and te.quantised(param):
+        raise ValueError(
+            f"fully_shard: parameter {fqn} is a {type(param).__name__}, and main_params_dtype=None would keep its main "
+            f"weights in {param.dtype}, which it has in name only. Give mfsdp.MixedPrecisionPolicy(main_params_dtype="
+            "torch.float32), the default, or build the model without quantized_model_init"
         )
 
 

@@ -60,13 +60,18 @@ def _marks(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """A number for each tensor, from the bits of a sample: exact, and the same on every kind of processor."""
     marks = []
     for tensor in values.values():
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // SAMPLE)].contiguous()
-        bits = sample.view(_INTEGER[sample.element_size()]).long()
+        some = sample(tensor)
+        bits = some.view(_INTEGER[some.element_size()]).long()
         marks.append((bits * torch.arange(1, 2 * bits.numel() + 1, 2, device=bits.device)).sum())
     devices = {m.device for m in marks}
     known = {d: iter(torch.stack([m for m in marks if m.device == d]).tolist()) for d in devices}
     return {name: next(known[m.device]) for name, m in zip(values, marks, strict=True)}
+
+
+def sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Elements of a tensor that are compared; of a sample they are all."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)].contiguous()
 
 
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

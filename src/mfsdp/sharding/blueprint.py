@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..runtime import groups
+from ..state import transformer_engine as te
 from ..state.buffer import UnitState, refs
 from ..state.tensors import carry_attributes
 from .module import FSDPModule
@@ -73,10 +74,15 @@ def blueprint(model: nn.Module) -> Blueprint:
         kept = [t for t in m.__dict__.values() if isinstance(t, torch.Tensor)]
         for tensor in [*m._parameters.values(), *m._buffers.values(), *kept]:
             if tensor is not None and id(tensor) not in memo:
-                plain: torch.Tensor = tensor.detach().to("meta")
+                plain: torch.Tensor = (
+                    torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                    if te.quantised(tensor)
+                    else tensor.detach().to("meta")
+                )
                 if isinstance(tensor, nn.Parameter):
                     plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
-                plain.__dict__.update(tensor.__dict__)
+                made_of = te.inner(tensor)
+                plain.__dict__.update({k: v for k, v in tensor.__dict__.items() if k not in made_of})
                 piece = pieces.get(id(tensor))
                 if piece is not None and piece.plain:
                     plain._mfsdp_piece = piece  # type: ignore[attr-defined]

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from ..spec.config import MixedPrecisionPolicy, Precision
 from ..spec.layout import Layout, plan
+from ..state import transformer_engine as te
 from ..state.pieces import Piece, here
 from ..state.placement import Placement
-from . import admission, writes
+from . import admission, alike, writes
 from .codes import coded
 from .former import FORMER
 from .module import FSDPModule
@@ -109,6 +110,7 @@ class Claim:
         """Plans the unit's buffers, one for each kind of parameter."""
         kinds: dict[tuple[Precision, bool, bool], list[nn.Parameter]] = {}
         for param, places in self.owners.items():
+            admission.wide_enough(self.fqn_of(param), param, policy)
             code = all(coded(module, name) for module, name in places)
             kinds.setdefault((policy.resolve(param.dtype), param.requires_grad, code), []).append(param)
         for (precision, trainable, _), params in kinds.items():
@@ -185,5 +187,6 @@ def described(claims: Sequence[Claim], options: str, values: bool) -> tuple[list
                 cut = f" {tuple(param.placements)}" if isinstance(param, DTensor) else ""
                 lines.append(f"{name} {list(param.shape)}{cut} {param.dtype}, trains {param.requires_grad}, {where}")
                 if values and not param.is_meta:
-                    real[name] = here(param)
+                    mine = here(param)
+                    real[name] = alike.sample(te.precise(mine)) if te.quantised(mine) else mine
     return lines, real

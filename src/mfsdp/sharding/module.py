@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..graph import ops
+from ..state import transformer_engine as te
 from ..state.buffer import FlatBuffer, Ref, UnitState, refs
 from . import clients, eager, fsdp2
 from .undo import Undo
@@ -225,13 +226,16 @@ def _subclass(
         for name, ref in refs(self).items():  # of a copy
             ref.buffer.place(self._parameters, name, ref.slot)
 
-    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if name in refs(self) and param is not self._parameters.get(name):
+    def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None, **more: Any) -> None:
+        if name in refs(self) and param is not (now := self._parameters.get(name)):
+            ref: Any = refs(self)[name]
+            if now is not ref.buffer.params[ref.slot] and te.wrapped_again(now, param):
+                return  # by an initialiser, which has written it (`materialize`)
             raise ValueError(
                 f"{type(self).__name__}.{name} is sharded and cannot be replaced; write its values in place, "
                 "with copy_() or inside mfsdp.summon_full_params(model)"
             )
-        base.register_parameter(self, name, param)
+        base.register_parameter(self, name, param, **more)
 
     def _load_from_state_dict(self: nn.Module, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
         if torch.__future__.get_swap_module_params_on_conversion():
@@ -275,6 +279,7 @@ def _subclass(
         "__doc__": base.__doc__,
         **{name: _property(name) for name in names},
         **clients.overrides(base),
+        **te.overrides(base, _dtypes),
     }
     if base.named_parameters is nn.Module.named_parameters and base.parameters is nn.Module.parameters:
         space |= {"named_parameters": named_parameters, "parameters": parameters}
@@ -309,6 +314,16 @@ def _parameters(
             if name not in own:
                 plain.append(value)
             yield (f"{path}.{name}" if path else name), value
+
+
+def _dtypes(module: Any) -> Iterator[tuple[str, torch.dtype]]:
+    """A module's own parameters, and the dtypes that they have inside of forward. Dynamo traces it."""
+    own = module.__dict__.get("_mfsdp_refs", {})
+    for name in module._parameters:
+        if name in own:
+            yield name, own[name].buffer.precision.compute
+        elif (value := getattr(module, name)) is not None:
+            yield name, value.dtype
 
 
 def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -15,11 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..runtime import groups as groups_of
 from ..spec.config import MixedPrecisionPolicy
 from ..state import statedicts
+from ..state import transformer_engine as te
 from ..state.buffer import Outermost, UnitState, refs
 from ..state.mesh import TENSOR, axes
 from ..state.pieces import Piece, has_groups, here, over_tensor_ranks
 from ..state.placement import OUTER, Placement, strategy_name
-from . import admission, alike, blocks, fsdp2, materialize, parallel
+from . import admission, alike, blocks, engines, fsdp2, materialize, parallel
 from .claims import UnitLike, claim_parameters, described, match
 from .fill import device_of, fill, ignore, move_buffers
 from .former import no_optimizer
@@ -53,7 +54,8 @@ def fully_shard(
     tensor, in ``compute_dtype``. As in FSDP2 one may instead call it on every block and then on the root.
 
     Originals are freed as their values are taken over: at no time there is more than the model, the shards made so far
-    and one unit. If something fails after that has begun (memory, an initialiser), the model is put back as it was;
+    and one unit (quantised originals of TransformerEngine are freed at the end). If something fails after that has
+    begun (memory, an initialiser), the model is put back as it was;
     where originals were freed, new parameters get their values, or, where this rank holds only a part of them, an error
     says that the model has to be built anew.
 
@@ -153,7 +155,9 @@ def fully_shard(
         alike.compare(groups, *described(claims, options, values=not sync_module_states))
     synced = groups if sync_module_states else []
     statedicts.teach()
-    with Undo(placement.cut == 1, keep=len({p.is_meta for c in claims for p in c.owners}) > 1) as undo:
+    owned = [p for c in claims for p in c.owners]
+    keep = len({p.is_meta for p in owned}) > 1 or any(map(te.quantised, owned))
+    with Undo(placement.cut == 1, keep) as undo:
         for param in ignored:
             ignore(param, undo)
         for claim in claims:
@@ -170,6 +174,7 @@ def fully_shard(
                 casts = entering, policy.output_dtype if owner in given else None
                 swap_class(owner, units_of[claim.module], owner in heads, casts, undo)
         parallel.adapt(root.modules(), undo)
+        engines.adapt(root, undo)
         if target.type != "meta":
             move_buffers(root, target, undo)
         cut = {name: None for p in pieces for name in (*p.cut_by, *p.copied_by)} if target.type != "meta" else {}

@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..runtime.ahead import Departure
+from . import transformer_engine as te
 from .buffer import FlatBuffer
 from .compiled import KNOWN, Steps, unhooked
 from .parameters import ShardedParameter
@@ -56,7 +57,8 @@ def fully_shard_optimizer(
 
     Raises:
         TypeError: it is no optimizer.
-        ValueError: it is flat already, has no sharded parameter, or a scheduler has wrapped its ``step``.
+        ValueError: it is flat already, has no sharded parameter, or a scheduler has wrapped its ``step``; it is one of
+            TransformerEngine's that reads gradients elsewhere, or that keeps main weights itself.
         NotImplementedError: its update is not elementwise; or, with ``compile``, it is not one of torch's own, or
             cannot be compiled (it says why).
     """
@@ -73,6 +75,7 @@ def fully_shard_optimizer(
         raise ValueError(f"fully_shard_optimizer: none of the {name}'s parameters is sharded; call fully_shard first")
     if "step" in vars(optimizer):
         raise ValueError(f"fully_shard_optimizer: something has wrapped the {name}'s step; build schedulers afterwards")
+    te.understood(optimizer, use_decoupled_grad)
     base: Any = type(optimizer)
     if compile and base not in KNOWN:
         raise NotImplementedError(
@@ -112,13 +115,14 @@ def _subclass(base: Any) -> Any:
 
     def state_dict(self: Any) -> dict[str, Any]:
         """As the base's; numbers that parameters of a run share are copied, for whoever loads them counts them up."""
-        out: dict[str, Any] = base.state_dict(self)
+        out: dict[str, Any] = te.saves(base).state_dict(self)
         out["state"] = {p: {k: _own(v) for k, v in state.items()} for p, state in out["state"].items()}
         return out
 
     step = left_alone(step)
     step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
     space = {"step": step, "state_dict": state_dict, "__getstate__": __getstate__, "__module__": base.__module__}
+    space |= te.loads(base)
     return type(base.__name__, (_FlatOptimizer, base), space)
 
 

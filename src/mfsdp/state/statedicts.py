@@ -8,6 +8,7 @@ to do with no sharded tensor goes on to torch's own.
 from __future__ import annotations
 
 import functools
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 
 from ..runtime import devices, immediate, owners
 from . import names
+from . import transformer_engine as te
 from .sharded import Sharding
 from .tensors import ShardedDTensor
 
@@ -138,7 +140,18 @@ def _ready(theirs: Callable[..., Any], planner: Any, state: Any, metadata: Any =
     out = theirs(planner, state, metadata, *rest, **more)
     if there:
         _find_wrapped(there, planner)
+        _tell_of_lost_scales(te.lost_scales(there.items(), planner.state_dict))
     return out
+
+
+def _tell_of_lost_scales(names: list[str]) -> None:
+    if names:
+        warnings.warn(
+            f"mfsdp: the checkpoint has scales of TransformerEngine's DelayedScaling ({names[0]}, {len(names)} in all) "
+            "and the model none yet: they are not loaded, and amax histories begin anew. Run one forward under "
+            "te.autocast(recipe=DelayedScaling()) before state_dict(), and load into that, to keep them.",
+            stacklevel=3,
+        )
 
 
 def _refuse_lost_state(there: Iterable[str], state: Any) -> None:

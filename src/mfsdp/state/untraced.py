@@ -13,6 +13,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from . import transformer_engine as te
+
 
 def left_alone(step: Callable[..., Any]) -> Callable[..., Any]:
     """A method of an optimizer that ``torch.compile`` around it does not enter; it says so once."""
@@ -63,6 +65,7 @@ def hooked(optimizer: Any) -> bool:
 
 
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+    te.steps_plainly(optimizer)
     if _compiling():
         raise RuntimeError(
             f"mfsdp: torch.compile around {type(optimizer).__name__}.step: its parameters are sharded, which Dynamo "
