@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MINUTES ?= 10
-FAST := not dist and not inductor and not slow and not gpu
+FAST := not dist and not inductor and not slow and not gpu and not te
 
 help:
 	@echo "make demo     train a small language model on two processes (under 8 minutes, installation included)"
@@ -15,6 +15,7 @@ help:
 	@echo "make bench    steps side by side on a slow link (root, Linux); results in bench-out"
 	@echo "make bench-mixture  the same of a mixture of experts, four ranks"
 	@echo "make gpu      the tests that need a CUDA GPU"
+	@echo "make te       builds TransformerEngine in an environment of its own (7 GB, some ten minutes) and runs its tests"
 	@echo "make matrix   fast tests on several versions of torch, each in an environment of its own (VERSIONS=\"2.11.0 2.15.0\")"
 	@echo "make clean    remove what these commands made"
 
@@ -22,7 +23,7 @@ demo: $(VENV)/.demo compiler
 	$(BIN)/python examples/demo/train.py $(ARGS)
 
 test: $(VENV)/.test compiler browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not te" $(ARGS)
 
 check: $(VENV)/.test
 	@$(MAKE) --no-print-directory -j2 lint types quick
@@ -54,6 +55,11 @@ gpu: $(VENV)/.test
 	@found=$$($(BIN)/python -c "import torch; print(torch.cuda.is_available())") || exit 1; \
 	if [ "$$found" = True ]; then $(BIN)/python -m pytest -m gpu --record gpu-record $(ARGS); \
 	else echo "make gpu: no CUDA GPU here, nothing was run"; fi
+
+TE := .cache/te
+te:
+	PYTHON="$(PYTHON)" sh tests/te/build.sh $(TE)
+	$(TE)/bin/python -m pytest -m te $(ARGS)
 
 # PyPI's torch for Linux is a CUDA build of some gigabytes, which needs no GPU.
 VERSIONS ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
@@ -88,4 +94,4 @@ clean:
 	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out parallel-out gpu-record *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test check lint types quick goldens fuzz bench bench-mixture gpu matrix compiler browser clean
+.PHONY: help demo test check lint types quick goldens fuzz bench bench-mixture gpu te matrix compiler browser clean

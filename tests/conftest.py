@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import difflib
 import gc
+import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -36,6 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no C++ compiler (g++ or clang++): Inductor cannot compile"))
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+        if item.get_closest_marker("te") and importlib.util.find_spec("transformer_engine_torch") is None:
+            item.add_marker(pytest.mark.skip(reason="no TransformerEngine here: make te builds it"))
 
 
 def pytest_collection_finish() -> None:
