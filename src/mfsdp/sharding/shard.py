@@ -155,8 +155,8 @@ def fully_shard(
         alike.compare(groups, *described(claims, options, values=not sync_module_states))
     synced = groups if sync_module_states else []
     statedicts.teach()
-    owned = [p for c in claims for p in c.owners]
-    keep = len({p.is_meta for p in owned}) > 1 or any(map(te.quantised, owned))
+    kinds = {(p.is_meta, te.quantised(p)) for claim in claims for p in claim.owners}
+    keep = len({is_meta for is_meta, _ in kinds}) > 1 or any(quantised for _, quantised in kinds)
     with Undo(placement.cut == 1, keep) as undo:
         for param in ignored:
             ignore(param, undo)
