@@ -65,6 +65,7 @@ def test_parameters_that_are_left_alone_tell_nothing():
 @pytest.mark.parametrize("quantised", [False, True])
 def test_everything_is_taken_back(monkeypatch, quantised):
     model = Model(fuse_wgrad_accumulation=True, quantised=quantised)
+    held = [] if quantised else list(model.parameters())  # quantised ones last until nothing can fail
     before, dicts = snapshot(model), [dict(m.__dict__) for m in model.modules()]
     hooks = [(len(m._state_dict_hooks), len(m._load_state_dict_pre_hooks)) for m in model.modules()]
 
@@ -78,6 +79,7 @@ def test_everything_is_taken_back(monkeypatch, quantised):
     assert [(len(m._state_dict_hooks), len(m._load_state_dict_pre_hooks)) for m in model.modules()] == hooks
     for was, m in zip(dicts, model.modules(), strict=True):
         assert all(m.__dict__[name] is value for name, value in was.items())
+    assert not held or held[0] is model.layers[0].weight
 
 
 def test_fused_accumulation_is_turned_off_in_words():
@@ -222,6 +224,17 @@ def eager_saves() -> tuple[bool, float]:
 def test_uncompiled_forward_saves_no_weights(two_ranks):
     for kept, error in two_ranks.run(eager_saves):
         assert not kept and error < 1e-2
+
+
+def test_sharded_models_are_copied_and_planned():
+    model = mfsdp.fully_shard(Model(quantised=True), units=["layers.*"])
+    assert [p.phase for p in mfsdp.trace(model, (batch(),))] == ["forward", "backward"]
+    twin = copy.deepcopy(model)
+    twin.layers[0].scale = torch.tensor([2.0])
+    assert "layers.0._extra_state" in twin.state_dict() and "layers.0._extra_state" not in model.state_dict()
+    model.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="_extra_state"):
+        twin.load_state_dict(model.state_dict())
 
 
 # What is saved beside parameters
