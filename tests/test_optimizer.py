@@ -247,6 +247,8 @@ def test_bad_input():
         fully_shard_optimizer(torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1))
     with pytest.raises(NotImplementedError, match="Adafactor.*depends on others"):
         fully_shard_optimizer(torch.optim.Adafactor(model.parameters()))
+    with pytest.raises(ValueError, match="torch's AdamW reads .grad.* would not step"):
+        fully_shard_optimizer(torch.optim.AdamW(model.parameters()), use_decoupled_grad=True)
     optimizer = fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="already"):
         fully_shard_optimizer(optimizer)

@@ -57,8 +57,8 @@ def fully_shard_optimizer(
 
     Raises:
         TypeError: it is no optimizer.
-        ValueError: it is flat already, has no sharded parameter, or a scheduler has wrapped its ``step``; it is one of
-            TransformerEngine's that reads gradients elsewhere, or that keeps main weights itself.
+        ValueError: it is flat already, has no sharded parameter, or a scheduler has wrapped its ``step``; it is torch's
+            or TransformerEngine's and reads gradients elsewhere; it keeps main weights itself.
         NotImplementedError: its update is not elementwise; or, with ``compile``, it is not one of torch's own, or
             cannot be compiled (it says why).
     """
@@ -77,6 +77,11 @@ def fully_shard_optimizer(
         raise ValueError(f"fully_shard_optimizer: something has wrapped the {name}'s step; build schedulers afterwards")
     te.understood(optimizer, use_decoupled_grad)
     base: Any = type(optimizer)
+    if use_decoupled_grad and base.__module__.startswith("torch.optim."):
+        raise ValueError(
+            f"fully_shard_optimizer: torch's {name} reads .grad, and use_decoupled_grad=True puts gradients elsewhere: "
+            "it would not step. Leave out use_decoupled_grad"
+        )
     if compile and base not in KNOWN:
         raise NotImplementedError(
             f"fully_shard_optimizer: {name} cannot be compiled: a recording is vouched for of torch's own "
