@@ -30,6 +30,7 @@ step to step (`optim`, `optim_grads`, HFSDP) they last in the policy's dtype.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -151,7 +152,7 @@ def _maxima(p: Program, unit: Unit, found: list[Read], shard: Node, before: Node
         where = (all_of_them, list(value.shape), list(value.stride()), places[grid])
         new = p.insert(aten.as_strided.default, where, before, r)
         if value.dtype is not torch.float32:
-            new = p.insert(prims.convert_element_type.default, (new, value.dtype), before, r)
+            new = p.insert(prims.convert_element_type.default, (new, value.dtype), before, r, f"{unit.name}_largest")
         node.replace_all_uses_with(new)
 
 
@@ -209,7 +210,7 @@ _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 def _fits(dims: Dims) -> bool:
     """Whether every dimension has one stride."""
-    return all(a.stride == b.stride * b.size for dim in dims for a, b in zip(dim, dim[1:], strict=False))
+    return all(a.stride == b.stride * b.size for dim in dims for a, b in pairwise(dim))
 
 
 def _erase(p: Program, found: list[Read]) -> None:

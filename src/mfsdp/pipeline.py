@@ -45,8 +45,8 @@ def table(
     codes: bool = Options.quantize,
 ) -> Table:
     """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes), ``pool``,
-    ``keep_cast``, ``interleave``, ``max_activations`` (bytes) and ``quantize``. Instead of a depth it takes what decides it for each
-    program, `mfsdp.costs.depth.Auto`.
+    ``keep_cast``, ``interleave``, ``max_activations`` (bytes) and ``quantize``. Instead of a depth it takes what
+    decides it for each program, `mfsdp.costs.depth.Auto`.
     ``wide`` is for programs that run elsewhere than they were traced (`passes.bucket`).
     """
     return (

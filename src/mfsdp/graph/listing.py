@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from ..spec.config import SHORT, Precision
+from ..spec.config import SHORT
 from ..spec.units import Axis, Spec, Unit
 from . import cost, ops
 from .cost import size
@@ -63,9 +63,9 @@ def render(
         [
             f"; mfsdp  {program.name}  {stage}  {program.phase}       world {program.world}",
             *_head(program, rows, before),
-            *_dtypes(program.units),
+            *_dtypes(program.units, quantised := _quantised(program)),
             ";",
-            *_units(program.units, fold),
+            *_units(program.units, fold, quantised),
             ";",
             f"; {' '.join(lane.value for lane in _lanes(program))} {head:<{table.op - 1}} "
             f"{'type':<{table.type}} {'delta':>7} {'live':>6}",
@@ -139,41 +139,52 @@ def _head(program: Program, rows: Sequence[cost.Line], before: str | None) -> It
     yield (f"; peak   {peak}{slots}    in flight {s.in_flight}    exposed {s.exposed} of {s.collectives}")
 
 
-def _dtypes(units: Sequence[Unit]) -> Iterator[str]:
+def _quantised(program: Program) -> dict[str, torch.dtype]:
+    """In what units travel whose weights are quantised before."""
+    travel = {role(n).unit: n.meta["val"].dtype for n in program.find(Kind.FULL)}  # type: ignore[union-attr]
+    return {unit: dtype for unit, dtype in travel.items() if dtype.itemsize == 1}
+
+
+def _dtypes(units: Sequence[Unit], quantised: Mapping[str, torch.dtype]) -> Iterator[str]:
     """The life of a weight and of its gradient, where it changes dtype on the way."""
-    alike: dict[tuple[Precision, torch.dtype], list[str]] = {}
+    alike: dict[Any, list[str]] = {}
     for unit in units:
-        alike.setdefault((unit.spec.precision, unit.spec.sum(2 if unit.spec.outer > 1 else 0)), []).append(unit.name)
-    for (p, total), names in alike.items():
+        total = unit.spec.sum(2 if unit.spec.outer > 1 else 0)
+        alike.setdefault((unit.spec.precision, total, quantised.get(unit.name)), []).append(unit.name)
+    for (p, total, code), names in alike.items():
         life = {
             "main": p.main, "gather": p.comm, "compute": p.compute, "reduce": p.grad_comm, "sum": total, "grad": p.grad
         }  # fmt: skip
         words = {role: SHORT[dtype] for role, dtype in life.items()}
-        words |= {role: wire for role, wire in (("gather", p.wire), ("reduce", p.grad_wire)) if wire}
+        wires = (("gather", p.wire), ("reduce", p.grad_wire), ("gather", code and _short(code)))
+        words |= {role: wire for role, wire in wires if wire}
         if len(set(words.values())) > 1:
             whose = f"{' '.join(names)}  " if len(alike) > 1 else ""
             yield f"; dtype  {whose}" + "  ".join(f"{role} {word}" for role, word in words.items())
 
 
-def _units(units: Sequence[Unit], fold: bool) -> Iterator[str]:
+def _units(units: Sequence[Unit], fold: bool, quantised: Mapping[str, torch.dtype]) -> Iterator[str]:
     names = max([4, *(len(u.name) for u in units)])
     fqns = max([8, *(len(u.fqn) for u in units)])
     yield f"; {'unit':<{names}}  {'fqn':<{fqns}}  {'shard':>6}  {'full':>6}  params (offset in elements)"
     first: dict[Any, Unit] = {}
     run: list[Unit] = []
 
+    def likeness(unit: Unit) -> Any:
+        return unit.spec, unit.layout, unit.trainable, unit.sharded, quantised.get(unit.name)
+
     def flush() -> Iterator[str]:
         if run:
-            twin = first[_likeness(run[0])]
+            twin = first[likeness(run[0])]
             name = run[0].name if len(run) == 1 else f"{run[0].name}..{run[-1].name}"
             fqn = run[0].fqn if len(run) == 1 else f"{run[0].fqn} .. {run[-1].fqn}"
             yield f"; {name:<{names}}  {fqn:<{fqns}}  like {twin.name}"
             run.clear()
 
     for unit in units:
-        key = _likeness(unit)
+        key = likeness(unit)
         if fold and key in first:
-            if run and _likeness(run[0]) != key:
+            if run and likeness(run[0]) != key:
                 yield from flush()
             run.append(unit)
             continue
@@ -181,13 +192,9 @@ def _units(units: Sequence[Unit], fold: bool) -> Iterator[str]:
         first[key] = unit
         p = unit.spec.precision
         shard = size(unit.layout.shard_numel * p.main.itemsize)
-        full = size(unit.spec.full_numel * p.comm.itemsize)
+        full = size(unit.spec.full_numel * quantised.get(unit.name, p.comm).itemsize)
         yield (f"; {unit.name:<{names}}  {unit.fqn:<{fqns}}  {shard:>6}  {full:>6}  {_params(unit, fold)}")
     yield from flush()
-
-
-def _likeness(unit: Unit) -> Any:
-    return (unit.spec, unit.layout, unit.trainable, unit.sharded)
 
 
 def _params(unit: Unit, fold: bool) -> str:

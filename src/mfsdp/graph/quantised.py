@@ -18,9 +18,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ..spec.grid import Digit, Grid
-from . import ops
 from .program import SHAPES, Program
-from .roles import Kind
 from .sizes import shape_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -179,13 +177,13 @@ def _viewed(dims: Dims, node: Node, shape: tuple[int, ...]) -> Dims | None:
 
 
 def _permuted(dims: Dims, node: Node, shape: tuple[int, ...]) -> Dims:
-    order = list(range(len(dims)))
+    order, args = list(range(len(dims))), list[Any](node.args)
     if node.target is aten.permute.default:
-        order = [d % len(dims) for d in node.args[1]]  # type: ignore[union-attr]
+        order = [d % len(dims) for d in args[1]]
     elif node.target is aten.t.default:
         order.reverse()
     else:
-        a, b = (d % len(dims) for d in node.args[1:3])  # type: ignore[operator]
+        a, b = (d % len(dims) for d in args[1:3])
         order[a], order[b] = order[b], order[a]
     return tuple(dims[d] for d in order)
 
@@ -303,7 +301,8 @@ def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Code | str
             raise _Unlike(f"the scale of {_called(read)} hangs on more than maxima of weights ({arg.name})")
         kinds = {n.meta["val"].dtype for n in by.all_input_nodes if n in read.elements}
         if not arg.meta["val"].ndim and kinds != {arg.meta["val"].dtype}:
-            raise _Unlike(f"{_called(read)} meets a scale of another dtype in {_operator(by)}")  # one number promotes less
+            # of a single number the dtype counts for less than that of as many as there are elements
+            raise _Unlike(f"{_called(read)} meets a scale of another dtype in {_operator(by)}")
         grid = _grid(read.offset, at, arg)
         means.append((meaning, grid))
         scales.append((arg, grid))

@@ -43,7 +43,7 @@ def largest(rows: torch.Tensor, first: int, grid: Grid) -> torch.Tensor:
         keys = _keys(upper, block, first // block, len(values), rows.device)
     else:
         keys = _keys(upper, 1, first, len(values), rows.device)
-    bits = values.float().contiguous().view(torch.int32)
+    bits = values.float().contiguous().view(torch.int32) & 0x7FFFFFFF  # a NaN may have come by a sign
     placed = [d for d in (*upper, *lower) if d.place]
     if keys is None:
         natural = bits.amax(0)

@@ -117,7 +117,8 @@ def spread(run: Run, shard: torch.Tensor, scales: Sequence[torch.Tensor], grids:
     weights = _known(owner(shard)).weights
     out = torch.ones(Spec.decode(spec).shard_numel, dtype=scales[0].dtype, device=shard.device)
     for scale, one in zip(scales, grid.decode(grids), strict=True):
-        grids_of.spread(scale.contiguous().view(-1), *weights.rows(out, one.offset), one)
+        rows, first = weights.rows(out, one.offset)
+        grids_of.spread(scale.contiguous().view(-1), rows, first, one)
     return out
 
 
@@ -366,7 +367,10 @@ def _shown(kernel: Callable[..., Any], run: Run, *args: Any) -> Any:
 
 for _marker in (param, param_grad, returned, free):
     LIBRARY.impl(_marker.__name__, _marker, "CompositeExplicitAutograd")
-_KERNELS = (refresh, maxima, spread, cast, all_gather, wait, bucket, pack, mm, hold, reduce_scatter, all_reduce, accumulate, collective)
+_KERNELS = (
+    refresh, maxima, spread, cast, all_gather, wait, bucket, pack, mm, hold, reduce_scatter, all_reduce, accumulate,
+    collective,
+)  # fmt: skip
 for _kernel in _KERNELS:
     LIBRARY.impl(_kernel.__name__, runs.dispatched(_kernel), "CompositeExplicitAutograd")
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..spec.config import MixedPrecisionPolicy
+from ..state import torchao
 from ..state import transformer_engine as te
 from ..state.buffer import UnitState, refs
 from ..state.parameters import ShardedParameter
@@ -77,7 +78,7 @@ def _plain(fqn: str, param: nn.Parameter) -> None:
             "experts in one, which its module would not take back as a plain tensor. Make the module with "
             "single_grouped_weight=False, single_grouped_bias=False (unset NVTE_GROUPED_LINEAR_SINGLE_PARAM)"
         )
-    if te.quantised(param):
+    if te.quantised(param) or torchao.wrapped(param):
         return
     if not _trivial(type(param)) and not _fake(local) and (local is param or type(local) is not torch.Tensor):
         raise NotImplementedError(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..runtime import groups
+from ..state import torchao
 from ..state import transformer_engine as te
 from ..state.buffer import UnitState, refs
 from ..state.tensors import carry_attributes
@@ -76,12 +77,12 @@ def blueprint(model: nn.Module) -> Blueprint:
             if tensor is not None and id(tensor) not in memo:
                 plain: torch.Tensor = (
                     torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                    if te.quantised(tensor)
+                    if te.quantised(tensor) or torchao.wrapped(tensor)
                     else tensor.detach().to("meta")
                 )
                 if isinstance(tensor, nn.Parameter):
                     plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
-                made_of = te.inner(tensor)
+                made_of = te.inner(tensor) | torchao.inner(tensor)
                 plain.__dict__.update({k: v for k, v in tensor.__dict__.items() if k not in made_of})
                 piece = pieces.get(id(tensor))
                 if piece is not None and piece.plain:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..spec.config import MixedPrecisionPolicy, Precision
 from ..spec.layout import Layout, plan
+from ..state import torchao
 from ..state import transformer_engine as te
 from ..state.pieces import Piece, here
 from ..state.placement import Placement
@@ -187,6 +188,6 @@ def described(claims: Sequence[Claim], options: str, values: bool) -> tuple[list
                 cut = f" {tuple(param.placements)}" if isinstance(param, DTensor) else ""
                 lines.append(f"{name} {list(param.shape)}{cut} {param.dtype}, trains {param.requires_grad}, {where}")
                 if values and not param.is_meta:
-                    mine = here(param)
+                    mine = torchao.bare(here(param))
                     real[name] = alike.sample(te.precise(mine)) if te.quantised(mine) else mine
     return lines, real

@@ -1,11 +1,12 @@
-"""Which weights a module casts to one byte per element, so that they travel so (`passes.quantize`), and what torchao and
-others say of theirs.
+"""Which weights a module casts to one byte per element, so that they travel so (`passes.quantize`).
 
 A flat buffer travels in one dtype. So weights that are cast have one of their own beside that of the unit's norms and
 biases. A module of yours may say it of itself: ``quantized_parameters = ("weight",)``.
 """
 
 from __future__ import annotations
+
+import warnings
 
 from torch import nn
 
@@ -18,3 +19,19 @@ def coded(module: nn.Module, name: str) -> bool:
     known = (_KNOWN.get((kind.__module__, kind.__name__), ()) for kind in type(module).__mro__)
     said = getattr(module, "quantized_parameters", ())
     return name in said or any(name in names for names in known)
+
+
+def tell(root: nn.Module) -> None:
+    """Says of what FSDP2 would need for the same that it is not needed.
+
+    Warns:
+        UserWarning: torchao was told to prepare weights for FSDP2's FP8 all-gather.
+    """
+    found = [m for m in root.modules() if getattr(getattr(m, "config", None), "enable_fsdp_float8_all_gather", False)]
+    if any(coded(m, "weight") for m in found):
+        warnings.warn(
+            "mfsdp: enable_fsdp_float8_all_gather=True is not needed and has no effect: FP8 weights travel in FP8 by "
+            "themselves in compiled code, cast from the dtype that the module casts from, so that numbers are those of "
+            "a gather in 16 bits. precompute_float8_dynamic_scale_for_fsdp(model) does nothing: leave out both",
+            stacklevel=3,
+        )

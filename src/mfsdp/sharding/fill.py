@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..runtime import devices
+from ..state import torchao
 from ..state import transformer_engine as te
 from ..state.buffer import FlatBuffer, Ref, UnitState
 from ..state.pieces import here
@@ -85,7 +86,7 @@ def _take_over(claim: Claim, param: nn.Parameter, ref: Ref, synced: Sequence[str
             weights.born_on_meta[slot] = param.dtype
             weights.view(weights.main, slot).fill_(torch.nan)
         else:
-            mine = te.precise(here(param))
+            mine = te.precise(torchao.bare(here(param)))
             over = [*synced, *(ref.piece.copied_by if ref.piece else buffer.placement.beside)] if synced else ()
             weights.keep(slot, alike.of_first_rank(mine, over, weights.main.device) if synced else mine)
     former = undo.former(param, ref)

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..runtime import groups as groups_of
 from ..spec.config import MixedPrecisionPolicy
-from ..state import statedicts
+from ..state import statedicts, torchao
 from ..state import transformer_engine as te
 from ..state.buffer import Outermost, UnitState, refs
 from ..state.mesh import TENSOR, axes
 from ..state.pieces import Piece, has_groups, here, over_tensor_ranks
 from ..state.placement import OUTER, Placement, strategy_name
-from . import admission, alike, blocks, engines, fsdp2, materialize, parallel
+from . import admission, alike, blocks, codes, engines, fsdp2, materialize, parallel
 from .claims import UnitLike, claim_parameters, described, match
 from .fill import device_of, fill, ignore, move_buffers
 from .former import no_optimizer
@@ -155,7 +155,7 @@ def fully_shard(
         alike.compare(groups, *described(claims, options, values=not sync_module_states))
     synced = groups if sync_module_states else []
     statedicts.teach()
-    kinds = {(p.is_meta, te.quantised(p)) for claim in claims for p in claim.owners}
+    kinds = {(p.is_meta, te.quantised(p) or torchao.wrapped(p)) for claim in claims for p in claim.owners}
     keep = len({is_meta for is_meta, _ in kinds}) > 1 or any(quantised for _, quantised in kinds)
     with Undo(placement.cut == 1, keep) as undo:
         for param in ignored:
@@ -175,6 +175,7 @@ def fully_shard(
                 swap_class(owner, units_of[claim.module], owner in heads, casts, undo)
         parallel.adapt(root.modules(), undo)
         engines.adapt(root, undo)
+        codes.tell(root)
         if target.type != "meta":
             move_buffers(root, target, undo)
         cut = {name: None for p in pieces for name in (*p.cut_by, *p.copied_by)} if target.type != "meta" else {}

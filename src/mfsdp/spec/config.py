@@ -230,7 +230,10 @@ class Options:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 other = ", or 'auto'" if name == "prefetch" else ""
                 raise ValueError(f"option {name}={value!r}: give an integer of at least {low}{other}")
-        for name in ("pool", "keep_cast", "quantize", "interleave", "nccl_ub", "disable_symmetric_registration", "check", "frames"):
+        for name in (
+            "pool", "keep_cast", "quantize", "interleave", "nccl_ub", "disable_symmetric_registration", "check",
+            "frames",
+        ):  # fmt: skip
             value = getattr(out, name)
             if not isinstance(value, bool):
                 raise ValueError(f"option {name}={value!r}: choose True or False")

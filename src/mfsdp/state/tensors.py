@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime import groups, immediate
 from ..spec.layout import Layout, Segment, Slot
-from . import outside
+from . import outside, torchao
 from . import transformer_engine as te
 from .pieces import Piece
 from .sharded import Sharding, strides_of
@@ -383,7 +383,7 @@ take_foreach_paths(ShardedDTensor)
 
 def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copies every attribute that somebody put on a tensor (law 21), but not ours, nor what it is made of."""
-    made_of = te.inner(source)
+    made_of = te.inner(source) | torchao.inner(source)
     for name, value in source.__dict__.items():
         if not name.startswith(_OURS) and name not in made_of:
             target.__dict__[name] = value

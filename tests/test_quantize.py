@@ -1,0 +1,358 @@
+"""Weights that the model casts to FP8 travel in FP8, and nothing else changes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+import mfsdp
+from mfsdp import pipeline
+from mfsdp.graph import ops
+from mfsdp.graph.cost import nbytes
+from mfsdp.graph.program import Program
+from mfsdp.graph.roles import Kind
+from mfsdp.runtime import grids
+from mfsdp.spec.grid import Digit, Grid, decode, encode
+from tests.fp8 import RECIPES, Coded, Pair, stack
+from tests.ranks import collectives_told
+
+BF16 = {"dtype": torch.bfloat16}
+
+
+def programs(model: nn.Module, width: int = 128, lowering: str = "eager", **sharding: Any) -> list[Program]:
+    sharding = {"world": 2, "units": [Pair], **sharding}
+    return list(mfsdp.trace(model, (torch.empty(4, width, **BF16),), lowering=lowering, **sharding))
+
+
+def traced(recipe: str, **more: Any) -> list[Program]:
+    with torch.device("meta"):
+        return programs(stack(recipe).to(**BF16), **more)
+
+
+def gathered(p: Program, codes: bool) -> int:
+    """Bytes of gathers of what is quantised, in either dtype: of units whose name ends in a letter."""
+    launches = [n for n in p.find(Kind.FULL) if n.target is ops.all_gather and n.meta["mfsdp"].unit.endswith("b")]
+    assert launches and all((n.meta["val"].dtype is torch.float8_e4m3fn) is codes for n in launches)
+    return sum(nbytes(n.meta["val"]) for n in launches)
+
+
+# Blocks and rows
+
+
+@pytest.mark.parametrize("block", [(0, 0), (1, 0), (0, 1), (1, 32), (32, 1), (8, 8), (3, 64)])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_maxima_of_parts_are_maxima_of_the_whole(block, data):
+    n, k = 96, 64
+    rows, columns = block[0] or n, block[1] or k
+    counts = [k // columns if rows < n or columns < k else 1, 1]
+    upper = [Digit(rows * k, n // rows, counts[0] if n // rows > 1 else 0), Digit(k, rows)]
+    lower = [Digit(columns, k // columns, 1 if k // columns > 1 else 0), Digit(1, columns)]
+    grid = Grid(0, tuple(d for d in (*upper, *lower) if d.size > 1))
+    whole = torch.randn(n, k, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    if data.draw(st.booleans()):
+        whole[data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, k - 1))] = torch.nan
+    cuts = sorted(data.draw(st.lists(st.integers(0, n), max_size=3)))
+    parts = list(zip([0, *cuts], [*cuts, n], strict=True))
+    found = torch.stack([grids.largest(whole[a:b], a, grid) for a, b in parts]).amax(0).view(torch.float32)
+    blocks = whole.abs().view(n // rows, rows, k // columns, columns)
+    want = blocks.amax((1, 3))
+    torch.testing.assert_close(found, want.reshape(-1), rtol=0, atol=0, equal_nan=True)
+    out = torch.empty(n, k)
+    for a, b in parts:
+        grids.spread(found, out[a:b], a, grid)
+    everywhere = want[:, None, :, None].expand_as(blocks).reshape(n, k)
+    torch.testing.assert_close(out, everywhere, rtol=0, atol=0, equal_nan=True)
+    assert decode(encode((grid, grid))) == (grid, grid) and decode("") == ()
+
+
+# Programs
+
+
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fp8_weights_travel_in_half_the_bytes(recipe, lowering):
+    for p in traced(recipe, lowering=lowering):
+        plain, coded = p.copy(), p.copy()
+        pipeline.run(plain, passes=pipeline.table(codes=False))
+        stages = pipeline.run(coded)
+        assert "2 units in one byte per element" in stages["quantize"].listing
+        assert 2 * gathered(coded, True) == gathered(plain, False)
+        reading = [n for n in coded.nodes if n.target is ops.maxima]
+        assert len(reading) == 2, "maxima of all blocks of a unit are one node"
+
+
+def test_no_code_is_saved_for_backward():
+    forward, backward = traced("rowwise")
+    pipeline.run(forward)
+    assert not [r for r in forward.results() if isinstance(r, torch.fx.Node) and r.meta["val"].dtype.itemsize == 1]
+    assert all(n.meta["val"].dtype.itemsize > 1 for n in backward.nodes if n.op == "placeholder")
+
+
+def test_the_listing(golden):
+    with torch.device("meta"):
+        model = nn.Sequential(Coded(64, 64), Coded(64, 32)).to(**BF16)
+    for p in programs(model, 64, units=None, name="fp8", world=4):
+        golden(f"fp8.{p.phase}", pipeline.run(p)[-1].listing)
+
+
+class Reads(Coded):
+    """Reads its weight in one more way."""
+
+    def __init__(self, way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]):
+        super().__init__(64, 64)
+        self.way = way
+        self.register_buffer("history", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.way(x, self.weight) + 0 * self.history
+
+
+def by_product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w
+
+
+def by_another_code(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ (w * 0.5).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def by_the_mean(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ (w / w.abs().mean()).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def by_activations(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ (w.float() * x.float().abs().amax()).to(torch.float8_e4m3fn).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("way", "why"),
+    [
+        (by_product, "u0_0_weight is read by mm"),
+        (by_another_code, "0_weight is quantised in 2 ways here"),
+        (by_the_mean, "u0_0_weight is read by mean"),
+        (by_activations, "the scale of u0_0_weight hangs on more than maxima of weights"),
+    ],
+)
+def test_what_cannot_travel_in_one_byte_says_why(way, why):
+    with torch.device("meta"):
+        forward, *_ = programs(nn.Sequential(Reads(way)).to(**BF16), 64, units=None)
+    listing = pipeline.run(forward)["quantize"].listing
+    assert "u0 travels in 16 bits: " in listing and why in listing
+
+
+def test_off_and_int8_and_what_lasts_say_so():
+    forward, _ = traced("rowwise")
+    assert "16 bits: off" in pipeline.run(forward, passes=pipeline.table(codes=False))["quantize"].listing
+    forward, _ = traced("rowwise", mp_policy=mfsdp.MixedPrecisionPolicy(param_comm_dtype="int8"))
+    assert "int8 was asked for by name" in pipeline.run(forward)["quantize"].listing
+    forward, _ = traced("rowwise", strategy=2)
+    assert "its parameters last from step to step" in pipeline.run(forward)["quantize"].listing
+
+
+def test_weights_of_fp8_have_a_buffer_of_their_own():
+    model = mfsdp.fully_shard(stack("rowwise").to(**BF16), units=[Pair], device="cpu")
+    names = [[slot.name for slot in b.layout.slots] for b in model[0]._mfsdp_unit.buffers]
+    assert names == [["norm.weight", "down.bias"], ["up.weight", "down.weight"]]
+
+
+# Ranks
+
+
+def trained(options: dict[str, Any], recipe: str, width: int, hidden: int | None, **sharding: Any) -> tuple[Any, ...]:
+    """Losses and weights after three steps of two microbatches; what was sent; how often maxima went over ranks."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    rank = torch.distributed.get_rank()
+    if "mesh" in sharding:
+        sharding["mesh"] = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_outer", "dp_shard"))
+    model = mfsdp.fully_shard(stack(recipe, width, hidden=hidden).to(**BF16), units=[Pair], **sharding)
+    run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", **options})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, sums = [], []
+    with collectives_told(lambda kind, group: sums.append(kind)):
+        for step in range(3):
+            for micro in range(2):
+                if step == 2 and not micro:
+                    sums.clear()
+                x = torch.randn(4, width, generator=torch.Generator().manual_seed(10 * step + 5 * micro + rank))
+                loss = run(x.to(**BF16)).float().square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = [p.full_tensor() for p in model.parameters()]
+    return losses, weights, sums.count("all_reduce")
+
+
+def on_and_off(recipe: str, width: int, hidden: int | None, options: dict[str, Any], **sharding: Any) -> list[int]:
+    """How often maxima went over ranks in the last step, with the pass and without."""
+    on = trained({**options}, recipe, width, hidden, **sharding)
+    off = trained({**options, "quantize": False}, recipe, width, hidden, **sharding)
+    assert on[0] == off[0], (on[0], off[0])
+    for a, b in zip(on[1], off[1], strict=True):
+        assert torch.equal(a, b)
+    return [on[2], off[2]]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_value_is_the_same(two_ranks, recipe):
+    for on, off in two_ranks.run(on_and_off, recipe, 128, None, {}):
+        assert (on, off) == (1, 0), "one all-reduce per step, for all units and both directions"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "hidden"), [("rowwise", 40), ("tensorwise", 2), ("mxfp8", 32), ("rowwise", 2)])
+def test_uneven_rows_and_ranks_without_any(three_ranks, recipe, hidden):
+    three_ranks.run(on_and_off, recipe, 32 if recipe == "mxfp8" else 24, hidden, {})
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 2, "pool": False}, {"keep_cast": False}])
+def test_whatever_the_schedule(two_ranks, options):
+    two_ranks.run(on_and_off, "rowwise", 128, None, options)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        {"mesh": None},
+        {"mesh": None, "outer_strategy": "optim"},
+        {"strategy": 2},
+        {"mp_policy": mfsdp.MixedPrecisionPolicy(main_params_dtype=None)},
+        {"mp_policy": mfsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)},
+    ],
+)
+def test_whatever_the_strategy(four_ranks, sharding):
+    four_ranks.run(on_and_off, "1x128", 128, None, {}, **sharding)
+
+
+@pytest.mark.dist
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_every_value_is_the_same_under_inductor(two_ranks):
+    two_ranks.run(on_and_off, "rowwise", 128, None, {"lowering": "inductor"}, timeout=500)
+
+
+def written_alone(after: bool) -> str:
+    """One rank writes to its rows, past the optimizer; the others do not."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = mfsdp.fully_shard(stack("tensorwise", 32).to(**BF16), units=[Pair])
+    run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})
+    x = torch.randn(4, 32, **BF16)
+    run(x).sum().backward()
+    rows = model[0].up.weight.to_local()
+    if torch.distributed.get_rank() == 0:
+        with torch.no_grad():
+            if after:
+                rows.mul_(3)
+            else:
+                rows.data.mul_(3)
+    try:
+        run(x)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_write_of_one_rank_alone_is_told(two_fresh_ranks):
+    for text in two_fresh_ranks.run(written_alone, True):
+        assert "largest magnitudes in blocks of 0, written since they were taken" in text
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_write_that_nobody_is_told_of_is_found(two_fresh_ranks):
+    answers = two_fresh_ranks.run(written_alone, False)
+    assert "rows of unit '0' of Sequential, buffer 1" in answers[0] and "to_local()" in answers[0]
+
+
+# torchao
+
+
+def torchao_model(recipe: str, width: int = 64) -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    layers = [nn.Sequential(nn.RMSNorm(width), nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))] * 1
+    model = nn.Sequential(*layers, nn.Linear(width, width, bias=False)).to(**BF16)
+    fsdp = recipe == "fsdp"
+    config = (
+        Float8LinearConfig(enable_fsdp_float8_all_gather=True) if fsdp else Float8LinearConfig.from_recipe_name(recipe)
+    )
+    return convert_to_float8_training(model, config=config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_torchao(recipe, lowering):
+    pytest.importorskip("torchao")
+    for p in programs(torchao_model(recipe), 64, lowering, units=["0"]):
+        listing = pipeline.run(p)["quantize"].listing
+        assert "2 units in one byte per element" in listing and "bits" not in listing.split("; peak")[0]
+
+
+def torchao_trained(recipe: str, backend: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    rank = torch.distributed.get_rank()
+    model = torchao_model(recipe)
+    if backend == "fsdp2":
+        model = model.float()
+        policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        torch.distributed.fsdp.fully_shard(model[0], mp_policy=policy)
+        torch.distributed.fsdp.fully_shard(model, mp_policy=policy)
+        run = model
+    else:
+        mfsdp.fully_shard(model, units=["0"])
+        run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", "quantize": backend == "on"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank)).to(**BF16)
+        run(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+
+
+def torchao_alike(recipe: str) -> int:
+    on, off, fsdp2 = (torchao_trained(recipe, backend) for backend in ("on", "off", "fsdp2"))
+    for a, b, c in zip(on, off, fsdp2, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    return len(on)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_torchao_trains_as_under_fsdp2(two_ranks, recipe):
+    pytest.importorskip("torchao")
+    assert two_ranks.run(torchao_alike, recipe) == [6, 6]
+
+
+def test_what_fsdp2_needs_for_it_is_not_needed():
+    pytest.importorskip("torchao")
+    model = torchao_model("fsdp")
+    before = model[1].weight
+    with pytest.warns(UserWarning, match="enable_fsdp_float8_all_gather=True is not needed"):
+        mfsdp.fully_shard(model, units=["0"], device="cpu")
+    assert torch.equal(model[1].weight.full_tensor(), before._tensor.float())
+    assert not {"_tensor", "_precomputed_scale"} & set(model[1].weight.__dict__)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forward, *_ = programs(torchao_model("tensorwise"), 64, units=["0"])
+    assert "2 units in one byte" in pipeline.run(forward)["quantize"].listing
