@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import mfsdp
 from mfsdp import MixedPrecisionPolicy, pipeline
 from mfsdp.graph import ops
 from mfsdp.graph.check import LAWS, LawError, check
 from mfsdp.graph.program import Program
 from mfsdp.graph.roles import Kind, Role
+from tests.fp8 import Coded
 from tests.toys import toy2
 
 MUTATIONS: dict[str, tuple[int, str, Callable[[Program], None], dict[str, object]]] = {}
@@ -32,8 +34,53 @@ def one(p: Program, target: object) -> torch.fx.Node:
     return next(n for n in p.nodes if n.target is target)
 
 
+def role_of_any(node: torch.fx.Node) -> Role | None:
+    return node.meta.get("mfsdp")
+
+
 def role_of(node: torch.fx.Node) -> Role:
     return node.meta["mfsdp"]
+
+
+def quantised(p: Program) -> torch.fx.Node:
+    """What a unit's shard is made of, in one byte per element."""
+    return next(n for n in p.nodes if n.target is ops.all_gather).args[0]  # type: ignore[return-value]
+
+
+@mutation(46, "forward", fp8=True)
+def codes_that_mix_rows(p: Program) -> None:
+    code = quantised(p)
+    with p.graph.inserting_before(code):
+        mixed = p.graph.call_function(torch.ops.aten.flip.default, (code.args[0], [0]))
+    mixed.meta["val"] = code.args[0].meta["val"]  # type: ignore[union-attr]
+    mixed.meta["mfsdp"] = role_of(code)
+    code.args = (mixed, *code.args[1:])
+
+
+@mutation(46, "forward", fp8=True)
+def a_scale_of_what_only_this_rank_has(p: Program) -> None:
+    given = next(n for n in p.nodes if n.op == "placeholder" and role_of_any(n) is None)
+    spread = one(p, ops.spread)
+    with p.graph.inserting_before(spread):
+        own = p.graph.call_function(torch.ops.aten.amax.default, (given,))
+    own.meta["val"] = given.meta["val"].new_empty(())
+    spread.args = (spread.args[0], [own] * 2, *spread.args[2:])
+
+
+@mutation(46, "forward", fp8=True)
+def a_scale_of_this_ranks_rows(p: Program) -> None:
+    spread = one(p, ops.spread)
+    shard = spread.args[0]
+    with p.graph.inserting_before(spread):
+        own = p.graph.call_function(torch.ops.aten.amax.default, (shard,))
+    own.meta["val"] = shard.meta["val"].new_empty(())  # type: ignore[union-attr]
+    spread.args = (shard, [own] * 2, *spread.args[2:])
+
+
+@mutation(18, "forward", fp8=True)
+def codes_gathered_as_the_policy_says(p: Program) -> None:
+    full = one(p, ops.all_gather)
+    full.meta["val"] = full.meta["val"].to(torch.bfloat16)
 
 
 @mutation(47, "forward")
@@ -340,10 +387,18 @@ def added_up_in_another_dtype(p: Program) -> None:
     node.meta["val"] = node.meta["val"].to(torch.float16)
 
 
+def fp8(phase: str) -> Program:
+    """Two layers whose weights are quantised, on four ranks."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(Coded(64, 64), Coded(64, 64)).bfloat16()
+        programs = mfsdp.trace(model, (torch.empty(8, 64, dtype=torch.bfloat16),), world=4)
+    return next(p for p in programs if p.phase == phase)
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_caught(name):
     law, phase, mutate, sharding = MUTATIONS[name]
-    program = toy2(phase, **sharding)
+    program = fp8(phase) if sharding.get("fp8") else toy2(phase, **sharding)
     passes = (*pipeline.PIPELINE, (name, mutate))
     with pytest.raises(LawError) as caught:
         pipeline.run(program, passes=passes)

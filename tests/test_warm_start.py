@@ -145,7 +145,7 @@ def test_every_option_and_layout_counts():
     changed = {
         "prefetch": 2, "reduce_lag": 2, "max_unsharded": 5, "pool": False, "lowering": "whole", "check": False,
         "upto": "gather", "disable_symmetric_registration": True, "nccl_ub": True, "dump": "x", "frames": True,
-        "keep_cast": False, "interleave": True, "max_activations": 5,
+        "keep_cast": False, "interleave": True, "max_activations": 5, "quantize": False,
     }  # fmt: skip
     assert set(changed) | {"passes"} == {f.name for f in fields(Options)}, "a new option has to change the key"
     keys = [captured(Options(**{name: value})) for name, value in changed.items()]

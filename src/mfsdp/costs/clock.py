@@ -127,6 +127,8 @@ def _bytes(node: Node, inside: set[Node], before: set[Node]) -> int:
         return 2 * sum(nbytes(g.meta["val"]) for g in node.args[1])  # type: ignore
     if node.target is ops.accumulate:
         return 3 * nbytes(node.args[1].meta["val"])  # type: ignore[union-attr]
+    if node.target is ops.spread:
+        return _size(node) + sum(_size(scale) for scale in node.args[1])  # type: ignore
     if node.target is aten.embedding.default:
         return 2 * _size(node)  # rows of the table that are asked for
     reads = {base_of(a): a for a in node.all_input_nodes}
@@ -156,10 +158,19 @@ def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:
         return _refresh(spec, machine)
     lane = lane_of(node)
     group = groups(spec, machine)[lane // 2]
+    if node.target is ops.maxima:
+        return _maxima(program, node, group, machine)
     if node.target is ops.all_gather:
         return transfer("all_gather", travels(node), group, machine)
     kind = "reduce_scatter" if node.target is ops.reduce_scatter else "all_reduce"
     return transfer(kind, travels(node), group, machine)
+
+
+def _maxima(program: Program, node: Node, group: Group, machine: Hardware) -> Transfer:
+    """Maxima of blocks, after an optimizer step: forward's first brings all of them at once (Note [Maxima])."""
+    found = transfer("all_reduce", _size(node), group, machine)
+    first = next(n for n in program.nodes if n.target is ops.maxima)
+    return found if node is first and program.phase != "backward" else replace(found, fixed=0.0)
 
 
 WRITE, READ, ADD = 17, 5, 12
