@@ -78,9 +78,9 @@ def a_scale_of_this_ranks_rows(p: Program) -> None:
 
 
 @mutation(18, "forward", fp8=True)
-def codes_gathered_as_the_policy_says(p: Program) -> None:
+def codes_that_are_read_as_others(p: Program) -> None:
     full = one(p, ops.all_gather)
-    full.meta["val"] = full.meta["val"].to(torch.bfloat16)
+    full.meta["val"] = full.meta["val"].to(torch.float8_e5m2)
 
 
 @mutation(47, "forward")

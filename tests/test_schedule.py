@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -452,7 +453,7 @@ def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int]
         return stages
 
     spilt = 0
-    room, patience = slots.room, slots.PATIENCE
+    room, patience, cached = slots.room, slots.PATIENCE, functorch_config.enable_autograd_cache
 
     def watched(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         nonlocal spilt
@@ -462,6 +463,7 @@ def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int]
         return out
 
     pipeline.run, slots.room, slots.PATIENCE = noted, watched, 1.0
+    functorch_config.enable_autograd_cache = False  # programs from a cache are not planned
     try:
         torch.manual_seed(0)
         model = mfsdp.fully_shard(GPT(layers=3 if lowering == "eager" else 2), units=[Block])
@@ -478,6 +480,7 @@ def slots_over_time(lowering: str) -> tuple[list[dict[str, int]], dict[str, int]
             addresses.append(sorted(s.storage.data_ptr() for s in slots._slots.values()))
     finally:
         pipeline.run, slots.room, slots.PATIENCE = run_pipeline, room, patience
+        functorch_config.enable_autograd_cache = cached
     assert all(a == addresses[1] for a in addresses[1:]), "the same storage from the second step on"
     return seen, planned, spilt
 
