@@ -39,7 +39,7 @@ from torch.fx import Node
 from mfsdp.graph import ops
 from mfsdp.graph.program import Program
 from mfsdp.graph.quantised import Code, Dims, Operand, Read, blocks, reads
-from mfsdp.graph.roles import Kind, Lane, Role, mark
+from mfsdp.graph.roles import Kind, Lane, Role, mark, role
 from mfsdp.spec.grid import Grid, encode
 from mfsdp.spec.units import Unit
 
@@ -163,7 +163,8 @@ def _hoist(p: Program, values: list[Node], before: Node, r: Role) -> None:
     while todo:
         node = todo.pop()
         if node.op == "call_function" and node not in needed and before < node:
-            needed.add(mark(node, r))
+            needed.add(mark(node, role(node) or r))
+            needed.update(u for u in node.users if u.target is ops.wait and u.args[0] is node)
             todo += node.all_input_nodes
     p.move(sorted(needed), before)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from math import prod
 from typing import Any
 
@@ -83,16 +84,23 @@ def reads(p: Program, markers: Sequence[Node]) -> list[Read]:
         read.elements[marker] = _whole(tuple(marker.meta["val"].shape))
         whose[marker] = read
     meanings = _Meanings(whose)
-    for node in p.nodes[p.nodes.index(markers[0]) :] if markers else ():
-        sources = {whose[n]: None for n in node.all_input_nodes if n in whose}
-        if node in whose or not sources or node.target in SHAPES:
+    todo = list(dict.fromkeys(user for marker in markers for user in marker.users))
+    heapify(todo)
+    seen = set(todo)
+    while todo:  # in program order: what a node reads has been followed before
+        node = heappop(todo)
+        if node.target in SHAPES:
             continue
-        read, *others = sources
+        read, *others = dict.fromkeys(whose[n] for n in node.all_input_nodes if n in whose)
         if others:
-            for each in sources:
+            for each in (read, *others):
                 each.reason = each.reason or f"{_called(each)} meets another parameter in {node.name}"
             continue
         _follow(node, read, whose, meanings)
+        for user in node.users if node in whose else ():
+            if user not in seen:
+                seen.add(user)
+                heappush(todo, user)
     return list(found.values())
 
 
@@ -264,21 +272,34 @@ class _Meanings:
         return self._known[node]
 
     def _of(self, node: Node) -> Any:
-        if node in self.whose:
+        if not self._alone(node):
             return None
-        read = next((r for n in node.all_input_nodes if (r := self.whose.get(n)) and node in r.maxima), None)
+        read = self._largest(node)
         if read is not None:
             return self._name(("largest", read.offset, read.maxima[node], node.meta["val"].dtype))
         if node.op == "get_attr":
             return self._name(("constant", node.target))
-        tags = getattr(node.target, "tags", ())
-        if node.op != "call_function" or torch.Tag.nondeterministic_seeded in tags:
-            return None
         args, spec = pytree.tree_flatten((node.args, node.kwargs))
         told = [("node", self.of(a)) if isinstance(a, Node) else ("constant", repr(a)) for a in args]
-        if ("node", None) in told:
-            return None
         return self._name((str(node.target), tuple(told), str(spec)))
+
+    def _largest(self, node: Node) -> Read | None:
+        """The parameter whose maxima it has."""
+        return next((r for n in node.all_input_nodes if (r := self.whose.get(n)) and node in r.maxima), None)
+
+    def _alone(self, node: Node) -> bool:
+        """Whether it hangs on maxima and constants alone."""
+        todo, seen = [node], {node}
+        while todo:
+            node = todo.pop()
+            if node.op == "get_attr" or self._largest(node) is not None:
+                continue
+            drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            if node in self.whose or node.op != "call_function" or drawn:
+                return False
+            todo += [n for n in node.all_input_nodes if n not in seen]
+            seen.update(node.all_input_nodes)
+        return True
 
     def _name(self, meaning: Any) -> int:
         return self._names.setdefault(meaning, len(self._names))
