@@ -52,9 +52,10 @@ def test_ten_adamw_steps_with_clipping(two_ranks, name):
 # All of it is what runs above.
 @pytest.mark.parametrize("upto", ["capture", *(name for name, _ in pipeline.PIPELINE[:-1])])
 def test_every_prefix_of_the_pipeline_gives_the_same_numbers(two_ranks, upto):
+    names = ["capture", *(name for name, _ in pipeline.PIPELINE)]
     for name in ("conv", "gpt"):
         # Before `reduce`, each use of a tied weight is reduced by itself: the same sum in another order.
-        bound = 1e-6 if name == "gpt" and upto in ("capture", "collective", "fill", "quantize", "gather", "reshard") else 0
+        bound = 1e-6 if name == "gpt" and names.index(upto) < names.index("reduce") else 0
         for worst in two_ranks.run(gradients, name, "eager", upto=upto):
             assert worst["loss"] == 0 and worst["average"] <= bound
 
