@@ -38,8 +38,8 @@ from torch.fx import Node
 
 from mfsdp.graph import ops
 from mfsdp.graph.program import Program
-from mfsdp.graph.quantised import Code, Dims, Operand, Read, blocks, reads
-from mfsdp.graph.roles import Kind, Lane, Role, mark, role
+from mfsdp.graph.quantised import SCALE, Code, Dims, Operand, Read, blocks, reads
+from mfsdp.graph.roles import Kind, Lane, Role
 from mfsdp.spec.grid import Grid, encode
 from mfsdp.spec.units import Unit
 
@@ -106,7 +106,7 @@ def _quantize_unit(p: Program, unit: Unit, found: list[Read]) -> None:
     shard: Any = first.args[0]
     text, cast = unit.spec.encode(), Role(Kind.CAST, unit.name)
     _maxima(p, unit, found, shard, first)
-    _hoist(p, [scale for read in found for scale, _ in read.codes[0].scales], first, cast)
+    _hoist(p, [scale for read in found for scale, _ in read.codes[0].scales], first)
     scales = []
     for i in range(len(found[0].codes[0].scales)):
         values = [read.codes[0].scales[i][0] for read in found]
@@ -156,14 +156,15 @@ def _maxima(p: Program, unit: Unit, found: list[Read], shard: Node, before: Node
         node.replace_all_uses_with(new)
 
 
-def _hoist(p: Program, values: list[Node], before: Node, r: Role) -> None:
+def _hoist(p: Program, values: list[Node], before: Node) -> None:
     """Moves scales, and what they are computed from, in front of a node."""
     needed: set[Node] = set()
     todo = list(values)
     while todo:
         node = todo.pop()
         if node.op == "call_function" and node not in needed and before < node:
-            needed.add(mark(node, role(node) or r))
+            node.meta[SCALE] = True
+            needed.add(node)
             needed.update(u for u in node.users if u.target is ops.wait and u.args[0] is node)
             todo += node.all_input_nodes
     p.move(sorted(needed), before)

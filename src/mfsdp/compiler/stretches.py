@@ -34,6 +34,7 @@ from torch.fx.node import map_arg
 from ..costs.fusion import fuses
 from ..graph import ops
 from ..graph.program import is_element, mutates, operator, view_of
+from ..graph.quantised import SCALE
 from ..graph.roles import Kind, is_kind
 
 
@@ -175,7 +176,7 @@ def _hand_over(found: _Found) -> None:
     for node, number in found.items():
         # what compilers only call reads what is there, whenever that was computed; what a shard is quantised with
         # does not come between layers
-        if node.target not in _CALLED and not is_kind(node, Kind.CAST):
+        if node.target not in _CALLED and not (is_kind(node, Kind.CAST) or SCALE in node.meta):
             members.setdefault(number, []).append(node)
     for number, later in pairwise(members):
         tail = set(takewhile(fuses, reversed(members[number])))

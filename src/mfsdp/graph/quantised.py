@@ -24,6 +24,9 @@ from .sizes import shape_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+SCALE = "mfsdp_scale"
+"""``node.meta`` key of what scales are computed with, once it stands in front of a gather."""
+
 Dims = tuple[tuple[Digit, ...], ...]
 """For each dimension of a value the digits that it counts of an index into the flattened parameter."""
 
