@@ -283,7 +283,7 @@ def test_dumps(tmp_path, monkeypatch):
     assert names.pop() == "report.html"
     stages = [f"{i}.{name}" for i, name in enumerate(["capture", *(name for name, _ in pipeline.PIPELINE)])]
     assert names == sorted(f"{phase}.{stage}.txt" for phase in ("backward", "forward") for stage in stages)
-    text = next((tmp_path / "a").glob("*.forward.4.reshard.txt")).read_text()
+    text = next((tmp_path / "a").glob("*.forward.5.reshard.txt")).read_text()
     assert text.startswith("; mfsdp  MLP  reshard  forward       world 1\n; change none")
     monkeypatch.setenv("MFSDP_DUMP", str(tmp_path / "b"))
     torch._dynamo.reset()

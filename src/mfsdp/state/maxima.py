@@ -8,8 +8,9 @@ all grids that any program has asked of them. All ranks have to agree when that 
 alone is an error, told in words where the program begins (`Maxima.due` is part of what is announced).
 
 Rows that are out as plain tensors may be written past what tells of writes; then the maximum would be an old one, and
-what has grown would be cut off at it. This rank's own part is computed again wherever such maxima are read, and an
-error says what has happened.
+what has grown would be cut off at it. Of such buffers this rank's own part is computed again where a program begins;
+if it is another, the maxima are due. A rank that has no rows of what was written cannot know, so ranks may disagree:
+that is told like a write of one rank alone, on all of them.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class Maxima:
 
     def due(self) -> bool:
         """Whether main weights have been written since they were taken. Nothing is due before it has been asked for."""
+        if self._of.exposed:
+            with torch.no_grad():
+                for text, found in self._asked.items():
+                    if found is not None and not torch.equal(found.own, self._own(text)):
+                        self._asked[text] = None
         return any(not self._fresh(found) for found in self._asked.values())
 
     def read(self, text: str, out: torch.Tensor, beside: Iterable[Weights]) -> list[End]:
@@ -80,12 +86,6 @@ class Maxima:
             _take([(m, t) for m in everyone for t, found in m._asked.items() if not m._fresh(found)])
         found = self._asked[text]
         assert found is not None
-        if self._of.exposed and not torch.equal(found.own, self._own(text)):
-            raise RuntimeError(
-                f"mfsdp: rows of {self._of.path} were written through a plain tensor that was taken of them earlier "
-                "(to_local()), and the scales of its FP8 weights are computed from what they were. Write through the "
-                "parameters themselves (DTensors), or call to_local() again behind the write's optimizer step"
-            )
 
         def there() -> None:
             found.bring()
