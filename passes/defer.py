@@ -29,7 +29,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from mfsdp.graph import ops
-from mfsdp.graph.program import Program, base_of
+from mfsdp.graph.program import Program, base_of, by_module
 from mfsdp.graph.roles import Kind, Lane, role
 
 
@@ -37,7 +37,7 @@ def defer(p: Program, *, lag: int = 1) -> None:
     """Moves the waits for reductions, and what follows from them, down.
 
     Args:
-        lag: how many reductions may be in flight behind compute; 0 moves nothing.
+        lag: how many modules' reductions may be in flight behind compute; 0 moves nothing.
     """
     waits = [n for n in p.find(Kind.WAIT) if (r := role(n)) is not None and r.lane in (Lane.REDUCE, Lane.OUTER)]
     if not waits:
@@ -49,12 +49,12 @@ def defer(p: Program, *, lag: int = 1) -> None:
     chains: dict[Node, list[Node]] = {}  # first wait for what was packed into a buffer, second wait
     for wait in waits:
         chains.setdefault(_bucket(wait), []).append(wait)
-    buckets = list(chains)
+    modules = by_module(p, chains)
     for step in range(max(map(len, chains.values()))):
-        for i, chain in enumerate(chains.values()):
+        for i, chain in ((i, chains[bucket]) for i, run in enumerate(modules) for bucket in run):
             if step < len(chain):
                 after = i + (step + 1) * lag
-                target = buckets[after] if after < len(buckets) else p.output
+                target = modules[after][0] if after < len(modules) else p.output
                 p.move([chain[step], *_followers(chain[step])], target)
     p.changed(f"{len(waits)} wait down")
     p.note(f"lag {lag}")

@@ -23,8 +23,9 @@ Costs: ``depth`` more units are whole at a time.
 What is gathered once per optimizer step (`refresh`) takes no memory by being early: all of it starts with the program.
 
 "Before" is the program's own order of first use, in each program by itself; the first ``depth`` gathers move to its
-start. With a ``limit``, a launch that would put more gathered bytes than that in memory waits for the next `free`
-that makes room, or stays where it is (it is needed there, limit or not).
+start. Flat buffers of one module (of other dtypes, or frozen) count as one. With a ``limit``, a launch that would put
+more gathered bytes than that in memory waits for the next `free` that makes room, or stays where it is (it is needed
+there, limit or not).
 
 How deep may be asked of the program itself (``prefetch="auto"``): whoever is asked says why, for the listing.
 """
@@ -37,7 +38,7 @@ from torch.fx import Node
 
 from mfsdp.graph import ops
 from mfsdp.graph.cost import nbytes, size
-from mfsdp.graph.program import Program
+from mfsdp.graph.program import Program, by_module
 from mfsdp.graph.roles import Kind
 
 LIMITED = "mfsdp_limited"
@@ -68,9 +69,12 @@ def prefetch(p: Program, *, depth: int | Callable[[Program], tuple[int, str]] = 
         return
     waits = {n.args[0]: n for n in p.find(Kind.WAIT)}
     moved = yielded = 0
+    modules = by_module(p, launches)
+    heads = {run[0]: i for i, run in enumerate(modules)}
     for i, launch in enumerate(launches):
-        if i >= depth:
-            target = waits[launches[i - depth]].next
+        before = heads.get(launch, 0) - depth
+        if before >= 0:
+            target = waits[modules[before][0]].next
         else:
             target = launches[i - 1].next if i else refreshes[-1].next if refreshes else p.start()
         if limit is not None:

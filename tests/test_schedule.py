@@ -128,6 +128,48 @@ def test_units_of_different_sizes_repeated_and_skipped():
         assert [n.name for n in gathers(program)] in (["u0_full", "u1_full", "u2_full"], ["u2_full", "u1_full"])
 
 
+class TwoDtypes(nn.Module):
+    """Layers with two flat buffers each."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up = nn.LayerNorm(16), nn.Linear(16, 16, dtype=torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(self.norm(x).bfloat16()).float()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[self.Layer() for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def test_flat_buffers_of_one_module_count_as_one():
+    x = torch.randn(2, 16, requires_grad=True)
+    forward, backward = mfsdp.trace(TwoDtypes(), (x,), world=4, units=[TwoDtypes.Layer])
+    for p in (forward, backward):
+        pipeline.run(p)
+
+    def told(p: Program, kind: Kind) -> list[str]:
+        """Launches and waits of a kind, in order."""
+        marked = {n: n.name.removesuffix(f"_{kind.value}") for n in p.find(kind)}
+        waits = {n: f"wait {marked[n.args[0]]}" for n in p.find(Kind.WAIT) if n.args[0] in marked}
+        return [(marked | waits)[n] for n in p.nodes if n in marked or n in waits]
+
+    assert " ".join(told(forward, Kind.FULL)) == (
+        "u0 u0b wait u0 u1 u1b wait u0b wait u1 u2 u2b wait u1b wait u2 u3 u3b wait u2b wait u3 wait u3b"
+    )
+    assert " ".join(told(backward, Kind.FULL)) == (
+        "u3b u3 wait u3b u2b u2 wait u3 wait u2b u1b u1 wait u2 wait u1b u0b u0 wait u1 wait u0b wait u0"
+    )
+    assert " ".join(told(backward, Kind.GSHARD)) == (
+        "u3b u3 wait u3b wait u3 u2b u2 wait u2b wait u2 u1b u1 wait u1b wait u1 u0b u0 wait u0b wait u0"
+    )
+
+
 # defer and bucket
 
 

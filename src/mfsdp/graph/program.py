@@ -6,7 +6,7 @@ Nodes compare by position: ``a < b`` says that a runs before b.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from typing import Any, Literal
 
@@ -285,6 +285,12 @@ def first_launches(program: Program) -> list[Node]:
     """Gathers that it launches before it waits for anything."""
     nodes = itertools.takewhile(lambda n: n.target is not ops.wait, program.nodes)
     return [n for n in nodes if n.target in (ops.refresh, ops.all_gather)]
+
+
+def by_module(program: Program, nodes: Iterable[Node]) -> list[list[Node]]:
+    """Nodes with units, one behind the other, in runs of those whose flat buffers are one module's."""
+    fqn = {unit.name: unit.fqn for unit in program.units}
+    return [list(run) for _, run in itertools.groupby(nodes, key=lambda node: fqn[role(node).unit])]  # type: ignore[union-attr]
 
 
 def slot_of(node: Node) -> str:
