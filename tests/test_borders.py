@@ -572,7 +572,7 @@ def elsewhere(build: Callable[[], nn.Module], units: Any, steps: int = 4, **sett
 def test_other_models_and_options(two_ranks):
     cases: list[tuple[Any, list[int]]] = [
         ((Broken, [nn.Linear]), [0, 1, 1, 1]),  # the first graph has one unit
-        ((Frozen, [nn.Linear]), [0, 2, 2, 2]),
+        ((Frozen, [nn.Linear]), [0, 3, 3, 3]),  # the second has two flat buffers
         ((Net, []), [0, 1, 1, 1]),  # one unit, not resharded: in no static buffer
     ]
     for (build, units), want in cases:
