@@ -17,7 +17,9 @@ SOURCE = ROOT / "src" / "mfsdp"
 
 ROOMS = [
     "__main__",
+    "launch",
     "command",
+    "integrations",
     "__init__",
     "planning",
     "compiler",

@@ -22,10 +22,10 @@ class Together:
     """A compiled model that takes several microbatches at once; see `together`."""
 
     def __init__(self, model: nn.Module):
-        settings = _settings(model)
-        options = {**settings.pop("options"), "interleave": True}
+        found = settings(model, "mfsdp.together")
+        options = {**found.pop("options"), "interleave": True}
         self.model = model._orig_mod
-        self._run = torch.compile(own_code(each, "together"), backend="mfsdp", options=options, **settings)
+        self._run = torch.compile(own_code(each, "together"), backend="mfsdp", options=options, **found)
         self._told = False
 
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
@@ -109,17 +109,25 @@ def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _settings(model: Any) -> dict[str, Any]:
+def settings(model: Any, caller: str) -> dict[str, Any]:
     """What a model was compiled with. Private in torch (``dynamo_ctx``, ``innermost_backend``); tried on 2.13, not on
     the others of 2.11 to 2.15.
 
     Raises:
         TypeError: another backend than ours.
     """
-    context = model.dynamo_ctx
+    context = _context(model)
     backend: Any = innermost_backend(context.callback)
     if getattr(backend, "compiler_fn", None) is not mfsdp:
         name = getattr(backend, "compiler_name", backend)
-        raise TypeError(f"mfsdp.together: the model is compiled by {name!r}; use torch.compile(model, backend='mfsdp')")
+        raise TypeError(f"{caller}: the model is compiled by {name!r}; use torch.compile(model, backend='mfsdp')")
     options = dict(backend.kwargs.get("options") or {})
     return {"options": options, "fullgraph": context.fullgraph, "dynamic": backend.dynamic}
+
+
+def _context(model: Any) -> Any:
+    """Of torch.compile's wrapper, or of what ``model.compile()`` has left in the model (private in torch as well)."""
+    if isinstance(model, OptimizedModule):
+        return model.dynamo_ctx
+    called = model._compiled_call_impl
+    return dict(zip(called.__code__.co_freevars, called.__closure__))["self"].cell_contents

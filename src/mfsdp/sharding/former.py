@@ -19,14 +19,18 @@ FORMER: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def no_optimizer(module: nn.Module) -> None:
     """Refuses when an optimizer holds a parameter of the module: it would go on stepping on the old ones."""
-    if _references(module) <= _references(nn.Linear(1, 1, device="meta")):
-        return  # nobody but modules holds any: no need to look at all objects
-    holder = _optimizer_of(set(module.parameters()))
-    if holder is not None:
+    if (holder := optimizer_of(module)) is not None:
         raise ValueError(
             f"fully_shard: a {type(holder).__name__} holds parameters of this module; build the optimizer after "
             "fully_shard, from model.parameters()"
         )
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
+    """One that holds a parameter of the module."""
+    if _references(module) <= _references(nn.Linear(1, 1, device="meta")):
+        return None  # nobody but modules holds any: no need to look at all objects
+    return _optimizer_of(set(module.parameters()))
 
 
 def _references(module: nn.Module) -> int:

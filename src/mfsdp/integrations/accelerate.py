@@ -1,0 +1,518 @@
+"""Accelerate, and with it transformers' Trainer, TRL and PEFT: FSDP of version 2 means mfsdp once this is imported.
+
+    import mfsdp.integrations.accelerate
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+`prepare` gives the same model back, sharded and compiled in place. What a configuration has no field for is said by
+`ShardingPlugin`, or, where somebody else makes the plugin (Trainer, ``accelerate launch``), by two variables of the
+environment, each an object in JSON: ``MFSDP_OPTIONS``, the backend's options, and ``MFSDP_SHARDING``, arguments of
+:func:`mfsdp.fully_shard`.
+
+Everything that is replaced in accelerate stands in `_install`, a table; tried with accelerate 1.15. Replaced for good:
+a configuration that is not FSDP of version 2 goes on to accelerate's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate import accelerator as theirs
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin, broadcast_object_list
+from accelerate.utils import fsdp_utils as utils
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from ..compiler.together import settings
+from ..sharding.former import optimizer_of
+from ..sharding.fsdp2 import policy_of
+from ..sharding.module import FSDPModule
+from ..sharding.shard import fully_shard
+from ..spec.config import MixedPrecisionPolicy, Options
+
+log = logging.getLogger("mfsdp")
+
+OPTIONS, SHARDING = "MFSDP_OPTIONS", "MFSDP_SHARDING"
+
+
+class ShardingPlugin(FullyShardedDataParallelPlugin):
+    """Accelerate's plugin, of version 2, with what it has no field for.
+
+    Args:
+        options: of the backend, as in ``torch.compile(..., options=...)``; they come before those of ``MFSDP_OPTIONS``.
+        sharding: arguments of :func:`mfsdp.fully_shard` (``units``, ``strategy``, ``mp_policy``, ...), which come
+            before those of ``MFSDP_SHARDING``, and both before what follows from the plugin's own fields.
+        fields: the plugin's own.
+
+    Raises:
+        ValueError: an option that the backend does not have; what accelerate's own raises.
+    """
+
+    def __init__(self, *, options: dict[str, Any] | None = None, sharding: dict[str, Any] | None = None, **fields: Any):
+        super().__init__(**{"fsdp_version": 2, **fields})
+        Options.parse(options)
+        self.options, self.sharding = options, sharding
+
+
+# A model
+
+
+def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Shards and compiles a model in place, as the accelerator's FSDP plugin says. What is done already stays so.
+
+    Args:
+        accelerator: its FSDP configuration is of version 2.
+        model: on any device, or, all of it or on ranks other than the first, on the meta device.
+
+    Returns:
+        the same object.
+
+    Raises:
+        ValueError: it is wrapped or compiled by something else, or an optimizer holds its parameters; a configuration
+            that cannot be right (see `_refuse`); what :func:`mfsdp.fully_shard` raises.
+        NotImplementedError: the configuration asks for what is not built; likewise.
+    """
+    inner = unwrapped(model)
+    _refuse(accelerator, model)
+    options = _options(accelerator.state.fsdp_plugin)
+    if not isinstance(inner, FSDPModule):
+        _shard(accelerator, inner)
+    if inner is model and model._compiled_call_impl is None:
+        model.compile(backend="mfsdp", options=options)
+    return model
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What ``torch.compile(model)`` was called on."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _shard(accelerator: Accelerator, model: nn.Module) -> None:
+    plugin = accelerator.state.fsdp_plugin
+    if (holder := optimizer_of(model)) is not None:
+        raise ValueError(
+            f"Accelerator.prepare: a {type(holder).__name__} holds parameters of this {type(model).__name__} and would "
+            "go on stepping on those from before it is sharded. Give both to one call, prepare(model, optimizer), or "
+            "build the optimizer from the parameters of the prepared model"
+        )
+    blocks = _blocks(plugin, model)
+    synced = plugin.cpu_ram_efficient_loading and _of_first_rank(accelerator, model)
+    if plugin.activation_checkpointing:
+        _checkpoint(model, blocks)
+    asked = {
+        "units": [name for name, m in model.named_modules() if m in blocks] or "auto",
+        "mp_policy": _policy(accelerator, model),
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "ignored_params": utils.get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device),
+        "offload_policy": plugin.cpu_offload,
+        "device": accelerator.device,
+        "sync_module_states": synced,
+        **_mesh(accelerator),
+        **_from_environment(SHARDING),
+        **(getattr(plugin, "sharding", None) or {}),
+    }
+    fully_shard(model, **asked)
+
+
+def _blocks(plugin: Any, model: nn.Module) -> set[nn.Module]:
+    """What the auto-wrap policy names; nothing where it names nothing.
+
+    Raises:
+        NotImplementedError: a policy that accelerate does not know for version 2, which it would pass over.
+    """
+    plugin.set_auto_wrap_policy(model)
+    policy = utils.fsdp2_prepare_auto_wrap_policy(plugin, model)
+    if policy is None and plugin.auto_wrap_policy is not None:
+        raise NotImplementedError(
+            f"auto_wrap_policy={plugin.auto_wrap_policy!r}: FSDP of version 2 knows 'transformer_based_wrap', "
+            "'size_based_wrap' and 'no_wrap'. Name the modules instead, ShardingPlugin(sharding={'units': [YourBlock]})"
+        )
+    return {m for m in model.modules() if m is not model and policy is not None and policy(m)}
+
+
+def _checkpoint(model: nn.Module, blocks: set[nn.Module]) -> None:
+    """Computes the blocks' activations again in backward, random numbers as they were.
+
+    Raises:
+        ValueError: there is no block.
+    """
+    if not blocks:
+        raise ValueError(
+            "activation_checkpointing: the auto-wrap policy names no module to checkpoint; set auto_wrap_policy="
+            "'transformer_based_wrap' and transformer_cls_names_to_wrap=['YourBlock']"
+        )
+    for name, module in list(model.named_modules()):
+        if module in blocks:
+            model.set_submodule(name, checkpoint_wrapper(module))
+
+
+def _policy(accelerator: Accelerator, model: nn.Module) -> MixedPrecisionPolicy:
+    """The plugin's. With mixed precision what trains has main weights in fp32, as in accelerate; what is frozen keeps
+    its dtype.
+    """
+    given = accelerator.state.fsdp_plugin.mixed_precision_policy
+    policy = policy_of(given) if given is not None else MixedPrecisionPolicy(main_params_dtype=None)
+    if isinstance(given, MixedPrecisionPolicy) or accelerator.mixed_precision == "no":
+        return policy
+    if not any(not p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters()):
+        return replace(policy, main_params_dtype=torch.float32)
+    for param in model.parameters():
+        if param.requires_grad and param.dtype.itemsize < 4:
+            param.data = param.data.float()
+    return policy
+
+
+def _mesh(accelerator: Accelerator) -> dict[str, Any]:
+    """Arguments for accelerate's ``ParallelismConfig``, if there is one."""
+    mesh = getattr(accelerator, "torch_device_mesh", None)
+    if mesh is None:
+        return {}
+    *outer, shard = accelerator.parallelism_config.fsdp_dim_names
+    return {"mesh": mesh[(*outer, shard)], "dp_mesh_dims": (*outer, shard) if outer else {"shard": shard}}
+
+
+def _of_first_rank(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Whether rank 0 has the values, and the others are to get them. What they have on the meta device is then made on
+    the CPU: memory that nobody writes takes none.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    everywhere = [any(t.is_meta for t in tensors)]
+    broadcast_object_list(everywhere)
+    if everywhere[0]:
+        return False
+    made: dict[torch.Tensor, torch.Tensor] = {}
+
+    def real(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in made:
+            new = torch.empty_like(tensor, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                new.__dict__.update(tensor.__dict__)
+            made[tensor] = new
+        return made[tensor]
+
+    for module in model.modules():
+        held: Any
+        for held in (module._parameters, module._buffers):
+            held.update({name: real(t) for name, t in held.items() if t is not None and t.is_meta})
+    return True
+
+
+def _options(plugin: Any) -> dict[str, Any]:
+    """The backend's.
+
+    Raises:
+        ValueError: one that it does not have.
+    """
+    options = {**_from_environment(OPTIONS), **(getattr(plugin, "options", None) or {})}
+    Options.parse(options)
+    return options
+
+
+def _from_environment(name: str) -> dict[str, Any]:
+    """Raises:
+    ValueError: the variable holds no object in JSON.
+    """
+    text = os.environ.get(name) or "{}"
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{name}={text!r}: give an object in JSON, such as {name}='{{\"prefetch\": 2}}'")
+    return found
+
+
+# What is refused
+
+
+def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
+    """Refuses what cannot be right, before anything is changed.
+
+    Raises:
+        ValueError: something else wraps, shards or compiles the model; fp16 without a scaler.
+        NotImplementedError: fp8, other parallelisms and offloading by accelerate's configuration.
+    """
+    name, state = type(model).__name__, accelerator.state
+    if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
+        raise ValueError(f"Accelerator.prepare: the model is wrapped in {name}; give it the plain model, model.module")
+    if any(isinstance(m, TorchFSDPModule) for m in model.modules()):
+        raise ValueError(
+            "Accelerator.prepare: torch's fully_shard has sharded the model; leave that out, or call mfsdp.fully_shard"
+        )
+    _by_us(model)
+    if state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise ValueError(_COMPILES.format(f"Accelerate is to compile by {state.dynamo_plugin.backend.value!r}"))
+    if state.mixed_precision == "fp16" and accelerator.scaler is None:
+        raise ValueError("mixed_precision='fp16' on a CPU has no gradient scaler, and gradients vanish: choose 'bf16'")
+    if accelerator.fp8_enabled or accelerator.has_fp8_handler:
+        raise NotImplementedError(
+            "mixed_precision='fp8' is not supported; choose 'bf16', and call torchao's "
+            "convert_to_float8_training(model) before prepare: its weights travel in FP8 by themselves"
+        )
+    others = [n for n in ("tp", "cp", "sp") if getattr(accelerator.parallelism_config, f"{n}_enabled", False)]
+    if others:
+        raise NotImplementedError(
+            f"ParallelismConfig with {', '.join(others)} is not supported: call mfsdp.fully_shard(model, mesh=mesh, "
+            "units=[YourBlock]) yourself (docs/PARALLEL.md), and give prepare what comes back"
+        )
+    if state.fsdp_plugin.activation_checkpointing_offload:
+        raise NotImplementedError("activation_checkpointing_offload is not supported; activation_checkpointing is")
+
+
+def _by_us(model: Any) -> None:
+    """Refuses models that another backend compiles.
+
+    Raises:
+        ValueError: names it.
+    """
+    if unwrapped(model) is not model or model._compiled_call_impl is not None:
+        try:
+            settings(model, "Accelerator.prepare")
+        except TypeError as refused:
+            raise ValueError(_COMPILES.format(refused)) from None
+
+
+_COMPILES = (
+    "{}. FSDP of version 2 is mfsdp here, which compiles the model itself: leave out torch_compile, "
+    "torch_compile_backend, dynamo_backend and torch.compile. Options of the backend go into the environment, "
+    "MFSDP_OPTIONS='{{\"prefetch\": 2}}', or into ShardingPlugin(options=...)"
+)
+
+
+def _not_sharded(model: Any) -> None:
+    """Refuses a sharded model where FSDP of version 2 is not configured: it would be wrapped in DDP, or in nothing.
+
+    Raises:
+        ValueError: it is one.
+    """
+    if any(isinstance(m, FSDPModule) for m in model.modules()):
+        raise ValueError(
+            f"Accelerator.prepare: {type(unwrapped(model)).__name__} is sharded by mfsdp, and this Accelerator is "
+            "configured for something else. Give it fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or "
+            "leave the model out of prepare"
+        )
+
+
+# An accelerator
+
+
+def _state(own: Callable[..., None], self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+    """``AcceleratorState.__init__``, which knows FSDP on accelerators only: on CPUs it is so here too.
+
+    Raises:
+        ValueError: FSDP of version 1; processes that do not know of each other.
+    """
+    plugin = inspect.signature(own).bind(self, *args, **kwargs).arguments.get("fsdp_plugin")
+    if plugin is not None and plugin.fsdp_version != 2:
+        raise ValueError(
+            "mfsdp.integrations.accelerate is imported, and the FSDP configuration is of version "
+            f"{plugin.fsdp_version}, accelerate's default: set fsdp_version to 2 (fsdp_version: 2 in the file, "
+            "--fsdp_version 2, FSDP_VERSION=2, FullyShardedDataParallelPlugin(fsdp_version=2), or fsdp_config="
+            "{'version': 2} of Trainer), or leave out the import"
+        )
+    own(self, *args, **kwargs)
+    if plugin is None:
+        return
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        if self._mixed_precision != "no":
+            plugin.set_mixed_precision(self._mixed_precision)
+        self.fsdp_plugin = plugin
+    elif self.distributed_type == DistributedType.NO:
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks > 1:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            raise ValueError(
+                f"Accelerate takes this process for the only one, of {ranks} that were started: without a GPU say "
+                "Accelerator(cpu=True), accelerate launch --cpu, ACCELERATE_USE_CPU=true or use_cpu=True of Trainer"
+            )
+        log.warning(
+            "mfsdp: Accelerate runs one process without a process group: the model is neither sharded nor compiled"
+        )
+
+
+def _prepare(own: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
+    """``Accelerator.prepare``, which wants model and optimizer in one call: here either may come alone.
+
+    Raises:
+        ValueError: a sharded model without FSDP; an optimizer whose parameters are no prepared model's.
+    """
+    models = [x for x in args if isinstance(x, nn.Module)]
+    if not self.is_fsdp2:
+        for model in models:
+            _not_sharded(model)
+        return own(self, *args, **kwargs)
+    if bool(models) == any(isinstance(x, torch.optim.Optimizer) for x in args) or len(models) > 1:
+        return own(self, *args, **kwargs)
+    out = _prepare_fsdp2(self, *args)
+    known = [x for found in (self._models, self._optimizers, self._dataloaders, self._schedulers) for x in found]
+    for item in out:
+        if any(item is other for other in known):
+            item._is_accelerate_prepared = True
+    return out if len(out) > 1 else out[0]
+
+
+def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
+    """``Accelerator._prepare_fsdp2``: shards the model, and gives optimizers the parameters that it has then.
+
+    Theirs knows parameters again by their address, which is the same for all on the meta device.
+    """
+    if model := next((x for x in args if isinstance(x, nn.Module)), None):
+        _refuse(self, model)
+    result = [x if isinstance(x, nn.Module) else self._prepare_one(x, first_pass=True) for x in args]
+    result = [x if isinstance(x, nn.Module) else self._prepare_one(x) for x in result]
+    optimizers = [x for x in result if isinstance(x, torch.optim.Optimizer)]
+    if model is None:
+        for optimizer in optimizers:
+            _holders(optimizer, self._models)
+        return tuple(result)
+    with _let_go(optimizers, unwrapped(model)):
+        prepare_model(self, model)
+    if model not in self._models:
+        # checkpoints pair models and optimizers by number: models that have none come last
+        self._models.insert(len(self._optimizers) - len(optimizers) if optimizers else len(self._models), model)
+    return tuple(result)
+
+
+@contextmanager
+def _let_go(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> Iterator[None]:
+    """Optimizers forget the model's parameters, so that they are freed one by one, and get those that are in the same
+    places afterwards.
+
+    Raises:
+        ValueError: one has state of unsharded parameters, or others than the model's.
+    """
+    found = [_holders(optimizer, [model]) for optimizer in optimizers]
+    for optimizer in optimizers:
+        if optimizer.state and not isinstance(model, FSDPModule):
+            raise ValueError(
+                f"Accelerator.prepare: {_name(optimizer)} has stepped on the unsharded model already; call prepare "
+                "before the first step, and load_state afterwards"
+            )
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = []
+    try:
+        yield
+    finally:
+        for optimizer, places in zip(optimizers, found):
+            for group, own in zip(optimizer.param_groups, places):
+                group["params"] = [owner._parameters[name] for owner, name in own]
+
+
+def _holders(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
+    """Of each group's parameters, which modules they are in, and under which names.
+
+    Raises:
+        ValueError: they are in none.
+    """
+    places = {
+        id(p): (m, name)
+        for model in models
+        for m in unwrapped(model).modules()
+        for name, p in m._parameters.items()
+        if p is not None
+    }
+    for param in (p for group in optimizer.param_groups for p in group["params"]):
+        if id(param) not in places:
+            raise ValueError(
+                f"Accelerator.prepare: {_name(optimizer)} holds a parameter of shape {tuple(param.shape)} that is in "
+                f"{'the model' if models else 'no prepared model'}: nobody would average its gradients. "
+                "Give model and optimizer to one call, prepare(model, optimizer), or build the optimizer from the "
+                "parameters of the prepared model; what else trains has to be a part of the model"
+            )
+    return [[places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _name(optimizer: Any) -> str:
+    return type(getattr(optimizer, "optimizer", optimizer)).__name__
+
+
+def _prepare_alone(own: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``Accelerator.prepare_model``, which refuses to shard, or, for evaluation, does not."""
+    if self.is_fsdp2:
+        return self.prepare(model)
+    _not_sharded(model)
+    return own(self, model, *args, **kwargs)
+
+
+@contextmanager
+def _no_sync(own: Callable[..., Any], self: Accelerator, model: Any) -> Iterator[None]:
+    """``Accelerator.no_sync``: whole gradients are added up, and none is communicated. (``sync_each_batch=True`` of
+    accelerate's ``GradientAccumulationPlugin`` scatters them in every backward instead, which takes less memory.)
+    """
+    if isinstance(unwrapped(model), FSDPModule):
+        unwrapped(model).set_requires_gradient_sync(False, hold=True)  # type: ignore[operator]
+    with own(self, model):
+        yield
+
+
+def _clip_grad_norm(
+    own: Callable[..., Any], self: Accelerator, parameters: Any, max_norm: float, norm_type: float = 2
+) -> Any:
+    """``Accelerator.clip_grad_norm_``, which compares lists of tensors to find the model."""
+    if not self.is_fsdp2:
+        return own(self, parameters, max_norm, norm_type)
+    self.unscale_gradients()
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+
+def _no_such_backend(cls: type[DynamoBackend], value: object) -> None:
+    """``DynamoBackend``, a closed list, asked for something that is not in it.
+
+    Raises:
+        ValueError: it is this backend.
+    """
+    if str(value).lower() == "mfsdp":
+        raise ValueError(_COMPILES.format("torch_compile_backend='mfsdp' is no backend of Accelerate's"))
+
+
+def _install() -> None:
+    """Puts ours in the place of accelerate's, once. Private in accelerate (``_prepare_fsdp2``, and that ``prepare``
+    and other packages look for ``fsdp2_prepare_model`` in two places); tried with 1.15.
+    """
+    around: list[tuple[Any, str, Callable[..., Any]]] = [
+        (AcceleratorState, "__init__", _state),
+        (Accelerator, "prepare", _prepare),
+        (Accelerator, "prepare_model", _prepare_alone),
+        (Accelerator, "no_sync", _no_sync),
+        (Accelerator, "clip_grad_norm_", _clip_grad_norm),
+    ]
+    for where, name, ours in around:
+        own = getattr(where, name)
+        setattr(where, name, functools.wraps(own)(_first(ours, own)))
+    instead: list[tuple[Any, str, Any]] = [
+        (Accelerator, "_prepare_fsdp2", _prepare_fsdp2),
+        (theirs, "fsdp2_prepare_model", prepare_model),
+        (utils, "fsdp2_prepare_model", prepare_model),
+        (DynamoBackend, "_missing_", classmethod(_no_such_backend)),
+    ]
+    for where, name, ours in instead:
+        setattr(where, name, ours)
+
+
+def _first(ours: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(own, self, *args, **kwargs)
+
+    return asked
+
+
+_install()
