@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from tests.models import GPT, llama
-from tests.parity import error, whole
+from tests.models import GPT, Block, llama
+from tests.parity import averaged, error, whole
 from tests.ranks import Ranks, collectives_told
 
 EAGER = {"lowering": "eager"}
@@ -138,8 +138,8 @@ def loop(order: str, plugin: dict[str, Any]) -> dict[str, Any]:
                         waiting = []
                     optimizer.step()
                     optimizer.zero_grad()
-        return {"far": far(model, reference), "norms": norms, "scattered": scattered,
-                "units": len({id(m._mfsdp_unit) for m in model.modules() if isinstance(m, mfsdp.FSDPModule)})}  # fmt: skip
+        units = {id(m._mfsdp_unit) for m in model.modules() if isinstance(m, mfsdp.FSDPModule)}
+        return {"far": far(model, reference), "norms": norms, "scattered": scattered, "units": len(units)}
 
 
 @pytest.mark.dist
@@ -147,7 +147,7 @@ def loop(order: str, plugin: dict[str, Any]) -> dict[str, Any]:
     ("order", "plugin", "units"),
     [
         ("mol", BLOCKS, 3),
-        ("lom", {"auto_wrap_policy": "size_based_wrap", "min_num_params": 3000, "reshard_after_forward": False}, None),
+        ("lom", {"auto_wrap_policy": "size_based_wrap", "min_num_params": 3000, "reshard_after_forward": False}, 3),
         ("oml", {}, 3),
     ],
 )
@@ -157,3 +157,477 @@ def test_a_loop_is_the_unsharded_one(ranks, order, plugin, units):
         kept = [s == 0 for s in seen["scattered"]]
         assert kept == [True, False, True, False, False], "nothing travels between the steps"
         assert units is None or seen["units"] == units
+
+
+class Dropping(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh())
+
+
+def recomputed() -> dict[str, Any]:
+    """What is checkpointed drops the same numbers again in backward: gradients are the unsharded ones."""
+    policy = {**BLOCKS, "transformer_cls_names_to_wrap": ["Dropping"]}
+    with accelerator(plugin={**policy, "activation_checkpointing": True}) as acc:
+        model, reference = pair(lambda: nn.Sequential(Dropping(), Dropping()))
+        model, _ = acc.prepare(model, adamw(model))
+        x = torch.randn(4, 16)
+        for m in (model, reference):
+            torch.manual_seed(acc.process_index)
+            m(x + acc.process_index).square().mean().backward()
+        averaged(reference)
+        far = [error(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
+        state = acc.get_state_dict(model)
+        wrapped = sum(type(m).__name__ == "CheckpointWrapper" for m in model.modules())
+        return {"wrapped": wrapped, "names": not state or state.keys() == reference.state_dict().keys(),
+                "far": max(far) < 1e-6}  # fmt: skip
+
+
+@pytest.mark.dist
+def test_activation_checkpointing(ranks):
+    for seen in ranks.run(loop, "mol", {**BLOCKS, "activation_checkpointing": True}):
+        assert seen["far"] < 2e-4 and max(seen["norms"]) < 1e-5 and seen["units"] == 3
+    for seen in ranks.run(recomputed):
+        assert seen == {"wrapped": 2, "names": True, "far": True}
+
+
+# State
+
+
+def steps(acc: Any, model: nn.Module, optimizer: Any, batches: torch.Tensor) -> None:
+    for both in batches:
+        acc.backward(model(both[acc.process_index :: 2]))
+        acc.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    """This rank's rows of everything: weights, moments, numbers of steps."""
+    found = [x for p in model.parameters() for x in (p.detach(), *optimizer.state[p].values())]
+    return [(x.to_local() if hasattr(x, "to_local") else x).clone() for x in found]
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
+def stored(folder: str, kind: str) -> dict[str, Any]:
+    """Saved in the middle, loaded into a model from another seed, and gone on from there; in other files."""
+    fields = {**BLOCKS, "state_dict_type": kind}
+    with accelerator(plugin=fields) as acc:
+        model, _ = pair()
+        model, optimizer = acc.prepare(model, adamw(model))
+        steps(acc, model, optimizer, data(1, 4))
+        acc.save_state(folder)
+        saved = values(model, optimizer)
+        reference = {n: whole(p).detach() for n, p in model.named_parameters()}
+        given = acc.get_state_dict(model)
+        acc.save_model(model, folder + "/model")
+        steps(acc, model, optimizer, data(2, 4)[1:])
+        gone_on = values(model, optimizer)
+    keys = {*reference, "head.weight"}  # tied
+    wrong = [n for n, t in given.items() if not torch.equal(t, reference.get(n, reference["tokens.weight"]))]
+    with accelerator(plugin=fields) as acc:
+        torch.manual_seed(1)
+        model = Model()
+        optimizer, model = acc.prepare(adamw(model), model)
+        acc.load_state(folder)
+        loaded = same(values(model, optimizer), saved)
+        steps(acc, model, optimizer, data(2, 4)[1:])
+        return {"loaded": loaded, "gone_on": same(values(model, optimizer), gone_on), "wrong": wrong,
+                "keys": set(given) == (keys if acc.is_main_process else set()), "files": sorted(os.listdir(folder)),
+                "reference": reference}  # fmt: skip
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_what_was_saved_is_loaded(ranks, kind, tmp_path):
+    from safetensors.torch import load_file
+
+    for seen in ranks.run(stored, str(tmp_path), kind):
+        assert seen["loaded"] and seen["gone_on"] and not seen["wrong"] and seen["keys"]
+        assert ("optimizer.bin" in seen["files"]) == (kind == "FULL_STATE_DICT")
+    file, reference = load_file(tmp_path / "model" / "model.safetensors"), seen["reference"]
+    assert file.keys() == {*reference, "head.weight"}
+    assert all(torch.equal(t, reference.get(n, reference["tokens.weight"])) for n, t in file.items())
+
+
+def loaded_by_one(where: str) -> dict[str, Any]:
+    """A model whose values only rank 0 has, or nobody; its optimizer's parameters stay in their groups."""
+    tied = where != "everywhere"  # from the meta device what is tied is drawn as its last owner draws it
+    torch.manual_seed(0)
+    reference = llama(tied=tied)
+    others = where == "others" and dist.get_rank() > 0
+    with accelerator(plugin={"cpu_ram_efficient_loading": where != "everywhere"}) as acc:
+        torch.manual_seed(0 if where == "everywhere" else dist.get_rank())
+        with torch.device("meta" if where == "everywhere" or others else "cpu"):
+            model = llama(tied=tied)
+        if others:  # as transformers leaves it: only these are real
+            for m, r in zip(model.modules(), reference.modules()):
+                m._buffers.update({n: torch.zeros_like(b, device="cpu") for n, b in r._buffers.items()})
+        names = [n for n, _ in model.named_parameters()]
+        groups = [{"params": list(model.parameters())[3:], "lr": 1.0}, {"params": list(model.parameters())[:3]}]
+        optimizer = torch.optim.SGD(groups, lr=0.5)
+        torch.manual_seed(0)
+        model, prepared = acc.prepare(model, optimizer)
+        params = dict(model.named_parameters())
+        order = [p for group in prepared.param_groups for p in group["params"]]
+        right = [p is params[n] for p, n in zip(order, names[3:] + names[:3], strict=True)]
+        buffers = [torch.equal(a, b) for a, b in zip(model.buffers(), reference.buffers(), strict=True)]
+        shared = model.lm_head.weight is model.model.embed_tokens.weight
+        return {"far": far(model, reference), "order": all(right), "tied": shared == tied, "buffers": all(buffers)}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("where", ["everywhere", "others", "nowhere"])
+def test_values_that_one_rank_has_or_none(ranks, where):
+    for seen in ranks.run(loaded_by_one, where):
+        assert seen == {"far": 0.0, "order": True, "tied": True, "buffers": True}
+
+
+def mixed(plugin: dict[str, Any]) -> dict[str, Any]:
+    with accelerator(plugin={**BLOCKS, **plugin}, mixed_precision="bf16") as acc:
+        model, reference = pair()
+        model.bfloat16()
+        model.places.requires_grad_(False)
+        seen: list[torch.dtype] = []
+        model.blocks[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].dtype))
+        model, optimizer = acc.prepare(model, adamw(model))
+        x = data(1, 4)[0]
+        loss = model(x[acc.process_index :: 2])
+        acc.backward(loss)
+        optimizer.step()
+        theirs = [reference(x[r::2]).item() for r in range(2)][acc.process_index]
+        return {"loss": loss.item() - theirs, "inside": seen[0], "out": loss.dtype, "main": model.norm.weight.dtype,
+                "moments": optimizer.state[model.norm.weight]["exp_avg"].dtype, "frozen": model.places.weight.dtype,
+                "grad": model.norm.weight.grad.dtype}  # fmt: skip
+
+
+@pytest.mark.dist
+def test_mixed_precision(ranks):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    wide = {"mixed_precision_policy": MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32)}
+    for plugin, out in (({}, bf16), (wide, bf16)):
+        for seen in ranks.run(mixed, plugin):
+            assert abs(seen.pop("loss")) < 0.05
+            assert seen == {"inside": bf16, "out": out, "main": fp32, "moments": fp32, "frozen": bf16, "grad": fp32}
+
+
+# transformers' Trainer
+
+LOGITS = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
+if sys.argv[3:]:
+    from peft import PeftModel
+    model = PeftModel.from_pretrained(model, sys.argv[3])
+with torch.no_grad():
+    torch.save(model(torch.arange(12)[None]).logits, sys.argv[2])
+"""
+
+
+def fresh_logits(folder: str | Path, *more: str) -> torch.Tensor:
+    """Of what ``from_pretrained`` reads there, in a process that knows nothing of us."""
+    out = Path(folder, "logits.pt")
+    subprocess.run([sys.executable, "-c", LOGITS, str(folder), str(out), *more], check=True, timeout=120)
+    return torch.load(out)
+
+
+class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+    """Tokens that are their own labels."""
+
+    def __init__(self, count: int):
+        self.rows = torch.randint(67, (count, 8), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[i], "labels": self.rows[i]}
+
+
+def trainer(folder: str, model: nn.Module, **arguments: Any) -> Any:
+    from transformers import Trainer, TrainingArguments
+
+    given = {
+        "per_device_train_batch_size": 2, "max_steps": 3, "gradient_accumulation_steps": 2, "save_steps": 2,
+        "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 1.0, "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "per_device_eval_batch_size": 2, "logging_nan_inf_filter": False,
+    }  # fmt: skip
+    args = TrainingArguments(folder, **{**given, **arguments})
+    return Trainer(model, args, train_dataset=Rows(24), eval_dataset=Rows(4))
+
+
+def logged(trainer: Any, *names: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history for name in names if name in entry]
+
+
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+
+
+def trained(folder: str) -> dict[str, Any]:
+    """By Trainer: under DDP, under ours, and from the middle of that on."""
+    import mfsdp.integrations.accelerate
+
+    model, again = pair(lambda: llama(1))
+    with environment():
+        ddp = trainer(folder + "/ddp", again, save_strategy="no")
+        ddp.train()
+        theirs = ddp.evaluate()["eval_loss"]
+    with environment(MFSDP_OPTIONS=json.dumps(EAGER)):
+        ours = trainer(folder + "/ours", model, **FSDP)
+        ours.train()
+        assert ours.model is model and isinstance(model, mfsdp.FSDPModule)
+        evaluated = ours.evaluate()["eval_loss"]
+        ours.save_model(folder + "/saved")
+        differs = far(model, again)
+    torch.manual_seed(1)
+    other = llama(1)
+    with environment(MFSDP_OPTIONS=json.dumps(EAGER)):
+        resumed = trainer(folder + "/ours", other, **FSDP)
+        resumed.train(resume_from_checkpoint=folder + "/ours/checkpoint-2")
+        bitwise = [torch.equal(a.to_local(), b.to_local()) for a, b in zip(model.parameters(), other.parameters())]
+    with torch.no_grad():
+        logits = again(torch.arange(12)[None]).logits
+    return {"ours": [*logged(ours, "loss", "grad_norm"), evaluated], "far": differs, "bitwise": bitwise,
+            "ddp": [*logged(ddp, "loss", "grad_norm"), theirs], "logits": logits}  # fmt: skip
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_trainer_trains_evaluates_saves_and_resumes(ranks, tmp_path):
+    seen = ranks.run(trained, str(tmp_path), timeout=300)[0]
+    assert len(seen["ours"]) == 3 + 3 + 1
+    assert seen["ours"] == pytest.approx(seen["ddp"], rel=1e-4)
+    assert seen["far"] < 1e-3 and all(seen["bitwise"])
+    assert (fresh_logits(tmp_path / "saved") - seen["logits"]).abs().max() < 1e-3
+
+
+def adapted(folder: str) -> dict[str, Any]:
+    """LoRA's adapters on a frozen base, by Trainer, under DDP and under ours, with other ranks' base on meta."""
+    from peft import LoraConfig, get_peft_model
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        base = llama(1)
+        if dist.get_rank() == 0:
+            base.save_pretrained(folder)
+        torch.manual_seed(1)
+        return get_peft_model(base, LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+
+    model, again = build(), build()
+    with environment():
+        ddp = trainer(folder + "/ddp", again, save_strategy="no", max_steps=2)
+        ddp.train()
+    with environment(MFSDP_OPTIONS=json.dumps(EAGER)):
+        ours = trainer(folder + "/ours", model, max_steps=2, **FSDP)
+        ours.train()
+        ours.save_model(folder + "/adapters")
+    with torch.no_grad():
+        logits = again(input_ids=torch.arange(12)[None]).logits
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+    return {"ours": logged(ours, "loss", "grad_norm"), "ddp": logged(ddp, "loss", "grad_norm"), "logits": logits,
+            "far": far(model, again), "frozen": len(frozen), "files": os.listdir(folder + "/adapters")}  # fmt: skip
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_trainer_with_adapters(ranks, tmp_path):
+    seen = ranks.run(adapted, str(tmp_path), timeout=300)[0]
+    assert seen["ours"] == pytest.approx(seen["ddp"], rel=1e-4) and seen["far"] < 1e-3 and seen["frozen"] > 5
+    assert "adapter_model.safetensors" in seen["files"] and "model.safetensors" not in seen["files"]
+    assert (fresh_logits(tmp_path, str(tmp_path / "adapters")) - seen["logits"]).abs().max() < 1e-3
+
+
+# What is asked for otherwise, and what is refused
+
+
+def alone() -> dict[str, Any]:
+    """Model first, optimizer later; once more; a second model for evaluation; loaders and nothing else."""
+    with accelerator(plugin=BLOCKS) as acc:
+        teacher = acc.prepare(Model())
+        given, reference = pair()
+        model = acc.prepare_model(given)
+        before = acc.prepare(model)
+        optimizer = acc.prepare(adamw(model))
+        again = acc.prepare(model, optimizer)
+        loader, nothing = acc.prepare(torch.utils.data.DataLoader(data(4)), None)
+        first = next(iter(loader))[0]
+        steps(acc, model, optimizer, data(1, 4))
+        theirs = adamw(reference)
+        reference_step(reference, theirs, [data(1, 4)[0][r::2] for r in range(2)], 2)
+        with torch.no_grad():
+            teacher.eval()(data(1, 4)[0])
+        return {
+            "sharded": isinstance(teacher, mfsdp.FSDPModule), "same": model is given is before is again[0],
+            "optimizer": again[1] is optimizer, "far": far(model, reference) < 1e-4, "nothing": nothing is None,
+            "models": len(acc._models) == 2, "data": torch.equal(first, data(4)[acc.process_index]),
+        }  # fmt: skip
+
+
+@pytest.mark.dist
+def test_one_thing_at_a_time(ranks):
+    for seen in ranks.run(alone):
+        assert all(seen.values()), seen
+
+
+def compiled_before() -> dict[str, Any]:
+    """A compiled model keeps its options; a sharded one its units; both are trained."""
+    with accelerator(plugin=BLOCKS) as acc:
+        model, reference = pair()
+        wrapper = torch.compile(model, backend="mfsdp", options={**EAGER, "prefetch": 0})
+        prepared, optimizer = acc.prepare(wrapper, adamw(model))
+        with acc.no_sync(prepared):
+            acc.backward(prepared(data(1, 4)[0][acc.process_index :: 2]) / 2)
+        acc.backward(prepared(data(1, 4)[0][acc.process_index :: 2]) / 2)
+        acc.clip_grad_norm_(prepared.parameters(), 1.0)
+        optimizer.step()
+        reference_step(reference, adamw(reference), [data(1, 4)[0][r::2] for r in range(2)], 2)
+        state = acc.get_state_dict(prepared)
+        own = mfsdp.fully_shard(Model(), strategy="optim_grads", units=[nn.Linear])
+        units = sum(isinstance(m, mfsdp.FSDPModule) for m in own.modules())
+        acc.prepare(own, adamw(own))
+        after = sum(isinstance(m, mfsdp.FSDPModule) for m in own.modules())
+        return {"wrapper": prepared is wrapper, "inner": isinstance(model, mfsdp.FSDPModule), "units": units == after,
+                "far": far(model, reference) < 1e-4, "names": not state or "head.weight" in state}  # fmt: skip
+
+
+@pytest.mark.dist
+def test_compiled_and_sharded_before(ranks):
+    for seen in ranks.run(compiled_before):
+        assert all(seen.values()), seen
+
+
+def refused() -> dict[str, str]:
+    """What is said, by what was done."""
+    import accelerate
+    from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    from mfsdp.integrations.accelerate import ShardingPlugin
+
+    said: dict[str, str] = {}
+
+    @contextmanager
+    def told(name: str) -> Iterator[None]:
+        try:
+            yield
+            said[name] = "nothing"
+        except (ValueError, NotImplementedError) as error:
+            said[name] = str(error)
+
+    with told("version"), environment():
+        accelerate.Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+    with told("no cpu"), environment(ACCELERATE_USE_CPU="false"):
+        accelerate.Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    with told("backend"):
+        TorchDynamoPlugin(backend="mfsdp")
+    with told("plugin's option"):
+        ShardingPlugin(options={"prefech": 1})
+    for name, fields, more in (
+        ("dynamo", {}, {"dynamo_plugin": TorchDynamoPlugin(backend="inductor")}),
+        ("fp16", {}, {"mixed_precision": "fp16"}),
+        ("offload", {"cpu_offload": True}, {}),
+        ("policy", {"auto_wrap_policy": ModuleWrapPolicy([Block])}, {}),
+        ("no blocks", {"activation_checkpointing": True}, {}),
+        ("offloaded", {"activation_checkpointing": True, "activation_checkpointing_offload": True}, {}),
+        ("argument", {"sharding": {"strategy": 7}}, {}),
+    ):
+        with told(name), accelerator(plugin=fields, **more) as acc:
+            model = Model()
+            optimizer = adamw(model)
+            kept = [p for g in optimizer.param_groups for p in g["params"]]
+            try:
+                acc.prepare(model, optimizer)
+            finally:
+                now = [p for g in optimizer.param_groups for p in g["params"]]
+                assert all(a is b for a, b in zip(now, kept, strict=True)), "as it was"
+    with told("variable"), accelerator() as acc:
+        os.environ["MFSDP_OPTIONS"] = "prefetch=2"
+        acc.prepare(Model())
+    with accelerator(plugin=BLOCKS) as acc:
+        with told("inductor"):
+            acc.prepare(torch.compile(Model(), backend="inductor"))
+        with told("in place"):
+            model = Model()
+            model.compile(backend="inductor")
+            acc.prepare(model)
+        with told("ddp"):
+            acc.prepare(nn.parallel.DistributedDataParallel(Model()))
+        with told("late"):
+            model = Model()
+            optimizer = adamw(model)
+            acc.prepare(model)
+        with told("not its own"):
+            acc.prepare(optimizer)
+        with told("more"):
+            model = Model()
+            acc.prepare(model, torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))], lr=1.0))
+        with told("stepped"):
+            model = Model()
+            optimizer = adamw(model)
+            model(data(1)[0]).backward()
+            optimizer.step()
+            acc.prepare(model, optimizer)
+        with told("two"):
+            acc.prepare(Model(), Model(), optimizer)
+    with environment():
+        acc = accelerate.Accelerator(cpu=True)
+        for name, prepare in (("without", acc.prepare), ("without, alone", acc.prepare_model)):
+            with told(name):
+                prepare(mfsdp.fully_shard(Model()))
+    return said
+
+
+@pytest.mark.dist
+def test_what_cannot_be_right_is_refused(ranks):
+    wanted = {
+        "version": "set fsdp_version to 2", "no cpu": "Accelerator(cpu=True)", "backend": "leave out torch_compile",
+        "plugin's option": "prefech", "dynamo": "leave out torch_compile", "fp16": "choose 'bf16'",
+        "offload": "offloading is not supported", "policy": "sharding={'units'", "no blocks": "names no module",
+        "offloaded": "activation_checkpointing is", "argument": "strategy", "variable": "object in JSON",
+        "inductor": "compiled by 'inductor'", "in place": "compiled by 'inductor'", "ddp": "model.module",
+        "late": "Give both to one call", "not its own": "in no prepared model", "more": "has to be a part of the model",
+        "stepped": "before the first step", "two": "Only one model", "without": "fsdp_version=2",
+        "without, alone": "fsdp_version=2",
+    }  # fmt: skip
+    for said in ranks.run(refused):
+        missing = {name: said[name] for name, words in wanted.items() if words not in said[name]}
+        assert not missing and said.keys() == wanted.keys(), missing
+
+
+PROGRAM = """
+import sys, accelerate, torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+print(sys.argv, accelerate.Accelerator.prepare.__wrapped__ is not None, __name__)
+accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+model = torch.nn.Linear(2, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+accelerator.backward(model(torch.ones(1, 2)).sum())
+optimizer.step()
+print(type(model).__name__, accelerator.distributed_type)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["module", "script"])
+def test_a_program_that_knows_nothing_of_it(way, tmp_path):
+    """On one process without a group: it trains, and says that nothing is sharded."""
+    Path(tmp_path, "program.py").write_text(PROGRAM)
+    named = ["-m", "program"] if way == "module" else [str(tmp_path / "program.py")]
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    out = subprocess.run([sys.executable, "-m", "mfsdp.launch", *named, "--steps", "3"], capture_output=True, text=True,
+                         timeout=120, env={**os.environ, "PYTHONPATH": path})  # fmt: skip
+    assert "'--steps', '3'] True __main__" in out.stdout and "Linear DistributedType.NO" in out.stdout, out.stderr
+    assert "neither sharded nor compiled" in out.stderr
+
+
+def test_launch_says_how_it_is_called(tmp_path):
+    from mfsdp import launch
+
+    for arguments, words in (([], "usage"), (["-m"], "usage"), (["--flag"], "usage"), (["nowhere.py"], "no file")):
+        with pytest.raises(SystemExit, match=words):
+            launch.main(arguments)

@@ -374,7 +374,8 @@ def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
 
     Theirs knows parameters again by their address, which is the same for all on the meta device.
     """
-    if model := next((x for x in args if isinstance(x, nn.Module)), None):
+    model = next((x for x in args if isinstance(x, nn.Module)), None)
+    if model is not None:
         _refuse(self, model)
     result = [x if isinstance(x, nn.Module) else self._prepare_one(x, first_pass=True) for x in args]
     result = [x if isinstance(x, nn.Module) else self._prepare_one(x) for x in result]
