@@ -110,10 +110,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
 
 
-def loop(order: str, plugin: dict[str, Any]) -> dict[str, Any]:
+def loop(order: str, plugin: dict[str, Any], layers: int = 2) -> dict[str, Any]:
     """Five batches per rank, two to a step: the last step has one. Beside the unsharded model."""
     with accelerator(plugin=plugin, gradient_accumulation_steps=2) as acc:
-        given, reference = pair()
+        given, reference = pair(lambda: Model(layers=layers))
         rows = data(20).flatten(0, 1)
         loader = torch.utils.data.DataLoader(rows, batch_size=4)
         things = {"m": given, "o": adamw(given), "l": loader}
@@ -147,7 +147,7 @@ def loop(order: str, plugin: dict[str, Any]) -> dict[str, Any]:
     ("order", "plugin", "units"),
     [
         ("mol", BLOCKS, 3),
-        ("lom", {"auto_wrap_policy": "size_based_wrap", "min_num_params": 3000, "reshard_after_forward": False}, 3),
+        ("lom", {"auto_wrap_policy": "size_based_wrap", "min_num_params": 3000, "reshard_after_forward": False}, 4),
         ("oml", {}, 3),
     ],
 )
@@ -156,7 +156,15 @@ def test_a_loop_is_the_unsharded_one(ranks, order, plugin, units):
         assert seen["far"] < 2e-4 and max(seen["norms"]) < 1e-5 and len(seen["norms"]) == 3
         kept = [s == 0 for s in seen["scattered"]]
         assert kept == [True, False, True, False, False], "nothing travels between the steps"
-        assert units is None or seen["units"] == units
+        assert seen["units"] == units
+
+
+@pytest.mark.dist
+@pytest.mark.inductor
+@pytest.mark.slow
+def test_a_loop_by_inductor(ranks):
+    for seen in ranks.run(loop, "mlo", {**BLOCKS, "options": {}}, layers=1, timeout=300):
+        assert seen["far"] < 2e-4 and max(seen["norms"]) < 1e-5 and seen["units"] == 2
 
 
 class Dropping(nn.Sequential):
@@ -474,6 +482,28 @@ def test_one_thing_at_a_time(ranks):
         assert all(seen.values()), seen
 
 
+def replicated() -> dict[str, Any]:
+    """On a mesh of accelerate's: two groups of two ranks."""
+    from accelerate import ParallelismConfig
+
+    with accelerator(plugin=BLOCKS, parallelism_config=ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)) as acc:
+        model, reference = pair()
+        model, optimizer = acc.prepare(model, adamw(model))
+        batches = data(1, 4)[0].split(1)
+        acc.backward(model(batches[acc.process_index]))
+        norm = acc.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        theirs = reference_step(reference, adamw(reference), batches, 4)
+        cut = model.tokens.weight.to_local().shape[0] / model.tokens.weight.shape[0]
+        return {"far": far(model, reference) < 1e-4, "norm": error(norm, theirs) < 1e-5, "cut": 0.3 < cut < 0.7}
+
+
+@pytest.mark.dist
+def test_replicas(four_ranks):
+    for seen in four_ranks.run(replicated):
+        assert all(seen.values()), seen
+
+
 def compiled_before() -> dict[str, Any]:
     """A compiled model keeps its options; a sharded one its units; both are trained."""
     with accelerator(plugin=BLOCKS) as acc:
@@ -600,28 +630,46 @@ def test_what_cannot_be_right_is_refused(ranks):
 
 
 PROGRAM = """
-import sys, accelerate, torch
+import sys, torch
+from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
-print(sys.argv, accelerate.Accelerator.prepare.__wrapped__ is not None, __name__)
-accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-model = torch.nn.Linear(2, 2)
+more = {} if sys.argv[1:] else {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}
+accelerator = Accelerator(**more)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
 accelerator.backward(model(torch.ones(1, 2)).sum())
 optimizer.step()
-print(type(model).__name__, accelerator.distributed_type)
+names = [c.__name__ for c in type(model).__mro__[:2]]
+sys.stdout.write(f"{__name__} {sys.argv[1:]} {names} {accelerator.distributed_type}\\n")
 """
 
 
+def launched(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    Path(folder, "program.py").write_text(PROGRAM)
+    path = f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    more = {"PYTHONPATH": path, "ACCELERATE_USE_CPU": "true", "MFSDP_OPTIONS": json.dumps(EAGER)}
+    more |= {"MFSDP_SHARDING": '{"strategy": "optim"}', "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = (sys.executable, "-m", *command)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **more})
+
+
+@pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["module", "script"])
-def test_a_program_that_knows_nothing_of_it(way, tmp_path):
-    """On one process without a group: it trains, and says that nothing is sharded."""
-    Path(tmp_path, "program.py").write_text(PROGRAM)
-    named = ["-m", "program"] if way == "module" else [str(tmp_path / "program.py")]
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    out = subprocess.run([sys.executable, "-m", "mfsdp.launch", *named, "--steps", "3"], capture_output=True, text=True,
-                         timeout=120, env={**os.environ, "PYTHONPATH": path})  # fmt: skip
-    assert "'--steps', '3'] True __main__" in out.stdout and "Linear DistributedType.NO" in out.stdout, out.stderr
+def test_a_program_that_knows_nothing_of_it(tmp_path):
+    """Started as Accelerate's users do, on two processes."""
+    launch = ["accelerate.commands.launch", "--use_fsdp", "--fsdp_version", "2", "--num_processes", "2"]
+    launch += ["--main_process_port", "0", "-m", "mfsdp.launch", "-m", "program", "--flag"]
+    out = launched(tmp_path, *launch)
+    line = "__main__ ['--flag'] ['Sequential', 'FSDPModule'] DistributedType.FSDP"
+    assert out.stdout.count(line) == 2, out.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_one_process_without_a_group(tmp_path):
+    """It trains, and says that nothing is sharded."""
+    out = launched(tmp_path, "mfsdp.launch", str(tmp_path / "program.py"))
+    assert "__main__ [] ['Sequential', 'Module'] DistributedType.NO" in out.stdout, out.stderr[-3000:]
     assert "neither sharded nor compiled" in out.stderr
 
 

@@ -341,7 +341,8 @@ def _state(own: Callable[..., None], self: AcceleratorState, *args: Any, **kwarg
             AcceleratorState._reset_state(reset_partial_state=True)
             raise ValueError(
                 f"Accelerate takes this process for the only one, of {ranks} that were started: without a GPU say "
-                "Accelerator(cpu=True), accelerate launch --cpu, ACCELERATE_USE_CPU=true or use_cpu=True of Trainer"
+                "Accelerator(cpu=True), TrainingArguments(use_cpu=True), or, for accelerate launch --use_fsdp too, "
+                "ACCELERATE_USE_CPU=true in the environment"
             )
         log.warning(
             "mfsdp: Accelerate runs one process without a process group: the model is neither sharded nor compiled"
