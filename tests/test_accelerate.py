@@ -472,7 +472,7 @@ def alone() -> dict[str, Any]:
         return {
             "sharded": isinstance(teacher, mfsdp.FSDPModule), "same": model is given is before is again[0],
             "optimizer": again[1] is optimizer, "far": far(model, reference) < 1e-4, "nothing": nothing is None,
-            "models": len(acc._models) == 2, "data": torch.equal(first, data(4)[acc.process_index]),
+            "models": acc._models == [model, teacher], "data": torch.equal(first, data(4)[acc.process_index]),
         }  # fmt: skip
 
 
@@ -591,6 +591,7 @@ def refused() -> dict[str, str]:
             model = Model()
             optimizer = adamw(model)
             acc.prepare(model)
+        late = acc.prepare(Model())
         with told("not its own"):
             acc.prepare(optimizer)
         with told("more"):
@@ -604,6 +605,7 @@ def refused() -> dict[str, str]:
             acc.prepare(model, optimizer)
         with told("two"):
             acc.prepare(Model(), Model(), optimizer)
+        assert len(acc._optimizers) == 0 and acc._models == [late], "what was refused is not kept"
     with environment():
         acc = accelerate.Accelerator(cpu=True)
         for name, prepare in (("without", acc.prepare), ("without, alone", acc.prepare_model)):

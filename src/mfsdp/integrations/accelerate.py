@@ -147,7 +147,8 @@ def _blocks(plugin: Any, model: nn.Module) -> set[nn.Module]:
 
 
 def _checkpoint(model: nn.Module, blocks: set[nn.Module]) -> None:
-    """Computes the blocks' activations again in backward, random numbers as they were.
+    """Computes the blocks' activations again in backward, random numbers as they were. Private in torch
+    (``checkpoint_wrapper``); tried on 2.13, not on the others of 2.11 to 2.15.
 
     Raises:
         ValueError: there is no block.
@@ -378,19 +379,34 @@ def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
     model = next((x for x in args if isinstance(x, nn.Module)), None)
     if model is not None:
         _refuse(self, model)
-    result = [x if isinstance(x, nn.Module) else self._prepare_one(x, first_pass=True) for x in args]
-    result = [x if isinstance(x, nn.Module) else self._prepare_one(x) for x in result]
-    optimizers = [x for x in result if isinstance(x, torch.optim.Optimizer)]
-    if model is None:
-        for optimizer in optimizers:
-            _holders(optimizer, self._models)
-        return tuple(result)
-    with _let_go(optimizers, unwrapped(model)):
-        prepare_model(self, model)
-    if model not in self._models:
-        # checkpoints pair models and optimizers by number: models that have none come last
-        self._models.insert(len(self._optimizers) - len(optimizers) if optimizers else len(self._models), model)
+    known = [(found, list(found)) for found in (self._models, self._optimizers, self._dataloaders, self._schedulers)]
+    try:
+        result = [x if isinstance(x, nn.Module) else self._prepare_one(x, first_pass=True) for x in args]
+        result = [x if isinstance(x, nn.Module) else self._prepare_one(x) for x in result]
+        optimizers = [x for x in result if isinstance(x, torch.optim.Optimizer)]
+        if model is not None:
+            with _let_go(optimizers, unwrapped(model)):
+                prepare_model(self, model)
+            if not any(model is other for other in self._models):
+                self._models.append(model)
+        _pair(self)
+    except BaseException:
+        for found, before in known:
+            found[:] = before
+        raise
     return tuple(result)
+
+
+def _pair(accelerator: Accelerator) -> None:
+    """Models in the order of their optimizers, those that have none behind them: checkpoints pair them by number.
+
+    Raises:
+        ValueError: an optimizer's parameters are no prepared model's.
+    """
+    homes = {id(m): model for model in accelerator._models for m in unwrapped(model).modules()}
+    places = [_holders(optimizer, accelerator._models) for optimizer in accelerator._optimizers]
+    owners = [homes[id(owner)] for groups in places for owner, _ in groups[0][:1]]
+    accelerator._models[:] = dict.fromkeys([*owners, *accelerator._models])
 
 
 @contextmanager
@@ -405,8 +421,9 @@ def _let_go(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> It
     for optimizer in optimizers:
         if optimizer.state and not isinstance(model, FSDPModule):
             raise ValueError(
-                f"Accelerator.prepare: {_name(optimizer)} has stepped on the unsharded model already; call prepare "
-                "before the first step, and load_state afterwards"
+                f"Accelerator.prepare: {_name(optimizer)} has state of unsharded parameters already. Call prepare "
+                "before the first step, and load_state afterwards; one that makes its state when it is built, as "
+                "Adagrad does, is built from the parameters of the prepared model"
             )
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -436,7 +453,7 @@ def _holders(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> l
         if id(param) not in places:
             raise ValueError(
                 f"Accelerator.prepare: {_name(optimizer)} holds a parameter of shape {tuple(param.shape)} that is in "
-                f"{'the model' if models else 'no prepared model'}: nobody would average its gradients. "
+                "no prepared model: nobody would average its gradients. "
                 "Give model and optimizer to one call, prepare(model, optimizer), or build the optimizer from the "
                 "parameters of the prepared model; what else trains has to be a part of the model"
             )
