@@ -1,0 +1,449 @@
+"""Lightning: ``Trainer(strategy="mfsdp")`` after ``import mfsdp.integrations.lightning``.
+
+    trainer = Trainer(strategy="mfsdp", devices=8)
+    trainer = Trainer(strategy=MFSDPStrategy(units=[Block], strategy="optim_grads"), devices=8)
+
+The strategy shards the `LightningModule` as one model, before its optimizers are made, and compiles in place what
+``training_step`` may call: ``self(...)`` and children, ``self.model(...)``. What ``training_step`` computes itself is
+not compiled.
+
+It extends Lightning's own strategy for FSDP2, whose checkpoints it reads and writes. Tried with lightning 2.6.6 and
+pytorch-lightning 2.6.6: it is for the one that was imported, else for the one that is there. Private names of theirs
+that it knows: ``_setup_distributed``, ``_device_mesh``, ``_layer_sync``, ``_save_distributed_checkpoint``,
+``_trainer``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ..sharding.contexts import no_sync, synchronize
+from ..sharding.module import FSDPModule
+from ..sharding.shard import fully_shard
+from ..spec.config import MixedPrecisionPolicy, Options
+from ..state.mesh import FOLDED, OTHERS
+
+
+def _package() -> str:
+    """Lightning under the name that the user knows it by.
+
+    Raises:
+        ImportError: there is none.
+    """
+    names = ("lightning", "pytorch_lightning")
+    there = [n for n in names if n in sys.modules] or [n for n in names if importlib.util.find_spec(n)]
+    if not there:
+        raise ImportError("mfsdp.integrations.lightning: pip install lightning, or pytorch-lightning")
+    return {"lightning": "lightning.pytorch"}.get(there[0], there[0])
+
+
+_strategies = importlib.import_module(f"{_package()}.strategies")
+
+POLICIES = {
+    "32-true": None,
+    "bf16-true": MixedPrecisionPolicy(main_params_dtype=None),
+    "16-true": MixedPrecisionPolicy(main_params_dtype=None),
+    "bf16-mixed": MixedPrecisionPolicy(compute_dtype=torch.bfloat16),
+}
+"""What ``Trainer(precision=)`` asks of us; ``None``: the default. Lightning's plugins do the rest: they cast the model
+(``-true``), or enter autocast (``-mixed``). Those are all that Lightning gives a strategy of this kind."""
+
+_ASKED = "_mfsdp_lightning"
+"""Attribute of a module that a strategy has sharded: the arguments."""
+
+META = "meta.pt"
+"""What makes a folder a checkpoint of Lightning's; written last."""
+
+
+class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, name-defined]
+    """Trains a `LightningModule` that mfsdp shards and compiles.
+
+    ``configure_model`` is not needed. Where it is there, it may build the model on the meta device, which is
+    materialised on the way, or call `mfsdp.fully_shard` itself.
+
+    Args:
+        mesh: a ``DeviceMesh``, or sizes by axis, ``{"dp_outer": 2, "dp_shard": 4}``, of one that is made when ranks
+            are there; `mfsdp.fully_shard` says what names mean. ``configure_model`` finds it as ``self.device_mesh``.
+            Default: all ranks.
+        options: of the backend ``"mfsdp"``.
+        hold: ``Trainer(accumulate_grad_batches=)`` adds up whole gradients and communicates none before the last
+            microbatch, as DDP and FSDP2 do, for room for them in ``main_grads_dtype``. ``False``: strategies 2 and 3
+            reduce-scatter every microbatch's, and keep shards.
+        save_distributed_checkpoint: checkpoints are folders to which each rank writes its part. ``False``: one file,
+            with the keys of unsharded training, which rank 0 writes.
+        process_group_backend, timeout: of the process group that is made if there is none.
+        sharding: other arguments of `mfsdp.fully_shard`: ``units`` (names are relative to the `LightningModule`),
+            ``strategy``, ``mp_policy``, ... Defaults are its own, but for two: ``units="auto"``, and
+            ``sync_module_states=True``: all ranks start from the first one's values, as under DDP.
+
+    Raises:
+        ValueError: an option or an axis' size that does not exist, a plugin for checkpoints; in ``fit``: what
+            `mfsdp.fully_shard` refuses, an ``mp_policy`` beside ``Trainer(precision=)``, a module that is compiled, or
+            sharded otherwise, already.
+        TypeError: an argument that neither the strategy nor `mfsdp.fully_shard` knows.
+        NotImplementedError: ``Trainer(sync_batchnorm=True)``, and what `mfsdp.fully_shard` does not build.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: DeviceMesh | Mapping[str, int] | None = None,
+        options: Mapping[str, Any] | None = None,
+        hold: bool = True,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: Any = None,
+        **sharding: Any,
+    ):
+        given = {} if timeout is None else {"timeout": timeout}
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            **given,
+        )
+        Options.parse(options)
+        valid = sorted(inspect.signature(fully_shard).parameters.keys() - {"module", "device"})
+        unknown = sorted(sharding.keys() - set(valid))
+        if unknown:
+            raise TypeError(
+                f"MFSDPStrategy does not know {', '.join(unknown)}; arguments of fully_shard are {', '.join(valid)}, "
+                "its own are options, hold, save_distributed_checkpoint, process_group_backend, timeout"
+            )
+        if isinstance(mesh, Mapping) and not all(isinstance(n, int) and n > 0 for n in mesh.values()):
+            raise ValueError(f"MFSDPStrategy: mesh={dict(mesh)!r}: sizes of axes are positive integers")
+        self._mesh, self._options, self._hold = mesh, dict(options or {}), hold
+        self._sharding = {"sync_module_states": True, **sharding}
+
+    # Ranks
+
+    def setup_environment(self) -> None:
+        """Makes the process group, and the mesh."""
+        self._setup_distributed()
+        self._device_mesh = self._make_mesh()
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def _make_mesh(self) -> DeviceMesh:
+        if isinstance(self._mesh, DeviceMesh):
+            return self._mesh
+        if self._device_mesh is not None:
+            return self._device_mesh
+        sizes = {"fsdp": self.world_size} if self._mesh is None else self._mesh
+        return init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Ranks that see other data: all but those along axes that cut tensors or sequences."""
+        mesh = self.device_mesh
+        names, at = mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.get_coordinate()
+        replicas, rank = 1, 0
+        for dim, name in enumerate(names):
+            if name not in (*FOLDED, *OTHERS):
+                replicas, rank = replicas * mesh.size(dim), rank * mesh.size(dim) + at[dim]
+        return {"num_replicas": replicas, "rank": rank}
+
+    # Model and optimizers
+
+    def setup(self, trainer: Any) -> None:
+        """Shards the module, compiles it in place, and has its optimizers made.
+
+        Raises:
+            ValueError, NotImplementedError: see the class.
+        """
+        self.accelerator.setup(trainer)
+        if self._layer_sync is not None:
+            raise NotImplementedError(
+                "strategy 'mfsdp' with sync_batchnorm=True: batch norms over ranks have not been tried in sharded "
+                "models; leave it out, and every rank normalises its own batch"
+            )
+        module: Any = self.lightning_module
+        policy = self._policy()
+        wanted = self._sharding if policy is None else {**self._sharding, "mp_policy": policy}
+        if isinstance(module, FSDPModule):
+            _sharded_alike(module, wanted)
+            module.reset_iter_state()  # an earlier fit may have ended within a step
+        else:
+            _not_compiled(module)
+            self.precision_plugin.convert_module(module)
+            units = None if any(isinstance(m, FSDPModule) for m in module.modules()) else "auto"
+            fully_shard(module, mesh=self.device_mesh, device=self.root_device, **{"units": units, **wanted})
+            module.__dict__[_ASKED] = wanted
+        if self._hold and trainer.accumulate_grad_batches > 1:
+            module.set_requires_gradient_sync(True, hold=True)  # now, not by compiling again in the first step
+        for part in _called(module):
+            part.compile(backend="mfsdp", options=self._options)
+        module.to(self.root_device)  # metrics, and what `self.device` says; parameters are there already
+        self.model = module
+        self.barrier()
+        if trainer.state.fn == "fit":
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _policy(self) -> MixedPrecisionPolicy | None:
+        """The policy that the Trainer's precision asks for.
+
+        Raises:
+            ValueError: it is not among `POLICIES`, or the strategy was given one too.
+        """
+        precision = self.precision_plugin.precision
+        if precision not in POLICIES:
+            raise ValueError(f"strategy 'mfsdp': precision={precision!r}: choose one of {', '.join(POLICIES)}")
+        policy = POLICIES[precision]
+        if policy is not None and self._sharding.get("mp_policy") is not None:
+            raise ValueError(
+                f"MFSDPStrategy(mp_policy=) and Trainer(precision={precision!r}) both say dtypes: leave out one of them"
+            )
+        return policy
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around every microbatch of a step but the last."""
+        with no_sync(self.model, hold=self._hold):
+            yield
+
+    def teardown(self) -> None:
+        """Lets what an optimizer's step has launched ahead end."""
+        module, trainer = self.lightning_module, getattr(self.lightning_module, "_trainer", None)
+        if isinstance(module, FSDPModule) and trainer is not None and not trainer.interrupted:
+            synchronize(self.lightning_module)
+        super().teardown()
+
+    # Checkpoints
+
+    def _refuse_io(self, io: Any) -> None:
+        """
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"strategy 'mfsdp' writes checkpoints itself, and {type(io).__name__} would not be asked: leave out the "
+            "plugin"
+        )
+
+    checkpoint_io = property(_strategies.ModelParallelStrategy.checkpoint_io.fget, _refuse_io)
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Optimizers are restored when Lightning says so, from what `load_checkpoint` has read."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state: DTensors, or, for one file, whole tensors on rank 0."""
+        return dict(get_model_state_dict(self.model, options=self._form()))
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """An optimizer's state, by name; for one file with the numbers that an unsharded one's ``state_dict`` has."""
+        state: Any = get_optimizer_state_dict(
+            self.model, getattr(optimizer, "_optimizer", optimizer), options=self._form()
+        )
+        if self._save_distributed_checkpoint or not state:
+            return dict(state)
+        numbers = {name: i for i, name in enumerate(n for g in state["param_groups"] for n in g["params"])}
+        groups = [{**g, "params": [numbers[n] for n in g["params"]]} for g in state["param_groups"]]
+        return {"state": {numbers[n]: s for n, s in state["state"].items()}, "param_groups": groups}
+
+    def _form(self) -> StateDictOptions:
+        whole = not self._save_distributed_checkpoint
+        return StateDictOptions(full_state_dict=whole, cpu_offload=whole)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a folder or a file; a folder that is overwritten is no checkpoint until it is complete."""
+        if self.is_global_zero:
+            Path(filepath, META).unlink(missing_ok=True)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """What a checkpoint holds: a folder's, of any number of ranks, as this rank's shards, or a file's, whole.
+
+        Raises:
+            ValueError: there is no checkpoint.
+            RuntimeError: keys are missing or unexpected, and the module's ``strict_loading`` is on.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        if path.is_file():
+            return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)  # type: ignore[no-any-return]
+        if not (path / META).is_file():
+            found = "there is nothing" if not path.exists() else f"its {META} is missing, so it is not complete"
+            raise ValueError(f"strategy 'mfsdp': {path} is no checkpoint of Lightning's: {found}")
+        saved = list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        weights = get_model_state_dict(self.model)
+        names = {_stem(k.removeprefix("state_dict."), weights) for k in saved if k.startswith("state_dict.")}
+        there = {name: weights[name] for name in _agreed(weights, names, self.lightning_module.strict_loading)}
+        dcp.load({"state_dict": there}, checkpoint_id=path)
+        read = {**torch.load(path / META, weights_only=weights_only), "state_dict": there}
+        states = {key.split(".")[0] for key in saved if key.startswith("optimizer_")}
+        if states and self.lightning_module.trainer.state.fn == "fit":
+            self._as_many(len(states))
+            read["optimizer_states"] = []
+            for i, optimizer in enumerate(self.optimizers):
+                state: Any = get_optimizer_state_dict(self.model, optimizer)
+                dcp.load({f"optimizer_{i}": state}, checkpoint_id=path)
+                read["optimizer_states"].append(state)
+        return read
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Sets the model's state: shards that `load_checkpoint` has read, or whole tensors (rank 0's count).
+
+        Raises:
+            RuntimeError: keys are missing or unexpected, and ``strict`` is on.
+        """
+        state = checkpoint["state_dict"]
+        if any(isinstance(t, DTensor) for t in state.values()):
+            set_model_state_dict(
+                self.model, state, options=StateDictOptions(strict=False)
+            )  # `load_checkpoint` compared
+            return
+        both = _agreed(get_model_state_dict(self.model), state, strict)
+        set_model_state_dict(self.model, {name: state[name] for name in both}, options=_whole(strict=False))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Sets optimizers' state, likewise.
+
+        Raises:
+            ValueError: the checkpoint has another number of optimizers, or of parameters or groups in one.
+        """
+        states = checkpoint["optimizer_states"]
+        self._as_many(len(states))
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            if any(isinstance(n, int) for g in state["param_groups"] for n in g["params"]):
+                _load_whole(state, self.model, optimizer)
+            else:
+                set_optimizer_state_dict(self.model, optimizer, state)
+
+    def _as_many(self, saved: int) -> None:
+        if saved != len(self.optimizers):
+            raise ValueError(
+                f"strategy 'mfsdp': the checkpoint has {saved} optimizers, and configure_optimizers gives "
+                f"{len(self.optimizers)}"
+            )
+
+
+def _sharded_alike(module: Any, wanted: Mapping[str, Any]) -> None:
+    """
+    Raises:
+        ValueError: the module has been sharded otherwise than this strategy would.
+    """
+    was = module.__dict__.get(_ASKED)
+    if was is None and wanted.keys() - {"sync_module_states"}:
+        raise ValueError(
+            f"strategy 'mfsdp': {type(module).__name__} has been sharded by mfsdp.fully_shard already: give "
+            f"{', '.join(sorted(wanted.keys() - {'sync_module_states'}))} (precision= is an mp_policy) to that call, "
+            "not to the strategy or the Trainer"
+        )
+    if was is not None and was != wanted:
+        raise ValueError(
+            f"strategy 'mfsdp': {type(module).__name__} has been sharded by a strategy with {dict(was)}, and is to be "
+            f"with {dict(wanted)}. Use the same arguments and precision, or a new module and a checkpoint"
+        )
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """What ``training_step`` may call that reads parameters, and nobody has compiled: the module itself, its children,
+    and those of containers without a forward. What is called inside of another one is part of its graph.
+    """
+    if not _compiled(module):
+        yield module
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from (m for m in _called(child) if m is not child)
+        elif not _compiled(child) and any(True for _ in child.parameters()):
+            yield child
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether somebody has, in place or around it. Private in torch (``_compiled_call_impl``); tried on 2.13."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
+def _not_compiled(module: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: a part of it is compiled: that would take parameters one by one, behind the backend's back.
+    """
+    found = [name or type(module).__name__ for name, m in module.named_modules() if _compiled(m)]
+    if found:
+        raise ValueError(
+            f"strategy 'mfsdp' compiles the module itself, and {found[0]} is compiled already: leave out "
+            "torch.compile, and give its options to MFSDPStrategy(options=)"
+        )
+
+
+# State dicts
+
+
+def _whole(**more: Any) -> StateDictOptions:
+    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **more)
+
+
+def _stem(key: str, names: Mapping[str, Any]) -> str:
+    """The name that a key of torch.distributed.checkpoint belongs to: dicts (extra state) are several keys there."""
+    stem = key
+    while stem not in names and "." in stem:
+        stem = stem.rpartition(".")[0]
+    return stem if stem in names else key
+
+
+def _agreed(model: Iterable[str], saved: Iterable[str], strict: bool) -> list[str]:
+    """Names that both have.
+
+    Raises:
+        RuntimeError: one has names that the other has not, and ``strict`` is on.
+    """
+    model, saved = dict.fromkeys(model), dict.fromkeys(saved)
+    missing, unexpected = [n for n in model if n not in saved], [n for n in saved if n not in model]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"strategy 'mfsdp': the checkpoint is of another model: missing {missing}, unexpected {unexpected}. "
+            "strict_loading=False in the LightningModule loads the rest"
+        )
+    return [n for n in model if n in saved]
+
+
+def _load_whole(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Sets an optimizer's state from whole tensors under numbers: places in its groups, as in unsharded training; or
+    places among the model's parameters, as Lightning's strategies for FSDP write them.
+
+    Raises:
+        ValueError: groups, or numbers of parameters in them, differ.
+    """
+    names = {id(p): name.replace("_orig_mod.", "") for name, p in model.named_parameters()}
+    mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    theirs = [group["params"] for group in state["param_groups"]]
+    if [len(g) for g in mine] != [len(g) for g in theirs]:
+        raise ValueError(
+            f"strategy 'mfsdp': the checkpoint's optimizer has groups of {[len(g) for g in theirs]} parameters, "
+            f"configure_optimizers gives {[len(g) for g in mine]}"
+        )
+    numbers = [n for group in theirs for n in group]
+    in_order = numbers == list(range(len(numbers)))
+    called = dict(zip(numbers, [n for g in mine for n in g])) if in_order else dict(enumerate(names.values()))
+    groups = [{**group, "params": own} for group, own in zip(state["param_groups"], mine)]
+    if not state["state"]:  # torch looks for a device among tensors
+        places = iter(range(len(numbers)))
+        groups = [{**group, "params": [next(places) for _ in group["params"]]} for group in groups]
+        optimizer.load_state_dict({"state": {}, "param_groups": groups})
+        return
+    moments = {called[number]: values for number, values in state["state"].items()}
+    set_optimizer_state_dict(model, optimizer, {"state": moments, "param_groups": groups}, options=_whole())
+
+
+_strategies.StrategyRegistry.register("mfsdp", MFSDPStrategy, description="mfsdp: sharded by a compiler")
