@@ -1,0 +1,122 @@
+"""torchtitan: `parallelize` takes the place of a model's ``parallelize_fn``.
+
+    spec = dataclasses.replace(model_registry("8B"), parallelize_fn=mfsdp.integrations.torchtitan.parallelize)
+
+The Trainer goes on as it would behind its own: it empties the model onto the device, initialises shards in place, and
+divides by all ranks' tokens itself. Tried with torchtitan 0.3.0; nothing of it is imported here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..sharding.shard import fully_shard
+from ..spec.config import MixedPrecisionPolicy
+
+LOWERINGS = {"inductor": "inductor", "mfsdp": "inductor", "aot_eager": "eager", "eager": "eager"}
+"""What ``--compile.backend`` means to us, as the option ``lowering``."""
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+    options: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """Shards and compiles one of torchtitan's decoders: a unit for each layer, one for norm and head, the rest.
+
+    Activation checkpointing is torchtitan's own. The model is one compiled graph, not one for each layer:
+    ``--compile.enable`` has its stretches of compute compiled by Inductor; without it the same graph runs ATen kernels.
+
+    Args:
+        model: on the meta device, or not; ``to_empty`` and ``init_weights`` come later.
+        parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: torchtitan's. Used of them:
+            ``dp_shard`` and ``dp_replicate``, the dtypes of mixed precision, ``fsdp_reshard_after_forward``, whether
+            and by what to compile.
+        options: of the backend, as ``functools.partial(parallelize, options=...)`` gives them.
+
+    Raises:
+        NotImplementedError: tensor, context, pipeline or expert parallelism, another ``spmd_backend`` than
+            ``"partial_dtensor"``, CPU offload, symmetric memory: not tried with mfsdp, each named.
+        ValueError: a compile backend or a reshard policy that means nothing here; what `mfsdp.fully_shard` refuses.
+    """
+    _tried(parallel_dims, training, parallelism)
+    reshard = _reshards(parallelism.fsdp_reshard_after_forward)
+    lowering = _lowering(compile_config)
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
+    sharding: dict[str, Any] = {
+        "mesh": parallel_dims.get_mesh(names),
+        "mp_policy": MixedPrecisionPolicy(
+            main_params_dtype=None,
+            compute_dtype=getattr(torch, training.mixed_precision_param),
+            grad_comm_dtype=getattr(torch, training.mixed_precision_reduce),
+            cast_forward_inputs=False,
+        ),
+    }
+    with warnings.catch_warnings():  # the Trainer initialises everything, buffers too
+        warnings.filterwarnings("ignore", message="mfsdp: nothing has initialised")
+        ends = [m for m in (model.norm, model.lm_head) if isinstance(m, nn.Module)]
+        if ends and not model.enable_weight_tying:
+            fully_shard(ends, **sharding, reshard_after_forward=reshard["ends"])
+        fully_shard(model, units=["layers.*"], **sharding, reshard_after_forward=reshard["layers"])
+    model.set_gradient_divide_factor(1.0, recurse=True)  # type: ignore[operator]
+    model.compile(backend="mfsdp", options={"lowering": lowering, **(options or {})})
+    return model
+
+
+def _tried(parallel_dims: Any, training: Any, parallelism: Any) -> None:
+    """
+    Raises:
+        NotImplementedError: something is asked for that is not.
+    """
+    asked = {
+        "tensor parallelism": parallel_dims.tp_enabled,
+        "context parallelism": parallel_dims.cp_enabled,
+        "pipeline parallelism": parallel_dims.pp_enabled,
+        "expert parallelism": parallel_dims.ep_enabled,
+        f"spmd_backend={parallelism.spmd_backend!r}": parallelism.spmd_backend != "partial_dtensor",
+        "enable_cpu_offload": training.enable_cpu_offload,
+        "enable_fsdp_symm_mem": parallelism.enable_fsdp_symm_mem,
+    }
+    found = [name for name, on in asked.items() if on]
+    if found:
+        raise NotImplementedError(
+            f"mfsdp.integrations.torchtitan with {' and '.join(found)} has not been tried: use spmd_backend="
+            "'partial_dtensor' with data_parallel_shard_degree and data_parallel_replicate_degree only, or "
+            "torchtitan's own parallelize_fn"
+        )
+
+
+def _reshards(policy: str) -> dict[str, bool]:
+    """Whether layers, and norm and head behind them, are freed after forward.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    if policy not in ("default", "always", "never"):
+        raise ValueError(f"fsdp_reshard_after_forward={policy!r}: choose default, always or never")
+    return {"layers": policy != "never", "ends": policy == "always"}
+
+
+def _lowering(compile_config: Any) -> str:
+    """
+    Raises:
+        ValueError: the backend is none of `LOWERINGS`.
+    """
+    if not (compile_config.enable and "model" in compile_config.components):
+        return "eager"
+    if compile_config.backend not in LOWERINGS:
+        raise ValueError(f"compile.backend={compile_config.backend!r}: choose one of {', '.join(LOWERINGS)}")
+    return LOWERINGS[compile_config.backend]

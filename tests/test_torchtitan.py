@@ -1,0 +1,171 @@
+"""torchtitan's llama through `mfsdp.integrations.torchtitan.parallelize`, in the steps of its Trainer, on two ranks.
+
+Its Trainer wants an accelerator. On a CPU torchtitan cannot be in the `test` extra: ``torchtitan.models.common``
+imports ``distributed/minimal_async_ep/kernels.py``, and that triton, which CPU wheels of torch come without and
+torchtitan does not ask for. ``pip install torchtitan==0.3.0 triton`` makes these tests run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from mfsdp.integrations.torchtitan import parallelize
+
+pytestmark = pytest.mark.dist
+WORDS, LENGTH, WIDTH = 61, 8, 32
+
+
+def llama(tied: bool) -> Any:
+    """The config of a small one, with an attention that runs on a CPU."""
+    from torchtitan.models import llama3
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    config = llama3.llama3_configs["debugmodel"]("flex")
+    small = {"dim": WIDTH, "hidden_dim": 48, "n_heads": 4, "n_layers": 3}
+    rope = llama3.ComplexRoPE.Config(dim=WIDTH // 4, max_seq_len=64, theta=500000, scaling="llama")
+    layers = llama3._build_llama3_layers(**small, rope=rope, attn_backend="flex")
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    embedding = dataclasses.replace(config.tok_embeddings, num_embeddings=WORDS, embedding_dim=WIDTH)
+    if tied:
+        embedding = dataclasses.replace(embedding, param_init=llama3._EMBEDDING_SKIP_INIT)
+    return dataclasses.replace(
+        config,
+        dim=WIDTH,
+        vocab_size=WORDS,
+        enable_weight_tying=tied,
+        layers=layers,
+        tok_embeddings=embedding,
+        norm=dataclasses.replace(config.norm, normalized_shape=WIDTH),
+        lm_head=dataclasses.replace(config.lm_head, in_features=WIDTH, out_features=WORDS),
+    )
+
+
+def initialised(model: Any) -> Any:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    return model.train()
+
+
+def sharded(tied: bool, recompute: str | None, **training: Any) -> Any:
+    """As torchtitan's Trainer does it."""
+    import torchtitan.distributed.activation_checkpoint as recomputation
+    from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims
+
+    parallel_dims.device_type = "cpu"
+    degrees = {"dp_replicate": 1, "dp_shard": dist.get_world_size(), "cp": 1, "tp": 1, "pp": 1, "ep": 1}
+    dims = ParallelDims(**degrees, world_size=dist.get_world_size(), spmd_backend="partial_dtensor")
+    with torch.device("meta"):
+        model = llama(tied).build()
+    model = parallelize(
+        model,
+        parallel_dims=dims,
+        training=TrainingConfig(**{"mixed_precision_param": "float32"} | training),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        compile_config=CompileConfig(),
+        ac_config=getattr(recomputation, recompute).Config() if recompute else None,
+        dump_folder="",
+    )
+    model.to_empty(device="cpu")
+    return initialised(model)
+
+
+def loss_of(model: Any, ids: torch.Tensor, tokens: int, chunks: int) -> torch.Tensor:
+    """A sum over this rank's tokens, divided by all ranks'. In chunks the head is called after the model, as often."""
+    model._skip_lm_head = chunks > 1
+    out = model(ids[:, :-1], torch.arange(LENGTH).expand(len(ids), -1))
+    parts = [model.lm_head(h) for h in out.chunk(chunks, 1)] if chunks > 1 else [out]
+    logits = torch.cat(parts, 1).float()
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum") / tokens
+
+
+def trains(tied: bool, recompute: str | None, chunks: int = 1, **training: Any) -> Any:
+    """Beside an unsharded one: initial weights are equal, then losses, norms and weights of three steps."""
+    from torchtitan.distributed.utils import clip_grad_norm_
+
+    model, reference = sharded(tied, recompute, **training), initialised(llama(tied).build())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.full_tensor(), reference.state_dict()[name]), name
+    near = {"rtol": 1e-5, "atol": 1e-5} if not training else {"rtol": 3e-2, "atol": 3e-2}
+    batch = torch.randint(WORDS, (4, LENGTH + 1), generator=torch.Generator().manual_seed(5))
+    mine, tokens = batch[dist.get_rank() :: 2], 4 * LENGTH
+    both = [(m, torch.optim.AdamW(m.parameters(), 1e-2, eps=1e-2)) for m in (model, reference)]
+    for _ in range(3):
+        losses, norms = [], []
+        for (m, optimizer), ids in zip(both, (mine, batch), strict=True):
+            loss = loss_of(m, ids, tokens, chunks)
+            loss.backward()
+            norms.append(clip_grad_norm_(list(m.parameters()), 0.5, foreach=True))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        dist.all_reduce(losses[0])
+        torch.testing.assert_close(losses[0], losses[1], **near)
+        torch.testing.assert_close(norms[0], norms[1], **near)
+    weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    torch.testing.assert_close(weights, reference.state_dict(), **near)
+
+
+@pytest.mark.parametrize("tied, recompute", [(False, None), (True, None), (False, "FullAC"), (False, "SelectiveAC")])
+def test_llama(two_ranks, tied, recompute):
+    pytest.importorskip("torchtitan.models.llama3", exc_type=ImportError)
+    two_ranks.run(trains, tied, recompute)
+
+
+def test_mixed_precision(two_ranks):
+    pytest.importorskip("torchtitan.models.llama3", exc_type=ImportError)
+    two_ranks.run(trains, False, None, mixed_precision_param="bfloat16")
+
+
+def test_the_head_called_in_chunks(two_ranks):
+    pytest.importorskip("torchtitan.models.llama3", exc_type=ImportError)
+    two_ranks.run(trains, False, None, chunks=2)
+
+
+def heads() -> None:
+    model = sharded(False, None)
+    model.lm_head.set_requires_gradient_sync(False, recurse=False)
+    model.lm_head.set_requires_gradient_sync(True, recurse=False)
+
+
+def test_the_head_has_the_methods(two_ranks):
+    pytest.importorskip("torchtitan.models.llama3", exc_type=ImportError)
+    two_ranks.run(heads)
+
+
+PLAIN = {"tp_enabled": False, "cp_enabled": False, "pp_enabled": False, "ep_enabled": False}
+CONFIGS = {
+    "training": {"enable_cpu_offload": False},
+    "parallelism": {"spmd_backend": "partial_dtensor", "enable_fsdp_symm_mem": False,
+                    "fsdp_reshard_after_forward": "default"},
+    "compile_config": {"enable": True, "components": ["model"], "backend": "inductor"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "where, change, error, match",
+    [
+        ("dims", {"tp_enabled": True, "ep_enabled": True}, NotImplementedError, "tensor.*and expert parallelism"),
+        ("parallelism", {"spmd_backend": "spmd_types"}, NotImplementedError, "use spmd_backend='partial_dtensor'"),
+        ("training", {"enable_cpu_offload": True}, NotImplementedError, "enable_cpu_offload has not been tried"),
+        ("parallelism", {"fsdp_reshard_after_forward": "often"}, ValueError, "default, always or never"),
+        ("compile_config", {"backend": "tvm"}, ValueError, "choose one of inductor"),
+    ],
+)
+def test_what_is_refused(where, change, error, match):
+    dims = SimpleNamespace(**PLAIN | (change if where == "dims" else {}))
+    configs = {name: SimpleNamespace(**values | (change if where == name else {})) for name, values in CONFIGS.items()}
+    refused = functools.partial(parallelize, nn.Linear(2, 2), parallel_dims=dims, ac_config=None, dump_folder="")
+    with pytest.raises(error, match=match):
+        refused(**configs)
