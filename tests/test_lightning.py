@@ -182,7 +182,8 @@ def resumes(folder: str, distributed: bool) -> Any:
     run = trainer(folder, ours(**kept))
     run.fit(first, data())
     path, light = Path(folder, f"{distributed}.ckpt"), Path(folder, f"{distributed}-weights.ckpt")
-    run.save_checkpoint(path)
+    for _ in range(2):  # over itself
+        run.save_checkpoint(path)
     run.save_checkpoint(light, weights_only=True)
     again = trainer(folder, ours(**kept), max_epochs=2)
     with torch.no_grad():

@@ -267,7 +267,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a folder or a file; a folder that is overwritten is no checkpoint until it is complete."""
-        if self.is_global_zero:
+        if self.is_global_zero and self._save_distributed_checkpoint and Path(filepath).is_dir():
             Path(filepath, META).unlink(missing_ok=True)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
