@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -425,3 +426,18 @@ def test_recurrent_layers_list_what_they_have():
     assert not any(r() is not None for r in old)
     assert torch.allclose(layer(x)[0], want)
     assert torch.allclose(copy.deepcopy(layer)(x)[0], want)
+
+
+# processes that do not know of each other
+
+
+def test_processes_without_a_group_are_told_that_they_train_alone(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(UserWarning, match=r"started 2 processes .* trains by itself") as told:
+        mfsdp.fully_shard(MLP())
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mfsdp.fully_shard(MLP(), device="meta")
+        monkeypatch.setenv("WORLD_SIZE", "1")
+        mfsdp.fully_shard(MLP())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copyreg
 import hashlib
 import inspect
+import os
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +35,18 @@ def process_group(name: str) -> dist.ProcessGroup:
 def initialized() -> bool:
     """Whether there is a default group."""
     return dist.is_available() and dist.is_initialized()
+
+
+def told_of_launcher() -> None:
+    """Warns if torchrun has started several processes and there is no default group: each would train by itself."""
+    started = os.environ.get("WORLD_SIZE", "1")
+    if started != "1" and not initialized():
+        warnings.warn(
+            f"mfsdp: a launcher has started {started} processes (WORLD_SIZE), and torch.distributed is not "
+            "initialised: this one shards over itself, and trains by itself. Call "
+            "torch.distributed.init_process_group() before fully_shard.",
+            stacklevel=4,
+        )
 
 
 def world() -> int:

@@ -109,6 +109,8 @@ def axes(mesh: DeviceMesh | None, dp_mesh_dims: Any, device: torch.device) -> Ax
         if dp_mesh_dims is not None:
             raise ValueError(f"dp_mesh_dims={dp_mesh_dims!r} names axes of a mesh: give mesh= too")
         if not groups.initialized():
+            if device.type != "meta":
+                groups.told_of_launcher()
             return Axes(local_mesh(device.type, (1,)), (), (0,))
         mesh = init_device_mesh(device.type, (groups.world(),), mesh_dim_names=("fsdp",))
     if not isinstance(mesh, DeviceMesh):
