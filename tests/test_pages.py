@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -28,7 +28,12 @@ DOCS = ROOT / "docs"
 
 
 def blocks(page: str, kind: str = "python") -> list[str]:
-    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    """What is fenced on a page, README.md or one of docs."""
+    fenced = re.findall(
+        r"^```(\w*)\n(.*?)^```$",
+        (ROOT / page if page == "README.md" else DOCS / page).read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
     return [text for of, text in fenced if of == kind]
 
 
@@ -56,6 +61,47 @@ def execute(page: str, code: str, names: dict[str, Any] | None = None) -> dict[s
     vars(module).update(names or {})
     exec(compile(code, page, "exec"), vars(module))
     return vars(module)
+
+
+# README.md
+
+
+class Said(NamedTuple):
+    loss: torch.Tensor
+
+
+class Llama(nn.Module):
+    """What README.md's script leaves to the reader."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.model = Layers(layers)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Said:
+        return Said(nn.functional.mse_loss(self.model(x), labels))
+
+
+def the_readme(folder: str) -> tuple[float, bool]:
+    """Its last loss, and whether what is loaded in another run is what was saved."""
+    script, load = blocks("README.md")[:2]
+    with here(folder):
+        loader = [{"x": x, "labels": y} for x, y in (microbatches(step)[0] for step in range(3))]
+        names = {"Llama": Llama, "config": 2, "TransformerBlock": Layer, "loader": loader}
+        left = run("README.md", script, names)
+        start = script.index("\nfor batch in loader:")
+        again = run("README.md", script[:start] + "\n" + load, names)
+        want, got = (dict(m["model"].state_dict()) for m in (left, again))
+        moments = [[s["exp_avg"].full_tensor() for s in m["optim"].state.values()] for m in (left, again)]
+        alike = all(torch.equal(want[n].full_tensor(), got[n].full_tensor()) for n in want)
+        return left["loss"].item(), alike and all(map(torch.equal, *moments))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_readme_trains_saves_and_loads(two_ranks, tmp_path):
+    for loss, alike in two_ranks.run(the_readme, str(tmp_path), timeout=200):
+        assert loss < 10 and alike
 
 
 # docs/TUTORIAL.md
@@ -143,9 +189,9 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
