@@ -21,6 +21,7 @@ import mfsdp
 from tests.models import GPT, Block, llama
 from tests.parity import averaged, error, whole
 from tests.ranks import Ranks, collectives_told
+from tests.trainers import environment, fresh_logits, logged, trainer
 
 EAGER = {"lowering": "eager"}
 
@@ -43,25 +44,6 @@ def accelerator(*, plugin: dict[str, Any] | None = None, **kwargs: Any) -> Itera
 
         fields = {"options": EAGER, **(plugin or {})}
         yield accelerate.Accelerator(cpu=True, fsdp_plugin=ShardingPlugin(**fields), **kwargs)
-
-
-@contextmanager
-def environment(**more: str) -> Iterator[None]:
-    """What launchers say to processes; afterwards accelerate has forgotten it."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    before = dict(os.environ)
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
-    os.environ.update({**{k: str(v) for k, v in names.items()}, "ACCELERATE_USE_CPU": "true", **more})
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def data(count: int, size: int = 2, length: int = 8) -> torch.Tensor:
@@ -324,54 +306,6 @@ def test_mixed_precision(ranks):
 
 
 # transformers' Trainer
-
-LOGITS = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()
-if sys.argv[3:]:
-    from peft import PeftModel
-    model = PeftModel.from_pretrained(model, sys.argv[3])
-with torch.no_grad():
-    torch.save(model(torch.arange(12)[None]).logits, sys.argv[2])
-"""
-
-
-def fresh_logits(folder: str | Path, *more: str) -> torch.Tensor:
-    """Of what ``from_pretrained`` reads there, in a process that knows nothing of us."""
-    out = Path(folder, "logits.pt")
-    subprocess.run([sys.executable, "-c", LOGITS, str(folder), str(out), *more], check=True, timeout=120)
-    return torch.load(out)
-
-
-class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Tokens that are their own labels."""
-
-    def __init__(self, count: int):
-        self.rows = torch.randint(67, (count, 8), generator=torch.Generator().manual_seed(3))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[i], "labels": self.rows[i]}
-
-
-def trainer(folder: str, model: nn.Module, **arguments: Any) -> Any:
-    from transformers import Trainer, TrainingArguments
-
-    given = {
-        "per_device_train_batch_size": 2, "max_steps": 3, "gradient_accumulation_steps": 2, "save_steps": 2,
-        "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 1.0, "report_to": [], "use_cpu": True,
-        "disable_tqdm": True, "per_device_eval_batch_size": 2, "logging_nan_inf_filter": False,
-    }  # fmt: skip
-    args = TrainingArguments(folder, **{**given, **arguments})
-    return Trainer(model, args, train_dataset=Rows(24), eval_dataset=Rows(4))
-
-
-def logged(trainer: Any, *names: str) -> list[float]:
-    return [entry[name] for entry in trainer.state.log_history for name in names if name in entry]
-
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -44,10 +43,9 @@ from ..sharding.fsdp2 import policy_of
 from ..sharding.module import FSDPModule
 from ..sharding.shard import fully_shard
 from ..spec.config import MixedPrecisionPolicy, Options
+from . import environment
 
 log = logging.getLogger("mfsdp")
-
-OPTIONS, SHARDING = "MFSDP_OPTIONS", "MFSDP_SHARDING"
 
 
 class ShardingPlugin(FullyShardedDataParallelPlugin):
@@ -89,7 +87,7 @@ def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     """
     inner = unwrapped(model)
     _refuse(accelerator, model)
-    options = _options(accelerator.state.fsdp_plugin)
+    options = environment.options(getattr(accelerator.state.fsdp_plugin, "options", None))
     if not isinstance(inner, FSDPModule):
         _shard(accelerator, inner)
     if inner is model and model._compiled_call_impl is None:
@@ -124,7 +122,7 @@ def _shard(accelerator: Accelerator, model: nn.Module) -> None:
         "device": accelerator.device,
         "sync_module_states": synced,
         **_mesh(accelerator),
-        **_from_environment(SHARDING),
+        **environment.read(environment.SHARDING),
         **(getattr(plugin, "sharding", None) or {}),
     }
     fully_shard(model, **asked)
@@ -213,31 +211,6 @@ def _of_first_rank(accelerator: Accelerator, model: nn.Module) -> bool:
         for held in (module._parameters, module._buffers):
             held.update({name: real(t) for name, t in held.items() if t is not None and t.is_meta})
     return True
-
-
-def _options(plugin: Any) -> dict[str, Any]:
-    """The backend's.
-
-    Raises:
-        ValueError: one that it does not have.
-    """
-    options = {**_from_environment(OPTIONS), **(getattr(plugin, "options", None) or {})}
-    Options.parse(options)
-    return options
-
-
-def _from_environment(name: str) -> dict[str, Any]:
-    """Raises:
-    ValueError: the variable holds no object in JSON.
-    """
-    text = os.environ.get(name) or "{}"
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{name}={text!r}: give an object in JSON, such as {name}='{{\"prefetch\": 2}}'")
-    return found
 
 
 # What is refused
@@ -465,10 +438,11 @@ def _name(optimizer: Any) -> str:
 
 
 def _prepare_alone(own: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.prepare_model``, which refuses to shard, or, for evaluation, does not."""
+    """``Accelerator.prepare_model``, which refuses to shard, or, for evaluation, wraps in nothing."""
     if self.is_fsdp2:
         return self.prepare(model)
-    _not_sharded(model)
+    if not inspect.signature(own).bind(self, model, *args, **kwargs).arguments.get("evaluation_mode"):
+        _not_sharded(model)
     return own(self, model, *args, **kwargs)
 
 

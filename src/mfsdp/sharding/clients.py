@@ -33,11 +33,14 @@ def _over(base: type[nn.Module], name: str, method: Callable[..., Any]) -> Calla
 def save_pretrained(
     model: nn.Module, theirs: Callable[..., Any], folder: Any, *args: Any, state_dict: Any = None, **more: Any
 ) -> Any:
-    """transformers' own, where whole tensors are at hand: given, or on this rank.
+    """transformers' own, where whole tensors are at hand: given, or on this rank; or where it gathers them itself, of
+    models that it has loaded in parts.
 
     Raises:
         NotImplementedError: parameters are cut over ranks, of which it may have been called on one only.
     """
+    if state_dict is None and getattr(model, "is_distributed_loading_by_transformers", False):
+        return theirs(model, folder, *args, **more)
     given = model.state_dict(keep_vars=True) if state_dict is None else state_dict
     whole: dict[str, Any] = {}
     once: dict[int, Any] = {}

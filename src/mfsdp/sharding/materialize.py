@@ -16,6 +16,8 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 
 import torch
 from torch import nn
@@ -26,6 +28,26 @@ from ..state.tensors import carry_attributes
 
 Init = Callable[[nn.Module], object]
 
+_POSTPONED: ContextVar[list[Callable[[], None]] | None] = ContextVar("_POSTPONED", default=None)
+
+
+@contextmanager
+def postponed() -> Iterator[list[Callable[[], None]]]:
+    """Calls of `materialize` in this block are put off, into the list: whoever reads values from files first makes them
+    afterwards, in this order, for what the files have not (`came`).
+    """
+    calls: list[Callable[[], None]] = []
+    token = _POSTPONED.set(calls)
+    try:
+        yield calls
+    finally:
+        _POSTPONED.reset(token)
+
+
+def came(ref: Ref) -> bool:
+    """The parameter's value is there: no initialiser will give it one. Returns whether this was news."""
+    return ref.buffer.weights.born_on_meta.pop(ref.slot, None) is not None
+
 
 def materialize(root: nn.Module, device: torch.device, over: Sequence[str], init_fn: Init | None = None) -> None:
     """Gives values to the sharded parameters and to the buffers of ``root`` that were built on the meta device.
@@ -35,6 +57,9 @@ def materialize(root: nn.Module, device: torch.device, over: Sequence[str], init
     Warns:
         UserWarning: no initialiser has written some tensors; names them. Floating-point ones hold NaN.
     """
+    if (calls := _POSTPONED.get()) is not None:
+        calls.append(partial(materialize, root, device, over, init_fn))
+        return
     modules = list(_children_first(root, set()))
     _forget_what_was_written_since(modules)
     born = {m: None for m in modules if _on_meta(m)}

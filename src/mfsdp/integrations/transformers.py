@@ -1,0 +1,312 @@
+"""transformers' own way of sharding: ``DistributedConfig`` means mfsdp once this is imported.
+
+    import mfsdp.integrations.transformers
+
+    model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(fsdp_size=8))
+
+`from_pretrained` gives a model that is sharded by the plan it has (``fsdp_plan``) and compiled in place. Every rank
+reads the rows that it holds from the files, and of experts that are a tensor each those that it has a part of; only
+what transformers joins or splits while it reads is whole, one parameter at a time. What the files have not is
+initialised as the model says, with the same random numbers on all ranks.
+
+What a configuration has no field for is said by `ShardingConfig`, or by ``MFSDP_OPTIONS`` and ``MFSDP_SHARDING`` in the
+environment (`mfsdp.integrations.environment`).
+
+Everything that is replaced in transformers stands in `_install`, a table, and in `_shard`; tried with 5.23.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers.core_model_loading as loading
+import transformers.distributed.fsdp as theirs
+import transformers.distributed.mixin as mixin
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed import DistributedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from ..runtime import devices, groups, immediate
+from ..sharding import materialize
+from ..sharding.shard import fully_shard
+from ..spec.config import MixedPrecisionPolicy
+from ..state.buffer import Ref, refs
+from ..state.tensors import ShardedDTensor
+from . import environment
+
+PLANNED = ("module", "units", "mesh", "dp_mesh_dims", "device", "reshard_after_forward", "param_init_fn")
+"""Arguments of `fully_shard` that follow from a configuration."""
+
+
+@dataclass(repr=False)
+class ShardingConfig(DistributedConfig):  # type: ignore[misc]
+    """transformers' configuration, with what it has no field for.
+
+    Args:
+        options: of the backend, as in ``torch.compile(..., options=...)``; they come before those of ``MFSDP_OPTIONS``.
+        sharding: arguments of :func:`mfsdp.fully_shard` (``strategy``, ``mp_policy``, ...), which come before those of
+            ``MFSDP_SHARDING``, and both before what follows from the configuration's own fields. What is a unit, and
+            over which ranks, is for its own: ``fsdp_plan``, ``fsdp_size``, ``dp_replicate_size``.
+
+    Raises:
+        ValueError: an option that the backend does not have, an argument that the configuration's own fields say.
+    """
+
+    options: dict[str, Any] | None = None
+    sharding: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        environment.options(self.options)
+        _arguments(self)
+
+
+@dataclass
+class _Reading:
+    """A model between sharding and the end of `from_pretrained`."""
+
+    initialise: list[Callable[[], None]]
+    """What gives values to parameters that the files have not."""
+    unlike: list[str] = field(default_factory=list)
+    """Names of tied parameters that the files have twice, with different values."""
+
+
+# Sharding
+
+
+def _shard(own: Callable[..., Any], model: Any, mesh_manager: Any, fsdp_plan: Any, ep_plan: Any) -> Any:
+    """``apply_fully_sharded_data_parallelism``: what it asks of torch's `fully_shard` is asked of ours.
+
+    Raises:
+        NotImplementedError: a quantised model; what :func:`mfsdp.fully_shard` raises.
+        ValueError: likewise; bad options.
+    """
+    config = getattr(model.config, "distributed_config", None)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise NotImplementedError(
+            f"from_pretrained: {type(model).__name__} is quantised ({model.config.quantization_config}), which mfsdp "
+            "does not shard; leave out quantization_config"
+        )
+    options, more = environment.options(getattr(config, "options", None)), _arguments(config)
+
+    def ours(module: Any, *, mesh: DeviceMesh, **asked: Any) -> Any:
+        dims = {"shard": names[-1], "replicate": names[:-1]} if len(names := mesh.mesh_dim_names or ()) > 1 else None
+        given = {"reshard_after_forward": None, "mp_policy": MixedPrecisionPolicy(main_params_dtype=None), **asked}
+        unit = _with_tied(model, module if isinstance(module, list) else [module])
+        return fully_shard(unit, mesh=mesh, dp_mesh_dims=dims, **{**given, **more})
+
+    model.tie_weights(recompute_mapping=False)  # transformers does it when values are there; by then they are one shard
+    torchs = theirs.fully_shard
+    theirs.fully_shard = ours  # type: ignore[assignment]
+    try:
+        with materialize.postponed() as calls:
+            model = own(model, mesh_manager, fsdp_plan, ep_plan)
+    finally:
+        theirs.fully_shard = torchs
+    model.__dict__["_mfsdp_reading"] = _Reading(calls)
+    model.compile(backend="mfsdp", options=options)
+    return model
+
+
+def _with_tied(model: nn.Module, unit: list[nn.Module]) -> list[nn.Module]:
+    """A unit, and the modules outside of it that have a parameter of it (an embedding, and the head tied to it)."""
+    inside = dict.fromkeys(m for root in unit for m in root.modules())
+    params = {id(p) for m in inside for p in m._parameters.values() if p is not None}
+    tied = [m for m in model.modules() if m not in inside and params & {id(p) for p in m._parameters.values()}]
+    return [*unit, *tied]
+
+
+def _arguments(config: Any) -> dict[str, Any]:
+    """Those of :func:`mfsdp.fully_shard` that a configuration, or the environment, adds.
+
+    Raises:
+        ValueError: one that follows from the configuration's own fields.
+    """
+    found = {**environment.read(environment.SHARDING), **(getattr(config, "sharding", None) or {})}
+    if clash := [name for name in PLANNED if name in found]:
+        raise ValueError(
+            f"sharding={', '.join(clash)}: DistributedConfig's own fields say that: fsdp_plan, fsdp_size, "
+            "dp_replicate_size"
+        )
+    return found
+
+
+# Reading
+
+
+class _Rows:
+    """transformers' ``DtensorShardOperation`` of one of our parameters: what is read of it on this rank."""
+
+    def __init__(self, param: ShardedDTensor):
+        self._shape = tuple(param.shape)
+        self._places = [place for place, _ in _boxes(param)]
+        ends = [(place[0].start, place[0].stop) for place in self._places if place]
+        self._ours = min((e[0] for e in ends), default=0), max((e[1] for e in ends), default=1)
+
+    @property
+    def owned(self) -> range:
+        """Indices of dimension 0 that this rank holds a part of; the first, if it holds nothing."""
+        return range(*self._ours)
+
+    def shard_tensor(self, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: Any = None) -> Any:
+        """What a tensor of a file is for this rank.
+
+        Args:
+            source: the tensor, or a slice of a safetensors file that is read when it is indexed.
+            tensor_idx: its number among those that are joined, or split, to parameters; ``None``: it is the parameter.
+            device, dtype: of what comes back.
+
+        Returns:
+            this rank's elements, 1-D. Of what is joined or split: all of it, or, of the tensors that become dimension
+            0 of the parameter, ``None`` for those that this rank has nothing of. Of a parameter of another shape: a
+            tensor on the meta device, of the shape that the file has.
+        """
+        shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
+        if tensor_idx is not None:
+            apart = len(shape) == len(self._shape) - 1
+            return None if apart and tensor_idx % self._shape[0] not in self.owned else _read(source, (), device, dtype)
+        if shape != self._shape:
+            return torch.empty(shape, dtype=dtype, device="meta")
+        parts = [_read(source, place, device, dtype).reshape(-1) for place in self._places]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
+
+
+def _read(source: Any, place: tuple[slice, ...], device: Any, dtype: Any) -> torch.Tensor:
+    found: torch.Tensor = source[place] if place else source[...]
+    return found.to(device=device, dtype=dtype)
+
+
+def _boxes(param: ShardedDTensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+    """This rank's part of a parameter, box by box: where it lies in the whole, and a view of it, to be written."""
+    for there, _, sizes in param._sharding.boxes():
+        if all(sizes):
+            yield tuple(slice(o, o + n) for o, n in zip(there, sizes, strict=True)), param.chunk_at(there)
+
+
+def _operation(own: Callable[..., Any], param: Any) -> Any:
+    """``DtensorShardOperation``, of either kind."""
+    return _Rows(param) if isinstance(param, ShardedDTensor) else own(param)
+
+
+def _spawn(own: Callable[..., Any], thread_pool: Any, *args: Any, sharding_op: Any = None, **kwargs: Any) -> Any:
+    """``spawn_materialize``: what is joined or split is read when it is its turn, so that it is whole one at a time."""
+    if isinstance(sharding_op, _Rows) and kwargs.get("tensor_idx") is not None:
+        thread_pool = None
+    return own(thread_pool, *args, sharding_op=sharding_op, **kwargs)
+
+
+@torch.no_grad()
+def _set(own: Callable[..., Any], model: Any, name: str, value: torch.Tensor, info: Any, quantizer: Any) -> None:
+    """``set_param_for_module``, in place."""
+    ref = _ref(model, name)
+    if ref is None:
+        own(model, name, value, info, quantizer)
+        return
+    info.missing_keys.discard(name)
+    param = ref.buffer.params[ref.slot]
+    assert isinstance(param, ShardedDTensor)
+    found = _mine(param, value)
+    if found is None:
+        info.mismatched_keys.add((name, value.shape, param.shape))
+        return
+    news = materialize.came(ref)
+    for view, part in zip((view for _, view in _boxes(param)), found, strict=True):
+        if not news and not torch.equal(view, part.view_as(view).to(view)):
+            model.__dict__["_mfsdp_reading"].unlike.append(name)
+        view.copy_(part.view_as(view))
+
+
+def _mine(param: ShardedDTensor, value: torch.Tensor) -> list[torch.Tensor] | None:
+    """This rank's boxes of a parameter, from what `_Rows` has read, joined or split perhaps meanwhile.
+
+    Returns:
+        ``None``: the shape is that of another parameter.
+    """
+    if value.is_meta:
+        return None
+    boxes = list(_boxes(param))
+    if value.shape == param.shape:
+        return [value[place] for place, _ in boxes]
+    if value.dim() == 1 and value.numel() == sum(view.numel() for _, view in boxes):
+        return list(value.split([view.numel() for _, view in boxes]))
+    owned = _Rows(param).owned
+    if value.shape == (len(owned), *param.shape[1:]):
+        return [
+            value[(slice(place[0].start - owned.start, place[0].stop - owned.start), *place[1:])] for place, _ in boxes
+        ]
+    return None
+
+
+def _ref(model: nn.Module, name: str) -> Ref | None:
+    path, _, last = name.rpartition(".")
+    return refs(model.get_submodule(path)).get(last)
+
+
+def _rest(own: Callable[..., Any], self: Any, missing_keys: set[str], *args: Any) -> None:
+    """``PreTrainedModel._move_missing_keys_from_meta_to_device``: what was not in the files is initialised.
+
+    Raises:
+        ValueError: files have different values of tied parameters, or not the same ones on all ranks. On every rank.
+    """
+    reading: _Reading | None = self.__dict__.pop("_mfsdp_reading", None)
+    if reading is None:
+        own(self, missing_keys, *args)
+        return
+    found = {name: ref for name in self.state_dict() if (ref := _ref(self, name)) is not None}
+    lacks = [name for name, ref in found.items() if ref.slot in ref.buffer.weights.born_on_meta]
+    _agree(self, reading, lacks)
+    for name in found.keys() - set(lacks):
+        self.get_parameter(name)._is_hf_initialized = True
+    if lacks:
+        for initialise in reading.initialise:
+            initialise()
+        for name in lacks:
+            self.get_parameter(name)._is_hf_initialized = True
+    else:
+        own(self, missing_keys - found.keys(), *args)
+
+
+def _agree(model: nn.Module, reading: _Reading, lacks: list[str]) -> None:
+    group = groups.default_group()
+    here = torch.tensor([bool(reading.unlike), len(lacks), -len(lacks)], device=devices.collective_device(group))
+    unlike, most, least = immediate.reduced(here, "max", group).tolist()
+    if unlike:
+        said = ", ".join(reading.unlike) or "see the errors of other ranks"
+        raise ValueError(
+            f"from_pretrained: {type(model).__name__} ties parameters of which the files have different values "
+            f"({said}): give config.tie_word_embeddings=False to keep both"
+        )
+    if most != -least:
+        raise ValueError(
+            f"from_pretrained: files of this rank lack {len(lacks)} parameters, those of others up to {most}: give all "
+            "ranks the same files"
+        )
+
+
+def _install() -> None:
+    """Puts ours around transformers' functions, once. Private there; tried with 5.23."""
+    table: list[tuple[Any, str, Callable[..., Any]]] = [
+        (mixin, "apply_fully_sharded_data_parallelism", _shard),
+        (loading, "DtensorShardOperation", _operation),
+        (loading, "spawn_materialize", _spawn),
+        (loading, "set_param_for_module", _set),
+        (PreTrainedModel, "_move_missing_keys_from_meta_to_device", _rest),
+    ]
+    for where, name, around in table:
+        own = getattr(where, name)
+        setattr(where, name, functools.wraps(own)(_first(around, own)))
+
+
+def _first(ours: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        return ours(own, *args, **kwargs)
+
+    return asked
+
+
+_install()
