@@ -414,3 +414,9 @@ def test_bf16_compute_over_fp32_main_weights(two_ranks):
 @pytest.mark.inductor
 def test_bf16_compute_over_fp32_main_weights_inductor(two_ranks):
     assert all(worst < 2e-2 for worst, _ in two_ranks.run(bf16, "inductor", timeout=300))
+
+
+def test_a_program_that_computes_nothing_has_no_body_to_ask():
+    run = torch.compile(lambda x: x[None].transpose(0, 1), backend="mfsdp")
+    with torch.no_grad():
+        assert run(torch.ones(3, 4)).shape == (3, 1, 4)

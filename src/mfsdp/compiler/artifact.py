@@ -65,7 +65,7 @@ class Artifact:
         return self._run(args)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "code" not in self.__dict__:
+        if name.startswith("__") or "code" not in self.__dict__ or not self._bodies:
             raise AttributeError(name)
         return getattr(self._bodies[0], name)
 
