@@ -92,6 +92,7 @@ def loaded_and_trained(folder: str, config: dict[str, Any], tp: int = 1) -> dict
         model = sharded(folder, config)
     finally:
         ours._read = own
+    torch._dynamo.utils.counters.clear()
     reference = unsharded(folder)
     out: dict[str, Any] = {"differ": differ(model, reference), "units": units(model), "read": read[0]}
     out["numel"] = sum(p.numel() for p in reference.parameters())
@@ -106,6 +107,7 @@ def loaded_and_trained(folder: str, config: dict[str, Any], tp: int = 1) -> dict
             optimizer.step()
             optimizer.zero_grad()
         out["loss"] = error(*losses)
+    out["breaks"] = dict(torch._dynamo.utils.counters["graph_break"])
     theirs = dict(reference.named_parameters())
     out["trained"] = max(error(whole(p.detach()), theirs[n].detach()) for n, p in model.named_parameters())
     model.save_pretrained(folder + "-trained")
@@ -126,6 +128,7 @@ def test_every_rank_reads_its_rows_and_trains_them(ranks, tmp_path, kind):
     found = ranks.run(loaded_and_trained, folder, {}, timeout=200)
     for seen in found:
         assert not seen["differ"] and seen["loss"] < 1e-5 and seen["trained"] < 1e-4, seen
+        assert seen["breaks"] == {}
         assert "model.layers.0" in seen["units"] and "model.layers.1" in seen["units"]
     read, numel = sum(seen["read"] for seen in found), found[0]["numel"]
     assert read == numel if kind != "mixtral" else numel <= read < 1.3 * numel  # an expert may be cut in two

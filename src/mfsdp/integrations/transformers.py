@@ -18,6 +18,7 @@ Everything that is replaced in transformers stands in `_install`, a table, and i
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..runtime import devices, groups, immediate
 from ..sharding import materialize
+from ..sharding.module import FSDPModule
 from ..sharding.shard import fully_shard
 from ..spec.config import MixedPrecisionPolicy
 from ..state.buffer import Ref, refs
@@ -108,9 +110,18 @@ def _shard(own: Callable[..., Any], model: Any, mesh_manager: Any, fsdp_plan: An
             model = own(model, mesh_manager, fsdp_plan, ep_plan)
     finally:
         theirs.fully_shard = torchs
+    del model._is_fsdp_managed_module  # Dynamo does not trace what has it; see `_managed`
     model.__dict__["_mfsdp_reading"] = _Reading(calls)
     model.compile(backend="mfsdp", options=options)
     return model
+
+
+def _managed(own: Callable[..., Any], module: Any) -> bool:
+    """``is_fsdp_managed_module``: whether ranks have to go on together (``generate``), and hold gradients back by the
+    model's own methods (Trainer).
+    """
+    loaded = getattr(module, "is_distributed_loading_by_transformers", False) and isinstance(module, FSDPModule)
+    return bool(loaded or own(module))
 
 
 def _with_tied(model: nn.Module, unit: list[nn.Module]) -> list[nn.Module]:
@@ -297,6 +308,10 @@ def _install() -> None:
         (loading, "set_param_for_module", _set),
         (PreTrainedModel, "_move_missing_keys_from_meta_to_device", _rest),
     ]
+    managed = theirs.is_fsdp_managed_module
+    for module in [m for name, m in sys.modules.items() if name.startswith("transformers.")]:
+        if module.__dict__.get("is_fsdp_managed_module") is managed:  # also those that have it by name
+            table.append((module, "is_fsdp_managed_module", _managed))
     for where, name, around in table:
         own = getattr(where, name)
         setattr(where, name, functools.wraps(own)(_first(around, own)))
