@@ -468,7 +468,9 @@ def test_compiled_and_sharded_before(ranks):
 def refused() -> dict[str, str]:
     """What is said, by what was done."""
     import accelerate
-    from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import AORecipeKwargs, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+    from torch.distributed.fsdp import fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     from mfsdp.integrations.accelerate import ShardingPlugin
@@ -499,6 +501,8 @@ def refused() -> dict[str, str]:
         ("no blocks", {"activation_checkpointing": True}, {}),
         ("offloaded", {"activation_checkpointing": True, "activation_checkpointing_offload": True}, {}),
         ("argument", {"sharding": {"strategy": 7}}, {}),
+        ("fp8", {}, {"mixed_precision": "fp8", "kwargs_handlers": [AORecipeKwargs()]}),
+        ("cp", {}, {"parallelism_config": ParallelismConfig(cp_size=2)}),
     ):
         with told(name), accelerator(plugin=fields, **more) as acc:
             model = Model()
@@ -519,6 +523,8 @@ def refused() -> dict[str, str]:
             model = Model()
             model.compile(backend="inductor")
             acc.prepare(model)
+        with told("torch's"):
+            acc.prepare(fully_shard(Model()))
         with told("ddp"):
             acc.prepare(nn.parallel.DistributedDataParallel(Model()))
         with told("late"):
@@ -558,7 +564,8 @@ def test_what_cannot_be_right_is_refused(ranks):
         "inductor": "compiled by 'inductor'", "in place": "compiled by 'inductor'", "ddp": "model.module",
         "late": "Give both to one call", "not its own": "in no prepared model", "more": "has to be a part of the model",
         "stepped": "before the first step", "two": "Only one model", "without": "fsdp_version=2",
-        "without, alone": "fsdp_version=2",
+        "without, alone": "fsdp_version=2", "fp8": "travel in FP8 by themselves",
+        "cp": "with cp is not supported", "torch's": "leave that out, or call mfsdp.fully_shard",
     }  # fmt: skip
     for said in ranks.run(refused):
         missing = {name: said[name] for name, words in wanted.items() if words not in said[name]}

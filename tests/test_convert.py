@@ -18,6 +18,7 @@ from torch import nn
 
 import mfsdp
 from examples.bench.bench import peak_of
+from mfsdp.checkpoints import files
 from mfsdp.checkpoints.files import INDEX
 from mfsdp.command import main as command
 from tests.models import MLP, llama
@@ -57,8 +58,8 @@ def test_there_and_back(two_ranks, tmp_path, capsys, tied, limit):
     tie = ["--tied", "lm_head.weight=model.embed_tokens.weight"] if tied else []
     out = [str(tmp_path / "first"), str(tmp_path / "hf"), "--max-file-bytes", str(limit), "--config", str(config)]
     assert command.main(["convert", *out, *tie]) == 0
-    files = {f.name for f in (tmp_path / "hf").iterdir()}
-    assert (INDEX in files) == (limit == 20_000) and "config.json" in files
+    there = {f.name for f in (tmp_path / "hf").iterdir()}
+    assert (INDEX in there) == (limit == 20_000) and "config.json" in there
     shown = capsys.readouterr()
     assert f"{len(weights) - tied} tensors in" in shown.out and "100%" in shown.err
     model, found = type(llama()).from_pretrained(tmp_path / "hf", output_loading_info=True)
@@ -226,3 +227,102 @@ def test_fsdp2_and_hugging_face(two_ranks, four_ranks, tmp_path):
         (tmp_path / name).mkdir()
         assert not any(ranks.run(of_fsdp2, str(tmp_path / name)))
         assert json.loads((tmp_path / name / "ours" / "config.json").read_text())["model_type"] == "llama"
+
+
+@pytest.fixture(scope="module")
+def of_megatron_core(tmp_path_factory) -> Path:
+    pytest.importorskip("megatron.core")
+    folder = tmp_path_factory.mktemp("megatron")
+    script = Path(__file__).with_name("megatron_core.py")
+    run = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+        str(folder),
+    ]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def gated(name: str) -> bool:
+    return name.endswith(("linear_fc1.weight", "linear_fc1.bias"))
+
+
+def on_one_rank(name: str, of_ranks: list[torch.Tensor]) -> torch.Tensor:
+    """Megatron-Core's split of a weight over tensor parallel ranks, undone."""
+    if gated(name):  # each rank has a part of both halves
+        return torch.cat([part.chunk(2)[half] for half in (0, 1) for part in of_ranks])
+    if "linear_qkv" in name or "word_embeddings" in name or "output_layer" in name:
+        return torch.cat(of_ranks)
+    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+        return torch.cat(of_ranks, dim=1)
+    return of_ranks[0]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["stacked", "single"])
+def test_megatron_core_torch_dist(of_megatron_core, tmp_path, capsys, kind):
+    """Names and values are those of its model, however many layers share a tensor, whoever held which part."""
+    states = [torch.load(of_megatron_core / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+    weights = {n: on_one_rank(n, [s[n] for s in states]) for n, t in states[0].items() if isinstance(t, torch.Tensor)}
+    source = of_megatron_core / kind
+    norms = ["--rename", "self_attention.linear_qkv.layer_norm_=input_layernorm.",
+             "--rename", "mlp.linear_fc1.layer_norm_=pre_mlp_layernorm."]  # fmt: skip
+    assert command.main(["convert", str(source), str(tmp_path / "a"), "--max-file-bytes", "2000", *norms]) == 0
+    assert f"{len(weights)} tensors in" in capsys.readouterr().out and len(weights) == 29
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 3
+    assert same(read(tmp_path / "a"), weights)
+    mfsdp.convert(source, tmp_path / "all")
+    mfsdp.convert(source / "iter_0000007", tmp_path / "b", key="optimizer.state.exp_avg")
+    moments = read(tmp_path / "b")
+    assert moments.keys() == {n for n in read(tmp_path / "all") if not gated(n)}
+    assert all((t == 1).all() for t in moments.values())
+    (source / "latest_checkpointed_iteration.txt").write_text("8")
+    with pytest.raises(FileNotFoundError, match="iteration.txt names iter_0000008, which is not there"):
+        mfsdp.convert(source, tmp_path / "c")
+    (source / "latest_checkpointed_iteration.txt").write_text("../8")
+    with pytest.raises(ValueError, match="holds '../8', not the number of an iteration"):
+        mfsdp.convert(source, tmp_path / "c")
+    (source / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def read(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: files.opened(e.file).get_tensor(e.name) for n, e in files.entries(folder).items()}
+
+
+def test_megatron_core_fsdp_dtensor(tmp_path):
+    """It writes a gated first layer in two, next to weights that may be called so for other reasons."""
+    w, v, other = torch.rand(6, 4), torch.rand(6, 4), torch.rand(3, 4)
+    layer = "module.decoder.layers.0.mlp."
+    model = {
+        f"{layer}experts.linear_fc1.weight3_w": w,
+        f"{layer}experts.linear_fc1.weight3_v": v,
+        f"{layer}linear_fc1.bias_w": w[:, 0].clone(),
+        f"{layer}linear_fc1.bias_v": v[:, 0].clone(),
+        f"{layer}linear_fc1.weight_w": w,  # half of nothing
+        f"{layer}gate_w": other,
+    }
+    dcp.save({"model": model}, checkpoint_id=tmp_path / "a", no_dist=True)
+    mfsdp.convert(tmp_path / "a", tmp_path / "b", rename=lambda name: name.removeprefix("module.decoder.layers.0.mlp."))
+    bias = torch.cat([w[:, 0], v[:, 0]])
+    expected = {"experts.linear_fc1.weight3": torch.cat([w, v]), "linear_fc1.bias": bias, "gate_w": other}
+    assert same(read(tmp_path / "b"), expected | {"linear_fc1.weight_w": w})
+
+
+def test_megatron_core_refusals(tmp_path):
+    weights = {"decoder.layers.a": torch.rand(2, 3), "decoder.layers.b": torch.rand(3)}
+    dcp.save(weights, checkpoint_id=tmp_path / "a", no_dist=True)
+    config = tmp_path / "a" / "metadata.json"
+    config.write_text('{"sharded_backend": "torch_dist"}')
+    with pytest.raises(ValueError, match=r"decoder.layers.b of shape \[3\] is not one part for each of 2 layers"):
+        mfsdp.convert(tmp_path / "a", tmp_path / "b")
+    config.write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(ValueError, match="in its format 'zarr', which is not read here; load it"):
+        mfsdp.convert(tmp_path / "a", tmp_path / "b")
+    config.write_text('["some other file"]')
+    mfsdp.convert(tmp_path / "a", tmp_path / "b", key="")
+    assert same(read(tmp_path / "b"), weights)

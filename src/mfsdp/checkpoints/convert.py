@@ -13,9 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..state.names import original
-from . import files
+from . import files, megatron
 from .checkpoint import MANIFEST, CheckpointError, Checkpoints, cause_of, faults_of, inner
 
 
@@ -23,7 +25,7 @@ def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
-    key: str = "model",
+    key: str | None = None,
     rename: Callable[[str], str] | None = None,
     tied: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
@@ -38,9 +40,12 @@ def convert(
 
     Args:
         source: a folder of `torch.distributed.checkpoint`, of :class:`Checkpoints` (the newest is taken), or with
-            ``.safetensors`` files; or one such file. Checkpoints with a manifest are checked first.
+            ``.safetensors`` files; or one such file. Checkpoints with a manifest are checked first. Megatron-Core's
+            ("torch_dist" and "fsdp_dtensor") are read too, also the newest of its run's folder; tensors that hold all
+            layers are written layer by layer, the two halves of a gated ``linear_fc1`` as one.
         target: a folder that is not there yet, or is empty; it is there when all of it is.
         key: where in the checkpoint the model is: ``{"model": model.state_dict()}``. ``""``: it is the whole.
+            ``None``: "model", and in "torch_dist" all but the optimizer's.
         rename: gives the name of a tensor in the target for that in the source; what torch.compile's wrapper puts into
             names, ``_orig_mod``, is left out by itself.
         tied: names (the source's) and the tensors that they only are other names of: left out of safetensors files,
@@ -57,7 +62,7 @@ def convert(
         FileNotFoundError: there is no source.
         FileExistsError: there is something at ``target``.
         ValueError: nothing is found under ``key``, ``rename`` gives two tensors one name, a safetensors file or a
-            name in ``tied`` is wrong.
+            name in ``tied`` is wrong, the checkpoint is Megatron-Core's in another format.
         CheckpointError: the source is damaged, or the target could not be written; nothing is left of it.
     """
     source, target = Path(source), Path(target)
@@ -80,7 +85,7 @@ def convert(
             if config is not None:
                 shutil.copyfile(config, aside / "config.json")
         else:
-            names = _to_checkpoint(source, aside, key, rename, tied or {}, dtype, progress)
+            names = _to_checkpoint(source, aside, "model" if key is None else key, rename, tied or {}, dtype, progress)
         for file in (*aside.iterdir(), aside):
             files.sync(file)
         if target.exists():
@@ -100,7 +105,9 @@ def convert(
 def _checkpoint(source: Path) -> Path | None:
     """The folder of torch.distributed.checkpoint that is meant, ``None`` if it is no such thing."""
     steps = Checkpoints(source).steps()
-    folder = Checkpoints(source).path(steps[-1]) if steps else source
+    folder = Checkpoints(source).path(steps[-1]) if steps else megatron.newest(source) or source
+    if not folder.exists():
+        raise FileNotFoundError(f"convert: {source / megatron.NEWEST} names {folder.name}, which is not there")
     if (folder / MANIFEST).is_file():
         faults = faults_of(folder)
         if faults:
@@ -128,40 +135,48 @@ def _cast(old: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and old.is_floating_point else old
 
 
+def _stored(source: Path, key: str | None) -> dict[str, megatron.Stored]:
+    """The model's tensors in the checkpoint ``source``, by the names that they have without ``key``."""
+    everything = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+    tensors = {name: entry for name, entry in everything.items() if isinstance(entry, TensorStorageMetadata)}
+    stacked = megatron.is_torch_dist(source)
+    if stacked and key is None:
+        tensors, key = megatron.without_optimizer(tensors), ""
+    key = "model" if key is None else key
+    prefix = f"{key}." if key else ""
+    there = {
+        name.removeprefix(prefix): megatron.as_it_is(name, entry)
+        for name, entry in tensors.items()
+        if name.startswith(prefix)
+    }
+    if not there:
+        keys = sorted({name.split(".")[0] for name in everything})
+        raise ValueError(f"convert: no tensors under {key!r} in {source}; there are {files.some(keys)}")
+    return megatron.layer_by_layer(there) if stacked else megatron.joined(there)
+
+
 def _to_safetensors(
     source: Path,
     folder: Path,
-    key: str,
+    key: str | None,
     rename: Callable[[str], str] | None,
     tied: Mapping[str, str],
     dtype: torch.dtype | None,
     limit: int,
     progress: Callable[[int, int], object] | None,
 ) -> list[str]:
-    everything = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
-    prefix = f"{key}." if key else ""
-    there = {
-        name.removeprefix(prefix): entry
-        for name, entry in everything.items()
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
-    if not there:
-        keys = sorted({name.split(".")[0] for name in everything})
-        raise ValueError(f"convert: no tensors under {key!r} in {source}; there are {files.some(keys)}")
+    there = _stored(source, key)
     names = _names(there, rename, tied, both=False)
-    sizes = {
-        n: there[old].size.numel() * _cast(there[old].properties.dtype, dtype).itemsize for n, old in names.items()
-    }
+    sizes = {n: there[old].shape.numel() * _cast(there[old].dtype, dtype).itemsize for n, old in names.items()}
     plan = files.split(sizes, limit)
-    total = sum(there[old].size.numel() * there[old].properties.dtype.itemsize for old in names.values())
-    count = _Counting(total, progress)
+    count = _Counting(sum(there[old].nbytes for old in names.values()), progress)
     for file, inside in plan.items():
-        tensors = {n: torch.empty(there[names[n]].size, dtype=there[names[n]].properties.dtype) for n in inside}
+        tensors = {n: torch.empty(there[names[n]].shape, dtype=there[names[n]].dtype) for n in inside}
         with _quietly():
             dcp.load(
-                {prefix + names[n]: t for n, t in tensors.items()},
+                {},
                 storage_reader=dcp.FileSystemReader(source),
-                planner=_Loading(count),
+                planner=_Loading({n: (there[names[n]], t) for n, t in tensors.items()}, count),
                 no_dist=True,
             )
         for name in inside:
@@ -210,9 +225,25 @@ class _Counting:
 
 
 class _Loading(DefaultLoadPlanner):
-    def __init__(self, count: _Counting):
+    """Reads boxes of what is stored, whatever state there is to load."""
+
+    def __init__(self, wanted: Mapping[str, tuple[megatron.Stored, torch.Tensor]], count: _Counting):
         super().__init__()
-        self.count = count
+        self.wanted, self.count = wanted, count
+        self.targets: dict[MetadataIndex, torch.Tensor] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items = []
+        for stored, tensor in self.wanted.values():
+            for name, box, view in stored.views(tensor):
+                entry: Any = self.metadata.state_dict_metadata[name]
+                items += create_read_items_for_chunk_list(name, entry, [box])
+                self.targets[MetadataIndex(name, box.offsets)] = view
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.targets[index]
 
     def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
         self.count.add(tensor.nbytes)

@@ -1,0 +1,123 @@
+"""Megatron-Core's checkpoints, by name: what it stacks, splits, and puts beside the model."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+
+NEWEST = "latest_checkpointed_iteration.txt"
+CONFIG = "metadata.json"
+
+_STACKED = re.compile(r"(?P<before>(?:.*\.)?layers)\.(?P<after>(?!\d+\.).+)")
+_GATE = re.compile(r"(?P<whole>(?:.*\.)?linear_fc1\.(?:weight|bias)\d*)_w")
+_BESIDE = re.compile(r"(chained_\d+\.)?optimizer\.")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as a checkpoint holds it: boxes of tensors in the file, one behind the other along dimension 0."""
+
+    boxes: tuple[tuple[str, ChunkStorageMetadata], ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def views(self, tensor: torch.Tensor) -> Iterator[tuple[str, ChunkStorageMetadata, torch.Tensor]]:
+        """Each box, and the part of ``tensor`` (contiguous, of `shape`) that it goes to."""
+        at = 0
+        for name, box in self.boxes:
+            size = box.sizes.numel()
+            yield name, box, tensor.view(-1)[at : at + size].view(box.sizes)
+            at += size
+
+
+def as_it_is(name: str, entry: TensorStorageMetadata) -> Stored:
+    box = ChunkStorageMetadata(torch.Size([0] * len(entry.size)), entry.size)
+    return Stored(((name, box),), entry.size, entry.properties.dtype)
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint of a run's folder, by the file that Megatron-LM keeps there; ``None`` without such a file.
+
+    Raises:
+        ValueError: there is something else in that file.
+    """
+    if not (folder / NEWEST).is_file():
+        return None
+    said = (folder / NEWEST).read_text().strip()
+    if said != "release" and not said.isdecimal():
+        raise ValueError(f"convert: {folder / NEWEST} holds {said[:40]!r}, not the number of an iteration")
+    return folder / (said if said == "release" else f"iter_{int(said):07d}")
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether Megatron-Core's ``dist_checkpointing`` has written ``folder``, in its format "torch_dist".
+
+    Raises:
+        ValueError: it has, in another one ("zarr").
+    """
+    try:
+        said = json.loads((folder / CONFIG).read_text())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    written = said.get("sharded_backend") if isinstance(said, dict) else None
+    if written not in (None, "torch_dist"):
+        raise ValueError(f"convert: {folder} is a checkpoint of Megatron-Core in its format {written!r}, which is not "
+                         "read here; load it with Megatron-Core and save it with --ckpt-format torch_dist")  # fmt: skip
+    return written is not None
+
+
+def without_optimizer(entries: Mapping[str, TensorStorageMetadata]) -> dict[str, TensorStorageMetadata]:
+    """Of a "torch_dist" checkpoint's tensors those of the model, which stand at the top beside the optimizer's."""
+    return {name: entry for name, entry in entries.items() if not _BESIDE.match(name)}
+
+
+def layer_by_layer(entries: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Tensors of all layers in one, ``decoder.layers.mlp.weight`` of shape ``[layers, ...]``, one by one:
+    ``decoder.layers.0.mlp.weight`` of shape ``[...]`` and so on.
+
+    Raises:
+        ValueError: they are of different numbers of layers.
+    """
+    out: dict[str, Stored] = {}
+    counts: dict[str, int] = {}
+    for name, stored in entries.items():
+        found = _STACKED.fullmatch(name)
+        if found is None:
+            out[name] = stored
+            continue
+        layers = stored.shape[0] if stored.shape else 0
+        if counts.setdefault(found["before"], layers) != layers or not layers:
+            raise ValueError(f"convert: {name} of shape {list(stored.shape)} is not one part for each of "
+                             f"{counts[found['before']]} layers")  # fmt: skip
+        ((inside, box),) = stored.boxes
+        for i in range(layers):
+            part = ChunkStorageMetadata(
+                torch.Size([box.offsets[0] + i, *box.offsets[1:]]), torch.Size([1, *box.sizes[1:]])
+            )
+            named = f"{found['before']}.{i}.{found['after']}"
+            out[named] = Stored(((inside, part),), stored.shape[1:], stored.dtype)
+    return out
+
+
+def joined(entries: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The two halves of a gated ``linear_fc1`` that "fsdp_dtensor" writes, ``weight_w`` and ``weight_v``, as one."""
+    out = dict(entries)
+    for name, w in entries.items():
+        found = _GATE.fullmatch(name)
+        if found is None or found["whole"] in entries:
+            continue
+        v = entries.get(f"{found['whole']}_v")
+        if v is not None and (w.shape, w.dtype) == (v.shape, v.dtype):
+            del out[name], out[f"{found['whole']}_v"]
+            out[found["whole"]] = Stored(w.boxes + v.boxes, torch.Size([2 * w.shape[0], *w.shape[1:]]), w.dtype)
+    return out
