@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mfsdp
@@ -365,3 +367,37 @@ def test_what_was_loaded_between_two_calls_is_real(how):
     mfsdp.fully_shard(model, device="cpu")
     assert all((p.full_tensor() == 3).all() for p in block.parameters())
     assert other[1].weight.full_tensor().std() < 0.03, "initialised by the root"
+
+
+class Rotary(nn.Module):
+    """A buffer that is computed, as rotary positions are, beside weights that are initialised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.register_buffer("cache", torch.zeros(4, 6), persistent=False)
+
+    def reset_parameters(self) -> None:
+        values = torch.arange(24.0).view(4, 6)
+        if isinstance(self.cache, DTensor):
+            values = distribute_tensor(values, self.cache.device_mesh, self.cache.placements)
+        with torch.no_grad():
+            self.cache.copy_(values)
+
+
+def a_laid_out_buffer() -> Any:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    with torch.device("meta"):
+        model = Rotary()
+    model.cache = distribute_tensor(model.cache, mesh["tp"], [Shard(1)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mfsdp.fully_shard(model, mesh=mesh["dp_shard"])
+    cache = model.cache
+    assert isinstance(cache, DTensor) and cache.placements == (Shard(1),) and cache.to_local().shape == (4, 3)
+    return cache.full_tensor().tolist()
+
+
+@pytest.mark.dist
+def test_buffers_keep_their_layout(two_ranks):
+    assert two_ranks.run(a_laid_out_buffer) == [torch.arange(24.0).view(4, 6).tolist()] * 2

@@ -35,24 +35,29 @@ def parallelize(
 ) -> nn.Module:
     """Shards and compiles one of torchtitan's decoders: a unit for each layer, one for norm and head, the rest.
 
-    Activation checkpointing is torchtitan's own. The model is one compiled graph, not one for each layer:
-    ``--compile.enable`` has its stretches of compute compiled by Inductor; without it the same graph runs ATen kernels.
+    Tensor and sequence parallelism and activation checkpointing are torchtitan's own. The model is one compiled graph,
+    not one for each layer: ``--compile.enable`` has its stretches of compute compiled by Inductor; without it the same
+    graph runs ATen kernels.
 
     Args:
         model: on the meta device, or not; ``to_empty`` and ``init_weights`` come later.
         parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: torchtitan's. Used of them:
-            ``dp_shard`` and ``dp_replicate``, the dtypes of mixed precision, ``fsdp_reshard_after_forward``, whether
-            and by what to compile.
+            ``dp_shard``, ``dp_replicate`` and ``tp``, the dtypes of mixed precision,
+            ``fsdp_reshard_after_forward``, whether and by what to compile.
         options: of the backend, as ``functools.partial(parallelize, options=...)`` gives them.
 
     Raises:
-        NotImplementedError: tensor, context, pipeline or expert parallelism, another ``spmd_backend`` than
+        NotImplementedError: context, pipeline or expert parallelism, another ``spmd_backend`` than
             ``"partial_dtensor"``, CPU offload, symmetric memory: not tried with mfsdp, each named.
         ValueError: a compile backend or a reshard policy that means nothing here; what `mfsdp.fully_shard` refuses.
     """
     _tried(parallel_dims, training, parallelism)
     reshard = _reshards(parallelism.fsdp_reshard_after_forward)
     lowering = _lowering(compile_config)
+    if parallel_dims.tp_enabled:
+        model.parallelize(parallel_dims)  # type: ignore[operator]
+        if model.enable_weight_tying:  # each module's parameters became new ones
+            model.tok_embeddings.weight = model.lm_head.weight  # type: ignore[union-attr,assignment]
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     names = ["dp_replicate", "fsdp"] if parallel_dims.dp_replicate_enabled else ["fsdp"]
@@ -82,7 +87,6 @@ def _tried(parallel_dims: Any, training: Any, parallelism: Any) -> None:
         NotImplementedError: something is asked for that is not.
     """
     asked = {
-        "tensor parallelism": parallel_dims.tp_enabled,
         "context parallelism": parallel_dims.cp_enabled,
         "pipeline parallelism": parallel_dims.pp_enabled,
         "expert parallelism": parallel_dims.ep_enabled,
@@ -94,7 +98,8 @@ def _tried(parallel_dims: Any, training: Any, parallelism: Any) -> None:
     if found:
         raise NotImplementedError(
             f"mfsdp.integrations.torchtitan with {' and '.join(found)} has not been tried: use spmd_backend="
-            "'partial_dtensor' with data_parallel_shard_degree and data_parallel_replicate_degree only, or "
+            "'partial_dtensor' with data_parallel_shard_degree, data_parallel_replicate_degree and "
+            "tensor_parallel_degree only, or "
             "torchtitan's own parallelize_fn"
         )
 

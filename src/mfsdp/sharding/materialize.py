@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..runtime import groups
 from ..state.buffer import FlatBuffer, Ref, refs
@@ -162,7 +163,7 @@ def _from_meta(ref: Ref) -> bool:
 def _buffers_from_meta(born: Iterable[nn.Module], device: torch.device) -> Iterator[list[tuple[nn.Module, str]]]:
     """Allocates buffers that are on the meta device, tied ones once, and names them; takes it back on an exception."""
     places = [(m, name, b) for m in born for name, b in m._buffers.items() if b is not None and b.is_meta]
-    new = {old: _blank(old.shape, old.dtype, device) for _, _, old in places}
+    new = {old: _blank_like(old, device) for _, _, old in places}
     for m, name, old in places:
         m._buffers[name] = new[old]
     try:
@@ -203,7 +204,18 @@ def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch
     return torch.full(shape, low, dtype=dtype, device=device)
 
 
+def _blank_like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """One for a buffer; for a DTensor, laid out as it is."""
+    if not isinstance(buffer, DTensor):
+        return _blank(buffer.shape, buffer.dtype, device)
+    local = _blank(buffer.to_local().shape, buffer.dtype, device)
+    layout = (buffer.device_mesh, buffer.placements)
+    return DTensor.from_local(local, *layout, run_check=False, shape=buffer.shape, stride=buffer.stride())
+
+
 def _untouched(tensor: torch.Tensor | None) -> bool:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
     if tensor is None or tensor.numel() == 0 or tensor.dtype is torch.bool:
         return False
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
