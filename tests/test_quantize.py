@@ -333,6 +333,52 @@ def torchao_trained(recipe: str, backend: str) -> list[torch.Tensor]:
     return [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
 
 
+def tensor_parallel_alike(recipe: str, plan: str, dump: str) -> None:
+    """Two by two, with the pass and without, and beside a whole model."""
+    from torch.distributed.tensor import parallel
+    from torchao.float8 import float8_tensor_parallel
+
+    styles = float8_tensor_parallel if plan else parallel
+    columns, rows = getattr(styles, f"{plan}ColwiseParallel"), getattr(styles, f"{plan}RowwiseParallel")
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    losses: list[list[float]] = []
+    for how in ("on", "off", "whole"):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model: Any = torchao_model(recipe)
+        run = model
+        if how != "whole":
+            parallel.parallelize_module(model, mesh["tp"], {"0.1": columns(), "0.3": rows()})
+            mfsdp.fully_shard(model, units=["0"], mesh=mesh["dp_shard"])
+            options = {"lowering": "eager", "quantize": how == "on", "dump": f"{dump}/{how}"}
+            run = torch.compile(model, backend="mfsdp", options=options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([])
+        for step in range(3):
+            inputs = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(step)).to(**BF16)
+            outs = [run(inputs[mesh["dp_shard"].get_local_rank()])] if how != "whole" else [model(x) for x in inputs]
+            each = [out.float().square().mean() for out in outs]
+            losses[-1].append(each[mesh["dp_shard"].get_local_rank() if how == "whole" else 0].item())
+            (sum(each) / len(each)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert losses[0] == losses[1]
+    torch.testing.assert_close(losses[0], losses[2], rtol=0.02, atol=0)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "plan"), [("tensorwise", ""), ("tensorwise", "Float8"), ("rowwise", "")])
+def test_torchao_beside_tensor_parallelism(four_ranks, tmp_path, recipe, plan):
+    """A scale of the whole weight: its maxima go over data-parallel ranks, and by DTensor over tensor-parallel ones."""
+    pytest.importorskip("torchao")
+    four_ranks.run(tensor_parallel_alike, recipe, plan, str(tmp_path))
+    listings = [path.read_text() for path in tmp_path.glob("on/*.quantize.txt")]
+    assert len(listings) == 2 and all("2 units in one byte per element" in text for text in listings)
+    scales = [line for text in listings for line in text.splitlines() if "max, tp" in line and "f64[]" in line]
+    assert bool(scales) is (recipe == "tensorwise")
+
+
 def torchao_alike(recipe: str) -> int:
     on, off, fsdp2 = (torchao_trained(recipe, backend) for backend in ("on", "off", "fsdp2"))
     for a, b, c in zip(on, off, fsdp2, strict=True):
