@@ -103,6 +103,8 @@ class Loopback(Mirror):
     def sever(self) -> None:
         pass
 
+    abort = sever
+
 
 @dataclass
 class Agreed:

@@ -142,6 +142,10 @@ def _frozen(body: CompiledFxGraph) -> CompiledFxGraph:
     return out
 
 
+OF_THE_RUN: dict[str, Any] = {"passes": None, "patience": None, "on_stall": "report"}
+"""Options that a program does not hang on; passes are told apart from them."""
+
+
 def key_of(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule, decide: Any = None) -> str:
     """What decides what the backend makes of a graph and is not in torch's own key; ``""``: not to be cached.
     ``decide``: what decides how far to prefetch, and says all that it goes by.
@@ -154,7 +158,7 @@ def key_of(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule
         return ""
     axes = sorted({name for unit in capture.units for name in unit.spec.groups if name})
     facts = (
-        sources(), platform.python_version(), replace(options, passes=None), rows, groups.world(),
+        sources(), platform.python_version(), replace(options, **OF_THE_RUN), rows, groups.world(),
         [groups.axis_of(name) for name in axes], capture.name, capture.inputs, capture.input_names,
         sorted(capture.shards.items()), sorted(capture.whole), sorted(capture.plain.items(), key=lambda item: item[0]),
         decide,

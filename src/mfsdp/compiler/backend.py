@@ -20,7 +20,7 @@ from ..graph.roles import Kind, role
 from ..reports import dump
 from ..reports.dump import Dump
 from ..reports.profile import outline
-from ..runtime import groups, programs
+from ..runtime import groups, programs, watch
 from ..runtime.ahead import First
 from ..sharding import writes
 from ..spec.config import Options
@@ -72,6 +72,7 @@ def mfsdp(
         _no_pieces(example_inputs, names)
     except (ValueError, TypeError, RuntimeError) as error:
         return _raise(error)
+    watch.settle(chosen.patience, chosen.on_stall == "raise", chosen.folder)
     capture = Capture(example_inputs, names)
     if not capture.shards:
         _tell_unsharded(capture, example_inputs)

@@ -57,6 +57,11 @@ class Outline:
         """Names of what sharding does, in order, with the unit's path: ``all_gather layers.3``."""
         return [f"{x.operation} {x.unit}" for x in self.lines if x.operation]
 
+    @property
+    def texts(self) -> list[str]:
+        """Their lines in the listing."""
+        return [f"{x.name} = {x.text}" for x in self.lines if x.operation]
+
 
 def outline(program: Program) -> Outline:
     """The outline of a program that is about to be lowered."""

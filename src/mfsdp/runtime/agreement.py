@@ -107,6 +107,9 @@ class Wire(Protocol):
     def sever(self) -> None:
         """Ends what other ranks of the group are waiting for, with an error."""
 
+    def abort(self) -> None:
+        """Ends what this rank is waiting for, too, in whatever thread."""
+
 
 class Apart(RuntimeError):
     """Ranks have gone apart."""
@@ -279,10 +282,8 @@ class Company:
 
     def lost_with(self, companies: Sequence[Company], text: str) -> None:
         """Raises, after it has told all ranks of some groups why, whatever they are waiting for."""
+        _lose_all(companies, text)
         for company in companies:
-            company.lost, company.left = text, None
-            company._open.clear()
-            company._tell_quietly(f"lost/{company.name}/{company.wire.ranks[0]}", text)
             company.wire.sever()
         raise Apart(text)
 
@@ -298,6 +299,22 @@ class Company:
             self.wire.tell(key, text)
         except RuntimeError:  # the store has died with its process; the error under way says more
             return
+
+
+def end_all(companies: Sequence[Company], text: str) -> None:
+    """Ends what ranks of some groups wait for, from a thread that is in none of it: all raise, now or when they use the
+    group again.
+    """
+    _lose_all(companies, text)
+    for company in companies:
+        company.wire.abort()
+
+
+def _lose_all(companies: Sequence[Company], text: str) -> None:
+    for company in companies:
+        company.lost, company.left = text, None
+        company._open.clear()
+        company._tell_quietly(f"lost/{company.name}/{company.wire.ranks[0]}", text)
 
 
 def difference(me: int, mine: Sequence[str], other: int, theirs: Sequence[str]) -> str:

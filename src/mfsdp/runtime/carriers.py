@@ -42,6 +42,11 @@ def company_of(name: str) -> Company | None:
     return found[1]
 
 
+def companies() -> list[Company]:
+    """Of all groups that there are."""
+    return [c for made, c in list(_companies.values()) if c is not None and made() is not None]
+
+
 def _made(name: str, device: str) -> Transport:
     group = groups.process_group(name)
     found = _transports.get((name, device))

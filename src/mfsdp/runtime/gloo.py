@@ -105,6 +105,9 @@ class Gloo(Member):
                 with suppress(RuntimeError):
                     over.recv([torch.empty(1)], peer, WORD + 1).wait(timedelta(milliseconds=1))
 
+    def abort(self) -> None:
+        self.sever()
+
 
 class Answers:
     """Words that are messages."""

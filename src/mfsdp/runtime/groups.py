@@ -49,6 +49,16 @@ def told_of_launcher() -> None:
         )
 
 
+def default() -> Any:
+    """The default group, ``None`` when there is none."""
+    return dist.group.WORLD if initialized() else None
+
+
+def real() -> bool:
+    """Whether the default group's other ranks are there."""
+    return bool(dist.get_backend() != "fake")
+
+
 def world() -> int:
     """Ranks of the default group, 1 when there is none."""
     return dist.get_world_size() if initialized() else 1
@@ -233,6 +243,19 @@ def _forget_meshes() -> None:
 def _store() -> Any:
     """The default group's. Private in torch (``_get_default_store``); tried on 2.11 to 2.15."""
     return c10d._get_default_store()
+
+
+def another_store(prefix: str) -> Any:
+    """The same by a connection of its own, for another thread: one waits as long as another is in a call. ``None``
+    where it cannot be had.
+    """
+    clone = getattr(_store(), "clone", None)  # tried on 2.13; not on the others of 2.11 to 2.15
+    if clone is None:
+        return None
+    try:
+        return dist.PrefixStore(prefix, clone())
+    except RuntimeError:
+        return None
 
 
 def tell(key: str, text: str) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from . import devices
+from . import devices, groups
 from .transport import End, Member, Pairs, Turn
 
 # Named *_single from torch 2.13 on, where the old names warn; tried on 2.11 to 2.15.
@@ -89,6 +90,13 @@ class Native(Member):
 
     def sever(self) -> None:
         """Nothing: a communicator that is aborted may take the process with it. Others wait for its own limit."""
+
+    def abort(self) -> None:
+        """Aborts the communicators, as somebody has asked for (``on_stall="raise"``). Has not run on a GPU yet."""
+        other = groups.other_of(self.name)
+        for group in (self.group, *(() if other is None else (groups.process_group(other),))):
+            with suppress(RuntimeError):
+                group.abort()
 
 
 def gather_one(group: dist.ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> End:

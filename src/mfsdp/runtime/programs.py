@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -29,6 +30,10 @@ class Outline(Protocol):
     @property
     def operations(self) -> Sequence[str]:
         """Names of its operations in their order, with the unit's: ``all_gather layers.3``."""
+
+    @property
+    def texts(self) -> Sequence[str]:
+        """Their lines in the listing."""
 
 
 PATH = "\0{}\0"
@@ -91,6 +96,11 @@ def marked(
     at = {i: place for place, i in enumerate(units)}
     heads = [(at[f.argument], f.spec, f.slot, f.casts) for f in first]
 
+    numbers = itertools.count(1)
+
+    def texts() -> Sequence[str]:
+        return outline.texts
+
     @functools.cache
     def names(paths: tuple[str, ...]) -> tuple[str, ...]:
         moved = dict(zip(compiled, paths, strict=True))
@@ -146,6 +156,7 @@ def marked(
         seen = observer()
         here = runs.Run(outline.name, partial(names, paths), meets, shown=always or seen is not None)
         here.turn = turn
+        here.number, here.listed = next(numbers), texts
         here.measured = [buffers[at].weights for at in measures if buffers[at] is not None]
         model = met(buffers) if heads else None
         anew = model is not None and model.anew

@@ -7,6 +7,8 @@ object per execution. When an exception passes, that is dropped whole; what othe
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
@@ -42,6 +44,12 @@ class Run:
         """Number of the operation that is running, or ran last."""
         self.launched = 0
         """Collectives so far."""
+        self.waits = 0
+        """Waits begun and ended: odd while one lasts (Note [Watch])."""
+        self.number = 0
+        """How often its program has run, with this one; 0: it is no program."""
+        self.listed: Callable[[], Sequence[str]] = tuple
+        """Gives the lines of its operations in the listing."""
         self.said: list[Said] = []
         self.tags: dict[str, int] = {}
         """Of its messages, by group."""
@@ -70,6 +78,7 @@ class Run:
         for name, words in sequences.items():
             company = company_of(name)
             if company is not None:
+                self.waits += 1
                 try:
                     said = company.announce(words, name == anew)
                 except Apart as error:  # where the host does not wait for answers it hears of it here
@@ -77,6 +86,8 @@ class Run:
                 except RuntimeError as error:
                     self.disconnected(error, [company])
                     raise
+                finally:
+                    self.waits += 1
                 self.said.append(said)
                 self.tags[name] = said.tag
                 if (other := groups.other_of(name)) is not None:
@@ -112,6 +123,7 @@ class Run:
         if self.compared:
             return
         self.compared = True
+        self.waits += 1
         try:
             for said in self.said:
                 if said.company.wire.prompt:
@@ -124,6 +136,8 @@ class Run:
         except RuntimeError as error:
             self.disconnected(error, self.all())
             raise
+        finally:
+            self.waits += 1
 
     def all(self) -> list[Company]:
         """The ranks of all groups that it has to do with: those that have been told first."""
@@ -135,11 +149,12 @@ class Run:
         """Raises with words what is left of a broken connection."""
         if not companies or isinstance(error, Apart):
             return
-        story = next(filter(None, (c.story() for c in companies)), f"{error}")
+        ended = next((c.lost for c in companies if c.lost), "")  # by the watch
+        story = ended or next(filter(None, (c.story() for c in companies)), f"{error}")
         at = f"{self.place} of {self.name}" if self.place else self.name
         for company in companies:
             company.wire.sever()
-            company.lost = f"mfsdp: rank {groups.rank()} has lost the other ranks at {at}: {story}"
+            company.lost = ended or f"mfsdp: rank {groups.rank()} has lost the other ranks at {at}: {story}"
         raise RuntimeError(companies[0].lost) from error
 
     # its operations
@@ -149,6 +164,12 @@ class Run:
         """The operation that is running, or ran last, with the path of its unit; ``""`` before the first."""
         names = self.names()
         return names[self.at] if 0 <= self.at < len(names) else ""
+
+    @property
+    def line_of_listing(self) -> str:
+        """Of the operation that is running, or ran last."""
+        lines = self.listed()
+        return lines[self.at] if 0 <= self.at < len(lines) else ""
 
     def show(self, kernel: Callable[..., Any], *args: Any) -> Any:
         """Runs an operation in the frame of its place in the program, and tells whoever observes."""
@@ -190,11 +211,14 @@ class Run:
         """Waits for what was launched, until when tensors are kept."""
         if not self.compared:
             self.agree()
+        self.waits += 1
         try:
             arrived()
         except RuntimeError as error:
             self.disconnected(error, self.all())
             raise
+        finally:
+            self.waits += 1
 
     def launch(self, out: torch.Tensor, *ends: End) -> None:
         """Notes a collective: what has to be called before ``out`` may be read, behind what there is."""
@@ -252,13 +276,41 @@ class _Outside(Run):
         return transport_of(group, device)
 
 
+_stacks: dict[int, list[Run]] = {}
+"""What threads are in, by thread, for whoever looks from another one."""
+
+
 class _Here(threading.local):
     def __init__(self) -> None:
         self.runs: list[Run] = [_Outside()]
         """What this thread is in: programs and operations, the innermost last; the first stands for neither."""
+        _stacks[threading.get_ident()] = self.runs
 
 
 _here = _Here()
+_last: tuple[str, float] = ("", 0.0)
+_behind: deque[tuple[Run, torch.Event]] = deque()
+"""Programs whose collectives run on a device, and an event behind each."""
+
+
+def waiting() -> list[tuple[int, Run]]:
+    """What waits for a collective, in whatever thread: by thread, or by minus one for a device, on which the host does
+    not wait. On a device this has not run yet.
+    """
+    while _behind and _behind[0][1].query():
+        _behind.popleft()
+    found = [(thread, each[-1]) for thread, each in list(_stacks.items()) if each[-1].waits % 2]
+    return found or [(-1, run) for run, _ in list(_behind)[:1]]
+
+
+def innermost() -> Run | None:
+    """What the threads are in, of those that are in anything."""
+    return next((each[-1] for each in list(_stacks.values()) if len(each) > 1), None)
+
+
+def last() -> tuple[str, float]:
+    """The name of the program that was left last, ``""`` for none, and when, by ``time.monotonic``."""
+    return _last
 
 
 def current() -> Run:
@@ -291,12 +343,21 @@ def announced(what: str, *over: str, meets: Sequence[str] = ()) -> Iterator[None
 @contextmanager
 def inside(run: Run) -> Iterator[None]:
     """Around a program: an exception ends the run."""
+    global _last
     with part_of(run):
         try:
             yield
         except BaseException as error:
             run.leave(error)
             raise
+        finally:
+            _last = run.name, time.monotonic()
+        for _, device in run.lines:
+            if device.type != "cpu":
+                event = torch.Event(device)
+                event.record()
+                _behind.append((run, event))
+                break
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..runtime import groups as groups_of
+from ..runtime import watch
 from ..spec.config import MixedPrecisionPolicy
 from ..state import statedicts, torchao
 from ..state import transformer_engine as te
@@ -182,6 +183,7 @@ def fully_shard(
         materialize.materialize(root, target, list(dict.fromkeys([*groups, *placement.beside, *cut])), param_init_fn)
         for kept in map(here, dict.fromkeys(root.buffers()) if synced else ()):
             kept.copy_(alike.of_first_rank(kept, [*synced, *placement.beside], target))
+    watch.begin()
     _name(root, units_of[root], outermost)
     _divide_alike(root, placement)
     given[0].__dict__["_mfsdp_call"] = next(_calls), {

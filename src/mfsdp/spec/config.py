@@ -199,6 +199,12 @@ class Options:
     """
     check: bool = True
     """Run the law checker after every pass, and compare Inductor's code with the listing."""
+    patience: float | None = 120.0
+    """Seconds after which a collective that is not complete is reported on every rank: which, and who has not come;
+    ``None``: never. One watch looks after a process: what the model that was compiled last asks for holds."""
+    on_stall: str = "report"
+    """``"report"``, or ``"raise"``: a collective that is not complete in time ends the run, on every rank, with that
+    report."""
     frames: bool = False
     """Whether operations run in Python frames called after them and their units (``all_gather layers.3``) also while
     nobody is known to look: for py-spy and debuggers. Costs host time.
@@ -244,6 +250,12 @@ class Options:
                 "register. Leave nccl_ub out: collectives run over the same buffers, unregistered; narrow gradients "
                 "(grad_comm_dtype) are added up in main_grads_dtype all the same"
             )
+        if out.patience is not None and (
+            isinstance(out.patience, bool) or not isinstance(out.patience, (int, float)) or not 0 < out.patience < 1e9
+        ):
+            raise ValueError(f"option patience={out.patience!r}: give seconds, more than 0, or None")
+        if out.on_stall not in ("report", "raise"):
+            raise ValueError(f"option on_stall={out.on_stall!r}: choose 'report' or 'raise'")
         if out.lowering not in LOWERINGS:
             raise ValueError(f"option lowering={out.lowering!r}: choose one of {LOWERINGS}")
         if out.dump is not None and not isinstance(out.dump, (str, os.PathLike)):
