@@ -5,6 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -240,8 +244,6 @@ def stopped() -> list[str]:
     with logged() as texts:
         other = None
         if dist.get_rank() == 0:
-            import threading
-
             other = threading.Timer(watch.ANSWERS + 4, os.kill, (pids[1], signal.SIGCONT))
             other.start()
         trained(late)
@@ -255,3 +257,58 @@ def stopped() -> list[str]:
 def test_a_rank_that_does_not_answer_is_named_too(two_fresh_ranks):
     texts, _ = two_fresh_ranks.run(stopped)
     assert len(texts) == 1 and "not come: rank 1, which does not answer" in texts[0]
+
+
+# Exceptions
+
+ENDING = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+import mfsdp
+
+where = sys.argv[1]
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)))
+mfsdp.fully_shard(model, units=["0", "1"])
+run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def trips(place, step):
+    if (place, step, dist.get_rank()) == (where, 2, 1):
+        raise MemoryError("no room for 3 GiB")
+
+for step in range(4):
+    trips("loader", step)
+    out = run(torch.randn(4, 8))
+    out.register_hook(lambda grad: trips("backward", step))
+    out.square().mean().backward()
+    trips("optimizer", step)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["loader", "backward", "optimizer"])
+def test_what_ends_one_process_the_others_say(tmp_path, where):
+    script = tmp_path / "script.py"
+    script.write_text(ENDING)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{free.getsockname()[1]}", "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, where], env={**os.environ, **address, "RANK": f"{rank}"},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    first, second = (rank.communicate(timeout=100)[1] for rank in ranks)
+    assert "MemoryError: no room for 3 GiB" in second and [rank.returncode for rank in ranks] == [1, 1]
+    told = first.rpartition("mfsdp: rank 0 has lost the other ranks at ")[2]
+    assert "of Sequential " in told and ": rank 1 has ended with MemoryError: no room for 3 GiB" in told, first
+    assert 'in trips: raise MemoryError("no room for 3 GiB")' in told

@@ -115,6 +115,10 @@ class Apart(RuntimeError):
     """Ranks have gone apart."""
 
 
+class Lost(RuntimeError):
+    """Other ranks are not there any more."""
+
+
 @dataclass
 class Left:
     """A program that an exception has ended."""

@@ -245,17 +245,25 @@ def _store() -> Any:
     return c10d._get_default_store()
 
 
-def another_store(prefix: str) -> Any:
-    """The same by a connection of its own, for another thread: one waits as long as another is in a call. ``None``
-    where it cannot be had.
+def watch_store() -> Any:
+    """The same by a connection of its own, for the watch's thread: one waits as long as another is in a call. ``None``
+    where it cannot be had. Tried on 2.13; ``clone`` may be missing in others of 2.11 to 2.15.
     """
-    clone = getattr(_store(), "clone", None)  # tried on 2.13; not on the others of 2.11 to 2.15
+    clone = getattr(_store(), "clone", None)
     if clone is None:
         return None
     try:
-        return dist.PrefixStore(prefix, clone())
+        return dist.PrefixStore("mfsdp/watch", clone())
     except RuntimeError:
         return None
+
+
+def first_to_end() -> str:
+    """What the first rank has said that an exception has ended; ``""`` if none has."""
+    try:
+        return ask("watch/ended/1", 0.3) or ""
+    except RuntimeError:  # the store has ended with its process
+        return ""
 
 
 def tell(key: str, text: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import groups, slots
-from .agreement import Apart, Company, Left, Said, Words, operation
+from .agreement import Apart, Company, Left, Lost, Said, Words, operation
 from .carriers import company_of, transport_of
 from .observers import frame, observer
 from .transport import End, Pairs, Transport
@@ -147,15 +147,15 @@ class Run:
 
     def disconnected(self, error: RuntimeError, companies: list[Company]) -> None:
         """Raises with words what is left of a broken connection."""
-        if not companies or isinstance(error, Apart):
+        if not companies or isinstance(error, (Apart, Lost)):
             return
         ended = next((c.lost for c in companies if c.lost), "")  # by the watch
-        story = ended or next(filter(None, (c.story() for c in companies)), f"{error}")
+        story = ended or next(filter(None, (c.story() for c in companies)), "") or groups.first_to_end() or f"{error}"
         at = f"{self.place} of {self.name}" if self.place else self.name
         for company in companies:
             company.wire.sever()
             company.lost = ended or f"mfsdp: rank {groups.rank()} has lost the other ranks at {at}: {story}"
-        raise RuntimeError(companies[0].lost) from error
+        raise Lost(companies[0].lost) from error
 
     # its operations
 

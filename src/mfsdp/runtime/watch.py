@@ -11,6 +11,8 @@ step]), what it is in, what it left last and when, its main thread's stack. Who 
 as far in the same program, has not come. The first rank writes the report, all log it, once for a stall, and go on
 waiting: a rank that comes late costs time, and nothing else. Only ``on_stall="raise"`` ends the run, on all ranks.
 
+A process that an exception ends tells the others which, the same way: they hear of it before they miss it.
+
 Time in which a rank that has not come compiles, or agrees with others on what it shards, does not count.
 """
 
@@ -31,11 +33,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from . import carriers, groups, runs
-from .agreement import end_all
+from .agreement import Apart, Lost, end_all
 
 log = logging.getLogger("mfsdp")
 
@@ -92,11 +94,15 @@ class Watch:
     """Calls so far."""
     open: dict[int, float] = field(default_factory=dict)
     """Calls whose report has not come, and when they were answered."""
+    ended: int = 0
+    """Processes that exceptions have ended so far."""
     excused: int = 0
     """Calls without a report: somebody compiled, or everybody had come."""
 
     def __post_init__(self) -> None:
         self.answered = self._calls()
+        while self.store.check([f"ended/{self.ended + 1}"]):
+            self.ended += 1
         self.thread = threading.Thread(target=self._look_after, name="mfsdp watch", daemon=True)
 
     # its thread
@@ -127,6 +133,9 @@ class Watch:
     def look(self, now: float) -> None:
         """Once: answers, and calls if there is a stall."""
         self._answer(now)
+        while self.store.check([f"ended/{self.ended + 1}"]):
+            self.ended += 1
+            self._tell(f"mfsdp: {self.store.get(f'ended/{self.ended}').decode()}")
         patience = self.settings.patience
         for seen in self._waits(now):
             run = seen.whose()
@@ -192,12 +201,28 @@ class Watch:
             for seen in self.seen.values():
                 seen.since, seen.told = now, False
             return
-        log.error("%s", text)
         if self.settings.folder:
             with suppress(OSError):
                 _attach(Path(self.settings.folder), number, self.rank)
+        self._tell(text)
+
+    def _tell(self, text: str) -> None:
+        log.error("%s", text)
         if self.settings.raises:
             end_all(list(carriers.companies()), text)
+
+    # how its process ends
+
+    def end_with(self, error: BaseException) -> None:
+        """Tells the others what ends this process; not if that is another's end."""
+        if isinstance(error, (Apart, Lost)) or groups.default() is not self.group:
+            return
+        said = [f"rank {self.rank} has ended with {type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+        frames = traceback.extract_tb(error.__traceback__)[-SHOWN:]
+        said += [f"    {at.filename}:{at.lineno} in {at.name}: {at.line}" for at in frames]
+        with suppress(RuntimeError):
+            self.store.set(f"ended/{self.store.add('ends', 1)}", "\n".join(said))
+            self.ended += 1
 
     # what it says of its process
 
@@ -350,6 +375,16 @@ _watch: Watch | None = None
 _settings = Settings()
 
 
+_former: list[Any] = []
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Python's, for an exception that ends the process."""
+    if _watch is not None:
+        _watch.end_with(error)
+    _former[0](kind, error, trace)
+
+
 def begin() -> None:
     """Has this process looked after, if there are others. Called again it does nothing."""
     global _watch
@@ -359,8 +394,10 @@ def begin() -> None:
     end()
     if group is None or groups.world() == 1 or not groups.real():
         return
-    store = groups.another_store("mfsdp/watch")
+    store = groups.watch_store()
     if store is not None:
+        if sys.excepthook is not _hook:
+            _former[:], sys.excepthook = [sys.excepthook], _hook
         _watch = Watch(store, group, groups.rank(), groups.world(), _settings)
         _watch.thread.start()
 
