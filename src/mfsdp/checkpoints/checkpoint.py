@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from ..runtime import groups
 from . import files
+from .reading import Planner, Reader
 
 T = TypeVar("T")
 
@@ -145,7 +146,8 @@ class Checkpoints:
             The step, or ``None`` if there is no checkpoint.
 
         Raises:
-            CheckpointError: files are missing, truncated or changed; names them. Nothing has been loaded.
+            CheckpointError: files are missing, truncated or changed, or ask for more than data; names them. Nothing has
+                been loaded. Or they could not be read all the same; it says that a part may have been loaded.
             ValueError: there is no complete checkpoint of that step.
         """
         there = self.steps()
@@ -156,7 +158,14 @@ class Checkpoints:
         step = there[-1] if step is None else step
         path, rank, world = self.path(step), groups.rank(), groups.world()
         manifest = json.loads((path / MANIFEST).read_text())
-        found = _together("check", lambda: faults_of(path, rank, world))
+
+        def check() -> list[str]:
+            found = faults_of(path, rank, world)
+            if rank == 0 and not found:
+                Reader(path).read_metadata()
+            return found
+
+        found = _together(f"load step {step}", check)
         faults = [fault for part in found for fault in part]
         if faults:
             raise CheckpointError(
@@ -164,9 +173,13 @@ class Checkpoints:
                 f"Nothing was loaded; the complete ones are of steps {there}, load(..., step=...) takes another."
             )
         state = _state(model, optimizer)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=dcp.FileSystemReader(path))
+
+        def read() -> None:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(state, storage_reader=Reader(path), planner=Planner())
+
+        _together(f"load step {step}, and may have loaded a part of it", read)
         set_state_dict(
             model,
             optimizer if optimizer is not None else [],
@@ -266,7 +279,7 @@ def _summed(path: Path) -> dict[str, Any]:
 
 def faults_of(path: Path, rank: int = 0, world: int = 1) -> list[str]:
     """What is wrong with the files of a checkpoint that has a manifest: with every ``world``-th of them."""
-    entries = json.loads((path / MANIFEST).read_text())["files"]
+    entries = {files.inside(name): entry for name, entry in json.loads((path / MANIFEST).read_text())["files"].items()}
     found = (_fault(path / name, entries[name]) for name in sorted(entries)[rank::world])
     return [fault for fault in found if fault]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ..state.names import original
 from . import files, megatron
 from .checkpoint import MANIFEST, CheckpointError, Checkpoints, cause_of, faults_of, inner
+from .reading import Planner, Reader
 
 
 def convert(
@@ -137,7 +138,7 @@ def _cast(old: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 def _stored(source: Path, key: str | None) -> dict[str, megatron.Stored]:
     """The model's tensors in the checkpoint ``source``, by the names that they have without ``key``."""
-    everything = dcp.FileSystemReader(source).read_metadata().state_dict_metadata
+    everything = Reader(source).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in everything.items() if isinstance(entry, TensorStorageMetadata)}
     stacked = megatron.is_torch_dist(source)
     if stacked and key is None:
@@ -175,7 +176,7 @@ def _to_safetensors(
         with _quietly():
             dcp.load(
                 {},
-                storage_reader=dcp.FileSystemReader(source),
+                storage_reader=Reader(source),
                 planner=_Loading({n: (there[names[n]], t) for n, t in tensors.items()}, count),
                 no_dist=True,
             )
@@ -224,7 +225,7 @@ class _Counting:
             self.progress(self.done, self.total)
 
 
-class _Loading(DefaultLoadPlanner):
+class _Loading(Planner):
     """Reads boxes of what is stored, whatever state there is to load."""
 
     def __init__(self, wanted: Mapping[str, tuple[megatron.Stored, torch.Tensor]], count: _Counting):

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -116,6 +116,18 @@ def publish(aside: Path, folder: Path) -> None:
             old.unlink(missing_ok=True)
 
 
+def inside(name: str) -> str:
+    """The name of a file that is in a folder.
+
+    Raises:
+        ValueError: it is not.
+    """
+    for path in (PurePosixPath(name), PureWindowsPath(name)):
+        if path.is_absolute() or ".." in path.parts or path.drive:
+            raise ValueError(f"mfsdp: {name!r} is not a file in the checkpoint's folder. Nothing was read")
+    return name
+
+
 def sync(path: Path) -> None:
     """Makes a file or folder last."""
     handle = os.open(path, os.O_RDONLY)
@@ -139,7 +151,9 @@ def _find(path: Path) -> list[Path]:
     index = path / INDEX
     if index.is_file():
         try:
-            files = [path / name for name in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]
+            files = [
+                path / inside(name) for name in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
+            ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"mfsdp: {index} is damaged: {error}") from error
     else:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from ..checkpoints.reading import Planner, Reader
 from ..sharding.contexts import no_sync, synchronize
 from ..sharding.module import FSDPModule
 from ..sharding.shard import fully_shard
@@ -284,11 +286,13 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         if not (path / META).is_file():
             found = "there is nothing" if not path.exists() else f"its {META} is missing, so it is not complete"
             raise ValueError(f"strategy 'mfsdp': {path} is no checkpoint of Lightning's: {found}")
-        saved = list(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+        reader = Reader(path)
+        saved = list(reader.read_metadata().state_dict_metadata)
+        kind = DefaultLoadPlanner if weights_only is False else Planner
         weights = get_model_state_dict(self.model)
         names = {_stem(k.removeprefix("state_dict."), weights) for k in saved if k.startswith("state_dict.")}
         there = {name: weights[name] for name in _agreed(weights, names, self.lightning_module.strict_loading)}
-        dcp.load({"state_dict": there}, checkpoint_id=path)
+        dcp.load({"state_dict": there}, storage_reader=reader, planner=kind())
         read = {**torch.load(path / META, weights_only=weights_only), "state_dict": there}
         states = {key.split(".")[0] for key in saved if key.startswith("optimizer_")}
         if states and self.lightning_module.trainer.state.fn == "fit":
@@ -296,7 +300,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
             read["optimizer_states"] = []
             for i, optimizer in enumerate(self.optimizers):
                 state: Any = get_optimizer_state_dict(self.model, optimizer)
-                dcp.load({f"optimizer_{i}": state}, checkpoint_id=path)
+                dcp.load({f"optimizer_{i}": state}, storage_reader=reader, planner=kind())
                 read["optimizer_states"].append(state)
         return read
 

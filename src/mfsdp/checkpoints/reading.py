@@ -1,0 +1,82 @@
+"""torch.distributed.checkpoint's folders, read as data: its own reader takes whatever a pickle asks for.
+
+``.metadata`` is a pickle, and so is every value that is no tensor (learning rates, counts of steps). Of the first the
+classes are known, and nothing else is made; the second are read with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from .files import inside
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_KNOWN = {
+    (_METADATA, "BytesStorageMetadata"), (_METADATA, "ChunkStorageMetadata"), (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"), (_METADATA, "StorageMeta"), (_METADATA, "TensorProperties"),
+    (_METADATA, "TensorStorageMetadata"), (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+    ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib", "PurePosixPath"),
+    ("pathlib", "PureWindowsPath"),
+}  # fmt: skip
+"""Classes and functions in a ``.metadata``. Private in torch; tried on 2.13, not on the others of 2.11 to 2.15."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib":  # of whatever system wrote it
+            module, name = "pathlib", name.replace("Posix", "PurePosix").replace("Windows", "PureWindows")
+            name = name.replace("PurePure", "Pure")
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in _KNOWN and not dtype:
+            raise ValueError(
+                f"mfsdp: .metadata asks for {module}.{name}, which torch.distributed.checkpoint does not write: it is "
+                "damaged, or made to run code. Nothing was read"
+            )
+        return super().find_class(module, name)
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads a folder, and no file outside of it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """
+        Raises:
+            ValueError: it is no metadata, or names a file elsewhere.
+        """
+        with open(Path(self.path, ".metadata"), "rb") as file:
+            try:
+                found = _Unpickler(file).load()
+            except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, KeyError) as error:
+                raise ValueError(f"mfsdp: {self.path}/.metadata is damaged: {error}") from error
+        if not isinstance(found, Metadata):
+            raise ValueError(f"mfsdp: {self.path}/.metadata is damaged: it holds {type(found).__name__}")
+        for info in (found.storage_data or {}).values():
+            inside(info.relative_path)
+        found.storage_meta = getattr(found, "storage_meta", None) or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's, for values that are tensors, numbers, strings and containers of them."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """
+        Raises:
+            UnpicklingError: a value is something else; names the class, and what lets it in
+                (``torch.serialization.add_safe_globals``).
+        """
+        content = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), content)
+        content.seek(0)
+        super().load_bytes(read_item, content)
