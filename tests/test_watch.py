@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp.compiler import backend
-from mfsdp.runtime import runs, watch
+from mfsdp.runtime import groups, runs, watch
 from mfsdp.spec.config import Options
 
 # What is said
@@ -105,6 +106,16 @@ def test_on_a_device_a_program_waits_until_what_is_behind_it_is_there(monkeypatc
     assert runs.waiting() == [] and not runs._behind
 
 
+def test_restarted_processes_do_not_hear_those_before(monkeypatch):
+    """torchrun's agent keeps the store; only agents of one node count restarts alike."""
+    names = {}
+    for nodes, restarts in (("1", "0"), ("1", "1"), ("1", "2"), ("2", "1")):
+        monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        names[nodes, restarts] = groups._prefix()
+    assert names == {("1", "0"): "mfsdp", ("1", "1"): "mfsdp/1", ("1", "2"): "mfsdp/2", ("2", "1"): "mfsdp"}
+
+
 # Ranks
 
 
@@ -171,11 +182,8 @@ def test_a_rank_that_is_late_is_named_on_all_and_waited_for(two_ranks, tmp_path,
     answers = two_ranks.run(last_comes_late, compiled, None, folder)
     for rank, texts in enumerate(answers):
         said, *rest = texts
-        assert (
-            "rank 0 has waited 1 s at "
-            + ("wait 0 of Sequential forward" if compiled else "gather of unit '0' of Sequential")
-            in said
-        )
+        where = "wait 0 of Sequential forward" if compiled else "gather of unit '0' of Sequential"
+        assert re.search(rf"rank 0 has waited \d s at {where}", said), said
         assert ("run 3 of it\n    wait_default = wait u0_full" in said) is compiled
         assert "  1 of 2 ranks have come\n  not come: rank 1, which " in said
         assert "in late_batch: time.sleep(seconds)" in said
@@ -194,12 +202,18 @@ def test_over_two_axes_every_group_says_for_whom_it_waits(four_ranks):
 
 
 def ended() -> tuple[str, str, float]:
-    begun = time.monotonic()
+    """What was logged, what was raised, and how long after the third step had begun."""
+    begun = [0.0]
+
+    def late(rank: int) -> None:
+        begun[0] = time.monotonic()
+        late_batch(8.0 * rank)
+
     with logged() as texts:
         try:
-            trained(lambda rank: late_batch(4.0 * rank), raises=True, on_stall="raise")
+            trained(late, raises=True, on_stall="raise")
         except RuntimeError as error:
-            return texts[0], str(error), time.monotonic() - begun
+            return texts[0], str(error), time.monotonic() - begun[0]
     return texts[0], "", 0.0
 
 
@@ -207,7 +221,7 @@ def ended() -> tuple[str, str, float]:
 def test_a_stall_ends_the_run_where_that_is_asked_for(two_fresh_ranks):
     (told, first, waited), (also, second, _) = two_fresh_ranks.run(ended)
     assert told == also == first == second and "not come: rank 1" in told and "The run ends" in told
-    assert waited < 4, "it did not wait until the other came"
+    assert 0 < waited < 8, "it did not wait until the other came"
 
 
 def compiles_long() -> list[str]:

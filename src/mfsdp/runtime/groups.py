@@ -241,19 +241,29 @@ def _forget_meshes() -> None:
 
 
 def _store() -> Any:
-    """The default group's. Private in torch (``_get_default_store``); tried on 2.11 to 2.15."""
-    return c10d._get_default_store()
+    """The default group's, under names of our own. Private in torch (``_get_default_store``); tried on 2.11 to 2.15."""
+    return dist.PrefixStore(_prefix(), c10d._get_default_store())
+
+
+def _prefix() -> str:
+    """Of these names. torchrun starts processes anew with the store of those before (torch 2.13; not with
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``): what those have said is not for these. Agents of several nodes count
+    restarts differently, so there that is left to the variable.
+    """
+    alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+    return "mfsdp" if count == "0" else f"mfsdp/{count}"
 
 
 def watch_store() -> Any:
     """The same by a connection of its own, for the watch's thread: one waits as long as another is in a call. ``None``
     where it cannot be had. Tried on 2.13; ``clone`` may be missing in others of 2.11 to 2.15.
     """
-    clone = getattr(_store(), "clone", None)
+    clone = getattr(c10d._get_default_store(), "clone", None)
     if clone is None:
         return None
     try:
-        return dist.PrefixStore("mfsdp/watch", clone())
+        return dist.PrefixStore(f"{_prefix()}/watch", clone())
     except RuntimeError:
         return None
 
@@ -268,22 +278,22 @@ def first_to_end() -> str:
 
 def tell(key: str, text: str) -> None:
     """Leaves a text for other ranks."""
-    _store().set(f"mfsdp/{key}", text)
+    _store().set(key, text)
 
 
 def ask(key: str, seconds: float) -> str | None:
     """What somebody has told, or ``None`` after so many seconds."""
     store = _store()
     try:
-        store.wait([f"mfsdp/{key}"], timedelta(seconds=seconds))
+        store.wait([key], timedelta(seconds=seconds))
     except RuntimeError:
         return None
-    return str(store.get(f"mfsdp/{key}").decode())
+    return str(store.get(key).decode())
 
 
 def first_to_say(key: str, text: str) -> str:
     """What the first rank said that called it."""
-    return str(_store().compare_set(f"mfsdp/{key}", "", text).decode())
+    return str(_store().compare_set(key, "", text).decode())
 
 
 def agreed(key: str, text: str) -> str:
@@ -305,7 +315,7 @@ def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0
     text = "\n".join(lines)
     store, me = _store(), dist.get_rank()
     _asked[group] = _asked.get(group, 0) + 1
-    key = f"mfsdp/alike/{group}/{ranks[0]}/{_asked[group]}"
+    key = f"alike/{group}/{ranks[0]}/{_asked[group]}"
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     store.add(f"{key}/{digest}", 1)
     store.set(f"{key}/{me}", "")
