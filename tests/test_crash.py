@@ -23,6 +23,8 @@ from torch import nn
 
 import mfsdp
 from mfsdp import CheckpointError, Checkpoints
+from mfsdp.checkpoints import safetensors
+from mfsdp.checkpoints.reading import Planner
 from tests.parity import compiled, whole
 
 ROOT = Path(__file__).parent.parent
@@ -257,6 +259,89 @@ def test_damaged_files_are_named_and_nothing_is_loaded(tmp_path, harm, which):
         checkpoints.load(**other.parts)
     assert all(torch.equal(a, b) for a, b in zip(before, other.values(), strict=True))
     assert checkpoints.load(**other.parts, step=1) == 1
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "safetensors"])
+def test_a_load_that_dies_half_way_leaves_a_model_that_refuses_to_compute(tmp_path, monkeypatch, kind):
+    run = Run(0, "eager")
+    run.train(1)
+    checkpoints = Checkpoints(tmp_path / "run")
+    checkpoints.save(1, **run.parts)
+    mfsdp.save_safetensors(run.model, tmp_path / "files")
+    before = run.values()
+    load = (
+        (lambda: checkpoints.load(**run.parts)) if kind == "checkpoint"
+        else lambda: mfsdp.load_safetensors(run.model, tmp_path / "files")
+    )  # fmt: skip
+    run.train(1)
+    calls = []
+
+    def breaks(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) > 1:
+            raise OSError("Input/output error")
+        return was(*args)
+
+    where, name = (safetensors, "_read") if kind == "safetensors" else (Planner, "commit_tensor")
+    was = getattr(where, name)
+    monkeypatch.setattr(where, name, breaks)
+    with pytest.raises((CheckpointError, OSError), match="Input/output error"):
+        load()
+    monkeypatch.undo()
+    for compute in (lambda: run.train(1), lambda: run.model(torch.ones(2, 8))):
+        with pytest.raises(RuntimeError, match="Sequential is half loaded: loading .* has not ended"):
+            compute()
+    load()
+    assert all(torch.equal(a, b) for a, b in zip(before, run.values(), strict=True))
+    run.train(1)
+    run.model(torch.ones(2, 8))
+
+
+def other_process(code: str) -> subprocess.Popen[str]:
+    """It says ``in`` once it is where it should be, and stays there until something is written to it."""
+    head = "import sys, torch, mfsdp\nfrom torch import nn\nfrom mfsdp.checkpoints import files\n"
+    head += "def stay(*args):\n    print('in', flush=True)\n    sys.stdin.readline()\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", head + code], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdout.readline() == "in\n"
+    return process
+
+
+def test_two_that_save_to_one_folder(tmp_path):
+    """The second is told, takes nothing away from the first, and may save once that is done, or has died."""
+    run, checkpoints = Run(0), Checkpoints(tmp_path)
+    code = f"real = files.sync\nfiles.sync = lambda path: (stay(), setattr(files, 'sync', real))\n" \
+           f"mfsdp.Checkpoints({str(tmp_path)!r}).save(1, nn.Linear(2, 2))"  # fmt: skip
+    first = other_process(code)
+    for step in (1, 2):
+        with pytest.raises(CheckpointError, match="another process is writing to .*step-00000001.partial now"):
+            checkpoints.save(step, **run.parts)
+    assert first.communicate("go on\n", timeout=60) and first.returncode == 0
+    assert checkpoints.steps() == [1] and mfsdp.Checkpoints(tmp_path).load(nn.Linear(2, 2)) == 1
+    killed = other_process(code.replace("save(1", "save(3"))
+    killed.kill()
+    killed.wait()
+    checkpoints.save(2, **run.parts)
+    assert checkpoints.steps() == [1, 2] and not list(tmp_path.glob(".*"))
+
+
+def test_two_conversions_to_one_target(tmp_path):
+    run = Run(0)
+    saved = Checkpoints(tmp_path / "run").save(1, **run.parts)
+    target = tmp_path / "out"
+    code = f"mfsdp.convert({str(saved)!r}, {str(target)!r}, progress=stay)"
+    first = other_process(code)
+    with pytest.raises(CheckpointError, match="another process is writing to .*out.partial now"):
+        mfsdp.convert(saved, target)
+    assert first.communicate("\n" * 99, timeout=60) and first.returncode == 0
+    assert {p.name for p in target.iterdir()} == {"model.safetensors"}
+    mfsdp.load_safetensors(run.model, target)
+    killed = other_process(code.replace("/out", "/other"))
+    killed.kill()
+    killed.wait()
+    mfsdp.convert(saved, tmp_path / "other")
+    assert not list(tmp_path.glob(".*"))
 
 
 def full_disk(folder: str, limit: int) -> tuple[str, list[int], list[int], bool]:

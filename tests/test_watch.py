@@ -189,7 +189,7 @@ def test_a_rank_that_is_late_is_named_on_all_and_waited_for(two_ranks, tmp_path,
         assert "in late_batch: time.sleep(seconds)" in said
         assert len(rest) == (rank == 0) and all("rank 0 goes on with" in text for text in rest)
     if compiled:
-        stacks = {path.name.partition(".")[2]: path.read_text() for path in tmp_path.glob("stall*")}
+        stacks = {path.name.partition(".")[2]: path.read_text() for path in tmp_path.glob("stall*.txt")}
         assert stacks.keys() == {"rank0.txt", "rank1.txt"} and "late_batch" in stacks["rank1.txt"]
 
 

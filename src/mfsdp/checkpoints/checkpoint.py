@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ..runtime import groups
+from ..state.buffer import half_loaded
 from . import files
 from .reading import Planner, Reader
 
@@ -81,26 +82,28 @@ class Checkpoints:
         generators of torch and Python.
 
         Raises:
-            CheckpointError: some rank could not write: a full disk, say. Nothing is left of it; training may go on.
+            CheckpointError: some rank could not write: a full disk, say, or another run that saves to this folder now.
+                Nothing is left of it; training may go on.
             ValueError: there is one of that step.
         """
         if self.path(step).exists():
             raise ValueError(f"Checkpoints: there is a checkpoint of step {step} in {self.folder}")
         aside, rank = self.folder / f".step-{step:08d}.partial", groups.rank()
+        own: list[int] = []
 
         def prepare() -> None:
             self.folder.mkdir(parents=True, exist_ok=True)
             for left in self.folder.glob(".step-*.partial"):
-                shutil.rmtree(left)
-            aside.mkdir()
+                files.clear(left)
+            own.append(files.make_own(aside))
 
         def write() -> None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.save(_state_to_save(model, optimizer), storage_writer=dcp.FileSystemWriter(aside))
-            own = {name: thing.state_dict() for name, thing in more.items()}
+            beside = {name: thing.state_dict() for name, thing in more.items()}
             with open(aside / f"rank{rank}.pt", "wb") as file:
-                torch.save({"more": own, "random": _random_state()}, file)
+                torch.save({"more": beside, "random": _random_state()}, file)
                 os.fsync(file.fileno())
 
         def publish() -> None:
@@ -121,10 +124,13 @@ class Checkpoints:
             written = {name: entry for part in sums for name, entry in part.items()}
             _together(f"save step {step}", publish if rank == 0 else _nothing)
         except CheckpointError:
-            if rank == 0:
+            if own:
                 shutil.rmtree(aside, ignore_errors=True)
             groups.all_objects(None)  # it is gone, on every rank
             raise
+        finally:
+            for handle in own:
+                os.close(handle)
         return self.path(step)
 
     def load(
@@ -147,7 +153,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: files are missing, truncated or changed, or ask for more than data; names them. Nothing has
-                been loaded. Or they could not be read all the same; it says that a part may have been loaded.
+                been loaded. Or they could not be read all the same: a part has been loaded, and the model refuses to
+                compute until it is loaded whole.
             ValueError: there is no complete checkpoint of that step.
         """
         there = self.steps()
@@ -179,13 +186,14 @@ class Checkpoints:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(state, storage_reader=Reader(path), planner=Planner())
 
-        _together(f"load step {step}, and may have loaded a part of it", read)
-        set_state_dict(
-            model,
-            optimizer if optimizer is not None else [],
-            model_state_dict=state["model"],
-            optim_state_dict=state.get("optimizer", {}),
-        )
+        with half_loaded(model, f"loading step {step} of {self.folder}"):
+            _together(f"load step {step}, and has loaded a part of it", read)
+            set_state_dict(
+                model,
+                optimizer if optimizer is not None else [],
+                model_state_dict=state["model"],
+                optim_state_dict=state.get("optimizer", {}),
+            )
         own = torch.load(path / f"rank{rank if rank < manifest['ranks'] else 0}.pt", weights_only=True)
         for name, thing in more.items():
             if name not in own["more"]:

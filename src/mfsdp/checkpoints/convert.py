@@ -78,8 +78,10 @@ def convert(
         raise FileExistsError(f"convert: there is something at {target}; give a folder that is not there yet")
     checkpoint = _checkpoint(source)
     aside = target.absolute().parent / f".{target.absolute().name}.partial"
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    try:
+        own = files.make_own(aside)
+    except OSError as error:
+        raise CheckpointError(f"mfsdp: could not convert {source} to {target}: {cause_of(error)}") from error
     try:
         if checkpoint is not None:
             names = _to_safetensors(checkpoint, aside, key, rename, tied or {}, dtype, max_file_bytes, progress)
@@ -100,6 +102,7 @@ def convert(
         raise CheckpointError(f"mfsdp: could not convert {source} to {target}: {cause_of(error)}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+        os.close(own)
     return names
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -114,6 +115,57 @@ def publish(aside: Path, folder: Path) -> None:
     for old in (*folder.glob("model*.safetensors"), folder / INDEX):
         if old.name not in names:
             old.unlink(missing_ok=True)
+
+
+def make_own(folder: Path) -> int:
+    """Makes a folder that no other process clears away until what this gives is closed. What is there is removed, if
+    whoever made it is gone.
+
+    Raises:
+        BlockingIOError: another process is writing to it.
+    """
+    clear(folder)
+    folder.mkdir(parents=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle, folder)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def clear(folder: Path) -> None:
+    """Removes a folder that a process has left; nothing if there is none.
+
+    Raises:
+        BlockingIOError: a process is writing to it.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        _lock(handle, folder)
+        shutil.rmtree(folder)
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    """Where a system has no such locks (Windows, NFS for folders), nobody is told apart."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BlockingIOError(
+            error.errno, f"another process is writing to {folder} now; give each a folder of its own"
+        ) from None
+    except OSError:
+        return
 
 
 def inside(name: str) -> str:

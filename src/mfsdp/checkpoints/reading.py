@@ -19,30 +19,41 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from .files import inside
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
 _KNOWN = {
     (_METADATA, "BytesStorageMetadata"), (_METADATA, "ChunkStorageMetadata"), (_METADATA, "Metadata"),
     (_METADATA, "MetadataIndex"), (_METADATA, "StorageMeta"), (_METADATA, "TensorProperties"),
     (_METADATA, "TensorStorageMetadata"), (_METADATA, "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    (_PLANNER, "BytesIOWriteData"), (_PLANNER, "SavePlan"), (_PLANNER, "TensorWriteData"), (_PLANNER, "WriteItem"),
+    (_PLANNER, "WriteItemType"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
-    ("pathlib", "Path"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib", "PurePosixPath"),
-    ("pathlib", "PureWindowsPath"),
+    ("pathlib", "PurePath"), ("pathlib", "PurePosixPath"), ("pathlib", "PureWindowsPath"),
 }  # fmt: skip
-"""Classes and functions in a ``.metadata``. Private in torch; tried on 2.13, not on the others of 2.11 to 2.15."""
+"""Classes and functions in a ``.metadata``, Megatron-Core's too. Private in torch; tried on 2.13, not on the others of
+2.11 to 2.15.
+"""
+
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_INSTEAD = {
+    ("pathlib", "Path"): ("pathlib", "PurePath"),
+    ("pathlib", "PosixPath"): ("pathlib", "PurePosixPath"),
+    ("pathlib", "WindowsPath"): ("pathlib", "PureWindowsPath"),
+    (_MEGATRON, "MCoreMetadata"): (_METADATA, "Metadata"),
+    (_MEGATRON, "MCoreSavePlan"): (_PLANNER, "SavePlan"),
+}
+"""Paths of whatever system wrote it; classes of Megatron-Core before 0.16."""
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == "pathlib":  # of whatever system wrote it
-            module, name = "pathlib", name.replace("Posix", "PurePosix").replace("Windows", "PureWindows")
-            name = name.replace("PurePure", "Pure")
+        asked = _INSTEAD.get((module, name), (module, name))
         dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in _KNOWN and not dtype:
+        if asked not in _KNOWN and not dtype:
             raise ValueError(
                 f"mfsdp: .metadata asks for {module}.{name}, which torch.distributed.checkpoint does not write: it is "
                 "damaged, or made to run code. Nothing was read"
             )
-        return super().find_class(module, name)
+        return super().find_class(*asked)
 
 
 class Reader(dcp.FileSystemReader):

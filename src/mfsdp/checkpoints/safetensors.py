@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..runtime import devices, groups, immediate
 from ..state import names
+from ..state.buffer import half_loaded
 from ..state.tensors import ShardedDTensor
 from . import files
 
@@ -61,10 +62,11 @@ def load_safetensors(
     by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
     for entry, tensor in found.values():
         by_file.setdefault(entry.file, []).append((entry.name, tensor))
-    for file, tensors in by_file.items():
-        with files.opened(file) as opened, torch.no_grad():
-            for name, tensor in tensors:
-                _read(opened, name, tensor)
+    with half_loaded(model, f"loading {path}"):
+        for file, tensors in by_file.items():
+            with files.opened(file) as opened, torch.no_grad():
+                for name, tensor in tensors:
+                    _read(opened, name, tensor)
     return missing, unexpected
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ..spec.units import Spec
 from . import devices, formats, groups, runs
-from .owners import owner, path
+from .owners import owner, path, unfinished
 from .transport import End, segments
 
 
@@ -18,6 +18,8 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     """
     s = Spec.decode(spec)
     buffer = owner(source)
+    if buffer is not None and buffer.unit.outermost.half:
+        raise unfinished(buffer.unit.outermost)
     communicates = s.gathers or (buffer is not None and buffer.weights.due())
     with runs.announced(f"gather of {path(source)}", *(s.gathering if communicates else ()), meets=s.meets):
         if s.kept:

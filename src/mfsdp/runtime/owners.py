@@ -77,3 +77,11 @@ def path(source: torch.Tensor) -> str:
     """What errors call the unit that a shard belongs to."""
     found = owner(source)
     return "a unit that is gone" if found is None else str(found.path)
+
+
+def unfinished(outermost: Any) -> RuntimeError:
+    """The error of a model that may have old values beside new ones."""
+    return RuntimeError(
+        f"mfsdp: {outermost.name} is half loaded: {outermost.half[0]} has not ended, so some values are old, some are "
+        "new. Load it again, or another checkpoint (Checkpoints.load, load_safetensors), on all ranks"
+    )

@@ -13,7 +13,7 @@ from .agreement import Words
 from .ahead import First
 from .observers import frame, observer, recorded
 from .overlap import Part, Turn
-from .owners import owner, read_by
+from .owners import owner, read_by, unfinished
 
 
 class Outline(Protocol):
@@ -152,6 +152,9 @@ def marked(
 
     def execute(args: list[Any], turn: Turn | None) -> Any:
         buffers = [owner(args[i]) for i in units]
+        model_of = next((buffer.unit.outermost for buffer in buffers if buffer is not None), None)
+        if model_of is not None and model_of.half:
+            raise unfinished(model_of)
         paths = tuple(["?" if buffer is None else buffer.unit.fqn for buffer in buffers])
         seen = observer()
         here = runs.Run(outline.name, partial(names, paths), meets, shown=always or seen is not None)
@@ -163,7 +166,7 @@ def marked(
         if sequences:
             told = said(paths, buffers, turn is not None and brings)
             here.announce(told, model.group if anew and model is not None else "")
-        step = next((buffer.unit.outermost.ahead for buffer in buffers if buffer is not None), None)
+        step = model_of.ahead if model_of is not None else None
         if step is not None and (trains or brings):
             step.open += 1 if trains else -1
         with runs.inside(here):

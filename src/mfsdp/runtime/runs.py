@@ -289,8 +289,8 @@ class _Here(threading.local):
 
 _here = _Here()
 _last: tuple[str, float] = ("", 0.0)
-_behind: deque[tuple[Run, torch.Event]] = deque()
-"""Programs whose collectives run on a device, and an event behind each."""
+_behind: deque[tuple[Run, torch.Event]] = deque(maxlen=1024)
+"""Programs whose collectives run on a device, and an event behind each; the watch takes away what is there."""
 
 
 def waiting() -> list[tuple[int, Run]]:
@@ -300,7 +300,7 @@ def waiting() -> list[tuple[int, Run]]:
     while _behind and _behind[0][1].query():
         _behind.popleft()
     found = [(thread, each[-1]) for thread, each in list(_stacks.items()) if each[-1].waits % 2]
-    return found or [(-1, run) for run, _ in list(_behind)[:1]]
+    return found or ([(-1, _behind[0][0])] if _behind else [])
 
 
 def innermost() -> Run | None:

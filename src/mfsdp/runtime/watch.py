@@ -100,6 +100,7 @@ class Watch:
     """Calls without a report: somebody compiled, or everybody had come."""
 
     def __post_init__(self) -> None:
+        self.process = os.getpid()
         self.answered = self._calls()
         while self.store.check([f"ended/{self.ended + 1}"]):
             self.ended += 1
@@ -115,7 +116,7 @@ class Watch:
                 return
             try:
                 self.look(time.monotonic())
-            except RuntimeError as error:  # the store went with its process
+            except Exception as error:  # the store went with its process, most often
                 log.debug("mfsdp: the watch ends: %s", error)
                 return
 
@@ -215,7 +216,7 @@ class Watch:
 
     def end_with(self, error: BaseException) -> None:
         """Tells the others what ends this process; not if that is another's end."""
-        if isinstance(error, (Apart, Lost)) or groups.default() is not self.group:
+        if isinstance(error, (Apart, Lost)) or groups.default() is not self.group or os.getpid() != self.process:
             return
         said = [f"rank {self.rank} has ended with {type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
         frames = traceback.extract_tb(error.__traceback__)[-SHOWN:]
@@ -413,9 +414,9 @@ def settle(patience: float | None, raises: bool, folder: str | None) -> None:
 def end() -> None:
     """Ends it."""
     global _watch
-    if _watch is not None:
+    if _watch is not None and _watch.process == os.getpid():
         _watch.stop()
-        _watch = None
+    _watch = None
 
 
 atexit.register(end)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -34,6 +35,8 @@ class Outermost:
     """How often gradients of any unit have been synchronised."""
     ahead: Ahead = field(default_factory=Ahead, compare=False, repr=False)
     """What optimizers launch ahead of its forward."""
+    half: list[str] = field(default_factory=list, compare=False)
+    """What has been begun to load and not finished."""
 
 
 class FlatBuffer:
@@ -197,6 +200,17 @@ class UnitState:
     """Whether somebody has said what its gradients are divided by."""
     root_keeps: bool = False
     """Whether it does not reshard after forward because it is the outermost, until there is one around it."""
+
+
+@contextmanager
+def half_loaded(model: nn.Module, what: str) -> Iterator[None]:
+    """Around what writes values over a model's: unless it ends, the model does not compute any more."""
+    sharded = [ref.buffer.unit.outermost for module in model.modules() for ref in refs(module).values()]
+    for outermost in sharded:
+        outermost.half[:] = [what]
+    yield
+    for outermost in sharded:
+        outermost.half.clear()
 
 
 def refs(module: nn.Module) -> dict[str, Ref]:
