@@ -75,6 +75,8 @@ def quantize(p: Program, *, on: bool = True) -> None:
 
 def _hinders(unit: Unit, found: list[Read]) -> str:
     """Why a unit cannot be quantised before it travels, ``""`` if it can."""
+    if unit.spec.loose:
+        return "units of its model may be unused, and maxima are taken of all of a program's at once"
     if unit.spec.kept:
         return "its parameters last from step to step"
     if unit.spec.precision.wire is not None:

@@ -101,7 +101,7 @@ def mfsdp(
             "keeping": holding(program), "reads": [] if phase == "backward" else reading(program),
             "meets": list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences])),
             "measured": measuring(program), "rooms": static(program), "frames": chosen.frames, **beside(program),
-            "first": [] if phase == "backward" or chosen.prefetch == 0 else leading(program),
+            "first": [] if phase == "backward" or chosen.prefetch == 0 or loose(program) else leading(program),
         }  # fmt: skip
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
@@ -204,6 +204,11 @@ def static(program: Program) -> dict[tuple[torch.device, str], int]:
     """Bytes of the static buffers of a program, by device and name."""
     slots = ((node.meta["val"].device, slot) for node in program.nodes if (slot := slot_of(node)))
     return {(device, slot): program.slots[slot] for device, slot in slots}
+
+
+def loose(program: Program) -> bool:
+    """Whether ranks may leave out units of its model (Note [Standing in])."""
+    return any(unit.spec.loose for unit in program.units)
 
 
 def leading(program: Program) -> list[First]:

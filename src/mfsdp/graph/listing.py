@@ -207,6 +207,8 @@ def _params(unit: Unit, fold: bool) -> str:
         words.append("frozen")
     elif held := unit.spec.held_numel:
         words.append(f"hold {size(held * unit.spec.precision.grad.itemsize)}")
+    if unit.spec.optional:
+        words.append("may be unused")
     if not unit.sharded:
         words.append("not sharded")
     return "  ".join(words)

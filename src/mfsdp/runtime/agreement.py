@@ -29,10 +29,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 PATIENCE = 10.0
 """Seconds that ranks are given to say why they have gone apart, or that they have left a program too."""
@@ -119,6 +120,13 @@ class Lost(RuntimeError):
     """Other ranks are not there any more."""
 
 
+class Optional(Protocol):
+    """What ranks may leave out (Note [Standing in])."""
+
+    def choices(self) -> Iterable[tuple[Words, Callable[[Said], None]]]:
+        """What a rank may say of it, and what takes part in that for one that says something else."""
+
+
 @dataclass
 class Left:
     """A program that an exception has ended."""
@@ -175,8 +183,9 @@ class Said:
         if self.checked:
             return
         self.checked = True
+        answers = self.company.meet(self) if self.company.optional else self.answers.wait()
         mine, anew = self.words.digest, self.anew
-        for other, theirs in zip(self.company.wire.ranks, self.answers.wait(), strict=True):
+        for other, theirs in zip(self.company.wire.ranks, answers, strict=True):
             if theirs & ~ANEW != mine:
                 self.company.differ(self.words, other, theirs & ~ANEW)
             if bool(theirs & ANEW) is not anew:
@@ -199,6 +208,8 @@ class Company:
     left: Left | None = None
     lost: str = ""
     """Why nothing can be run any more."""
+    optional: WeakSet[Optional] = field(default_factory=WeakSet)
+    """What its ranks may leave out: then every announcement is waited for before anything is launched."""
     _open: deque[Said] = field(default_factory=deque)
     """Announcements that have not been compared."""
 
@@ -213,12 +224,34 @@ class Company:
         if self.lost:
             raise Apart(self.lost)
         self._look_back()
-        self.count += 1
-        said = Said(self, words, self._tag(words), self.wire.exchange(words.digest | ANEW * anew), anew)
+        said = Said(self, words, *self._say(words, anew), anew)
         self._open.append(said)
         if not self.wire.prompt and words.digest not in self.known:
             said.check()
         return said
+
+    def _say(self, words: Words, anew: bool) -> tuple[int, Answers]:
+        self.count += 1
+        return self._tag(words), self.wire.exchange(words.digest | ANEW * anew)
+
+    def meet(self, said: Said) -> list[int]:
+        """Waits until all ranks are about to run what has been announced, and stands in for those that run before it
+        what this one leaves out (Note [Standing in]). Gives every rank's word, by rank: all alike, unless ranks differ
+        in what may not be left out.
+        """
+        while True:
+            answers = said.answers.wait()
+            there = {theirs & ~ANEW for theirs in answers}
+            if len(there) == 1:
+                return answers
+            known = [choice for each in self.optional for choice in each.choices() if choice[0].digest in there]
+            if not known:
+                return answers
+            words, stand_in = min(known, key=lambda choice: choice[0].digest)  # the same on all ranks
+            if words == said.words:
+                return [words.digest] * len(answers)  # the others stand in
+            stand_in(Said(self, words, self._tag(words), said.answers, checked=True))
+            said.tag, said.answers = self._say(said.words, said.anew)
 
     def _tag(self, words: Words) -> int:
         """31 bits, the first of them set: apart from the small ones that users take."""

@@ -8,7 +8,7 @@ import torch
 
 from ..spec.units import Spec
 from . import devices, formats, groups, runs
-from .owners import owner, path, unfinished
+from .owners import gather_of, owner, reduction_of, refresh_of, unfinished
 from .transport import End, segments
 
 
@@ -20,8 +20,18 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     buffer = owner(source)
     if buffer is not None and buffer.unit.outermost.half:
         raise unfinished(buffer.unit.outermost)
-    communicates = s.gathers or (buffer is not None and buffer.weights.due())
-    with runs.announced(f"gather of {path(source)}", *(s.gathering if communicates else ()), meets=s.meets):
+    due = buffer is not None and buffer.weights.due()
+    over: tuple[str, ...] = s.gathering if s.gathers or due else ()
+    carried: tuple[str, ...] = ()
+    if s.loose:  # as programs do (Note [Standing in])
+        loose = buffer.unit.outermost.loose
+        loose.in_backward()
+        if due:
+            with runs.announced(refresh_of(source), loose.group, meets=s.meets, carried=s.meets):
+                for end in buffer.weights.refresh():
+                    end()
+        over, carried = (loose.group,) if s.gathers else (), s.meets
+    with runs.announced(gather_of(source), *over, meets=s.meets, carried=carried):
         if s.kept:
             for end in buffer.weights.refresh():
                 end()
@@ -90,11 +100,15 @@ def reduce_now(source: torch.Tensor, grads: list[torch.Tensor], offsets: list[in
     """Packs, reduces and accumulates gradients at once."""
     s = Spec.decode(spec)
     buffer = owner(source)
-    total = packed(grads, offsets, s)
+    total = packed(grads, offsets, s, source.device)
     if s.ahead != 1:
         total.mul_(s.ahead)
-    kept = ", kept back under no_sync" if s.held_numel and not buffer.gradients.sync else ""
-    with runs.announced(f"reduction of {path(source)}{kept}", *s.meets):
+    over, carried = s.meets, s.meets[:0]
+    if s.loose:  # as programs do (Note [Standing in])
+        loose = buffer.unit.outermost.loose
+        loose.in_backward()
+        over, carried = () if held_whole(s, buffer.gradients.sync) else (loose.group,), s.meets
+    with runs.announced(reduction_of(source), *over, carried=carried):
         if s.world > 1:
             if s.hold and buffer.gradients.hold(total, offsets):
                 return
@@ -102,10 +116,23 @@ def reduce_now(source: torch.Tensor, grads: list[torch.Tensor], offsets: list[in
         if s.outer > 1:
             if buffer.gradients.hold(total, offsets):
                 return
-            total = _over_outer(total, s)
-        if s.ranks > 1:
+            total = over_outer(total, s)
+        if s.ranks > 1 and not s.loose:
             buffer.gradients.vote(offsets)
     buffer.gradients.accumulate(total, offsets, 1 / (s.divide * s.ahead))
+
+
+def held_whole(s: Spec, sync: bool) -> bool:
+    """Whether gradients are kept back before anything is communicated."""
+    return not sync and (s.hold or s.world == 1) and s.held_numel > 0
+
+
+def reduce_nothing(source: torch.Tensor, spec: str) -> None:
+    """The same without gradients, for a unit that others have used, or that was used before (Note [Standing in])."""
+    gradients = owner(source).gradients
+    with gradients.wanted_with_others():
+        reduce_now(source, [], [], spec)
+    gradients.finish()
 
 
 def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
@@ -114,13 +141,15 @@ def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
     grad = grad.to(s.precision.grad_comm)
     if s.replica:
         grad = scattered(grad, s, 0)
-    return _over_outer(grad, s) if s.outer > 1 else grad
+    return over_outer(grad, s) if s.outer > 1 else grad
 
 
-def packed(grads: list[torch.Tensor], offsets: list[int], s: Spec) -> torch.Tensor:
+def packed(grads: list[torch.Tensor], offsets: list[int], s: Spec, device: torch.device) -> torch.Tensor:
     """Gradients at their places among zeros, [full_numel] in the dtype that travels."""
-    gfull = torch.zeros(s.full_numel, dtype=s.precision.grad_comm, device=grads[0].device)
-    torch._foreach_copy_([gfull[o : o + g.numel()].view(g.shape) for g, o in zip(grads, offsets, strict=True)], grads)
+    gfull = torch.zeros(s.full_numel, dtype=s.precision.grad_comm, device=device)
+    if grads:
+        places = [gfull[o : o + g.numel()].view(g.shape) for g, o in zip(grads, offsets, strict=True)]
+        torch._foreach_copy_(places, grads)
     return gfull
 
 
@@ -128,11 +157,12 @@ def scattered(gfull: torch.Tensor, s: Spec, lane: int) -> torch.Tensor:
     """This rank's part of the sum over the ranks of a lane."""
     gshard = gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
     pairs = segments(s.cut(lane), s.outer if lane >= 2 else s.world, gfull, gshard)
-    formats.scatter(runs.current(), pairs, s.sum(lane), s.groups[lane], s.precision.grad_wire)()
+    formats.scatter(runs.current(), pairs, s.sum(lane), s.reduces(lane), s.precision.grad_wire)()
     return gshard
 
 
-def _over_outer(gshard: torch.Tensor, s: Spec) -> torch.Tensor:
+def over_outer(gshard: torch.Tensor, s: Spec) -> torch.Tensor:
+    """The sum of shards over the outer axis: in place, or this rank's part of it."""
     if s.outer_optim:
         return scattered(gshard, s, 2)
     summed(gshard, s, 2)()
@@ -144,7 +174,7 @@ def summed(tensor: torch.Tensor, s: Spec, lane: int) -> End:
     than the sum is to be, or has a format of its own, it is a reduce-scatter, and a gather that is launched when
     somebody waits. The same bytes. In int8 both are rounded: what is sent, and the sum.
     """
-    run, group, ranks = runs.current(), s.groups[lane], s.outer if lane >= 2 else s.world
+    run, group, ranks = runs.current(), s.reduces(lane), s.outer if lane >= 2 else s.world
     total, wire = s.sum(lane), s.precision.grad_wire
     if total is tensor.dtype and wire is None:
         return run.all_reduce(tensor, "sum", group)

@@ -20,7 +20,7 @@ import torch
 from ..graph.ops import LIBRARY, shape_after
 from ..spec import grid
 from ..spec.units import Axis, Spec
-from . import formats, runs, slots
+from . import formats, runs, slots, standing
 from . import grids as grids_of
 from .immediate import gather_now, packed, scattered, summed
 from .owners import orphan, owner, path
@@ -73,7 +73,7 @@ def _reduction(spec: str, lane: int) -> _Reduction:
     s = Spec.decode(spec)
     cut = s.cut(lane)
     ranks, wire = s.outer if lane >= 2 else s.world, s.precision.grad_wire
-    return _Reduction(sum(cut), s.scattered(lane), s.sum(lane), cut, ranks, s.groups[lane], wire)
+    return _Reduction(sum(cut), s.scattered(lane), s.sum(lane), cut, ranks, s.reduces(lane), wire)
 
 
 # Parameters
@@ -83,8 +83,9 @@ def refresh(run: Run, source: torch.Tensor) -> None:
     """Launches the gather of parameters that last, if their main weights have changed since."""
     if run.early and (early := run.early.pop(0)) is not None:
         run.adopt(early)
-    else:
-        run.launch(source, *owner(source).weights.refresh())
+        return
+    buffer = owner(source)
+    run.launch(source, *(standing.refresh(run, buffer) if run.loose else buffer.weights.refresh()))
 
 
 def all_gather(run: Run, shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
@@ -100,6 +101,8 @@ def all_gather(run: Run, shard: torch.Tensor, spec: str, slot: int = -1) -> torc
     if sent.dtype is not r.dtype and r.wire is None:
         sent = shard.detach().to(r.dtype) if (buffer := owner(shard)) is None else buffer.weights.cast()
     full = slots.room(r.slot, r.numel, r.dtype, shard.device)
+    if run.loose:
+        standing.gather(run, _known(owner(shard)))
     run.launch(full, formats.gather(run, _pairs(r, full, sent), r.group, r.wire))
     return full.view(shard.dtype) if quantised else full
 
@@ -152,6 +155,8 @@ def bucket(run: Run, like: torch.Tensor, holes: Sequence[int], spec: str, slot: 
     gfull = slots.room(r.slot, r.numel, r.dtype, like.device)
     if run.held:
         run.held.discard(gfull.data_ptr())
+    if run.loose:
+        run.reducing[gfull.data_ptr()] = _known(owner(like))
     if holes:
         torch._foreach_zero_(slots.views(gfull, _holes, tuple(holes)))  # type: ignore[arg-type]
     return gfull
@@ -225,6 +230,8 @@ def reduce_scatter(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> torch
             held.add(gshard.data_ptr())
             run.launch(gshard)
             return gshard
+    if run.loose:
+        return standing.reduce_scatter(run, gfull, gshard, Spec.decode(spec), lane)
     run.launch(gshard, formats.scatter(run, _pairs(r, gfull, gshard), r.sum, r.group, r.wire))
     return gshard
 
@@ -233,8 +240,11 @@ def all_reduce(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> None:
     """Launches the sum over ranks, in place."""
     if gfull.data_ptr() in run.held:
         run.launch(gfull)
-    else:
-        run.launch(gfull, summed(gfull, Spec.decode(spec), lane))
+        return
+    if run.loose:
+        standing.all_reduce(run, gfull, Spec.decode(spec), lane)
+        return
+    run.launch(gfull, summed(gfull, Spec.decode(spec), lane))
 
 
 def accumulate(run: Run, shard: torch.Tensor, gshard: torch.Tensor, offsets: Sequence[int], scale: float) -> None:
@@ -349,7 +359,7 @@ def param_grad(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) 
     is a shard; `immediate.reduce_rest` does the rest.
     """
     s = Spec.decode(spec)
-    gfull = packed([grad], [offset], s)
+    gfull = packed([grad], [offset], s, grad.device)
     if s.gathers:
         with runs.announced(f"reduction of {path(shard)} at {offset}", s.group):
             gfull = scattered(gfull, s, 0)

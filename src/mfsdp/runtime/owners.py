@@ -79,6 +79,30 @@ def path(source: torch.Tensor) -> str:
     return "a unit that is gone" if found is None else str(found.path)
 
 
+def gather_of(source: torch.Tensor) -> str:
+    """What a rank says before it gathers a unit (Note [In step])."""
+    return f"gather of {_one(source)}"
+
+
+def refresh_of(source: torch.Tensor) -> str:
+    """What it says before it gathers parameters that last, where that is announced by itself."""
+    return f"gather of parameters that last of {_one(source)}"
+
+
+def reduction_of(source: torch.Tensor) -> str:
+    """What it says before it reduces gradients."""
+    found = owner(source)
+    kept = ", kept back under no_sync" if found.spec.held_numel and not found.gradients.sync else ""
+    return f"reduction of {_one(source)}{kept}"
+
+
+def _one(source: torch.Tensor) -> str:
+    """A path, with which model is meant where another rank may have to find it by that (Note [Standing in])."""
+    found = owner(source)
+    which = f", model {found.unit.outermost.loose.name}" if found is not None and found.spec.loose else ""
+    return f"{path(source)}{which}"
+
+
 def unfinished(outermost: Any) -> RuntimeError:
     """The error of a model that may have old values beside new ones."""
     return RuntimeError(

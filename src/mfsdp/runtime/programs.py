@@ -163,8 +163,15 @@ def marked(
         here.measured = [buffers[at].weights for at in measures if buffers[at] is not None]
         model = met(buffers) if heads else None
         anew = model is not None and model.anew
+        loose = model_of.loose if model_of is not None and model_of.loose else None
+        if loose:
+            here.loose = True
+            loose.in_backward() if brings else loose.begins()
         if sequences:
             told = said(paths, buffers, turn is not None and brings)
+            if loose:  # its own collectives are announced one by one
+                owned = {group for buffer in buffers if buffer is not None for group in buffer.spec.meets}
+                told = {group: words for group, words in told.items() if group not in owned}
             here.announce(told, model.group if anew and model is not None else "")
         step = model_of.ahead if model_of is not None else None
         if step is not None and (trains or brings):
@@ -178,7 +185,10 @@ def marked(
             for buffer in dict.fromkeys([*(buffers[at] for at in read[0]), *(read_by(args[i]) for i in read[1])]):
                 if buffer is not None:
                     buffer.in_place()
-            return named(args) if seen is None else seen.program(outline, named, args)
+            out = named(args) if seen is None else seen.program(outline, named, args)
+        if loose and not (trains or brings or loose.scopes):
+            loose.end("forward")
+        return out
 
     program._boxed_call = True  # type: ignore[attr-defined]
     return program

@@ -40,6 +40,12 @@ class Run:
         """Names of all groups in which other ranks may wait for this one, once it has gone apart from some."""
         self.shown = shown
         """Whether somebody looks at its operations (Note [Names])."""
+        self.loose = False
+        """Whether each of its collectives is announced by itself (Note [Standing in])."""
+        self.reducing: dict[int, Any] = {}
+        """Then: whose gradients are at an address, on their way to the first reduction."""
+        self.outer: dict[int, torch.Tensor] = {}
+        """Then: what the reduction over the outer axis has made of those that the first one gave, by address."""
         self.at = -1
         """Number of the operation that is running, or ran last."""
         self.launched = 0
@@ -81,6 +87,8 @@ class Run:
                 self.waits += 1
                 try:
                     said = company.announce(words, name == anew)
+                    if company.optional:
+                        said.check()
                 except Apart as error:  # where the host does not wait for answers it hears of it here
                     company.lost_with(list(dict.fromkeys([company, *self.all()])), str(error))
                 except RuntimeError as error:
@@ -88,11 +96,29 @@ class Run:
                     raise
                 finally:
                     self.waits += 1
-                self.said.append(said)
-                self.tags[name] = said.tag
-                if (other := groups.other_of(name)) is not None:
-                    self.tags[other] = said.tag
-                self.compared = False
+                self.part(said)
+
+    def part(self, said: Said) -> None:
+        """Takes part in what has been announced."""
+        self.said.append(said)
+        name = said.company.name
+        self.tags[name] = said.tag
+        if (other := groups.other_of(name)) is not None:
+            self.tags[other] = said.tag
+        self.compared = False
+
+    def next(self, what: str, group: str, over: Iterable[str]) -> None:
+        """Announces its next collective, over some groups, to another one, where each is announced by itself."""
+        self.said = [said for said in self.said if said.company.name != group]
+        self.announce({group: operation(what)})
+        self.carry(group, over)
+
+    def carry(self, group: str, over: Iterable[str]) -> None:
+        """Sends messages over some groups under the tag of what was announced to another one."""
+        for name in over if group in self.tags else ():
+            self.tags[name] = self.tags[group]
+            if (other := groups.other_of(name)) is not None:
+                self.tags[other] = self.tags[group]
 
     def anew(self, group: str, here: bool) -> bool:
         """Whether what was launched ahead is gathered anew: where the host waits for answers anyway, if any rank of the
@@ -251,6 +277,7 @@ class Run:
         self.early.clear()
         self.pending.clear()
         self.held.clear()
+        self.outer.clear()
         if not companies:
             for end in ends:  # nobody else is there
                 with suppress(Exception):  # the one under way says more
@@ -260,7 +287,8 @@ class Run:
         else:
             place = f"at or after {self.place}" if self.place else "at its beginning"
             why = f"{type(error).__name__}: {error}"
-            left = Left(self.name, place, self.launched, why, companies, self.all(), ends)
+            launched = 0 if self.loose else self.launched  # what they have announced tells ranks apart
+            left = Left(self.name, place, launched, why, companies, self.all(), ends)
             for company in companies:
                 company.leave(left)
 
@@ -324,15 +352,17 @@ def in_program() -> bool:
 
 
 @contextmanager
-def announced(what: str, *over: str, meets: Sequence[str] = ()) -> Iterator[None]:
+def announced(what: str, *over: str, meets: Sequence[str] = (), carried: Sequence[str] = ()) -> Iterator[None]:
     """Around collectives of no program: tells the ranks of groups what this one is about to do. Inside of something
-    that has been announced it is part of that. ``meets``: other groups whose ranks may wait for this one later.
+    that has been announced it is part of that. ``meets``: other groups whose ranks may wait for this one later;
+    ``carried``: others that it communicates over, whose ranks are in the first that is told.
     """
     if not over or any(group in current().tags for group in over):
         yield
         return
     run = Run(what, meets=meets)
     run.announce(dict.fromkeys(over, operation(what)))
+    run.carry(over[0], carried)
     _here.runs.append(run)
     try:
         yield

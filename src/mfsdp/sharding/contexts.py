@@ -75,6 +75,7 @@ def overlapped(module: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: nothing of the module is sharded, or it is overlapped already.
+        NotImplementedError: some of its units may be unused.
         TypeError: several models.
     """
     if not isinstance(module, nn.Module):
@@ -85,6 +86,11 @@ def overlapped(module: nn.Module) -> Iterator[None]:
     buffers = _sharded(module, "overlapped")
     if any(buffer.gradients.overlap is not None for buffer in buffers):
         raise ValueError("overlapped: the model is overlapped already")
+    if any(buffer.spec.optional for buffer in buffers):
+        raise NotImplementedError(
+            "overlapped: units that may be unused and backwards that wait do not go together: which rank runs what is "
+            "known only while it runs. Leave overlapped, or may_be_unused"
+        )
     overlap = Overlap()
     for buffer in buffers:
         buffer.gradients.overlap = overlap

@@ -154,6 +154,8 @@ class Scope:
         _forget_recomputed()
         unit.open = True
         _here.stack.append(self)
+        unit.outermost.loose.begins()
+        unit.outermost.loose.scopes += 1
         transformed = _transformed()
         self.hooks = _hooks() if torch.is_grad_enabled() and not transformed else None
         if self.hooks is not None:
@@ -170,12 +172,16 @@ class Scope:
         """Raises a RuntimeError if the forward, which is through, has written to a parameter."""
         for unit in [self.unit, *(_here.visited if len(_here.stack) == 1 else ())]:
             check(unit, self.place)
+        loose = self.unit.outermost.loose
+        if loose and loose.scopes == 1 and not torch.is_grad_enabled():
+            loose.end("forward")
 
     @torch.compiler.disable
     def close(self) -> None:
         if self.hooks is not None:
             self.hooks.__exit__(None, None, None)
         _here.stack.remove(self)
+        self.unit.outermost.loose.scopes -= 1
         self.unit.open = False
         if not self.own and _recomputing():
             _keep_until_backward_ends(self.unit)

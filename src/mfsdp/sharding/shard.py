@@ -18,11 +18,11 @@ from ..spec.config import MixedPrecisionPolicy
 from ..state import statedicts, torchao
 from ..state import transformer_engine as te
 from ..state.buffer import Outermost, UnitState, refs
-from ..state.mesh import TENSOR, axes
+from ..state.mesh import TENSOR, Axes, axes
 from ..state.pieces import Piece, has_groups, here, over_tensor_ranks
 from ..state.placement import OUTER, Placement, strategy_name
 from . import admission, alike, blocks, codes, engines, fsdp2, materialize, parallel
-from .claims import UnitLike, claim_parameters, described, match
+from .claims import Claim, UnitLike, claim_parameters, described, match
 from .fill import device_of, fill, ignore, move_buffers
 from .former import no_optimizer
 from .module import FSDPModule, swap_class
@@ -47,6 +47,7 @@ def fully_shard(
     offload_policy: Any = None,
     shard_placement_fn: Any = None,
     sync_module_states: bool = False,
+    may_be_unused: bool | Sequence[UnitLike] = False,
 ) -> Given:
     """Shards the parameters of a module over data-parallel ranks, in one flat buffer per unit.
 
@@ -95,6 +96,13 @@ def fully_shard(
         offload_policy, shard_placement_fn: FSDP2's, refused unless they ask for nothing.
         sync_module_states: gives parameters and buffers the values that they have on the first rank of the mesh.
             Without it a sample of the values is compared, and a warning names parameters that differ.
+        may_be_unused: whether ranks may leave units of this call out of a step, in forward or altogether, while others
+            use them (a branch on data, dropped layers, a tower for pictures): ``True`` for all of them, or those that
+            are meant, as in ``units``. Ranks that leave one out take part in its gathers and reductions, with zeros.
+            A unit that any rank has used in a backward has gradients on every rank, for all of its parameters; one
+            that none has used has none. Every collective of such a model is announced to all ranks before it is
+            launched (:mod:`mfsdp.runtime.standing`), which costs an answer of all of them each time. Without it ranks
+            that differ are an error that names unit and ranks. Branches of ``torch.cond`` do not need it.
 
     Warns:
         UserWarning: parameters have other values on other ranks; no initialiser has written some from the meta device.
@@ -136,6 +144,9 @@ def fully_shard(
     if auto:
         units = blocks.auto(claims[0], policy, placement)
         claims = claim_parameters(root, match(root, units), ignored)
+    optional = _optional(root, may_be_unused, claims)
+    loose = bool(optional) or any(unit.may_be_unused for unit in _units(root))
+    together = _together(root, found, placement) if loose and target.type != "meta" else ""
     outermost = _outermost(given[0])
     units_of = {claim.module: UnitState(claim.fqn, outermost, policy) for claim in claims}
     for claim in claims:
@@ -151,7 +162,8 @@ def fully_shard(
     groups = [g for g in placement.groups[::2] if g and target.type != "meta"]
     if groups:
         options = (
-            f"strategy {strategy}, outer {outer_strategy}, reshard_after_forward {reshard_after_forward}, {policy}"
+            f"strategy {strategy}, outer {outer_strategy}, reshard_after_forward {reshard_after_forward}, {policy}, "
+            f"may be unused: {', '.join(claim.fqn for claim in claims if claim.module in optional) or 'none'}"
         )
         alike.compare(groups, *described(claims, options, values=not sync_module_states))
     synced = groups if sync_module_states else []
@@ -164,6 +176,7 @@ def fully_shard(
         for claim in claims:
             unit = units_of[claim.module]
             unit.root_keeps = reshard_after_forward is None and claim.module is root
+            unit.may_be_unused = claim.module in optional
             reshard = not unit.root_keeps and reshard_after_forward is not False
             fill(claim, unit, placement, target, reshard, synced, undo)
         for claim in claims:
@@ -186,6 +199,8 @@ def fully_shard(
     watch.begin()
     _name(root, units_of[root], outermost)
     _divide_alike(root, placement)
+    if loose:
+        _loosen(root, outermost, together)
     given[0].__dict__["_mfsdp_call"] = next(_calls), {
         "units": units, "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": policy,
         "reshard_after_forward": reshard_after_forward,
@@ -252,11 +267,64 @@ def _divide_alike(root: nn.Module, placement: Placement) -> None:
     """Gradients of units of earlier calls are divided as those of this one, by all ranks whose losses are
     averaged, also where fewer of them hold the same parameters (experts).
     """
-    for unit in dict.fromkeys(m._mfsdp_unit for m in root.modules() if isinstance(m, FSDPModule)):
+    for unit in _units(root):
         unit.ranks = placement.ranks
         for buffer in unit.buffers if not unit.divides else ():
             if buffer.spec.divide != float(placement.ranks):
                 buffer.respec(divide=float(placement.ranks))
+
+
+def _optional(root: nn.Module, asked: bool | Sequence[UnitLike], claims: Sequence[Claim]) -> set[nn.Module]:
+    """Modules whose units ranks may leave out.
+
+    Raises:
+        ValueError: one that is meant is no unit of this call.
+    """
+    mine = {claim.module for claim in claims}
+    if isinstance(asked, bool):
+        return mine if asked else set()
+    *chosen, _ = match(root, asked)
+    other = next((m for m in chosen if m not in mine), None)
+    if other is not None:
+        fqn = next(fqn for fqn, m in root.named_modules() if m is other)
+        raise ValueError(
+            f"may_be_unused: {fqn}, a {type(other).__name__}, is no unit of this call: name it in units= too, or a "
+            "unit around it"
+        )
+    return set(chosen)
+
+
+def _together(root: nn.Module, found: Axes, placement: Placement) -> str:
+    """Name of the group of all ranks that share a model whose units may be left out; ``""`` for one process.
+
+    Raises:
+        ValueError: units of earlier calls are shared with others besides.
+    """
+    first = next(filter(None, placement.groups[::2]), "")
+    group = str(found.one().get_group(0).group_name) if placement.world > 1 and placement.outer > 1 else first
+    ranks = set(groups_of.ranks(group)) if group else {groups_of.rank()}
+    for unit in _units(root):
+        others = {r for buffer in unit.buffers for name in buffer.spec.meets for r in groups_of.ranks(name)} - ranks
+        if others:
+            raise ValueError(
+                f"may_be_unused: unit {unit.fqn!r}, which was sharded before, is shared with ranks {sorted(others)}, "
+                f"and {type(root).__name__} is not: shard the model over all of its units' ranks"
+            )
+    return group
+
+
+def _loosen(root: nn.Module, outermost: Outermost, group: str) -> None:
+    """Tells all units of a model that ranks may leave out some (Note [Standing in])."""
+    outermost.loose.loosen(outermost.name, group)
+    for unit in _units(root):
+        for buffer in unit.buffers:
+            buffer.respec(optional=unit.may_be_unused, loose=bool(group))
+            if group:
+                outermost.loose.join(buffer)
+
+
+def _units(root: nn.Module) -> list[UnitState]:
+    return list(dict.fromkeys(m._mfsdp_unit for m in root.modules() if isinstance(m, FSDPModule)))
 
 
 def _outermost(module: nn.Module) -> Outermost:

@@ -49,6 +49,10 @@ class Spec:
     """From one rank of the shard axis to the next: more than 1 beside tensor parallelism."""
     outer_stride: int = 0
     """The same of the outer axis; 0: ``world``."""
+    optional: bool = False
+    """Whether ranks may leave the unit out of a step (``may_be_unused``)."""
+    loose: bool = False
+    """Whether they may leave out any unit of its model: then each collective is announced by itself."""
 
     @property
     def shard_numel(self) -> int:
@@ -90,6 +94,12 @@ class Spec:
     def groups(self) -> tuple[str, str, str, str]:
         """Names of process groups by lane number: gathers and reductions of the shard axis, of the outer axis."""
         return self.group, self.reduce_group, self.outer_group, self.outer_reduce_group
+
+    def reduces(self, lane: int) -> str:
+        """Name of the group of a reduction on that lane; the second one of its axis, if there is one, wherever it comes
+        from, where another rank may do it in uncompiled code (Note [Standing in]).
+        """
+        return self.groups[lane | 1 if self.loose and self.groups[lane | 1] else lane]
 
     @property
     def cutting(self) -> str:
@@ -176,7 +186,7 @@ def _word(text: str) -> str | None:
     return None if text == "-" else text
 
 
-_FLAGS = ("reshard", "outer_optim", "replica", "hold")
+_FLAGS = ("reshard", "outer_optim", "replica", "hold", "optional", "loose")
 
 
 @dataclass(frozen=True)

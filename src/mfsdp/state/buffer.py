@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..runtime.ahead import Ahead
+from ..runtime.standing import LeftOut, Loose
 from ..spec.config import MixedPrecisionPolicy, Precision
 from ..spec.layout import Layout
 from .gradients import Gradients
@@ -37,6 +38,8 @@ class Outermost:
     """What optimizers launch ahead of its forward."""
     half: list[str] = field(default_factory=list, compare=False)
     """What has been begun to load and not finished."""
+    loose: Loose = field(default_factory=Loose, compare=False, repr=False)
+    """What its ranks may leave out of a step."""
 
 
 class FlatBuffer:
@@ -86,6 +89,8 @@ class FlatBuffer:
         shardings = [Sharding(layout, i, placement.mesh, placement.copies, home, self.pieces[i]) for i in slots]
         rows = [self.weights.view(self.weights.main, i) for i in slots]
         self.params = [ShardedParameter(r, s, trainable, self) for r, s in zip(rows, shardings, strict=True)]
+        self.left_out: LeftOut | None = None
+        """Lets this rank take part where another one uses it, in a model whose ranks may leave units out."""
         self.places: dict[tuple[int, str], tuple[dict[str, Any], int]] = {}
         """Where its parameters hang: a module's ``_parameters`` and the slot, by ``id`` of the dict and name in it."""
 
@@ -110,7 +115,9 @@ class FlatBuffer:
         )  # fmt: skip
         memo[id(self)] = twin
         twin.unit = copy.deepcopy(self.unit, memo)
-        twin.respec(divide=self.spec.divide, hold=self.spec.hold)
+        twin.respec(divide=self.spec.divide, hold=self.spec.hold, optional=self.spec.optional, loose=self.spec.loose)
+        if twin.spec.loose:
+            twin.unit.outermost.loose.join(twin)
         with torch.no_grad():
             twin.gradients.like(self.gradients)
             twin.weights.main.copy_(self.weights.main)
@@ -198,6 +205,8 @@ class UnitState:
     """How many ranks' losses are averaged, also where fewer hold its parameters."""
     divides: bool = False
     """Whether somebody has said what its gradients are divided by."""
+    may_be_unused: bool = False
+    """Whether ranks may leave it out of a step."""
     root_keeps: bool = False
     """Whether it does not reshard after forward because it is the outermost, until there is one around it."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -83,6 +84,8 @@ class Gradients:
         """Which backward that was."""
         self._finishes = -1
         """The last backward whose end was asked for."""
+        self._with_others = False
+        """Whether they are wanted although the backward that is running does not bring any."""
         self._looked: torch.Tensor | None = None
         """The accumulator in a narrower ``precision.main``, while somebody looks at ``.grad``."""
         self._touched = _Touched()
@@ -111,7 +114,36 @@ class Gradients:
 
     def wanted(self) -> bool:
         """Whether the backward that is running is one for parameters (not ``torch.autograd.grad``)."""
+        return self._with_others or self.accumulates()
+
+    def accumulates(self) -> bool:
+        """The same, of the unit's own place in the graph."""
         return engine.accumulates(self._node)
+
+    @contextmanager
+    def wanted_with_others(self) -> Iterator[None]:
+        """Inside of the ``with`` they are wanted if those of any other buffer of the model are: this one's unit has
+        been left out.
+        """
+        self._with_others = self._of.unit.outermost.loose.wanted()
+        try:
+            yield
+        finally:
+            self._with_others = False
+
+    def _used(self) -> None:
+        if not self._with_others:
+            self._of.unit.outermost.loose.uses(self._of)
+
+    @property
+    def offsets(self) -> Iterable[int]:
+        """Where all parameters start."""
+        return self._index
+
+    @property
+    def holds(self) -> bool:
+        """Whether some wait for the next synchronisation."""
+        return bool(self._kept)
 
     def heard(self) -> bool:
         """Whether somebody wants to be told of gradients."""
@@ -127,6 +159,7 @@ class Gradients:
         if not self.wanted():
             return not self.sync
         self.arrive()
+        self._used()
         kept = self._kept.pop(grads.numel(), None)
         if self.sync:
             if kept is not None:
@@ -192,9 +225,10 @@ class Gradients:
         if not self.wanted():
             return
         self.arrive()
+        self._used()
         if self.before_first is not None:
             self._ask_before_first()
-        slots = self._of_kept_and(offsets)
+        slots = self._of_kept_and(self._index if self._of.spec.loose else offsets)
         self._stream = devices.current_stream(gshard.device)
         if any(self.hooks.values()):
             pending = self._of_this_backward()
@@ -314,6 +348,7 @@ class Gradients:
         """
         if source.is_meta:
             return  # nothing runs
+        self._of.unit.outermost.loose.in_backward()
         if source.grad is not None:
             groups = self._of.spec.meets if self._of.spec.replica or self._of.spec.outer > 1 else ()
             with runs.announced(f"reduction of {self._of.path}", *groups):
@@ -328,6 +363,15 @@ class Gradients:
             self._finish_later()  # more is to come, from outside of forward
         else:
             self._finish()
+
+    def finish(self) -> None:
+        """Lets hooks know, where autograd will not: a backward that is running has left the unit out."""
+        if not self.heard():
+            return
+        if engine.backward_number() < 0:
+            self._finish()
+        else:
+            self._finish_later()
 
     def _finish_later(self) -> None:
         """`_finish`, once, when the backward that is running ends."""
