@@ -226,3 +226,46 @@ def test_what_is_no_unit_of_the_call():
     assert [model.layers[i].weight.grad is not None for i in range(4)] == [True, False, False, False]
     with pytest.raises(NotImplementedError, match="overlapped: units that may be unused"), mfsdp.overlapped(model):
         pass
+
+
+class Cond(nn.Module):
+    """A branch on data that Dynamo traces, and another inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 100, lambda x: self.c(x), lambda x: torch.tanh(self.b(x)), (x,))
+
+        return torch.cond(x.sum() > 0, lambda x: self.a(x) + self.first.bias, inner, (x,))
+
+
+def branches(lowering: str) -> float:
+    torch.manual_seed(0)
+    reference = Cond()
+    with torch.no_grad():
+        reference.first.weight.copy_(torch.eye(WIDTH))
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=["first", "a", "b", "c"])
+    run = torch.compile(model, backend="mfsdp", fullgraph=True, options={"lowering": lowering})
+    refer = torch.compile(reference, backend="aot_eager")
+    worst = 0.0
+    for sign in (1, -1):
+        x = sign * (1 - 2 * dist.get_rank()) * (1 + torch.rand(2, WIDTH))
+        out, want = run(x), refer(x)
+        out.sum().backward()
+        want.sum().backward()
+        worst = max(worst, error(out.detach(), want.detach()))
+    expected(reference)
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max([worst, *(error(whole(p.grad), q.grad) for p, q in pairs)])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("stitched", marks=pytest.mark.inductor)])
+def test_branches_that_are_traced(two_ranks, lowering):
+    """Parameters that any branch reads are gathered in front of it, on all ranks: without may_be_unused."""
+    assert max(two_ranks.run(branches, lowering, timeout=100)) < 1e-5

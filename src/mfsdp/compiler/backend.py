@@ -24,7 +24,7 @@ from ..runtime import groups, programs, watch
 from ..runtime.ahead import First
 from ..sharding import writes
 from ..spec.config import Options
-from . import lowering, order, regions
+from . import branches, lowering, order, regions
 from .artifact import Artifact, key_of
 from .capture import Capture, path_of, sources
 from .stitched import Stitched
@@ -67,6 +67,7 @@ def mfsdp(
         decide = Auto.of_run(chosen, example_inputs)
         passes = pipeline.chosen(chosen, decide=decide)
         _whole_budget(gm)
+        branches.hoist(gm)
         writes.traced(gm, example_inputs)
         names = sources(gm)
         _no_pieces(example_inputs, names)
