@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 
 INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_OF_SEVERAL = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
         groups[-1].append(name)
         used += size
     if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
+        return {SINGLE: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
@@ -104,16 +108,31 @@ def write_index(folder: Path, sizes: Mapping[str, int], files: Mapping[str, list
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def not_in(folder: Path, plan: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The same under names that no file in a folder has, if they are of several files: those that are there are meant
+    until the index is replaced.
+    """
+    for tries in itertools.count(1):
+        stem = "model-" if tries == 1 else f"model-{tries}-"
+        names = {file.replace("model-", stem, 1): inside for file, inside in plan.items()}
+        if len(plan) == 1 or not any((folder / name).exists() for name in names):
+            return names
+    raise AssertionError
+
+
 def publish(aside: Path, folder: Path) -> None:
-    """Moves what was written to its place. An index left from before would name files that are no longer meant."""
-    written = sorted(aside.iterdir())
-    for file in written:
-        sync(file)
-    for file in written:
-        os.replace(file, folder / file.name)
-    names = {file.name for file in written}
-    for old in (*folder.glob("model*.safetensors"), folder / INDEX):
-        if old.name not in names:
+    """Moves what was written to its place. Whenever that ends, a reader finds all of the old weights or all of the new:
+    one file, or the index of several, is replaced last, and says which are meant.
+    """
+    last = INDEX if (aside / INDEX).exists() else SINGLE
+    written = sorted((file.name for file in aside.iterdir()), key=lambda name: (name == last, name))
+    for name in written:
+        sync(aside / name)
+    for name in written:
+        os.replace(aside / name, folder / name)
+    sync(folder)
+    for old in (folder / INDEX, *folder.glob("model*.safetensors")):
+        if old.name not in written:
             old.unlink(missing_ok=True)
 
 
@@ -210,6 +229,8 @@ def _find(path: Path) -> list[Path]:
             raise ValueError(f"mfsdp: {index} is damaged: {error}") from error
     else:
         files = sorted(path.glob("*.safetensors"))
+        if path / SINGLE in files:  # others are on their way in or out (`publish`)
+            files = [file for file in files if not _OF_SEVERAL.fullmatch(file.name)]
     if not files:
         raise FileNotFoundError(f"mfsdp: {path} holds no .safetensors file")
     for file in files:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def save_safetensors(
 ) -> None:
     """Writes weights as ``transformers`` does: ``model.safetensors``, or several files and an index, and the model's
     configuration if it has one; ``from_pretrained`` reads it. All ranks must call it; rank 0 writes, and holds one
-    file's tensors. What the folder has of these files is replaced when all is written; others stay.
+    file's tensors. What the folder has of these files is replaced when all is written, at one moment; others stay.
 
     Args:
         model: sharded (by FSDP2 too) or not, or sharded in parts. Of tied parameters the first name is written.
@@ -103,11 +103,11 @@ def save_safetensors(
     sizes = {n: t.numel() * _kept_dtype(t, dtype).itemsize for n, t in tensors.items()}
     plan = files.split(sizes, max_file_bytes)
     folder, writes, failure = Path(folder), groups.rank() == 0, ""
-    aside: Path | None = None
+    aside, own = folder / ".partial", None
     try:
         if writes:
-            folder.mkdir(parents=True, exist_ok=True)
-            aside = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
+            own = files.make_own(aside)
+            plan = files.not_in(folder, plan)
     except OSError as error:
         failure = str(error)
     for file, inside in plan.items():
@@ -120,22 +120,19 @@ def save_safetensors(
                 whole[name] = full.to("cpu", _kept_dtype(full, dtype)).contiguous()
         try:
             if writes and not failure:
-                assert aside is not None
                 files.write(aside, file, whole)
         except Exception as error:  # whatever it is, the other ranks are still gathering
             failure = str(error)
     try:
         if writes and not failure:
-            assert aside is not None
             files.write_index(aside, sizes, plan)
             _save_config(model, aside, dtype)
             files.publish(aside, folder)
     except Exception as error:
         failure = str(error)
-    if aside is not None:
-        for left in aside.glob("*"):
-            left.unlink()
-        aside.rmdir()
+    if own is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+        os.close(own)
     _raise_everywhere(failure, folder)
 
 
