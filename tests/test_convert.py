@@ -21,9 +21,9 @@ from examples.bench.bench import peak_of
 from mfsdp.checkpoints import files
 from mfsdp.checkpoints.files import INDEX
 from mfsdp.command import main as command
+from tests.crashes import Run
 from tests.models import MLP, llama
 from tests.parity import whole
-from tests.test_crash import Run
 
 
 def saved(folder: str, seed: int, tied: bool = False) -> dict[str, torch.Tensor]:

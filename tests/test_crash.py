@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import random
 import resource
-import signal
 import subprocess
 import sys
-import threading
-import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,79 +18,39 @@ import mfsdp
 from mfsdp import CheckpointError, Checkpoints
 from mfsdp.checkpoints import safetensors
 from mfsdp.checkpoints.reading import Planner
-from tests.parity import compiled, whole
+from tests.crashes import WAYS, Run, killed_and_resumed
 
 ROOT = Path(__file__).parent.parent
 
 
-class Loader:
-    """Random data; its place is its state."""
-
-    def __init__(self, seed: int):
-        self.random = torch.Generator().manual_seed(seed)
-
-    def next(self) -> torch.Tensor:
-        return torch.randn(4, 8, generator=self.random)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"random": self.random.get_state()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.random.set_state(state["random"])
-
-
-class Run:
-    """A training run with dropout, a scheduler and a loader."""
-
-    def __init__(self, seed: int, lowering: str = "none"):
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(8, 33), nn.Dropout(0.3), nn.Linear(33, 8))
-        self.model = mfsdp.fully_shard(model, units=["0"])
-        self.call = compiled(self.model, lowering)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        self.loader = Loader(seed + rank)
-        torch.manual_seed(seed + 100 + rank)
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.call(self.loader.next()).square().mean().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.scheduler.step()
-
-    @property
-    def parts(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler, "loader": self.loader}
-
-    def values(self) -> list[torch.Tensor]:
-        return [whole(p).detach().clone() for p in self.model.parameters()]
-
-
-def resumed(folder: str, lowering: str) -> bool:
-    """Six steps are six steps, stopped or not: weights, moments, learning rate, data and dropout."""
+def resumed(folder: str, lowering: str, blocking: bool = True) -> bool:
+    """Six steps are six steps, stopped or not: weights, moments, learning rate, data and dropout; also where the first
+    run trains on while they are written.
+    """
     unstopped = Run(0, lowering)
     unstopped.train(6)
     first = Run(0, lowering)
     first.train(3)
-    Checkpoints(folder).save(3, **first.parts)
+    checkpoints = Checkpoints(folder)
+    saved = checkpoints.save(3, **first.parts, blocking=blocking)
+    first.train(2)
     second = Run(1, lowering)
     second.train(2)
-    assert Checkpoints(folder).load(**second.parts) == 3
+    assert checkpoints.load(**second.parts) == 3
+    assert (saved if blocking else saved.result()) == checkpoints.path(3)
     second.train(3)
     return all(torch.equal(a, b) for a, b in zip(unstopped.values(), second.values(), strict=True))
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("lowering", ["eager", "none"])
-def test_training_goes_on_as_if_never_stopped(two_ranks, tmp_path, lowering):
-    assert two_ranks.run(resumed, str(tmp_path), lowering) == [True, True]
+@pytest.mark.parametrize(("lowering", "blocking"), [("eager", True), ("eager", False), ("none", True)])
+def test_training_goes_on_as_if_never_stopped(two_ranks, tmp_path, lowering, blocking):
+    assert two_ranks.run(resumed, str(tmp_path), lowering, blocking) == [True, True]
 
 
-def test_in_one_process(tmp_path):
-    assert resumed(str(tmp_path), "none")
+@pytest.mark.parametrize("blocking", [True, False])
+def test_in_one_process(tmp_path, blocking):
+    assert resumed(str(tmp_path), "none", blocking)
 
 
 def elsewhere(folder: str) -> bool:
@@ -114,126 +67,31 @@ def test_on_another_number_of_ranks(two_ranks, four_ranks, tmp_path):
     assert elsewhere(str(tmp_path))
 
 
-EVENTS = ("open", "os.", "shutil.")
-
-
-def driver(folder: str) -> None:
-    """Kills a save at its first file operation, at its second, and so on, until one survives. Prints counts."""
-    torch.set_num_threads(1)
-    run = Run(0)
-    run.train(1)
-    checkpoints = Checkpoints(folder, keep=1)
-    checkpoints.save(1, **run.parts)
-    before = run.values()
-    run.train(1)
-    after = run.values()
-    kills = published = 0
-    while True:
-        child = os.fork()
-        if child == 0:
-            seen = 0
-
-            def count(event: str, args: Any, last: int = kills) -> None:
-                nonlocal seen
-                if event.startswith(EVENTS):
-                    seen += 1
-                    if seen > last:
-                        os._exit(9)
-
-            sys.addaudithook(count)
-            checkpoints.save(2, **run.parts)
-            os._exit(0)
-        if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0:
-            break
-        kills += 1
-        other = Run(3)
-        step = checkpoints.load(**other.parts)
-        want = {1: before, 2: after}[step]
-        assert all(torch.equal(a, b) for a, b in zip(other.values(), want, strict=True)), f"kill {kills}, step {step}"
-        if step == 2:  # killed behind the rename
-            published += 1
-            os.rename(checkpoints.path(2), Path(folder, "aside"))
-            if not checkpoints.steps():
-                run_again = Run(0)
-                run_again.train(1)
-                checkpoints.save(1, **run_again.parts)
-            subprocess.run(["rm", "-r", str(Path(folder, "aside"))], check=True)
-    print(json.dumps({"kills": kills, "published": published, "steps": checkpoints.steps(),
-                      "left": sorted(p.name for p in Path(folder).iterdir())}))  # fmt: skip
-
-
 @pytest.mark.slow
-def test_killed_at_every_file_operation(tmp_path):
-    command = [sys.executable, "-c", f"from tests.test_crash import driver; driver({str(tmp_path)!r})"]
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_at_every_file_operation_and_in_the_middle_of_files(tmp_path, way):
+    """In a process of its own: it forks, and there should be no threads."""
+    code = """if True:
+        import json, sys, torch
+        from pathlib import Path
+        from tests.crashes import WAYS, injected
+        torch.set_num_threads(1)
+        print(json.dumps(injected(WAYS[sys.argv[1]](Path(sys.argv[2]) / "run"), 50)))
+    """
+    command = [sys.executable, "-c", code, way, str(tmp_path)]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert out.returncode == 0, out.stderr[-3000:]
     seen = json.loads(out.stdout.splitlines()[-1])
-    assert seen["kills"] > 20 and seen["published"] >= 1, seen
-    assert seen["steps"] == [2] and seen["left"] == ["step-00000002"], seen
-
-
-def saving(folder: str, seconds: float) -> None:
-    """Trains and saves, over and over."""
-    run, checkpoints = Run(0), Checkpoints(folder, keep=3)
-    step = checkpoints.load(**run.parts) or 0
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        run.train(1)
-        step += 1
-        checkpoints.save(step, **run.parts)
-
-
-def counted(folder: str) -> tuple[int, bool]:
-    """The newest step, and whether it is what so many steps give."""
-    run = Run(5)
-    step = Checkpoints(folder).load(**run.parts)
-    unstopped = Run(0)
-    unstopped.train(step)
-    return step, all(torch.equal(a, b) for a, b in zip(run.values(), unstopped.values(), strict=True))
-
-
-def killed_and_resumed(folder: Path, kills: int) -> dict[str, int]:
-    """Kills one of two ranks, or both, at a random moment of a run that saves all the time, and starts it again."""
-    from tests.ranks import Ranks
-
-    chance, checkpoints = random.Random(0), Checkpoints(folder)
-    counts = {"kills": 0, "resumes": 0, "losses": 0, "step": 0}
-    for kill in range(kills + 1):
-        ranks = Ranks(2)  # starts with what the last ones have left
-        thread = threading.Thread(target=lambda r=ranks: _ignored(lambda: r.run(saving, str(folder), 60)))
-        try:
-            if kill:
-                (step, right), other = ranks.run(counted, str(folder))
-                counts["resumes"] += 1
-                counts["losses"] += not (right and other == (step, right) and step >= counts["step"])
-                counts["step"] = step
-            if kill == kills:
-                break
-            thread.start()
-            while thread.is_alive() and checkpoints.steps()[-1:] <= [counts["step"] + 1]:
-                time.sleep(0.01)
-            time.sleep(0.3 * chance.random())
-            for worker in ranks._workers if kill % 2 else [chance.choice(ranks._workers)]:
-                os.kill(worker.pid, signal.SIGKILL)
-            counts["kills"] += 1
-            time.sleep(0.2)
-        finally:
-            ranks.stop()
-            if thread.is_alive():
-                thread.join()
-    return counts
+    assert seen["operations"] > 20 and seen["bytes"] > 5 and seen["published"] >= 1, seen
+    assert seen["losses"] == 0, seen
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_ranks_that_are_killed_at_random_resume_and_lose_nothing(tmp_path):
-    counts = killed_and_resumed(tmp_path, 3)
-    assert counts.pop("step") > 6 and counts == {"kills": 3, "resumes": 3, "losses": 0}
-
-
-def _ignored(function: Any) -> None:
-    with contextlib.suppress(Exception):
-        function()
+@pytest.mark.parametrize("blocking", [True, False])
+def test_ranks_that_are_killed_at_random_resume_and_lose_nothing(tmp_path, blocking):
+    counts = killed_and_resumed(tmp_path, 2, blocking)
+    assert counts.pop("step") > 4 and counts == {"kills": 2, "resumes": 2, "losses": 0}
 
 
 @pytest.mark.parametrize("harm", ["truncated", "missing", "flipped"])
@@ -344,17 +202,26 @@ def test_two_conversions_to_one_target(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def full_disk(folder: str, limit: int) -> tuple[str, list[int], list[int], bool]:
+def full_disk(folder: str, limit: int, told_by: str) -> tuple[str, list[int], list[int], bool]:
     """Rank 1 cannot write more than a few bytes to a file, then it can again."""
     run, checkpoints = Run(0), Checkpoints(folder)
     run.train(1)
-    checkpoints.save(1, **run.parts)
+    checkpoints.save(1, **run.parts, blocking=told_by == "save")
+    checkpoints.wait()
     run.train(1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    saving = None if told_by == "save" else checkpoints.save(2, **run.parts, blocking=False)
     try:
-        checkpoints.save(2, **run.parts)
+        if saving is None:
+            checkpoints.save(2, **run.parts)
+        elif told_by == "the next save":
+            checkpoints.save(5, **run.parts)
+        elif told_by == "wait":
+            checkpoints.wait()
+        else:
+            saving.result()
         text = "saved"
     except CheckpointError as error:
         text = str(error)
@@ -364,16 +231,21 @@ def full_disk(folder: str, limit: int) -> tuple[str, list[int], list[int], bool]
     left = [p.name for p in Path(folder).iterdir() if p.name.startswith(".")]
     run.train(1)
     checkpoints.save(3, **run.parts)
+    checkpoints.wait()
     return text, between, checkpoints.steps(), not left
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("limit", [1, 700, 2000])
-def test_a_full_disk_is_an_error_on_every_rank_and_the_run_goes_on(two_ranks, tmp_path, limit):
-    for text, between, steps, clean in two_ranks.run(full_disk, str(tmp_path), limit):
+@pytest.mark.parametrize(
+    ("limit", "told_by"),
+    [(1, "save"), (700, "save"), (2000, "save"), (700, "the next save"), (2000, "wait"), (1, "future")],
+)
+def test_a_full_disk_is_an_error_on_every_rank_and_the_run_goes_on(two_ranks, tmp_path, limit, told_by):
+    for text, between, steps, clean in two_ranks.run(full_disk, str(tmp_path), limit, told_by):
         assert (
             "could not save step 2: rank 1: OSError" in text
             and "too large" in text
+            and ("step 5 has not been begun" in text) == (told_by == "the next save")
             and between == [1]
             and steps == [1, 3]
             and clean
@@ -386,6 +258,7 @@ def test_the_newest_are_kept(tmp_path):
     for step in (5, 10, 200_000_000):
         checkpoints.save(step, **run.parts)
     assert checkpoints.steps() == [10, 200_000_000] and checkpoints.load(**run.parts) == 200_000_000
+    assert not list(tmp_path.glob(".*"))
     with pytest.raises(ValueError, match=r"there is a checkpoint of step 10"):
         checkpoints.save(10, **run.parts)
     with pytest.raises(ValueError, match=r"no complete checkpoint of step 5 .* there are \[10, 200000000\]"):
@@ -394,7 +267,3 @@ def test_the_newest_are_kept(tmp_path):
         checkpoints.load(run.model, run.optimizer, more=run.loader)
     with pytest.raises(ValueError, match="keep=0 must be at least 1"):
         Checkpoints(tmp_path, keep=0)
-
-
-if __name__ == "__main__":  # python -m tests.test_crash FOLDER KILLS
-    print(killed_and_resumed(Path(sys.argv[1]), int(sys.argv[2])))

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import mfsdp
-from mfsdp.checkpoints import checkpoint as module
-from mfsdp.checkpoints.reading import Reader
+from mfsdp.checkpoints import manifest as manifests
+from mfsdp.checkpoints.reading import Planner, Reader
 
 RUN: list[str] = []
 
@@ -44,7 +44,7 @@ def saved(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer, mfsdp.Checkpo
 def believed(path: Path) -> None:
     """Makes a manifest right again, as somebody would who has changed the files on purpose."""
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"] = {name: module._summed(path / name) for name in manifest["files"]}
+    manifest["files"] = {name: manifests._summed(path / name) for name in manifest["files"]}
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -98,7 +98,7 @@ def test_a_value_that_asks_for_code(tmp_path):
     state["lr"] = 1.0
     RUN.clear()
     with pytest.raises(dcp.CheckpointException, match="tests.test_reading.ran was not an allowed global"):
-        dcp.load(state, storage_reader=Reader(path), planner=module.Planner(), no_dist=True)
+        dcp.load(state, storage_reader=Reader(path), planner=Planner(), no_dist=True)
     assert not RUN
     dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
     assert RUN, "torch's own planner would have run it"
@@ -110,7 +110,7 @@ def test_values_that_are_data_arrive(tmp_path):
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     read: dict[str, Any] = {"t": torch.zeros(3), "k": {**dict.fromkeys(kept), "betas": (0, 0), "names": [0, 0, 0],
                                                       "n": {"x": 0}}}  # fmt: skip
-    dcp.load(read, storage_reader=Reader(tmp_path), planner=module.Planner(), no_dist=True)
+    dcp.load(read, storage_reader=Reader(tmp_path), planner=Planner(), no_dist=True)
     assert read["k"] == kept and torch.equal(read["t"], state["t"])
 
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import passes, pipeline
-    from .checkpoints.checkpoint import CheckpointError, Checkpoints
+    from .checkpoints.checkpoint import Checkpoints
     from .checkpoints.convert import convert
+    from .checkpoints.errors import CheckpointError
     from .checkpoints.safetensors import load_safetensors, save_safetensors
     from .compiler.together import together
     from .compiler.tracing import trace
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
-    "CheckpointError": "checkpoints.checkpoint",
+    "CheckpointError": "checkpoints.errors",
     "Checkpoints": "checkpoints.checkpoint",
     "FSDPModule": "sharding.module",
     "Hardware": "spec.hardware",

@@ -10,16 +10,19 @@ folder/
 
 from __future__ import annotations
 
-import hashlib
 import json
+import logging
 import os
 import random
 import re
-import shutil
+import threading
+import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, overload
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,9 +32,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from ..runtime import groups
 from ..state.buffer import half_loaded
 from . import files
+from .errors import CheckpointError, cause_of, together
+from .manifest import MANIFEST, faults_of
 from .reading import Planner, Reader
+from .saving import Save, Saving
 
-T = TypeVar("T")
+log = logging.getLogger("mfsdp")
 
 
 class Stateful(Protocol):
@@ -42,10 +48,6 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> object: ...
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is damaged. Raised on every rank; what was there before still is."""
 
 
 class Checkpoints:
@@ -63,6 +65,9 @@ class Checkpoints:
         if keep is not None and keep < 1:
             raise ValueError(f"Checkpoints: keep={keep} must be at least 1, or None")
         self.folder, self.keep = Path(folder), keep
+        self._thread: threading.Thread | None = None
+        self._saving: Saving | None = None
+        self._aside: groups.Aside | None = None
 
     def steps(self) -> list[int]:
         """Steps of which there is a complete checkpoint, ascending."""
@@ -75,63 +80,122 @@ class Checkpoints:
         """Where the checkpoint of a step is; `torch.distributed.checkpoint.load` takes it."""
         return self.folder / f"step-{step:08d}"
 
+    @overload
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **more: Stateful
-    ) -> Path:
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = ..., *,
+        blocking: Literal[True] = ..., **more: Stateful,
+    ) -> Path: ...  # fmt: skip
+
+    @overload
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = ..., *,
+        blocking: Literal[False], **more: Stateful,
+    ) -> Future[Path]: ...  # fmt: skip
+
+    @overload
+    def save(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None = ..., *,
+        blocking: bool, **more: Stateful,
+    ) -> Path | Future[Path]: ...  # fmt: skip
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        blocking: bool = True,
+        **more: Stateful,
+    ) -> Path | Future[Path]:
         """Writes a checkpoint; all ranks call it. What is kept per rank: ``more``, and the states of the random number
-        generators of torch and Python.
+        generators of torch and Python. One that is still being written is waited for.
+
+        Args:
+            blocking: ``False``: returns when what this rank writes has been copied to this machine's memory. A thread
+                does the rest, beside training, without its process groups; the process does not end before it has.
+
+        Returns:
+            Where it is. Not ``blocking``: a future of that, like `torch.distributed.checkpoint.async_save`.
 
         Raises:
             CheckpointError: some rank could not write: a full disk, say, or another run that saves to this folder now.
-                Nothing is left of it; training may go on.
+                Nothing is left of it; training may go on. Not ``blocking``: raised by the future, by :meth:`wait`, or
+                by the next save, which then is not begun; on every rank, and once.
             ValueError: there is one of that step.
         """
+        self._join()
         if self.path(step).exists():
             raise ValueError(f"Checkpoints: there is a checkpoint of step {step} in {self.folder}")
-        aside, rank = self.folder / f".step-{step:08d}.partial", groups.rank()
-        own: list[int] = []
+        company = groups.Everybody() if blocking else self._company()
+        save = Save(step, self.path(step), copies=not blocking)
+        failed = self._untold()
+        save.begin(
+            lambda: (
+                _state_to_save(model, optimizer),
+                {"more": {name: thing.state_dict() for name, thing in more.items()}, "random": _random_state()},
+            ),
+            failed and f"{failed}. That was behind training, and step {step} has not been begun",
+        )
+        if blocking:
+            expired = save.end(company, self._expire)
+            if expired:
+                self._behind(lambda: _delete(expired))
+            return self.path(step)
+        saving = self._saving = Saving()
+        self._behind(lambda: self._end(save, company, saving))
+        return saving
 
-        def prepare() -> None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(".step-*.partial"):
-                files.clear(left)
-            own.append(files.make_own(aside))
+    def wait(self) -> None:
+        """Waits until nothing is written or deleted any more.
 
-        def write() -> None:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.save(_state_to_save(model, optimizer), storage_writer=dcp.FileSystemWriter(aside))
-            beside = {name: thing.state_dict() for name, thing in more.items()}
-            with open(aside / f"rank{rank}.pt", "wb") as file:
-                torch.save({"more": beside, "random": _random_state()}, file)
-                os.fsync(file.fileno())
+        Raises:
+            CheckpointError: what was saved with ``blocking=False`` could not be written; on every rank.
+        """
+        self._join()
+        failed = self._untold()
+        if failed:
+            raise CheckpointError(failed)
 
-        def publish() -> None:
-            (aside / MANIFEST).write_text(
-                json.dumps({"step": step, "ranks": groups.world(), "files": written}, indent=1)
-            )
-            for path in (aside / MANIFEST, aside):
-                files.sync(path)
-            os.rename(aside, self.path(step))
-            files.sync(self.folder)
-            for old in self.steps()[: -self.keep] if self.keep else ():
-                shutil.rmtree(self.path(old).rename(self.folder / f".step-{old:08d}.partial"))
+    def _untold(self) -> str:
+        """Why the last one behind training has failed, if nobody knows; asked once."""
+        saving, self._saving = self._saving, None
+        return "" if saving is None else saving.untold()
 
+    def _company(self) -> groups.Everybody:
+        """The ranks, for the thread; all ranks call it."""
+        if groups.world() == 1:
+            return groups.Everybody()
+        if self._aside is None or not self._aside.lasts():
+            self._aside = groups.Aside(f"checkpoints/{groups.all_objects(uuid.uuid4().hex)[0]}")
+        return self._aside
+
+    def _behind(self, function: Callable[[], None]) -> None:
+        """Begins a thread for which the process waits when it ends."""
+        self._thread = threading.Thread(target=function, name="mfsdp checkpoints")
+        self._thread.start()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _end(self, save: Save, company: groups.Everybody, saving: Saving) -> None:
+        """What the thread does."""
         try:
-            _together(f"save step {step}", prepare if rank == 0 else _nothing)
-            _together(f"save step {step}", write)
-            sums = _together(f"save step {step}", lambda: {p.name: _summed(p) for p in _written_by(rank, aside)})
-            written = {name: entry for part in sums for name, entry in part.items()}
-            _together(f"save step {step}", publish if rank == 0 else _nothing)
-        except CheckpointError:
-            if own:
-                shutil.rmtree(aside, ignore_errors=True)
-            groups.all_objects(None)  # it is gone, on every rank
-            raise
-        finally:
-            for handle in own:
-                os.close(handle)
-        return self.path(step)
+            expired = save.end(company, self._expire)
+        except BaseException as error:
+            if not isinstance(error, CheckpointError):  # the other ranks are gone, most often
+                error = CheckpointError(f"mfsdp: could not save step {save.step}: {cause_of(error)}")
+            log.error("%s. It was saved behind training, which goes on; the next save raises this.", error)
+            saving.set_exception(error)
+            return
+        saving.set_result(save.target)
+        _delete(expired)
+
+    def _expire(self) -> list[Path]:
+        """Takes their names from those that are too many."""
+        old = self.steps()[: -self.keep] if self.keep else ()
+        return [self.path(step).rename(self.folder / f".step-{step:08d}.partial") for step in old]
 
     def load(
         self,
@@ -142,7 +206,8 @@ class Checkpoints:
         **more: Stateful,
     ) -> int | None:
         """Reads a checkpoint, after all of its files have been checked; all ranks call it. Written on another number of
-        ranks, a rank gets the ``more`` of its number, or of rank 0 if there was none, and keeps its random numbers.
+        ranks, a rank gets the ``more`` of its number, or of rank 0 if there was none, and keeps its random numbers. One
+        that is still being written is waited for.
 
         Args:
             model, optimizer, more: as in :meth:`save`.
@@ -157,6 +222,7 @@ class Checkpoints:
                 compute until it is loaded whole.
             ValueError: there is no complete checkpoint of that step.
         """
+        self._join()
         there = self.steps()
         if step is None and not there:
             return None
@@ -172,7 +238,7 @@ class Checkpoints:
                 Reader(path).read_metadata()
             return found
 
-        found = _together(f"load step {step}", check)
+        found = together(f"load step {step}", check)
         faults = [fault for part in found for fault in part]
         if faults:
             raise CheckpointError(
@@ -187,7 +253,7 @@ class Checkpoints:
                 dcp.load(state, storage_reader=Reader(path), planner=Planner())
 
         with half_loaded(model, f"loading step {step} of {self.folder}"):
-            _together(f"load step {step}, and has loaded a part of it", read)
+            together(f"load step {step}, and has loaded a part of it", read)
             set_state_dict(
                 model,
                 optimizer if optimizer is not None else [],
@@ -204,7 +270,6 @@ class Checkpoints:
         return step
 
 
-MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -233,72 +298,11 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
     return {"model": weights, "optimizer": state} if optimizer is not None else {"model": weights}
 
 
-def _nothing() -> None: ...
-
-
-def _together(what: str, function: Callable[[], T]) -> list[T]:
-    """Every rank's result, by rank.
-
-    Raises:
-        CheckpointError: on every rank, if any has failed.
-    """
-    result, failure = None, ""
-    try:
-        result = function()
-    except dcp.CheckpointException as error:  # of all ranks already, and no Exception
-        if not isinstance(inner(error), Exception):
-            raise inner(error) from error  # Ctrl-C
-        failure = f"rank {next(iter(error.failures))}: {cause_of(error)}"
-    except Exception as error:
-        failure = f"rank {groups.rank()}: {cause_of(error)}"
-    answers = groups.all_objects((failure, result))
-    for failed, _ in answers:
-        if failed:
-            raise CheckpointError(f"mfsdp: could not {what}: {failed}")
-    return [answer for _, answer in answers]
-
-
-def inner(error: BaseException) -> BaseException:
-    """What torch.distributed.checkpoint has wrapped."""
-    return next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
-
-
-def cause_of(error: BaseException) -> str:
-    """An error in words; a full disk as such, whatever torch's writers have wrapped it in."""
-    error = inner(error)
-    chain, link = [error], error.__context__
-    while link is not None:
-        chain.append(link)
-        link = link.__context__
-    shown = next((e for e in chain if isinstance(e, OSError)), error)
-    return f"{type(shown).__name__}: {shown}"
-
-
-def _written_by(rank: int, folder: Path) -> list[Path]:
-    """A rank's files: torch.distributed.checkpoint names them after it."""
-    own = [*folder.glob(f"__{rank}_*"), folder / f"rank{rank}.pt"]
-    return [*own, folder / ".metadata"] if rank == 0 else own
-
-
-def _summed(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def faults_of(path: Path, rank: int = 0, world: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint that has a manifest: with every ``world``-th of them."""
-    entries = {files.inside(name): entry for name, entry in json.loads((path / MANIFEST).read_text())["files"].items()}
-    found = (_fault(path / name, entries[name]) for name in sorted(entries)[rank::world])
-    return [fault for fault in found if fault]
-
-
-def _fault(path: Path, entry: dict[str, Any]) -> str:
-    """What is wrong with a file, ``""`` for nothing."""
-    if not path.is_file():
-        return f"{path.name} is missing"
-    if path.stat().st_size != entry["bytes"]:
-        return f"{path.name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-    return "" if _summed(path) == entry else f"{path.name} has changed since it was written"
+def _delete(folders: Iterable[Path]) -> None:
+    """Deletes what has been put aside; what cannot be is left to the next save, which says why."""
+    for folder in folders:
+        with suppress(OSError):
+            files.clear(folder)
 
 
 def _random_state() -> dict[str, Any]:

@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from ..state.names import original
 from . import files, megatron
-from .checkpoint import MANIFEST, CheckpointError, Checkpoints, cause_of, faults_of, inner
+from .checkpoint import Checkpoints
+from .errors import CheckpointError, cause_of, inner
+from .manifest import MANIFEST, faults_of
 from .reading import Planner, Reader
 
 

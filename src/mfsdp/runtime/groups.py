@@ -6,6 +6,7 @@ import copyreg
 import hashlib
 import inspect
 import os
+import pickle
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
@@ -346,6 +347,78 @@ def all_objects(mine: Any) -> list[Any]:
     found: list[Any] = [None] * world()
     dist.all_gather_object(found, mine)
     return found
+
+
+class Everybody:
+    """The ranks of the default group, or this process alone, and what they tell the first and hear from it."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = rank(), world()
+
+    def to_first(self, mine: Any) -> list[Any]:
+        """Every rank's object, by rank, on the first one; elsewhere none."""
+        if self.world == 1:
+            return [mine]
+        found: list[Any] = [None] * (0 if self.rank else self.world)
+        dist.gather_object(mine, found or None)
+        return found
+
+    def from_first(self, said: Any) -> Any:
+        """The first rank's object, on all."""
+        if self.world == 1:
+            return said
+        found = [said]
+        dist.broadcast_object_list(found)
+        return found[0]
+
+
+class Aside(Everybody):
+    """The same for a thread beside the one that trains, over connections of their own: gloo's, whatever else there is.
+    torch does not know of them, and ``destroy_process_group`` leaves them alone. All ranks make it together.
+
+    Args:
+        name: the same on all ranks, and never given before.
+
+    Raises:
+        RuntimeError: torch has been built without gloo.
+    """
+
+    def __init__(self, name: str):
+        super().__init__()
+        if not dist.is_gloo_available():
+            raise RuntimeError("mfsdp: this torch has no gloo, by which ranks tell each other what is behind training")
+        store = dist.PrefixStore(name, _store())
+        self._group: Any = dist.ProcessGroupGloo(store, self.rank, self.world, dist.default_pg_timeout)
+        self._of = weakref.ref(dist.group.WORLD)
+
+    def lasts(self) -> bool:
+        """Whether the default group still is that of its ranks."""
+        return self._of() is default()
+
+    def to_first(self, mine: Any) -> list[Any]:
+        if self.rank:
+            self._send(mine, 0)
+            return []
+        return [mine, *(self._receive(rank) for rank in range(1, self.world))]
+
+    def from_first(self, said: Any) -> Any:
+        if self.rank:
+            return self._receive(0)
+        for rank in range(1, self.world):
+            self._send(said, rank)
+        return said
+
+    def _send(self, mine: Any, rank: int) -> None:
+        content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        for part in (torch.tensor([content.numel()]), content):
+            self._group.send([part], rank, 0).wait()
+
+    def _receive(self, rank: int) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._group.recv([size], rank, 0).wait()
+        content = torch.empty(int(size), dtype=torch.uint8)
+        self._group.recv([content], rank, 0).wait()
+        return pickle.loads(content.numpy().tobytes())
 
 
 def barrier() -> None:

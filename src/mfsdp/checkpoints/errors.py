@@ -1,0 +1,89 @@
+"""Errors of one rank that all ranks raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch.distributed.checkpoint as dcp
+
+from ..runtime import groups
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or is damaged. Raised on every rank; what was there before still is."""
+
+
+def together(what: str, function: Callable[[], T]) -> list[T]:
+    """Every rank's result, by rank.
+
+    Raises:
+        CheckpointError: on every rank, if any has failed.
+    """
+    failure, result = _tried(function, groups.rank())
+    answers = groups.all_objects((failure, result))
+    for failed, _ in answers:
+        if failed:
+            raise CheckpointError(f"mfsdp: could not {what}: {failed}")
+    return [answer for _, answer in answers]
+
+
+def first_ends(
+    what: str, company: groups.Everybody, each: Callable[[], T], end: Callable[[list[T]], R], undo: Callable[[], object]
+) -> R:
+    """What the first rank makes of every rank's result; all get it.
+
+    Args:
+        what: for the error.
+        company: the ranks, and how they tell each other.
+        undo: for the first rank, if any has failed, before the others hear of it.
+
+    Raises:
+        CheckpointError: on every rank, if any has failed.
+    """
+    answers = company.to_first(_tried(each, company.rank))
+    failure, result = next((failed for failed, _ in answers if failed), ""), None
+    if company.rank == 0 and not failure:
+        failure, result = _tried(lambda: end([answer for _, answer in answers if answer is not None]), 0)
+    if company.rank == 0 and failure:
+        undo()
+    failure, result = company.from_first((failure, result))
+    if failure:
+        raise CheckpointError(f"mfsdp: could not {what}: {failure}")
+    return cast(R, result)
+
+
+def _tried(function: Callable[[], T], rank: int) -> tuple[str, T | None]:
+    """What has failed, in words, or ``""`` and what came out."""
+    try:
+        return "", function()
+    except dcp.CheckpointException as error:  # of all ranks already, and no Exception
+        return in_words(error), None
+    except Exception as error:
+        return f"rank {rank}: {cause_of(error)}", None
+
+
+def in_words(error: dcp.CheckpointException) -> str:
+    """What torch.distributed.checkpoint has brought from the ranks that failed; Ctrl-C is raised."""
+    if not isinstance(inner(error), Exception):
+        raise inner(error) from error
+    return f"rank {next(iter(error.failures))}: {cause_of(error)}"
+
+
+def inner(error: BaseException) -> BaseException:
+    """What torch.distributed.checkpoint has wrapped."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+
+
+def cause_of(error: BaseException) -> str:
+    """An error in words; a full disk as such, whatever torch's writers have wrapped it in."""
+    error = inner(error)
+    chain, link = [error], error.__context__
+    while link is not None:
+        chain.append(link)
+        link = link.__context__
+    shown = next((e for e in chain if isinstance(e, OSError)), error)
+    return f"{type(shown).__name__}: {shown}"

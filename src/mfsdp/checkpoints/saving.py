@@ -1,0 +1,155 @@
+"""One checkpoint on its way: begun by those who train, ended by them or by a thread beside them.
+
+begin   all ranks   the state is asked, or copied, and a folder made that nobody takes for a checkpoint
+end     all ranks   files are written, summed up, and on the disk
+        rank 0      .metadata and the manifest; then the folder gets its name
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..runtime import groups
+from . import files, manifest
+from .errors import CheckpointError, first_ends, in_words, together
+from .writing import Sums, Writer
+
+
+class Save:
+    """One save of one step.
+
+    Args:
+        target: the checkpoint's folder.
+        copies: whether the state may change between `begin` and `end`.
+    """
+
+    def __init__(self, step: int, target: Path, copies: bool):
+        self.step, self.target = step, target
+        self.aside = target.parent / f".{target.name}.partial"
+        self.rank = groups.rank()
+        self.writer = Writer(self.aside, copies)
+        self._beside = io.BytesIO()
+        self._locks: list[int] = []
+
+    def begin(self, ask: Callable[[], tuple[dict[str, Any], Any]], refusal: str = "") -> None:
+        """The first half, in step with the other ranks.
+
+        Args:
+            ask: gives what all ranks write together, and what this one has of its own.
+            refusal: why this rank begins nothing.
+
+        Raises:
+            CheckpointError: some rank refuses, or could not do its part.
+        """
+        state: dict[str, Any] = {}
+
+        def take() -> str:
+            shared, own = ask()
+            state.update(shared)
+            torch.save(own, self._beside)
+            if self.rank == 0:
+                self._make_room()
+            return refusal
+
+        try:
+            refused = next((reason for reason in together(f"save step {self.step}", take) if reason), "")
+            if refused:
+                raise CheckpointError(refused)
+            self._plan(state)
+        except BaseException as error:
+            self._undo()
+            if isinstance(error, CheckpointError):
+                groups.all_objects(None)  # it is gone, on every rank
+            raise
+
+    def _make_room(self) -> None:
+        self.aside.parent.mkdir(parents=True, exist_ok=True)
+        for left in self.aside.parent.glob(".step-*.partial"):
+            files.clear(left)
+        self._locks.append(files.make_own(self.aside))
+
+    def _plan(self, state: dict[str, Any]) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            try:
+                dcp.save(state, storage_writer=self.writer)
+            except dcp.CheckpointException as error:
+                raise CheckpointError(f"mfsdp: could not save step {self.step}: {in_words(error)}") from error
+
+    def end(self, company: groups.Everybody, expire: Callable[[], list[Path]]) -> list[Path]:
+        """The second half.
+
+        Args:
+            company: the ranks.
+            expire: puts older ones aside, on rank 0, and says where they are now.
+
+        Returns:
+            What ``expire`` has given, on rank 0.
+
+        Raises:
+            CheckpointError: some rank could not write.
+        """
+        expired: list[Path] = []
+
+        def write() -> tuple[list[WriteResult], Sums]:
+            return self.writer.write({f"rank{self.rank}.pt": self._beside.getvalue()})
+
+        def publish(parts: list[tuple[list[WriteResult], Sums]]) -> None:
+            sums = [*(part for _, part in parts), self.writer.write_metadata([results for results, _ in parts])]
+            entries = {name: entry for part in sums for name, entry in part.items()}
+            manifest.write(self.aside, self.step, len(parts), entries)
+            os.rename(self.aside, self.target)
+            files.sync(self.target.parent)
+            expired.extend(expire())
+
+        try:
+            first_ends(f"save step {self.step}", company, write, publish, self._undo)
+        finally:
+            self._let_go()
+        return expired
+
+    def _undo(self) -> None:
+        if self._locks:
+            shutil.rmtree(self.aside, ignore_errors=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        while self._locks:
+            os.close(self._locks.pop())
+
+
+class Saving(Future[Path]):
+    """What a thread does; knows whether anybody has been told that it failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = False
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> Path:
+        try:
+            return super().result(timeout)
+        except CheckpointError:
+            self.told = True
+            raise
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self.told |= error is not None
+        return error
+
+    def untold(self) -> str:
+        """Why it failed, if it did and nobody knows."""
+        error = None if self.told or not self.done() else super().exception()
+        return str(error or "")

@@ -1,0 +1,126 @@
+"""torch.distributed.checkpoint's folders, written in two halves: what has to ask the state, and what has not.
+
+``dcp.save`` runs the first: it finds out who writes what. Its writer puts the second off, which then is anybody's: it
+writes files, and sums them up meanwhile. zip's CRC-32 of every tensor is left out: beside a SHA-256 of the file it says
+nothing new, and it takes longer than writing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.utils.serialization
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+Sums = dict[str, dict[str, Any]]
+"""What a manifest says of files, by name."""
+
+
+class _Summed:
+    """A file that is written from its beginning to its end, and summed up."""
+
+    def __init__(self, raw: Any):
+        self.raw, self.bytes, self.sum = raw, 0, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        count = int(self.raw.write(data))
+        self.sum.update(data)
+        self.bytes += count
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.raw, name)
+
+
+class _Files(FileSystem):
+    """The disk; what is written is summed up."""
+
+    def __init__(self) -> None:
+        self.sums: Sums = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as raw:
+            stream = _Summed(raw)
+            yield stream
+        self.sums[Path(path).name] = {"bytes": stream.bytes, "sha256": stream.sum.hexdigest()}
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _Copies(DefaultSavePlanner):
+    """Has copies of what a plan writes, in this machine's memory."""
+
+    @torch.no_grad()
+    def __init__(self, plan: SavePlan, planner: SavePlanner):
+        super().__init__()
+        found = {item.index: planner.resolve_data(item) for item in plan.items}
+        self.copies = {i: d if isinstance(d, io.BytesIO) else d.detach().to("cpu", copy=True) for i, d in found.items()}
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self.copies[write_item.index]
+
+
+class Writer(dcp.FileSystemWriter):
+    """What ``dcp.save`` takes, which then has written nothing.
+
+    Args:
+        folder: to write to.
+        copies: whether the state may change between the halves.
+    """
+
+    def __init__(self, folder: Path, copies: bool):
+        super().__init__(folder)
+        self.copies, files = copies, _Files()
+        self.fs, self.sums = files, files.sums
+        self._metadata: Metadata | None = None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        self._plan, self._planner = plan, _Copies(plan, planner) if self.copies else planner
+        written: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        written.set_result([])
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self._metadata = metadata
+
+    # the second half
+
+    def write(self, more: dict[str, bytes]) -> tuple[list[WriteResult], Sums]:
+        """Writes this rank's part, and files of other content, to the disk.
+
+        Returns:
+            What ``.metadata`` says of it, and every file's size and checksum.
+
+        Raises:
+            OSError: a full disk, say.
+        """
+        config: Any = torch.utils.serialization.config
+        with config.patch({"save.compute_crc32": False}):  # this thread's
+            results = super().write_data(self._plan, self._planner).wait()
+        for name, content in more.items():
+            with self.fs.create_stream(Path(self.path, name), "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        return results, self.sums
+
+    def write_metadata(self, results: list[list[WriteResult]]) -> Sums:
+        """Writes ``.metadata``, on the rank that `dcp.save` had do it, and gives its size and checksum."""
+        assert self._metadata is not None
+        super().finish(self._metadata, results)
+        return self.sums
