@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -360,6 +361,36 @@ def test_an_exception_that_one_rank_swallows(two_ranks, phase):
 def test_an_exception_that_all_ranks_swallow(two_ranks, phase):
     for text, worst in two_ranks.run(swallowed, phase, [0, 1], 10.0):
         assert text == "no error" and worst < 1e-6, (text, worst)
+
+
+def left_out(kind: str, mesh: Any, again: bool) -> str:
+    """An optimizer's step that rank 1 leaves out, then all of them, behind an exception that it swallows."""
+    more = {} if mesh is None else {"mesh": dist.init_device_mesh("cpu", mesh, mesh_dim_names=("dp_outer", "dp_shard"))}
+    model, run = compiled_layers(**more)
+    run = model if kind == "uncompiled" else run
+    optimizer = torch.optim.Adam(model.parameters(), fused=kind == "fused")
+    if kind == "flat":
+        mfsdp.fully_shard_optimizer(optimizer, ahead=False)  # what it launches ahead is told apart as such (law 13)
+
+    def steps() -> None:
+        for step in range(3):
+            run(torch.ones(2, 4)).sum().backward()
+            if step != 1 or not (again or dist.get_rank() == 1):
+                optimizer.step()
+            optimizer.zero_grad()
+
+    return said(steps)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("kind", "mesh"), [("plain", None), ("uncompiled", None), ("fused", (2, 1)), ("flat", None)])
+def test_a_step_of_the_optimizer_that_one_rank_leaves_out(two_fresh_ranks, kind, mesh):
+    assert two_fresh_ranks.run(left_out, kind, mesh, True) == ["no error"] * 2
+    for text in two_fresh_ranks.run(left_out, kind, mesh, False):
+        counts = re.search(r"rank (\d) has taken (\d) steps of its optimizers, and rank (\d) (\d) \(law 66\)", text)
+        assert counts is not None, text
+        steps = {counts[1]: int(counts[2]), counts[3]: int(counts[4])}
+        assert steps["0"] == steps["1"] + 1, text
 
 
 # without ranks

@@ -16,6 +16,10 @@ one word of eight bytes, a hash of the collectives' texts with the paths of thei
 A bit of the word is not of what is run, but of how (Note [Borders]): whether this rank has to gather anew what was
 launched ahead of a program. It may differ where the host waits for answers anyway; elsewhere that is an error too.
 
+Another bit says whether optimizers have stepped an odd number of times on what the group shares. A rank that has left
+a step out (an exception that it swallowed) would train on with shards of another step than the others', in collectives
+that are all alike.
+
 Words that differ are an error on every rank, which then tell each other what they meant through the store.
 
 A rank that an exception takes out of a program has not launched what the others wait for. It says so in the store, and
@@ -56,11 +60,16 @@ class Words:
 
     @cached_property
     def digest(self) -> int:
-        return int.from_bytes(hashlib.sha256("\n".join(self.lines).encode()).digest()[:8]) >> 2
+        return int.from_bytes(hashlib.sha256("\n".join(self.lines).encode()).digest()[:8]) >> 3
 
 
 ANEW = 1 << 62
 """The bit of a word that says: this rank gathers anew what was launched ahead."""
+
+ODD = 1 << 61
+"""The bit of a word that says: optimizers have stepped an odd number of times on this rank."""
+
+HOW = ANEW | ODD
 
 
 _known: dict[int, Words] = {}
@@ -172,13 +181,15 @@ class Said:
     answers: Answers
     anew: bool = False
     """Whether this rank gathers anew what was launched ahead; once it is checked, whether any does."""
+    odd: bool = False
+    """Whether optimizers had stepped an odd number of times."""
     checked: bool = False
 
     def check(self) -> None:
         """Waits for the other ranks' words and compares.
 
         Raises:
-            Apart: a rank is about to run something else.
+            Apart: a rank is about to run something else, or has not stepped as often.
         """
         if self.checked:
             return
@@ -186,8 +197,10 @@ class Said:
         answers = self.company.meet(self) if self.company.optional else self.answers.wait()
         mine, anew = self.words.digest, self.anew
         for other, theirs in zip(self.company.wire.ranks, answers, strict=True):
-            if theirs & ~ANEW != mine:
-                self.company.differ(self.words, other, theirs & ~ANEW)
+            if theirs & ~HOW != mine:
+                self.company.differ(self.words, other, theirs & ~HOW)
+            if bool(theirs & ODD) is not self.odd:
+                self.company.stepped_apart(other)
             if bool(theirs & ANEW) is not anew:
                 if not self.company.wire.prompt:
                     self.company.gone_apart(anew, other)
@@ -205,6 +218,8 @@ class Company:
     """Words that all ranks have said at once."""
     count: int = 0
     """Announcements so far, the same on all ranks."""
+    steps: int = 0
+    """Of optimizers so far, on what the group shares."""
     left: Left | None = None
     lost: str = ""
     """Why nothing can be run any more."""
@@ -224,7 +239,7 @@ class Company:
         if self.lost:
             raise Apart(self.lost)
         self._look_back()
-        said = Said(self, words, *self._say(words, anew), anew)
+        said = Said(self, words, *self._say(words, anew), anew, self.steps % 2 == 1)
         self._open.append(said)
         if not self.wire.prompt and words.digest not in self.known:
             said.check()
@@ -232,7 +247,7 @@ class Company:
 
     def _say(self, words: Words, anew: bool) -> tuple[int, Answers]:
         self.count += 1
-        return self._tag(words), self.wire.exchange(words.digest | ANEW * anew)
+        return self._tag(words), self.wire.exchange(words.digest | ANEW * anew | ODD * (self.steps % 2))
 
     def meet(self, said: Said) -> list[int]:
         """Waits until all ranks are about to run what has been announced, and stands in for those that run before it
@@ -241,15 +256,15 @@ class Company:
         """
         while True:
             answers = said.answers.wait()
-            there = {theirs & ~ANEW for theirs in answers}
+            there = {theirs & ~HOW for theirs in answers}
             if len(there) == 1:
                 return answers
             known = [choice for each in self.optional for choice in each.choices() if choice[0].digest in there]
             if not known:
                 return answers
             words, stand_in = min(known, key=lambda choice: choice[0].digest)  # the same on all ranks
-            if words == said.words:
-                return [words.digest] * len(answers)  # the others stand in
+            if words == said.words:  # the others stand in
+                return [words.digest | theirs & HOW for theirs in answers]
             stand_in(Said(self, words, self._tag(words), said.answers, checked=True))
             said.tag, said.answers = self._say(said.words, said.anew)
 
@@ -290,6 +305,17 @@ class Company:
             f"and rank {taker} has not (law 63): the step had launched forward's first gathers. Where the host does "
             "not wait for other ranks, write on all of them together, or build the optimizer with "
             "mfsdp.fully_shard_optimizer(optimizer, ahead=False)."
+        )
+
+    def stepped_apart(self, other: int) -> None:
+        """Raises: some ranks have left out an optimizer's step (law 66)."""
+        me = self.wire.me
+        self.wire.tell(f"steps/{self.name}/{me}", str(self.steps))
+        theirs = self.wire.ask(f"steps/{self.name}/{other}", PATIENCE) or "another number of"
+        self.lose(
+            f"mfsdp: rank {me} has taken {self.steps} steps of its optimizers, and rank {other} {theirs} (law 66): "
+            "their shards are of different weights. An optimizer's step can be left out only on all ranks together; an "
+            "exception that one rank catches in front of it has to end the run on all."
         )
 
     def lose(self, text: str) -> None:

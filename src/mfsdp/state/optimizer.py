@@ -29,7 +29,7 @@ from .buffer import FlatBuffer
 from .compiled import KNOWN, Steps, unhooked
 from .parameters import ShardedParameter
 from .tensors import ShardedDTensor
-from .untraced import hooked, left_alone
+from .untraced import count, hooked, left_alone
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 """Optimizers of torch whose update of one element depends on others."""
@@ -112,6 +112,7 @@ def _subclass(base: Any) -> Any:
             steps = Steps(self, base, self._mfsdp_decoupled) if self._mfsdp_compile else None
             runs = self._mfsdp_runs = _Runs(base, self._mfsdp_decoupled, steps, self._mfsdp_ahead)
         runs.step(self)
+        count(self)
         return loss
 
     def __getstate__(self: Any) -> dict[str, Any]:

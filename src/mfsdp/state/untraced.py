@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from ..runtime.carriers import count_step
 from . import transformer_engine as te
 
 
@@ -75,9 +76,20 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _tells_weights(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for buffer in {p._mfsdp_owner for g in optimizer.param_groups for p in g["params"] if hasattr(p, "_mfsdp_owner")}:
-        if buffer is not None:
-            buffer.weights.note_write()
+    for buffer in _buffers(optimizer):
+        buffer.weights.note_write()
+    count(optimizer)
+
+
+def count(optimizer: Any) -> None:
+    """Counts a step in every group that shares what it has stepped on (law 66)."""
+    count_step(name for buffer in _buffers(optimizer) for name in buffer.spec.meets)
+
+
+def _buffers(optimizer: Any) -> set[Any]:
+    """Those whose parameters an optimizer has."""
+    owners = (getattr(p, "_mfsdp_owner", None) for group in optimizer.param_groups for p in group["params"])
+    return {owner for owner in owners if owner is not None}
 
 
 def _skipped(function: Callable[..., Any]) -> Callable[..., Any]:
