@@ -36,7 +36,8 @@ SELDOM = (20_000, 10, 10)
 class Ranks:
     """``world`` processes with a default group, gloo unless told otherwise; with ``"nccl"`` each has a GPU of its own,
     with ``""`` there is no group. Rebuilt after a failure, so that every test finds them sound. Those that a
-    ``"forkserver"`` starts have imported everything at once.
+    ``"forkserver"`` starts have imported everything at once. A function that raises ``SystemExit`` answers with its
+    code, and the process ends.
     """
 
     def __init__(self, world: int, backend: str = "gloo", start: str = "spawn"):
@@ -141,6 +142,9 @@ def _serve(rank: int, world: int, backend: str, folder: str, pipe: Any, environm
         function, args, kwargs = pipe.recv()
         try:
             answer = (True, function(*args, **kwargs))
+        except SystemExit as end:
+            pipe.send((True, end.code))
+            return
         except BaseException:
             answer = (False, traceback.format_exc())
         torch._dynamo.reset()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import words
-from tests.fuzz.cases import EDGES, Case, draw, each, features, minimised, smaller
+from tests.fuzz.cases import APART, EDGES, TRAINED_ON, Case, draw, each, features, minimised, smaller
 from tests.fuzz.program import program
 from tests.fuzz.trial import Court, judged
 
@@ -43,6 +43,22 @@ def test_a_seed_gives_one_case_and_every_edge_comes_often_enough():
     assert drawn[:20] == [draw(seed) for seed in range(20)] and len({repr(c) for c in drawn}) == 400
     for edge in EDGES:
         assert sum(any(f.split(":")[0] == edge for f in features(c)) for c in drawn) >= 3, edge
+
+
+def test_one_case_in_ten_has_a_fault_and_nothing_at_the_edge():
+    drawn = [draw(seed) for seed in range(600)]
+    faulty = [c for c in drawn if "fault" in c]
+    assert 40 <= len(faulty) <= 80
+    assert {c["fault"]["what"] for c in faulty} == {*TRAINED_ON, *APART}
+    for case in faulty:
+        assert case["world"] == 2 and not set(EDGES) & {*case, *(b["kind"] for b in each(case["blocks"]))}
+        compile(program(case), "faulty", "exec")
+
+
+def test_four_ranks():
+    case = next(c for c in (draw(seed, 4) for seed in range(100)) if c.get("mesh"))
+    assert case["world"] == 4 and case["mesh"]["shape"] == (2, 2)
+    assert {draw(seed, 4)["world"] for seed in range(40)} == {1, 4}
 
 
 @pytest.mark.parametrize("found", FOUND, ids=lambda f: f["finding"])
@@ -100,3 +116,16 @@ def test_verdicts():
     assert judged(["differs"], [words_, lost]).outcome == "refused"
     assert judged([], [lost, lost]).outcome == "failed"
     assert judged([], [right, "the process died"]).kind == "died"
+
+
+def test_verdicts_on_faults():
+    ends, late = ["fault", "fault:ends", "fault:loader"], ["fault", "fault:late"]
+    own, lost = ("Fault", "in loader", "", 0.1), ("RuntimeError", "Connection closed by peer [127.0.0.1]", "", 0.1)
+    told = ("Lost", "mfsdp: rank 0 has lost the other ranks at b0: rank 1 has ended with Fault: in loader", "", 0.1)
+    right, wrong = ("right", "", "", 0.1), ("wrong", "step 1: loss: off", "", 0.1)
+    assert judged(ends, [told, own]).outcome == judged(ends, [lost, own]).outcome == "refused"
+    assert judged(ends, [right, own]).outcome == "refused", "it was done before it missed anything"
+    assert judged(ends, [None, own]).kind == "Fault and no answer"
+    assert judged(ends, [wrong, own]).outcome == judged(ends, [lost, lost]).outcome == "failed"
+    assert judged(late, [told, told]).outcome == judged(late, [right, lost]).outcome == "failed", "it was to be right"
+    assert judged([], [told, own]).outcome == "failed", "it has no fault"

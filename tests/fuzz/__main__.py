@@ -31,6 +31,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--no-minimise", action="store_true", help="print failing cases as they are")
     parser.add_argument("--show", action="store_true", help="print programs, run nothing")
+    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="of cases that are not for one rank")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="after which a rank counts as hanging")
     parser.add_argument("--log", type=Path, default=None, help="append a JSON line per model and a summary")
     return parser.parse_args()
@@ -47,7 +48,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     minutes = args.minutes if args.minutes is not None else 10 if args.count is None else float("inf")
     seed, begun = first, time.monotonic()
     while count > 0 and time.monotonic() - begun < 60 * minutes:
-        case = draw(seed)
+        case = draw(seed, args.ranks)
         seed += 1
         if args.feature and not any(f == args.feature or f.split(":")[0] == args.feature for f in features(case)):
             continue

@@ -57,6 +57,23 @@ PENALTIES = (
 EDGES = (*EDGE_BLOCKS, "penalty", "returned", "retain", "functional", "data", "given_up", "partly_meta")
 """What must be right or refused in words; a case has one of them at most."""
 
+TRAINED_ON = {
+    "swallowed_by_all": ("forward", "between", "backward", "hook", "optimizer"),
+    "late": (),
+    "nan": (),
+}
+"""Faults after which training goes on, and its numbers are right; and where they may strike."""
+
+APART = {
+    "swallowed": ("forward", "between", "backward", "hook", "optimizer"),
+    "ends": ("loader", "forward", "between", "backward", "hook", "optimizer"),
+    "left_out": (),
+    "no_sync": (),
+    "evaluation": (),
+    "full_tensor": (),
+}
+"""Faults of one rank that take it out of step: right where nobody would notice, and otherwise every rank is told."""
+
 MESH_NAMES = (
     None,
     ("dp_outer", "dp_shard"),
@@ -89,8 +106,17 @@ POLICIES = (
 )
 
 
-def draw(seed: int) -> Case:
-    """The case of a seed."""
+def draw(seed: int, ranks: int = 2) -> Case:
+    """The case of a seed; on more ranks, if it is not for one."""
+    case = _drawn(seed)
+    if case["world"] == 2 and ranks > 2:
+        case["world"] = ranks
+        if "mesh" in case:
+            case["mesh"]["shape"] = (2, ranks // 2)
+    return case
+
+
+def _drawn(seed: int) -> Case:
     r = random.Random(seed)
     case: Case = {
         "seed": seed, "world": 1 if r.random() < 0.12 else 2, "width": r.choice((4, 6, 8)), "length": r.choice((3, 5)),
@@ -102,12 +128,15 @@ def draw(seed: int) -> Case:
     _relations(r, case)
     _sharding(r, case)
     _training(r, case)
-    if r.random() < 0.55:
+    faults = random.Random(f"fault {seed}")
+    if faults.random() < 0.1:
+        _fault(faults, case)
+    elif r.random() < 0.55:
         _edge(r, case, r.choice(EDGES), names)
     if "meta" in case:  # calls of their own draw in the order of the calls
         case.pop("calls", None)
     _cut_inside(random.Random(-seed), case["blocks"])
-    _no_batch_norm(case["blocks"], "saved" in case or "compute_dtype" in case.get("policy", {}))
+    _no_batch_norm(case["blocks"], bool({"saved", "fault"} & case.keys()) or "compute_dtype" in case.get("policy", {}))
     if "meta" in case:  # what is drawn in another dtype is another number
         for block in each(case["blocks"]):
             block.pop("dtype", None)
@@ -123,8 +152,8 @@ def _cut_inside(r: random.Random, blocks: list[Case]) -> None:
 
 
 def _no_batch_norm(blocks: list[Case], never: bool) -> None:
-    """Its buffers are of one rank (a checkpoint has those of one), are not cast, and are written once more where
-    activations are computed again, which AOTAutograd does not do.
+    """Its buffers are of one rank (a checkpoint has those of one), are not cast, are written by a forward that is given
+    up, and once more where activations are computed again, which AOTAutograd does not do.
     """
     for block in blocks:
         wrapped = never or block.get("wrap") in ("checkpoint", "reentrant")
@@ -302,6 +331,27 @@ def _edge(r: random.Random, case: Case, edge: str, names: Iterator[str]) -> None
         case[edge] = True
 
 
+def _fault(r: random.Random, case: Case) -> None:
+    """One thing goes wrong, in one microbatch, on one rank or on all."""
+    what, where = r.choice([(what, where) for what, all in (TRAINED_ON | APART).items() for where in all or ("",)])
+    case |= {"world": 2, "steps": 3}
+    case.pop("saved", None)  # it communicates itself, and ranks that are out of step would meet there
+    fault = {"what": what, "step": r.randrange(3), "micro": r.randrange(case.get("micro", 1))}
+    if what == "swallowed":  # behind the last step nothing would tell that a rank has left out the optimizer's
+        fault["step"] %= 2
+    if what != "swallowed_by_all":
+        fault["rank"] = r.randrange(2)
+    if where:
+        fault["where"] = where
+    if where in ("forward", "backward"):
+        fault["behind"] = r.choice(["first", *(b["name"] for b in case["blocks"])])
+    if what == "no_sync":
+        case.pop("sync", None)
+    if what == "nan":
+        case["input"] = "floats"
+    case["fault"] = fault
+
+
 def each(blocks: list[Case]) -> Iterator[Case]:
     """Blocks, and those inside of them."""
     for block in blocks:
@@ -320,6 +370,8 @@ def features(case: Case) -> list[str]:
     out |= set(EDGES) & case.keys()
     if "mesh" in case:
         out.add(f"mesh:{','.join(case['mesh']['names'] or ('unnamed',))}")
+    if "fault" in case:
+        out |= {f"fault:{case['fault']['what']}", f"fault:{case['fault'].get('where', 'step')}"}
     if "penalty" in case:
         out.add(f"penalty:{case['penalty']['of']}")
     for block in each(case["blocks"]):
@@ -346,6 +398,7 @@ def control(case: Case) -> Case:
     ours.
     """
     gone = (
+        "fault",
         "mesh",
         "outer_strategy",
         "sync",
@@ -375,7 +428,7 @@ def smaller(case: Case) -> Iterator[Case]:
     """Cases with one thing less, or at first with many things less."""
     if _core(case) != case:
         yield _core(case)
-    optional = case.keys() - NEEDED - set(EDGES)
+    optional = case.keys() - NEEDED - set(EDGES) - {"fault"}
     for keys in ({"calls", "patterns", "mesh", "policy", "options"} & optional, optional):
         if len(keys) > 1:
             yield _changed(case, lambda c, keys=keys: [c.pop(k) for k in keys])
@@ -401,8 +454,13 @@ def smaller(case: Case) -> Iterator[Case]:
 
 
 def _core(case: Case) -> Case:
-    """What is at the edge, and nothing else."""
-    kept = NEEDED | set(EDGES) | {"lowering"} | ({"micro", "sync"} if "given_up" in case else set())
+    """What is at the edge or goes wrong, and nothing else."""
+    kept = (
+        NEEDED
+        | set(EDGES)
+        | {"lowering", "fault"}
+        | ({"micro", "sync"} if {"given_up", "fault"} & case.keys() else set())
+    )
     out = {key: value for key, value in case.items() if key in kept}
     out |= {"width": 4, "length": 3, "batch": 1, "input": "floats", "dtype": "float64", "optimizer": "sgd"}
     out["blocks"] = [b for b in case["blocks"] if b["kind"] in EDGE_BLOCKS]

@@ -285,6 +285,33 @@ class Differs(nn.Module):
         return x
 
 
+# What goes wrong
+
+
+class Fault(Exception):
+    """What a program raises itself."""
+
+
+def trips(armed: list[str], where: str) -> None:
+    """Raises, once, if this is the place."""
+    if where in armed:
+        armed.clear()
+        raise Fault(f"in {where}")
+
+
+def tripwire(armed: list[str]) -> Any:
+    """An operation inside of a model that gives what it gets, and may raise in forward or in backward."""
+
+    @torch.library.custom_op("fuzz::wire", mutates_args=())
+    def wire(x: torch.Tensor, where: str) -> torch.Tensor:
+        trips(armed, where)
+        return x.clone()
+
+    wire.register_fake(lambda x, where: torch.empty_like(x))
+    wire.register_autograd(lambda ctx, grad: (wire(grad, "backward"), None))
+    return wire
+
+
 # Around the model
 
 
@@ -312,7 +339,7 @@ def same(faults: list[str], what: str, mine: Any, theirs: Any, bound: float, flo
         faults.append(f"{what}: not a number where the other has one, or the other way round")
     elif mine.numel():
         mine, theirs = mine.nan_to_num(), theirs.nan_to_num()
-        error = ((mine - theirs).abs().max() / theirs.abs().max().clamp_min(floor)).item()
+        error = ((mine - theirs).abs().max() / theirs.abs().max().clamp_min(max(floor, 1e-12))).item()
         if not error <= bound:
             faults.append(f"{what}: off by {error:.2g} of the largest value")
 
@@ -342,7 +369,8 @@ def gradients(faults: list[str], step: int, model: nn.Module, reference: nn.Modu
     if list(mine) != list(theirs):
         faults.append(f"parameters are called {list(mine)}, should be {list(theirs)}")
         return False
-    grads = [p.grad.double().abs().max().item() for p in theirs.values() if p.grad is not None and p.numel()]
+    have = [p.grad.double().nan_to_num() for p in theirs.values() if p.grad is not None and p.numel()]
+    grads = [g.abs().max().item() for g in have]
     if not all(g < (1e3 if step else 1e9) for g in grads):
         return False
     for name, p in mine.items():

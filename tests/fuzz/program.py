@@ -44,6 +44,7 @@ IMPORTS = {
     "copy": "copy.",
     "os": "os.",
     "tempfile": "tempfile.",
+    "time": "time.",
     "warnings": "warnings.",
     "from typing import Any": "Any",
     "torch": "torch.",
@@ -61,13 +62,13 @@ IMPORTS = {
 
 def program(case: Case, found: str = "") -> str:
     """The text of a case's program. ``main()`` gives a list of what is wrong; run as a script it ends with that."""
-    body = "\n\n\n".join([*_graphs(case), _main(case), _script()])
+    body = "\n\n\n".join([*_wire(case), *_graphs(case), _main(case), _script()])
     text, used = body, set[str]()
     while more := {n for n in _PARTS if n not in used and re.search(rf"\b{n}\(", text)}:  # helpers use helpers
         used |= more
         text = "\n\n\n".join([*(_PARTS[n] for n in sorted(used)), body])
     imports = [i if i.startswith("from") else f"import {i}" for i, sign in IMPORTS.items() if sign in text]
-    start = "torchrun --nproc-per-node 2" if case["world"] > 1 else "python"
+    start = f"torchrun --nproc-per-node {case['world']}" if case["world"] > 1 else "python"
     said = "".join(f"\n{line}" for line in found.splitlines()[:6])
     return f'"""Seed {case["seed"]}: {start} THIS_FILE{said}\n"""\n\n' + "\n".join(imports) + "\n\n\n" + text + "\n"
 
@@ -103,7 +104,7 @@ def _graph(name: str, blocks: list[Case], case: Case, *, root: bool) -> str:
             if case["input"] == "tokens"
             else f"self.first = nn.Linear(3, {case['width']})"
         )
-        calls.append("x = self.first(x)")
+        calls += ["x = self.first(x)", *_tripping(case, "first", "x")]
     made += [_made(b, case) for b in blocks if b["kind"] != "again"]
     if root:
         made.append(f"self.head = nn.Linear({case['width']}, 11)")
@@ -124,6 +125,7 @@ def _graph(name: str, blocks: list[Case], case: Case, *, root: bool) -> str:
         before = b["from"] if "from" in b and not known[b["from"]].get("idle") else now
         calls += _call(b, before, known)
         now = b["name"]
+        calls += _tripping(case, now, now) if root else []
     value = f"self.head({now})" if root else now
     if root and "returned" in case:
         value += f", {case['returned']}"
@@ -256,6 +258,9 @@ def _ready(case: Case) -> list[str]:
     if case.get("control"):
         compiled = "torch.compile(model, backend='aot_eager', dynamic=False)"
     lines += ["run = model" if lowering == "none" else f"run = {compiled}"]
+    if case.get("fault", {}).get("where") == "hook":
+        lines += ["hooked = next(p for p in model.parameters() if p.requires_grad)"]
+        lines += ["hooked.register_hook(lambda g: trips(armed, 'hook'))"]
     fuse = case.get("fuse", "")
     more = f", {fuse}" if "=" in fuse else ""
     make = OPTIMIZERS[case["optimizer"]]
@@ -285,12 +290,16 @@ def _steps(case: Case) -> list[str]:
             lines += ["if step == 0:", f"    {zero[case['given_up']]}", "    theirs.zero_grad()", "    continue"]
     else:
         lines += ["micro = 0", *backward]
-    lines += ["averaged(reference, world)", f"if not gradients(faults, step, model, reference, {limit}):"]
-    lines += ["    return faults or ['it runs away at once'] * (step == 0)"]
+    lines = _alone_in_step(case, lines)
+    compared = ["averaged(reference, world)", f"if not gradients(faults, step, model, reference, {limit}):"]
+    compared += ["    return faults or ['it runs away at once'] * (step == 0)"]
+    if _what(case) == "swallowed" and case["fault"]["where"] in ("backward", "hook"):  # one rank would not come
+        compared = [f"if step != {case['fault']['step']}:", *(f"    {line}" for line in compared)]
+    lines += compared
     if case.get("clip"):
         lines += ["norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.5) for m in (model, reference)]"]
         lines += [f"same(faults, f'step {{step}}: norm', *norms, {limit})"]
-    lines += ["optimizer.step()", "theirs.step()"]
+    lines += [*_trips(case, "optimizer"), "optimizer.step()", "theirs.step()"]
     zero = {"zeros": "optimizer.zero_grad(set_to_none=False)", "model": "model.zero_grad()", "run": "run.zero_grad()"}
     way = case.get("zero", "optimizer")
     lines += [zero.get(way, "optimizer.zero_grad()")]
@@ -302,7 +311,7 @@ def _steps(case: Case) -> list[str]:
         lines += ["model.eval(), reference.eval()", "with torch.no_grad():"]
         lines += [f"    same(faults, f'step {{step}}: eval', run(x){out}, reference(y){out}, {limit})"]
         lines += ["model.train(), reference.train()"]
-    return [f"for step in range({case['steps']}):"] + [f"    {line}" for line in lines]
+    return [f"for step in range({case['steps']}):"] + [f"    {line}" for line in _swallowed(case, lines)]
 
 
 def _backward(case: Case, limit: float) -> list[str]:
@@ -310,9 +319,11 @@ def _backward(case: Case, limit: float) -> list[str]:
     shape = f"({case['batch']}, {case['length']}"
     data = f"torch.randint(11, {shape}))" if case["input"] == "tokens" else f"torch.randn({shape}, 3))"
     lines = ["torch.manual_seed(1000 * step + 10 * micro + rank + 1)", f"x = y = {data}"]
+    lines += [f"if {_strikes(case)}:", "    x.view(-1)[0] = float('nan')"] if _what(case) == "nan" else []
     compute = case.get("policy", {}).get("compute_dtype")
     if compute and case["input"] == "floats":
         lines += [f"x = x.to(torch.{compute})", "y = x.to(y.dtype)"]
+    lines += _fault(case)
     if "functional" in case:
         lines += [f"for m, z in (({case['functional']}, x), (reference, y)):"]
         kind = f"torch.{compute or case['dtype']} if m is not reference else torch.{case['dtype']}"
@@ -323,6 +334,7 @@ def _backward(case: Case, limit: float) -> list[str]:
     lines += [*_loss("run", "model", "x", "loss", case), *_loss("reference", "reference", "y", "want", case)]
     if "to_local" not in case.get("penalty", {}).get("of", ""):
         lines += [f"same(faults, f'step {{step}}: loss', loss, want, {limit})"]
+    lines += _trips(case, "between")
     calls = ["loss.backward()", "want.backward()"]
     if case.get("retain"):
         calls = ["loss.backward(retain_graph=True)", "want.backward(retain_graph=True)", *calls]
@@ -346,6 +358,72 @@ def _loss(call: str, model: str, x: str, name: str, case: Case) -> list[str]:
         of, over = case["penalty"]["of"], {"all": "", "first": "[:1]", "last": "[-1:]"}[case["penalty"]["over"]]
         lines += [f"for p in list({model}.parameters()){over}:", f"    {name} = {name} + 0.1 * whole({of}).double()"]
     return lines
+
+
+# What goes wrong
+
+
+def _what(case: Case) -> str:
+    return case["fault"]["what"] if "fault" in case and not case.get("control") else ""
+
+
+def _strikes(case: Case, micro: bool = True) -> str:
+    """The condition under which a fault strikes."""
+    fault = case["fault"]
+    at = {key: fault[key] for key in ("step", "micro", "rank") if key in fault and (micro or key != "micro")}
+    return " and ".join(f"{key} == {value}" for key, value in at.items())
+
+
+def _fault(case: Case) -> list[str]:
+    """What goes wrong in a microbatch, in front of it."""
+    what, lines = _what(case), []
+    if "where" in case.get("fault", {}):
+        lines = [f"armed.append('{case['fault']['where']}')"]
+    elif what == "late":
+        lines = ["time.sleep(1.0)"]
+    elif what == "evaluation":
+        lines = ["model.eval()", "with torch.no_grad():", "    run(x)", "model.train()"]
+    elif what == "full_tensor":
+        lines = ["[whole(p) for p in model.parameters()]"]
+    inside = [f"if {_strikes(case)}:", *(f"    {line}" for line in lines)] if lines else []
+    return [*inside, *_trips(case, "loader")]
+
+
+def _trips(case: Case, where: str) -> list[str]:
+    """An exception of the program's own, in the loop."""
+    return [f"trips(armed, '{where}')"] if case.get("fault", {}).get("where") == where else []
+
+
+def _tripping(case: Case, behind: str, x: str) -> list[str]:
+    """The same inside of the model, behind a block."""
+    return [f"{x} = wire({x}, 'forward')"] if case.get("fault", {}).get("behind") == behind else []
+
+
+def _wire(case: Case) -> list[str]:
+    if "where" not in case.get("fault", {}):
+        return []
+    return ["armed = []" + ("\nwire = tripwire(armed)" if "behind" in case["fault"] else "")]
+
+
+def _alone_in_step(case: Case, lines: list[str]) -> list[str]:
+    """A step until gradients are averaged, which one rank leaves out, or keeps to itself."""
+    if _what(case) == "left_out":
+        return [f"if {_strikes(case, micro=False)}:", "    continue", *lines]
+    if _what(case) != "no_sync":
+        return lines
+    return [
+        f"alone = {_strikes(case, micro=False)}", "with mfsdp.no_sync(model) if alone else contextlib.nullcontext():",
+        *(f"    {line}" for line in lines), "if alone:", "    continue",
+        "[whole(p.grad) for p in model.parameters()]",  # otherwise they would wait in a collective of the program's own
+    ]  # fmt: skip
+
+
+def _swallowed(case: Case, lines: list[str]) -> list[str]:
+    """A step that is given up where the program itself raises."""
+    if not _what(case).startswith("swallowed"):
+        return lines
+    zero = ["except Fault:", "    optimizer.zero_grad()", "    theirs.zero_grad()"]
+    return ["try:", *(f"    {line}" for line in lines), *zero]
 
 
 def _script() -> str:

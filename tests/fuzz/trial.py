@@ -2,45 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import re
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.fuzz.cases import Case, control, features
+from tests.fuzz.cases import APART, Case, control, features
 from tests.fuzz.program import program
 from tests.fuzz.words import LOST, explained
 from tests.ranks import Ranks
 
 SECONDS = 90.0
 """For one case, compilation included, on a busy machine."""
-PATIENCE = 6.0
+PATIENCE = 20.0
 """For the other ranks, once one of them has raised."""
 
 
-def attempt(path: str) -> tuple[str, str, str, float]:
+LINGERS = 1.0
+"""Seconds until a process ends that is done: others read what it has sent."""
+
+
+def attempt(path: str, ends: bool) -> tuple[str, str, str, float]:
     """On a rank: runs a program. Gives ``("right" or "wrong", what, "")`` or the exception's type, text, traceback; and
-    the seconds of processor time that it took.
+    the seconds of processor time that it took. With ``ends`` its process ends then, as a script's would.
     """
     begun = time.process_time()
-    return *_attempt(path), time.process_time() - begun
+    said, error = _attempt(path)
+    answer = (*said, time.process_time() - begun)
+    if not ends:
+        return answer
+    if error is None:
+        time.sleep(LINGERS)
+    else:
+        with contextlib.redirect_stderr(io.StringIO()):
+            sys.excepthook(type(error), error, error.__traceback__)
+    raise SystemExit(answer)
 
 
-def _attempt(path: str) -> tuple[str, str, str]:
+def _attempt(path: str) -> tuple[tuple[str, str, str], BaseException | None]:
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
         faults = module.main()
-        return ("wrong", "\n".join(faults), "") if faults else ("right", "", "")
+        return (("wrong", "\n".join(faults), "") if faults else ("right", "", "")), None
     except BaseException as error:
-        return type(error).__name__, str(error), traceback.format_exc()
+        return (type(error).__name__, str(error), traceback.format_exc()), error
     finally:
         del sys.modules[spec.name]
 
@@ -60,11 +76,11 @@ class Verdict:
 
 
 class Court:
-    """Ranks to try cases on, and the folder of their programs."""
+    """Ranks to try cases on, by how many a case needs, and the folder of their programs."""
 
     def __init__(self, seconds: float = SECONDS, renew: int = 100) -> None:
-        self._ranks = {1: Ranks(1, "", "forkserver"), 2: Ranks(2, "gloo", "forkserver")}
-        self._used = {1: 0, 2: 0}
+        self._ranks: dict[int, Ranks] = {}
+        self._used: Counter[int] = Counter()
         self._folder = tempfile.TemporaryDirectory(prefix="mfsdp-fuzz-")
         self._seconds, self._renew, self._count = seconds, renew, 0
 
@@ -82,11 +98,13 @@ class Court:
         self._count += 1
         path = Path(self._folder.name, f"seed{case['seed']}_{self._count}.py")
         path.write_text(program(case))
-        ranks = self._ranks[world]
-        answers = ranks.answers(attempt, str(path), timeout=self._seconds, patience=PATIENCE, bad=_bad)
+        if world not in self._ranks:
+            self._ranks[world] = Ranks(world, "gloo" if world > 1 else "", "forkserver")
+        ranks, ends = self._ranks[world], _apart(features(case))
+        answers = ranks.answers(attempt, str(path), ends, timeout=self._seconds, patience=PATIENCE, bad=_bad)
         verdict = judged(features(case), [a[1] if a else None for a in answers])
         self._used[world] += 1
-        if any(a is None or _bad(a) for a in answers) or self._used[world] % self._renew == 0:
+        if ends or any(a is None or _bad(a) for a in answers) or self._used[world] % self._renew == 0:
             ranks.stop()
         return verdict
 
@@ -100,6 +118,11 @@ class Court:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _apart(has: list[str]) -> bool:
+    """Whether a case has a fault that takes one rank out of step."""
+    return any(f"fault:{what}" in has for what in APART)
 
 
 def _bad(answer: tuple[bool, Any]) -> bool:
@@ -122,7 +145,8 @@ def judged(has: list[str], answers: list[Any]) -> Verdict:
     if all(k == "right" for k in kinds):
         return Verdict("right", cpu=cpu)
     raised = [s for s in said if s[0] not in ("right", "wrong", "no answer", "died")]
-    if len(raised) == len(said) and _refused(has, raised):
+    done = kinds.count("right") if _apart(has) else 0  # before the others missed anything
+    if len(raised) + done == len(said) and _refused(has, raised):
         return Verdict("refused", raised[0][0], raised[0][1], cpu=cpu)
     worst = "wrong" if "wrong" in kinds else raised[0][0] if raised else next(k for k in kinds if k != "right")
     missing = " and no answer" if raised and "no answer" in kinds else ""
@@ -132,9 +156,12 @@ def judged(has: list[str], answers: list[Any]) -> Verdict:
 
 
 def _refused(has: list[str], raised: list[tuple[str, str, str]]) -> bool:
-    """Whether all ranks refuse in words; where they differ, one may only see the connection close."""
+    """Whether all ranks refuse in words; where they differ, or one of them ends, another may only see the connection
+    close.
+    """
     words = [explained(has, kind, text) for kind, text, _ in raised]
-    lost = [bool(re.search(LOST, text)) and bool({"differs", "experts"} & set(has)) for _, text, _ in raised]
+    apart = _apart(has) or bool({"differs", "experts"} & set(has))
+    lost = [apart and bool(re.search(LOST, text)) for _, text, _ in raised]
     return any(words) and all(w or x for w, x in zip(words, lost, strict=True))
 
 

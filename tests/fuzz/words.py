@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-REFUSALS = ("Apart", "NotImplementedError", "RuntimeError", "UserWarning", "ValueError")
+REFUSALS = ("Apart", "Lost", "NotImplementedError", "RuntimeError", "UserWarning", "ValueError")
 """Types of exceptions that a refusal may have; programs raise the warning that parameters have no values."""
 
 OURS = r"mfsdp|fully_shard|sharded|strategy|unit|no_sync|functional_call"
@@ -37,12 +37,21 @@ KNOWN: dict[tuple[str, ...], str] = {
     ("meta", "weight_norm"): r"nothing has initialised",
     ("calls", "tie"): r"tie weights before sharding",
     ("toggle", "micro"): r"no_sync|synchronis",
+    ("fault:swallowed",): r"law 13|law 50|law 66|lost the other ranks at",
+    ("fault:swallowed_by_all", "micro"): r"no_sync|zero_grad|given up",
+    ("fault:ends",): r"has ended with Fault: in ",
+    ("fault:left_out",): r"law 13|lost the other ranks at",
+    ("fault:no_sync",): r"law 13|lost the other ranks at",
+    ("fault:evaluation",): r"law 13",
+    ("fault:full_tensor",): r"law 13",
 }
 """What a refusal says, for cases that have all of these features."""
 
 
 def explained(features: list[str], kind: str, message: str) -> bool:
     """Whether an exception is a refusal in words that a case with these features may get."""
+    if kind == "Fault":  # the program's own
+        return "fault:ends" in features
     if kind not in REFUSALS or not re.search(OURS, message):
         return False
     has = {*features, *(f.split(":")[0] for f in features)}
