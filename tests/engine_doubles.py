@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import types
+import weakref
 from typing import Any
 
 import torch
@@ -165,6 +166,136 @@ class Linear(TransformerEngineBaseModule):
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
         self.set_activation_dtype(x)
         return torch.ops.mfsdp_engine.linear(x, self.weight, not self.is_fsdp2)[0]
+
+
+def _gemm(grad: torch.Tensor, x: torch.Tensor, out: torch.Tensor | None, accumulate: bool) -> torch.Tensor:
+    """``general_gemm`` and ``general_grouped_gemm`` for a weight's gradient: into ``out``, in its dtype."""
+    if out is None:
+        return grad.t() @ x
+    made = (grad.t().to(out.dtype) @ x.to(out.dtype)) if x.numel() else torch.zeros_like(out)
+    return out.add_(made) if accumulate else out.copy_(made)
+
+
+class _Multiply(torch.autograd.Function):
+    """What ``_LayerNormLinear``, ``_LayerNormMLP`` and ``_GroupedLinear`` do of a weight and its gradient: rows of the
+    input, in turn, by one weight each (``splits``), or all by one after the other.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, splits: Any, fuse: bool, first: bool | None, *weights: Any) -> torch.Tensor:
+        ctx.splits, ctx.fuse, ctx.first = splits, fuse, first
+        ctx.trains = [w.requires_grad for w in weights]
+        ctx.weights = weights  # `ctx.weight`, `ctx.fc1_weight`: nobody reads them
+        if fuse:
+            ctx.refs = [weakref.ref(w) for w in weights]
+            ctx.overwrites = [getattr(w, "overwrite_main_grad", False) for w in weights]
+            if all(hasattr(w, "__fsdp_param__") for w in weights):
+                ctx.main_grad_funcs = [w.get_main_grad for w in weights]
+            else:
+                ctx.main_grad_funcs = [lambda w=w: w.main_grad for w in weights]
+        inputs, out = _Multiply.multiply(x, splits, weights)
+        ctx.save_for_backward(*inputs, *weights)
+        return out
+
+    @staticmethod
+    def multiply(x: torch.Tensor, splits: Any, weights: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+        if splits is not None:
+            parts = list(x.split(splits))
+            return parts, torch.cat([part @ w.t() for part, w in zip(parts, weights, strict=True)])
+        inputs = []
+        for w in weights:
+            inputs.append(x)
+            x = x @ w.t()
+        return inputs, x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        count = len(ctx.trains)
+        saved = ctx.saved_tensors
+        inputs, weights = saved[:count], saved[count:]
+        origins: list[Any] = [None] * count
+        main_grads: list[Any] = [None] * count
+        if ctx.fuse:
+            refs, ctx.refs = ctx.refs, None
+            origins = [ref() if trains else None for ref, trains in zip(refs, ctx.trains, strict=True)]
+            for i, trains in enumerate(ctx.trains):
+                if trains:
+                    assert origins[i] is not None, "weight was removed while fuse_wgrad_accumulation=True"
+                    origins[i].main_grad = main_grads[i] = ctx.main_grad_funcs[i]()
+        accumulate = ctx.fuse and not ctx.first if ctx.first is not None else ctx.fuse
+        wgrads: list[Any] = [None] * count
+        grads = list(grad.split(ctx.splits)) if ctx.splits is not None else [grad] * count
+        for i in reversed(range(count)):
+            g = grads[i]
+            if ctx.trains[i]:
+                wgrads[i] = _gemm(g, inputs[i], main_grads[i], accumulate and not (ctx.fuse and ctx.overwrites[i]))
+                if ctx.fuse:
+                    wgrads[i] = _Multiply.dummy(origins[i], main_grads[i])
+            grads[i] = g @ weights[i]
+            if ctx.splits is None and i:
+                grads[i - 1] = grads[i]
+        dgrad = torch.cat(grads) if ctx.splits is not None else grads[0]
+        return dgrad, None, None, None, *wgrads
+
+    @staticmethod
+    def dummy(origin: Any, main_grad: torch.Tensor) -> torch.Tensor | None:
+        """``get_dummy_wgrad``: what was there before."""
+        if not hasattr(origin, "grad_added_to_main_grad"):
+            return None
+        origin.grad_added_to_main_grad = True
+        return torch.full_like(main_grad, 0.0 if getattr(origin, "zero_out_wgrad", False) else torch.nan)
+
+
+class _Multiplies(TransformerEngineBaseModule):
+    """``quantised`` etc. of `Linear` it has not."""
+
+    def __init__(self, names: list[str], shape: tuple[int, int], fuse_wgrad_accumulation: bool, dtype: torch.dtype):
+        super().__init__()
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.randint(-1, 2, shape).to(dtype)))
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor, splits: Any = None, is_first_microbatch: bool | None = None) -> torch.Tensor:
+        self.set_activation_dtype(x)
+        weights = self._get_weight_tensors()
+        return _Multiply.apply(x, splits, self.fuse_wgrad_accumulation, is_first_microbatch, *weights)
+
+
+class LayerNormLinear(_Multiplies):
+    __module__ = "transformer_engine.pytorch.module.layernorm_linear"
+
+    def __init__(self, n: int, fuse_wgrad_accumulation: bool = False, parts: int = 1, dtype: Any = torch.float32):
+        self_names = ["weight"] if parts == 1 else [f"weight{i}" for i in range(parts)]
+        super().__init__(self_names, (n // parts, n), fuse_wgrad_accumulation, dtype)
+        self.weight_names = self_names
+
+    def _get_weight_tensors(self) -> list[torch.Tensor]:
+        return [getattr(self, name) for name in self.weight_names]
+
+
+class LayerNormMLP(_Multiplies):
+    __module__ = "transformer_engine.pytorch.module.layernorm_mlp"
+
+    def __init__(
+        self, n: int, fuse_wgrad_accumulation: bool = False, checkpoint: bool = False, dtype: Any = torch.float32
+    ):
+        super().__init__(["fc1_weight", "fc2_weight"], (n, n), fuse_wgrad_accumulation, dtype)
+        self.checkpoint = checkpoint
+
+    def _get_weight_tensors(self) -> list[torch.Tensor]:
+        return [self.fc1_weight, self.fc2_weight]
+
+
+class GroupedLinear(_Multiplies):
+    __module__ = "transformer_engine.pytorch.module.grouped_linear"
+
+    def __init__(self, num_gemms: int, n: int, fuse_wgrad_accumulation: bool = False, dtype: Any = torch.float32):
+        super().__init__([f"weight{i}" for i in range(num_gemms)], (n, n), fuse_wgrad_accumulation, dtype)
+        self.num_gemms = num_gemms
+
+    def _get_weight_tensors(self) -> list[torch.Tensor]:
+        return [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
 
 
 class FusedAdam(torch.optim.Optimizer):

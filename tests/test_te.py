@@ -19,6 +19,7 @@ from torch import nn
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.graph.copies import copies
+from mfsdp.sharding import eager
 from mfsdp.state import transformer_engine
 from tests.test_optimizer import fill, whole
 
@@ -127,10 +128,12 @@ def test_linear_is_one_graph(te, monkeypatch, golden, name):
         pretend(monkeypatch, capability)
     listings = []
     for program in programs(linear(te, getattr(recipe, kind)() if kind else None)):
+        what = "linear" if program.phase == "forward" else "linear_backward"
         stages = pipeline.run(program)
         listings.append(stages[-1].listing)
+        told = stages["quantize"].listing
+        assert f"u1 travels in 16 bits: u1_weight is read by transformer_engine_compile::{what}, as it is" in told
         assert program.phase == "backward" or not (copies(program) or kept(program))
-        what = "linear" if program.phase == "forward" else "linear_backward"
         assert foreign(program) == {f"transformer_engine_compile::{what}"}
     assert len(listings) == 2
     if name == "Float8CurrentScaling":
@@ -152,7 +155,7 @@ def test_without_being_told_forward_saves_quantised_weights(te, monkeypatch):
 
 def test_fused_accumulation_is_turned_off(te):
     """It breaks the graph otherwise."""
-    with pytest.warns(UserWarning, match="fuse_wgrad_accumulation is turned off in layers.0, layers.1"):
+    with pytest.warns(UserWarning, match=r"off in layers.0 \(te.Linear is compiled without it only\), layers.1"):
         found = programs(linear(te, fuse_wgrad_accumulation=True))
     assert [p.phase for p in found] == ["forward", "backward"]
 
@@ -209,6 +212,29 @@ def test_modules_are_told(te, name):
         m.fast_setattr("allow_different_data_and_param_types", False)
         with pytest.raises(TypeError, match="compute_dtype says"):
             m.set_activation_dtype(torch.ones(1))
+
+
+@pytest.mark.filterwarnings("ignore:mfsdp.* reads parameters")
+@pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP", "GroupedLinear"])
+def test_modules_ask_weights_for_main_grad(te, name):
+    """What `Lent` has is what they look for, in this version too: they run on a GPU only."""
+    shape = (2, 16, 16) if name == "GroupedLinear" else (64, 64)
+    with building():
+        model: Any = nn.Sequential(getattr(te, name)(*shape, fuse_wgrad_accumulation=True, **HOW))
+    mfsdp.fully_shard(model, mp_policy=mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16))
+    assert model[0].fuse_wgrad_accumulation
+    source = inspect.getsource(sys.modules[type(model[0]).__module__])
+    forward = "".join(inspect.getsource(type(model[0]).__mro__[1].forward).split())
+    assert "self._get_weight_and_bias_tensors()" in forward or "self._get_weight_tensors()" in forward
+    for line in ("__fsdp_param__", ".get_main_grad", '"overwrite_main_grad"'):
+        assert line in source
+    dummies = source.count('"grad_added_to_main_grad"\n') + source.count('"grad_added_to_main_grad"):')
+    assert dummies and dummies == source.count("elif ctx.fuse_wgrad_accumulation:")  # where it is not: None
+    scope = eager.scope(model, True)
+    weights = model[0]._get_weight_tensors()
+    scope.close()
+    assert len(weights) == (1 if name == "LayerNormLinear" else 2)
+    assert all(type(w) is transformer_engine.Lent and w.get_main_grad().shape == w.shape for w in weights)
 
 
 def test_models_on_the_meta_device(te):
@@ -346,6 +372,28 @@ def test_steps_on_a_gpu(te, name, compiled):
             optimizer.zero_grad()
             losses[-1].append(loss.item())
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-2, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:mfsdp.* reads parameters")
+@pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP", "GroupedLinear"])
+def test_main_grad_on_a_gpu(te, name):
+    """Gradients that modules write in float32 are those that autograd brings in bf16, before they are rounded."""
+    grads: list[list[torch.Tensor]] = []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        how = {"params_dtype": torch.bfloat16, "device": "cuda", "fuse_wgrad_accumulation": fuse}
+        grouped = name == "GroupedLinear"
+        layer: Any = getattr(te, name)(*((3, 64, 64) if grouped else (64, 64)), **how)
+        policy = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16, grad_comm_dtype=torch.float32)
+        mfsdp.fully_shard(layer, mp_policy=policy)
+        for step in range(2):
+            x = torch.randn(32, 64, dtype=torch.bfloat16, device="cuda", generator=_generator(step))
+            out = layer(x, [16, 0, 16]) if grouped else layer(x)
+            out.float().square().mean().backward()
+        grads.append([whole(p.grad) for p in layer.parameters()])
+    for plain, fused in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, fused, rtol=1.6e-2, atol=1e-5)
 
 
 def _generator(step: int) -> torch.Generator:

@@ -84,7 +84,7 @@ def test_everything_is_taken_back(monkeypatch, quantised):
 
 def test_fused_accumulation_is_turned_off_in_words():
     model = Model(layers=6, fuse_wgrad_accumulation=True)
-    with pytest.warns(UserWarning, match=r"turned off in layers\.0, .* and 2 more: .*Make the modules with fuse_wgrad"):
+    with pytest.warns(UserWarning, match=r"turned off in layers\.0 .* and 2 more\. .*Make the modules with fuse_wgrad"):
         mfsdp.fully_shard(model)
     model(batch()).backward()
     assert not any(layer.fuse_wgrad_accumulation for layer in model.layers)

@@ -96,11 +96,11 @@ def _whole(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str)
     return full
 
 
-def reduce_now(source: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], spec: str) -> None:
-    """Packs, reduces and accumulates gradients at once."""
+def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], spec: str) -> None:
+    """Reduces and accumulates gradients at once, packed ones; ``offsets`` say which parameters have one."""
     s = Spec.decode(spec)
     buffer = owner(source)
-    total = packed(grads, offsets, s, source.device)
+    total = gfull
     if s.ahead != 1:
         total.mul_(s.ahead)
     over, carried = s.meets, s.meets[:0]
@@ -131,7 +131,7 @@ def reduce_nothing(source: torch.Tensor, spec: str) -> None:
     """The same without gradients, for a unit that others have used, or that was used before (Note [Standing in])."""
     gradients = owner(source).gradients
     with gradients.wanted_with_others():
-        reduce_now(source, [], [], spec)
+        reduce_now(source, packed([], [], Spec.decode(spec), source.device), [], spec)
     gradients.finish()
 
 

@@ -37,7 +37,9 @@ from ..runtime import engine, immediate, owners
 from ..spec.source import ours
 from ..state.buffer import FlatBuffer, Ref, UnitState
 from ..state.pieces import here
+from ..state.transformer_engine import Lent
 from . import writes
+from .lending import Loans, MainGrads
 
 
 class _Thread(threading.local):
@@ -61,6 +63,7 @@ class Ticket:
     def __init__(self, buffer: FlatBuffer, full: torch.Tensor | None):
         self.buffer, self.full = buffer, full
         self.watch: writes.Watch | None = None
+        self.loans = Loans(buffer)
 
     def storage(self) -> torch.Tensor:
         if self.full is None and self.buffer.unit in _here.again:
@@ -107,9 +110,9 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, main: torch.Tensor, buffer: FlatBuffer, full: torch.Tensor
+        ctx: Any, main: torch.Tensor, buffer: FlatBuffer, full: torch.Tensor, main_grads: MainGrads
     ) -> tuple[torch.Tensor, ...]:
-        ctx.buffer = buffer
+        ctx.buffer, ctx.main_grads = buffer, main_grads
         ctx.set_materialize_grads(False)
         views = tuple(buffer.weights.full_view(full, i) for i in range(len(buffer.layout.slots)))
         ctx.mark_non_differentiable(*(v for v, trains in zip(views, buffer.trains, strict=True) if not trains))
@@ -118,11 +121,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
         buffer: FlatBuffer = ctx.buffer
-        there = [(g, slot.offset) for g, slot in zip(grads, buffer.layout.slots, strict=True) if g is not None]
-        if there:
-            tensors, offsets = [g for g, _ in there], [o for _, o in there]
-            immediate.reduce_now(buffer.weights.source, tensors, offsets, buffer.text)
-        return None, None, None
+        there = {slot: grad for slot, grad in enumerate(grads) if grad is not None}
+        gfull, offsets = ctx.main_grads.packed(there)
+        if gfull is not None:
+            immediate.reduce_now(buffer.weights.source, gfull, offsets, buffer.text)
+        return None, None, None, None
 
 
 class Cover:
@@ -253,10 +256,19 @@ def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
     full = immediate.gather_now(buffer.weights.source, buffer.text)
     ticket = _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
     with torch.enable_grad():  # whoever reads them next may want gradients
-        params = _Gather.apply(buffer.weights.source, buffer, full)  # type: ignore[no-untyped-call]
+        params = _Gather.apply(buffer.weights.source, buffer, full, ticket.loans.main_grads)  # type: ignore[no-untyped-call]
     ticket.watch = writes.Watch(buffer, params)
     owners.own_whole(params, buffer)
     return params  # type: ignore[no-any-return]
+
+
+def lend(value: torch.Tensor) -> torch.Tensor:
+    """What a module that keeps its weights beside autograd gets of one that it has read (Note [Lent])."""
+    ticket = _here.tickets.get(value.untyped_storage().data_ptr()) if type(value) is torch.Tensor else None
+    if ticket is None or not torch.is_grad_enabled():
+        return value
+    starts = [slot.offset if slot.numel else -1 for slot in ticket.buffer.layout.slots]
+    return ticket.loans.lend(value, starts.index(int(value.storage_offset())))
 
 
 def check(unit: UnitState, place: str) -> None:
@@ -287,7 +299,9 @@ def _release(unit: UnitState, tickets: dict[int, Ticket]) -> None:
 
 def _drop(ticket: Ticket) -> None:
     ticket.watch = None
-    if ticket.buffer.spec.reshard and ticket.buffer.spec.gathers:
+    freed = ticket.buffer.spec.reshard and ticket.buffer.spec.gathers
+    ticket.loans.end(hollow=freed)
+    if freed:
         ticket.full = None
 
 
@@ -355,7 +369,7 @@ def never_a_frame(function: Any) -> None:
 
 
 def _plain(t: torch.Tensor) -> bool:
-    return type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided
+    return type(t) in (torch.Tensor, nn.Parameter, Lent) and t.layout is torch.strided
 
 
 def _outer_hooks() -> tuple[Any, Any] | None:

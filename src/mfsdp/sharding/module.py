@@ -279,7 +279,7 @@ def _subclass(
         "__doc__": base.__doc__,
         **{name: _property(name) for name in names},
         **clients.overrides(base),
-        **te.overrides(base, _dtypes),
+        **te.overrides(base, _dtypes, eager.lend),
     }
     if base.named_parameters is nn.Module.named_parameters and base.parameters is nn.Module.parameters:
         space |= {"named_parameters": named_parameters, "parameters": parameters}

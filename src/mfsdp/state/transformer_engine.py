@@ -6,7 +6,7 @@ here, each behind one function. Tried on 2.20.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -60,7 +60,44 @@ def inner(tensor: torch.Tensor) -> frozenset[str]:
     }
 
 
+class Lent(torch.Tensor):
+    """A whole weight as their modules get it in an uncompiled forward. Their autograd functions (``_LayerNormLinear``,
+    ``_LayerNormMLP``, ``_GroupedLinear``) look for ``__fsdp_param__``, take ``get_main_grad`` with them to backward,
+    and give autograd ``None`` for a weight that has no ``grad_added_to_main_grad``, an uninitialised dummy for one that
+    has. ``overwrite_main_grad`` has them store, not add.
+    """
+
+    __fsdp_param__ = overwrite_main_grad = True
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as of nn.Parameter
+    _room: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def over(whole: torch.Tensor, room: Callable[[], torch.Tensor]) -> Lent:
+        """Another tensor over a weight's storage, which autograd takes for no view of it. Private in torch
+        (``_make_subclass``, and what is said above instead of ``__torch_function__``); tried on 2.13 and 2.14.
+
+        Args:
+            room: where the weight's gradient is to be put; asked for once per use and backward.
+        """
+        out: Lent = torch.Tensor._make_subclass(Lent, whole.detach())  # type: ignore[assignment]
+        out._room = room
+        return out
+
+    def get_main_grad(self) -> torch.Tensor:
+        return self._room()
+
+    @property
+    def main_grad(self) -> None:
+        """They hang there what `get_main_grad` gave, which would outlive backward with their ``ctx``."""
+
+    @main_grad.setter
+    def main_grad(self, value: torch.Tensor) -> None: ...
+
+
 # Modules
+
+_KEEPS = ("LayerNormLinear", "LayerNormMLP", "GroupedLinear")
+"""Modules that get `Lent` weights: never compiled, and their autograd functions keep the weights themselves."""
 
 
 def is_module(module: nn.Module) -> bool:
@@ -91,23 +128,23 @@ def shards_itself(module: nn.Module) -> bool:
     return is_module(module) and getattr(module, "fsdp_group", None) is not None
 
 
-def adapt(module: nn.Module, computes: Iterable[torch.dtype]) -> tuple[bool, list[Callable[[], None]]]:
+def adapt(module: nn.Module, computes: Iterable[torch.dtype], unfused: str) -> tuple[bool, list[Callable[[], None]]]:
     """Tells a module whose parameters are sharded that they are: what it saves of them, when it quantises them, what
     dtype they have in forward.
 
     Args:
         module: any.
         computes: the dtypes that its sharded parameters have in forward.
+        unfused: why it cannot write gradients to ``main_grad``, if it cannot.
 
     Returns:
-        Whether its gradients were to be added to ``main_grad``, which no longer is so; and how to take changes back.
+        Whether its gradients were to be written to ``main_grad``, which no longer is so; and how to take changes back.
     """
     undo: list[Callable[[], None]] = []
-    fused = False
-    for name in ("fuse_wgrad_accumulation", "_accumulate_into_main_grad"):  # of modules, of operations (`te.ops`)
-        if (is_module(module) or type(module).__module__.startswith(_PACKAGE)) and module.__dict__.get(name):
+    off = bool(unfused) and fuses(module)
+    for name in _FUSES if off else ():
+        if module.__dict__.get(name):
             _put(module, name, False, undo)
-            fused = True
     if is_module(module):
         # Backward quantises what it gathers; forward saves and keeps no quantised weights.
         _put(module, "_is_fsdp2", True, undo)
@@ -116,7 +153,47 @@ def adapt(module: nn.Module, computes: Iterable[torch.dtype]) -> tuple[bool, lis
         dtypes = set(computes)
         if len(dtypes) == 1:
             _put(module, "activation_dtype", dtypes.pop(), undo)
-    return fused, undo
+    return off, undo
+
+
+_FUSES = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
+"""Attributes of modules, of operations (`te.ops`)."""
+
+
+def fuses(module: nn.Module) -> bool:
+    """Whether it is to write gradients of weights to ``main_grad`` itself."""
+    theirs = is_module(module) or type(module).__module__.startswith(_PACKAGE)
+    return theirs and any(module.__dict__.get(name) for name in _FUSES)
+
+
+def unfused(module: Any, whole: Container[str], dtypes: Iterable[tuple[torch.dtype, torch.dtype]]) -> str:
+    """Why a module cannot write gradients of weights to ``main_grad``; ``""`` if it can.
+
+    Args:
+        module: one that `fuses`.
+        whole: names of its parameters that are sharded and that it sees whole.
+        dtypes: those that its parameters have in forward, each with the one in which gradients travel.
+    """
+    if _is(type(module), "Linear") and is_module(module):
+        return "te.Linear is compiled without it only"
+    if not _is(type(module), *_KEEPS):
+        return "backward looks for main_grad on what autograd has saved"
+    if getattr(module, "checkpoint", False):  # `_LayerNormMLP._recompute`
+        return "with checkpoint=True it looks for main_grad on what autograd has saved"
+    names = _weights(module)
+    if len(names) > 1 and _is(type(module), "LayerNormLinear"):
+        return "a weight in several parameters is concatenated"
+    if any(name not in whole for name in names):
+        return "not all of its weights are sharded and plain"
+    wrong = [grad for compute, grad in dtypes if grad not in (torch.float32, compute)]
+    return f"it writes no gradients in {wrong[0]}" if wrong else ""
+
+
+def _weights(module: Any) -> list[str]:
+    """Names of parameters that it multiplies by."""
+    if _is(type(module), "GroupedLinear"):
+        return [f"weight{i}" for i in range(module.num_gemms)]
+    return list(module.weight_names) if _is(type(module), "LayerNormLinear") else ["fc1_weight", "fc2_weight"]
 
 
 def _put(module: nn.Module, name: str, value: Any, undo: list[Callable[[], None]]) -> None:
@@ -129,12 +206,17 @@ def _put(module: nn.Module, name: str, value: Any, undo: list[Callable[[], None]
     undo.append(partial(space.__setitem__, name, before[0]) if before else partial(space.pop, name, None))
 
 
-def overrides(base: type[nn.Module], dtypes: Callable[[Any], Iterable[tuple[str, torch.dtype]]]) -> dict[str, Any]:
+def overrides(
+    base: type[nn.Module],
+    dtypes: Callable[[Any], Iterable[tuple[str, torch.dtype]]],
+    lend: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, Any]:
     """Methods that a class gets when a module of it is sharded; none, if it is not one of theirs.
 
     Args:
         base: the class.
         dtypes: of a module, its own parameters' names, and the dtypes that they have in forward.
+        lend: makes a `Lent` one of a whole weight.
     """
     if not _is(base, "TransformerEngineBaseModule"):
         return {}
@@ -157,7 +239,12 @@ def overrides(base: type[nn.Module], dtypes: Callable[[Any], Iterable[tuple[str,
                     )
             self.fast_setattr("activation_dtype", inp.dtype)
 
-    return {"set_activation_dtype": set_activation_dtype}
+    def _get_weight_tensors(self: Any) -> list[Any]:
+        """As theirs: what forward multiplies by."""
+        return [lend(weight) for weight in theirs._get_weight_tensors(self)]
+
+    out = {"set_activation_dtype": set_activation_dtype}
+    return out | ({"_get_weight_tensors": _get_weight_tensors} if _is(base, *_KEEPS) else {})
 
 
 # What modules save beside parameters: the scales of DelayedScaling, nothing for other recipes
