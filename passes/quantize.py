@@ -57,11 +57,12 @@ def quantize(p: Program, *, on: bool = True) -> None:
         markers = [n for n in params if n.target is ops.param]
         found = reads(p, markers) if unit.spec.world > 1 or unit.spec.kept else []
         if not any(read.codes for read in found):
+            bits += [f"{_width(unit)}: {read.reason}, as it is" for read in found if read.foreign][:1]
             continue
         why = "" if on else "off"
         why = why or _hinders(unit, found)
         if why:
-            bits.append(f"{unit.name} travels in {8 * unit.spec.precision.comm.itemsize} bits: {why}")
+            bits.append(f"{_width(unit)}: {why}")
             continue
         _quantize_unit(p, unit, found)
         done += 1
@@ -71,6 +72,10 @@ def quantize(p: Program, *, on: bool = True) -> None:
         p.note(words)
     if not done and not bits:
         p.note("no weight is quantised here")
+
+
+def _width(unit: Unit) -> str:
+    return f"{unit.name} travels in {8 * unit.spec.precision.comm.itemsize} bits"
 
 
 def _hinders(unit: Unit, found: list[Read]) -> str:

@@ -69,6 +69,8 @@ class Read:
     codes: list[Code] = field(default_factory=list)
     reason: str = ""
     """Why it has to be there in the dtype that the policy says."""
+    foreign: bool = False
+    """Whether it goes into an operator that is not torch's own."""
 
 
 def reads(p: Program, markers: Sequence[Node]) -> list[Read]:
@@ -130,6 +132,7 @@ def _follow(node: Node, read: Read, whose: dict[Node, Read], meanings: _Meanings
             dims = own[0] if alike and tuple(prod(d.size for d in dim) for dim in own[0]) == shape else None
     if dims is None:
         read.reason = read.reason or f"{_called(read)} is read by {_operator(node)}"
+        read.foreign |= _foreign(node)
         return
     assert isinstance(value, torch.Tensor)
     read.elements[node] = dims
@@ -152,6 +155,11 @@ def _follow(node: Node, read: Read, whose: dict[Node, Read], meanings: _Meanings
 def _operator(node: Node) -> str:
     name = getattr(getattr(node.target, "_schema", None), "name", node.op)
     return str(name).removeprefix("aten::")
+
+
+def _foreign(node: Node) -> bool:
+    name = getattr(getattr(node.target, "_schema", None), "name", "")
+    return "::" in name and name.split("::")[0] not in ("aten", "prims", "mfsdp")
 
 
 # What operators do to elements
