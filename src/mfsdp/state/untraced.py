@@ -83,7 +83,8 @@ def _tells_weights(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def count(optimizer: Any) -> None:
     """Counts a step in every group that shares what it has stepped on (law 66)."""
-    count_step(name for buffer in _buffers(optimizer) for name in buffer.spec.meets)
+    shared = [(*buffer.spec.meets, buffer.unit.outermost.loose.group) for buffer in _buffers(optimizer)]
+    count_step(name for names in shared for name in names if name)
 
 
 def _buffers(optimizer: Any) -> set[Any]:
