@@ -14,6 +14,7 @@
     defer    waits for reductions move down                       every value stays bitwise equal
 
     bucket   products write straight into gradient buffers        physical: where values lie
+    probe    in some steps somebody looks at values
     pool     buffers get static slots                             and what carries them
     stream   lanes get process groups
 
@@ -31,6 +32,7 @@ from .gather import gather
 from .interleave import interleave
 from .pool import pool
 from .prefetch import prefetch
+from .probe import probe
 from .quantize import quantize
 from .reduce import reduce
 from .reshard import reshard
@@ -45,6 +47,7 @@ __all__ = [
     "interleave",
     "pool",
     "prefetch",
+    "probe",
     "quantize",
     "reduce",
     "reshard",

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .sharding.shard import fully_shard
     from .spec.config import MixedPrecisionPolicy
     from .spec.hardware import Hardware
+    from .state.digest import checksum
     from .state.norms import check_finite, norms
     from .state.optimizer import fully_shard_optimizer
     from .state.replicas import check_replicas
@@ -43,6 +44,7 @@ _WHERE = {
     "MixedPrecisionPolicy": "spec.config",
     "check_finite": "state.norms",
     "check_replicas": "state.replicas",
+    "checksum": "state.digest",
     "convert": "checkpoints.convert",
     "explain": "planning.explain",
     "fake_ranks": "runtime.groups",
@@ -76,6 +78,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "check_finite",
     "check_replicas",
+    "checksum",
     "convert",
     "explain",
     "fake_ranks",

@@ -19,6 +19,7 @@ from .passes.gather import gather
 from .passes.interleave import interleave
 from .passes.pool import pool
 from .passes.prefetch import prefetch
+from .passes.probe import probe
 from .passes.quantize import quantize
 from .passes.reduce import reduce
 from .passes.reshard import reshard
@@ -43,9 +44,12 @@ def table(
     turns: bool = False,
     most: int | None = None,
     codes: bool = Options.quantize,
+    finite: bool = False,
+    replicas: bool = False,
 ) -> Table:
     """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes), ``pool``,
-    ``keep_cast``, ``interleave``, ``max_activations`` (bytes) and ``quantize``. Instead of a depth it takes what
+    ``keep_cast``, ``interleave``, ``max_activations`` (bytes), ``quantize``, and whether there are ``check_finite`` and
+    ``check_replicas``. Instead of a depth it takes what
     decides it for each program, `mfsdp.costs.depth.Auto`.
     ``wide`` is for programs that run elsewhere than they were traced (`passes.bucket`).
     """
@@ -60,6 +64,7 @@ def table(
         ("prefetch", partial(prefetch, depth=depth, limit=limit)),
         ("defer", partial(defer, lag=lag)),
         ("bucket", bucket if wide is None else partial(bucket, wide=wide)),
+        ("probe", partial(probe, finite=finite, replicas=replicas)),
         ("pool", partial(pool, on=slots)),
         ("stream", stream),
     )
@@ -80,7 +85,7 @@ def chosen(options: Options, wide: bool | None = None, decide: Decide | None = N
     depth: Any = options.prefetch if options.prefetch != "auto" else decide or Options.prefetch
     ours = table(
         depth, options.reduce_lag, options.max_unsharded, options.pool, wide, options.keep_cast, options.interleave,
-        options.max_activations, options.quantize,
+        options.max_activations, options.quantize, options.check_finite > 0, options.check_replicas > 0,
     )  # fmt: skip
     if options.passes is None:
         return ours
@@ -112,6 +117,8 @@ _KNOBS = {
     "keep_cast": "gather",
     "max_activations": "fill",
     "quantize": "quantize",
+    "check_finite": "probe",
+    "check_replicas": "probe",
 }
 """Options, and the pass that obeys each."""
 
@@ -156,6 +163,9 @@ ORDER: tuple[tuple[str, str, str], ...] = (
         "a wait belongs in front of the pack it makes room for, before that buffer moves up",
     ),
     ("prefetch", "pool", "slots are coloured over the final order of launches and frees"),
+    ("bucket", "probe", "a gradient buffer is looked at when the last product has been written to it"),
+    ("defer", "probe", "a sum is looked at behind its wait, wherever that moves"),
+    ("probe", "pool", "what is looked at is alive until then"),
     ("bucket", "pool", "slots are coloured over the final lives of gradient buffers"),
     ("pool", "stream", "a listing shows slots before groups; programs do not depend on it"),
 )

@@ -101,6 +101,7 @@ def mfsdp(
             "outline": outline(program), "sequences": sequences, "sources": sharded(program),
             "keeping": holding(program), "reads": [] if phase == "backward" else reading(program),
             "meets": list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences])),
+            "probed": (chosen.check_finite, chosen.check_replicas) if program.find(Kind.PROBE) else (0, 0),
             "measured": measuring(program), "rooms": static(program), "frames": chosen.frames, **beside(program),
             "first": [] if phase == "backward" or chosen.prefetch == 0 or loose(program) else leading(program),
         }  # fmt: skip

@@ -212,7 +212,8 @@ def _touched(node: Node) -> bool:
     """Whether an operation of the schedule gives it, or is given it to wait for or to refresh in place, or a buffer is
     written: what reads it stays where it is.
     """
-    return scheduled(node) or any(scheduled(user) or node in mutates(user) for user in node.users)
+    users = (user for user in node.users if user.target is not ops.probe)  # which writes nothing
+    return scheduled(node) or any(scheduled(user) or node in mutates(user) for user in users)
 
 
 def _pointwise(node: Node) -> bool:

@@ -121,8 +121,8 @@ def _bytes(node: Node, inside: set[Node], before: set[Node]) -> int:
     if node.target is ops.bucket:
         holes = node.args[1]
         return sum(b - a for a, b in zip(holes[::2], holes[1::2], strict=True)) * node.meta["val"].dtype.itemsize  # type: ignore
-    if node.target is ops.hold:
-        return 0  # outside of no_sync it does nothing
+    if node.target in (ops.hold, ops.probe):
+        return 0  # outside of no_sync, and in most steps, they do nothing
     if node.target is ops.pack:
         return 2 * sum(nbytes(g.meta["val"]) for g in node.args[1])  # type: ignore
     if node.target is ops.accumulate:

@@ -201,8 +201,8 @@ def fresh(p: Program) -> Iterator[Fault]:
             continue
         asked = min((u for u in source.users if u.target is ops.refresh), default=None)
         for reader in p.readers(source):
-            if reader is p.output or reader.target in (ops.param, ops.refresh, ops.wait):
-                continue  # saved for backward; asks by itself; is the asking
+            if reader is p.output or reader.target in (ops.param, ops.refresh, ops.wait, ops.probe):
+                continue  # saved for backward; asks by itself; is the asking; looks at main weights
             if asked is None or reader < asked:
                 yield reader, f"{source.name} is read before it is refreshed"
 
@@ -243,12 +243,14 @@ def joined(p: Program) -> Iterator[Fault]:
     """
     results = {base_of(r) for r in p.results() if isinstance(r, Node)}
     for node in p.nodes:
-        if node.target not in (ops.reduce_scatter, ops.all_reduce):
+        if node.target not in (ops.reduce_scatter, ops.all_reduce, ops.probe):
             continue
-        gfull = base_of(node.args[0])  # type: ignore[arg-type]
-        for writer, _, _ in _written(p, gfull):
+        gfull, did = base_of(node.args[0]), "looked at it" if node.target is ops.probe else "sent it"  # type: ignore[arg-type]
+        for writer, _, _ in _written(p, gfull) if node.target is not ops.probe or gfull.target is ops.bucket else ():
             if writer > node:
-                yield writer, f"{gfull.name} is written after {node.name} has sent it"
+                yield writer, f"{gfull.name} is written after {node.name} has {did}"
+        if node.target is ops.probe:
+            continue
         product = gfull if node.target is ops.all_reduce else node
         onwards = (ops.accumulate, ops.reduce_scatter, ops.all_reduce)
         if gfull not in results and not any(u.target in onwards and node < u for u in product.users):

@@ -334,6 +334,8 @@ def text(node: Node) -> str:
         wire = p.wire if gathers else p.grad_wire
         tail = ("" if gathers else ", sum") + (f", {wire} {size(cost.travels(node))}" if wire else "")
         return f"{_verb(node)} {operand(node.args[0])}{tail}"
+    if node.target is ops.probe:
+        return f"probe {operand(node.args[0])}{', weights' * (node.args[5] == 'weights')}"
     if node.target is ops.collective:
         source, verb, axis, *_ = node.args
         op = str(verb).partition(" ")[2]

@@ -31,6 +31,8 @@ passes rewrite them into:
     accumulate(shard, gshard, offsets, scale) adds scale * gshard to the accumulator that belongs to the shard;
                                               the parameters at `offsets` have a gradient now
     collective(source, verb, axis, received, splits, order) -> out   one of another parallelism; launched, not finished
+    probe(value, source, starts, sizes, names, what)   in some steps: is it finite, and is it the same on ranks that
+                                              should have the same; changes nothing (Note [Probes])
 
 ``slot`` is the number of a static buffer (`mfsdp.passes.pool`), -1 for memory of its own; ``lane`` says which of the
 spec's process groups carries it: 0 and 1 those of the shard axis, 2 and 3 those of the outer axis. All are stateless
@@ -77,6 +79,10 @@ LIBRARY.define(
     tags=(torch.Tag.flexible_layout,),  # a copy made for strides would not be what `wait` keeps
 )
 LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale) -> ()")
+LIBRARY.define(  # it writes nothing, but says so: compilers leave out what gives nothing, and keep writes in place
+    "probe(Tensor(a!) value, Tensor? source, int[] starts, int[] sizes, str names, str what) -> ()",
+    tags=(torch.Tag.flexible_layout,),
+)
 
 _ops = torch.ops.mfsdp
 param = _ops.param.default
@@ -97,6 +103,7 @@ reduce_scatter = _ops.reduce_scatter.default
 all_reduce = _ops.all_reduce.default
 accumulate = _ops.accumulate.default
 collective = _ops.collective.default
+probe = _ops.probe.default
 
 OURS = (refresh, maxima, all_gather, reduce_scatter, all_reduce)
 """Collectives of data parallelism: of a unit."""
@@ -106,7 +113,7 @@ COLLECTIVES = (*OURS, collective)
 IN_PLACE = (refresh, all_reduce)
 """Collectives that write to their first argument and have no result."""
 
-SHOWN = (wait, spread, cast, bucket, pack, mm, hold, accumulate, *COLLECTIVES)
+SHOWN = (wait, spread, cast, bucket, pack, mm, hold, accumulate, probe, *COLLECTIVES)
 """Operations that observers see, under their name and their unit's."""
 
 SLOT = {all_gather: 2, bucket: 3}
@@ -235,6 +242,12 @@ def shape_after(source: torch.Tensor, verb: str, axis: Axis, received: Sequence[
 
 @torch.library.register_fake("mfsdp::accumulate")
 def _(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::probe")
+def _(
+    value: torch.Tensor, source: torch.Tensor | None, starts: list[int], sizes: list[int], names: str, what: str
+) -> None: ...
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

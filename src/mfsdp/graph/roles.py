@@ -27,6 +27,7 @@ class Kind(Enum):
     GSHARD = "gshard"  # this rank's part of the reduced gradients
     GOUTER = "gouter"  # the same, of gradients that were reduced over the outer axis too
     ACCUMULATE = "accumulate"  # gradients added to the accumulator
+    PROBE = "probe"  # somebody looks at a value, in some steps
     COLLECTIVE = "collective"  # a collective of another parallelism, or of the model itself
 
 

@@ -270,6 +270,32 @@ def _known(buffer: Any) -> Any:
     return buffer
 
 
+# Probes
+
+
+def probe(
+    run: Run,
+    value: torch.Tensor,
+    source: torch.Tensor | None,
+    starts: Sequence[int],
+    sizes: Sequence[int],
+    names: str,
+    what: str,
+) -> None:
+    """Looks at a value, if it is time (Note [Probes]).
+
+    Args:
+        value: what to look at; under ``"weights"`` the source.
+        source: what the unit's parameters are read from; ``None``, if they are not sharded, or none are read.
+        starts: where the unit's parameters begin in a flat value; empty: it is this rank's rows of them, or not flat.
+        sizes: their elements.
+        names: their names, with commas between.
+        what: see `probes.Place`.
+    """
+    if run.looking is not None:
+        run.looking.look(run, value, source, starts, sizes, names, what)
+
+
 # Other parallelisms
 
 
@@ -379,7 +405,7 @@ for _marker in (param, param_grad, returned, free):
     LIBRARY.impl(_marker.__name__, _marker, "CompositeExplicitAutograd")
 _KERNELS = (
     refresh, maxima, spread, cast, all_gather, wait, bucket, pack, mm, hold, reduce_scatter, all_reduce, accumulate,
-    collective,
+    collective, probe,
 )  # fmt: skip
 for _kernel in _KERNELS:
     LIBRARY.impl(_kernel.__name__, runs.dispatched(_kernel), "CompositeExplicitAutograd")

@@ -14,6 +14,7 @@ from .ahead import First
 from .observers import frame, observer, recorded
 from .overlap import Part, Turn
 from .owners import owner, read_by, unfinished
+from .probes import Probes
 
 
 class Outline(Protocol):
@@ -55,6 +56,7 @@ def marked(
     given: Sequence[int] = (),
     first: Sequence[First] = (),
     measured: Sequence[int] = (),
+    probed: tuple[int, int] = (0, 0),
 ) -> Callable[[list[Any]], Any]:
     """A compiled program that says when it runs, and what each of its operations is called. It takes its arguments as
     one list and may empty that, as functions of AOTAutograd do.
@@ -78,6 +80,7 @@ def marked(
         given: which arguments of such a backward are forward's own, and no parameters.
         measured: which of its arguments are sources of units whose maxima it reads; whether they are due is compared
             too (Note [Maxima]).
+        probed: every how many steps its probes look for what is not finite, and compare replicas (Note [Probes]).
         first: what it launches before it waits for anything, which an optimizer's step may launch ahead of it (Note
             [Borders]).
 
@@ -97,6 +100,7 @@ def marked(
     heads = [(at[f.argument], f.spec, f.slot, f.casts) for f in first]
 
     numbers = itertools.count(1)
+    probes = Probes(outline.phase, *probed) if any(probed) else None
 
     def texts() -> Sequence[str]:
         return outline.texts
@@ -161,6 +165,8 @@ def marked(
         here.turn = turn
         here.number, here.listed = next(numbers), texts
         here.measured = [buffers[at].weights for at in measures if buffers[at] is not None]
+        if probes is not None:
+            here.looking = probes.begin(here, buffers)
         model = met(buffers) if heads else None
         anew = model is not None and model.anew
         loose = model_of.loose if model_of is not None and model_of.loose else None
@@ -188,6 +194,8 @@ def marked(
             out = named(args) if seen is None else seen.program(outline, named, args)
         if loose and not (trains or brings or loose.scopes):
             loose.end("forward")
+        if here.looking is not None:
+            here.looking.close()
         return out
 
     program._boxed_call = True  # type: ignore[attr-defined]

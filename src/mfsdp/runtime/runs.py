@@ -72,6 +72,8 @@ class Run:
         """What was launched ahead, for its first collectives in their order; ``None`` where it launches one itself."""
         self.measured: Sequence[Any] = ()
         """Weights of all units whose maxima it reads (Note [Maxima])."""
+        self.looking: Any = None
+        """What its probes look with, in the steps in which they do (Note [Probes])."""
         self.lines: dict[tuple[str, torch.device], Transport] = {}
         """Transports that it has found, by group."""
 

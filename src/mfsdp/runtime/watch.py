@@ -11,7 +11,8 @@ step]), what it is in, what it left last and when, its main thread's stack. Who 
 as far in the same program, has not come. The first rank writes the report, all log it, once for a stall, and go on
 waiting: a rank that comes late costs time, and nothing else. Only ``on_stall="raise"`` ends the run, on all ranks.
 
-A process that an exception ends tells the others which, the same way: they hear of it before they miss it.
+A process that an exception ends tells the others which, the same way: they hear of it before they miss it. So does one
+that finds what is not finite (Note [Probes]).
 
 Time in which a rank that has not come compiles, or agrees with others on what it shards, does not count.
 """
@@ -49,6 +50,9 @@ ANSWERS = 6.0
 
 SLOWEST = 5.0
 """Seconds between two looks, at most."""
+
+GRACE = 1.0
+"""Seconds that a rank waits for one that knows better what has gone wrong."""
 
 SHOWN = 4
 """Ranks of which a report has the stack."""
@@ -94,16 +98,20 @@ class Watch:
     """Calls so far."""
     open: dict[int, float] = field(default_factory=dict)
     """Calls whose report has not come, and when they were answered."""
-    ended: int = 0
-    """Processes that exceptions have ended so far."""
+    heard: int = 0
+    """News so far: processes that exceptions have ended, and what probes have found."""
+    own: set[int] = field(default_factory=set)
+    """Those that this process has told."""
+    later: list[tuple[float, str, str, int, int]] = field(default_factory=list)
+    """What it will tell, and when (`tell_all`)."""
     excused: int = 0
     """Calls without a report: somebody compiled, or everybody had come."""
 
     def __post_init__(self) -> None:
         self.process = os.getpid()
         self.answered = self._calls()
-        while self.store.check([f"ended/{self.ended + 1}"]):
-            self.ended += 1
+        while self.store.check([f"news/{self.heard + 1}"]):
+            self.heard += 1
         self.thread = threading.Thread(target=self._look_after, name="mfsdp watch", daemon=True)
 
     # its thread
@@ -122,7 +130,8 @@ class Watch:
 
     def _pause(self) -> float:
         patience = self.settings.patience
-        return SLOWEST if patience is None else min(SLOWEST, max(patience / 4, 0.05))
+        pause = GRACE / 2 if self.later else SLOWEST
+        return pause if patience is None else min(pause, max(patience / 4, 0.05))
 
     def stop(self) -> None:
         """Ends the thread: one that is in the store when Python ends would take the process with it."""
@@ -130,13 +139,18 @@ class Watch:
         self.woken.set()
         if self.thread.is_alive() and threading.current_thread() is not self.thread:
             self.thread.join(2 * ANSWERS)
+        for _, text, *_ in self.later:
+            log.error("%s", text)
 
     def look(self, now: float) -> None:
         """Once: answers, and calls if there is a stall."""
         self._answer(now)
-        while self.store.check([f"ended/{self.ended + 1}"]):
-            self.ended += 1
-            self._tell(f"mfsdp: {self.store.get(f'ended/{self.ended}').decode()}")
+        while self.store.check([f"news/{self.heard + 1}"]):
+            self.heard += 1
+            ends, text = json.loads(self.store.get(f"news/{self.heard}"))
+            if self.heard not in self.own:
+                self._tell(text, ends)
+        self._tell_later(now)
         patience = self.settings.patience
         for seen in self._waits(now):
             run = seen.whose()
@@ -207,10 +221,31 @@ class Watch:
                 _attach(Path(self.settings.folder), number, self.rank)
         self._tell(text)
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, ends: bool = True) -> None:
         log.error("%s", text)
-        if self.settings.raises:
+        if self.settings.raises and ends:
             end_all(list(carriers.companies()), text)
+
+    # news
+
+    def publish(self, text: str, ends: bool) -> None:
+        """Has the other ranks log a text. ``ends``: whether it may end the run (``on_stall="raise"``)."""
+        with suppress(RuntimeError):  # the store went with its process
+            number = int(self.store.add("news", 1))
+            self.own.add(number)
+            if ends:
+                self.store.set(f"ended/{self.store.add('ends', 1)}", text)  # for whoever waits for it (`first_to_end`)
+            self.store.set(f"news/{number}", json.dumps([ends, text]))
+
+    def _tell_later(self, now: float) -> None:
+        """Tells of what it is time for, if nobody has said what is nearer to the cause (`tell_all`)."""
+        for one in [one for one in self.later if one[0] <= now]:
+            self.later.remove(one)
+            _, text, event, far, most = one
+            nearer = any(self.store.add(f"{event}/{i}", 0) for i in range(far))
+            if not nearer and self.store.add(f"{event}/{far}", 1) <= most:
+                log.error("%s", text)
+                self.publish(text, ends=False)
 
     # how its process ends
 
@@ -218,12 +253,13 @@ class Watch:
         """Tells the others what ends this process; not if that is another's end."""
         if isinstance(error, (Apart, Lost)) or groups.default() is not self.group or os.getpid() != self.process:
             return
-        said = [f"rank {self.rank} has ended with {type(error).__name__}: {error}", *getattr(error, "__notes__", ())]
+        said = [
+            f"mfsdp: rank {self.rank} has ended with {type(error).__name__}: {error}",
+            *getattr(error, "__notes__", ()),
+        ]
         frames = traceback.extract_tb(error.__traceback__)[-SHOWN:]
         said += [f"    {at.filename}:{at.lineno} in {at.name}: {at.line}" for at in frames]
-        with suppress(RuntimeError):
-            self.store.set(f"ended/{self.store.add('ends', 1)}", "\n".join(said))
-            self.ended += 1
+        self.publish("\n".join(said), ends=True)
 
     # what it says of its process
 
@@ -409,6 +445,23 @@ def settle(patience: float | None, raises: bool, folder: str | None) -> None:
     begin()
     if _watch is not None:
         _watch.woken.set()
+
+
+def tell_all(text: str, event: str, far: int, most: int) -> None:
+    """Logs an error on all ranks.
+
+    Args:
+        text: what to say.
+        event: of what; the same on all ranks that have something to say of it.
+        far: how far from its cause it may be: it is said only if nobody has said what is nearer.
+        most: how many ranks say what is as far.
+    """
+    watch = _watch if _watch is not None and _watch.process == os.getpid() else None
+    if watch is None:
+        log.error("%s", text)
+        return
+    watch.later.append((time.monotonic() + far * GRACE, text, event, far, most))
+    watch.woken.set()
 
 
 def end() -> None:

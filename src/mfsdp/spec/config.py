@@ -205,6 +205,11 @@ class Options:
     on_stall: str = "report"
     """``"report"``, or ``"raise"``: a collective that is not complete in time ends the run, on every rank, with that
     report."""
+    check_finite: int = 0
+    """Every how many steps programs look for Inf and NaN in weights, in what units compute, and in gradients, and say
+    on every rank where the first is; 0: never (`mfsdp.runtime.probes`)."""
+    check_replicas: int = 0
+    """Every how many steps they compare weights that several ranks should hold alike; 0: never."""
     frames: bool = False
     """Whether operations run in Python frames called after them and their units (``all_gather layers.3``) also while
     nobody is known to look: for py-spy and debuggers. Costs host time.
@@ -229,7 +234,10 @@ class Options:
                 + ", ".join(f"{k} (default {v!r})" for k, v in valid.items())
             )
         out = cls(**given)
-        for name, low in (("prefetch", 0), ("reduce_lag", 0), ("max_unsharded", 1), ("max_activations", 0)):
+        for name, low in (
+            ("prefetch", 0), ("reduce_lag", 0), ("max_unsharded", 1), ("max_activations", 0), ("check_finite", 0),
+            ("check_replicas", 0),
+        ):  # fmt: skip
             value = given.get(name, low)
             if (value is None and valid[name] is None) or (name == "prefetch" and value == "auto"):
                 continue

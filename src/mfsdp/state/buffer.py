@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ..runtime.ahead import Ahead
+from ..runtime.probes import Health
 from ..runtime.standing import LeftOut, Loose
 from ..spec.config import MixedPrecisionPolicy, Precision
 from ..spec.layout import Layout
@@ -36,6 +37,8 @@ class Outermost:
     """How often gradients of any unit have been synchronised."""
     ahead: Ahead = field(default_factory=Ahead, compare=False, repr=False)
     """What optimizers launch ahead of its forward."""
+    health: Health = field(default_factory=Health, compare=False, repr=False)
+    """What probes have found."""
     half: list[str] = field(default_factory=list, compare=False)
     """What has been begun to load and not finished."""
     loose: Loose = field(default_factory=Loose, compare=False, repr=False)
@@ -100,6 +103,12 @@ class FlatBuffer:
         number = self.unit.buffers.index(self)
         which = f", buffer {number}" if number else ""
         return f"unit {self.unit.fqn!r} of {self.unit.outermost.name}{which}  ({self.spec.cutting})"
+
+    def copies(self, slot: int) -> tuple[str, ...]:
+        """Names of the process groups whose ranks hold the same part of a parameter as this one."""
+        replicas = (self.spec.outer_group,) if self.spec.outer > 1 and not self.spec.outer_optim else ()
+        piece = self.pieces[slot]
+        return tuple(dict.fromkeys([*replicas, *(self.placement.beside if piece is None else piece.copied_by)]))
 
     def respec(self, **changes: object) -> None:
         """Changes the spec; programs that carry the old one recompile."""

@@ -6,13 +6,13 @@ the gradient of its own tokens only: smaller than it should be, and different, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ..runtime import groups, immediate, runs
+from ..runtime.checksums import PART, checksum
 from .buffer import Ref, refs
 from .pieces import here
 
@@ -21,9 +21,6 @@ SLACK = 64
 
 MOST = 2**-5
 """Of a gradient's norm: what may be apart in narrow dtypes."""
-
-PART = 2**22
-"""Elements that are looked at together."""
 
 NONE = 1e300
 """Stands for a gradient that is not there."""
@@ -51,7 +48,7 @@ def check_replicas(model: nn.Module) -> None:
         raise ValueError("check_replicas: the model is not sharded; call mfsdp.fully_shard first")
     over: dict[str, list[tuple[str, Ref]]] = {}
     for name, ref in found.values():
-        for group in dict.fromkeys(_copies(ref)):
+        for group in ref.buffer.copies(ref.slot):
             over.setdefault(group, []).append((name, ref))
     wrong = _named([fault for group, members in over.items() for fault in _faults(group, members)])
     if wrong:
@@ -62,14 +59,6 @@ def check_replicas(model: nn.Module) -> None:
             "(SequenceParallel() for norms between sequence-parallel layers). Weights that differ were built or loaded "
             "differently: pass sync_module_states=True, or load a checkpoint."
         )
-
-
-def _copies(ref: Ref) -> Iterator[str]:
-    """Names of the process groups whose ranks hold the same part of a parameter as this one."""
-    buffer = ref.buffer
-    if buffer.spec.outer > 1 and not buffer.spec.outer_optim:
-        yield buffer.spec.outer_group
-    yield from buffer.placement.beside if ref.piece is None else ref.piece.copied_by
 
 
 @dataclass
@@ -88,7 +77,7 @@ def _faults(group: str, members: list[tuple[str, Ref]]) -> list[_Fault]:
     slack: list[torch.Tensor] = []
     for _, ref in members:
         param, device = ref.buffer.params[ref.slot], ref.buffer.weights.main.device
-        marks.append(_bits(here(param)))
+        marks.append((checksum(here(param)) & (2**50 - 1)).double())  # exact; copies are copies bit by bit
         slack.append(torch.zeros((), dtype=torch.float64, device=device))
         mark, tolerated = _sum(None if param.grad is None else here(param.grad), device)
         marks.append(mark)
@@ -122,16 +111,6 @@ def _named(faults: list[_Fault]) -> list[str]:
     return [f"{f.name}{' (only some ranks have any)' if f.found == 2 else ''}" for f in faults if f.found]
 
 
-def _bits(local: torch.Tensor) -> torch.Tensor:
-    """A number made of every bit, exact in float64: weights that are copies are copies bit by bit."""
-    total = torch.zeros((), dtype=torch.int64, device=local.device)
-    for i, part in enumerate(local.detach().reshape(-1).split(PART)):
-        bits = part.view(_INTEGER[part.element_size()]).long()
-        odd = torch.arange(2 * i * PART + 1, 2 * (i * PART + bits.numel()) + 1, 2, device=bits.device)
-        total += (bits * odd).sum()
-    return (total & (2**50 - 1)).double()
-
-
 def _sum(local: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """A weighted sum of a gradient, and how far apart two may be that were added up in another order."""
     if local is None:
@@ -142,6 +121,3 @@ def _sum(local: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor
         weighted = part.double() * torch.linspace(0.5, 1.5, part.numel(), dtype=torch.float64, device=device)
         total, square = total + weighted.sum(), square + weighted.square().sum()
     return total, square.sqrt() * min(SLACK * torch.finfo(local.dtype).eps, MOST)
-
-
-_INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}

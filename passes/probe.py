@@ -1,0 +1,134 @@
+"""probe: in some steps somebody looks at what a unit reads, computes and gives.
+
+Before, a NaN goes from unit to unit, and with the gradients to all ranks:
+
+    * . .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
+    * . .  relu                   = relu addmm                            bf16[256,1024]
+    <-o .                           wait u1_full
+
+After, under ``check_finite``, in forward
+
+    * . .                           probe u0_shard, weights
+    * . .                           probe x
+    * . .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
+    * . .  relu                   = relu addmm                            bf16[256,1024]
+    * . .                           probe addmm
+    <-o .                           wait u1_full
+
+and in backward, where gradients are this rank's own, and where they are summed over ranks:
+
+    * . .                           probe u1_gfull
+    >---*  u1_gshard              = reduce_scatter u1_gfull, sum          bf16[132096]
+    <---o                           wait u1_gshard
+    * . .                           probe u1_gshard
+    * . .                           accumulate u1_grad, u1_gshard, 1/8
+
+Why: the first line of a program that finds something says which unit it was, and the rank that finds it says whose data
+    (`mfsdp.runtime.probes`). Under ``check_replicas`` the same look at weights compares them.
+Needs: `bucket` and `defer`: gradients are looked at when they are complete.
+Costs: a call for each line, which in all but one of so many steps returns at once. What is looked at is in memory
+    until then.
+
+A unit computes much; it is looked at once, at the last result that its parameters and no fused kernel give (a matrix
+product, as a rule): what is wrong before that is wrong there. Probes stand in front of other operations of the
+schedule, so that they cut no run of compute in two.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Node
+
+from mfsdp.graph import ops
+from mfsdp.graph.program import GIVEN, INPUT, Program, is_element, mutates
+from mfsdp.graph.quantised import pointwise
+from mfsdp.graph.roles import Kind, Role, role
+from mfsdp.spec.units import Unit
+
+
+def probe(p: Program, *, finite: bool = False, replicas: bool = False) -> None:
+    """Inserts probes, unit by unit.
+
+    Args:
+        finite: whether to look for Inf and NaN.
+        replicas: whether weights that several ranks should have alike are compared; in forward.
+    """
+    if not (finite or replicas):
+        p.note("off")
+        return
+    sources = {role(n).unit: n for n in p.find(Kind.SHARD)}  # type: ignore[union-attr]
+    if p.phase != "backward":
+        start = p.start()
+        for unit in p.units:
+            if unit.name in sources:
+                _look(p, unit, sources[unit.name], start, sources, "weights")
+        for given in _arguments(p) if finite and p.units else ():
+            _look(p, p.units[0], given, start, sources, f"argument {given.meta[INPUT]}")
+    params, buckets, sums = p.by_unit(Kind.PARAM), p.by_unit(Kind.GFULL), p.by_unit(Kind.ACCUMULATE)
+    for unit in p.units if finite else ():
+        result = _result(p, params.get(unit, []))
+        if result is not None:
+            _look(p, unit, result, _next_operation(p, result), sources, "result")
+        for gfull in buckets.get(unit, []):
+            _look_at_gradients(p, unit, gfull, sources)
+        for node in sums.get(unit, []):
+            if unit.spec.ranks > 1:
+                _look(p, unit, node.args[1], node, sources, "sum")  # type: ignore[arg-type]
+    if not p.find(Kind.PROBE):
+        p.note("nothing to look at")
+
+
+def _look(
+    p: Program, unit: Unit, value: Node, before: Node, sources: dict[str, Node], what: str, whole: bool = False
+) -> None:
+    """``whole``: a flat buffer of all the unit's parameters, not of this rank's rows."""
+    slots = [s for s in unit.layout.slots if s.numel] if whole else []
+    starts, sizes = [s.offset for s in slots], [s.numel for s in slots]
+    names = ",".join(s.name for s in slots)
+    args = (value, sources.get(unit.name), starts, sizes, names, what)
+    p.insert(ops.probe, args, before, Role(Kind.PROBE, unit.name))
+
+
+def _arguments(p: Program) -> list[Node]:
+    """Floating-point arguments of the model's call."""
+    return [n for n in p.graph.find_nodes(op="placeholder") if n.meta.get(GIVEN) == "argument" and _floats(n)]
+
+
+def _floats(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize > 1
+
+
+def _result(p: Program, params: list[Node]) -> Node | None:
+    """The last that is computed with a unit's parameters, by a kernel of its own if there is any."""
+    readers = sorted({u for param in params for u in p.readers(param) if role(u) is None and not mutates(u)})
+    computed = [r for reader in readers if (r := _first_of(reader)) is not None]
+    return next((r for r in reversed(computed) if not pointwise(r)), computed[-1] if computed else None)
+
+
+def _first_of(reader: Node) -> Node | None:
+    """What a line gives, of several results the first."""
+    if reader.op == "call_function" and isinstance(reader.meta.get("val"), (tuple, list)):
+        firsts = [u for u in reader.users if is_element(u) and u.args[1] == 0]
+        return firsts[0] if firsts and _floats(firsts[0]) else None
+    return reader if reader.op == "call_function" and _floats(reader) else None
+
+
+def _next_operation(p: Program, node: Node) -> Node:
+    """The first line behind a node that cuts compute in two anyway."""
+    while node is not p.output:
+        node = node.next
+        if node.target in ops.SHOWN and node.target not in (ops.pack, ops.mm):
+            break
+    return node
+
+
+def _look_at_gradients(p: Program, unit: Unit, gfull: Node, sources: dict[str, Node]) -> None:
+    if gfull.target is not ops.bucket:
+        return
+    readers = p.readers(gfull)
+    complete = next(r for r in readers if r.target not in (ops.pack, ops.mm))
+    _look(p, unit, gfull, complete, sources, "gradient", whole=True)
+    if not unit.sharded:
+        wait = next(r for r in readers if r.target is ops.wait)
+        _look(p, unit, gfull, wait.next, sources, "sum", whole=True)

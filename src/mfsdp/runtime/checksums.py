@@ -1,0 +1,53 @@
+"""Checksums of values: exact, and the same in whatever order and on however many ranks they are added up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+PART = 2**22
+"""Elements that are looked at together."""
+
+
+def checksum(values: torch.Tensor, offsets: Sequence[int] = (), shape: Sequence[int] = ()) -> torch.Tensor:
+    """Every bit of every element, mixed with its place and added up modulo 2**64; int64, on the values' device.
+
+    Args:
+        values: a box of a tensor; of 1, 2, 4 or 8 bytes per element.
+        offsets: where it begins in that tensor; by default at its beginning.
+        shape: of that tensor; by default the box's own.
+    """
+    values = values.detach()
+    if not values.dim():
+        values = values.view(1)
+        offsets, shape = (), ()
+    offsets, shape = tuple(offsets) or (0,) * values.dim(), tuple(shape) or tuple(values.shape)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    rows = max(PART // max(math.prod(values.shape[1:]), 1), 1)
+    for i, part in enumerate(values.split(rows)):
+        index = torch.zeros((), dtype=torch.int64, device=values.device)
+        for dim, (first, n, stride) in enumerate(zip(offsets, part.shape, strides, strict=True)):
+            first += i * rows if dim == 0 else 0
+            at = torch.arange(first, first + n, device=values.device) * stride
+            index = index + at.view(-1, *[1] * (part.dim() - dim - 1))
+        bits = part.contiguous().view(_INTEGER[part.element_size()]).long()
+        total += _mixed(bits, index).sum()
+    return total
+
+
+def _mixed(bits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """A number of 64 bits that any bit of either changes: twice multiplied by odd numbers, high bits folded onto low
+    ones in between (the constants are splitmix64's).
+    """
+    mixed = (bits + index * _signed(0x9E3779B97F4A7C15)).mul_(_signed(0xBF58476D1CE4E5B9))
+    return mixed.bitwise_xor_(mixed >> 31).mul_(_signed(0x94D049BB133111EB))
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
+_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
