@@ -20,7 +20,8 @@ Why: the link works while compute does. Only launches move; every value stays bi
 Needs: `reshard`, so that a limit on gathered bytes knows when buffers go.
 Costs: ``depth`` more units are whole at a time.
 
-What is gathered once per optimizer step (`refresh`) takes no memory by being early: all of it starts with the program.
+What is gathered once per optimizer step (`refresh`, and `refresh_codes` with what its codes are made of) takes no
+memory by being early: all of it starts with the program.
 
 "Before" is the program's own order of first use, in each program by itself; the first ``depth`` gathers move to its
 start. Flat buffers of one module (of other dtypes, or frozen) count as one. With a ``limit``, a launch that would put
@@ -53,8 +54,8 @@ def prefetch(p: Program, *, depth: int | Callable[[Program], tuple[int, str]] = 
         limit: bytes of gathered buffers that may be live at once; ``None`` for no limit.
     """
     launches = [n for n in p.find(Kind.FULL) if n.target is ops.all_gather]
-    refreshes = p.find(Kind.REFRESH)
-    if not launches and not refreshes:
+    refreshes, codes = p.find(Kind.REFRESH), p.find(Kind.CODES)
+    if not launches and not refreshes and not codes:
         p.note("nothing is gathered here")
         return
     depth, words = (depth, f"depth {depth}") if isinstance(depth, int) else depth(p)
@@ -65,6 +66,11 @@ def prefetch(p: Program, *, depth: int | Callable[[Program], tuple[int, str]] = 
         start = p.start()
         p.move([n for n in refreshes if n is not start], start.next if start is refreshes[0] else start)
         p.changed(f"{len(refreshes)} refresh up")
+    for node in codes:
+        _launch_before(p, node, refreshes[-1].next if refreshes else p.start())
+        refreshes.append(node)
+    if codes:
+        p.changed(f"{len(codes)} refresh_codes up")
     if not launches:
         return
     waits = {n.args[0]: n for n in p.find(Kind.WAIT)}

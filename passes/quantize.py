@@ -24,12 +24,18 @@ Needs: parameters that are read as codes of one byte and in no other way (`mfsdp
     of magnitudes, nothing else (law 46).
 Costs: one small all-reduce per optimizer step (`maxima`), and a scale per element of the shard while it is cast.
 
-Backward computes scales and codes again, along its own dimension if the recipe has two. Where parameters last from
-step to step (`optim`, `optim_grads`, HFSDP) they last in the policy's dtype.
+Backward computes scales and codes again, along its own dimension if the recipe has two.
+
+Where parameters last from step to step (`optim`, `optim_grads`, HFSDP) it is codes that last, and are gathered again if
+the optimizer has stepped; under HFSDP every program gathers from them over the shard axis:
+
+    . * .  u0_codes               = refresh_codes u0_code                 f8_e4m3fn[1048576]
+    <-o .                           wait u0_codes
 """
 
 from __future__ import annotations
 
+from hashlib import sha256
 from itertools import pairwise
 from typing import Any
 
@@ -82,8 +88,6 @@ def _hinders(unit: Unit, found: list[Read]) -> str:
     """Why a unit cannot be quantised before it travels, ``""`` if it can."""
     if unit.spec.loose:
         return "units of its model may be unused, and maxima are taken of all of a program's at once"
-    if unit.spec.kept:
-        return "its parameters last from step to step"
     if unit.spec.precision.wire is not None:
         return f"{unit.spec.precision.wire} was asked for by name"
     if unit.spec.precision.comm is not unit.spec.precision.compute:
@@ -96,6 +100,8 @@ def _hinders(unit: Unit, found: list[Read]) -> str:
             return f"{name} is not quantised"
         if len(read.codes) > 1:
             return f"{name} is quantised in {len(read.codes)} ways here"
+        if unit.spec.kept and read.codes[0].constants:
+            return f"{name} lasts, and its scale hangs on {read.codes[0].constants[0]}, a tensor of this program's own"
     first = found[0].codes[0]
     for read in found[1:]:
         code = read.codes[0]
@@ -121,17 +127,31 @@ def _quantize_unit(p: Program, unit: Unit, found: list[Read]) -> None:
         name = f"{unit.name}_scale"
         scales.append(p.insert(ops.spread, (shard, values, encode(grids), text), first, cast, name))
     element = shard
-    if unit.spec.precision.main is not unit.spec.precision.comm:
+    if unit.spec.precision.main is not unit.spec.precision.comm or unit.spec.kept:
         element = p.insert(ops.cast, (shard, text), first, cast, f"{unit.name}_cast")
     code = _recipe(p, found[0].codes[0], element, scales, first, cast)
     p.rename(code, f"{unit.name}_code")
-    gathered, waited = Role(Kind.FULL, unit.name, Lane.GATHER), Role(Kind.WAIT, unit.name, Lane.GATHER)
-    full = p.insert(ops.all_gather, (code, text), first, gathered, f"{unit.name}_full")
-    p.insert(ops.wait, (full, [code]), first, waited)
+    waited = Role(Kind.WAIT, unit.name, Lane.GATHER)
+    if unit.spec.kept:
+        kept, args = Role(Kind.CODES, unit.name, Lane.GATHER), (code, shard, _key(found), p.phase == "backward", text)
+        codes = p.insert(ops.refresh_codes, args, first, kept, f"{unit.name}_codes")
+        p.insert(ops.wait, (codes, [code]), first, waited)
+        code = codes
+    full = code
+    if unit.spec.gathers:
+        gathered = Role(Kind.FULL, unit.name, Lane.GATHER)
+        full = p.insert(ops.all_gather, (code, text), first, gathered, f"{unit.name}_full")
+        p.insert(ops.wait, (full, [code]), first, waited)
     for read in found:
         for node, dims in zip(read.codes[0].nodes, read.codes[0].dims, strict=True):
             _view(p, unit, full, read, node, dims)
     _erase(p, found)
+
+
+def _key(found: list[Read]) -> str:
+    """The same for the same codes of the same parameters, in whatever program."""
+    text = repr([(read.offset, read.codes[0].meaning) for read in sorted(found, key=lambda read: read.offset)])
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def _maxima(p: Program, unit: Unit, found: list[Read], shard: Node, before: Node) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import hypothesis.strategies as st
@@ -27,7 +29,7 @@ BF16 = {"dtype": torch.bfloat16}
 
 
 def programs(model: nn.Module, width: int = 128, lowering: str = "eager", **sharding: Any) -> list[Program]:
-    sharding = {"world": 2, "units": [Pair], **sharding}
+    sharding = {"units": [Pair], **({} if "mesh_shape" in sharding else {"world": 2}), **sharding}
     return list(mfsdp.trace(model, (torch.empty(4, width, **BF16),), lowering=lowering, **sharding))
 
 
@@ -147,13 +149,40 @@ def test_what_cannot_travel_in_one_byte_says_why(way, why):
     assert "u0 travels in 16 bits: " in listing and why in listing
 
 
-def test_off_and_int8_and_what_lasts_say_so():
+def test_off_and_int8_say_so():
     forward, _ = traced("rowwise")
     assert "16 bits: off" in pipeline.run(forward, passes=pipeline.table(codes=False))["quantize"].listing
     forward, _ = traced("rowwise", mp_policy=mfsdp.MixedPrecisionPolicy(param_comm_dtype="int8"))
     assert "int8 was asked for by name" in pipeline.run(forward)["quantize"].listing
-    forward, _ = traced("rowwise", strategy=2)
-    assert "its parameters last from step to step" in pipeline.run(forward)["quantize"].listing
+
+
+@pytest.mark.parametrize(("recipe", "kinds"), [("tensorwise", 1), ("rowwise", 2)])
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        {"strategy": 1},
+        {"strategy": 2},
+        {"mesh_shape": (2, 2), "outer_strategy": "optim"},
+        {"mesh_shape": (2, 2), "outer_strategy": "optim", "strategy": 2},
+    ],
+)
+def test_what_lasts_are_codes(recipe, kinds, sharding):
+    """One byte per element lasts and travels; a second recipe of backward's own lasts beside it."""
+    model = stack(recipe).to(**BF16)
+    sharding = sharding if "mesh_shape" in sharding else {"world": 2, **sharding}
+    told = mfsdp.explain(model, (torch.empty(4, 128, **BF16),), units=[Pair], **sharding)
+    keys: dict[str, set[str]] = {}
+    for p in traced(recipe, **sharding):
+        pipeline.run(p)
+        for node in p.find(Kind.CODES):
+            spec = p.unit(node.meta["mfsdp"].unit).spec
+            assert nbytes(node.meta["val"]) == spec.source_numel and node.args[0].meta["val"].numel() == spec.main_numel
+            keys.setdefault(node.meta["mfsdp"].unit, set()).add(node.args[2])
+        assert not spec.gathers or (gathered(p, True) and {n.args[0] for n in p.find(Kind.FULL)} >= {node})
+    assert [len(of) for of in keys.values()] == [kinds, kinds], "two units"
+    lasts = {entry.name: entry.nbytes for entry in told.ledger.entries}
+    assert lasts["codes that last"] == 2 * kinds * spec.source_numel
+    assert lasts["parameters that last"] < spec.source_numel / 8, "norms and biases"
 
 
 def test_weights_of_fp8_have_a_buffer_of_their_own():
@@ -191,6 +220,86 @@ def trained(options: dict[str, Any], recipe: str, width: int, hidden: int | None
     return losses, weights, sums.count("all_reduce")
 
 
+def lasting(recipe: str, strategy: int) -> list[dict[str, int]]:
+    """Bytes that gathers of FP8 weights bring in a step of three microbatches, and that last, with the pass and
+    without; meanwhile weights are read and written in every other way, and values stay the same.
+    """
+    from mfsdp.runtime.runs import Run
+
+    rank, found, seen = torch.distributed.get_rank(), [], []
+    own = Run.gather
+    for on in (True, False):
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model = mfsdp.fully_shard(stack(recipe).to(**BF16), units=[Pair], strategy=strategy)
+        run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", "quantize": on})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        buffers = [unit._mfsdp_unit.buffers[1] for unit in model]
+        moved = []
+
+        def gather(self: Run, pairs: Any, group: str, moved: list[int] = moved) -> Any:
+            moved += [full.nbytes for full, _ in pairs if full.numel() >= 2**16]
+            return own(self, pairs, group)
+
+        def trained(run: Any = run, model: Any = model) -> list[torch.Tensor]:
+            outs = []
+            for micro in range(3):
+                x = torch.randn(4, 128, generator=torch.Generator().manual_seed(micro + rank)).to(**BF16)
+                with mfsdp.no_sync(model) if micro < 2 else nullcontext():
+                    outs.append(run(x))
+                    outs[-1].float().square().mean().backward()
+            return outs
+
+        Run.gather = gather
+        try:
+            outs = trained()
+            optimizer.step()
+            optimizer.zero_grad()
+            moved.clear()
+            outs += trained()
+            counted = sum(moved)
+        finally:
+            Run.gather = own
+        lasts = sum(c.values.nbytes for b in buffers for c in b.weights.lasting._codes.values())
+        lasts += sum(b.weights.source.untyped_storage().nbytes() for b in buffers)
+        found.append({"moved": counted, "lasts": lasts})
+        x = torch.ones(4, 128, **BF16)
+        optimizer.step()
+        with torch.no_grad():
+            outs.append(run(x))  # another program
+            outs.append(model(x))  # the eager path, in 16 bits
+            for p in model.parameters():
+                p.mul_(0.5)
+            outs.append(run(x))
+            with mfsdp.summon_full_params(model, writeback=True):
+                model[0].up.weight.add_(0.25)
+            outs.append(run(x))
+            outs.append(copy.deepcopy(model)(x))
+            model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+        outs += [run(x), *trained(), model(x)]
+        with mfsdp.unsharded(model):
+            outs.append(run(x))
+        if on:
+            loss = run(x).sum()
+            optimizer.step()
+            with pytest.raises(RuntimeError, match="written between forward and its backward"):
+                loss.backward()
+        seen.append([out.detach() for out in outs])
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("recipe", "strategy"), [("tensorwise", 2), pytest.param("rowwise", 1, marks=pytest.mark.slow)]
+)
+def test_codes_last_and_are_gathered_once_per_step(two_ranks, recipe, strategy):
+    kinds = 1 if recipe == "tensorwise" else 2
+    for on, off in two_ranks.run(lasting, recipe, strategy):
+        assert off == {"moved": 2 * 2**17, "lasts": 2 * 2**17}, "two units in 16 bits, once"
+        assert on == {"moved": kinds * 2**17, "lasts": kinds * 2**17}
+
+
 def on_and_off(recipe: str, width: int, hidden: int | None, options: dict[str, Any], **sharding: Any) -> list[int]:
     """How often maxima went over ranks in the last step, with the pass and without."""
     on = trained({**options}, recipe, width, hidden, **sharding)
@@ -210,9 +319,10 @@ def test_every_value_is_the_same(two_ranks, recipe):
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", [1, 2, 3])
 @pytest.mark.parametrize(("recipe", "hidden"), [("rowwise", 40), ("tensorwise", 2), ("mxfp8", 32), ("rowwise", 2)])
-def test_uneven_rows_and_ranks_without_any(three_ranks, recipe, hidden):
-    three_ranks.run(on_and_off, recipe, 32 if recipe == "mxfp8" else 24, hidden, {})
+def test_uneven_rows_and_ranks_without_any(three_ranks, recipe, hidden, strategy):
+    three_ranks.run(on_and_off, recipe, 32 if recipe == "mxfp8" else 24, hidden, {}, strategy=strategy)
 
 
 @pytest.mark.dist
@@ -229,7 +339,9 @@ def test_whatever_the_schedule(two_ranks, options):
     [
         {"mesh": None},
         {"mesh": None, "outer_strategy": "optim"},
+        {"mesh": None, "outer_strategy": "optim", "strategy": 2},
         {"strategy": 2},
+        {"strategy": 1, "mp_policy": mfsdp.MixedPrecisionPolicy(main_params_dtype=None)},
         {"mp_policy": mfsdp.MixedPrecisionPolicy(main_params_dtype=None)},
         {"mp_policy": mfsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)},
     ],
@@ -241,8 +353,9 @@ def test_whatever_the_strategy(four_ranks, sharding):
 @pytest.mark.dist
 @pytest.mark.inductor
 @pytest.mark.slow
-def test_every_value_is_the_same_under_inductor(two_ranks):
-    two_ranks.run(on_and_off, "rowwise", 128, None, {"lowering": "inductor"}, timeout=500)
+@pytest.mark.parametrize(("lowering", "strategy"), [("inductor", 3), ("inductor", 2), ("whole", 2)])
+def test_every_value_is_the_same_under_inductor(two_ranks, lowering, strategy):
+    two_ranks.run(on_and_off, "rowwise", 128, None, {"lowering": lowering}, strategy=strategy, timeout=500)
 
 
 def written(how: str) -> str:

@@ -149,10 +149,11 @@ def collectives(program: Program) -> dict[str, list[str]]:
             for group in spec.meets:
                 out.setdefault(group, []).append(f"{text}  of {listing.operand(node.args[2])}")
         else:
-            outer = lane_of(node) >= 2 or (node.target is ops.refresh and spec.outer_optim)
-            groups = [spec.outer_group if outer else spec.group]
-            if node.target is ops.refresh and spec.replica and outer:
-                groups.append(spec.group)
+            once = node.target in (ops.refresh, ops.refresh_codes, ops.maxima)
+            groups: tuple[str, ...] = (spec.outer_group if lane_of(node) >= 2 else spec.group,)
+            if once and spec.kept:
+                further = node.target is ops.maxima or spec.replica
+                groups = spec.gathering if further else spec.gathering[-1:]
             for group in groups:
                 out.setdefault(group, []).append(f"{text}  {r.lane.value}  {spec.cutting}")
     return out

@@ -109,6 +109,7 @@ def eager(
 
 def _whole(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
     keep_order(graph)
+    keep_codes(graph)
     return _each(graph, example, **kwargs)
 
 
@@ -169,6 +170,15 @@ def keep_order(graph: fx.GraphModule) -> None:
     token.meta["val"] = first.meta["val"].new_empty([0])
     for launch in launches:
         launch.args = (*launch.args, token)
+    graph.recompile()
+
+
+def keep_codes(graph: fx.GraphModule) -> None:
+    """Makes codes that last be read last of all: Inductor would give their memory to other values behind that."""
+    output = graph.graph.output_node()
+    with graph.graph.inserting_before(output):
+        for codes in graph.graph.find_nodes(op="call_function", target=ops.refresh_codes):
+            graph.graph.call_function(ops.free, (codes,))
     graph.recompile()
 
 

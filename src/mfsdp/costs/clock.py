@@ -154,21 +154,22 @@ def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:
         return _others(node, machine)
     unit = program.unit(role(node).unit)  # type: ignore[union-attr]
     spec = unit.spec
-    if node.target is ops.refresh:
-        return _refresh(spec, machine)
+    if node.target in (ops.refresh, ops.refresh_codes):
+        return _refresh(spec, machine, codes=node.target is ops.refresh_codes)
     lane = lane_of(node)
     group = groups(spec, machine)[lane // 2]
     if node.target is ops.maxima:
-        return _maxima(program, node, group, machine)
+        axes = [g for g, ranks in zip(groups(spec, machine), (spec.world, spec.outer), strict=True) if ranks > 1]
+        return _maxima(program, node, axes if spec.kept else [group], machine)
     if node.target is ops.all_gather:
         return transfer("all_gather", travels(node), group, machine)
     kind = "reduce_scatter" if node.target is ops.reduce_scatter else "all_reduce"
     return transfer(kind, travels(node), group, machine)
 
 
-def _maxima(program: Program, node: Node, group: Group, machine: Hardware) -> Transfer:
+def _maxima(program: Program, node: Node, over: Sequence[Group], machine: Hardware) -> Transfer:
     """Maxima of blocks, after an optimizer step: forward's first brings all of them at once (Note [Maxima])."""
-    found = transfer("all_reduce", _size(node), group, machine)
+    found = _together([transfer("all_reduce", _size(node), group, machine) for group in over])
     first = next(n for n in program.nodes if n.target is ops.maxima)
     return found if node is first and program.phase != "backward" else replace(found, fixed=0.0)
 
@@ -208,19 +209,25 @@ def _others(node: Node, machine: Hardware) -> Transfer:
     return transfer("reduce_scatter" if kind == "all_to_all" else kind, nbytes(whole.meta["val"]), group, machine)  # type: ignore[union-attr]
 
 
-def _refresh(spec: Spec, machine: Hardware) -> Transfer:
-    """Parameters that last, after an optimizer step: over the outer axis, then over that of the shards."""
+def _refresh(spec: Spec, machine: Hardware, codes: bool) -> Transfer:
+    """Parameters that last, or codes, after an optimizer step: over the outer axis, then over that of the shards."""
     shard, outer = groups(spec, machine)
     parts = []
 
     def whole(lane: int, ranks: int) -> int:
-        one = spec.coded(lane) if spec.precision.wire else sum(spec.cut(lane)) * spec.precision.comm.itemsize
-        return ranks * one
+        if spec.precision.wire and not codes:
+            return ranks * spec.coded(lane)
+        return ranks * sum(spec.cut(lane)) * (1 if codes else spec.precision.comm.itemsize)
 
     if spec.outer_optim:
         parts.append(transfer("all_gather", whole(2, spec.outer), outer, machine))
     if spec.replica:
         parts.append(transfer("all_gather", whole(0, spec.world), shard, machine))
+    return _together(parts)
+
+
+def _together(parts: Sequence[Transfer]) -> Transfer:
+    """Several, one behind the other."""
     link = "between" if any(p.link == "between" for p in parts) else "inside"
     fixed, moving, cpu, restart = (sum(getattr(p, x) for p in parts) for x in ("fixed", "moving", "cpu", "restart"))
     return Transfer(fixed, moving, cpu, restart, link)

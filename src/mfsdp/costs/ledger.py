@@ -92,7 +92,8 @@ def ledger(
     states = OPTIMIZER_STATES[optimizer]
     main = sum(b.weights.main.nbytes for b in buffers)
     trained = plain + sum(b.weights.main.nbytes for b in buffers if b.trainable)
-    kept = sum(b.weights.source.nbytes for b in buffers if b.spec.kept)
+    codes, coded = _lasting(programs)
+    kept = sum(b.weights.source.nbytes for b in buffers if b.spec.kept and (b.unit.fqn, b.layout) not in coded)
     casts = sum(unit.layout.shard_numel * unit.spec.precision.comm.itemsize for unit in _casting(programs))
     gradients = plain + sum(b.layout.shard_numel * b.precision.grad.itemsize for b in buffers if b.trainable)
     slots: dict[str, int] = {}
@@ -101,7 +102,7 @@ def ledger(
             slots[name] = max(n, slots.get(name, 0))
     trains = any(p.phase == "backward" for p in programs)
     staying = gradients - plain if trains else 0
-    lasting = main + states * trained + kept + casts + other + inputs + staying + sum(slots.values())
+    lasting = main + states * trained + kept + codes + casts + other + inputs + staying + sum(slots.values())
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
     temporaries = trained if states > 1 else 0  # Adam's square roots; simpler ones work in place
@@ -119,6 +120,7 @@ def ledger(
         Entry("main weights", main, "this rank's shards, as the optimizer sees them"),
         Entry("optimizer state", states * trained, optimizer),
         Entry("parameters that last", kept, "from step to step"),
+        Entry("codes that last", codes, "from step to step, one byte per element and recipe"),
         Entry("shards in what travels", casts, "kept from step to step (keep_cast)"),
         Entry("gathered parameters", _sum(slots, "p"), "static buffers " + _names(slots, "p")),
         Entry("gradient buckets", _sum(slots, "g"), "static buffers " + _names(slots, "g")),
@@ -150,6 +152,23 @@ def _early(programs: Sequence[Program]) -> list[Node]:
     forward = next((p for p in programs if p.phase == "forward"), None)
     first = [] if forward is None else first_launches(forward)
     return [n for n in first if n.target is ops.all_gather and not slot_of(n)]
+
+
+def _lasting(programs: Sequence[Program]) -> tuple[int, set[tuple[str, Layout]]]:
+    """Bytes of codes that last, of forward's recipe and of backward's if that is another, and the units that are read
+    in no other way.
+    """
+    codes: dict[tuple[str, Layout, Any], int] = {}
+    filled: set[tuple[str, Layout]] = set()
+    for p in programs:
+        for node in p.nodes:
+            if node.target in (ops.refresh, ops.refresh_codes):
+                unit = p.unit(role(node).unit)  # type: ignore[union-attr]
+                if node.target is ops.refresh:
+                    filled.add((unit.fqn, unit.layout))
+                else:
+                    codes[unit.fqn, unit.layout, node.args[2]] = nbytes(node.meta["val"])
+    return sum(codes.values()), {(fqn, layout) for fqn, layout, _ in codes} - filled
 
 
 def _casting(programs: Sequence[Program]) -> list[Unit]:

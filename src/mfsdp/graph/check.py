@@ -157,7 +157,7 @@ def _own(unit: Unit, param: Node) -> Iterator[Fault]:
     r = role(owner)
     if r is None or r.unit != unit.name or (r.kind is Kind.FULL) is not unit.spec.gathers:
         yield param, f"{param.name} is a view of {owner.name}, not of what {unit.name} gathers"
-    while owner.target is ops.all_gather or is_kind(owner, Kind.CAST):
+    while owner.target in (ops.all_gather, ops.refresh_codes) or is_kind(owner, Kind.CAST):
         owner = base_of(owner.args[0])  # type: ignore[arg-type]
     if role(owner) != Role(Kind.SHARD, unit.name):
         yield param, f"{param.name} comes from {owner.name}, not from {unit.name}'s shard"
@@ -201,10 +201,14 @@ def fresh(p: Program) -> Iterator[Fault]:
             continue
         asked = min((u for u in source.users if u.target is ops.refresh), default=None)
         for reader in p.readers(source):
-            if reader is p.output or reader.target in (ops.param, ops.refresh, ops.wait, ops.probe):
-                continue  # saved for backward; asks by itself; is the asking; looks at main weights
+            if reader is p.output or reader.target in (ops.param, ops.refresh, ops.wait, *_OF_MAIN):
+                continue  # saved for backward; asks by itself; is the asking; reads main weights
             if asked is None or reader < asked:
                 yield reader, f"{source.name} is read before it is refreshed"
+
+
+_OF_MAIN = (ops.maxima, ops.spread, ops.cast, ops.refresh_codes, ops.probe)
+"""Operations that find main weights through what parameters are read from."""
 
 
 def finished(p: Program) -> Iterator[Fault]:
@@ -371,10 +375,16 @@ def own_rows(p: Program) -> Iterator[Fault]:
     """46: a shard of one byte per element is made of this rank's own rows, element by element, and of maxima over all
     rows, both of the same weights; of nothing else.
     """
-    for full in p.find(Kind.FULL):
-        if full.target is not ops.all_gather or full.meta["val"].dtype.itemsize > 1:
+    for full in (*p.find(Kind.CODES), *p.find(Kind.FULL)):
+        if full.target not in (ops.all_gather, ops.refresh_codes) or full.meta["val"].dtype.itemsize > 1:
             continue
-        unit, numel = _unit(full), p.unit(_unit(full)).spec.shard_numel
+        unit, spec = _unit(full), p.unit(_unit(full)).spec
+        if full.target is ops.all_gather and spec.kept:
+            source = full.args[0]
+            if source.target is not ops.refresh_codes or _unit(source) != unit:  # type: ignore[union-attr, arg-type]
+                yield full, f"{full.name} is not gathered from what lasts of {unit}"
+            continue
+        numel = spec.main_numel
         seen, todo = {full}, [(full.args[0], True)]
         while todo:
             node, flat = todo.pop()

@@ -225,8 +225,8 @@ def escapes(node: Node, inside: set[Node]) -> bool:
 
 
 def allocation(node: Node) -> int:
-    """Bytes that the node's value takes when it comes to be: none in a static buffer."""
-    return 0 if slot_of(node) else nbytes(node.meta.get("val"))
+    """Bytes that the node's value takes when it comes to be: none in a static buffer, or where it lasts."""
+    return 0 if slot_of(node) or node.target is ops.refresh_codes else nbytes(node.meta.get("val"))
 
 
 def owned(node: Node) -> bool:

@@ -141,7 +141,8 @@ def _head(program: Program, rows: Sequence[cost.Line], before: str | None) -> It
 
 def _quantised(program: Program) -> dict[str, torch.dtype]:
     """In what units travel whose weights are quantised before."""
-    travel = {role(n).unit: n.meta["val"].dtype for n in program.find(Kind.FULL)}  # type: ignore[union-attr]
+    travelling = (*program.find(Kind.CODES), *program.find(Kind.FULL))
+    travel = {role(n).unit: n.meta["val"].dtype for n in travelling}  # type: ignore[union-attr]
     return {unit: dtype for unit, dtype in travel.items() if dtype.itemsize == 1}
 
 
@@ -307,7 +308,7 @@ def text(node: Node) -> str:
     """What a line does, as people read it."""
     if node.target in (ops.wait, ops.free, ops.refresh):
         return f"{_verb(node)} {operand(node.args[0])}"
-    if node.target in (ops.maxima, ops.cast):
+    if node.target in (ops.maxima, ops.cast, ops.refresh_codes):
         return f"{_verb(node)} {operand(node.args[0])}"
     if node.target is ops.spread:
         return f"spread {operand(node.args[1])}"
@@ -378,7 +379,7 @@ def operand(arg: Any) -> str:
 
 
 def _name(node: Node) -> str:
-    if is_kind(node, Kind.PARAM, Kind.FULL, Kind.SHARD):
+    if is_kind(node, Kind.PARAM, Kind.FULL, Kind.CODES, Kind.SHARD):
         return node.name
     parent = view_of(node)
     if parent is None:

@@ -12,13 +12,16 @@ passes rewrite them into:
     returned(param) -> copy                   what forward returns of a parameter, in memory of its own
     refresh(source)                           parameters that last are gathered again, if the optimizer has stepped;
                                               launched, not finished
+    refresh_codes(code, source, key, back, spec) -> codes   the same of quantised weights, one byte per element: from
+                                              this rank's rows of `code` (Note [Codes that last]); a backward reads
+                                              what its forward's weights were; launched, not finished
     all_gather(shard, spec, slot) -> full     launched, not finished; of main weights in another dtype than the one
                                               that travels: of their cast, which is kept (Note [Kept casts]); of
                                               quantised weights, one byte per element: as they are
     maxima(shard, grids, spec) -> found       the largest magnitude in every block, over all ranks, float32; launched,
                                               not finished, and once per optimizer step (Note [Maxima])
-    spread(shard, scales, grids, spec) -> flat    for every element of the shard the one scale that is its block's
-    cast(shard, spec) -> flat                 the shard in the dtype that travels, rounded, whoever reads it
+    spread(shard, scales, grids, spec) -> flat    for every element of main weights the one scale that is its block's
+    cast(shard, spec) -> flat                 the main weights in the dtype that travels, rounded, whoever reads them
     wait(out, inputs)                         out is complete; inputs had to live until now
     free(full)                                the buffer is gone after this line
     bucket(like, holes, spec, slot) -> gfull  room for a unit's gradients; zeros in the holes (start, end, start, ...)
@@ -36,8 +39,8 @@ passes rewrite them into:
 
 ``slot`` is the number of a static buffer (`mfsdp.passes.pool`), -1 for memory of its own; ``lane`` says which of the
 spec's process groups carries it: 0 and 1 those of the shard axis, 2 and 3 those of the outer axis. All are stateless
-but `refresh`, `hold` and `accumulate`, whose state is found through the tensor that programs read parameters from
-(Note [Accumulators]).
+but `refresh`, `refresh_codes`, `hold` and `accumulate`, whose state is found through the tensor that programs
+read parameters from (Note [Accumulators]).
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ LIBRARY.define("param(Tensor shard, int offset, SymInt[] shape, str spec) -> Ten
 LIBRARY.define("param_grad(Tensor grad, Tensor shard, int offset, str spec) -> Tensor")
 LIBRARY.define("returned(Tensor param) -> Tensor")
 LIBRARY.define("refresh(Tensor(a!) source) -> ()")
+LIBRARY.define("refresh_codes(Tensor code, Tensor source, str key, bool back, str spec) -> Tensor")
 LIBRARY.define("all_gather(Tensor shard, str spec, int slot=-1) -> Tensor")
 LIBRARY.define("maxima(Tensor shard, str grids, str spec) -> Tensor")
 LIBRARY.define("spread(Tensor shard, Tensor[] scales, str grids, str spec) -> Tensor")
@@ -89,6 +93,7 @@ param = _ops.param.default
 param_grad = _ops.param_grad.default
 returned = _ops.returned.default
 refresh = _ops.refresh.default
+refresh_codes = _ops.refresh_codes.default
 all_gather = _ops.all_gather.default
 maxima = _ops.maxima.default
 spread = _ops.spread.default
@@ -105,7 +110,7 @@ accumulate = _ops.accumulate.default
 collective = _ops.collective.default
 probe = _ops.probe.default
 
-OURS = (refresh, maxima, all_gather, reduce_scatter, all_reduce)
+OURS = (refresh, refresh_codes, maxima, all_gather, reduce_scatter, all_reduce)
 """Collectives of data parallelism: of a unit."""
 
 COLLECTIVES = (*OURS, collective)
@@ -167,6 +172,11 @@ def _(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
     return shard.new_empty(s.full_numel, dtype=gathered(shard, s))
 
 
+@torch.library.register_fake("mfsdp::refresh_codes")
+def _(code: torch.Tensor, source: torch.Tensor, key: str, back: bool, spec: str) -> torch.Tensor:
+    return code.new_empty(Spec.decode(spec).source_numel)
+
+
 @torch.library.register_fake("mfsdp::maxima")
 def _(shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
     return shard.new_empty(sum(g.numel for g in grid.decode(grids)), dtype=torch.float32)
@@ -174,12 +184,13 @@ def _(shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
 
 @torch.library.register_fake("mfsdp::spread")
 def _(shard: torch.Tensor, scales: list[torch.Tensor], grids: str, spec: str) -> torch.Tensor:
-    return scales[0].new_empty(Spec.decode(spec).shard_numel)
+    return scales[0].new_empty(Spec.decode(spec).main_numel)
 
 
 @torch.library.register_fake("mfsdp::cast")
 def _(shard: torch.Tensor, spec: str) -> torch.Tensor:
-    return torch.empty_like(shard, dtype=Spec.decode(spec).precision.comm)
+    s = Spec.decode(spec)
+    return shard.new_empty(s.main_numel, dtype=s.precision.comm)
 
 
 @torch.library.register_fake("mfsdp::bucket")

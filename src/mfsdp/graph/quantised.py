@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from heapq import heapify, heappop, heappush
 from math import prod
 from typing import Any
@@ -54,7 +55,9 @@ class Code:
     """The recipe; the last step gives the code."""
     scales: list[tuple[Node, Grid]]
     meaning: Any
-    """Equal for equal codes of one parameter."""
+    """Equal for equal codes of one parameter, also as text, and in other programs if there are no ``constants``."""
+    constants: list[str] = field(default_factory=list)
+    """Tensors of the program's own that scales hang on."""
 
 
 @dataclass(eq=False)
@@ -274,7 +277,6 @@ class _Meanings:
     def __init__(self, whose: dict[Node, Read]):
         self.whose = whose
         self._known: dict[Node, Any] = {}
-        self._names: dict[Any, int] = {}
 
     def of(self, node: Node) -> Any:
         """Equal for equal values; ``None`` for one that hangs on anything else, which may differ from rank to rank."""
@@ -312,8 +314,23 @@ class _Meanings:
             seen.update(node.all_input_nodes)
         return True
 
-    def _name(self, meaning: Any) -> int:
-        return self._names.setdefault(meaning, len(self._names))
+    @staticmethod
+    def _name(meaning: Any) -> str:
+        """Short, and the same in every program."""
+        return sha256(repr(meaning).encode()).hexdigest()[:16]
+
+    def constants(self, node: Node) -> list[str]:
+        """Names of the tensors of the program's own among what a scale hangs on."""
+        found: list[str] = []
+        todo, seen = [node], {node}
+        while todo:
+            node = todo.pop()
+            if node.op == "get_attr":
+                found.append(node.name)
+            elif self._largest(node) is None:
+                todo += [n for n in node.all_input_nodes if n not in seen]
+                seen.update(node.all_input_nodes)
+        return found
 
 
 def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Code | str:
@@ -361,8 +378,8 @@ def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Code | str
         element(node)
     except _Unlike as why:
         return str(why)
-    meaning = tuple(steps), tuple(means)
-    return Code([node], [dims], tuple(steps), scales, meaning)
+    constants = [name for scale, _ in scales for name in meanings.constants(scale)]
+    return Code([node], [dims], tuple(steps), scales, (tuple(steps), tuple(means)), constants)
 
 
 class _Unlike(Exception):

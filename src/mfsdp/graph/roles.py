@@ -13,6 +13,7 @@ class Kind(Enum):
 
     SHARD = "shard"  # placeholder: what programs read parameters from, as a rule this rank's flat shard
     REFRESH = "refresh"  # parameters that last are gathered again after an optimizer step
+    CODES = "codes"  # parameters that last, in one byte per element
     CAST = "cast"  # the shard in the dtype that travels, and what it is quantised with
     MAXIMA = "maxima"  # the largest magnitudes in blocks of a unit's parameters, over all ranks
     FULL = "full"  # the gathered flat buffer

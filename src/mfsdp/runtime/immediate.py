@@ -60,11 +60,13 @@ def gather_main(main: torch.Tensor, s: Spec) -> torch.Tensor:
 
 
 def replicate(main: torch.Tensor, source: torch.Tensor, s: Spec) -> list[End]:
-    """Launches what brings main weights, [main_numel], to the parameters that last, [source_numel]. Over two axes one
-    gather sends what another brings, and compute waits for neither: on a device a stream beside it does, on the CPU the
-    second is launched when somebody waits.
+    """Launches what brings main weights, [main_numel], to the parameters that last, [source_numel]; or bytes that were
+    made of them. Over two axes one gather sends what another brings, and compute waits for neither: on a device a
+    stream beside it does, on the CPU the second is launched when somebody waits.
     """
-    run, shard, wire = runs.current(), _given(main, s), s.precision.wire
+    run, shard, wire = runs.current(), main, None
+    if source.dtype.itemsize > 1:
+        shard, wire = _given(main, s), s.precision.wire
     if not s.outer_optim:
         return [formats.gather(run, segments(s.splits, s.world, source, shard), s.group, wire)]
     part = source.new_empty(s.shard_numel) if s.replica else source

@@ -88,6 +88,15 @@ def refresh(run: Run, source: torch.Tensor) -> None:
     run.launch(source, *(standing.refresh(run, buffer) if run.loose else buffer.weights.refresh()))
 
 
+def refresh_codes(run: Run, code: torch.Tensor, source: torch.Tensor, key: str, back: bool, spec: str) -> torch.Tensor:
+    """Launches the gather of codes that last, if main weights have changed since (Note [Codes that last]). ``code``:
+    [main_numel]; returns [source_numel], not yet complete. Nobody may write to it.
+    """
+    codes, ends = _known(owner(source)).weights.lasting.refresh(key, code, back)
+    run.launch(codes, *ends)
+    return codes  # type: ignore[no-any-return]
+
+
 def all_gather(run: Run, shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
     """Launches the all-gather of a unit. ``shard``: [shard_numel], or main weights whose cast is kept (Note [Kept
     casts]), or that travel in a format of their own; returns [full_numel], not yet complete. What was launched ahead is
@@ -116,9 +125,9 @@ def maxima(run: Run, shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor
 
 
 def spread(run: Run, shard: torch.Tensor, scales: Sequence[torch.Tensor], grids: str, spec: str) -> torch.Tensor:
-    """For every element of the shard the scale of its block, [shard_numel]; 1 where no parameter is."""
+    """For every element of the main weights the scale of its block, [main_numel]; 1 where no parameter is."""
     weights = _known(owner(shard)).weights
-    out = torch.ones(Spec.decode(spec).shard_numel, dtype=scales[0].dtype, device=shard.device)
+    out = torch.ones(Spec.decode(spec).main_numel, dtype=scales[0].dtype, device=shard.device)
     for scale, one in zip(scales, grid.decode(grids), strict=True):
         rows, first = weights.rows(out, one.offset)
         grids_of.spread(scale.contiguous().view(-1), rows, first, one)
@@ -126,8 +135,10 @@ def spread(run: Run, shard: torch.Tensor, scales: Sequence[torch.Tensor], grids:
 
 
 def cast(run: Run, shard: torch.Tensor, spec: str) -> torch.Tensor:
-    """The shard in the dtype that travels. An operation, because compilers do not round what they read again."""
-    return shard.detach().to(Spec.decode(spec).precision.comm)
+    """The main weights in the dtype that travels, in memory of their own: compilers may write to it. An operation,
+    because they do not round what they read again.
+    """
+    return _known(owner(shard)).weights.main.detach().to(Spec.decode(spec).precision.comm, copy=True)  # type: ignore[no-any-return]
 
 
 def _pairs(r: _Room | _Reduction, full: torch.Tensor, shard: torch.Tensor) -> Pairs:
@@ -404,8 +415,8 @@ def _shown(kernel: Callable[..., Any], run: Run, *args: Any) -> Any:
 for _marker in (param, param_grad, returned, free):
     LIBRARY.impl(_marker.__name__, _marker, "CompositeExplicitAutograd")
 _KERNELS = (
-    refresh, maxima, spread, cast, all_gather, wait, bucket, pack, mm, hold, reduce_scatter, all_reduce, accumulate,
-    collective, probe,
+    refresh, refresh_codes, maxima, spread, cast, all_gather, wait, bucket, pack, mm, hold, reduce_scatter,
+    all_reduce, accumulate, collective, probe,
 )  # fmt: skip
 for _kernel in _KERNELS:
     LIBRARY.impl(_kernel.__name__, runs.dispatched(_kernel), "CompositeExplicitAutograd")

@@ -19,7 +19,8 @@ from .slots import holders
 
 _OWNER = "_mfsdp_buffer"
 _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""By address of the shard's storage: autograd hands back detached aliases of what it saved under hooks."""
+"""By the shard's storage, which may have no memory yet: autograd hands back detached aliases of what it saved under
+hooks."""
 
 
 def own(shard: torch.Tensor, buffer: Any) -> None:
@@ -28,7 +29,7 @@ def own(shard: torch.Tensor, buffer: Any) -> None:
     """
     setattr(shard, _OWNER, weakref.ref(buffer))
     if not shard.is_meta:
-        _owners[shard.untyped_storage().data_ptr()] = buffer
+        _owners[shard.untyped_storage()._cdata] = buffer
 
 
 def owner(shard: torch.Tensor) -> Any:
@@ -36,7 +37,7 @@ def owner(shard: torch.Tensor) -> Any:
     hung = getattr(shard, _OWNER, None)
     found = None if hung is None else hung()
     if hung is None and type(shard) is torch.Tensor and not shard.is_meta:
-        found = _owners.get(shard.untyped_storage().data_ptr())
+        found = _owners.get(shard.untyped_storage()._cdata)
         if found is not None and found.weights.source.shape != shard.shape:
             return None
     return found

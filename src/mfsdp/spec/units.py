@@ -74,6 +74,11 @@ class Spec:
         return self.full_numel if self.replica else self.shard_numel
 
     @property
+    def main_numel(self) -> int:
+        """Elements of one rank's main weights."""
+        return sum(self.cut(2 if self.outer_optim else 0))
+
+    @property
     def ranks(self) -> int:
         """All ranks that train together."""
         return self.world * self.outer

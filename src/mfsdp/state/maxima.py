@@ -10,7 +10,8 @@ alone is an error, told in words where the program begins (`Maxima.due` is part 
 Rows that are out as plain tensors may be written past what tells of writes; then the maximum would be an old one, and
 what has grown would be cut off at it. Of such buffers this rank's own part is computed again where a program begins;
 if it is another, the maxima are due. A rank that has no rows of what was written cannot know, so ranks may disagree:
-that is told like a write of one rank alone, on all of them.
+that is told like a write of one rank alone, on all of them. Parameters that last are as they were gathered, whatever
+is written in such a way, and so are their maxima.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Maxima:
 
     def due(self) -> bool:
         """Whether main weights have been written since they were taken. Nothing is due before it has been asked for."""
-        if self._of.exposed:
+        if self._of.exposed and not self._of.spec.kept:
             with torch.no_grad():
                 for text, found in self._asked.items():
                     if found is not None and not torch.equal(found.own, self._own(text)):
@@ -82,7 +83,7 @@ class Maxima:
         """
         self._asked.setdefault(text, None)
         if not self._fresh(self._asked[text]):
-            everyone = dict.fromkeys([self, *(w.maxima for w in beside if w.group == self._of.group)])
+            everyone = dict.fromkeys([self, *(w.maxima for w in beside if w.spec.gathering == self._of.spec.gathering)])
             _take([(m, t) for m in everyone for t, found in m._asked.items() if not m._fresh(found)])
         found = self._asked[text]
         assert found is not None
@@ -104,12 +105,12 @@ class Maxima:
 
 
 def _take(wanted: Sequence[tuple[Maxima, str]]) -> None:
-    """Launches one all-reduce for all of these."""
+    """Launches one all-reduce for all of these, over each axis that cuts their main weights."""
     with torch.inference_mode(False), torch.no_grad():
         own = [m._own(text) for m, text in wanted]
         together = torch.cat(own)
-        first, run = wanted[0][0]._of, runs.current()
-        end = run.all_reduce(together, "max", first.group)
+        run = runs.current()
+        end = _over(run, together, wanted[0][0]._of.spec.gathering)
         stream = devices.current_stream(together.device)
         parts = together.split([part.numel() for part in own])
         founds = [
@@ -120,6 +121,20 @@ def _take(wanted: Sequence[tuple[Maxima, str]]) -> None:
         m._asked[text] = found
     for found in founds:
         found.arrive = partial(_arrive, end, founds)
+
+
+def _over(run: runs.Run, together: torch.Tensor, groups: Sequence[str]) -> End:
+    """Launches maxima over the first of one or two groups; over the other when somebody waits."""
+    arrived = run.all_reduce(together, "max", groups[0])
+    if len(groups) == 1:
+        return arrived
+
+    def further() -> None:
+        arrived()
+        run.launched += 1
+        run.all_reduce(together, "max", groups[1])()
+
+    return further
 
 
 def _arrive(end: End, founds: Sequence[_Found]) -> None:

@@ -20,6 +20,8 @@ import torch
 
 from ..runtime import ahead, devices, immediate, owners, runs
 from ..runtime.transport import End
+from ..spec.units import Spec
+from .lasting import Lasting
 from .maxima import Maxima
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ class Weights:
 
     ``main`` is this rank's flat part of the main weights, [layout.shard_numel] in ``precision.main``.
     ``source`` is what programs read parameters from, a leaf: ``main`` itself, or, where the strategy cuts the optimizer
-    state further than the parameters, a copy that lasts, [spec.source_numel] in ``precision.comm``.
+    state further than the parameters, a copy that lasts, [spec.source_numel] in ``precision.comm``, which has no memory
+    before it is filled: programs that read codes (Note [Codes that last]) only tell by it whose they are.
 
     Args:
         buffer: whose they are; its layout, placement, precision and spec are there already.
@@ -47,8 +50,9 @@ class Weights:
         self.main = torch.zeros(layout.shard_numel, dtype=precision.main, device=device)
         self.source = self.main
         if spec.kept:
-            self.source = torch.zeros(spec.source_numel, dtype=precision.comm, device=device)
-        self.maxima = Maxima(self)
+            self.source = torch.empty(spec.source_numel, dtype=precision.comm, device=device)
+            self.source.untyped_storage().resize_(0)
+        self.maxima, self.lasting = Maxima(self), Lasting(self)
         self._cast: torch.Tensor | None = None
         """This rank's shard in the dtype that travels, [layout.shard_numel], once a program has asked for it."""
         self._exposed = False
@@ -59,6 +63,7 @@ class Weights:
         self._cast_stream: torch.Stream | None = None
         self.stale = True
         self._version = -1
+        self._overtaken: tuple[int, int] | None = None
         self.summoned: torch.Tensor | None = None
         """The full main weights while `summon_full_params` is open."""
         self.born_on_meta: dict[int, torch.dtype] = {}
@@ -104,9 +109,9 @@ class Weights:
         return self._of.path
 
     @property
-    def group(self) -> str:
-        """Name of the process group that parameters are gathered over."""
-        return self._of.spec.group
+    def spec(self) -> Spec:
+        """How the buffer is communicated."""
+        return self._of.spec
 
     @property
     def comm(self) -> torch.dtype:
@@ -150,15 +155,30 @@ class Weights:
         for early in ahead.of([self._of]):
             early.drop()
         version, main = self.main._version, self.main.detach()
+        if not self.has_room:
+            self.source.untyped_storage().resize_(self.source.nbytes)
         with torch.no_grad():
             ends = immediate.replicate(main.clone() if self.exposed else main, self.source.detach(), self._of.spec)
-            torch.autograd.graph.increment_version(self.source)  # a library writes past it
+        self.overtake()
         self.stale, self._version = False, -1  # still due, should nobody come to wait
 
         def filled() -> None:
             self._version = version
 
         return [*ends, filled]
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the source has memory: somebody has asked for it to be filled."""
+        return bool(self.source.untyped_storage().nbytes())
+
+    def overtake(self) -> None:
+        """Tells autograd, once for all writes to main weights, that what it may have saved of the source is not what
+        is read now: a library writes past its version.
+        """
+        if self._overtaken != self.history:
+            torch.autograd.graph.increment_version(self.source)
+            self._overtaken = self.history
 
     # what travels (Note [Kept casts])
 
