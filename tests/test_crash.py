@@ -166,6 +166,28 @@ def other_process(code: str) -> subprocess.Popen[str]:
     return process
 
 
+def of_another_model(folder: Path) -> list[tuple[str, bool]]:
+    """What is said of checkpoints that do not fit, and whether values are what they were."""
+    out = []
+    mine = mfsdp.fully_shard(nn.Linear(4, 8))
+    mfsdp.Checkpoints(folder).save(1, mine)
+    for other in (nn.Linear(4, 9), nn.Sequential(nn.Linear(4, 8))):
+        model = mfsdp.fully_shard(other)
+        before = mfsdp.checksum(model)
+        with pytest.raises(mfsdp.CheckpointError) as error:
+            mfsdp.Checkpoints(folder).load(model)
+        model(torch.ones(2, 4))  # not half loaded
+        out.append((str(error.value), mfsdp.checksum(model) == before))
+    return out
+
+
+@pytest.mark.dist
+def test_a_checkpoint_of_another_model(two_ranks, tmp_path):
+    for sizes, names in two_ranks.run(of_another_model, tmp_path):
+        assert "does not fit; nothing was loaded" in sizes[0] and "model.weight" in sizes[0] and sizes[1], sizes
+        assert "does not fit; nothing was loaded" in names[0] and "model.0.weight" in names[0] and names[1], names
+
+
 def test_two_that_save_to_one_folder(tmp_path):
     """The second is told, takes nothing away from the first, and may save once that is done, or has died."""
     run, checkpoints = Run(0), Checkpoints(tmp_path)

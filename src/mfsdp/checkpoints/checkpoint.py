@@ -217,10 +217,10 @@ class Checkpoints:
             The step, or ``None`` if there is no checkpoint.
 
         Raises:
-            CheckpointError: files are missing, truncated or changed, or ask for more than data; names them. Nothing has
-                been loaded. Or they could not be read all the same: a part has been loaded, and the model refuses to
-                compute until it is loaded whole.
-            ValueError: there is no complete checkpoint of that step.
+            CheckpointError: files are missing, truncated or changed, or ask for more than data; names them. Or they are
+                of another model: names what is missing, or has other sizes. Nothing has been loaded. Or they could not
+                be read all the same: a part has been loaded, and the model refuses to compute until it is loaded whole.
+            ValueError: there is no complete checkpoint of that step, or it was saved without something of ``more``.
         """
         self._join()
         there = self.steps()
@@ -245,13 +245,23 @@ class Checkpoints:
                 f"mfsdp: the checkpoint of step {step} in {self.folder} is damaged: {'; '.join(faults)}. "
                 f"Nothing was loaded; the complete ones are of steps {there}, load(..., step=...) takes another."
             )
+        own = torch.load(path / f"rank{rank if rank < manifest['ranks'] else 0}.pt", weights_only=True)
+        for name in more:
+            if name not in own["more"]:
+                raise ValueError(f"Checkpoints: step {step} was saved without {name!r}; it has {sorted(own['more'])}")
         state = _state(model, optimizer)
+
+        def fit() -> None:
+            planner = Planner()
+            planner.set_up_planner(state, Reader(path).read_metadata(), is_coordinator=rank == 0)
+            planner.create_local_plan()
 
         def read() -> None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(state, storage_reader=Reader(path), planner=Planner())
 
+        together(f"load step {step}, which does not fit; nothing was loaded", fit)
         with half_loaded(model, f"loading step {step} of {self.folder}"):
             together(f"load step {step}, and has loaded a part of it", read)
             set_state_dict(
@@ -260,10 +270,7 @@ class Checkpoints:
                 model_state_dict=state["model"],
                 optim_state_dict=state.get("optimizer", {}),
             )
-        own = torch.load(path / f"rank{rank if rank < manifest['ranks'] else 0}.pt", weights_only=True)
         for name, thing in more.items():
-            if name not in own["more"]:
-                raise ValueError(f"Checkpoints: step {step} was saved without {name!r}; it has {sorted(own['more'])}")
             thing.load_state_dict(own["more"][name])
         if manifest["ranks"] == world:
             _set_random_state(own["random"])
