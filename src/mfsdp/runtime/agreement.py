@@ -16,7 +16,7 @@ one word of eight bytes, a hash of the collectives' texts with the paths of thei
 A bit of the word is not of what is run, but of how (Note [Borders]): whether this rank has to gather anew what was
 launched ahead of a program. It may differ where the host waits for answers anyway; elsewhere that is an error too.
 
-Another bit says whether optimizers have stepped an odd number of times on what the group shares. A rank that has left
+Five more are the number of steps that optimizers have taken on what the group shares, modulo 32. A rank that has left
 a step out (an exception that it swallowed) would train on with shards of another step than the others', in collectives
 that are all alike.
 
@@ -54,22 +54,26 @@ class Words:
     """The program, or the operation, for people."""
     lines: tuple[str, ...]
     """What ranks must have alike: each collective, with its unit's path and sizes."""
+    optional: bool = False
+    """Whether ranks that are about to do something else take part in it (Note [Standing in])."""
 
     def __post_init__(self) -> None:
         _known[self.digest] = self
 
     @cached_property
     def digest(self) -> int:
-        return int.from_bytes(hashlib.sha256("\n".join(self.lines).encode()).digest()[:8]) >> 3
+        """57 bits, the last of them says whether it is optional."""
+        hashed = int.from_bytes(hashlib.sha256("\n".join(self.lines).encode()).digest()[:8]) >> 7
+        return hashed & ~1 | self.optional
 
 
 ANEW = 1 << 62
 """The bit of a word that says: this rank gathers anew what was launched ahead."""
 
-ODD = 1 << 61
-"""The bit of a word that says: optimizers have stepped an odd number of times on this rank."""
+STEPS = 31 << 57
+"""The bits of a word that say how often optimizers have stepped on this rank."""
 
-HOW = ANEW | ODD
+HOW = ANEW | STEPS
 
 
 _known: dict[int, Words] = {}
@@ -77,9 +81,9 @@ _known: dict[int, Words] = {}
 
 
 @cache
-def operation(what: str) -> Words:
+def operation(what: str, optional: bool = False) -> Words:
     """The words for a single operation."""
-    return Words(what, (what,))
+    return Words(what, (what,), optional)
 
 
 class Answers(Protocol):
@@ -129,8 +133,8 @@ class Lost(RuntimeError):
     """Other ranks are not there any more."""
 
 
-class Optional(Protocol):
-    """What ranks may leave out (Note [Standing in])."""
+class Standing(Protocol):
+    """What takes part where another rank uses a unit (Note [Standing in])."""
 
     def choices(self) -> Iterable[tuple[Words, Callable[[Said], None]]]:
         """What a rank may say of it, and what takes part in that for one that says something else."""
@@ -181,8 +185,8 @@ class Said:
     answers: Answers
     anew: bool = False
     """Whether this rank gathers anew what was launched ahead; once it is checked, whether any does."""
-    odd: bool = False
-    """Whether optimizers had stepped an odd number of times."""
+    steps: int = 0
+    """The bits of its word that say how often optimizers had stepped."""
     checked: bool = False
 
     def check(self) -> None:
@@ -194,12 +198,12 @@ class Said:
         if self.checked:
             return
         self.checked = True
-        answers = self.company.meet(self) if self.company.optional else self.answers.wait()
+        answers = self.company.meet(self) if self.company.standing else self.answers.wait()
         mine, anew = self.words.digest, self.anew
         for other, theirs in zip(self.company.wire.ranks, answers, strict=True):
             if theirs & ~HOW != mine:
                 self.company.differ(self.words, other, theirs & ~HOW)
-            if bool(theirs & ODD) is not self.odd:
+            if theirs & STEPS != self.steps:
                 self.company.stepped_apart(other)
             if bool(theirs & ANEW) is not anew:
                 if not self.company.wire.prompt:
@@ -223,7 +227,7 @@ class Company:
     left: Left | None = None
     lost: str = ""
     """Why nothing can be run any more."""
-    optional: WeakSet[Optional] = field(default_factory=WeakSet)
+    standing: WeakSet[Standing] = field(default_factory=WeakSet)
     """What its ranks may leave out: then every announcement is waited for before anything is launched."""
     _open: deque[Said] = field(default_factory=deque)
     """Announcements that have not been compared."""
@@ -239,7 +243,7 @@ class Company:
         if self.lost:
             raise Apart(self.lost)
         self._look_back()
-        said = Said(self, words, *self._say(words, anew), anew, self.steps % 2 == 1)
+        said = Said(self, words, *self._say(words, anew), anew, self._stepped)
         self._open.append(said)
         if not self.wire.prompt and words.digest not in self.known:
             said.check()
@@ -247,7 +251,11 @@ class Company:
 
     def _say(self, words: Words, anew: bool) -> tuple[int, Answers]:
         self.count += 1
-        return self._tag(words), self.wire.exchange(words.digest | ANEW * anew | ODD * (self.steps % 2))
+        return self._tag(words), self.wire.exchange(words.digest | ANEW * anew | self._stepped)
+
+    @property
+    def _stepped(self) -> int:
+        return (self.steps << 57) & STEPS
 
     def meet(self, said: Said) -> list[int]:
         """Waits until all ranks are about to run what has been announced, and stands in for those that run before it
@@ -257,15 +265,18 @@ class Company:
         while True:
             answers = said.answers.wait()
             there = {theirs & ~HOW for theirs in answers}
-            if len(there) == 1:
+            optional = [word for word in there if word & 1]
+            if len(there) == 1 or not optional or len({theirs & STEPS for theirs in answers}) > 1:
                 return answers
-            known = [choice for each in self.optional for choice in each.choices() if choice[0].digest in there]
-            if not known:
+            first = min(optional)  # the same on all ranks
+            if first == said.words.digest:  # the others stand in
+                return [first | theirs & HOW for theirs in answers]
+            choices = (choice for each in self.standing for choice in each.choices())
+            known = next((choice for choice in choices if choice[0].digest == first), None)
+            if known is None:  # of a model that is not here
                 return answers
-            words, stand_in = min(known, key=lambda choice: choice[0].digest)  # the same on all ranks
-            if words == said.words:  # the others stand in
-                return [words.digest | theirs & HOW for theirs in answers]
-            stand_in(Said(self, words, self._tag(words), said.answers, checked=True))
+            words, stand_in = known
+            stand_in(Said(self, words, self._tag(words), said.answers, steps=said.steps, checked=True))
             said.tag, said.answers = self._say(said.words, said.anew)
 
     def _tag(self, words: Words) -> int:

@@ -50,8 +50,8 @@ def companies() -> list[Company]:
 def count_step(names: Iterable[str]) -> None:
     """Counts a step of an optimizer, once in each group that shares what it has stepped on (law 66)."""
     for name in set(names):
-        company = company_of(name)
-        if company is not None:
+        made, company = _companies.get(name, (None, None))
+        if made is not None and made() is not None and company is not None:  # they have communicated
             company.steps += 1
 
 

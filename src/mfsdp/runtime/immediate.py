@@ -129,10 +129,12 @@ def held_whole(s: Spec, sync: bool) -> bool:
     return not sync and (s.hold or s.world == 1) and s.held_numel > 0
 
 
-def reduce_nothing(source: torch.Tensor, spec: str) -> None:
-    """The same without gradients, for a unit that others have used, or that was used before (Note [Standing in])."""
+def reduce_nothing(source: torch.Tensor, spec: str, wanted: bool = True) -> None:
+    """The same without gradients, for a unit that others have used, or that was used before (Note [Standing in]).
+    ``wanted``: whether they accumulate.
+    """
     gradients = owner(source).gradients
-    with gradients.wanted_with_others():
+    with gradients.left_out(wanted):
         reduce_now(source, packed([], [], Spec.decode(spec), source.device), [], spec)
     gradients.finish()
 

@@ -90,11 +90,12 @@ def refresh_of(source: torch.Tensor) -> str:
     return f"gather of parameters that last of {_one(source)}"
 
 
-def reduction_of(source: torch.Tensor) -> str:
-    """What it says before it reduces gradients."""
+def reduction_of(source: torch.Tensor, wanted: bool | None = None) -> str:
+    """What it says before it reduces gradients. ``wanted``: whether they will be accumulated; ``None``: ask."""
     found = owner(source)
     kept = ", kept back under no_sync" if found.spec.held_numel and not found.gradients.sync else ""
-    return f"reduction of {_one(source)}{kept}"
+    wanted = not found.spec.loose or (found.gradients.wanted() if wanted is None else wanted)
+    return f"reduction of {_one(source)}{kept}{'' if wanted else ', in a backward for inputs alone'}"
 
 
 def _one(source: torch.Tensor) -> str:

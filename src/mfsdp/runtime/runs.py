@@ -89,7 +89,7 @@ class Run:
                 self.waits += 1
                 try:
                     said = company.announce(words, name == anew)
-                    if company.optional:
+                    if company.standing:
                         said.check()
                 except Apart as error:  # where the host does not wait for answers it hears of it here
                     company.lost_with(list(dict.fromkeys([company, *self.all()])), str(error))
@@ -112,7 +112,7 @@ class Run:
     def next(self, what: str, group: str, over: Iterable[str]) -> None:
         """Announces its next collective, over some groups, to another one, where each is announced by itself."""
         self.said = [said for said in self.said if said.company.name != group]
-        self.announce({group: operation(what)})
+        self.announce({group: operation(what, optional=True)})
         self.carry(group, over)
 
     def carry(self, group: str, over: Iterable[str]) -> None:
@@ -357,13 +357,13 @@ def in_program() -> bool:
 def announced(what: str, *over: str, meets: Sequence[str] = (), carried: Sequence[str] = ()) -> Iterator[None]:
     """Around collectives of no program: tells the ranks of groups what this one is about to do. Inside of something
     that has been announced it is part of that. ``meets``: other groups whose ranks may wait for this one later;
-    ``carried``: others that it communicates over, whose ranks are in the first that is told.
+    ``carried``: others that it communicates over, whose ranks are in the first that is told, and stand in for it.
     """
     if not over or any(group in current().tags for group in over):
         yield
         return
     run = Run(what, meets=meets)
-    run.announce(dict.fromkeys(over, operation(what)))
+    run.announce(dict.fromkeys(over, operation(what, optional=bool(carried))))
     run.carry(over[0], carried)
     _here.runs.append(run)
     try:

@@ -55,8 +55,8 @@ class Loose:
         self._members: weakref.WeakSet[Any] = weakref.WeakSet()
         self._used: set[str] = set()
         """Units that may not be left out and have had gradients of this rank in the backward that is running."""
-        self._ending = False
-        """Whether the end of the backward that is running will be announced."""
+        self._ending = -1
+        """Number of the backward whose end will be announced."""
 
     def __bool__(self) -> bool:
         return bool(self._members)
@@ -77,16 +77,12 @@ class Loose:
         buffer.left_out = buffer.left_out or LeftOut(buffer)
         company = company_of(self.group)
         if company is not None:
-            company.optional.add(buffer.left_out)
-
-    def wanted(self) -> bool:
-        """Whether the backward that is running is for parameters."""
-        return any(buffer.gradients.accumulates() for buffer in self._members)
+            company.standing.add(buffer.left_out)
 
     def begins(self) -> None:
         """What is outside of a backward begins: an earlier one may have died of an exception."""
         if engine.backward_number() < 0:
-            self._ending = False
+            self._ending = -1
             self._used.clear()
 
     def uses(self, buffer: Any) -> None:
@@ -95,10 +91,13 @@ class Loose:
             self._used.add(buffer.unit.fqn)
 
     def in_backward(self) -> None:
-        """A part of the model runs in a backward, if one runs; its end will be announced."""
-        if self and not self._ending and engine.backward_number() >= 0:
-            self._ending = True
-            engine.after_backward(self._end_backward)
+        """A part of the model runs in a backward, if one runs: the end of the outermost one will be announced."""
+        now = engine.backward_number()
+        if not self or now < 0 or now == self._ending or (self._ending >= 0 and engine.nested()):
+            return
+        self._ending = now
+        self._used.clear()
+        engine.after_backward(self._end_backward)
 
     def _end_backward(self) -> None:
         for buffer in sorted(self._members, key=lambda buffer: buffer.path):
@@ -106,7 +105,7 @@ class Loose:
                 immediate.reduce_nothing(buffer.weights.source, buffer.text)
         used, self._used = self._used, set()
         self.end("backward", f", with gradients of {', '.join(sorted(used)) or 'no unit that has to be used'}")
-        self._ending = False
+        self._ending = -1
 
     def end(self, phase: str, what: str = "") -> None:
         """Returns when all ranks have come to the end of a phase of the model; stands in until then.
@@ -137,9 +136,10 @@ class LeftOut:
         for what, does in (
             (gather_of(source), immediate.gather_now),
             (refresh_of(source), _refresh),
-            (reduction_of(source), immediate.reduce_nothing),
+            (reduction_of(source, wanted=True), immediate.reduce_nothing),
+            (reduction_of(source, wanted=False), partial(immediate.reduce_nothing, wanted=False)),
         ):
-            yield operation(what), partial(self._stand_in, does)
+            yield operation(what, optional=True), partial(self._stand_in, does)
 
     def _stand_in(self, does: Callable[[torch.Tensor, str], object], said: Said) -> None:
         buffer: Any = self._buffer()

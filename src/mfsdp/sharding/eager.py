@@ -176,7 +176,7 @@ class Scope:
         for unit in [self.unit, *(_here.visited if len(_here.stack) == 1 else ())]:
             check(unit, self.place)
         loose = self.unit.outermost.loose
-        if loose and loose.scopes == 1 and not torch.is_grad_enabled():
+        if loose and loose.scopes == 1 and self.unit.fqn == "(root)" and not torch.is_grad_enabled():
             loose.end("forward")
 
     @torch.compiler.disable

@@ -84,8 +84,8 @@ class Gradients:
         """Which backward that was."""
         self._finishes = -1
         """The last backward whose end was asked for."""
-        self._with_others = False
-        """Whether they are wanted although the backward that is running does not bring any."""
+        self._left_out: bool | None = None
+        """Whether they are wanted, while another rank brings some and this one none."""
         self._looked: torch.Tensor | None = None
         """The accumulator in a narrower ``precision.main``, while somebody looks at ``.grad``."""
         self._touched = _Touched()
@@ -114,25 +114,19 @@ class Gradients:
 
     def wanted(self) -> bool:
         """Whether the backward that is running is one for parameters (not ``torch.autograd.grad``)."""
-        return self._with_others or self.accumulates()
-
-    def accumulates(self) -> bool:
-        """The same, of the unit's own place in the graph."""
-        return engine.accumulates(self._node)
+        return engine.accumulates(self._node) if self._left_out is None else self._left_out
 
     @contextmanager
-    def wanted_with_others(self) -> Iterator[None]:
-        """Inside of the ``with`` they are wanted if those of any other buffer of the model are: this one's unit has
-        been left out.
-        """
-        self._with_others = self._of.unit.outermost.loose.wanted()
+    def left_out(self, wanted: bool) -> Iterator[None]:
+        """Inside of the ``with`` they are wanted or not as on ranks that have used the unit."""
+        self._left_out = wanted
         try:
             yield
         finally:
-            self._with_others = False
+            self._left_out = None
 
     def _used(self) -> None:
-        if not self._with_others:
+        if self._left_out is None:
             self._of.unit.outermost.loose.uses(self._of)
 
     @property
@@ -350,6 +344,11 @@ class Gradients:
             return  # nothing runs
         self._of.unit.outermost.loose.in_backward()
         if source.grad is not None:
+            if self._of.spec.loose:
+                raise NotImplementedError(
+                    f"mfsdp: {self._of.path} may be unused, or another unit of its model, and was compiled by another "
+                    'backend. Call torch.compile(model, backend="mfsdp") instead'
+                )
             groups = self._of.spec.meets if self._of.spec.replica or self._of.spec.outer > 1 else ()
             with runs.announced(f"reduction of {self._of.path}", *groups):
                 rest = immediate.reduce_rest(source.grad, self._of.text)
