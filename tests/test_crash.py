@@ -76,7 +76,7 @@ def test_killed_at_every_file_operation_and_in_the_middle_of_files(tmp_path, way
         from pathlib import Path
         from tests.crashes import WAYS, injected
         torch.set_num_threads(1)
-        print(json.dumps(injected(WAYS[sys.argv[1]](Path(sys.argv[2]) / "run"), 50)))
+        print(json.dumps(injected(WAYS[sys.argv[1]](Path(sys.argv[2]) / "run"), 60)))
     """
     command = [sys.executable, "-c", code, way, str(tmp_path)]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
