@@ -269,3 +269,37 @@ def branches(lowering: str) -> float:
 def test_branches_that_are_traced(two_ranks, lowering):
     """Parameters that any branch reads are gathered in front of it, on all ranks: without may_be_unused."""
     assert max(two_ranks.run(branches, lowering, timeout=100)) < 1e-5
+
+
+def dropped(lowering: str) -> float:
+    """transformers' OPT drops other layers on each rank, as its layerdrop says."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=4, ffn_dim=64, num_attention_heads=4, dropout=0.0,
+        max_position_embeddings=64, word_embed_proj_dim=32, layerdrop=0.5, attn_implementation="eager",
+    )  # fmt: skip
+    reference = OPTForCausalLM(config).train()
+    layer = type(reference.model.decoder.layers[0])
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=[layer], may_be_unused=[layer])
+    run = model if lowering == "none" else torch.compile(model, backend="mfsdp", options={"lowering": lowering})
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference)]
+    for step in range(4):
+        for called in (run, reference):
+            torch.manual_seed(10 * step + dist.get_rank())
+            ids = torch.randint(64, (2, 12))
+            called(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        expected(reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(error(whole(p.detach()), q.detach()) for p, q in pairs)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_layers_that_transformers_drops(two_ranks):
+    assert two_ranks.run(dropped, "eager") == [0.0, 0.0]
