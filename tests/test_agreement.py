@@ -181,10 +181,13 @@ def alone(what: str) -> str:
     something = {
         "evaluation": evaluate,
         "full_tensor": lambda: model.layers[2].weight.full_tensor(),
+        "gradient": lambda: model.layers[2].weight.grad.full_tensor(),
         "norm": lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         "summon": lambda: mfsdp.summon_full_params(model).__enter__(),
     }[what]
     train = lambda: run(torch.ones(2, 4)).sum().backward()  # noqa: E731
+    if what == "gradient":
+        train = lambda: model.layers[2].weight.full_tensor()  # noqa: E731
     return said(something if dist.get_rank() == 0 else train)
 
 
@@ -199,6 +202,14 @@ def alone(what: str) -> str:
 def test_what_one_rank_does_alone(two_ranks, what, words):
     for rank, text in enumerate(two_ranks.run(alone, what)):
         assert f"rank 0 {words}" in text and "rank 1 Layers forward" in text, (rank, text)
+
+
+@pytest.mark.dist
+def test_a_gradient_does_not_meet_its_parameter(two_ranks):
+    for text in two_ranks.run(alone, "gradient"):
+        assert "rank 0 full_tensor of a tensor like weight[4, 4]" in text and "full_tensor of weight[4, 4]" in text, (
+            text
+        )
 
 
 def everywhere(kind: str, strategy: int) -> float:

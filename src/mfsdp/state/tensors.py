@@ -179,7 +179,8 @@ class ShardedDTensor(DTensor):
         if mine.numel() < length:
             gathered = mine.new_zeros(length)
             gathered[: mine.numel()] = mine.reshape(-1)
-        with s.announced(f"full_tensor of {layout.slots[s.slot].name}{list(s.shape)}"):
+        what = "" if isinstance(self, torch.nn.Parameter) else "a tensor like "  # no gradient meets its parameter
+        with s.announced(f"full_tensor of {what}{layout.slots[s.slot].name}{list(s.shape)}"):
             for group in s.groups:
                 gathered = immediate.gathered(gathered, group)
         if all((p.param_offset, p.numel) == (rank * length, length) for rank, p in enumerate(parts)):
