@@ -344,7 +344,7 @@ def _fault(r: random.Random, case: Case) -> None:
     if where:
         fault["where"] = where
     if where in ("forward", "backward"):
-        fault["behind"] = r.choice(["first", *(b["name"] for b in case["blocks"])])
+        fault["behind"] = r.choice(["first", *(b["name"] for b in case["blocks"] if not b.get("idle"))])
     if what == "no_sync":
         case.pop("sync", None)
     if what == "nan":
