@@ -102,9 +102,7 @@ def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], sp
     """Reduces and accumulates gradients at once, packed ones; ``offsets`` say which parameters have one."""
     s = Spec.decode(spec)
     buffer = owner(source)
-    total = gfull
-    if s.ahead != 1:
-        total.mul_(s.ahead)
+    total = gfull if s.ahead == 1 else gfull.mul_(s.ahead)
     over, carried = s.meets, s.meets[:0]
     if s.loose:  # as programs do (Note [Standing in])
         loose = buffer.unit.outermost.loose

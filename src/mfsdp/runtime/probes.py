@@ -81,14 +81,8 @@ class Looking:
     """A run whose probes look."""
 
     def __init__(self, model: str, health: Health, phase: str, step: int, finite: int, compares: int):
-        self.model, self.health, self.phase, self.step, self.finite, self.compares = (
-            model,
-            health,
-            phase,
-            step,
-            finite,
-            compares,
-        )
+        self.model, self.health, self.phase, self.step = model, health, phase, step
+        self.finite, self.compares = finite, compares
         self.found: dict[torch.dtype, list[tuple[Place, torch.Tensor]]] = {}
         """Largest magnitudes."""
         self.sums: dict[str, list[tuple[str, torch.Tensor]]] = {}

@@ -59,7 +59,7 @@ class Loose:
         """Number of the backward whose end will be announced."""
 
     def __bool__(self) -> bool:
-        return bool(self._members)
+        return bool(self.group)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Loose:
         twin = Loose()

@@ -112,7 +112,7 @@ def _subclass(base: Any) -> Any:
             steps = Steps(self, base, self._mfsdp_decoupled) if self._mfsdp_compile else None
             runs = self._mfsdp_runs = _Runs(base, self._mfsdp_decoupled, steps, self._mfsdp_ahead)
         runs.step(self)
-        count(self)
+        count(runs.members)
         return loss
 
     def __getstate__(self: Any) -> dict[str, Any]:

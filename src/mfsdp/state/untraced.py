@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -76,14 +76,15 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _tells_weights(optimizer: Any, args: Any, kwargs: Any) -> None:
-    for buffer in _buffers(optimizer):
+    buffers = _buffers(optimizer)
+    for buffer in buffers:
         buffer.weights.note_write()
-    count(optimizer)
+    count(buffers)
 
 
-def count(optimizer: Any) -> None:
-    """Counts a step in every group that shares what it has stepped on (law 66)."""
-    shared = [(*buffer.spec.meets, buffer.unit.outermost.loose.group) for buffer in _buffers(optimizer)]
+def count(buffers: Iterable[Any]) -> None:
+    """Counts a step of an optimizer in every group that shares buffers whose parameters it has (law 66)."""
+    shared = ((*buffer.spec.meets, buffer.unit.outermost.loose.group) for buffer in buffers)
     count_step(name for names in shared for name in names if name)
 
 
