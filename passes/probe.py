@@ -56,6 +56,10 @@ def probe(p: Program, *, finite: bool = False, replicas: bool = False) -> None:
     if not (finite or replicas):
         p.note("off")
         return
+    if replicas and any(unit.spec.loose for unit in p.units):
+        p.note("replicas are not compared: units may be unused, and ranks may run other programs")
+        if not finite:
+            return
     sources = {role(n).unit: n for n in p.find(Kind.SHARD)}  # type: ignore[union-attr]
     if p.phase != "backward":
         start = p.start()
