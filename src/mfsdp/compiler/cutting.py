@@ -29,6 +29,7 @@ import torch._functorch.config as functorch_config
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..costs.fusion import flops
@@ -104,7 +105,7 @@ class Joint:
     @contextmanager
     def settings(self) -> Iterator[None]:
         """What was set when the graph was traced."""
-        with tracing(self.context), functorch_config.patch(**self.config):
+        with tracing(self.context), functorch_config.patch(**self.config), _use_lazy_graph_module(True):
             yield
 
 
@@ -136,7 +137,7 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
-    twin = fx.GraphModule(gm, graph)
+    twin = _LazyGraphModule(gm, graph)  # no code is written until it is called
     twin.meta = dict(gm.meta)
     return twin
 

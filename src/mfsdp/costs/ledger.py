@@ -50,6 +50,10 @@ class Ledger:
     """By phase and name of a line: bytes of everything while it runs."""
     after: dict[str, dict[str, int]]
     """The same, behind it."""
+    lasting: int = 0
+    """Bytes that are there throughout, static buffers included."""
+    stepping: int = 0
+    """Bytes of everything at most while the optimizer steps."""
 
     def __str__(self) -> str:
         rows = [f"{e.name:<34}{size(e.nbytes):>9}   {e.what}" for e in self.entries]
@@ -107,7 +111,8 @@ def ledger(
     after: dict[str, dict[str, int]] = {}
     temporaries = trained if states > 1 else 0  # Adam's square roots; simpler ones work in place
     early = sum(nbytes(n.meta["val"]) for n in _early(programs)) if optimizer != "none" else 0
-    peak, where = lasting + (0 if optimizer == "none" else gradients - staying + temporaries + early), None
+    stepping = lasting + (0 if optimizer == "none" else gradients - staying + temporaries + early)
+    peak, where = stepping, None
     for p in programs:
         pooled = sum(p.slots.values())
         live[p.phase], after[p.phase] = {}, {}
@@ -144,7 +149,7 @@ def ledger(
         ]
         phase, line = program.phase, node.name
     padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states)
-    return Ledger(tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after)
+    return Ledger(tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after, lasting, stepping)
 
 
 def _early(programs: Sequence[Program]) -> list[Node]:

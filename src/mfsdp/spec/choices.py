@@ -33,6 +33,15 @@ class Choice:
     offloaded: tuple[int, int] = (1, 0)
     """Of every so many among the first so many, what forward saves goes to the host; those are not recomputed."""
 
+    def __str__(self) -> str:
+        """In words; ``""`` if nothing is chosen."""
+        n, (every, first) = len(self.layers), self.offloaded
+        parts = [f"last {self.gathered} gathered"] if self.gathered else []
+        parts += [f"every {every} of the first {first} offloaded" if every > 1 else f"first {first} offloaded"] if first else []
+        parts += [f"first {self.recomputed} recomputed"] if self.recomputed else []
+        parts += [f"saving {' '.join(self.saved)}"] if self.recomputed and self.saved else []
+        return f"{n} x {self.name}: {', '.join(parts)}" if parts else ""
+
     def gathers(self, number: int) -> bool:
         """Whether the layer of that number stays gathered."""
         return number >= len(self.layers) - self.gathered
