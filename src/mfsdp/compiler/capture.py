@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,8 +68,14 @@ class Capture:
         """Indices of inputs that are no parameters -> whether they come with a call, or are buffers of modules."""
         self.plain: dict[int, tuple[Unit, int]] = {}
         """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
-        self.treated: dict[str, cutting.Treatment] = {}
+        self.plan = root.plan if root else None
+        """What the model is to follow."""
+        self.treated = cutting.treatments(self.plan.choices, False) if self.plan is not None else {}
         """What becomes of layers where the joint graph is cut, by path (Note [Cuts])."""
+        self.decide: Callable[[Capture], None] | None = None
+        """Chooses that, where the joint graph is there."""
+        self.options: dict[str, int] = {}
+        """Of the backend, as far as that has been chosen with it."""
         self.keeps = False
         """Whether the joint graph is to be kept, in ``joint``, to be cut again."""
         self.joint: cutting.Joint | None = None
@@ -163,8 +169,13 @@ class Capture:
         self.label(joint)
         return_copies(joint, kwargs["num_fwd_outputs"])
         cutting.name_layers(joint)
-        if self.keeps:
+        if self.keeps or self.decide is not None:
             self.joint = cutting.Joint(joint, inputs, kwargs)
+        if self.decide is not None:
+            self.cut = True  # what it raises is not about how layers are captured
+            self.decide(self)
+            if not self.keeps:
+                self.joint = None
         return self.divide(joint, inputs, kwargs)
 
     def divide(

@@ -14,17 +14,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from torch import fx
+
 from .. import pipeline
-from ..costs import clock, fusion
+from ..costs import clock
+from ..costs.estimate import optimizer_seconds
 from ..costs.folding import Folded, folded, runs
-from ..costs.ledger import Ledger
+from ..costs.ledger import Ledger, ledger
 from ..graph import ops
 from ..graph.cost import nbytes
 from ..graph.program import Program
-from ..graph.roles import Kind
 from ..spec.choices import Choice, Choices
 from ..spec.config import Options
 from ..spec.hardware import Hardware
+from ..state.buffer import FlatBuffer
 from . import cutting
 from .capture import Capture
 from .cutting import Treatment
@@ -38,7 +41,7 @@ WAYS = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 2))
 WORTH = 0.0025
 """What gathering earlier, or keeping gathered, has to be worth to be looked at: a part of the step."""
 
-WIDTH, ENOUGH = 4, 0.03
+WIDTH, ENOUGH = 6, 0.1
 """How many settings the third search keeps, and how much slower than the best they may be: a part of the step."""
 
 
@@ -94,6 +97,34 @@ class Planner:
     short: dict[Any, tuple[Folded, ...]] = field(default_factory=dict, repr=False)
     laid: dict[Any, tuple[_Laid, ...]] = field(default_factory=dict, repr=False)
 
+    @staticmethod
+    def of(
+        capture: Capture,
+        buffers: Sequence[FlatBuffer],
+        options: Options,
+        machine: Hardware,
+        *,
+        inputs: int = 0,
+        other: int = 0,
+        plain: int = 0,
+        optimizer: str = "adamw",
+        rounds: int = 1,
+        allow: Collection[str] = ALLOWED,
+        profile: Any = None,
+    ) -> Planner:
+        """For a capture that has kept its joint graph: what is there throughout a step follows from the programs as
+        they are without a plan. Arguments as for :func:`mfsdp.costs.ledger.ledger`.
+        """
+        found = Planner(capture, options, machine, _NOTHING, 0.0, rounds, allow, profile)
+        programs = found._programs({}, ())
+        for program in programs:
+            pipeline.run(program, passes=pipeline.chosen(options, machine.cuda), checked=False, listings=False)
+        found.account = ledger(
+            programs, buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer, fused=found.fused
+        )
+        found.optimizer = optimizer_seconds(buffers, plain, optimizer, machine)
+        return found
+
     @property
     def joint(self) -> cutting.Joint:
         assert self.capture.joint is not None, "nothing was kept to be cut again"
@@ -131,8 +162,12 @@ class Planner:
         if "recompute" in self.allow:
             choices = tuple(replace(c, recomputed=len(c.layers)) for c in choices)
         depth, lag = (0, 0) if "prefetch" in self.allow else (self.plain.prefetch, self.plain.reduce_lag)
-        found = [Setting(choices, depth, lag)]
-        return min(found, key=lambda s: (self.score(s).peak, self.score(s).seconds))
+        found = Setting(choices, depth, lag)
+        for i, choice in enumerate(choices):
+            levels = self.trails[choice.name, choice.layers] if choice.recomputed else [()]
+            tried = [self._with(found, i, replace(choice, saved=saved)) for saved in levels]
+            found = min(tried, key=lambda s: (self.score(s).peak, self.score(s).seconds))
+        return found
 
     @cached_property
     def top(self) -> Setting:
@@ -179,18 +214,18 @@ class Planner:
 
     def _near(self, c: Choice) -> Iterator[Choice]:
         n = len(c.layers)
-        sizes = [s for s in (1, 2, 4, 8, 16, 32, 64) if s <= max(1, n // 2)]
-        for size in (*sizes, *(-s for s in sizes)):
+        sizes = [s for s in (1, 2, 4, 8, 16, 32, 64) if s <= max(1, n // 2)] + [n]
+        for more in (*sizes, *(-s for s in sizes)):
             if "recompute" in self.allow:
-                yield from self._settled(replace(c, recomputed=min(n, max(0, c.recomputed + size))))
+                yield from self._settled(replace(c, recomputed=min(n, max(0, c.recomputed + more))))
             if self.gathering:
-                yield from self._settled(replace(c, gathered=min(n, max(0, c.gathered + size))))
+                yield from self._settled(replace(c, gathered=min(n, max(0, c.gathered + more))))
         levels = self.trails[c.name, c.layers] if "recompute" in self.allow and c.recomputed else ()
         yield from (replace(c, saved=saved) for saved in levels if saved != c.saved)
 
     def _settled(self, c: Choice) -> Iterator[Choice]:
-        """Of many layers only counts of which every run of equal ones can be folded, whatever the depth: what few layers
-        in between cost is found out at the end (`_polished`).
+        """Of many layers only counts of which every run of equal ones can be folded: what few layers in between cost is
+        found out at the end (`_polished`).
         """
         n, least = len(c.layers), 2 * self.border(1, 1) + 1
         if n < 3 * least or not self.calls.issuperset(c.layers):
@@ -214,17 +249,17 @@ class Planner:
         out = {}
         for choice in self.kinds:
             bare = Treatment(again=True)
-            seconds, size = self._body(choice, bare)
+            seconds, taken = self._body(choice, bare)
             priced = []
             for name in self._operators(choice):
                 less, more = self._body(choice, replace(bare, saved=(name,)))
                 if less < seconds * (1 - 1e-6):
-                    priced.append(((seconds - less) / max(1, more - size), name))
+                    priced.append(((seconds - less) / max(1, more - taken), name))
             names = [name for _, name in sorted(priced, reverse=True)]
             levels = [tuple(names[:i]) for i in range(len(names) + 1)]
             costs = [self._body(choice, replace(bare, saved=level)) for level in levels]
             costs.append(self._body(choice, Treatment()))
-            hull = _hull([(size, seconds) for seconds, size in costs])
+            hull = _hull([(taken, seconds) for seconds, taken in costs])
             out[choice.name, choice.layers] = [level for i, level in enumerate(levels) if i in hull or i == 0]
         return out
 
@@ -243,15 +278,15 @@ class Planner:
         """
         pair = next((p for p in cutting.pairs(self.joint.graph) if p.path == choice.layers[0]), None)
         if pair is None:
-            forward, backward = self._programs({p: treatment for p in choice.layers}, ())
-            kept = forward.results()[forward.returned or 0 :]
-            return self._seconds(backward), sum(nbytes(n.meta["val"]) for n in dict.fromkeys(kept) if hasattr(n, "meta"))
+            forward, backward = self._programs(dict.fromkeys(choice.layers, treatment), ())
+            kept = [n for n in forward.results()[forward.returned or 0 :] if isinstance(n, fx.Node)]
+            return self._seconds(backward), sum(nbytes(n.meta["val"]) for n in dict.fromkeys(kept))
         with self.joint.settings():
             forward_gm, backward_gm = cutting.cut(pair.body, treatment)
         results: Any = forward_gm.graph.output_node().args[0]
         kept = results[pair.body.options["num_fwd_outputs"] :]
-        size = sum(nbytes(n.meta["val"]) for n in dict.fromkeys(kept) if n.op != "placeholder")
-        return self._seconds(Program(backward_gm, "backward", [])), size
+        taken = sum(nbytes(n.meta["val"]) for n in dict.fromkeys(kept) if n.op != "placeholder")
+        return self._seconds(Program(backward_gm, "backward", [])), taken
 
     def _seconds(self, program: Program) -> float:
         """Of products and attention, which recomputing costs."""
@@ -277,14 +312,24 @@ class Planner:
                 part = part.repeated(first, before if part.backward else behind, times)
             parts.append(part)
         played = [part.play() for part in parts]
-        slots: dict[str, int] = {}
-        for part in parts:
-            for name, size in part.slots.items():
-                slots[name] = max(size, slots.get(name, 0))
-        changed = sum(slots.values()) - self.slots
+        changed = self._slots(parts) - self.slots
         lasting, stepping = self.account.lasting + changed, self.account.stepping + changed
         peak = max(stepping, *(lasting + top for _, top in played))
         return Score(self.rounds * sum(seconds for seconds, _ in played) + self.optimizer, peak)
+
+    @staticmethod
+    def _slots(parts: Sequence[Folded]) -> int:
+        """Bytes of static buffers that serve all of them."""
+        largest: dict[str, int] = {}
+        for part in parts:
+            for name, taken in part.slots.items():
+                largest[name] = max(taken, largest.get(name, 0))
+        return sum(largest.values())
+
+    def changed(self, setting: Setting) -> int:
+        """Bytes of static buffers that a setting takes more than the account has."""
+        treated, _ = self._shortened(setting)
+        return self._slots(self._folded(treated, setting)) - self.slots
 
     @cached_property
     def slots(self) -> int:
@@ -314,9 +359,7 @@ class Planner:
         return kept, repeats
 
     def _folded(self, treated: dict[str, Treatment], setting: Setting) -> tuple[Folded, ...]:
-        return tuple(
-            laid.launched(setting.prefetch, self.machine, self.fused) for laid in self._laid(treated, setting)
-        )
+        return tuple(laid.launched(setting.prefetch, self.machine, self.fused) for laid in self._laid(treated, setting))
 
     def _laid(self, treated: dict[str, Treatment], setting: Setting) -> tuple[_Laid, ...]:
         """Programs of layers that are treated so, ready for gathers to be launched so far ahead or so far."""
@@ -362,15 +405,15 @@ class Planner:
                 further = [
                     n
                     for n in range(here + step, len(choice.layers) * (step > 0) + step, step)
-                    if list(self._settled(replace(choice, **{name: n})))
+                    if list(self._settled(_counted(choice, name, n)))
                 ]
                 if allowed not in self.allow or not further or abs(further[0] - here) < 2:
                     continue
-                beyond = self.score(self._with(setting, i, replace(choice, **{name: further[0]})))
+                beyond = self.score(self._with(setting, i, _counted(choice, name, further[0])))
                 share = (budget - now.peak) / max(1, beyond.peak - now.peak)
                 guess = min(abs(further[0] - here) - 1, int(share * abs(further[0] - here)) + 1)
                 while guess > 0:
-                    other = self._with(setting, i, replace(choice, **{name: here + step * guess}))
+                    other = self._with(setting, i, _counted(choice, name, here + step * guess))
                     score = self.score(other)
                     if score.peak <= budget and score.seconds < now.seconds:
                         setting = other
@@ -406,6 +449,10 @@ class Planner:
                 best = front[0]
             front = [s for s in front if self.score(s).seconds < self.score(best).seconds * (1 + ENOUGH)]
         return best
+
+
+def _counted(choice: Choice, name: str, count: int) -> Choice:
+    return replace(choice, gathered=count) if name == "gathered" else replace(choice, recomputed=count)
 
 
 def _hull(points: Sequence[tuple[float, float]]) -> set[int]:
@@ -475,9 +522,4 @@ class _Bare(Program):
         return [n for n in self.graph.nodes if n.target not in (ops.param, ops.param_grad)]
 
 
-def operators(choices: Sequence[Choice]) -> list[str]:
-    """What recomputed layers save all the same, for people."""
-    return [f"{c.name}: {', '.join(c.saved)}" for c in choices if c.saved]
-
-
-_ = (Kind, fusion)
+_NOTHING = Ledger((), 0, "optimizer", "", 0, {}, {})

@@ -84,7 +84,7 @@ def estimate(
         now += view.seconds
         step += view.runs * view.seconds
         compute += view.runs * sum(t.seconds for t in part.times.values())
-    seconds = getattr(profile, "optimizer", 0.0) or _optimizer_seconds(buffers, plain, optimizer, machine)
+    seconds = getattr(profile, "optimizer", 0.0) or optimizer_seconds(buffers, plain, optimizer, machine)
     ids = next((t for t in inputs if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), None)
     facts = Facts(
         name=programs[0].name,
@@ -178,7 +178,7 @@ HONESTY = (
 )
 
 
-def _optimizer_seconds(buffers: Sequence[FlatBuffer], plain: int, optimizer: str, machine: Hardware) -> float:
+def optimizer_seconds(buffers: Sequence[FlatBuffer], plain: int, optimizer: str, machine: Hardware) -> float:
     """Bytes: weights and state read and written, gradients read."""
     if optimizer == "none":
         return 0.0

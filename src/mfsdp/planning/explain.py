@@ -286,7 +286,8 @@ def _values(q: _Question, varied: Sequence[str]) -> dict[str, str]:
     return out
 
 
-def _buffers(model: nn.Module | None) -> list[FlatBuffer]:
+def buffers_of(model: nn.Module | None) -> list[FlatBuffer]:
+    """Every flat buffer of a model."""
     modules = [] if model is None else list(model.modules())
     units = dict.fromkeys(m._mfsdp_unit for m in modules if isinstance(m, FSDPModule))
     return [b for unit in units for b in unit.buffers]
@@ -298,7 +299,7 @@ def _beside(model: nn.Module | None) -> dict[str, int]:
     return sizes_along([ref.piece.mesh for m in modules for ref in refs(m).values() if ref.piece is not None], TENSOR)
 
 
-def _unsharded(model: nn.Module | None) -> tuple[int, int]:
+def unsharded(model: nn.Module | None) -> tuple[int, int]:
     """Bytes of buffers and of ignored parameters, and of those among them that train."""
     if model is None:
         return 0, 0
@@ -328,8 +329,8 @@ def _report(
         known: of other combinations, of which some differ in what passes do not ask for.
     """
     o = q.options
-    other, plain = _unsharded(traced.model)
-    buffers = _buffers(traced.model)
+    other, plain = unsharded(traced.model)
+    buffers = buffers_of(traced.model)
     batch = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
     decide = None
     if o.prefetch == "auto":
