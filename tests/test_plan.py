@@ -23,6 +23,7 @@ from mfsdp.costs.folding import folded, runs
 from mfsdp.costs.simulate import simulate
 from mfsdp.graph.cost import lines, peak
 from mfsdp.planning.explain import buffers_of, machine_of
+from mfsdp.reports.page import render as page_of
 from mfsdp.spec.choices import Choice
 from mfsdp.spec.config import Options
 from mfsdp.spec.plans import nbytes_of
@@ -141,10 +142,12 @@ def test_what_is_planned_is_what_is_explained(planned, tmp_path: Path):
     model, ids = gpt(3)
     assert planned.floor < planned.peak <= planned.memory < planned.top
     told = mfsdp.explain(
-        model, (ids,), world=8, units=[Block], hardware=SLOW, plan=planned,
-        options={**planned.options, "lowering": "eager"},
-    )  # fmt: skip
+        model, (ids,), world=8, units=[Block], hardware=SLOW, plan=planned, options={"lowering": "eager"}
+    )
     assert f"{told.step:.12f}" == f"{planned.step:.12f}" and told.peak == planned.peak
+    assert str(planned) in told.summary()
+    page = page_of(told)
+    assert 'data-tab="plan"' in page and "recomputed" in page
     planned.save(tmp_path / "plan.json")
     assert mfsdp.Plan.load(tmp_path / "plan.json") == planned
     assert "chosen" in str(planned) and "ms/GiB" in str(planned)

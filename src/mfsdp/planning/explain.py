@@ -22,7 +22,7 @@ from ..costs.measure import measure
 from ..graph.program import Program
 from ..reports.report import Comparison, Report
 from ..sharding.module import FSDPModule
-from ..spec.config import Options
+from ..spec.config import PLANNED, Options
 from ..spec.hardware import Hardware
 from ..spec.hardware import hardware as find_hardware
 from ..state.buffer import FlatBuffer, refs
@@ -128,6 +128,9 @@ def explain(
                 model, args, kwargs, world=q.world, mesh_shape=q.mesh_shape, lowering=q.options.lowering,
                 together=q.schedule.together, **q.sharding,
             )  # fmt: skip
+        capture = traces[q.traced].capture
+        if capture is not None and capture.plan is not None and not set(PLANNED) & set(options or {}):
+            q = replace(q, options=q.options.following(capture.plan.options))
         reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), optimizer, profile, known=known))
     if varied:
         return Comparison(varied, [_values(q, varied) for q in questions], reports)
@@ -351,4 +354,5 @@ def _report(
         machine=q.hardware, options=o, other=other, plain=plain, optimizer=optimizer, profile=profile,
         mesh_shape=q.mesh_shape, axes=_beside(traced.model), schedule=q.schedule,
     )  # fmt: skip
+    facts.plan = traced.capture.plan if traced.capture is not None else None
     return Report(**{f.name: getattr(facts, f.name) for f in fields(Facts)})
