@@ -15,6 +15,7 @@
 
     bucket   products write straight into gradient buffers        physical: where values lie
     probe    in some steps somebody looks at values
+    host     saved activations go to host memory and come back
     pool     buffers get static slots                             and what carries them
     stream   lanes get process groups
 
@@ -29,6 +30,7 @@ from .collective import collective
 from .defer import defer
 from .fill import fill
 from .gather import gather
+from .host import host
 from .interleave import interleave
 from .pool import pool
 from .prefetch import prefetch
@@ -44,6 +46,7 @@ __all__ = [
     "defer",
     "fill",
     "gather",
+    "host",
     "interleave",
     "pool",
     "prefetch",

@@ -13,7 +13,7 @@ from mfsdp import MixedPrecisionPolicy, pipeline
 from mfsdp.graph import ops
 from mfsdp.graph.check import LAWS, LawError, check
 from mfsdp.graph.program import Program
-from mfsdp.graph.roles import Kind, Role
+from mfsdp.graph.roles import Kind, Lane, Role
 from tests.fp8 import Coded
 from tests.toys import toy2
 
@@ -227,6 +227,89 @@ def input_not_kept_alive(p: Program) -> None:
 def input_overwritten_in_flight(p: Program) -> None:
     gfull = one(p, ops.bucket)
     p.insert(torch.ops.aten.zero_.default, (gfull,), one(p, ops.reduce_scatter).next, Role(Kind.GFULL, "u1"))
+
+
+AWAY = {"away": ("layers.1",)}
+"""What forward saves of the first ReLU goes to the host."""
+
+
+@mutation(11, "forward", **AWAY)
+def value_gone_before_it_has_been_copied(p: Program) -> None:
+    wait = next(n for n in p.nodes if n.target is ops.wait and role_of(n).lane is Lane.HOST)
+    wait.args = (wait.args[0], [])
+
+
+@mutation(11, "forward", **AWAY)
+def value_overwritten_while_it_is_copied(p: Program) -> None:
+    copy = one(p, ops.offload)
+    p.insert(torch.ops.aten.zero_.default, (copy.args[0],), copy.next, Role(Kind.GFULL, "u1"))
+
+
+@mutation(11, "forward", **AWAY)
+def copy_to_the_host_not_awaited(p: Program) -> None:
+    p.erase(next(n for n in p.nodes if n.target is ops.wait and role_of(n).lane is Lane.HOST))
+
+
+@mutation(11, **AWAY)
+def read_before_it_is_back(p: Program) -> None:
+    wait = next(n for n in p.nodes if n.target is ops.wait and role_of(n).lane is Lane.HOST)
+    p.move([wait], p.output)
+
+
+@mutation(53, "forward", **AWAY)
+def to_the_host_twice(p: Program) -> None:
+    copy = one(p, ops.offload)
+    again = p.insert(ops.offload, copy.args, copy.next, role_of(copy))
+    p.insert(ops.wait, (again, [copy.args[0]]), p.output, Role(Kind.WAIT, "host", Lane.HOST))
+    p.set_results([*p.results(), again])
+
+
+@mutation(53, "forward", **AWAY)
+def on_the_host_and_on_the_device(p: Program) -> None:
+    value = one(p, ops.offload).args[0]
+    with p.graph.inserting_after(value):
+        part = p.graph.call_function(torch.ops.aten.t.default, (value,))
+    part.meta["val"] = value.meta["val"].t()
+    p.set_results([*p.results(), part])
+
+
+@mutation(53, "forward", **AWAY)
+def a_part_of_a_storage_to_the_host(p: Program) -> None:
+    copy = one(p, ops.offload)
+    with p.graph.inserting_before(copy):
+        part = p.graph.call_function(torch.ops.aten.select.int, (copy.args[0], 0, 0))
+    part.meta["val"] = copy.args[0].meta["val"][0]  # type: ignore[union-attr]
+    wait = next(u for u in copy.users if u.target is ops.wait)
+    p.rewrite(copy, ops.offload, (part,))
+    wait.args = (copy, [part])
+
+
+@mutation(53, "forward", **AWAY)
+def an_argument_to_the_host(p: Program) -> None:
+    copy, given = one(p, ops.offload), next(n for n in p.nodes if n.op == "placeholder" and role_of_any(n) is None)
+    wait = next(u for u in copy.users if u.target is ops.wait)
+    p.rewrite(copy, ops.offload, (given,))
+    wait.args = (copy, [given])
+
+
+@mutation(53, "forward", **AWAY)
+def a_copy_that_nobody_gets(p: Program) -> None:
+    copy = one(p, ops.offload)
+    p.set_results([r for r in p.results() if r is not copy])
+
+
+@mutation(53, **AWAY)
+def fetched_twice(p: Program) -> None:
+    back = one(p, ops.reload)
+    again = p.insert(ops.reload, back.args, back.next, role_of(back))
+    p.insert(ops.wait, (again, [back.args[0]]), p.output, Role(Kind.WAIT, "host", Lane.HOST))
+
+
+@mutation(53, **AWAY)
+def read_on_the_host(p: Program) -> None:
+    back = one(p, ops.reload)
+    reader = next(u for u in back.users if u.target is not ops.wait)
+    reader.replace_input_with(back, back.args[0])
 
 
 @mutation(14)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 
 import mfsdp
+from mfsdp.compiler import leaving
+from mfsdp.compiler.capture import Capture
 from mfsdp.compiler.tracing import Programs
 from mfsdp.graph.program import Program
 
@@ -23,13 +28,30 @@ class Toy2(nn.Module):
         return self.layers(x)
 
 
+@contextmanager
+def offloaded(*layers: str, least: int = leaving.LEAST) -> Iterator[None]:
+    """Has what forward saves of layers go to the host, in what is captured meanwhile."""
+    before, size = Capture.__init__, leaving.LEAST
+
+    def begin(self: Capture, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        self.offloaded = layers
+
+    Capture.__init__, leaving.LEAST = begin, least  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Capture.__init__, leaving.LEAST = before, size  # type: ignore[method-assign]
+
+
 @cache
-def _traced(train: bool, **kwargs: object) -> Programs:
+def _traced(train: bool, away: tuple[str, ...] = (), **kwargs: object) -> Programs:
     with torch.device("meta"):
         model = Toy2().to(torch.bfloat16)
         x = torch.empty(256, 1024, dtype=torch.bfloat16)
     sharding = {"units": ["layers.0", "layers.2"], "mp_policy": BF16, **kwargs}
-    return mfsdp.trace(model, (x,), world=8, name="toy2", train=train, **sharding)
+    with offloaded(*away):
+        return mfsdp.trace(model, (x,), world=8, name="toy2", train=train, **sharding)
 
 
 def toy2(phase: str = "forward", **kwargs: object) -> Program:

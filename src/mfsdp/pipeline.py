@@ -16,6 +16,7 @@ from .passes.collective import collective
 from .passes.defer import defer
 from .passes.fill import fill
 from .passes.gather import gather
+from .passes.host import Pace, host
 from .passes.interleave import interleave
 from .passes.pool import pool
 from .passes.prefetch import prefetch
@@ -46,12 +47,14 @@ def table(
     codes: bool = Options.quantize,
     finite: bool = False,
     replicas: bool = False,
+    pace: Pace | None = None,
 ) -> Table:
     """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes), ``pool``,
     ``keep_cast``, ``interleave``, ``max_activations`` (bytes), ``quantize``, and whether there are ``check_finite`` and
     ``check_replicas``. Instead of a depth it takes what
     decides it for each program, `mfsdp.costs.depth.Auto`.
-    ``wide`` is for programs that run elsewhere than they were traced (`passes.bucket`).
+    ``wide`` is for programs that run elsewhere than they were traced (`passes.bucket`). ``pace`` says how long
+    everything takes, where something goes to the host (`passes.host`).
     """
     return (
         *((("interleave", interleave),) if turns else ()),
@@ -65,6 +68,7 @@ def table(
         ("defer", partial(defer, lag=lag)),
         ("bucket", bucket if wide is None else partial(bucket, wide=wide)),
         ("probe", partial(probe, finite=finite, replicas=replicas)),
+        ("host", partial(host, pace=pace)),
         ("pool", partial(pool, on=slots)),
         ("stream", stream),
     )
@@ -165,6 +169,11 @@ ORDER: tuple[tuple[str, str, str], ...] = (
     ("prefetch", "pool", "slots are coloured over the final order of launches and frees"),
     ("bucket", "probe", "a gradient buffer is looked at when the last product has been written to it"),
     ("defer", "probe", "a sum is looked at behind its wait, wherever that moves"),
+    ("collective", "host", "a value of another parallelism's collective is complete behind its wait"),
+    ("prefetch", "host", "a clock counts what compute waits for, wherever gathers are launched"),
+    ("defer", "host", "and for reductions, wherever they are waited for"),
+    ("bucket", "host", "a copy is launched behind pointwise compute, and products may have become writes"),
+    ("host", "pool", "a listing shows copies before slots; programs do not depend on it"),
     ("probe", "pool", "what is looked at is alive until then"),
     ("bucket", "pool", "slots are coloured over the final lives of gradient buffers"),
     ("pool", "stream", "a listing shows slots before groups; programs do not depend on it"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..graph.program import (
     AXIS,
     GIVEN,
     INPUT,
+    LAYER,
     READ,
     STORAGE,
     Phase,
@@ -34,6 +35,7 @@ from ..spec.layout import plan
 from ..spec.units import Spec, Unit
 from ..state.buffer import FlatBuffer, UnitState
 from . import cutting, regions
+from .leaving import leave
 
 
 class Capture:
@@ -76,6 +78,8 @@ class Capture:
         """Chooses that, where the joint graph is there."""
         self.options: dict[str, int] = {}
         """Of the backend, as far as that has been chosen with it."""
+        self.offloaded: Collection[str] = ()
+        """Paths of layers of which what forward saves goes to the host (Note [Leaving])."""
         self.keeps = False
         """Whether the joint graph is to be kept, in ``joint``, to be cut again."""
         self.joint: cutting.Joint | None = None
@@ -201,6 +205,7 @@ class Capture:
             self.label_markers(forward)
             self.label_markers(backward)
         note_storages(saved, results[: kwargs["num_fwd_outputs"]])
+        leave(forward, backward, kwargs["num_fwd_outputs"], lambda node: node.meta.get(LAYER) in self.offloaded)
         return forward, backward
 
     def program(self, gm: fx.GraphModule, phase: Phase) -> Program:
@@ -216,7 +221,7 @@ class Capture:
         program = Program(gm, phase, [u for u in self.units if u.name in read], self.name)
         for node in gm.graph.find_nodes(op="placeholder"):
             r, name = role(node), node.meta.get(INPUT)
-            if r is not None:
+            if r is not None and r.kind is Kind.SHARD:
                 spec = program.unit(r.unit).spec
                 whole = spec.kept and spec.source_numel == spec.full_numel
                 program.rename(node, f"{r.unit}_{'full' if whole else 'shard'}")

@@ -100,6 +100,9 @@ def _time(program: Program, node: Node, inside: set[Node], read: set[Node], mach
         return Time(coding, limit="memory" if coding else "")
     if node.target in ops.COLLECTIVES:
         return Time(0.0, transfer=_transfer(program, node, machine))
+    if node.target in ops.HOST:
+        way = "host out" if node.target is ops.offload else "host in"
+        return Time(0.0, transfer=Transfer(machine.host.latency, _size(node) / machine.host.bandwidth, link=way))
     moved = _bytes(node, inside, read) / (machine.bandwidth * machine.reached_bandwidth)
     count = fusion.flops(node)
     busy = count / (machine.peak(_short(node)) * machine.reached)
@@ -265,7 +268,7 @@ def kernel_kind(node: Node, time: Time | None) -> str:
     """In a word, for colours: what a line is, given what it takes."""
     if node.target is ops.wait:
         return "wait"
-    if node.target in ops.COLLECTIVES:
+    if node.target in ops.LAUNCHED:
         return "collective"
     if time is not None and time.flops:
         return "matrix"

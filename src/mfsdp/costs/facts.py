@@ -26,7 +26,7 @@ class Line:
     unit: str
     """Path of the unit it serves, ``""`` for the model's own computation."""
     lane: str
-    """``"C"``, ``"G"``, ``"R"``, ``"O"``, ``"T"`` or ``"A"`` (`Lane`)."""
+    """``"C"``, ``"G"``, ``"R"``, ``"O"``, ``"T"``, ``"A"`` or ``"H"`` (`Lane`)."""
     queue: str
     """Of a wait: the lane that compute waits for; else as ``lane``."""
     kind: str

@@ -22,7 +22,7 @@ from ..graph.sizes import hint, shape_of
 
 aten = torch.ops.aten
 
-_ALONE = (ops.wait, ops.pack, ops.mm, ops.bucket, ops.hold, ops.accumulate, ops.probe, *ops.COLLECTIVES)
+_ALONE = (ops.wait, ops.pack, ops.mm, ops.bucket, ops.hold, ops.accumulate, ops.probe, *ops.LAUNCHED)
 
 
 def together(program: Program, fusing: bool, memo: dict[Any, Any] | None = None) -> Iterator[list[Node]]:

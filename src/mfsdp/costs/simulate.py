@@ -171,7 +171,9 @@ def simulate(program: Program, times: Mapping[Node, Time]) -> list[Span]:
 
 
 def queue_of(program: Program, node: Node) -> str:
-    """The queue that a collective stands in: of those in one, each begins when the one before is complete."""
+    """The queue that a collective or a copy stands in: of those in one, each begins when the one before is complete."""
+    if node.target in ops.HOST:
+        return str(node.target)
     return group_of(program, node) or f"lane {lane_of(node)}"
 
 

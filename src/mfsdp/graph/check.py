@@ -14,7 +14,7 @@ from torch.fx import Node
 from ..spec.units import Unit
 from . import copies, ops
 from .cost import nbytes
-from .program import Program, base_of, lane_of, mutates, slot_of, view_of
+from .program import Program, base_of, lane_of, mutates, slot_of, storage_of, view_of
 from .quantised import pointwise
 from .roles import Kind, Role, is_kind, role
 
@@ -212,13 +212,15 @@ _OF_MAIN = (ops.maxima, ops.spread, ops.cast, ops.refresh_codes, ops.probe)
 
 
 def finished(p: Program) -> Iterator[Fault]:
-    """11: what a collective writes is read only after the wait, and what it reads lives until then."""
+    """11: what a collective, or a copy to or from the host, writes is read only after the wait, and what it reads lives
+    until then.
+    """
     waits: dict[Node, list[Node]] = {}
     for node in p.nodes:
         if node.target is ops.wait:
             waits.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
     for node in p.nodes:
-        if node.target not in ops.COLLECTIVES:
+        if node.target not in ops.LAUNCHED:
             continue
         product = node.args[0] if node.target in ops.IN_PLACE else node
         of_it = waits.get(product, [])  # type: ignore[arg-type]
@@ -410,6 +412,34 @@ def own_rows(p: Program) -> Iterator[Fault]:
                 todo += [(source, flat) for source in node.all_input_nodes]
 
 
+def one_way(p: Program) -> Iterator[Fault]:
+    """53: what forward saves goes one way, whole and once: what lies on the host is not on the device too, and is
+    fetched once.
+    """
+    results = [r for r in p.results() if isinstance(r, Node)]
+    gone: set[Node] = set()
+    for node in p.find(Kind.OFFLOAD):
+        if node.op == "placeholder":
+            readers = [u for u in node.users if u.target is not ops.wait]
+            if [u.target for u in readers] != [ops.reload]:
+                yield (readers or [node])[0], f"{node.name} lies on the host, and is not fetched, once, by who reads it"
+            continue
+        source: Node = node.args[0]  # type: ignore[assignment]
+        owner = storage_of(source)
+        if owner is not source:
+            yield node, f"{source.name} is a part of {owner.name}, which does not go whole"
+        if owner.op == "placeholder" or is_kind(owner, Kind.PARAM, Kind.FULL, Kind.CAST):
+            yield node, f"{owner.name} is not forward's own, and goes to the host"
+        if owner in gone:
+            yield node, f"{owner.name} goes to the host twice"
+        if node not in results:
+            yield node, f"{node.name} reaches nobody"
+        gone.add(owner)
+    for result in results:
+        if storage_of(result) in gone:
+            yield result, f"{result.name} stays on the device, though its storage goes to the host"
+
+
 LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
     (2, stored),
     (3, one_path),
@@ -427,5 +457,6 @@ LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
     (18, wide),
     (46, own_rows),
     (47, computed_again),
+    (53, one_way),
 )
 """Number (docs/LAWS.md) and function."""

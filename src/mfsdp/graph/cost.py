@@ -225,8 +225,14 @@ def escapes(node: Node, inside: set[Node]) -> bool:
 
 
 def allocation(node: Node) -> int:
-    """Bytes that the node's value takes when it comes to be: none in a static buffer, or where it lasts."""
-    return 0 if slot_of(node) or node.target is ops.refresh_codes else nbytes(node.meta.get("val"))
+    """Bytes that the node's value takes when it comes to be: none in a static buffer, where it lasts, on the host."""
+    elsewhere = node.target in (ops.refresh_codes, ops.offload)
+    return 0 if slot_of(node) or elsewhere else nbytes(node.meta.get("val"))
+
+
+def on_host(program: Program) -> int:
+    """Bytes that lie on the host between forward and backward."""
+    return sum(nbytes(node.meta["val"]) for node in program.find(Kind.OFFLOAD))
 
 
 def owned(node: Node) -> bool:

@@ -1,7 +1,7 @@
 """The listing: a program as text, one line for each kernel, collective, wait and change of memory.
 
 The gutter is the schedule. Lanes: ``C`` compute, ``G`` gather, ``R`` reduce, on two-level meshes ``O`` outer,
-of other parallelisms ``T`` and, all-to-alls, ``A``. ``*``
+of other parallelisms ``T`` and, all-to-alls, ``A``, and ``H``, to and from the host. ``*``
 issued here, ``|`` in flight, ``.`` idle, ``<-o`` compute waits for that lane, ``>-*`` the lane first waits for compute.
 """
 
@@ -33,10 +33,11 @@ class Schedule:
     """What the gutter says, in numbers."""
 
     in_flight: int
-    """The most collectives that are under way at once."""
+    """The most collectives and copies that are under way at once."""
     exposed: int
-    """Collectives with no computation between launch and wait."""
+    """Those with no computation between launch and wait."""
     collectives: int
+    """All of them."""
 
 
 def render(
@@ -96,7 +97,7 @@ def schedule(program: Program) -> Schedule:
     flying: dict[Node, bool] = {}
     most = exposed = collectives = 0
     for node in program.nodes:
-        if node.target in ops.COLLECTIVES:
+        if node.target in ops.LAUNCHED:
             key = _product(node)
             flying[key] = False
             collectives += 1
@@ -111,7 +112,7 @@ def schedule(program: Program) -> Schedule:
 
 
 def _product(node: Node) -> Node:
-    """The value that a collective completes: its result, or the argument it works on in place."""
+    """The value that a collective or a copy completes: its result, or the argument it works on in place."""
     return node.args[0] if node.target in ops.IN_PLACE else node  # type: ignore[return-value]
 
 
@@ -136,6 +137,7 @@ def _head(program: Program, rows: Sequence[cost.Line], before: str | None) -> It
         yield f"; change {change}".rstrip()
         peak = f"{size(int(was_peak))} -> {peak}"
     slots = f"    slots {' '.join(program.slots)} = {size(sum(program.slots.values()))}" if program.slots else ""
+    slots += f"    host {size(host)}" if (host := cost.on_host(program)) else ""
     yield (f"; peak   {peak}{slots}    in flight {s.in_flight}    exposed {s.exposed} of {s.collectives}")
 
 
@@ -273,7 +275,7 @@ def _gutter(node: Node, flying: dict[Node, Lane], lanes: Sequence[Lane]) -> str:
     if node.target is ops.wait:
         lane = flying.pop(node.args[0], r.lane if r else Lane.GATHER)  # type: ignore[arg-type]
         return _joined(cells, lane, "<", "o")
-    if node.target in ops.COLLECTIVES:
+    if node.target in ops.LAUNCHED:
         assert r is not None
         flying[_product(node)] = r.lane
         if base_of(node.args[0]).op == "placeholder":  # type: ignore[arg-type]

@@ -34,6 +34,8 @@ passes rewrite them into:
     accumulate(shard, gshard, offsets, scale) adds scale * gshard to the accumulator that belongs to the shard;
                                               the parameters at `offsets` have a gradient now
     collective(source, verb, axis, received, splits, order) -> out   one of another parallelism; launched, not finished
+    offload(x) -> host                        a copy of x in host memory, as it lies there; launched, not finished
+    reload(host, device) -> x                 and back; launched, not finished
     probe(value, source, starts, sizes, names, what)   in some steps: is it finite, and is it the same on ranks that
                                               should have the same; changes nothing (Note [Probes])
 
@@ -83,6 +85,8 @@ LIBRARY.define(
     tags=(torch.Tag.flexible_layout,),  # a copy made for strides would not be what `wait` keeps
 )
 LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale) -> ()")
+LIBRARY.define("offload(Tensor x) -> Tensor")
+LIBRARY.define("reload(Tensor host, Device device) -> Tensor")
 LIBRARY.define(  # it writes nothing, but says so: compilers leave out what gives nothing, and keep writes in place
     "probe(Tensor(a!) value, Tensor? source, int[] starts, int[] sizes, str names, str what) -> ()",
     tags=(torch.Tag.flexible_layout,),
@@ -109,16 +113,24 @@ all_reduce = _ops.all_reduce.default
 accumulate = _ops.accumulate.default
 collective = _ops.collective.default
 probe = _ops.probe.default
+offload = _ops.offload.default
+reload = _ops.reload.default
 
 OURS = (refresh, refresh_codes, maxima, all_gather, reduce_scatter, all_reduce)
 """Collectives of data parallelism: of a unit."""
 
 COLLECTIVES = (*OURS, collective)
 
+HOST = (offload, reload)
+"""Copies to host memory and back: no other rank takes part."""
+
+LAUNCHED = (*COLLECTIVES, *HOST)
+"""Operations that run beside compute; what they give is waited for."""
+
 IN_PLACE = (refresh, all_reduce)
 """Collectives that write to their first argument and have no result."""
 
-SHOWN = (wait, spread, cast, bucket, pack, mm, hold, accumulate, probe, *COLLECTIVES)
+SHOWN = (wait, spread, cast, bucket, pack, mm, hold, accumulate, probe, *LAUNCHED)
 """Operations that observers see, under their name and their unit's."""
 
 SLOT = {all_gather: 2, bucket: 3}
@@ -259,6 +271,16 @@ def _(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: floa
 def _(
     value: torch.Tensor, source: torch.Tensor | None, starts: list[int], sizes: list[int], names: str, what: str
 ) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::offload")
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+
+
+@torch.library.register_fake("mfsdp::reload")
+def _(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

@@ -30,6 +30,8 @@ class Kind(Enum):
     ACCUMULATE = "accumulate"  # gradients added to the accumulator
     PROBE = "probe"  # somebody looks at a value, in some steps
     COLLECTIVE = "collective"  # a collective of another parallelism, or of the model itself
+    OFFLOAD = "offload"  # what forward saves, on the host: its copy there, in backward a placeholder
+    RELOAD = "reload"  # the same, back on the device
 
 
 class Lane(Enum):
@@ -41,13 +43,15 @@ class Lane(Enum):
     OUTER = "O"
     TENSOR = "T"
     ALL_TO_ALL = "A"
+    HOST = "H"
 
 
 @dataclass(frozen=True)
 class Role:
     kind: Kind
     unit: str
-    """Name of the unit, ``u0``; of another parallelism's collectives and waits that of the axis, ``tp``."""
+    """Name of the unit, ``u0``; of another parallelism's collectives and waits that of the axis, ``tp``; of copies to
+    and from the host, the path of the layer."""
     lane: Lane = Lane.COMPUTE
 
 

@@ -20,6 +20,7 @@ KINDS = {
     "O": ("outer axis", "#2f9fb0", "#ffffff"),
     "T": ("tensor and context parallel", "#b5651d", "#ffffff"),
     "A": ("all-to-alls", "#a23b72", "#ffffff"),
+    "H": ("host copies", "#7a6a53", "#ffffff"),
     "wait": ("exposed waits", "#d93a33", "#ffffff"),
     "optimizer": ("optimizer", "#6f7a86", "#ffffff"),
 }

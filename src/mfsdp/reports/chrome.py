@@ -8,7 +8,7 @@ from typing import Any
 
 from ..costs.facts import Facts, Line
 
-LANES = {"C": "Compute", "G": "Gather", "R": "Reduce", "O": "Outer", "T": "Tensor", "A": "All-to-all"}
+LANES = {"C": "Compute", "G": "Gather", "R": "Reduce", "O": "Outer", "T": "Tensor", "A": "All-to-all", "H": "Host"}
 
 
 def chrome(report: Facts) -> str:

@@ -312,7 +312,7 @@ def _range(name: str) -> Iterator[None]:
         yield
 
 
-_ELSEWHERE = ("wait", *(_OPERATIONS[x] for x in ops.COLLECTIVES))
+_ELSEWHERE = ("wait", *(_OPERATIONS[x] for x in ops.LAUNCHED))
 """Operations that are no kernels."""
 
 

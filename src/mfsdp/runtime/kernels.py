@@ -20,7 +20,7 @@ import torch
 from ..graph.ops import LIBRARY, shape_after
 from ..spec import grid
 from ..spec.units import Axis, Spec
-from . import formats, runs, slots, standing
+from . import formats, host, runs, slots, standing
 from . import grids as grids_of
 from .immediate import gather_now, packed, scattered, summed
 from .owners import orphan, owner, path
@@ -307,6 +307,23 @@ def probe(
         run.looking.look(run, value, source, starts, sizes, names, what)
 
 
+# The host
+
+
+def offload(run: Run, x: torch.Tensor) -> torch.Tensor:
+    """Launches the copy of a tensor to host memory, where it lies as it does here (Note [Rooms on the host])."""
+    out, end = host.offload(x)
+    run.copy(out, end)
+    return out
+
+
+def reload(run: Run, x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Launches the copy of what lies on the host to a device."""
+    out, end = host.reload(x, device)
+    run.copy(out, end)
+    return out
+
+
 # Other parallelisms
 
 
@@ -416,7 +433,7 @@ for _marker in (param, param_grad, returned, free):
     LIBRARY.impl(_marker.__name__, _marker, "CompositeExplicitAutograd")
 _KERNELS = (
     refresh, refresh_codes, maxima, spread, cast, all_gather, wait, bucket, pack, mm, hold, reduce_scatter,
-    all_reduce, accumulate, collective, probe,
+    all_reduce, accumulate, collective, probe, offload, reload,
 )  # fmt: skip
 for _kernel in _KERNELS:
     LIBRARY.impl(_kernel.__name__, runs.dispatched(_kernel), "CompositeExplicitAutograd")

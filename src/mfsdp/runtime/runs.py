@@ -62,6 +62,8 @@ class Run:
         self.compared = True
         self.pending: dict[int, list[End]] = {}
         """What has to be called before a collective's result may be read, by address of the result's storage."""
+        self.copying: dict[int, End] = {}
+        """The same of copies to and from the host, which need no other rank."""
         self.turn: Callable[[], None] | None = None
         """Lets the program beside this one run, before one of other parallelisms is waited for (Note [Turns])."""
         self.exchanges: set[int] = set()
@@ -253,9 +255,16 @@ class Run:
         self.launched += 1
         self.pending.setdefault(out.untyped_storage().data_ptr(), []).extend(ends)
 
+    def copy(self, out: torch.Tensor, end: End) -> None:
+        """Notes a copy to or from the host: what has to be called before ``out`` may be read."""
+        self.copying[out.untyped_storage().data_ptr()] = end
+
     def wait(self, out: torch.Tensor) -> None:
         """Returns once ``out`` may be read."""
         at = out.untyped_storage().data_ptr()
+        if (copied := self.copying.pop(at, None)) is not None:
+            copied()
+            return
         if self.turn is not None and at in self.exchanges:
             self.exchanges.remove(at)
             self.turn()
@@ -273,6 +282,9 @@ class Run:
         """
         if self.place:
             error.add_note(f"mfsdp: in {self.place} of {self.name}, or after it")
+        while self.copying:  # these come by themselves, and their memory is anybody's afterwards
+            with suppress(Exception):
+                self.copying.popitem()[1]()
         companies = [said.company for said in self.said]
         ends = [end for ends in self.pending.values() for end in ends]
         ends += [end for early in self.early if early is not None for end in early.ends]

@@ -1,0 +1,166 @@
+"""host: what forward saves goes to the host while the next layers compute, and comes back before it is needed.
+
+Before, copies are launched when there is nothing left to compute:
+
+    * . . .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
+    * . . .  relu                   = relu addmm                            bf16[256,1024]
+    ...
+    >-----*  relu_host              = offload relu                          bf16[256,1024]
+    <-----o                           wait relu_host
+
+After:
+
+    * . . .  relu                   = relu addmm                            bf16[256,1024]
+    >-----*  relu_host              = offload relu                          bf16[256,1024]
+    * . . |  addmm_1                = addmm u1_bias, relu, u1_weight.T      bf16[256,1024]
+    <-----o                           wait relu_host
+
+and in backward, from what is needed last backwards:
+
+    . . . *  relu_back              = reload relu_host                      bf16[256,1024]
+    * . . |  mm                     = mm tangents_1, u1_weight              bf16[256,1024]
+    <-----o                           wait relu_back
+
+Why: the link to the host works while compute does, and memory goes as soon as a copy is complete. Only launches and
+waits move; every value stays bitwise equal.
+Needs: launches and waits in the graphs, which are put there where the joint graph is cut (`compiler.leaving`); the
+places of the others, `prefetch` and `defer`.
+Costs: the time of copies that compute is too short for: a copy that is not complete when forward ends is waited for
+there. What comes back takes its memory from its launch on.
+
+A copy is launched behind its value, and behind the pointwise compute that follows, which a compiler fuses with it. It
+is waited for where a clock says that it is complete, behind the last reader of the value. What comes back is launched
+as late as it still arrives, one after the other on its link. Where there is no clock, ``lag`` units lie between a
+launch and its wait.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping
+
+from torch.fx import Node
+
+from mfsdp.graph import ops
+from mfsdp.graph.cost import nbytes, size
+from mfsdp.graph.program import Program, base_of, view_of
+from mfsdp.graph.quantised import pointwise
+from mfsdp.graph.roles import Kind, role
+
+Pace = Callable[[Program], Mapping[Node, float]]
+"""Says how long compute stands at each line of a program, and how long each copy takes, in seconds."""
+
+
+def host(p: Program, *, lag: int = 1, pace: Pace | None = None) -> None:
+    """Moves launches of copies to the host up and their waits too; of copies back, the launches.
+
+    Args:
+        lag: how many units' compute lies between a launch and its wait.
+        pace: what says how long everything takes, so that ``lag`` is not asked.
+    """
+    out = [n for n in p.nodes if n.target is ops.offload]
+    back = [n for n in p.nodes if n.target is ops.reload]
+    if not out and not back:
+        p.note("nothing goes to the host")
+        return
+    waits: dict[Node, Node] = {n.args[0]: n for n in p.find(Kind.WAIT)}  # type: ignore[misc]
+    clock = _Clock(p, lag, pace)
+    for launch in out:
+        _launch(p, launch, waits)
+    clock.start(p)
+    for launch in sorted(out):
+        _await(p, launch, waits[launch], clock)
+    _fetch(p, back, waits, clock)
+    for copies, way in ((out, "to"), (back, "from")):
+        if copies:
+            p.changed(f"{len(copies)} values, {size(sum(nbytes(n.meta['val']) for n in copies))}, {way} the host")
+    p.note("by the clock" if pace is not None else f"lag {lag}")
+
+
+class _Clock:
+    """When lines begin and copies are complete: in seconds, or where nobody knows those in units, each one long."""
+
+    def __init__(self, p: Program, lag: int, pace: Pace | None):
+        self.known = pace(p) if pace is not None else None
+        self.lag, self.free = lag, 0.0
+        self.firsts = set() if self.known is not None else _firsts(p)
+
+    def start(self, p: Program) -> None:
+        """Notes when each line begins."""
+        now, self.lines, self.begins = 0.0, list[Node](), list[float]()
+        for node in p.nodes:
+            if node.op == "placeholder":
+                continue
+            now += node in self.firsts
+            self.lines.append(node)
+            self.begins.append(now)
+            now += self.known.get(node, 0.0) if self.known and not _copies(node) else 0.0
+        self.at = dict(zip(self.lines, self.begins, strict=True))
+
+    def takes(self, launch: Node) -> float:
+        return self.lag + 1 if self.known is None else self.known.get(launch, 0.0)
+
+    def complete(self, launch: Node) -> float:
+        """When a copy is that is launched behind all others that were asked for."""
+        begin = self.at[launch] if self.known is None else max(self.at[launch], self.free)
+        self.free = begin + self.takes(launch)
+        return self.free
+
+    def later(self, when: float) -> Node | None:
+        """The first line that begins no earlier than that."""
+        i = bisect_left(self.begins, when)
+        return self.lines[i] if i < len(self.lines) else None
+
+    def last(self, when: float) -> Node:
+        """The last line that has begun by then; the first, if there is none."""
+        return self.lines[max(bisect_right(self.begins, when) - 1, 0)]
+
+
+def _copies(node: Node) -> bool:
+    """Whether it is a copy, or a wait for one."""
+    launch = node.args[0] if node.target is ops.wait else node
+    return isinstance(launch, Node) and launch.target in ops.HOST
+
+
+def _firsts(p: Program) -> set[Node]:
+    """The first line of every module whose parameters travel together that reads one of them."""
+    found: dict[str, Node] = {}
+    for unit, params in p.by_unit(Kind.PARAM).items():
+        readers = [r for param in params for r in p.readers(param) if r is not p.output]
+        if readers:
+            found[unit.fqn] = min([*readers, *([found[unit.fqn]] if unit.fqn in found else [])])
+    return set(found.values())
+
+
+def _launch(p: Program, launch: Node, waits: Mapping[Node, Node]) -> None:
+    """Moves the launch of a copy behind the value, when that is complete."""
+    value: Node = launch.args[0]  # type: ignore[assignment]
+    after = max(value, waits.get(base_of(value), value))
+    p.move([launch], _behind_fused(p, after.next))
+
+
+def _behind_fused(p: Program, node: Node) -> Node:
+    """The first line from a node on that is no view and no pointwise compute."""
+    while node is not p.output and role(node) is None and (view_of(node) is not None or pointwise(node)):
+        node = node.next
+    return node
+
+
+def _await(p: Program, launch: Node, wait: Node, clock: _Clock) -> None:
+    """Moves the wait for a copy to where it is complete and the value has been read."""
+    value: Node = launch.args[0]  # type: ignore[assignment]
+    read = [r for r in p.readers(value) if r not in (launch, wait, p.output)]
+    complete = clock.later(clock.complete(launch)) or p.output
+    p.move([wait], _behind_fused(p, max([complete, launch.next, *(r.next for r in read)])))
+
+
+def _fetch(p: Program, launches: list[Node], waits: Mapping[Node, Node], clock: _Clock) -> None:
+    """Moves launches of copies back up, from the one that is needed last on."""
+    due, behind = float("inf"), p.output
+    for launch in sorted(launches, key=waits.__getitem__, reverse=True):
+        needed = clock.at[waits[launch]]
+        due = min(due, needed) - clock.takes(launch) if clock.known is not None else needed - clock.takes(launch)
+        behind = min(clock.last(due), behind, launch)
+        if behind is not launch:
+            p.move([launch], behind)
+        behind = launch

@@ -1,0 +1,189 @@
+"""Memory of the host: where what forward saves lies until backward, and the copies there and back.
+
+Note [Rooms on the host]
+A room is host memory of a size, pinned where there is a device, that stays from step to step: to pin memory takes
+milliseconds. Like a static buffer (Note [Vacant]) it is free when nobody has a tensor over it, and torch counts that.
+What forward saves is such a tensor, so a room is taken until backward has read it for the last time (autograd drops it
+then), until a forward whose backward never comes is dropped, or until an exception has taken both away; a second
+forward finds it taken, and gets another. Who is given a room that a device may still read or write has its copy wait.
+
+A copy runs beside compute: on a device on a stream for each direction, on a CPU, where the host is only another pool,
+in a thread for each. What it reads is kept until it has been waited for; memory goes back to whoever allocated it on
+the stream of compute, which waits, so that nothing has to be told to the allocator (``record_stream``).
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import slots
+from .transport import End
+
+
+class Room:
+    """Memory of the host, for one device (Note [Rooms on the host]).
+
+    Args:
+        nbytes: of it. Not of torch's allocator, which rounds pinned memory up to a power of two. Shared with forked
+            processes rather than copied when it is written to, away from where a device writes.
+        device: that copies to it.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device):
+        self.nbytes, self.last = nbytes, 0
+        self.storage = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
+        self.copied: torch.Event | None = None
+        """Behind the last copy to it or from it."""
+        if device.type == "cuda":
+            _pin(self, self.storage.data_ptr(), nbytes)
+
+    def vacant(self) -> bool:
+        """Whether nobody has a tensor over it."""
+        return slots.holders(self.storage) <= 1
+
+    def tensor(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
+        """A tensor over it, with a version of its own: autograd does not see that copies write to it."""
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.empty(0, dtype=dtype).set_(self.storage, 0, size, stride)  # type: ignore[call-overload, no-any-return]
+
+
+def _pin(room: Room, at: int, nbytes: int) -> None:
+    """Pins memory until the room is gone. Has not run on a GPU; as torch's own checkpoints do
+    (``_create_cpu_state_dict``).
+
+    Raises:
+        RuntimeError: the system does not let it.
+    """
+    cudart: Any = torch.cuda.cudart()
+    if (error := int(cudart.cudaHostRegister(at, nbytes, 0))) != 0:
+        raise RuntimeError(
+            f"mfsdp: the host does not pin {nbytes} bytes for saved activations (CUDA error {error}): there is not "
+            "enough memory, or it may not be locked (ulimit -l). Offload less"
+        )
+    weakref.finalize(room, cudart.cudaHostUnregister, at)
+
+
+_rooms: dict[torch.device, list[Room]] = {}
+_at: weakref.WeakValueDictionary[int, Room] = weakref.WeakValueDictionary()
+"""By address."""
+_lock = threading.Lock()
+_taken = 0
+"""How often a room was taken."""
+
+
+def sizes() -> list[int]:
+    """Bytes of every room."""
+    return sorted(room.nbytes for rooms in _rooms.values() for room in rooms)
+
+
+def taken() -> int:
+    """Bytes of the rooms that somebody uses."""
+    return sum(room.nbytes for rooms in _rooms.values() for room in rooms if not room.vacant())
+
+
+def _take(x: torch.Tensor, nbytes: int) -> tuple[Room, torch.Tensor]:
+    """A room, and a tensor over it, like ``x``: the smallest that is free and not much too large, or a new one. Then
+    those go that were not needed while all others were taken twice (lengths of sequences that do not come again).
+    """
+    global _taken
+    with _lock:
+        rooms = _rooms.setdefault(x.device, [])
+        fit = [room for room in rooms if nbytes <= room.nbytes <= nbytes * 5 // 4 and room.vacant()]
+        if fit:
+            room = min(fit, key=lambda room: room.nbytes)
+        else:
+            rooms[:] = [r for r in rooms if _taken - r.last <= 2 * len(rooms) or not r.vacant()]
+            room = Room(nbytes, x.device)
+            rooms.append(room)
+            _at[room.storage.data_ptr()] = room
+        _taken += 1
+        room.last = _taken
+        return room, room.tensor(x.dtype, x.shape, x.stride())
+
+
+def offload(x: torch.Tensor) -> tuple[torch.Tensor, End]:
+    """Launches the copy of a tensor to the host; what it gives, laid out alike, and what waits until it is complete."""
+    source = _flat(x)
+    room, out = _take(x, source.numel() * x.itemsize)
+    return out, _copy(_flat(out), source, x.device, "out", room)
+
+
+def reload(host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, End]:
+    """Launches the copy back to a device."""
+    out = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+    return out, _copy(_flat(out), _flat(host), device, "in", _at.get(host.data_ptr()))
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory from its first element to its last, in the order in which it lies there."""
+    extent = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return x.detach().as_strided((extent,), (1,), x.storage_offset())
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, way: str, room: Room | None) -> End:
+    """Launches a copy. On a device it has not run yet; written after torch 2.13.
+
+    Args:
+        way: ``"out"``, to the host, or ``"in"``.
+        room: the host's part of it.
+    """
+    if device.type == "cpu":
+        return _thread(way).submit(_move, [target, source], _pace).result
+    stream = _stream(device, way)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    if room is not None and room.copied is not None:
+        stream.wait_event(room.copied)
+    with stream:
+        target.copy_(source, non_blocking=True)
+    event = stream.record_event()
+    if room is not None:
+        room.copied = event
+    return partial(_arrived, event, device, target, source)
+
+
+def _arrived(event: torch.Event, device: torch.device, *kept: torch.Tensor) -> None:
+    """Makes compute wait for a copy, until when its tensors are kept."""
+    torch.accelerator.current_stream(device).wait_event(event)
+
+
+@functools.cache
+def _stream(device: torch.device, way: str) -> torch.Stream:
+    return torch.Stream(device)
+
+
+@functools.cache
+def _thread(way: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, f"mfsdp host {way}")
+
+
+def _move(pair: list[torch.Tensor], pace: float) -> None:
+    """Copies on a CPU, in a thread, and takes as long as a link would; holds nothing when it is done."""
+    begun = time.perf_counter()
+    source, target = pair.pop(), pair.pop()
+    target.copy_(source)
+    time.sleep(max(0.0, source.numel() * source.itemsize * pace - (time.perf_counter() - begun)))
+
+
+_pace = 0.0
+
+
+@contextmanager
+def paced(seconds_per_byte: float) -> Iterator[None]:
+    """Has copies on CPUs take so long, each way, one after the other: for tests and measurements."""
+    global _pace
+    before, _pace = _pace, seconds_per_byte
+    try:
+        yield
+    finally:
+        _pace = before
