@@ -52,6 +52,9 @@ def interleave(p: Program) -> None:
         p.note("nothing to take turns")
         return
     p.move(order, next((n for n in p.nodes if n.op == "call_function" and n not in levels), p.output))
+    for node in p.find(Kind.RELOAD):
+        wait = next(u for u in node.users if u.target is ops.wait)
+        p.move([wait], min(r for r in p.readers(node) if r is not wait))
     p.changed(f"{len(set(levels.values()))} turns")
 
 

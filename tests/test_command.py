@@ -174,7 +174,7 @@ def test_show_and_diff(capsys, tmp_path, monkeypatch):
     text = shown(capsys, "show", str(tmp_path / "a"))
     assert text.count("; mfsdp  Sequential  stream") == 2 and "\x1b" not in text
     text = shown(capsys, "show", str(tmp_path / "a"), "--phase", "forward", "--stage", "all")
-    assert text.count("; mfsdp  Sequential") == 13 and "backward" not in text
+    assert text.count("; mfsdp  Sequential") == 14 and "backward" not in text
     assert shown(capsys, "diff", str(tmp_path / "a"), str(tmp_path / "a")) == ""
     text = shown(capsys, "diff", str(tmp_path / "a"), str(tmp_path / "b"))
     assert "+; one more line" in text and text.count("@@") >= 2 and "forward" not in text

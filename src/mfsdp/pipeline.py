@@ -78,9 +78,9 @@ PIPELINE = table()
 """The defaults."""
 
 
-def chosen(options: Options, wide: bool | None = None, decide: Decide | None = None) -> Table:
-    """The table of passes that the backend's options ask for, ``wide`` as in `table`, and what decides where they say
-    ``prefetch="auto"`` (the default depth, if nothing does).
+def chosen(options: Options, wide: bool | None = None, decide: Decide | None = None, pace: Pace | None = None) -> Table:
+    """The table of passes that the backend's options ask for, ``wide`` and ``pace`` as in `table`, and what decides
+    where they say ``prefetch="auto"`` (the default depth, if nothing does).
 
     Raises:
         ValueError: ``passes`` is no table, has one name twice, has passes in an order that cannot be, or lacks the one
@@ -89,7 +89,7 @@ def chosen(options: Options, wide: bool | None = None, decide: Decide | None = N
     depth: Any = options.prefetch if options.prefetch != "auto" else decide or Options.prefetch
     ours = table(
         depth, options.reduce_lag, options.max_unsharded, options.pool, wide, options.keep_cast, options.interleave,
-        options.max_activations, options.quantize, options.check_finite > 0, options.check_replicas > 0,
+        options.max_activations, options.quantize, options.check_finite > 0, options.check_replicas > 0, pace,
     )  # fmt: skip
     if options.passes is None:
         return ours

@@ -148,7 +148,7 @@ OF_THE_RUN: dict[str, Any] = {"passes": None, "patience": None, "on_stall": "rep
 
 def key_of(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule, decide: Any = None) -> str:
     """What decides what the backend makes of a graph and is not in torch's own key; ``""``: not to be cached.
-    ``decide``: what decides how far to prefetch, and says all that it goes by.
+    ``decide``: what decides how far to prefetch, and where copies stand, and says all that it goes by.
     """
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
     functions = [(name, getattr(function, "func", function)) for name, function in passes]

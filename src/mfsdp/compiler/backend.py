@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from .. import pipeline
 from ..costs.depth import Auto
+from ..costs.pace import Pace
 from ..graph import copies, listing, ops
 from ..graph.program import GIVEN, READ, Phase, Program, first_launches, group_of, lane_of, slot_of
 from ..graph.roles import Kind, role
@@ -67,7 +68,8 @@ def mfsdp(
             raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}{why}; use options={{...}}")
         chosen = following(Options.parse(options), options, example_inputs)
         decide = Auto.of_run(chosen, example_inputs)
-        passes = pipeline.chosen(chosen, decide=decide)
+        pace = Pace.of_run(example_inputs, chosen.lowering != "eager")
+        passes = pipeline.chosen(chosen, decide=decide, pace=pace)
         _whole_budget(gm)
         branches.hoist(gm)
         writes.traced(gm, example_inputs)
@@ -129,7 +131,7 @@ def mfsdp(
         return finish
 
     shown = dumped is not None or dump.traced()
-    key = "" if shown or chosen.memory is not None else key_of(capture, chosen, passes, gm, decide)
+    key = "" if shown or chosen.memory is not None else key_of(capture, chosen, passes, gm, (decide, pace))
     compile = lowering.LOWERINGS[chosen.lowering]
     try:
         return regions.captured(  # type: ignore[no-any-return]

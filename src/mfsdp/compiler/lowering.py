@@ -26,7 +26,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from ..graph import ops
 from ..graph.program import Phase
 from .capture import Capture, Partitioner
-from .stitched import stitched
+from .stitched import kept, stitched
 
 Run = Callable[[list[Any]], Any]
 """A compiled graph: takes its arguments as one list."""
@@ -110,7 +110,8 @@ def eager(
 def _whole(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
     keep_order(graph)
     keep_codes(graph)
-    return _each(graph, example, **kwargs)
+    with kept(graph):
+        return _each(graph, example, **kwargs)
 
 
 def _each(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:

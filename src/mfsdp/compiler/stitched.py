@@ -22,7 +22,7 @@ from torch.fx import Node
 
 from ..graph import ops
 from ..graph.program import STORAGE, is_element
-from ..graph.roles import role
+from ..graph.roles import Kind, is_kind, role
 from ..runtime import kernels, runs
 from .stretches import Step, Stretch, Uncut, cut
 
@@ -242,6 +242,24 @@ def part(donated: list[int]) -> Iterator[None]:
         yield
     finally:
         context.output_strides, context.fw_metadata = strides, metadata
+
+
+@contextmanager
+def kept(gm: fx.GraphModule) -> Iterator[None]:
+    """Lets Inductor compile a graph, and not take what lies on the host for memory that it may write over. Private in
+    torch (``bw_donated_idxs``); tried on 2.13.
+    """
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    numbers = getattr(metadata, "bw_donated_idxs", None)
+    there = {i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if is_kind(n, Kind.OFFLOAD)}
+    if not numbers or there.isdisjoint(numbers):
+        yield
+        return
+    metadata.bw_donated_idxs = [i for i in numbers if i not in there]  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        metadata.bw_donated_idxs = numbers  # type: ignore[union-attr]
 
 
 def _tell_strides(gm: fx.GraphModule) -> None:

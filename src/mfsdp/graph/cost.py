@@ -12,7 +12,7 @@ from torch.fx import Node
 from ..spec.formats import coded
 from ..spec.units import Spec
 from . import ops
-from .program import INPUT, SHAPES, STORAGE, Program, base_of, operator, slot_of, view_of
+from .program import INPUT, SHAPES, STORAGE, Program, base_of, is_element, operator, slot_of, view_of
 from .roles import Kind, is_kind, role
 from .sizes import shape_of
 
@@ -107,6 +107,7 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
             continue
         if node.target is ops.wait:
             freed += rooms.pop(node.args[0], 0)  # type: ignore[arg-type]
+            freed += _element_gone(program, node, last, held)
         taken_too = room(node)
         if node.target is ops.refresh:
             taken_too = refreshed(program.unit(role(node).unit).spec)  # type: ignore[union-attr]
@@ -119,6 +120,21 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
         live += allocates - freed
         out.append(Line(node, allocates - freed, live, top))
     return out
+
+
+def _element_gone(program: Program, wait: Node, last: Mapping[Node, Node], held: dict[Node, int]) -> int:
+    """Bytes of one of several results that are gone once it has been copied to the host, while others stay; all are
+    counted with the first.
+    """
+    launch: Node = wait.args[0]  # type: ignore[assignment]
+    if launch.target is not ops.offload or not is_element(value := launch.args[0]):  # type: ignore[arg-type]
+        return 0
+    assert isinstance(value, Node)
+    owner = base_of(value)
+    if last[owner] is wait or max(program.readers(value)) is not wait:
+        return 0
+    held[owner] -= nbytes(value.meta["val"])
+    return nbytes(value.meta["val"])
 
 
 def room(node: Node) -> int:

@@ -19,7 +19,9 @@ from ..costs.estimate import Schedule, estimate
 from ..costs.facts import Facts, Suggestion
 from ..costs.ledger import OPTIMIZER_STATES
 from ..costs.measure import measure
+from ..costs.pace import Pace
 from ..graph.program import Program
+from ..graph.roles import Kind
 from ..reports.report import Comparison, Report
 from ..sharding.module import FSDPModule
 from ..spec.config import PLANNED, Options
@@ -340,10 +342,12 @@ def _report(
         size = sum(x.nbytes for x in batch)
         held = always(buffers, inputs=size, other=other, plain=plain, optimizer=optimizer)
         decide = Auto(q.hardware, o, q.hardware.cuda, held, profile)
+    away = any(program.find(Kind.OFFLOAD) for program in traced)
+    pace = Pace(q.hardware, o.lowering != "eager", profile) if away else None
     known = {} if known is None else known
-    key = (*q.traced, str(o), q.hardware.cuda, None if decide is None else q)
+    key = (*q.traced, str(o), q.hardware.cuda, q if decide or pace else None)
     if key not in known:
-        table = pipeline.chosen(o, q.hardware.cuda, decide)
+        table = pipeline.chosen(o, q.hardware.cuda, decide, pace)
         programs = [original.copy() for original in traced]
         checked = o.check and listings  # what is only a suggestion is checked when it is asked for
         stages = [pipeline.run(p, upto=o.upto, passes=table, checked=checked, listings=listings) for p in programs]

@@ -41,7 +41,8 @@ class Room:
     """
 
     def __init__(self, nbytes: int, device: torch.device):
-        self.nbytes, self.last = nbytes, 0
+        self.nbytes, self.round = nbytes, 0
+        """When it was taken last."""
         self.storage = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
         self.copied: torch.Event | None = None
         """Behind the last copy to it or from it."""
@@ -74,12 +75,35 @@ def _pin(room: Room, at: int, nbytes: int) -> None:
     weakref.finalize(room, cudart.cudaHostUnregister, at)
 
 
-_rooms: dict[torch.device, list[Room]] = {}
+class Pool(list[Room]):
+    """The rooms of a device."""
+
+    round = 0
+    """How often one of them was taken while all were free: a step, as a rule."""
+
+    def take(self, nbytes: int, device: torch.device) -> Room:
+        """The smallest that is free and not much too large, or a new one. Then those go that the last rounds have not
+        needed (for a length of sequences that has not come again).
+        """
+        free = [room for room in self if room.vacant()]
+        self.round += len(free) == len(self)
+        fit = [room for room in free if nbytes <= room.nbytes <= nbytes * 5 // 4]
+        if fit:
+            room = min(fit, key=lambda room: room.nbytes)
+        else:
+            self[:] = [room for room in self if room not in free or self.round - room.round <= ROUNDS]
+            self.append(room := Room(nbytes, device))
+            _at[room.storage.data_ptr()] = room
+        room.round = self.round
+        return room
+
+
+ROUNDS = 3
+
+_rooms: dict[torch.device, Pool] = {}
 _at: weakref.WeakValueDictionary[int, Room] = weakref.WeakValueDictionary()
 """By address."""
 _lock = threading.Lock()
-_taken = 0
-"""How often a room was taken."""
 
 
 def sizes() -> list[int]:
@@ -93,22 +117,9 @@ def taken() -> int:
 
 
 def _take(x: torch.Tensor, nbytes: int) -> tuple[Room, torch.Tensor]:
-    """A room, and a tensor over it, like ``x``: the smallest that is free and not much too large, or a new one. Then
-    those go that were not needed while all others were taken twice (lengths of sequences that do not come again).
-    """
-    global _taken
+    """A room, and a tensor over it, laid out as ``x``."""
     with _lock:
-        rooms = _rooms.setdefault(x.device, [])
-        fit = [room for room in rooms if nbytes <= room.nbytes <= nbytes * 5 // 4 and room.vacant()]
-        if fit:
-            room = min(fit, key=lambda room: room.nbytes)
-        else:
-            rooms[:] = [r for r in rooms if _taken - r.last <= 2 * len(rooms) or not r.vacant()]
-            room = Room(nbytes, x.device)
-            rooms.append(room)
-            _at[room.storage.data_ptr()] = room
-        _taken += 1
-        room.last = _taken
+        room = _rooms.setdefault(x.device, Pool()).take(nbytes, x.device)
         return room, room.tensor(x.dtype, x.shape, x.stride())
 
 
