@@ -149,6 +149,11 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.join(other.clock)
 
+    def record_event(self) -> dict[Stream, int]:
+        return dict(self.clock)
+
+    wait_event = join
+
 
 @dataclass
 class _Storage:

@@ -24,6 +24,7 @@ from mfsdp.runtime.agreement import Company
 from mfsdp.spec.config import Options
 from tests.models import GPT, Block
 from tests.parity import whole
+from tests.toys import offloaded
 
 
 def start(folder: str, carried: bytes, changes: dict[str, Any]) -> dict[str, Any]:
@@ -142,6 +143,8 @@ def captured(options: Options, **sharding: Any) -> str:
 def test_every_option_and_layout_counts():
     plain = captured(Options())
     assert plain == captured(Options()) and plain
+    with offloaded("layers.0"):
+        assert plain != captured(Options()), "what goes to the host"
     changed = {
         "prefetch": 2, "reduce_lag": 2, "max_unsharded": 5, "pool": False, "lowering": "whole", "check": False,
         "upto": "gather", "disable_symmetric_registration": True, "nccl_ub": True, "dump": "x", "frames": True,

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from . import slots
+from . import devices, slots
 from .transport import End
 
 
@@ -72,7 +72,7 @@ def _pin(room: Room, at: int, nbytes: int) -> None:
             f"mfsdp: the host does not pin {nbytes} bytes for saved activations (CUDA error {error}): there is not "
             "enough memory, or it may not be locked (ulimit -l). Offload less"
         )
-    weakref.finalize(room, cudart.cudaHostUnregister, at)
+    weakref.finalize(room, cudart.cudaHostUnregister, at).atexit = False
 
 
 class Pool(list[Room]):
@@ -149,10 +149,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, way:
         way: ``"out"``, to the host, or ``"in"``.
         room: the host's part of it.
     """
-    if device.type == "cpu":
+    stream, here = _stream(device, way), devices.current_stream(device)
+    if stream is None or here is None:
         return _thread(way).submit(_move, [target, source], _pace).result
-    stream = _stream(device, way)
-    stream.wait_stream(torch.accelerator.current_stream(device))
+    stream.wait_stream(here)
     if room is not None and room.copied is not None:
         stream.wait_event(room.copied)
     with stream:
@@ -165,12 +165,14 @@ def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, way:
 
 def _arrived(event: torch.Event, device: torch.device, *kept: torch.Tensor) -> None:
     """Makes compute wait for a copy, until when its tensors are kept."""
-    torch.accelerator.current_stream(device).wait_event(event)
+    if (here := devices.current_stream(device)) is not None:
+        here.wait_event(event)
 
 
 @functools.cache
-def _stream(device: torch.device, way: str) -> torch.Stream:
-    return torch.Stream(device)
+def _stream(device: torch.device, way: str) -> torch.Stream | None:
+    """That of the copies of a device, each way; ``None`` where there are no streams."""
+    return None if device.type == "cpu" else torch.Stream(device)
 
 
 @functools.cache
