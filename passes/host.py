@@ -87,15 +87,16 @@ class _Clock:
 
     def start(self, p: Program) -> None:
         """Notes when each line begins."""
-        now, self.lines, self.begins = 0.0, list[Node](), list[float]()
+        now, self.lines, self.begins, self.at = 0.0, list[Node](), list[float](), dict[Node, float]()
         for node in p.nodes:
             if node.op == "placeholder":
                 continue
             now += node in self.firsts
-            self.lines.append(node)
-            self.begins.append(now)
-            now += self.known.get(node, 0.0) if self.known and not _copies(node) else 0.0
-        self.at = dict(zip(self.lines, self.begins, strict=True))
+            self.at[node] = now
+            if not _copies(node):
+                self.lines.append(node)
+                self.begins.append(now)
+                now += self.known.get(node, 0.0) if self.known is not None else 0.0
 
     def takes(self, launch: Node) -> float:
         return self.lag + 1 if self.known is None else self.known.get(launch, 0.0)
@@ -117,7 +118,7 @@ class _Clock:
 
 
 def _copies(node: Node) -> bool:
-    """Whether it is a copy, or a wait for one."""
+    """Whether it is a copy, or a wait for one: these move."""
     launch = node.args[0] if node.target is ops.wait else node
     return isinstance(launch, Node) and launch.target in ops.HOST
 
