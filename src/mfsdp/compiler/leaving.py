@@ -37,7 +37,8 @@ LEAST = 2**16
 def leave(
     forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, leaves: Callable[[Node], bool]
 ) -> dict[str, int]:
-    """Has saved values lie on the host between forward and backward, in place.
+    """Has saved values lie on the host between forward and backward, in place. Code is not made anew: passes are still
+    to come.
 
     Args:
         forward, backward: the graphs of a joint graph, with layers written out.
@@ -71,9 +72,6 @@ def leave(
         _drop(output, results, {i for i, r in enumerate(results) if i >= outputs and r in views})
         gone[owner.name] = nbytes(owner.meta["val"])
     output.args = (tuple(results),)
-    for gm in (forward, backward) if gone else ():
-        gm.graph.lint()
-        gm.recompile()
     return gone
 
 
