@@ -8,7 +8,6 @@ import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -31,7 +30,7 @@ from mfsdp.graph import cost, ops
 from mfsdp.graph.program import LAYER, Program, storage_of
 from mfsdp.graph.roles import Kind, Lane, is_kind, role
 from mfsdp.runtime import host, kernels, runs
-from mfsdp.spec.hardware import KNOWN, Link
+from mfsdp.spec.hardware import hardware
 from tests.loopback import Stream, Streams
 from tests.models import GPT, Block
 from tests.parity import compiled
@@ -457,7 +456,7 @@ def test_clock_of_copies():
     """Each way has a link of its own; compute stands still where it waits."""
     forward = traced("blocks.0").forward
     assert forward is not None
-    machine = replace(KNOWN["h100"], host=Link(1e9, 1e-3))
+    machine = hardware({"like": "h100", "host": {"bandwidth": 1e9, "latency": 1e-3}})
     pipeline.run(forward, listings=False)
     times = clock.times(forward, machine)
     launches = [n for n in forward.nodes if n.target is ops.offload]
