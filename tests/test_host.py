@@ -8,6 +8,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -478,6 +479,18 @@ def test_microbatches_that_take_turns():
     for program in programs:
         pipeline.run(program, passes=pipeline.table(turns=True), listings=False)
         assert cost.on_host(program) == 2**23
+
+
+def test_layers_that_a_plan_offloads():
+    """Every second of the first three, as its choices say."""
+    with torch.device("meta"):
+        model, ids = GPT(width=128, layers=4, length=64), torch.zeros(8, 64, dtype=torch.long)
+    kinds = mfsdp.plan(model, (ids,), memory="1GB", world=4, units=[Block], allow=())
+    plan = replace(kinds, choices=tuple(replace(c, offloaded=(2, 3)) for c in kinds.choices))
+    forward, backward = mfsdp.trace(model, (ids,), world=4, units=[Block], plan=plan)
+    for program, target in ((forward, ops.offload), (backward, ops.reload)):
+        layers = {role(n).unit for n in program.nodes if n.target is target}  # type: ignore[union-attr]
+        assert layers == {"blocks.0", "blocks.2"} and cost.on_host(program) == 2 * 2**22
 
 
 class Layers(nn.Module):

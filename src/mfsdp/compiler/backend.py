@@ -91,7 +91,7 @@ def mfsdp(
 
     def transform(graph: fx.GraphModule, phase: Phase) -> Callable[[lowering.Run, str], lowering.Run]:
         program = capture.program(graph, phase)
-        rows = passes if chosen.memory is None else pipeline.chosen(chosen.following(capture.options))
+        rows = passes if chosen.memory is None else pipeline.chosen(chosen.following(capture.options), pace=pace)
         _tell_copies(program)
         stages = pipeline.run(
             program,

@@ -35,7 +35,7 @@ from ..spec.layout import plan
 from ..spec.units import Spec, Unit
 from ..state.buffer import FlatBuffer, UnitState
 from . import cutting, regions
-from .leaving import leave
+from .leaving import leave, offloaded
 
 
 class Capture:
@@ -78,7 +78,7 @@ class Capture:
         """Chooses that, where the joint graph is there."""
         self.options: dict[str, int] = {}
         """Of the backend, as far as that has been chosen with it."""
-        self.offloaded: Collection[str] = ()
+        self.offloaded: Collection[str] = offloaded(self.plan.choices) if self.plan is not None else ()
         """Paths of layers of which what forward saves goes to the host (Note [Leaving])."""
         self.keeps = False
         """Whether the joint graph is to be kept, in ``joint``, to be cut again."""

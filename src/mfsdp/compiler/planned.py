@@ -22,6 +22,7 @@ from ..spec.hardware import Hardware
 from ..spec.plans import DoesNotFit
 from . import cutting
 from .capture import Capture
+from .leaving import offloaded
 from .planner import ALLOWED, Planner
 
 log = logging.getLogger("mfsdp")
@@ -54,6 +55,7 @@ def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: H
         raise DoesNotFit(chosen["error"])
     choices = tuple(replace(c, **found) for c, found in zip(planner.kinds, chosen["choices"], strict=True))
     capture.treated = cutting.treatments(choices, True)
+    capture.offloaded = offloaded(choices)
     capture.options = chosen["options"]
     log.info("mfsdp: %s: %s", capture.name, chosen["text"])
 
