@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from mfsdp.graph import cost, listing
 from mfsdp.graph.program import Program, operator
 from mfsdp.graph.roles import role
 from mfsdp.spec import hardware
-from mfsdp.spec.hardware import Group, Hardware, Link, transfer
+from mfsdp.spec.hardware import Group, Hardware, Link, host_copy, transfer
 from tests.models import GPT, Block, llama
 from tests.parity import compiled
 from tests.toys import BF16, Toy2, toy2
@@ -57,6 +58,11 @@ PLAIN = Hardware("plain", {"bf16": 1e12}, 10**9, 1e12, Link(1e9, 0.0), Link(1e9,
 """Nothing but round numbers: a gather of a toy unit takes 7/8 of 2.11 MB at 1 GB/s, 1849.344 us."""
 
 GATHER = 7 / 8 * FULL / 1e9
+
+
+def spec_of(world: int, outer: int = 1, outer_stride: int = 0) -> Any:
+    """As much of a `Spec` as says who its groups are."""
+    return SimpleNamespace(world=world, stride=1, outer=outer, outer_stride=outer_stride)
 
 
 def spans(program: Any, times: dict[str, float], machine: Hardware = PLAIN) -> dict[str, tuple[float, float, float]]:
@@ -133,6 +139,27 @@ def test_collectives_by_formula():
     big, small = (transfer("all_reduce", x, Group.of(range(64), 8), h100) for x in (100 * n, 1e3))
     assert big.moving == pytest.approx(200 * across.moving) and small.fixed < 2 * across.fixed
     assert transfer("all_gather", n, Group.of(range(1), 8), h100).seconds == 0
+    copy = host_copy(n, h100)
+    assert copy.moving == pytest.approx(n / 55e9) and copy.link == "host"
+
+
+def test_seventy_two_ranks_that_are_linked():
+    """An NVL72 rack: its nodes have four ranks, its links do not end there, and some groups straddle racks."""
+    rack = mfsdp.spec.hardware.KNOWN["gb200"]
+    assert (rack.ranks_per_node, rack.linked) == (4, 72)
+    n = 1e9
+    inside, _ = clock.groups(spec_of(8), rack)
+    assert inside == Group(8, 1, 8) and transfer("all_gather", n, inside, rack).link == "inside"
+    whole, _ = clock.groups(spec_of(72), rack)
+    assert transfer("all_gather", n, whole, rack).moving == pytest.approx(71 / 72 * n / (900e9 * 0.85))
+    straddling, outer = clock.groups(spec_of(8, 5, 8), replace(rack, domain=36))
+    assert straddling == Group(8, 2, 4), "the fifth: ranks 32 to 39"
+    assert outer == Group(5, 2, 1), "ranks 0, 8, 16, 24 and 32"
+    late, _ = clock.groups(spec_of(3, 512, 3), replace(rack, domain=512))
+    assert late == Group(3, 2, 1), "the 171st: ranks 510 to 512"
+    two, _ = clock.groups(spec_of(144), rack)
+    assert two == Group(144, 2, 72)
+    assert transfer("all_gather", n, two, rack).moving == pytest.approx(143 / 144 * n / (900e9 * 0.85))
 
 
 def test_fused_neighbours_read_and_write_once():
@@ -596,7 +623,7 @@ def test_hugging_face_and_tokens():
         ({"world": True}, "world=True: give a positive number"),
         ({"world": 4, "mesh_shape": (2, 4)}, "give one of them"),
         ({"mesh": None}, "mesh= is not needed: give world= or mesh_shape="),
-        ({"hardware": "abacus"}, "hardware='abacus': neither a file nor one of a100, h100, h200, b200"),
+        ({"hardware": "abacus"}, "hardware='abacus': neither a file nor one of a100, h100, h200, b200, gb200"),
         ({"options": {"prefetsh": 1}}, "does not know the option 'prefetsh'"),
         ({"optimizer": "magic"}, "optimizer='magic': choose one of adamw"),
         ({"strategy": 7}, "strategy=7: choose one of"),
@@ -635,6 +662,8 @@ def test_hardware_from_files(tmp_path):
         ('{"name": "half"}', "missing"),
         ('{"like": "h100", "memory": 0}', "memory=0 must be positive"),
         ('{"like": "h100", "cuda": 1}', "cuda=1: choose true or false"),
+        ('{"like": "h100", "domain": -8}', "domain=-8: give a number of ranks"),
+        ('{"like": "h100", "host": {"bandwidth": 0, "latency": 0}}', "Link: bandwidth=0: give a positive number"),
     ):
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(ValueError, match=message):

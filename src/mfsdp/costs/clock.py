@@ -203,7 +203,7 @@ def _coding(program: Program, wait: Node) -> int:
 def _others(node: Node, machine: Hardware) -> Transfer:
     """A collective of another parallelism; an all-to-all sends as much as a reduce-scatter, to every rank its part."""
     axis = Axis.decode(node.args[2])  # type: ignore[arg-type]
-    group = Group.of(range(0, axis.ranks * axis.stride, axis.stride), machine.ranks_per_node)
+    group = Group.of(range(0, axis.ranks * axis.stride, axis.stride), machine.linked)
     kind = str(node.args[1]).partition(" ")[0]
     whole = node if kind == "all_gather" else node.args[0]
     return transfer("reduce_scatter" if kind == "all_to_all" else kind, nbytes(whole.meta["val"]), group, machine)  # type: ignore[union-attr]
@@ -235,23 +235,19 @@ def _together(parts: Sequence[Transfer]) -> Transfer:
 
 def groups(spec: Spec, machine: Hardware) -> tuple[Group, Group]:
     """The shard axis and the outer axis, each by the worst of its groups."""
-    shard, outer = _kinds(
-        (spec.world, spec.stride), (spec.outer, spec.outer_stride or spec.world), machine.ranks_per_node
-    )
+    shard, outer = _kinds((spec.world, spec.stride), (spec.outer, spec.outer_stride or spec.world), machine.linked)
     return _worst(shard, machine), _worst(outer, machine)
-
-
-SAMPLED = 64
-"""Groups of an axis that are looked at; their places on nodes repeat."""
 
 
 @cache
 def _kinds(shard: tuple[int, int], outer: tuple[int, int], per_node: int) -> tuple[list[Group], list[Group]]:
-    """The groups of the shard axis and of the outer axis that differ; of each axis its ranks, and how far apart."""
+    """The groups of the shard axis and of the outer axis that differ; of each axis its ranks, and how far apart. How
+    groups lie on nodes repeats after as many of them as a node has ranks, if not before.
+    """
 
     def found(axis: tuple[int, int], other: tuple[int, int]) -> list[Group]:
         (n, step), (others, apart) = axis, other
-        ranks = [range(i * apart, i * apart + n * step, step) for i in range(min(others, SAMPLED))]
+        ranks = [range(i * apart, i * apart + n * step, step) for i in range(min(others, per_node))]
         return list(dict.fromkeys(Group.of(r, per_node) for r in ranks))
 
     return found(shard, outer), found(outer, shard)

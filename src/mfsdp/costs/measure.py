@@ -20,9 +20,10 @@ def here() -> Hardware | None:
     torchrun has started (``LOCAL_WORLD_SIZE``); ``None`` if it is none of `KNOWN`. Nothing is measured.
     """
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    known = next((machine for key, machine in KNOWN.items() if key in name), None)
-    if known is None:
+    key = max((key for key in KNOWN if key in name), key=len, default=None)  # a GB200 is no B200
+    if key is None:
         return None
+    known = KNOWN[key]
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(local) if local.isdigit() and int(local) > 0 else known.ranks_per_node
     return replace(known, ranks_per_node=ranks, memory=int(torch.accelerator.get_memory_info()[1]))
@@ -30,7 +31,8 @@ def here() -> Hardware | None:
 
 def measure() -> Hardware:
     """Measures the accelerator of this process, or its share of the CPU: matrix products per dtype, memory bandwidth,
-    the smallest kernel; and, if there are several ranks, what connects them (all must call it). Takes a few seconds.
+    the smallest kernel, copies to the host; and, if there are several ranks, what connects them (all must call it).
+    Takes a few seconds.
     """
     gpu = torch.accelerator.is_available()
     device = torch.accelerator.current_accelerator() if gpu else torch.device("cpu")
@@ -58,7 +60,7 @@ def measure() -> Hardware:
         name = f"this machine, {groups.world()} ranks"
     return Hardware(
         name, flops, memory, bandwidth, link, link, reached=1.0, reached_bandwidth=1.0, kernel=kernel,
-        cuda=ops.widens(device),
+        cuda=ops.widens(device), host=Link(_host(device, bandwidth), 1e-5 if gpu else 0.0),
     )  # fmt: skip
 
 
@@ -72,6 +74,18 @@ def _best(function: Callable[[], object], rounds: int = 5) -> float:
             torch.accelerator.synchronize()
         best = min(best, time.perf_counter() - begun)
     return best
+
+
+def _host(device: torch.device, bandwidth: float, nbytes: int = 2**28) -> float:
+    """Bytes per second of a copy to pinned memory of the host, or back, whichever is slower; of the CPU, whose host is
+    the same memory, what a copy within it reaches.
+    """
+    if device.type == "cpu":
+        return bandwidth / 2
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    ways = ((here, there), (there, here))
+    return nbytes / max(_best(lambda a=a, b=b: a.copy_(b, non_blocking=True)) for a, b in ways)  # type: ignore[misc]
 
 
 def _link(device: torch.device, nbytes: int = 2**22, rounds: int = 8) -> tuple[float, float, float, float]:

@@ -2,8 +2,11 @@
 
 Peaks are the makers' (dense, without sparsity), from NVIDIA's data sheets for A100, H100, H200 and HGX B200; networks
 are those of the makers' reference systems, eight GPUs a node and one network card for each: HDR 200 Gb/s for A100, NDR
-400 Gb/s for the others. What is reached of a peak, and latencies, are assumptions, said beside their fields: give a
-file with your own, or a profile.
+400 Gb/s for the others. GB200 is one of the 72 of an NVL72 rack, its figures the rack's divided by 72. Links to the host
+are what copies have reached: nvbandwidth reports 25.1 GB/s on A100 (PCIe 4, NVIDIA/nvbandwidth#42) and 55.6 on H100
+(PCIe 5, NVIDIA's page of the tool), which H200 and B200, in the same slot, are taken to reach; two GPUs of GB200 share 450
+GB/s each way to their Grace, of which 0.77 are taken to be reached, as GH200 does (346 GB/s, #23). What is reached of a
+peak, and latencies, are assumptions, said beside their fields: give a file with your own, or a profile.
 """
 
 from __future__ import annotations
@@ -57,6 +60,11 @@ class Hardware:
     between: Link
     """Between nodes."""
     ranks_per_node: int = 8
+    domain: int = 0
+    """Ranks that ``inside`` connects, if they are not those of a node: 72 of an NVL72 rack, whose nodes have four. 0:
+    ``ranks_per_node``."""
+    host: Link = Link(25e9, 1e-5)
+    """Between a rank's memory and pinned memory of its host, in each direction, both at once: what copies reach."""
     reached: float = 0.7
     """What matrix products reach of their peak. An assumption: large bf16 products on H100 measure 0.6 to 0.75."""
     reached_bandwidth: float = 0.85
@@ -71,10 +79,17 @@ class Hardware:
         for name in ("memory", "bandwidth", "ranks_per_node", "reached", "reached_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Hardware: {name}={getattr(self, name)!r} must be positive")
+        if isinstance(self.domain, bool) or not isinstance(self.domain, int) or self.domain < 0:
+            raise ValueError(f"Hardware: domain={self.domain!r}: give a number of ranks, or 0 for ranks_per_node")
         if not isinstance(self.cuda, bool):
             raise ValueError(f"Hardware: cuda={self.cuda!r}: choose true or false")
         if not self.flops or any(not x > 0 for x in self.flops.values()):
             raise ValueError(f"Hardware: flops={dict(self.flops)!r}: give a positive number for at least one dtype")
+
+    @property
+    def linked(self) -> int:
+        """Ranks that ``inside`` connects."""
+        return self.domain or self.ranks_per_node
 
     def peak(self, dtype: str) -> float:
         """Operations per second in a dtype; in one that is not known, those of the widest that is."""
@@ -87,19 +102,23 @@ class Hardware:
 
 def _gpu(
     name: str, f64: float, f32: float, bf16: float, f8: float | None, memory: float, bandwidth: float, nvlink: float,
-    network: float,
+    network: float, host: float, **more: int,
 ) -> Hardware:  # fmt: skip
     flops = {"f64": f64, "f32": f32, "bf16": bf16, "f16": bf16}
     if f8 is not None:
         flops["f8"] = f8
-    return Hardware(name, flops, int(memory), bandwidth, Link(nvlink, 2e-6), Link(network, 6e-6), cuda=True)
+    inside, between = Link(nvlink, 2e-6), Link(network, 6e-6)
+    return Hardware(name, flops, int(memory), bandwidth, inside, between, host=Link(host, 1e-5), cuda=True, **more)
 
 
 KNOWN = {
-    "a100": _gpu("A100 SXM 80 GB", 19.5e12, 19.5e12, 312e12, None, 80e9, 2.039e12, 300e9, 25e9),
-    "h100": _gpu("H100 SXM", 67e12, 67e12, 989e12, 1979e12, 80e9, 3.35e12, 450e9, 50e9),
-    "h200": _gpu("H200 SXM", 67e12, 67e12, 989e12, 1979e12, 141e9, 4.8e12, 450e9, 50e9),
-    "b200": _gpu("HGX B200", 37e12, 75e12, 2250e12, 4500e12, 180e9, 7.7e12, 900e9, 50e9),
+    "a100": _gpu("A100 SXM 80 GB", 19.5e12, 19.5e12, 312e12, None, 80e9, 2.039e12, 300e9, 25e9, 25e9),
+    "h100": _gpu("H100 SXM", 67e12, 67e12, 989e12, 1979e12, 80e9, 3.35e12, 450e9, 50e9, 55e9),
+    "h200": _gpu("H200 SXM", 67e12, 67e12, 989e12, 1979e12, 141e9, 4.8e12, 450e9, 50e9, 55e9),
+    "b200": _gpu("HGX B200", 37e12, 75e12, 2250e12, 4500e12, 180e9, 7.7e12, 900e9, 50e9, 55e9),
+    "gb200": _gpu(
+        "GB200 NVL72", 40e12, 80e12, 2500e12, 5000e12, 186e9, 8e12, 900e9, 50e9, 173e9, ranks_per_node=4, domain=72
+    ),
 }
 """By name."""
 
@@ -136,7 +155,7 @@ def _parse(given: dict[str, Any], where: str) -> Hardware:
     if wrong:
         raise ValueError(f"hardware: {where} has the unknown fields {', '.join(wrong)}; there are {', '.join(known)}")
     try:
-        for name in ("inside", "between"):
+        for name in ("inside", "between", "host"):
             if name in given:
                 given[name] = Link(**given[name])
         return replace(KNOWN[like], **given) if like else Hardware(**given)
@@ -146,7 +165,7 @@ def _parse(given: dict[str, Any], where: str) -> Hardware:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a collective, as far as their links go."""
+    """The ranks of a collective, as far as their links go. A node is here what `Hardware.domain` connects."""
 
     ranks: int
     nodes: int
@@ -174,7 +193,8 @@ class Transfer:
     restart: float = 0.0
     """Seconds that it takes longer if its group was idle."""
     link: str = "inside"
-    """Which link is the bottleneck, and so shared with others: ``"inside"`` nodes or ``"between"`` them."""
+    """Which link is the bottleneck, and so shared with others: ``"inside"`` nodes or ``"between"`` them, or to the
+    ``"host"``."""
 
     @property
     def seconds(self) -> float:
@@ -216,3 +236,8 @@ def transfer(kind: str, nbytes: float, group: Group, machine: Hardware) -> Trans
     climb = 2 * depth * machine.between.latency + 2 * (within - 1) * machine.inside.latency
     tree = Transfer(climb, 2 * nbytes / rate, cpu, restart, link)
     return min(ring, tree, key=lambda t: t.seconds)
+
+
+def host_copy(nbytes: float, machine: Hardware) -> Transfer:
+    """A copy from a rank's memory to its host, or back. One direction's copies share its link; the other's do not."""
+    return Transfer(machine.host.latency, nbytes / machine.host.bandwidth, machine.host.cpu * nbytes, link="host")
