@@ -114,6 +114,22 @@ def test_two_groups_share_the_link_and_moving_bytes_takes_the_processor():
     assert at[1] - at[0] == pytest.approx(min(2e-3, GATHER + (1e-3 - GATHER / 2)), rel=1e-6)
 
 
+def test_short_kernels_wait_for_their_launches_unless_the_host_is_ahead():
+    program = toy2()
+    pipeline.run(program)
+
+    def seconds(machine: Hardware, fused: bool = True) -> list[float]:
+        """Of addmm, relu, addmm, relu."""
+        return [t.seconds for t in clock.times(program, machine, fused=fused).values() if t.seconds]
+
+    quick = replace(PLAIN, flops={"bf16": 1e20}, bandwidth=1e20, kernel=1e-6)
+    assert seconds(quick) == [1e-6] * 4
+    late = [1e-6, 5e-6, 5e-6, 5e-6]
+    assert seconds(replace(quick, launch=5e-6)) == pytest.approx(late) == seconds(replace(quick, dispatch=5e-6), False)
+    assert seconds(replace(quick, dispatch=5e-6)) == [1e-6] * 4, "nothing is called from Python"
+    assert seconds(replace(PLAIN, launch=5e-6)) == seconds(PLAIN), "behind a product of 500 us the host is ahead"
+
+
 def test_a_restart_is_paid_by_whoever_finds_the_group_idle():
     program = toy2()
     pipeline.run(program, passes=pipeline.table(0))

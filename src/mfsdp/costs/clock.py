@@ -7,6 +7,7 @@ outside of it is written. Collectives: see :func:`mfsdp.spec.hardware.transfer`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -62,19 +63,49 @@ def times(
     """
     out: dict[Node, Time] = {}
     memo = {} if memo is None else memo
+    ahead = _Host(machine.launch if fused else machine.dispatch)
     for run in fusion.together(program, fused, memo):
         kernel = tuple(run)
         if kernel not in memo:
             memo[kernel] = _kernel(program, run, machine)
-        out.update(memo[kernel])
-    for node, time in out.items():
-        seconds = (measured or {}).get(node.name)
-        if seconds is not None and time.transfer is None and node.target is not ops.wait:
-            out[node] = Time(seconds, time.flops, "measured")
+        out.update(ahead.launched({n: _known(n, t, measured or {}) for n, t in memo[kernel].items()}))
     total = sum(time.seconds for time in out.values())
     if compute is not None and total > 0:
         out = {node: replace(time, seconds=time.seconds * compute / total) for node, time in out.items()}
     return out
+
+
+def _known(node: Node, time: Time, measured: Mapping[str, float]) -> Time:
+    """With what a line was measured to take, if it was."""
+    seconds = measured.get(node.name)
+    if seconds is None or time.transfer is not None or node.target is ops.wait:
+        return time
+    return Time(seconds, time.flops, "measured")
+
+
+class _Host:
+    """Launches kernels one after the other, each when the one before is launched, whatever the device does: a kernel
+    begins when the device is free and the host has come to it. As if nothing was waited for: a wait lets the host get
+    further ahead, so that this is the most that launching costs. A program's first kernel is in time: the host comes
+    from the program before, or a gather is waited for.
+    """
+
+    def __init__(self, launch: float) -> None:
+        self.launch = launch
+        self.ahead = math.inf
+        """Seconds from the host's last launch to when the device has nothing left to do."""
+
+    def launched(self, kernel: dict[Node, Time]) -> dict[Node, Time]:
+        """What its lines take, the first with the time for which the device waits for the host."""
+        busy = sum(time.seconds for time in kernel.values())
+        if not self.launch or not (busy or any(time.transfer for time in kernel.values())):
+            return kernel
+        self.ahead -= self.launch
+        if not busy:
+            return kernel
+        late, self.ahead = max(0.0, -self.ahead), busy + (max(0.0, self.ahead) if self.ahead < math.inf else 0.0)
+        first, time = next(iter(kernel.items()))
+        return {**kernel, first: replace(time, seconds=time.seconds + late, limit="launch")} if late else kernel
 
 
 def _kernel(program: Program, run: Sequence[Node], machine: Hardware) -> dict[Node, Time]:

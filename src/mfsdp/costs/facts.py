@@ -166,6 +166,11 @@ class Facts:
         return sorted(found, key=lambda x: -x.seconds)
 
     @property
+    def slowed(self) -> float:
+        """Seconds that computation takes longer because bytes move beside it."""
+        return max(0.0, self.step - self.compute - sum(x.seconds for x in self.exposed))
+
+    @property
     def drawn(self) -> float:
         """Seconds of the step as it is drawn: every program once, and the optimizer."""
         return sum(view.seconds for view in self.views) + self.optimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -56,7 +56,8 @@ def measure() -> Hardware:
         link = Link(bandwidth / 2, 1e-6)
         name = "this machine, one process: links as fast as memory"
     else:
-        link = Link(*_link(device))
+        one = torch.ones(width, width, dtype=torch.bfloat16 if gpu else torch.float32, device=device)
+        link = _link(device, lambda: (one @ one, target.copy_(source)))
         name = f"this machine, {groups.world()} ranks"
     return Hardware(
         name, flops, memory, bandwidth, link, link, reached=1.0, reached_bandwidth=1.0, kernel=kernel,
@@ -70,8 +71,7 @@ def _best(function: Callable[[], object], rounds: int = 5) -> float:
     for _ in range(rounds + 1):
         begun = time.perf_counter()
         function()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        _synchronize()
         best = min(best, time.perf_counter() - begun)
     return best
 
@@ -88,10 +88,12 @@ def _host(device: torch.device, bandwidth: float, nbytes: int = 2**28) -> float:
     return nbytes / max(_best(lambda a=a, b=b: a.copy_(b, non_blocking=True)) for a, b in ways)  # type: ignore[misc]
 
 
-def _link(device: torch.device, nbytes: int = 2**22, rounds: int = 8) -> tuple[float, float, float, float]:
-    """What connects the ranks of the default group, measured with gathers of ``nbytes``: bytes per second of one rank,
-    seconds of a hop, seconds per byte that it takes from computation (on the CPU), and what a gather that finds its
-    group idle takes longer, as a part. The same on all ranks, which must call it together.
+def _link(device: torch.device, work: Callable[[], object], nbytes: int = 2**22, rounds: int = 8) -> Link:
+    """What connects the ranks of the default group, measured with gathers of ``nbytes``; the same on all ranks, which
+    must call it together.
+
+    Args:
+        work: a piece of computation, which runs beside gathers to see what they take from it.
     """
     ranks, everybody = groups.world(), groups.default_group()
     shard = torch.zeros(nbytes // ranks, dtype=torch.uint8, device=device)
@@ -117,7 +119,48 @@ def _link(device: torch.device, nbytes: int = 2**22, rounds: int = 8) -> tuple[f
     alone = min(timed(rounds, shard, full, False)[0] for _ in range(3))
     queued, burnt = min(timed(rounds, shard, full, True) for _ in range(3))
     sent = shard.numel() * (ranks - 1)
-    cpu = min(burnt / sent, 0.9 * queued / sent) if device.type == "cpu" else 0.0
-    numbers = torch.tensor([sent / queued, small / (ranks - 1), cpu, max(0.0, alone / queued - 1)], dtype=torch.float64)
-    rate, hop, taken, restart = groups.broadcast(numbers.to(device), everybody).tolist()
-    return rate, hop, taken, restart
+    many = 2 * rounds
+    gathers = [(full, shard)] * many
+    taken = lost(lambda: [runs.current().gather([g], everybody) for g in gathers], work, many * queued) / many
+    taken = max(taken, burnt) if device.type == "cpu" else taken  # no less than what the process has been charged
+    numbers = torch.tensor([sent / queued, small / (ranks - 1), taken, max(0.0, alone / queued - 1)])
+    rate, hop, taken, restart = groups.broadcast(numbers.double().to(device), everybody).tolist()
+    if device.type == "cpu":
+        return Link(rate, hop, cpu=min(taken, 0.9 * queued) / sent, restart=restart)
+    return Link(rate, hop, slows=min(0.9, taken / queued), restart=restart)
+
+
+def lost(
+    launch: Callable[[], Sequence[Callable[[], None]]], work: Callable[[], object], seconds: float, rounds: int = 7
+) -> float:
+    """Seconds that computation takes longer beside transfers than alone, in turns. All ranks must call it together.
+
+    Args:
+        launch: begins transfers; gives what waits for them.
+        work: a piece of computation, which is done again and again until transfers are over for sure.
+        seconds: what the transfers take alone.
+    """
+
+    def worked(count: int, ends: Sequence[Callable[[], None]] = ()) -> float:
+        begun = time.perf_counter()
+        for _ in range(count):
+            work()
+        _synchronize()
+        took = time.perf_counter() - begun
+        for end in ends:
+            end()
+        return took
+
+    count = 1 + int(1.5 * seconds / min(worked(1) for _ in range(3)))
+    alone, beside = [], []
+    for _ in range(rounds):
+        groups.barrier()
+        alone.append(worked(count))
+        groups.barrier()
+        beside.append(worked(count, launch()))
+    return max(0.0, min(beside) - min(alone))
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

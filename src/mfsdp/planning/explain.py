@@ -23,7 +23,7 @@ from ..graph.program import Program
 from ..reports.report import Comparison, Report
 from ..sharding.module import FSDPModule
 from ..spec.config import Options
-from ..spec.hardware import Hardware
+from ..spec.hardware import Hardware, undisturbed
 from ..spec.hardware import hardware as find_hardware
 from ..state.buffer import FlatBuffer, refs
 from ..state.mesh import TENSOR
@@ -331,11 +331,12 @@ def _report(
     other, plain = _unsharded(traced.model)
     buffers = _buffers(traced.model)
     batch = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+    machine = undisturbed(q.hardware) if getattr(profile, "contended", False) else q.hardware
     decide = None
     if o.prefetch == "auto":
         size = sum(x.nbytes for x in batch)
         held = always(buffers, inputs=size, other=other, plain=plain, optimizer=optimizer)
-        decide = Auto(q.hardware, o, q.hardware.cuda, held, profile)
+        decide = Auto(machine, o, q.hardware.cuda, held, profile)
     known = {} if known is None else known
     key = (*q.traced, str(o), q.hardware.cuda, None if decide is None else q)
     if key not in known:
@@ -347,7 +348,7 @@ def _report(
     programs, stages = known[key]
     facts = estimate(
         programs, stages, buffers, batch,
-        machine=q.hardware, options=o, other=other, plain=plain, optimizer=optimizer, profile=profile,
+        machine=machine, options=o, other=other, plain=plain, optimizer=optimizer, profile=profile,
         mesh_shape=q.mesh_shape, axes=_beside(traced.model), schedule=q.schedule,
     )  # fmt: skip
     return Report(**{f.name: getattr(facts, f.name) for f in fields(Facts)})

@@ -26,7 +26,8 @@ class Report(Facts):
             + (f", {self.schedule}" if self.schedule else ""),
             "",
             f"step      {seconds(self.step)}   compute {seconds(self.compute)}, exposed communication "
-            f"{seconds(waited)} ({waited / self.step:.0%})",
+            f"{seconds(waited)} ({waited / self.step:.0%})"
+            + (f", slowed by transfers {seconds(self.slowed)}".rstrip() if self.slowed > 0.005 * self.step else ""),
             *(
                 f"{v.phase:<9} {seconds(v.seconds)}" + (f"   {v.runs} times" if v.runs > 1 else "")
                 for v in self.views

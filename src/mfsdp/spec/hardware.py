@@ -2,11 +2,12 @@
 
 Peaks are the makers' (dense, without sparsity), from NVIDIA's data sheets for A100, H100, H200 and HGX B200; networks
 are those of the makers' reference systems, eight GPUs a node and one network card for each: HDR 200 Gb/s for A100, NDR
-400 Gb/s for the others. GB200 is one of the 72 of an NVL72 rack, its figures the rack's divided by 72. Links to the host
-are what copies have reached: nvbandwidth reports 25.1 GB/s on A100 (PCIe 4, NVIDIA/nvbandwidth#42) and 55.6 on H100
-(PCIe 5, NVIDIA's page of the tool), which H200 and B200, in the same slot, are taken to reach; two GPUs of GB200 share 450
-GB/s each way to their Grace, of which 0.77 are taken to be reached, as GH200 does (346 GB/s, #23). What is reached of a
-peak, and latencies, are assumptions, said beside their fields: give a file with your own, or a profile.
+400 Gb/s for the others. GB200 is one of the 72 of an NVL72 rack, its figures the rack's divided by 72. Links to the
+host are what copies have reached: nvbandwidth reports 25.1 GB/s on A100 (PCIe 4, NVIDIA/nvbandwidth#42) and 55.6 on
+H100 (PCIe 5, NVIDIA's page of the tool), which H200 and B200, in the same slot, are taken to reach; two GPUs of GB200
+share 450 GB/s each way to their Grace, of which 0.77 are taken to be reached, as GH200 does (346 GB/s, #23). What is
+reached of a peak, latencies, and what collectives take from computation, are assumptions, said beside their fields:
+give a file with your own, or a profile.
 """
 
 from __future__ import annotations
@@ -37,11 +38,16 @@ class Link:
     restart: float = 0.0
     """What a transfer that finds its group idle takes longer, as a part of its time: gloo's handshake stands behind the
     data of the one before. 0 for NCCL."""
+    slows: float = 0.0
+    """What computation loses of its speed while bytes move, however fast they do: NCCL's kernels take multiprocessors,
+    and their bytes bandwidth of memory. 0 for copies by an engine of their own."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not isinstance(value, (int, float)) or value < 0 or (name == "bandwidth" and value <= 0):
                 raise ValueError(f"Link: {name}={value!r}: give a positive number")
+        if self.slows >= 1:
+            raise ValueError(f"Link: slows={self.slows!r}: give the part of its speed that computation loses, below 1")
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,11 @@ class Hardware:
     """What other kernels, and collectives, reach of theirs. An assumption."""
     kernel: float = 4e-6
     """Seconds that the smallest kernel takes. An assumption."""
+    launch: float = 0.0
+    """Seconds that the host takes to launch a kernel of compiled code, and is ahead of the device or not; 0: the
+    processor computes itself, and ``kernel`` has it."""
+    dispatch: float = 0.0
+    """The same of an operator that is called from Python (``lowering="eager"``)."""
     cuda: bool = False
     """Whether ranks are CUDA devices: products of 16-bit matrices can be written in float32 (`ops.widens`), and what no
     ledger counts takes some of the memory."""
@@ -79,6 +90,9 @@ class Hardware:
         for name in ("memory", "bandwidth", "ranks_per_node", "reached", "reached_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Hardware: {name}={getattr(self, name)!r} must be positive")
+        for name in ("kernel", "launch", "dispatch"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"Hardware: {name}={getattr(self, name)!r}: give seconds")
         if isinstance(self.domain, bool) or not isinstance(self.domain, int) or self.domain < 0:
             raise ValueError(f"Hardware: domain={self.domain!r}: give a number of ranks, or 0 for ranks_per_node")
         if not isinstance(self.cuda, bool):
@@ -100,6 +114,15 @@ class Hardware:
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
+SLOWS = 0.16
+"""What a GPU's computation loses of its speed beside collectives. An assumption, the same for all: training of GPT and
+Llama on four GPUs computed 18.9% longer where it overlapped with communication, on average over H100, A100, MI250 and
+MI210 (arXiv:2507.03114)."""
+
+LAUNCH, DISPATCH = 5e-6, 1e-5
+"""What a GPU's host takes for a kernel. Assumptions."""
+
+
 def _gpu(
     name: str, f64: float, f32: float, bf16: float, f8: float | None, memory: float, bandwidth: float, nvlink: float,
     network: float, host: float, **more: int,
@@ -107,8 +130,11 @@ def _gpu(
     flops = {"f64": f64, "f32": f32, "bf16": bf16, "f16": bf16}
     if f8 is not None:
         flops["f8"] = f8
-    inside, between = Link(nvlink, 2e-6), Link(network, 6e-6)
-    return Hardware(name, flops, int(memory), bandwidth, inside, between, host=Link(host, 1e-5), cuda=True, **more)
+    inside, between = Link(nvlink, 2e-6, slows=SLOWS), Link(network, 6e-6, slows=SLOWS)
+    return Hardware(
+        name, flops, int(memory), bandwidth, inside, between, host=Link(host, 1e-5), cuda=True, launch=LAUNCH,
+        dispatch=DISPATCH, **more,
+    )  # fmt: skip
 
 
 KNOWN = {
@@ -229,15 +255,26 @@ def transfer(kind: str, nbytes: float, group: Group, machine: Hardware) -> Trans
     link = "between" if nodes > 1 else "inside"
     slowest = machine.between if nodes > 1 else machine.inside
     cpu, restart = slowest.cpu * sent, slowest.restart * sent / rate
-    ring = Transfer(hops, sent / rate, cpu, restart, link)
+    ring = Transfer(hops, sent / rate, cpu + slowest.slows * sent / rate, restart, link)
     if kind != "all_reduce":
         return ring
     depth, within = (nodes - 1).bit_length(), -(-n // nodes)
     climb = 2 * depth * machine.between.latency + 2 * (within - 1) * machine.inside.latency
-    tree = Transfer(climb, 2 * nbytes / rate, cpu, restart, link)
+    tree = Transfer(climb, 2 * nbytes / rate, cpu + slowest.slows * 2 * nbytes / rate, restart, link)
     return min(ring, tree, key=lambda t: t.seconds)
 
 
 def host_copy(nbytes: float, machine: Hardware) -> Transfer:
     """A copy from a rank's memory to its host, or back. One direction's copies share its link; the other's do not."""
-    return Transfer(machine.host.latency, nbytes / machine.host.bandwidth, machine.host.cpu * nbytes, link="host")
+    moving = nbytes / machine.host.bandwidth
+    return Transfer(machine.host.latency, moving, machine.host.cpu * nbytes + machine.host.slows * moving, link="host")
+
+
+def undisturbed(machine: Hardware) -> Hardware:
+    """The same, where neither what moves nor launching takes anything from computation: where that is in its times."""
+    return replace(
+        machine,
+        launch=0.0,
+        dispatch=0.0,
+        **{name: replace(getattr(machine, name), cpu=0.0, slows=0.0) for name in ("inside", "between", "host")},
+    )
