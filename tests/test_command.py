@@ -58,6 +58,17 @@ def test_explain_a_function(capsys, tmp_path):
     assert "tokens/s" in shown(capsys, "explain", "tests.test_command:alone", "--batch", "2", "--length", "16")
 
 
+def test_measure_kernels_and_explain_with_them(capsys, tmp_path):
+    target, file = "tests.test_command:factory", str(tmp_path / "kernels.json")
+    assert "new kernels on" in shown(capsys, "measure", file, "--kernels", target, "--compute-dtype", "none")
+    assert shown(capsys, "measure", file, "--kernels", target, "--compute-dtype", "none").startswith("0 new kernels")
+    given = ["explain", target, "--compute-dtype", "none", "--kernels", file]
+    assert "Sequential on 8 ranks" in shown(capsys, *given)
+    machine = str(tmp_path / "this.json")
+    assert machine in shown(capsys, "measure", machine)
+    assert "this machine" in shown(capsys, "explain", target, "--hardware", machine)
+
+
 def test_explain_a_table(capsys, tmp_path):
     args = [
         "--world",

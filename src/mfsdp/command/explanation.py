@@ -35,6 +35,7 @@ def explain(commands: Any) -> None:
     add("--reduce-lag", help="reductions in flight (default: 1)")
     add("--max-unsharded", help="bytes of gathered parameters")
     add("--optimizer", default="adamw", help="(default: adamw)")
+    add("--kernels", help="a file of mfsdp measure --kernels: their times instead of estimates")
     add("--batch", type=int, default=1, help="sequences per rank (default: 1)")
     add("--length", type=int, default=4096, help="tokens per sequence (default: 4096)")
     add("--listing", action="store_true", help="print the listings too")
@@ -51,7 +52,7 @@ def _explain(args: argparse.Namespace) -> None:
 
     if args.html:
         charts.bokeh.resources  # noqa: B018  (raises before minutes have gone by)
-    model, inputs, named, layers = _model(args.model, args.batch, args.length)
+    model, inputs, named, layers = model_of(args.model, args.batch, args.length)
     several: dict[str, Any] = {}
     kinds: dict[str, Callable[[str], Any]] = {
         "strategy": _strategy, "outer_strategy": str, "reshard_after_forward": _truth,
@@ -73,7 +74,8 @@ def _explain(args: argparse.Namespace) -> None:
     shape = _several(args.mesh_shape, _shape) if args.mesh_shape else None
     found = explain(
         model, inputs, named, world=_several(args.world, int) if args.world else None, mesh_shape=shape,
-        hardware=_several(args.hardware, str), options=options, optimizer=args.optimizer, **several,
+        hardware=_several(args.hardware, str), options=options, optimizer=args.optimizer, kernels=args.kernels,
+        **several,
     )  # fmt: skip
     if isinstance(found, Comparison):
         if args.html or args.trace or args.listing:
@@ -116,7 +118,7 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(int(x) for x in text.split("x"))
 
 
-def _model(target: str, batch: int, length: int) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[str] | None]:
+def model_of(target: str, batch: int, length: int) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[str] | None]:
     """The model, its inputs, and the names of its layers, if it says them."""
     path = Path(target)
     if path.is_dir():

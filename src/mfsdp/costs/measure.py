@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 
 import torch
 
@@ -122,7 +123,7 @@ def _link(device: torch.device, work: Callable[[], object], nbytes: int = 2**22,
     many = 2 * rounds
     gathers = [(full, shard)] * many
     taken = lost(lambda: [runs.current().gather([g], everybody) for g in gathers], work, many * queued) / many
-    taken = max(taken, burnt) if device.type == "cpu" else taken  # no less than what the process has been charged
+    taken = max(taken, burnt) if device.type == "cpu" else taken  # no less than what they take alone
     numbers = torch.tensor([sent / queued, small / (ranks - 1), taken, max(0.0, alone / queued - 1)])
     rate, hop, taken, restart = groups.broadcast(numbers.double().to(device), everybody).tolist()
     if device.type == "cpu":
@@ -133,7 +134,8 @@ def _link(device: torch.device, work: Callable[[], object], nbytes: int = 2**22,
 def lost(
     launch: Callable[[], Sequence[Callable[[], None]]], work: Callable[[], object], seconds: float, rounds: int = 7
 ) -> float:
-    """Seconds that computation takes longer beside transfers than alone, in turns. All ranks must call it together.
+    """Seconds that computation takes longer beside transfers than alone, in turns: on the CPU, whose cores others may
+    want too, of this process, with the threads that move the bytes. All ranks must call it together.
 
     Args:
         launch: begins transfers; gives what waits for them.
@@ -141,12 +143,14 @@ def lost(
         seconds: what the transfers take alone.
     """
 
+    now = time.perf_counter if torch.accelerator.is_available() else time.process_time
+
     def worked(count: int, ends: Sequence[Callable[[], None]] = ()) -> float:
-        begun = time.perf_counter()
+        begun = now()
         for _ in range(count):
             work()
         _synchronize()
-        took = time.perf_counter() - begun
+        took = now() - begun
         for end in ends:
             end()
         return took
@@ -158,7 +162,7 @@ def lost(
         alone.append(worked(count))
         groups.barrier()
         beside.append(worked(count, launch()))
-    return max(0.0, min(beside) - min(alone))
+    return max(0.0, median(beside) - median(alone))
 
 
 def _synchronize() -> None:

@@ -17,6 +17,7 @@ from ..compiler.tracing import Programs, trace
 from ..costs.depth import Auto, always
 from ..costs.estimate import Schedule, estimate
 from ..costs.facts import Facts, Suggestion
+from ..costs.kernels import Kernels
 from ..costs.ledger import OPTIMIZER_STATES
 from ..costs.measure import measure
 from ..graph.program import Program
@@ -46,6 +47,18 @@ class Calibration:
     def given(self, program: Program) -> dict[str, Any]:
         """What :func:`mfsdp.costs.clock.times` takes."""
         return {"compute": self.backward if program.phase == "backward" else self.forward}
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Kernels, as something to ask like a profile."""
+
+    kernels: Kernels
+    fused: bool = True
+
+    def given(self, program: Program) -> dict[str, Any]:
+        """What :func:`mfsdp.costs.clock.times` takes."""
+        return {"measured": self.kernels.of(program, self.fused)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +93,7 @@ def explain(
     options: Mapping[str, Any] | None = None,
     optimizer: str = "adamw",
     profile: Any = None,
+    kernels: Any = None,
     suggest: bool = True,
     **sharding: Any,
 ) -> Any:
@@ -101,6 +115,8 @@ def explain(
         options: those of the backend.
         optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
         profile: of :func:`mfsdp.profile`, of the same programs: measured times instead of estimates.
+        kernels: measured on the hardware, :class:`mfsdp.costs.kernels.Kernels` or their file (`mfsdp measure
+            --kernels`): for the lines that are in it, instead of estimates.
         suggest: whether to look for changes that make the step faster.
         **sharding: arguments of :func:`mfsdp.fully_shard`; none if the model is sharded already.
 
@@ -117,6 +133,10 @@ def explain(
     """
     if optimizer not in OPTIMIZER_STATES:
         raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
+    if profile is not None and kernels is not None:
+        raise ValueError("explain: profile= and kernels= were both given: a profile has measured the kernels already")
+    if kernels is not None:
+        profile = _Measured(kernels if isinstance(kernels, Kernels) else Kernels.load(kernels))
     ways = {"microbatches": microbatches, "together": together, "overlapped": overlapped}
     questions, varied = _questions(world, mesh_shape, hardware, ways, options, sharding)
     traces: dict[tuple[Any, ...], Programs] = {}
@@ -328,6 +348,8 @@ def _report(
         known: of other combinations, of which some differ in what passes do not ask for.
     """
     o = q.options
+    if isinstance(profile, _Measured):
+        profile = replace(profile, fused=o.lowering != "eager")
     other, plain = _unsharded(traced.model)
     buffers = _buffers(traced.model)
     batch = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
