@@ -453,6 +453,19 @@ def test_what_no_ledger_counts_is_named_on_cuda(arguments, communicators):
     assert not elsewhere.uncounted and "not counted" not in elsewhere.summary()
 
 
+def test_what_else_it_would_fit_on():
+    report = toy(world=8, suggest=False)
+    large = replace(report, ledger=replace(report.ledger, peak=int(100e9)))
+    assert [name for name, fits in large.fits_on().items() if fits] == ["H200 SXM", "HGX B200", "GB200 NVL72"]
+    assert (
+        "on as many ranks fits in H200 SXM, HGX B200, GB200 NVL72; not in A100 SXM 80 GB, H100 SXM" in large.summary()
+    )
+    assert large.fits_on(PLAIN) == {"plain": False}
+    measured = toy(world=8, hardware=replace(hardware.KNOWN["h100"], fixed=3 << 30), suggest=False)
+    assert measured.peak == report.peak + (3 << 30) and "fixed" in measured.summary()
+    assert "context" not in measured.uncounted and "context" in report.uncounted
+
+
 def test_suggestions_are_what_the_simulation_confirms():
     report = toy(world=8)
     assert report.suggestions

@@ -73,7 +73,8 @@ def estimate(
     batch = sum(t.nbytes for t in inputs) * schedule.together * (2 if len(parts) > len(alone) else 1)
     account = ledger(
         [part.program for part in parts], buffers,
-        inputs=batch, other=other, plain=plain, optimizer=optimizer, fused=fused,
+        inputs=batch, other=other, plain=plain, optimizer=optimizer, fused=fused, foreach=machine.cuda,
+        fixed=machine.fixed,
     )  # fmt: skip
     now, step, compute, views = 0.0, 0.0, 0.0, []
     for part in parts:

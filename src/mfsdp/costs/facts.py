@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..pipeline import Stage
-from ..spec.hardware import Hardware
+from ..spec.hardware import KNOWN, Hardware
 from ..spec.units import Unit
 from .ledger import Ledger
 
@@ -132,6 +132,12 @@ class Facts:
         """Whether the peak is within the hardware's memory."""
         return self.peak <= self.machine.memory
 
+    def fits_on(self, *others: Hardware) -> dict[str, bool]:
+        """Whether this step, on as many ranks, would fit in the memory of other hardware, by its name; of all that is
+        known by default. What `fixed` takes of this one is taken to be the same there.
+        """
+        return {machine.name: self.peak <= machine.memory for machine in others or KNOWN.values()}
+
     @property
     def communicators(self) -> int:
         """Process groups of our own that the plan's units communicate over: two per axis of more than one rank."""
@@ -145,6 +151,8 @@ class Facts:
         """
         if not self.machine.cuda:
             return ""
+        if self.machine.fixed:
+            return "not counted: what the allocator loses to fragments, and communicators that were not there yet"
         nccl = (
             f"NCCL's buffers for {self.communicators} communicators and for groups of your own (0.5 to 2 GB each were "
             "reported in NVIDIA/nccl#864 and #964), "

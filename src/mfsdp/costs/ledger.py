@@ -20,6 +20,9 @@ from . import fusion
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
 """Tensors of state per parameter, in the dtype of the main weights."""
 
+TEMPORARIES = {"adamw": (1, 2), "adam": (1, 2), "adagrad": (2, 1), "rmsprop": (1, 1)}
+"""Tensors that an optimizer's step holds for each parameter it works on: on all at once (``foreach``), or on one."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -50,6 +53,9 @@ class Ledger:
     """By phase and name of a line: bytes of everything while it runs."""
     after: dict[str, dict[str, int]]
     """The same, behind it."""
+    host: int = 0
+    """Bytes of host memory, which are in no other number: the sum of `on_host`."""
+    on_host: tuple[Entry, ...] = ()
 
     def __str__(self) -> str:
         rows = [f"{e.name:<34}{size(e.nbytes):>9}   {e.what}" for e in self.entries]
@@ -59,6 +65,7 @@ class Ledger:
                 *rows,
                 f"{'peak':<34}{size(self.peak):>9}   in {where}",
                 f"{'of which padding':<34}{size(self.padding):>9}",
+                *(f"{'on the host: ' + e.name:<34}{size(e.nbytes):>9}   {e.what}" for e in self.on_host),
             ]
         )
 
@@ -72,6 +79,9 @@ def ledger(
     plain: int = 0,
     optimizer: str,
     fused: bool = False,
+    foreach: bool = True,
+    fixed: int = 0,
+    on_host: Sequence[Entry] = (),
 ) -> Ledger:
     """Fills in the ledger.
 
@@ -83,6 +93,9 @@ def ledger(
         plain: how many of them are parameters that train.
         optimizer: a name in :data:`OPTIMIZER_STATES`.
         fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
+        foreach: whether the optimizer works on all tensors at once (torch's default on CUDA), or on one after another.
+        fixed: bytes that are taken before the first tensor (:func:`mfsdp.costs.measure.fixed`).
+        on_host: what is in memory of the host instead of the device's.
 
     Raises:
         ValueError: there is no such optimizer.
@@ -102,10 +115,11 @@ def ledger(
             slots[name] = max(n, slots.get(name, 0))
     trains = any(p.phase == "backward" for p in programs)
     staying = gradients - plain if trains else 0
-    lasting = main + states * trained + kept + codes + casts + other + inputs + staying + sum(slots.values())
+    lasting = fixed + main + states * trained + kept + codes + casts + other + inputs + staying + sum(slots.values())
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
-    temporaries = trained if states > 1 else 0  # Adam's square roots; simpler ones work in place
+    at_once, one_by_one = TEMPORARIES.get(optimizer, (0, 0))
+    temporaries = at_once * trained if foreach else one_by_one * max([plain, *map(_largest, buffers)])
     early = sum(nbytes(n.meta["val"]) for n in _early(programs)) if optimizer != "none" else 0
     peak, where = lasting + (0 if optimizer == "none" else gradients - staying + temporaries + early), None
     for p in programs:
@@ -126,11 +140,16 @@ def ledger(
         Entry("gradient buckets", _sum(slots, "g"), "static buffers " + _names(slots, "g")),
         Entry("not sharded", other, "buffers and ignored parameters"),
         Entry("inputs", inputs, "the batch"),
+        Entry("fixed", fixed, "context, communicators, libraries: as measured"),
     ]
     if where is None:
         entries += [
             Entry("gradients", staying if optimizer == "none" else gradients, "accumulators, from step to step"),
-            Entry("temporaries", 0 if optimizer == "none" else temporaries, "of a foreach optimizer"),
+            Entry(
+                "temporaries",
+                0 if optimizer == "none" else temporaries,
+                "of a foreach optimizer" if foreach else "of an optimizer that takes one tensor after another",
+            ),
             *([Entry("gathered ahead", early, "of forward, behind fully_shard_optimizer's step")] if early else ()),
         ]
         phase, line = "optimizer", ""
@@ -144,7 +163,19 @@ def ledger(
         ]
         phase, line = program.phase, node.name
     padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states)
-    return Ledger(tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after)
+    return Ledger(
+        tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after,
+        sum(e.nbytes for e in on_host), tuple(on_host),
+    )  # fmt: skip
+
+
+def _largest(buffer: FlatBuffer) -> int:
+    """Bytes of main weights of the largest part of a parameter that some rank has."""
+    layout = buffer.layout
+    if not buffer.trainable:
+        return 0
+    parts = (min(slot.numel, layout.segment(i).chunk) for i, slot in enumerate(layout.slots))
+    return max(parts, default=0) * buffer.weights.main.itemsize
 
 
 def _early(programs: Sequence[Program]) -> list[Node]:

@@ -63,7 +63,19 @@ def measure() -> Hardware:
     return Hardware(
         name, flops, memory, bandwidth, link, link, reached=1.0, reached_bandwidth=1.0, kernel=kernel,
         cuda=ops.widens(device), host=Link(_host(device, bandwidth), 1e-5 if gpu else 0.0),
+        fixed=fixed(),
     )  # fmt: skip
+
+
+def fixed() -> int:
+    """Bytes that this process has taken of its GPU beside tensors: context, loaded kernels, communicators' buffers,
+    libraries' workspaces, and what other processes hold there; 0 on the CPU. To be asked behind the first collectives
+    and products, as they make theirs.
+    """
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def _best(function: Callable[[], object], rounds: int = 5) -> float:

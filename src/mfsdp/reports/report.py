@@ -42,6 +42,12 @@ class Report(Facts):
             )
         fits = "fits" if self.fits else "DOES NOT FIT"
         lines += ["", str(self.ledger), f"{fits} in {size(self.machine.memory)}"]
+        if self.machine.cuda:
+            which = {True: list[str](), False: list[str]()}
+            for name, there in self.fits_on().items():
+                which[there].append(name)
+            lines.append(f"on as many ranks fits in {', '.join(which[True]) or 'nothing that is known'}"
+                         + (f"; not in {', '.join(which[False])}" if which[False] else ""))  # fmt: skip
         lines += [self.uncounted, ""] if self.uncounted else [""]
         if self.exposed:
             lines.append("exposed communication: the longest")

@@ -83,16 +83,19 @@ class Hardware:
     dispatch: float = 0.0
     """The same of an operator that is called from Python (``lowering="eager"``)."""
     cuda: bool = False
-    """Whether ranks are CUDA devices: products of 16-bit matrices can be written in float32 (`ops.widens`), and what no
-    ledger counts takes some of the memory."""
+    """Whether ranks are CUDA devices: products of 16-bit matrices can be written in float32 (`ops.widens`), optimizers
+    work on all tensors at once, and what no ledger counts takes some of the memory."""
+    fixed: int = 0
+    """Bytes of ``memory`` that are taken before the first tensor: context, communicators, libraries
+    (:func:`mfsdp.costs.measure.fixed`); 0: not known."""
 
     def __post_init__(self) -> None:
         for name in ("memory", "bandwidth", "ranks_per_node", "reached", "reached_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Hardware: {name}={getattr(self, name)!r} must be positive")
-        for name in ("kernel", "launch", "dispatch"):
+        for name in ("kernel", "launch", "dispatch", "fixed"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"Hardware: {name}={getattr(self, name)!r}: give seconds")
+                raise ValueError(f"Hardware: {name}={getattr(self, name)!r} must not be negative")
         if isinstance(self.domain, bool) or not isinstance(self.domain, int) or self.domain < 0:
             raise ValueError(f"Hardware: domain={self.domain!r}: give a number of ranks, or 0 for ranks_per_node")
         if not isinstance(self.cuda, bool):
