@@ -122,7 +122,7 @@ def test_a_configuration_that_is_not_enough(capsys, tmp_path):
 def test_explain_a_hugging_face_configuration(capsys, tmp_path):
     llama().config.save_pretrained(tmp_path)
     for where in (tmp_path, tmp_path / "config.json"):
-        text = shown(capsys, "explain", str(where), "--mesh-shape", "2x4", "--length", "16")
+        text = shown(capsys, "explain", str(where), "--mesh-shape", "2x4", "--length", "16", "--listing")
         assert "LlamaForCausalLM on 8 ranks [2, 4]" in text and "model.layers.0" in text
 
 

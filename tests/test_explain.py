@@ -453,6 +453,87 @@ def test_what_no_ledger_counts_is_named_on_cuda(arguments, communicators):
     assert not elsewhere.uncounted and "not counted" not in elsewhere.summary()
 
 
+def one_forward_one_backward(stages: int, microbatches: int, f: float, b: float) -> tuple[float, list[int]]:
+    """When the last backward ends, and how many microbatches' activations each stage has had at most: 1F1B, by hand."""
+    order = []
+    for s in range(stages):
+        warm = min(stages - s - 1, microbatches)
+        turns = [("f", i) for i in range(warm)]
+        for i in range(microbatches):
+            turns += [("f", warm + i)] if warm + i < microbatches else []
+            turns += [("b", i)]
+        order.append(turns)
+    ended: dict[tuple[int, str, int], float] = {}
+    at, done = [0.0] * stages, [0] * stages
+    while any(n < len(turns) for n, turns in zip(done, order, strict=True)):
+        for s in range(stages):
+            while done[s] < len(order[s]):
+                kind, i = order[s][done[s]]
+                before = (s - 1, "f", i) if kind == "f" and s else (s + 1, "b", i) if kind == "b" else None
+                if before is not None and before[0] < stages and before not in ended:
+                    break
+                at[s] = max(at[s], ended.get(before, 0.0) if before else 0.0) + (f if kind == "f" else b)
+                ended[s, kind, i] = at[s]
+                done[s] += 1
+    held = []
+    for turns in order:
+        now, most = 0, 0
+        for kind, _ in turns:
+            now += 1 if kind == "f" else -1
+            most = max(most, now)
+        held.append(most)
+    return max(ended.values()), held
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (4, 2), (2, 1), (1, 3)])
+def test_a_pipeline_of_equal_stages(stages, microbatches):
+    options = {"options": {"lowering": "eager"}, "units": [Block], "world": 2, "hardware": PLAIN, "suggest": False}
+    model = GPT(width=64, layers=2, tied=False)
+    ids = torch.zeros(64, 8, dtype=torch.long)
+    given = {**options, "microbatches": microbatches, "optimizer": "none"}
+    found = mfsdp.explain(model, (ids,), stages=stages, **given)
+    forward, backward = (view.seconds for view in found.views)
+    step, held = one_forward_one_backward(stages, microbatches, forward, backward)
+    assert found.step == pytest.approx(step)
+    assert found.bubble == pytest.approx(step * (stages - 1) / (microbatches + stages - 1))
+    alone = mfsdp.explain(model, (ids,), **given)
+    one = (found.stages[0] - alone.peak) / max(1, held[0] - 1)
+    assert found.stages == pytest.approx([alone.peak + (n - 1) * one for n in held])
+    there = next(e.nbytes for e in alone.ledger.entries if e.name == "activations saved by forward")
+    assert there <= one < 1.5 * there or held[0] == 1, "some of them have gone at the peak"
+    assert sum(e.nbytes for e in found.ledger.entries) == found.peak == found.stages[0]
+    assert found.ranks == 2 * stages and found.slowed < 1e-9
+
+
+def test_what_no_pipeline_can_be():
+    with pytest.raises(ValueError, match="stages=0: give a positive number"):
+        toy(stages=0)
+    with pytest.raises(ValueError, match="a pipeline overlaps by itself"):
+        toy(stages=2, microbatches=2, overlapped=True)
+
+
+def test_a_straggler_and_what_a_token_costs(tmp_path):
+    alone = toy(world=1, suggest=False, slowest=[1.0, 1.5])
+    assert alone.reports[1].step == pytest.approx(1.5 * alone.reports[0].step)
+    full = toy(hardware=PLAIN, suggest=False, slowest=[1.0, 1.5])
+    first, second = (report.step for report in full)
+    assert first < second < 1.5 * first, "where the link is full nobody waits for him"
+    with pytest.raises(ValueError, match=r"slowest=0.5: give how many times"):
+        toy(slowest=0.5)
+    model = GPT(width=64, layers=2)
+    prices = tmp_path / "prices.json"
+    prices.write_text('{"H100": 2.5, "a100": 1}')
+    options = {"options": {"lowering": "eager"}, "units": [Block], "suggest": False, "world": 4}
+    ids = torch.zeros(8, 8, dtype=torch.long)
+    report = mfsdp.explain(model, (ids,), prices=prices, **options)
+    assert report.cost == pytest.approx(2.5 * 4 * report.step / 3600 / (64 * 4) * 1e6)
+    assert "per million tokens, at 2.5 for a rank and hour" in report.summary()
+    assert "per million" in str(mfsdp.explain(model, (ids,), prices=prices, hardware=["h100", "a100"], **options))
+    for wrong, message in (({"h100": 0}, "prices of h100: give positive"), ({"a100": 1}, "not of H100 SXM: add it")):
+        with pytest.raises(ValueError, match=message):
+            mfsdp.explain(model, (ids,), prices=wrong, **options)
+
+
 def test_what_else_it_would_fit_on():
     report = toy(world=8, suggest=False)
     large = replace(report, ledger=replace(report.ledger, peak=int(100e9)))

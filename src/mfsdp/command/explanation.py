@@ -26,6 +26,9 @@ def explain(commands: Any) -> None:
     add("--microbatches", help="of one step (default: as many as are together)")
     add("--together", help="microbatches in one program, mfsdp.together (default: 1)")
     add("--overlapped", help="true or false: backwards beside the next forward, mfsdp.overlapped (default: false)")
+    add("--stages", help="of a pipeline, of which the model is one (default: 1)")
+    add("--slowest", help="how many times as long the slowest rank computes (default: 1)")
+    add("--prices", help='a JSON file, of a rank and an hour: {"h100": 2.5}')
     add("--units", help="classes or name patterns, joined by +; auto (default for Hugging Face models: their layers)")
     add("--strategy", help="0 to 3 (default: 3)")
     add("--outer-strategy", help="no_shard or optim")
@@ -56,7 +59,7 @@ def _explain(args: argparse.Namespace) -> None:
     several: dict[str, Any] = {}
     kinds: dict[str, Callable[[str], Any]] = {
         "strategy": _strategy, "outer_strategy": str, "reshard_after_forward": _truth,
-        "microbatches": int, "together": int, "overlapped": _truth,
+        "microbatches": int, "together": int, "overlapped": _truth, "stages": int, "slowest": float,
     }  # fmt: skip
     for name, kind in kinds.items():
         if getattr(args, name) is not None:
@@ -75,7 +78,7 @@ def _explain(args: argparse.Namespace) -> None:
     found = explain(
         model, inputs, named, world=_several(args.world, int) if args.world else None, mesh_shape=shape,
         hardware=_several(args.hardware, str), options=options, optimizer=args.optimizer, kernels=args.kernels,
-        **several,
+        prices=args.prices, **several,
     )  # fmt: skip
     if isinstance(found, Comparison):
         if args.html or args.trace or args.listing:

@@ -66,16 +66,22 @@ def estimate(
     for program, done in zip(programs, stages, strict=True):
         known = profile.given(program) if profile is not None else {}
         times = clock.times(program, machine, fused=fused, **known)
+        if schedule.slowest > 1:
+            times = {node: replace(t, seconds=t.seconds * schedule.slowest) for node, t in times.items()}
         parts.append(_Part(program, tuple(done), times, schedule.rounds))
     alone = parts
     if schedule.overlapped:
         parts = _taking_turns(parts)
     batch = sum(t.nbytes for t in inputs) * schedule.together * (2 if len(parts) > len(alone) else 1)
-    account = ledger(
-        [part.program for part in parts], buffers,
-        inputs=batch, other=other, plain=plain, optimizer=optimizer, fused=fused, foreach=machine.cuda,
-        fixed=machine.fixed,
-    )  # fmt: skip
+    accounts = [
+        ledger(
+            [part.program for part in parts], buffers,
+            inputs=batch, other=other, plain=plain, optimizer=optimizer, fused=fused, foreach=machine.cuda,
+            fixed=machine.fixed, waiting=schedule.waiting(stage),
+        )
+        for stage in range(schedule.stages)
+    ]  # fmt: skip
+    account = accounts[0]
     now, step, compute, views = 0.0, 0.0, 0.0, []
     for part in parts:
         shown = bool(part.stages and part.stages[-1].listing)
@@ -86,6 +92,8 @@ def estimate(
         step += view.runs * view.seconds
         compute += view.runs * sum(t.seconds for t in part.times.values())
     seconds = getattr(profile, "optimizer", 0.0) or _optimizer_seconds(buffers, plain, optimizer, machine)
+    seconds *= schedule.slowest
+    bubble = (schedule.stages - 1) * sum(view.seconds for view in views)
     ids = next((t for t in inputs if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), None)
     facts = Facts(
         name=programs[0].name,
@@ -96,7 +104,9 @@ def estimate(
         views=views,
         ledger=account,
         optimizer=seconds,
-        step=step + seconds,
+        step=step + bubble + seconds,
+        bubble=bubble,
+        stages=[a.peak for a in accounts],
         compute=compute + seconds,
         tokens=ids.numel() * schedule.microbatches if ids is not None else 0,
         flops=(3 if any(p.phase == "backward" for p in programs) else 1)
@@ -123,6 +133,10 @@ class Schedule:
     """How many are in one program (`mfsdp.together`); a divisor."""
     overlapped: bool = False
     """Whether each backward but the last runs beside the next forward (`mfsdp.overlapped`)."""
+    stages: int = 1
+    """Of a pipeline, of which the model is one and all are alike: one forward, one backward in turns (1F1B)."""
+    slowest: float = 1.0
+    """How much longer the slowest rank computes than the others, who wait for it in every collective."""
 
     @property
     def rounds(self) -> int:
@@ -133,7 +147,14 @@ class Schedule:
         words = [f"{self.microbatches} microbatches"]
         words += [f"{self.together} together"] if self.together > 1 else []
         words += ["overlapped"] if self.overlapped else []
-        return ", ".join(words) if self.microbatches > 1 else ""
+        words = words if self.microbatches > 1 else []
+        words += [f"a stage of {self.stages}"] if self.stages > 1 else []
+        words += [f"the slowest rank computes {self.slowest:g} times as long"] if self.slowest > 1 else []
+        return ", ".join(words)
+
+    def waiting(self, stage: int) -> int:
+        """How many rounds' activations a stage keeps besides those of the round it computes: the first the most."""
+        return min(self.stages - stage, self.rounds) - 1
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,13 @@ class Facts:
     schedule: str = ""
     """How a step goes through several microbatches, in words; ``""`` if it has one."""
 
+    bubble: float = 0.0
+    """Seconds that a stage of a pipeline waits for its first microbatch, and the first stage for its last."""
+    stages: list[int] = field(default_factory=list)
+    """Peak of each stage of a pipeline, in bytes: the first keeps activations of the most microbatches."""
+    price: float = 0.0
+    """Of a rank and an hour; 0: not known."""
+
     @property
     def peak(self) -> int:
         """Bytes on one rank at the worst line."""
@@ -176,7 +183,7 @@ class Facts:
     @property
     def slowed(self) -> float:
         """Seconds that computation takes longer because bytes move beside it."""
-        return max(0.0, self.step - self.compute - sum(x.seconds for x in self.exposed))
+        return max(0.0, self.step - self.bubble - self.compute - sum(x.seconds for x in self.exposed))
 
     @property
     def drawn(self) -> float:
@@ -186,17 +193,23 @@ class Facts:
     @property
     def ranks(self) -> int:
         """All of them."""
-        return self.world * math.prod(self.beside.values())
+        return self.world * math.prod(self.beside.values()) * max(1, len(self.stages))
 
     @property
     def grid(self) -> str:
         """The mesh, for people: ``[2, 64] x tp 8``."""
-        return " x ".join([str(list(self.mesh_shape)), *(f"{name} {n}" for name, n in self.beside.items())])
+        stages = [f"{len(self.stages)} stages"] if len(self.stages) > 1 else []
+        return " x ".join([str(list(self.mesh_shape)), *(f"{name} {n}" for name, n in self.beside.items()), *stages])
 
     @property
     def tokens_per_second(self) -> float:
         """Of all ranks."""
         return self.tokens * self.world / self.step if self.step else 0.0
+
+    @property
+    def cost(self) -> float:
+        """Of a million tokens, in what the price is in; 0 if it or they are not known."""
+        return 1e6 * self.price * self.ranks / 3600 / self.tokens_per_second if self.tokens else 0.0
 
     @property
     def utilization(self) -> float:

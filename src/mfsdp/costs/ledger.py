@@ -82,6 +82,7 @@ def ledger(
     foreach: bool = True,
     fixed: int = 0,
     on_host: Sequence[Entry] = (),
+    waiting: int = 0,
 ) -> Ledger:
     """Fills in the ledger.
 
@@ -96,6 +97,7 @@ def ledger(
         foreach: whether the optimizer works on all tensors at once (torch's default on CUDA), or on one after another.
         fixed: bytes that are taken before the first tensor (:func:`mfsdp.costs.measure.fixed`).
         on_host: what is in memory of the host instead of the device's.
+        waiting: how many other microbatches' activations are there while one is computed.
 
     Raises:
         ValueError: there is no such optimizer.
@@ -121,12 +123,13 @@ def ledger(
     at_once, one_by_one = TEMPORARIES.get(optimizer, (0, 0))
     temporaries = at_once * trained if foreach else one_by_one * max([plain, *map(_largest, buffers)])
     early = sum(nbytes(n.meta["val"]) for n in _early(programs)) if optimizer != "none" else 0
+    others = waiting * sum(sum(saved(p)[0].values()) for p in programs if p.phase == "backward")
     peak, where = lasting + (0 if optimizer == "none" else gradients - staying + temporaries + early), None
     for p in programs:
         pooled = sum(p.slots.values())
         live[p.phase], after[p.phase] = {}, {}
         for row in lines(p, fusion.fused(p) if fused else ()):
-            base = lasting - pooled
+            base = lasting - pooled + others
             live[p.phase][row.node.name], after[p.phase][row.node.name] = base + row.top, base + row.live
             if base + row.top > peak:
                 peak, where = base + row.top, (p, row.node, row.top - pooled)
@@ -159,6 +162,7 @@ def ledger(
         entries += [
             Entry("gradients", staying, "accumulators, from step to step"),
             Entry("activations saved by forward", back, "still there"),
+            Entry("activations in flight", others, f"of {waiting} more microbatches in the pipeline"),
             Entry("temporaries", used - back, "what the lines around the peak hold"),
         ]
         phase, line = program.phase, node.name

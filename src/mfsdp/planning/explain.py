@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from ..graph.program import Program
 from ..reports.report import Comparison, Report
 from ..sharding.module import FSDPModule
 from ..spec.config import Options
-from ..spec.hardware import Hardware, undisturbed
+from ..spec.hardware import KNOWN, Hardware, undisturbed
 from ..spec.hardware import hardware as find_hardware
 from ..state.buffer import FlatBuffer, refs
 from ..state.mesh import TENSOR
@@ -90,6 +93,9 @@ def explain(
     microbatches: int | Sequence[int] | None = None,
     together: int | Sequence[int] = 1,
     overlapped: bool | Sequence[bool] = False,
+    stages: int | Sequence[int] = 1,
+    slowest: float | Sequence[float] = 1.0,
+    prices: Any = None,
     options: Mapping[str, Any] | None = None,
     optimizer: str = "adamw",
     profile: Any = None,
@@ -112,6 +118,10 @@ def explain(
             backwards.
         together: how many of them `mfsdp.together` has in one program.
         overlapped: whether the step is inside of `mfsdp.overlapped`.
+        stages: of a pipeline, of which the model is one: all are taken to be alike and on ``world`` ranks each, in
+            turns of one forward and one backward. What they send to each other is not counted.
+        slowest: how many times as long the slowest rank computes; the others wait for it in every collective.
+        prices: of a rank and an hour, by name of the hardware: a mapping, or a JSON file with one.
         options: those of the backend.
         optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
         profile: of :func:`mfsdp.profile`, of the same programs: measured times instead of estimates.
@@ -137,18 +147,24 @@ def explain(
         raise ValueError("explain: profile= and kernels= were both given: a profile has measured the kernels already")
     if kernels is not None:
         profile = _Measured(kernels if isinstance(kernels, Kernels) else Kernels.load(kernels))
-    ways = {"microbatches": microbatches, "together": together, "overlapped": overlapped}
+    ways = {
+        "microbatches": microbatches, "together": together, "overlapped": overlapped, "stages": stages,
+        "slowest": slowest,
+    }  # fmt: skip
+    listed = _prices(prices)
     questions, varied = _questions(world, mesh_shape, hardware, ways, options, sharding)
+    costs = [_price(q.hardware, listed) for q in questions]
     traces: dict[tuple[Any, ...], Programs] = {}
     known: _Known = {}
     reports = []
-    for q in questions:
+    for q, price in zip(questions, costs, strict=True):
         if q.traced not in traces:
             traces[q.traced] = trace(
                 model, args, kwargs, world=q.world, mesh_shape=q.mesh_shape, lowering=q.options.lowering,
                 together=q.schedule.together, **q.sharding,
             )  # fmt: skip
         reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), optimizer, profile, known=known))
+        reports[-1].price = price
     if varied:
         return Comparison(varied, [_values(q, varied) for q in questions], reports)
     report = reports[0]
@@ -271,8 +287,9 @@ def _questions(
     return out, several
 
 
-def _schedule(microbatches: Any, together: Any, overlapped: Any) -> Schedule:
-    for name, value in (("together", together), ("microbatches", together if microbatches is None else microbatches)):
+def _schedule(microbatches: Any, together: Any, overlapped: Any, stages: Any, slowest: Any) -> Schedule:
+    many = together if microbatches is None else microbatches
+    for name, value in (("together", together), ("microbatches", many), ("stages", stages)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"explain: {name}={value!r}: give a positive number")
     if not isinstance(overlapped, bool):
@@ -282,7 +299,32 @@ def _schedule(microbatches: Any, together: Any, overlapped: Any) -> Schedule:
             f"explain: microbatches={microbatches}, together={together}: give a multiple of together: programs of a "
             "step are all alike here"
         )
-    return Schedule(microbatches or together, together, overlapped)
+    if isinstance(slowest, bool) or not isinstance(slowest, (int, float)) or not 1 <= slowest < math.inf:
+        raise ValueError(f"explain: slowest={slowest!r}: give how many times as long the slowest rank computes, 1.1")
+    if stages > 1 and overlapped:
+        raise ValueError(f"explain: stages={stages}, overlapped=True: a pipeline overlaps by itself; leave one out")
+    return Schedule(microbatches or together, together, overlapped, stages, slowest)
+
+
+def _prices(given: Any) -> dict[str, float]:
+    """Of a rank and an hour, by name of hardware, from a mapping or a file."""
+    if given is None:
+        return {}
+    try:
+        found = dict(given if isinstance(given, Mapping) else json.loads(Path(given).read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"explain: prices={str(given)!r} is no JSON: {error}") from error
+    wrong = [name for name, x in found.items() if isinstance(x, bool) or not isinstance(x, (int, float)) or not x > 0]
+    if wrong or not found:
+        raise ValueError(f"explain: prices of {', '.join(wrong) or 'nothing'}: give positive numbers, by hardware")
+    return found
+
+
+def _price(machine: Hardware, prices: Mapping[str, float]) -> float:
+    names = [name for name in prices if name == machine.name or KNOWN.get(name.lower()) == machine]
+    if prices and not names:
+        raise ValueError(f"explain: prices are of {', '.join(prices)}, and not of {machine.name}: add it by that name")
+    return prices[names[0]] if names else 0.0
 
 
 def machine_of(what: Any) -> Hardware:
@@ -296,7 +338,7 @@ def _values(q: _Question, varied: Sequence[str]) -> dict[str, str]:
         value = (
             q.hardware.name if name == "hardware"
             else getattr(q, name) if name in ("world", "mesh_shape")
-            else getattr(q.schedule, name) if name in ("microbatches", "together", "overlapped")
+            else getattr(q.schedule, name) if name in ("microbatches", "together", "overlapped", "stages", "slowest")
             else q.sharding[name] if name in q.sharding
             else getattr(q.options, name)
         )  # fmt: skip

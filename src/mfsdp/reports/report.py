@@ -35,11 +35,16 @@ class Report(Facts):
             ),
             f"optimizer {seconds(self.optimizer)}",
         ]
+        if len(self.stages) > 1:
+            peaks = ", ".join(map(size, self.stages))
+            lines.append(f"bubble    {seconds(self.bubble)}   {self.bubble / self.step:.0%}; peaks by stage: {peaks}")
         if self.tokens:
             lines.append(
                 f"{self.tokens_per_second:,.0f} tokens/s, {self.tokens_per_second / self.ranks:,.0f} per rank; "
                 f"model FLOP/s utilization {self.utilization:.1%}"
             )
+        if self.cost:
+            lines.append(f"{self.cost:,.3g} per million tokens, at {self.price:g} for a rank and hour")
         fits = "fits" if self.fits else "DOES NOT FIT"
         lines += ["", str(self.ledger), f"{fits} in {size(self.machine.memory)}"]
         if self.machine.cuda:
@@ -95,7 +100,8 @@ class Comparison:
         return iter(self.reports)
 
     def __str__(self) -> str:
-        head = [*self.varied, "step", "exposed", "tokens/s", "MFU", "peak", ""]
+        costs = any(r.cost for r in self.reports)
+        head = [*self.varied, "step", "exposed", "tokens/s", "MFU", "peak", *(["per million"] if costs else []), ""]
         rows = [head]
         for i, (values, r) in enumerate(zip(self.values, self.reports, strict=True)):
             note = "best that fits" if i == self.best else "" if r.fits else "does not fit"
@@ -107,6 +113,7 @@ class Comparison:
                     f"{r.tokens_per_second:,.0f}" if r.tokens else "-",
                     f"{r.utilization:.1%}",
                     size(r.peak),
+                    *([f"{r.cost:,.3g}"] if costs else []),
                     note,
                 ]
             )
