@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import mfsdp
 from mfsdp import pipeline
@@ -49,7 +50,10 @@ def test_all_of_the_models_kernels_are_measured_and_equal_layers_once(monkeypatc
         unknown = {n for n, t in estimates.items() if n.name not in known and t.transfer is None and t.seconds}
         sharding = (ops.wait, ops.bucket, ops.pack, ops.accumulate)
         assert all(n.target in sharding for n in unknown), unknown
-        assert any(n.target is ops.mm and n.name in known for n in program.nodes) or program.phase == "forward"
+        products = [n for n in program.nodes if n.target is ops.mm]
+        assert all(n.name in known for n in products) and bool(products) == (program.phase == "backward")
+        distinct = {kernels.key([n]) for n in products}
+        assert len(distinct) <= len(products) / 3, "wherever in a bucket they are written"
         times = clock.times(program, replace(KNOWN["h100"], launch=0.0, dispatch=0.0), fused=fused, measured=known)
         for run in fusion.together(program, fused):
             if run[0].name in known:
@@ -62,6 +66,23 @@ def test_all_of_the_models_kernels_are_measured_and_equal_layers_once(monkeypatc
     count = sum(1 for p in programs for run in fusion.together(p, fused) if run[0].name in slow.of(p, fused))
     plan = mfsdp.explain(model, (IDS,), kernels=slow, **options)
     assert count <= sum(v.seconds for v in plan.views) < 1.5 * count, "a second for each kernel"
+
+
+def test_a_gpu_runs_its_own_attention():
+    """What stands for the CPU's operators gives what they give, forward and backward."""
+    device, seen = torch.device("cpu"), set()
+    for program in traced(layers=2)[1]:
+        for node in program.nodes:
+            found = kernels.attention(node, device)
+            if found is None:
+                assert "attention" not in str(node.target)
+                continue
+            call, inputs = found
+            out = pytree.tree_leaves(call(*inputs))
+            want = [v for v in pytree.tree_leaves(node.meta["val"]) if v.dim() == 4]
+            assert [tuple(x.shape) for x in out] == [tuple(v.shape) for v in want]
+            seen.add(program.phase)
+    assert seen == {"forward", "backward"}
 
 
 def test_a_kernel_is_what_it_reads():

@@ -31,9 +31,12 @@ def _measure(args: argparse.Namespace) -> None:
         machine.save(args.file)
         print(f"{machine.name}: {args.file}")
         return
+    import torch
+
     from .. import pipeline
     from ..compiler.tracing import trace
-    from ..spec.config import MixedPrecisionPolicy
+    from ..graph import ops
+    from ..spec.config import MixedPrecisionPolicy, Options
     from .explanation import model_of
     from .parsing import dtype_of
 
@@ -43,8 +46,9 @@ def _measure(args: argparse.Namespace) -> None:
     if args.compute_dtype != "none":
         sharding["mp_policy"] = MixedPrecisionPolicy(compute_dtype=dtype_of(args.compute_dtype))
     programs = list(trace(model, inputs, named, world=args.world, **sharding))
+    passes = pipeline.chosen(Options(), ops.widens(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     for program in programs:
-        pipeline.run(program)
+        pipeline.run(program, passes=passes)
     known = Kernels.load(args.file) if Path(args.file).exists() else None
     found = measure_kernels(programs, known=known)
     found.save(args.file)

@@ -1,9 +1,9 @@
 """Kernels measured on the machine that is to run them, by operator, shapes and dtypes: for a clock that estimates less.
 
-`measure` runs every distinct kernel of given programs on random numbers, each alone: matrix products,
-attention and whatever else is called one by one, and runs of lines that Inductor fuses, compiled. What sharding adds
-(buckets, packs, accumulators, waits) is left to bytes. A file keeps what was found, with the hardware's name; other
-programs, of other models too, add what is new to them.
+`measure` runs every distinct kernel of given programs on random numbers, each alone: matrix products, attention and
+whatever else is called one by one, and runs of lines that Inductor fuses, compiled. What sharding adds (buckets, packs,
+accumulators, waits) is left to bytes. A file keeps what was found, with the hardware's name; other programs, of other
+models too, add what is new to them. Programs are traced for a CPU, whose attention a GPU has not: there its own is run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -99,6 +100,9 @@ def key(run: Sequence[Node]) -> str:
         return str(hint(value))
 
     def line(node: Node) -> str:
+        if node.target is ops.mm:  # wherever in a bucket it is written
+            into = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+            return f"{aten.mm.default}({', '.join(map(word, node.args[4:6]))}) -> {into}"
         target, args, kwargs = operator(node)
         named = [f"{name}={word(value)}" for name, value in kwargs.items()]
         return f"{target}({', '.join([*map(word, args), *named])})"
@@ -142,7 +146,11 @@ def measure(
         for run in fusion.together(program, fused):
             if not _runs(run) or (fused and fusion.fuses(run[0]) and not compiled) or key(run) in found.seconds:
                 continue
-            found.seconds[key(run)] = _seconds(*_alone(run, device), compiled=fused and fusion.fuses(run[0]))
+            attends = attention(run[0], device) if device.type != "cpu" else None
+            call, inputs = attends or _alone(run, device)
+            if fused and fusion.fuses(run[0]):
+                call = torch.compile(call, dynamic=False)
+            found.seconds[key(run)] = _seconds(call, inputs)
     return found
 
 
@@ -168,7 +176,7 @@ def _namespace(node: Node) -> str:
     return getattr(operator(node)[0], "namespace", "")
 
 
-def _alone(run: Sequence[Node], device: torch.device) -> tuple[torch.fx.GraphModule, list[Any]]:
+def _alone(run: Sequence[Node], device: torch.device) -> tuple[Callable[..., Any], list[Any]]:
     """A kernel's lines as a graph of their own, and what to call it with."""
     graph, inside = torch.fx.Graph(), set(run)
     inputs: list[Any] = []
@@ -216,9 +224,35 @@ def _random(value: Any, device: torch.device) -> Any:
     return flat.as_strided(size, stride)
 
 
-def _seconds(kernel: torch.fx.GraphModule, inputs: list[Any], compiled: bool) -> float:
+def attention(node: Node, device: torch.device) -> tuple[Callable[..., Any], list[Any]] | None:
+    """The device's own attention, or its derivative, for a line with the CPU's; and what to call it with. ``None`` for
+    other lines.
+    """
+    target, args, kwargs = operator(node)
+    if target is aten._scaled_dot_product_flash_attention_for_cpu.default:
+        first, options = 0, args[3:5]
+    elif target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        first, options = 1, args[6:8]
+    else:
+        return None
+    dropout = options[0] if options else 0.0
+    causal = options[1] if len(options) > 1 else False
+    mask = kwargs.get("attn_mask")
+    more: dict[str, Any] = {
+        "attn_mask": None if mask is None else _random(mask.meta["val"], device), "dropout_p": dropout,
+        "is_causal": causal, "scale": kwargs.get("scale"),
+    }  # fmt: skip
+    tensors = [_random(a.meta["val"], device) for a in args[: first + 3]]
+    run = partial(torch.nn.functional.scaled_dot_product_attention, **more)
+    if first == 0:
+        return run, tensors
+    grad, *inputs = tensors
+    out = run(*(x.requires_grad_() for x in inputs))
+    return lambda *_: torch.autograd.grad(out, inputs, grad, retain_graph=True), []
+
+
+def _seconds(call: Callable[..., Any], inputs: list[Any]) -> float:
     """Of one call, once it has been called."""
-    call: Callable[..., Any] = torch.compile(kernel, dynamic=False) if compiled else kernel
     with torch.no_grad():
         call(*inputs)
         return _of_gpu(call, inputs) if torch.accelerator.is_available() else _of_cpu(call, inputs)
