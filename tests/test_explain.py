@@ -157,6 +157,7 @@ def test_collectives_by_formula():
     assert transfer("all_gather", n, Group.of(range(1), 8), h100).seconds == 0
     copy = host_copy(n, h100)
     assert copy.moving == pytest.approx(n / 55e9) and copy.link == "host"
+    assert host_copy(n, h100, back=True) == replace(copy, link="host back"), "both directions at once"
 
 
 def test_seventy_two_ranks_that_are_linked():

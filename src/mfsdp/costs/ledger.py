@@ -123,7 +123,8 @@ def ledger(
     at_once, one_by_one = TEMPORARIES.get(optimizer, (0, 0))
     temporaries = at_once * trained if foreach else one_by_one * max([plain, *map(_largest, buffers)])
     early = sum(nbytes(n.meta["val"]) for n in _early(programs)) if optimizer != "none" else 0
-    others = waiting * sum(sum(saved(p)[0].values()) for p in programs if p.phase == "backward")
+    back = [p for p in programs if p.phase == "backward"] if waiting else []
+    others = waiting * sum(sum(saved(p)[0].values()) for p in back)
     peak, where = lasting + (0 if optimizer == "none" else gradients - staying + temporaries + early), None
     for p in programs:
         pooled = sum(p.slots.values())
@@ -158,12 +159,12 @@ def ledger(
         phase, line = "optimizer", ""
     else:
         program, node, used = where
-        back = _saved(program, node) if program.phase in ("backward", "overlapped") else 0
+        still = _saved(program, node) if program.phase in ("backward", "overlapped") else 0
         entries += [
             Entry("gradients", staying, "accumulators, from step to step"),
-            Entry("activations saved by forward", back, "still there"),
+            Entry("activations saved by forward", still, "still there"),
             Entry("activations in flight", others, f"of {waiting} more microbatches in the pipeline"),
-            Entry("temporaries", used - back, "what the lines around the peak hold"),
+            Entry("temporaries", used - still, "what the lines around the peak hold"),
         ]
         phase, line = program.phase, node.name
     padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states)

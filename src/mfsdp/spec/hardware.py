@@ -222,8 +222,8 @@ class Transfer:
     restart: float = 0.0
     """Seconds that it takes longer if its group was idle."""
     link: str = "inside"
-    """Which link is the bottleneck, and so shared with others: ``"inside"`` nodes or ``"between"`` them, or to the
-    ``"host"``."""
+    """Which link is the bottleneck, and so shared with others: ``"inside"`` nodes or ``"between"`` them, to the
+    ``"host"`` or ``"host back"``."""
 
     @property
     def seconds(self) -> float:
@@ -267,10 +267,11 @@ def transfer(kind: str, nbytes: float, group: Group, machine: Hardware) -> Trans
     return min(ring, tree, key=lambda t: t.seconds)
 
 
-def host_copy(nbytes: float, machine: Hardware) -> Transfer:
-    """A copy from a rank's memory to its host, or back. One direction's copies share its link; the other's do not."""
+def host_copy(nbytes: float, machine: Hardware, back: bool = False) -> Transfer:
+    """A copy from a rank's memory to its host, or back. Copies of one direction share its link, of both they do not."""
     moving = nbytes / machine.host.bandwidth
-    return Transfer(machine.host.latency, moving, machine.host.cpu * nbytes + machine.host.slows * moving, link="host")
+    taken = machine.host.cpu * nbytes + machine.host.slows * moving
+    return Transfer(machine.host.latency, moving, taken, link="host back" if back else "host")
 
 
 def undisturbed(machine: Hardware) -> Hardware:
