@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import time
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -15,7 +17,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import mfsdp
-from mfsdp.runtime import hosts
+from mfsdp.costs import ledger as ledgers
+from mfsdp.costs.estimate import streamed
+from mfsdp.graph.cost import size
+from mfsdp.runtime import hosts, slots
 from mfsdp.state import optimizer as flat
 from tests.parity import whole
 from tests.test_optimizer import OPTIMIZERS, fill, groups, sharded
@@ -533,3 +538,80 @@ def test_what_cannot_be_streamed_is_refused():
         made(torch.optim.AdamW, offload=True, compile=True)
     with pytest.raises(NotImplementedError, match="the state of ASGD cannot be streamed"):
         made(torch.optim.ASGD, offload=True)
+
+
+WIDTH, UNITS = 256, 6
+
+
+def peak(name: str, stepping: str) -> tuple[int, Any]:
+    """What torch's allocator says of the third step, and what `explain` says of it."""
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with profiler as profile:
+        model = mfsdp.fully_shard(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))), units=[nn.Linear])
+        run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})
+        optimizer = FOREACH[name](model.parameters())
+        if stepping != "whole":
+            mfsdp.fully_shard_optimizer(optimizer, offload=stepping == "offloaded")
+        x = torch.randn(4, WIDTH)
+        for _ in range(3):
+            with torch.profiler.record_function("a step"):
+                run(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())  # type: ignore[union-attr]
+    third = [e.start_ns() for e in events if e.name() == "a step"][2]
+    memory = [e for e in events if e.name() == "[memory]"]
+    live = zip(memory, accumulate(e.nbytes() for e in memory), strict=True)
+    eager = {"lowering": "eager"}
+    said = mfsdp.explain(model, (x,), world=1, optimizer=name, stepping=stepping, suggest=False, options=eager)
+    return max(held for e, held in live if e.start_ns() >= third), said.ledger
+
+
+FOREACH: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, foreach=True),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+}
+
+
+@pytest.mark.parametrize("name", FOREACH)
+def test_memory_is_what_the_ledger_says(name, monkeypatch):
+    """On the device: two rooms, and what a foreach step holds besides, of one unit instead of all of them."""
+    found = {}
+    for stepping in ("whole", "flat", "offloaded"):
+        monkeypatch.setattr(slots, "_slots", {})  # each makes its own
+        for module in (flat, ledgers):
+            monkeypatch.setattr(module, "TOGETHER", 0)
+        measured, said = found[stepping] = peak(name, stepping)
+        assert abs(measured / said.peak - 1) < 0.01, (stepping, measured, str(said))
+    state = {"adamw": 2, "momentum": 1}[name] * UNITS * 4 * (WIDTH + 1) * WIDTH
+    assert found["offloaded"][1].host == state and not found["flat"][1].host
+    assert f"on the host{' ' * 23}{size(state):>9}   optimizer state" in str(found["offloaded"][1])
+    fallen = found["whole"][0] - found["offloaded"][0]
+    assert fallen > state * (1 - 2 / UNITS) * 0.99, "all of it but two rooms"
+    with pytest.raises(ValueError, match="stepping='polo': choose one of whole, flat, offloaded"):
+        mfsdp.explain(nn.Linear(2, 2), (torch.empty(1, 2),), stepping="polo")
+    if name == "adamw":
+        assert found["whole"][0] - found["flat"][0] > 0.99 * state / 2 * (1 - 1 / UNITS), "temporaries of other units"
+
+
+@pytest.mark.parametrize("between", [0.0, 0.1])
+def test_time_is_what_the_clock_says(between):
+    """Behind a link that takes longer than the step itself; what stands between steps hides first loads."""
+    model = mfsdp.fully_shard(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))), units=[nn.Linear])
+    optimizer = mfsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters(), foreach=True), offload=True)
+    model(torch.randn(4, WIDTH)).square().mean().backward()
+
+    def measured(rate: float) -> float:
+        took = []
+        with hosts.at_rate(rate):
+            for _ in range(6):
+                begun = time.perf_counter()
+                optimizer.step()
+                took.append(time.perf_counter() - begun)
+                time.sleep(between)
+        return sorted(took[1:])[2]
+
+    optimizer.step()
+    rate, alone = 1e7, measured(float("inf")) / UNITS
+    said = streamed([alone] * UNITS, [2 * 4 * (WIDTH + 1) * WIDTH / rate] * UNITS, between)
+    assert abs(measured(rate) / said - 1) < 0.1, (measured(rate), said, alone)

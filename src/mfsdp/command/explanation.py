@@ -81,6 +81,7 @@ def explain(commands: Any) -> None:
     add("--reduce-lag", help="reductions in flight (default: 1)")
     add("--max-unsharded", help="bytes of gathered parameters")
     add("--optimizer", default="adamw", help="(default: adamw)")
+    add("--stepping", default="whole", help="flat (fully_shard_optimizer), offloaded (its state on the host), or whole")
     add("--batch", type=int, default=1, help="sequences per rank (default: 1)")
     add("--length", type=int, default=4096, help="tokens per sequence (default: 4096)")
     add("--listing", action="store_true", help="print the listings too")
@@ -119,7 +120,8 @@ def _explain(args: argparse.Namespace) -> None:
     shape = _several(args.mesh_shape, _shape) if args.mesh_shape else None
     found = explain(
         model, inputs, named, world=_several(args.world, int) if args.world else None, mesh_shape=shape,
-        hardware=_several(args.hardware, str), options=options, optimizer=args.optimizer, **several,
+        hardware=_several(args.hardware, str), options=options, optimizer=args.optimizer,
+        stepping=args.stepping, **several,
     )  # fmt: skip
     if isinstance(found, Comparison):
         if args.html or args.trace or args.listing:

@@ -72,7 +72,7 @@ def refusal(planner: Planner, budget: int) -> str:
     floor = planner.score(planner.floor)
     where = (
         "at the optimizer"
-        if floor.peak == planner.account.stepping + planner.changed(planner.floor)
+        if floor.peak == planner.account.at_step + planner.changed(planner.floor)
         else "in forward or backward"
     )
     ways = []

@@ -122,7 +122,7 @@ class Planner:
         found.account = ledger(
             programs, buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer, fused=found.fused
         )
-        found.optimizer = optimizer_seconds(buffers, plain, optimizer, machine)
+        found.optimizer = optimizer_seconds(buffers, plain, optimizer, machine, None)
         return found
 
     @property
@@ -313,7 +313,7 @@ class Planner:
             parts.append(part)
         played = [part.play() for part in parts]
         changed = self._slots(parts) - self.slots
-        lasting, stepping = self.account.lasting + changed, self.account.stepping + changed
+        lasting, stepping = self.account.lasting + changed, self.account.at_step + changed
         peak = max(stepping, *(lasting + top for _, top in played))
         return Score(self.rounds * sum(seconds for seconds, _ in played) + self.optimizer, peak)
 

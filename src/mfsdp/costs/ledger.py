@@ -15,10 +15,15 @@ from ..graph.roles import role
 from ..spec.layout import Layout
 from ..spec.units import Unit
 from ..state.buffer import FlatBuffer
+from ..state.optimizer import TOGETHER
 from . import fusion
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
 """Tensors of state per parameter, in the dtype of the main weights."""
+
+STEPPING = ("whole", "flat", "offloaded")
+"""How the optimizer steps: on all parameters at once, as torch's do; with `fully_shard_optimizer`, on some units at a
+time; with its ``offload``, on one unit at a time, whose state comes from the host."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,10 @@ class Ledger:
     """The same, behind it."""
     lasting: int = 0
     """Bytes that are there throughout, static buffers included."""
-    stepping: int = 0
+    at_step: int = 0
     """Bytes of everything at most while the optimizer steps."""
+    host: int = 0
+    """Bytes in the memory of this rank's host, pinned: optimizer state that is streamed."""
 
     def __str__(self) -> str:
         rows = [f"{e.name:<34}{size(e.nbytes):>9}   {e.what}" for e in self.entries]
@@ -63,6 +70,7 @@ class Ledger:
                 *rows,
                 f"{'peak':<34}{size(self.peak):>9}   in {where}",
                 f"{'of which padding':<34}{size(self.padding):>9}",
+                *([f"{'on the host':<34}{size(self.host):>9}   optimizer state"] if self.host else []),
             ]
         )
 
@@ -75,6 +83,7 @@ def ledger(
     other: int,
     plain: int = 0,
     optimizer: str,
+    stepping: str = "whole",
     fused: bool = False,
 ) -> Ledger:
     """Fills in the ledger.
@@ -86,16 +95,16 @@ def ledger(
         other: bytes of what is not sharded: buffers, ignored parameters.
         plain: how many of them are parameters that train.
         optimizer: a name in :data:`OPTIMIZER_STATES`.
+        stepping: one of :data:`STEPPING`.
         fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
 
     Raises:
-        ValueError: there is no such optimizer.
+        ValueError: there is no such optimizer, or no such way to step.
     """
-    if optimizer not in OPTIMIZER_STATES:
-        raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
+    check_names(optimizer, stepping)
     states = OPTIMIZER_STATES[optimizer]
     main = sum(b.weights.main.nbytes for b in buffers)
-    trained = plain + sum(b.weights.main.nbytes for b in buffers if b.trainable)
+    there, at_once, host = _stepped(buffers, plain, states, stepping)
     codes, coded = _lasting(programs)
     kept = sum(b.weights.source.nbytes for b in buffers if b.spec.kept and (b.unit.fqn, b.layout) not in coded)
     casts = sum(unit.layout.shard_numel * unit.spec.precision.comm.itemsize for unit in _casting(programs))
@@ -106,13 +115,13 @@ def ledger(
             slots[name] = max(n, slots.get(name, 0))
     trains = any(p.phase == "backward" for p in programs)
     staying = gradients - plain if trains else 0
-    lasting = main + states * trained + kept + codes + casts + other + inputs + staying + sum(slots.values())
+    lasting = main + there + kept + codes + casts + other + inputs + staying + sum(slots.values())
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
-    temporaries = trained if states > 1 else 0  # Adam's square roots; simpler ones work in place
+    temporaries = at_once if states > 1 else 0  # Adam's square roots; simpler ones work in place
     early = sum(nbytes(n.meta["val"]) for n in _early(programs)) if optimizer != "none" else 0
-    stepping = lasting + (0 if optimizer == "none" else gradients - staying + temporaries + early)
-    peak, where = stepping, None
+    at_step = lasting + (0 if optimizer == "none" else gradients - staying + temporaries + early)
+    peak, where = at_step, None
     for p in programs:
         pooled = sum(p.slots.values())
         live[p.phase], after[p.phase] = {}, {}
@@ -123,7 +132,7 @@ def ledger(
                 peak, where = base + row.top, (p, row.node, row.top - pooled)
     entries = [
         Entry("main weights", main, "this rank's shards, as the optimizer sees them"),
-        Entry("optimizer state", states * trained, optimizer),
+        Entry("optimizer state", there, optimizer + (", two rooms for what is on the host" if host else "")),
         Entry("parameters that last", kept, "from step to step"),
         Entry("codes that last", codes, "from step to step, one byte per element and recipe"),
         Entry("shards in what travels", casts, "kept from step to step (keep_cast)"),
@@ -148,8 +157,29 @@ def ledger(
             Entry("temporaries", used - back, "what the lines around the peak hold"),
         ]
         phase, line = program.phase, node.name
-    padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states)
-    return Ledger(tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after, lasting, stepping)
+    padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states * (not host))
+    return Ledger(tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after, lasting, at_step, host)
+
+
+def check_names(optimizer: str, stepping: str) -> None:
+    """Raises ValueError where there is no such optimizer, or no such way to step."""
+    if optimizer not in OPTIMIZER_STATES:
+        raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
+    if stepping not in STEPPING:
+        raise ValueError(f"stepping={stepping!r}: choose one of {', '.join(STEPPING)}")
+
+
+def _stepped(buffers: Sequence[FlatBuffer], plain: int, states: int, stepping: str) -> tuple[int, int, int]:
+    """Bytes of optimizer state on the device, of the weights that are stepped at once, of state on the host. In one
+    parameter group, so that each buffer is one run.
+    """
+    runs = [b.weights.main.nbytes for b in buffers if b.trainable]
+    largest = max(runs, default=0)
+    if stepping == "offloaded":
+        there = states * (min(2, len(runs)) * largest + plain)
+        return there, max(largest, plain), states * sum(runs)
+    trained = plain + sum(runs)
+    return states * trained, trained if stepping == "whole" else min(trained, max(largest, TOGETHER) + plain), 0
 
 
 def _early(programs: Sequence[Program]) -> list[Node]:

@@ -17,7 +17,7 @@ from ..compiler.tracing import Programs, trace
 from ..costs.depth import Auto, always
 from ..costs.estimate import Schedule, estimate
 from ..costs.facts import Facts, Suggestion
-from ..costs.ledger import OPTIMIZER_STATES
+from ..costs.ledger import check_names
 from ..costs.measure import measure
 from ..graph.program import Program
 from ..reports.report import Comparison, Report
@@ -79,6 +79,7 @@ def explain(
     overlapped: bool | Sequence[bool] = False,
     options: Mapping[str, Any] | None = None,
     optimizer: str = "adamw",
+    stepping: str = "whole",
     profile: Any = None,
     suggest: bool = True,
     **sharding: Any,
@@ -100,6 +101,8 @@ def explain(
         overlapped: whether the step is inside of `mfsdp.overlapped`.
         options: those of the backend.
         optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
+        stepping: how it steps: ``"whole"``, on all parameters at once; ``"flat"``, by :func:`fully_shard_optimizer`;
+            ``"offloaded"``, by that with ``offload="state"``.
         profile: of :func:`mfsdp.profile`, of the same programs: measured times instead of estimates.
         suggest: whether to look for changes that make the step faster.
         **sharding: arguments of :func:`mfsdp.fully_shard`; none if the model is sharded already.
@@ -115,8 +118,8 @@ def explain(
         ValueError: bad arguments.
         RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
     """
-    if optimizer not in OPTIMIZER_STATES:
-        raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
+    check_names(optimizer, stepping)
+    steps = {"optimizer": optimizer, "stepping": stepping}
     ways = {"microbatches": microbatches, "together": together, "overlapped": overlapped}
     questions, varied = _questions(world, mesh_shape, hardware, ways, options, sharding)
     traces: dict[tuple[Any, ...], Programs] = {}
@@ -131,14 +134,14 @@ def explain(
         capture = traces[q.traced].capture
         if capture is not None and capture.plan is not None and not set(PLANNED) & set(options or {}):
             q = replace(q, options=q.options.following(capture.plan.options))
-        reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), optimizer, profile, known=known))
+        reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), steps, profile, known=known))
     if varied:
         return Comparison(varied, [_values(q, varied) for q in questions], reports)
     report = reports[0]
     if suggest:
         programs = traces[questions[0].traced]
         for text, changed in _ideas(questions[0], report):
-            other = _report(programs, changed, (args, dict(kwargs or {})), optimizer, profile, listings=False)
+            other = _report(programs, changed, (args, dict(kwargs or {})), steps, profile, listings=False)
             if other.fits and (not report.fits or other.step < report.step * (1 - GAIN)):
                 report.suggestions.append(Suggestion(text, other.step, other.peak))
         report.suggestions = _worthwhile(report.suggestions)
@@ -320,7 +323,7 @@ def _report(
     traced: Programs,
     q: _Question,
     inputs: Any,
-    optimizer: str,
+    steps: Mapping[str, str],
     profile: Any,
     listings: bool = True,
     known: _Known | None = None,
@@ -328,6 +331,7 @@ def _report(
     """One combination.
 
     Args:
+        steps: which optimizer, and how it steps.
         listings: whether to render.
         known: of other combinations, of which some differ in what passes do not ask for.
     """
@@ -338,7 +342,7 @@ def _report(
     decide = None
     if o.prefetch == "auto":
         size = sum(x.nbytes for x in batch)
-        held = always(buffers, inputs=size, other=other, plain=plain, optimizer=optimizer)
+        held = always(buffers, inputs=size, other=other, plain=plain, **steps)
         decide = Auto(q.hardware, o, q.hardware.cuda, held, profile)
     known = {} if known is None else known
     key = (*q.traced, str(o), q.hardware.cuda, None if decide is None else q)
@@ -351,7 +355,7 @@ def _report(
     programs, stages = known[key]
     facts = estimate(
         programs, stages, buffers, batch,
-        machine=q.hardware, options=o, other=other, plain=plain, optimizer=optimizer, profile=profile,
+        machine=q.hardware, options=o, other=other, plain=plain, profile=profile, **steps,
         mesh_shape=q.mesh_shape, axes=_beside(traced.model), schedule=q.schedule,
     )  # fmt: skip
     facts.plan = traced.capture.plan if traced.capture is not None else None

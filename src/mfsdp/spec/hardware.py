@@ -57,6 +57,8 @@ class Hardware:
     between: Link
     """Between nodes."""
     ranks_per_node: int = 8
+    host: Link = Link(50e9, 1e-5)
+    """Between a rank's device and its host, each way. An assumption: PCIe 5.0 with 16 lanes moves 64e9 at most."""
     reached: float = 0.7
     """What matrix products reach of their peak. An assumption: large bf16 products on H100 measure 0.6 to 0.75."""
     reached_bandwidth: float = 0.85
@@ -136,7 +138,7 @@ def _parse(given: dict[str, Any], where: str) -> Hardware:
     if wrong:
         raise ValueError(f"hardware: {where} has the unknown fields {', '.join(wrong)}; there are {', '.join(known)}")
     try:
-        for name in ("inside", "between"):
+        for name in ("inside", "between", "host"):
             if name in given:
                 given[name] = Link(**given[name])
         return replace(KNOWN[like], **given) if like else Hardware(**given)
