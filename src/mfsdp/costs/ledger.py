@@ -158,7 +158,8 @@ def ledger(
         ]
         phase, line = program.phase, node.name
     padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states * (not host))
-    return Ledger(tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after, lasting, at_step, host)
+    there_are = tuple(e for e in entries if e.nbytes)
+    return Ledger(there_are, peak, phase, line, padding, live, after, lasting, at_step, host)
 
 
 def check_names(optimizer: str, stepping: str) -> None:
