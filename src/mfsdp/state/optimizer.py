@@ -42,7 +42,7 @@ def fully_shard_optimizer(
     *,
     use_decoupled_grad: bool = False,
     ahead: bool = True,
-    offload: bool | str = False,
+    offload: bool | str | None = None,
 ) -> Optimizer:
     """Makes an optimizer step on few flat tensors; the same optimizer comes back, with the same state dict.
 
@@ -63,6 +63,7 @@ def fully_shard_optimizer(
         offload: ``True`` or ``"state"``: state is kept on the host, in pinned memory, and streamed through the device
             unit by unit while it is stepped (Note [Streamed state] in ``state/streamed.py``). Results are bit for bit
             those without. For torch's own optimizers; parameters that are not sharded keep theirs on the device.
+            ``None``: as the model's plan says (:func:`mfsdp.plan`), or not.
 
     Raises:
         TypeError: it is no optimizer.
@@ -98,7 +99,7 @@ def fully_shard_optimizer(
             f"{', '.join(sorted(known.__name__ for known in KNOWN))} only, since what others keep where is not known. "
             "Leave out compile=True"
         )
-    streamed = _streamed(offload, base, compile)
+    streamed = _streamed(_planned(optimizer) if offload is None else offload, base, compile)
     steps = Steps(optimizer, base, use_decoupled_grad) if compile else None
     vars(optimizer).update(
         _mfsdp_decoupled=use_decoupled_grad, _mfsdp_compile=compile, _mfsdp_ahead=ahead, _mfsdp_offload=streamed
@@ -108,9 +109,16 @@ def fully_shard_optimizer(
     return optimizer
 
 
+def _planned(optimizer: Optimizer) -> bool:
+    """Whether a plan of the model has the state on the host."""
+    ours = (p for g in optimizer.param_groups for p in g["params"] if _ours(p))
+    plans = (param._mfsdp_owner.unit.outermost.plan for param in ours)
+    return any(plan is not None and plan.optimizer == "host" for plan in plans)
+
+
 def _streamed(offload: bool | str, base: Any, compile: bool) -> bool:
     """Whether state is to be streamed; refuses what cannot be."""
-    if offload in (False, None):
+    if offload is False:
         return False
     if offload in ("main", "all"):
         raise NotImplementedError(
