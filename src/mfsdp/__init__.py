@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .costs.measure import measure
     from .graph.check import LawError
     from .planning.explain import explain
+    from .planning.plan import plan
     from .reports.profile import profile, ranges
     from .runtime.groups import fake_ranks
     from .sharding.contexts import free_gradients, no_sync, overlapped, summon_full_params, synchronize, unsharded
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .sharding.shard import fully_shard
     from .spec.config import MixedPrecisionPolicy
     from .spec.hardware import Hardware
+    from .spec.plans import Plan
     from .state.digest import checksum
     from .state.norms import check_finite, norms
     from .state.optimizer import fully_shard_optimizer
@@ -42,6 +44,7 @@ _WHERE = {
     "Hardware": "spec.hardware",
     "LawError": "graph.check",
     "MixedPrecisionPolicy": "spec.config",
+    "Plan": "spec.plans",
     "check_finite": "state.norms",
     "check_replicas": "state.replicas",
     "checksum": "state.digest",
@@ -58,6 +61,7 @@ _WHERE = {
     "overlapped": "sharding.contexts",
     "passes": "passes",
     "pipeline": "pipeline",
+    "plan": "planning.plan",
     "profile": "reports.profile",
     "ranges": "reports.profile",
     "save_safetensors": "checkpoints.safetensors",
@@ -76,6 +80,7 @@ __all__ = [
     "Hardware",
     "LawError",
     "MixedPrecisionPolicy",
+    "Plan",
     "check_finite",
     "check_replicas",
     "checksum",
@@ -92,6 +97,7 @@ __all__ = [
     "overlapped",
     "passes",
     "pipeline",
+    "plan",
     "profile",
     "ranges",
     "save_safetensors",

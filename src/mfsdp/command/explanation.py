@@ -1,4 +1,4 @@
-"""``mfsdp explain``."""
+"""``mfsdp explain`` and ``mfsdp plan``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,52 @@ from typing import Any
 
 from ..spec.hardware import KNOWN
 from .parsing import command, dtype_of
+
+
+def plan(commands: Any) -> None:
+    text = (
+        "the fastest training step that fits a budget of memory; without process groups, GPUs or memory for the model"
+    )
+    add = command(commands, "plan", text, _plan)
+    add("model", help="package.module:factory (gives a model, or (model, args, kwargs)), or a Hugging Face config.json")
+    add("--memory", required=True, help="bytes that a rank may take, or a text: 70GB, 64GiB")
+    add("--world", type=int, help="ranks (default: 8)")
+    add("--mesh-shape", help="outer x shard ranks instead: 128x8; several with commas: the best of them")
+    add("--hardware", default="h100", help=f"{', '.join(KNOWN)}, or a JSON file (default: h100)")
+    add("--microbatches", type=int, default=1, help="of one step (default: 1)")
+    add("--units", help="classes or name patterns, joined by +; auto (default for Hugging Face models: their layers)")
+    add("--strategy", help="0 to 3 (default: 3); several with commas: the best of them")
+    add("--compute-dtype", default="bfloat16", help="(default: bfloat16; 'none': the model's own)")
+    add("--optimizer", default="adamw", help="(default: adamw)")
+    add("--allow", help="what may be chosen, with commas: gathered,recompute,offload,optimizer,prefetch (default: all)")
+    add("--batch", type=int, default=1, help="sequences per rank (default: 1)")
+    add("--length", type=int, default=4096, help="tokens per sequence (default: 4096)")
+    add("--save", help="write the plan, for fully_shard(model, plan=mfsdp.Plan.load(path))")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from ..planning.plan import plan
+    from ..spec.config import MixedPrecisionPolicy
+
+    model, inputs, named, layers = model_of(args.model, args.batch, args.length)
+    more: dict[str, Any] = {}
+    if units := args.units.split("+") if args.units and args.units != "auto" else args.units or layers:
+        more["units"] = units
+    if args.strategy:
+        more["strategy"] = _several(args.strategy, _strategy)
+    if args.compute_dtype != "none":
+        more["mp_policy"] = MixedPrecisionPolicy(compute_dtype=dtype_of(args.compute_dtype))
+    if args.allow is not None:
+        more["allow"] = tuple(args.allow.split(","))
+    if args.mesh_shape:
+        more["mesh_shape"] = _several(args.mesh_shape, _shape)
+    found = plan(
+        model, inputs, named, memory=int(args.memory) if args.memory.isdigit() else args.memory, world=args.world,
+        hardware=args.hardware, microbatches=args.microbatches, optimizer=args.optimizer, **more,
+    )  # fmt: skip
+    print(found)
+    if args.save:
+        found.save(args.save)
 
 
 def explain(commands: Any) -> None:
@@ -39,6 +85,7 @@ def explain(commands: Any) -> None:
     add("--max-unsharded", help="bytes of gathered parameters")
     add("--optimizer", default="adamw", help="(default: adamw)")
     add("--kernels", help="a file of mfsdp measure --kernels: their times instead of estimates")
+    add("--stepping", default="whole", help="flat (fully_shard_optimizer), offloaded (its state on the host), or whole")
     add("--batch", type=int, default=1, help="sequences per rank (default: 1)")
     add("--length", type=int, default=4096, help="tokens per sequence (default: 4096)")
     add("--listing", action="store_true", help="print the listings too")
@@ -78,7 +125,7 @@ def _explain(args: argparse.Namespace) -> None:
     found = explain(
         model, inputs, named, world=_several(args.world, int) if args.world else None, mesh_shape=shape,
         hardware=_several(args.hardware, str), options=options, optimizer=args.optimizer, kernels=args.kernels,
-        prices=args.prices, **several,
+        prices=args.prices, stepping=args.stepping, **several,
     )  # fmt: skip
     if isinstance(found, Comparison):
         if args.html or args.trace or args.listing:

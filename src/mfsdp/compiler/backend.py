@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from ..graph.roles import Kind, role
 from ..reports import dump
 from ..reports.dump import Dump
 from ..reports.profile import outline
-from ..runtime import groups, programs, watch
+from ..runtime import groups, owners, programs, watch
 from ..runtime.ahead import First
 from ..sharding import writes
-from ..spec.config import Options
+from ..spec.config import PLANNED, Options
+from ..spec.plans import DoesNotFit
 from . import branches, lowering, order, regions
 from .artifact import Artifact, key_of
 from .capture import Capture, path_of, sources
@@ -63,7 +65,7 @@ def mfsdp(
             )
             why = graphs if mode == "reduce-overhead" else ""
             raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}{why}; use options={{...}}")
-        chosen = Options.parse(options)
+        chosen = following(Options.parse(options), options, example_inputs)
         decide = Auto.of_run(chosen, example_inputs)
         passes = pipeline.chosen(chosen, decide=decide)
         _whole_budget(gm)
@@ -75,6 +77,11 @@ def mfsdp(
         return _raise(error)
     watch.settle(chosen.patience, chosen.on_stall == "raise", chosen.folder)
     capture = Capture(example_inputs, names)
+    if chosen.memory is not None:
+        from . import planned  # the only reason to load it
+
+        machine = planned.this_machine()
+        capture.decide = partial(planned.decide, options=chosen, inputs=example_inputs, machine=machine)
     if not capture.shards:
         _tell_unsharded(capture, example_inputs)
     number = next(_graphs)
@@ -82,11 +89,12 @@ def mfsdp(
 
     def transform(graph: fx.GraphModule, phase: Phase) -> Callable[[lowering.Run, str], lowering.Run]:
         program = capture.program(graph, phase)
+        rows = passes if chosen.memory is None else pipeline.chosen(chosen.following(capture.options))
         _tell_copies(program)
         stages = pipeline.run(
             program,
             upto=chosen.upto,
-            passes=passes,
+            passes=rows,
             checked=chosen.check,
             listings=dumped is not None or dump.traced(),
         )
@@ -120,11 +128,32 @@ def mfsdp(
 
         return finish
 
-    key = "" if dumped is not None or dump.traced() else key_of(capture, chosen, passes, gm, decide)
+    shown = dumped is not None or dump.traced()
+    key = "" if shown or chosen.memory is not None else key_of(capture, chosen, passes, gm, decide)
     compile = lowering.LOWERINGS[chosen.lowering]
-    return regions.captured(  # type: ignore[no-any-return]
-        gm, lambda: compile(gm, example_inputs, capture, transform, key), lambda: capture.cut
-    )
+    try:
+        return regions.captured(  # type: ignore[no-any-return]
+            gm, lambda: compile(gm, example_inputs, capture, transform, key), lambda: capture.cut
+        )
+    except Exception as error:
+        if isinstance(first := _cause(error), DoesNotFit):
+            return _raise(first)
+        raise
+
+
+def following(chosen: Options, given: Mapping[str, Any] | None, inputs: Sequence[Any]) -> Options:
+    """The options, with what the model's plan says of them, if it has one.
+
+    Raises:
+        ValueError: the plan says what was given too.
+    """
+    plan = next((b.unit.outermost.plan for t in inputs if (b := owners.owner(t)) is not None), None)
+    if plan is None:
+        return chosen
+    both = next((name for name in (*PLANNED, "memory") if name in (given or {})), None)
+    if both is not None:
+        raise ValueError(f"the model follows a plan, and option {both}= was given: the plan chooses it; leave one out")
+    return chosen.following(plan.options)
 
 
 def collectives(program: Program) -> dict[str, list[str]]:
@@ -248,7 +277,14 @@ def _no_pieces(inputs: Sequence[Any], names: Sequence[str]) -> None:
             )
 
 
-def _raise(error: Exception) -> Callable[..., Any]:
+def _cause(error: BaseException) -> BaseException:
+    """What was raised first, which compilers wrap in their own."""
+    while (inner := getattr(error, "inner_exception", None) or error.__cause__) is not None:
+        error = inner
+    return error
+
+
+def _raise(error: BaseException) -> Callable[..., Any]:
     """A compiled function that raises: from inside of a backend Dynamo would wrap the error in its own."""
 
     def compiled(*args: Any) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy
 
 from ..graph import ops
 from ..graph.program import (
@@ -33,7 +33,7 @@ from ..spec.config import Precision
 from ..spec.layout import plan
 from ..spec.units import Spec, Unit
 from ..state.buffer import FlatBuffer, UnitState
-from . import regions
+from . import cutting, regions
 
 
 class Capture:
@@ -68,6 +68,17 @@ class Capture:
         """Indices of inputs that are no parameters -> whether they come with a call, or are buffers of modules."""
         self.plain: dict[int, tuple[Unit, int]] = {}
         """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
+        self.plan = root.plan if root else None
+        """What the model is to follow."""
+        self.treated = cutting.treatments(self.plan.choices, False) if self.plan is not None else {}
+        """What becomes of layers where the joint graph is cut, by path (Note [Cuts])."""
+        self.decide: Callable[[Capture], None] | None = None
+        """Chooses that, where the joint graph is there."""
+        self.options: dict[str, int] = {}
+        """Of the backend, as far as that has been chosen with it."""
+        self.keeps = False
+        """Whether the joint graph is to be kept, in ``joint``, to be cut again."""
+        self.joint: cutting.Joint | None = None
         self.returned = 0
         """How many results of forward are for its caller, once it is cut."""
         self.cut = False
@@ -151,12 +162,29 @@ class Capture:
 
         Called for each kind of layers (Note [Regions]), without inputs, and then for the graph that calls them.
         """
-        recompute_parameters(joint)
         if not inputs:
             regions.writes(joint)
-            return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+            body = cutting.Body(cutting.copied(joint), dict(kwargs))
+            return cutting.cut(body, cutting.Treatment())
         self.label(joint)
         return_copies(joint, kwargs["num_fwd_outputs"])
+        cutting.name_layers(joint)
+        if self.keeps or self.decide is not None:
+            self.joint = cutting.Joint(joint, inputs, kwargs)
+        if self.decide is not None:
+            self.cut = True  # what it raises is not about how layers are captured
+            self.decide(self)
+            if not self.keeps:
+                self.joint = None
+        return self.divide(joint, inputs, kwargs)
+
+    def divide(
+        self, joint: fx.GraphModule, inputs: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Cuts a joint graph that has roles, as is chosen for its layers."""
+        gathered = cutting.vary(joint, self.treated)
+        self.shards = {i: _respecified(unit, gathered.get(unit.name)) for i, unit in self.shards.items()}
+        cutting.recompute_parameters(joint)
         regions.borders(joint)
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         self.cut, self.returned = True, kwargs["num_fwd_outputs"]
@@ -262,30 +290,8 @@ class Partitioner(CustomPartitionerFn):
         return f"mfsdp {self.key}"
 
 
-_LAST_REGION = 1 << 30
-"""Above every checkpoint region's number: a tagged node that a checkpointed region reads is no boundary of it."""
-
-
-def recompute_parameters(joint: fx.GraphModule) -> None:
-    """Tags markers, and every node all of whose inputs are tagged (views, casts), to be computed again in backward.
-
-    Otherwise the partitioner would save what a marker gives: the whole parameter. Markers of a unit that stays gathered
-    (``reshard_after_forward=False``) are tagged the other way: save.
-    """
-    tagged: set[fx.Node] = set()
-    for node in joint.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node.target is ops.param:
-            if Spec.decode(node.args[3]).reshard:
-                tagged.add(node)
-            else:
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        elif node.all_input_nodes and tagged.issuperset(node.all_input_nodes):
-            tagged.add(node)
-    for node in tagged:
-        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        node.meta["ac_graph_id"] = _LAST_REGION
+def _respecified(unit: Unit, gathered: bool | None) -> Unit:
+    return unit if gathered is None else replace(unit, spec=replace(unit.spec, reshard=not gathered))
 
 
 def return_copies(gm: fx.GraphModule, outputs: int | None = None) -> None:

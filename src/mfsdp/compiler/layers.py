@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from ..graph import ops
+from ..graph.program import LAYER
 from ..sharding.writes import storage, written
 
 CALL = torch.ops.higher_order.invoke_subgraph
@@ -38,6 +39,28 @@ def _path(gm: fx.GraphModule, node: fx.Node) -> str:
         return next(filter(None, (_path(body, n) for n in body.graph.nodes)), "")
     stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
     return next((path for path, _ in stack.values() if _NUMBERED.search(path)), "")
+
+
+def layer_of(node: fx.Node) -> str:
+    """The path of the layer in which a node of a joint graph was met, or of the one that it differentiates; ``""`` for
+    none. Private in torch (``fwd_nn_module_stack``).
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return fqn(next((path for path, _ in stack.values() if _NUMBERED.search(path)), ""))
+
+
+def class_of(nodes: Iterable[fx.Node]) -> str:
+    """The name of the class of the layer that nodes are in. Private in torch (``nn_module_stack``)."""
+    stacks = (node.meta.get("nn_module_stack") or {} for node in nodes)
+    found = (kind for stack in stacks for path, kind in stack.values() if _NUMBERED.search(path))
+    kind = next(found, "")
+    return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+
+
+def fqn(path: str) -> str:
+    """``L['self'].blocks[0]`` and ``L['self']._modules['blocks']._modules['0']`` as ``blocks.0``."""
+    text = re.sub(r"^L\['\w+'\]|(?<=[.\]])_modules(?=\[)|\._modules(?=\[)", "", path)
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", text).strip(".")
 
 
 def _inside(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
@@ -136,6 +159,7 @@ class Layer:
             body = graph.get_attr(name)
             call = graph.call_function(CALL, (body, name, *(moved.get(n, n) for n in self.inputs)))
             call.meta["example_value"] = tuple(node.meta["example_value"] for node in self.outputs)
+            call.meta["custom"] = {LAYER: fqn(self.path)}  # which AOTAutograd hands on, to the call of backward too
             for i, node in enumerate(self.outputs):
                 element = graph.call_function(operator.getitem, (call, i))
                 element.meta = dict(node.meta)

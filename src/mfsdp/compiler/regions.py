@@ -28,7 +28,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..graph.program import base_of
+from ..graph.program import LAYER, base_of
 from ..graph.roles import role
 from ..sharding.writes import storage
 from .layers import CALL, Layer, layers, unfit
@@ -140,7 +140,7 @@ def inline(gm: fx.GraphModule, beside: fx.GraphModule | None = None) -> dict[str
                     held[node].meta = dict(node.meta)
                 elif node.op != "placeholder":
                     held[node] = graph.node_copy(node, held.__getitem__)
-                    held[node].meta = dict(node.meta)
+                    held[node].meta = {**node.meta, LAYER: call.meta.get(LAYER, "")}
         _apart(results, held, call)
         for element in list(call.users):
             result = results[element.args[1]]  # type: ignore[index]

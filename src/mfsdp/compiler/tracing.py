@@ -45,6 +45,8 @@ class Programs:
     all: list[Program] = field(default_factory=list)
     model: nn.Module | None = None
     """What was traced: the model, sharded, on the meta device."""
+    capture: Capture | None = None
+    """What has captured it; it keeps the joint graph, to be cut otherwise (Note [Cuts])."""
 
     def __iter__(self) -> Any:
         return iter(self.all)
@@ -126,7 +128,8 @@ def trace(
             writes.traced(gm, inputs)
         except RuntimeError as error:
             return partial(_refuse, error)
-        capture = Capture(inputs, sources(gm), name)
+        capture = found[0].capture = Capture(inputs, sources(gm), name)
+        capture.keeps = True
         fakes = _on_cpu(gm, inputs)
 
         def keep(graph: torch.fx.GraphModule, phase: Phase) -> None:

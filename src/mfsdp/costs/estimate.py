@@ -38,6 +38,7 @@ def estimate(
     other: int = 0,
     plain: int = 0,
     optimizer: str = "adamw",
+    stepping: str = "whole",
     profile: Any = None,
     mesh_shape: tuple[int, ...] | None = None,
     axes: Mapping[str, int] | None = None,
@@ -55,6 +56,7 @@ def estimate(
         other: bytes of what is not sharded.
         plain: how many of them are parameters that train.
         optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
+        stepping: how it steps, one of :data:`mfsdp.costs.ledger.STEPPING`.
         profile: what knows measured times: ``given(program)``, for :func:`mfsdp.costs.clock.times`, and ``optimizer``.
         mesh_shape: of a two-level mesh.
         axes: of tensor parallelism, and their ranks.
@@ -76,8 +78,8 @@ def estimate(
     accounts = [
         ledger(
             [part.program for part in parts], buffers,
-            inputs=batch, other=other, plain=plain, optimizer=optimizer, fused=fused, foreach=machine.cuda,
-            fixed=machine.fixed, waiting=schedule.waiting(stage),
+            inputs=batch, other=other, plain=plain, optimizer=optimizer, stepping=stepping, fused=fused,
+            foreach=machine.cuda, fixed=machine.fixed, waiting=schedule.waiting(stage),
         )
         for stage in range(schedule.stages)
     ]  # fmt: skip
@@ -91,7 +93,9 @@ def estimate(
         now += view.seconds
         step += view.runs * view.seconds
         compute += view.runs * sum(t.seconds for t in part.times.values())
-    seconds = getattr(profile, "optimizer", 0.0) or _optimizer_seconds(buffers, plain, optimizer, machine)
+    seconds = getattr(profile, "optimizer", 0.0) or optimizer_seconds(
+        buffers, plain, optimizer, machine, step if account.host else None
+    )
     seconds *= schedule.slowest
     bubble = (schedule.stages - 1) * sum(view.seconds for view in views)
     ids = next((t for t in inputs if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), None)
@@ -200,15 +204,49 @@ HONESTY = (
 )
 
 
-def _optimizer_seconds(buffers: Sequence[FlatBuffer], plain: int, optimizer: str, machine: Hardware) -> float:
-    """Bytes: weights and state read and written, gradients read."""
+def optimizer_seconds(
+    buffers: Sequence[FlatBuffer], plain: int, optimizer: str, machine: Hardware, between: float | None
+) -> float:
+    """Bytes: weights and state read and written, gradients read; where state is streamed, which has ``between`` for its
+    first loads and last stores, its copies too.
+    """
     if optimizer == "none":
         return 0.0
+    states = OPTIMIZER_STATES[optimizer]
     trained = [b for b in buffers if b.trainable]
-    main = plain + sum(b.weights.main.nbytes for b in trained)
-    gradients = plain + sum(b.layout.shard_numel * b.precision.grad.itemsize for b in trained)
-    moved = 2 * main * (1 + OPTIMIZER_STATES[optimizer]) + gradients
-    return moved / (machine.bandwidth * machine.reached_bandwidth)
+
+    def alone(main: int, gradients: int) -> float:
+        return (2 * main * (1 + states) + gradients) / (machine.bandwidth * machine.reached_bandwidth)
+
+    steps = [alone(b.weights.main.nbytes, b.layout.shard_numel * b.precision.grad.itemsize) for b in trained]
+    rest = alone(plain, plain)
+    if between is None:
+        return sum(steps) + rest
+    host = machine.host
+    copies = [host.latency + states * b.weights.main.nbytes / host.bandwidth for b in trained]
+    return streamed(steps, copies, between) + rest
+
+
+def streamed(steps: Sequence[float], copies: Sequence[float], between: float) -> float:
+    """Seconds of a step whose state comes from the host (Note [Streamed state]), one like it behind it.
+
+    Args:
+        steps: of each run, alone.
+        copies: of each run's state, one way.
+        between: from the end of one step to the begin of the next.
+    """
+    rooms, into, out, now, took = [0.0] * min(2, len(steps)), 0.0, 0.0, 0.0, 0.0
+    turn = 0
+    for _ in range(3):  # until the ends of one step are those of the one before
+        begun, now = now, max(now, out)
+        for i, seconds in enumerate(steps):
+            room, turn = turn % len(rooms), turn + 1
+            now = max(now, rooms[room]) + seconds
+            out = max(out, now) + copies[i]
+            if len(steps) > 2:  # otherwise it stays where it is
+                rooms[room] = into = max(into, out) + copies[(i + 2) % len(steps)]
+        took, now = now - begun, now + between
+    return took
 
 
 def _warnings(facts: Facts, buffers: Sequence[FlatBuffer]) -> list[str]:

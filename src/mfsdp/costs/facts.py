@@ -8,6 +8,7 @@ from typing import Any
 
 from ..pipeline import Stage
 from ..spec.hardware import KNOWN, Hardware
+from ..spec.plans import Plan
 from ..spec.units import Unit
 from .ledger import Ledger
 
@@ -119,6 +120,8 @@ class Facts:
     """Whether a profile stands behind the times."""
     error: str = ""
     """How far such estimates have been from measured steps."""
+    plan: Plan | None = None
+    """What the programs follow."""
     schedule: str = ""
     """How a step goes through several microbatches, in words; ``""`` if it has one."""
 

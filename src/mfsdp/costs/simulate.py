@@ -45,8 +45,10 @@ class Span:
 
 
 @dataclass
-class _Moving:
-    node: Node
+class Moving:
+    """A collective under way."""
+
+    node: Node | None
     transfer: Transfer
     launched: float
     fixed: float
@@ -54,15 +56,20 @@ class _Moving:
     start: float = -1.0
     end: float = -1.0
 
+    @staticmethod
+    def of(transfer: Transfer, now: float, node: Node | None = None) -> Moving:
+        """One that is launched now."""
+        return Moving(node, transfer, now, transfer.fixed, transfer.moving)
 
-class _Links:
+
+class Links:
     """The queues; time passes here."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.queues: dict[str, deque[_Moving]] = {}
+        self.queues: dict[str, deque[Moving]] = {}
 
-    def launch(self, queue: str, moving: _Moving) -> None:
+    def launch(self, queue: str, moving: Moving) -> None:
         waiting = self.queues.setdefault(queue, deque())
         if not waiting:
             moving.fixed += moving.transfer.restart
@@ -75,12 +82,12 @@ class _Links:
             passed = self._step(seconds / rate)
             seconds -= passed * rate
 
-    def until(self, moving: _Moving) -> None:
+    def until(self, moving: Moving) -> None:
         """Lets compute stand still until a collective is complete."""
         while moving.end < 0:
             self._step(float("inf"))
 
-    def _heads(self) -> list[_Moving]:
+    def _heads(self) -> list[Moving]:
         heads = [queue[0] for queue in self.queues.values() if queue]
         for head in heads:
             if head.start < 0:
@@ -98,7 +105,7 @@ class _Links:
         return 1.0 - min(BUSIEST, taken)
 
     @staticmethod
-    def _sharing(moving: _Moving, heads: list[_Moving]) -> int:
+    def _sharing(moving: Moving, heads: list[Moving]) -> int:
         return sum(1 for h in heads if h.fixed <= 0 and h.transfer.link == moving.transfer.link) or 1
 
     def _step(self, most: float) -> float:
@@ -129,9 +136,9 @@ def simulate(program: Program, times: Mapping[Node, Time]) -> list[Span]:
         program: after any pass.
         times: what its lines take (:func:`mfsdp.costs.clock.times`).
     """
-    links = _Links()
-    under_way: dict[Node, _Moving] = {}
-    order: list[tuple[Node, Span | _Moving]] = []
+    links = Links()
+    under_way: dict[Node, Moving] = {}
+    order: list[tuple[Node, Span | Moving]] = []
     limits = {n for n in program.nodes if LIMITED in n.meta}
     for node in program.nodes:
         if not is_line(node) or (node not in times and node.target is not ops.free):
@@ -148,9 +155,9 @@ def simulate(program: Program, times: Mapping[Node, Time]) -> list[Span]:
             why = _why(moving, node in limits or moving.node in limits) if moving and exposed > 0 else ""
             order.append((node, Span(node, Lane.COMPUTE, begun, links.now, exposed, why)))
         elif (transfer := times[node].transfer) is not None:
-            moving = _Moving(node, transfer, begun, transfer.fixed, transfer.moving)
+            moving = Moving.of(transfer, begun, node)
             if transfer.seconds > 0:
-                links.launch(_queue(program, node), moving)
+                links.launch(queue_of(program, node), moving)
             else:
                 moving.start = moving.end = begun
             under_way[base_of(node.args[0]) if node.target in ops.IN_PLACE else node] = moving  # type: ignore[arg-type]
@@ -160,20 +167,21 @@ def simulate(program: Program, times: Mapping[Node, Time]) -> list[Span]:
             order.append((node, Span(node, Lane.COMPUTE, begun, links.now, why=times[node].limit)))
     for moving in under_way.values():
         links.until(moving)
-    return [_span(thing) if isinstance(thing, _Moving) else thing for _, thing in order]
+    return [_span(thing) if isinstance(thing, Moving) else thing for _, thing in order]
 
 
-def _queue(program: Program, node: Node) -> str:
+def queue_of(program: Program, node: Node) -> str:
+    """The queue that a collective stands in: of those in one, each begins when the one before is complete."""
     return group_of(program, node) or f"lane {lane_of(node)}"
 
 
-def _awaited(wait: Node, under_way: Mapping[Node, _Moving]) -> _Moving | None:
+def _awaited(wait: Node, under_way: Mapping[Node, Moving]) -> Moving | None:
     out = wait.args[0]
     assert isinstance(out, Node)
     return under_way.get(out) or under_way.get(base_of(out))
 
 
-def _why(moving: _Moving | None, limited: bool) -> str:
+def _why(moving: Moving | None, limited: bool) -> str:
     if moving is None:
         return ""
     alone = moving.transfer.seconds
@@ -184,7 +192,8 @@ def _why(moving: _Moving | None, limited: bool) -> str:
     return "latency" if moving.transfer.fixed > moving.transfer.moving else "compute"
 
 
-def _span(moving: _Moving) -> Span:
+def _span(moving: Moving) -> Span:
+    assert moving.node is not None
     r = role(moving.node)
     assert r is not None
     return Span(moving.node, r.lane, moving.start, moving.end)

@@ -40,6 +40,9 @@ GIVEN = "mfsdp_given"
 AXIS = "mfsdp_axis"
 """``node.meta`` key of torch's own collectives: the ranks that they go over, an `Axis`."""
 
+LAYER = "mfsdp_layer"
+"""``node.meta`` key of what runs in a layer, forward and backward: the layer's path."""
+
 READ = "mfsdp_read"
 """``node.meta`` key of these: whether parameters are read through them, shards or what the eager path has gathered."""
 

@@ -21,12 +21,12 @@ from ..costs.depth import Auto, always
 from ..costs.estimate import Schedule, estimate
 from ..costs.facts import Facts, Suggestion
 from ..costs.kernels import Kernels
-from ..costs.ledger import OPTIMIZER_STATES
+from ..costs.ledger import check_names
 from ..costs.measure import measure
 from ..graph.program import Program
 from ..reports.report import Comparison, Report
 from ..sharding.module import FSDPModule
-from ..spec.config import Options
+from ..spec.config import PLANNED, Options
 from ..spec.hardware import KNOWN, Hardware, undisturbed
 from ..spec.hardware import hardware as find_hardware
 from ..state.buffer import FlatBuffer, refs
@@ -98,6 +98,7 @@ def explain(
     prices: Any = None,
     options: Mapping[str, Any] | None = None,
     optimizer: str = "adamw",
+    stepping: str = "whole",
     profile: Any = None,
     kernels: Any = None,
     suggest: bool = True,
@@ -124,6 +125,8 @@ def explain(
         prices: of a rank and an hour, by name of the hardware: a mapping, or a JSON file with one.
         options: those of the backend.
         optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
+        stepping: how it steps: ``"whole"``, on all parameters at once; ``"flat"``, by :func:`fully_shard_optimizer`;
+            ``"offloaded"``, by that with ``offload="state"``.
         profile: of :func:`mfsdp.profile`, of the same programs: measured times instead of estimates.
         kernels: measured on the hardware, :class:`mfsdp.costs.kernels.Kernels` or their file (`mfsdp measure
             --kernels`): for the lines that are in it, instead of estimates.
@@ -141,8 +144,8 @@ def explain(
         ValueError: bad arguments.
         RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
     """
-    if optimizer not in OPTIMIZER_STATES:
-        raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
+    check_names(optimizer, stepping)
+    steps = {"optimizer": optimizer, "stepping": stepping}
     if profile is not None and kernels is not None:
         raise ValueError("explain: profile= and kernels= were both given: a profile has measured the kernels already")
     if kernels is not None:
@@ -163,7 +166,10 @@ def explain(
                 model, args, kwargs, world=q.world, mesh_shape=q.mesh_shape, lowering=q.options.lowering,
                 together=q.schedule.together, **q.sharding,
             )  # fmt: skip
-        reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), optimizer, profile, known=known))
+        capture = traces[q.traced].capture
+        if capture is not None and capture.plan is not None and not set(PLANNED) & set(options or {}):
+            q = replace(q, options=q.options.following(capture.plan.options))
+        reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), steps, profile, known=known))
         reports[-1].price = price
     if varied:
         return Comparison(varied, [_values(q, varied) for q in questions], reports)
@@ -171,7 +177,7 @@ def explain(
     if suggest:
         programs = traces[questions[0].traced]
         for text, changed in _ideas(questions[0], report):
-            other = _report(programs, changed, (args, dict(kwargs or {})), optimizer, profile, listings=False)
+            other = _report(programs, changed, (args, dict(kwargs or {})), steps, profile, listings=False)
             if other.fits and (not report.fits or other.step < report.step * (1 - GAIN)):
                 report.suggestions.append(Suggestion(text, other.step, other.peak))
         report.suggestions = _worthwhile(report.suggestions)
@@ -348,7 +354,8 @@ def _values(q: _Question, varied: Sequence[str]) -> dict[str, str]:
     return out
 
 
-def _buffers(model: nn.Module | None) -> list[FlatBuffer]:
+def buffers_of(model: nn.Module | None) -> list[FlatBuffer]:
+    """Every flat buffer of a model."""
     modules = [] if model is None else list(model.modules())
     units = dict.fromkeys(m._mfsdp_unit for m in modules if isinstance(m, FSDPModule))
     return [b for unit in units for b in unit.buffers]
@@ -360,7 +367,7 @@ def _beside(model: nn.Module | None) -> dict[str, int]:
     return sizes_along([ref.piece.mesh for m in modules for ref in refs(m).values() if ref.piece is not None], TENSOR)
 
 
-def _unsharded(model: nn.Module | None) -> tuple[int, int]:
+def unsharded(model: nn.Module | None) -> tuple[int, int]:
     """Bytes of buffers and of ignored parameters, and of those among them that train."""
     if model is None:
         return 0, 0
@@ -378,7 +385,7 @@ def _report(
     traced: Programs,
     q: _Question,
     inputs: Any,
-    optimizer: str,
+    steps: Mapping[str, str],
     profile: Any,
     listings: bool = True,
     known: _Known | None = None,
@@ -386,20 +393,21 @@ def _report(
     """One combination.
 
     Args:
+        steps: which optimizer, and how it steps.
         listings: whether to render.
         known: of other combinations, of which some differ in what passes do not ask for.
     """
     o = q.options
     if isinstance(profile, _Measured):
         profile = replace(profile, fused=o.lowering != "eager")
-    other, plain = _unsharded(traced.model)
-    buffers = _buffers(traced.model)
+    other, plain = unsharded(traced.model)
+    buffers = buffers_of(traced.model)
     batch = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
     machine = undisturbed(q.hardware) if getattr(profile, "contended", False) else q.hardware
     decide = None
     if o.prefetch == "auto":
         size = sum(x.nbytes for x in batch)
-        held = always(buffers, inputs=size, other=other, plain=plain, optimizer=optimizer)
+        held = always(buffers, inputs=size, other=other, plain=plain, **steps)
         decide = Auto(machine, o, q.hardware.cuda, held, profile)
     known = {} if known is None else known
     key = (*q.traced, str(o), q.hardware.cuda, None if decide is None else q)
@@ -412,7 +420,8 @@ def _report(
     programs, stages = known[key]
     facts = estimate(
         programs, stages, buffers, batch,
-        machine=machine, options=o, other=other, plain=plain, optimizer=optimizer, profile=profile,
+        machine=machine, options=o, other=other, plain=plain, profile=profile, **steps,
         mesh_shape=q.mesh_shape, axes=_beside(traced.model), schedule=q.schedule,
     )  # fmt: skip
+    facts.plan = traced.capture.plan if traced.capture is not None else None
     return Report(**{f.name: getattr(facts, f.name) for f in fields(Facts)})

@@ -65,6 +65,8 @@ class Report(Facts):
                 for why in dict.fromkeys(x.why for x in self.exposed)
             }
             lines.append("  all of it: " + ", ".join(f"{seconds(s).strip()} {why}" for why, s in by.items()))
+        if self.plan is not None:
+            lines += ["", *str(self.plan).split("\n")]
         for text in self.warnings:
             lines.append(f"warning: {text}")
         for s in self.suggestions:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..runtime import groups as groups_of
 from ..runtime import watch
 from ..spec.config import MixedPrecisionPolicy
+from ..spec.plans import Plan
 from ..state import statedicts, torchao
 from ..state import transformer_engine as te
 from ..state.buffer import Outermost, UnitState, refs
@@ -48,6 +49,7 @@ def fully_shard(
     shard_placement_fn: Any = None,
     sync_module_states: bool = False,
     may_be_unused: bool | Sequence[UnitLike] = False,
+    plan: Plan | None = None,
 ) -> Given:
     """Shards the parameters of a module over data-parallel ranks, in one flat buffer per unit.
 
@@ -103,6 +105,9 @@ def fully_shard(
             that none has used has none. Every collective of such a model is announced to all ranks before it is
             launched (:mod:`mfsdp.runtime.standing`), which costs an answer of all of them each time. Without it ranks
             that differ are an error that names unit and ranks. Branches of ``torch.cond`` do not need it.
+        plan: of :func:`mfsdp.plan`, for this model over as many ranks: says of every unit whether it reshards after
+            forward, and what compiles the model follows it: what is computed again, what goes to the host, how far
+            ahead to gather. Given where the whole model is sharded, in the last call.
 
     Warns:
         UserWarning: parameters have other values on other ranks; no initialiser has written some from the meta device.
@@ -122,6 +127,11 @@ def fully_shard(
         raise ValueError(f"outer_strategy={outer_strategy!r}: choose one of {OUTER}")
     policy = fsdp2.policy_of(mp_policy)
     fsdp2.reshards(reshard_after_forward)
+    if plan is not None and reshard_after_forward is not True:
+        raise ValueError(
+            f"fully_shard: plan= and reshard_after_forward={reshard_after_forward} were both given: the plan chooses "
+            "which units stay gathered; leave one out"
+        )
     fsdp2.no_offload(offload_policy, shard_placement_fn)
     given = _modules(module)
     for m in given:
@@ -145,9 +155,11 @@ def fully_shard(
         units = blocks.auto(claims[0], policy, placement)
         claims = claim_parameters(root, match(root, units), ignored)
     optional = _optional(root, may_be_unused, claims)
+    if plan is not None:
+        _made_for(plan, root, placement.ranks)
     loose = bool(optional) or any(unit.may_be_unused for unit in _units(root))
     together = _together(root, found, placement) if loose and target.type != "meta" else ""
-    outermost = _outermost(given[0])
+    outermost = _outermost(given[0], plan)
     units_of = {claim.module: UnitState(claim.fqn, outermost, policy) for claim in claims}
     for claim in claims:
         claim.draft(policy, placement, mesh)
@@ -201,9 +213,13 @@ def fully_shard(
     _divide_alike(root, placement)
     if loose:
         _loosen(root, outermost, together)
+    if plan is not None:
+        for fqn, m in root.named_modules():
+            if isinstance(m, FSDPModule) and any(f"{fqn}.".startswith(f"{path}.") for path in plan.gathered):
+                m.set_reshard_after_forward(False, recurse=False)
     given[0].__dict__["_mfsdp_call"] = next(_calls), {
         "units": units, "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": policy,
-        "reshard_after_forward": reshard_after_forward,
+        "reshard_after_forward": reshard_after_forward, **({} if plan is None else {"plan": plan}),
     }, found.grid().tolist() if found.outer else found.grid()[0].tolist()  # fmt: skip
     return module
 
@@ -327,6 +343,23 @@ def _units(root: nn.Module) -> list[UnitState]:
     return list(dict.fromkeys(m._mfsdp_unit for m in root.modules() if isinstance(m, FSDPModule)))
 
 
-def _outermost(module: nn.Module) -> Outermost:
+def _made_for(plan: Plan, root: nn.Module, ranks: int) -> None:
+    """Makes sure that a plan was made for a model.
+
+    Raises:
+        ValueError: it was not.
+    """
+    sizes = {fqn: sum(p.numel() for p in m.parameters()) for fqn, m in root.named_modules()}
+    classes = {fqn: _class_name(m) for fqn, m in root.named_modules()}
+    plan.fits(type(root).__name__, ranks, sizes, classes)
+
+
+def _class_name(module: nn.Module) -> str:
+    """Of the module's own class, not of the one that sharding has given it."""
+    kind = type(module)
+    return (kind.__bases__[-1] if isinstance(module, FSDPModule) else kind).__name__
+
+
+def _outermost(module: nn.Module, plan: Plan | None) -> Outermost:
     names = inspect.signature(module.forward).parameters
-    return Outermost(type(module).__name__, tuple(names))
+    return Outermost(type(module).__name__, tuple(names), plan=plan)

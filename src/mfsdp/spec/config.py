@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field, fields
+from dataclasses import InitVar, dataclass, field, fields, replace
 from typing import Any
 
 import torch
 
 from .formats import INT8, refused
+from .plans import nbytes_of
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,9 @@ SHORT = {
 }
 """Floating dtypes a parameter may have, and how specs and listings abbreviate them."""
 
+PLANNED = ("prefetch", "reduce_lag", "max_unsharded", "max_activations")
+"""Options that a plan chooses, or has no use for."""
+
 LOWERINGS = ("inductor", "stitched", "whole", "eager")
 
 
@@ -176,6 +180,10 @@ class Options:
     """How many reductions may be in flight behind compute; 0 waits at once."""
     max_unsharded: int | None = None
     """Bytes of gathered parameters that may be live at once; prefetching yields to it."""
+    memory: int | str | None = None
+    """Bytes of the device that a rank may take, or a text, ``"70GB"``: which layers are computed again, stay gathered,
+    or go to the host, how far ahead to gather and how long reductions may lag is then chosen for the fastest step that
+    fits, while the model is compiled, the same on all ranks (:func:`mfsdp.plan`); AdamW is assumed."""
     max_activations: int | None = None
     """Bytes of activations that may live longer at each launch of another parallelism's collective, for what is
     computed behind it instead of in front (`passes.fill`); ``None``: no limit."""
@@ -234,6 +242,11 @@ class Options:
                 + ", ".join(f"{k} (default {v!r})" for k, v in valid.items())
             )
         out = cls(**given)
+        if out.memory is not None:
+            out = replace(out, memory=nbytes_of(out.memory, "option memory"))
+            both = next((name for name in PLANNED if name in given), None)
+            if both is not None:
+                raise ValueError(f"options memory= and {both}= were both given: the plan chooses {both}; leave one out")
         for name, low in (
             ("prefetch", 0), ("reduce_lag", 0), ("max_unsharded", 1), ("max_activations", 0), ("check_finite", 0),
             ("check_replicas", 0),
@@ -269,6 +282,10 @@ class Options:
         if out.dump is not None and not isinstance(out.dump, (str, os.PathLike)):
             raise ValueError(f"option dump={out.dump!r}: give the path of a folder, or None")
         return out
+
+    def following(self, chosen: Mapping[str, int]) -> Options:
+        """With what a plan has chosen."""
+        return replace(self, **chosen)  # type: ignore[arg-type]
 
     @property
     def folder(self) -> str | None:

@@ -17,6 +17,7 @@ from ..runtime.probes import Health
 from ..runtime.standing import LeftOut, Loose
 from ..spec.config import MixedPrecisionPolicy, Precision
 from ..spec.layout import Layout
+from ..spec.plans import Plan
 from .gradients import Gradients
 from .parameters import ShardedParameter
 from .pieces import Piece
@@ -43,6 +44,8 @@ class Outermost:
     """What has been begun to load and not finished."""
     loose: Loose = field(default_factory=Loose, compare=False, repr=False)
     """What its ranks may leave out of a step."""
+    plan: Plan | None = field(default=None, compare=False, repr=False)
+    """What the programs that read it follow."""
 
 
 class FlatBuffer:

@@ -1,0 +1,110 @@
+"""The option ``memory``: a plan that is made while a model is compiled, and what to do where none fits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from ..costs.measure import here, measure
+from ..graph.cost import nbytes, size
+from ..runtime import groups, owners
+from ..spec.config import Options
+from ..spec.hardware import Hardware
+from ..spec.plans import DoesNotFit
+from . import cutting
+from .capture import Capture
+from .planner import ALLOWED, Planner
+
+log = logging.getLogger("mfsdp")
+
+RUNNING = ("gathered", "recompute", "offload", "prefetch")
+"""The same of what is being compiled; the optimizer is there already, and not known."""
+
+
+def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: Hardware) -> None:
+    """Chooses for a program that is being compiled, by the option ``memory``: what the first rank that gets here has
+    chosen holds for all of them.
+
+    Raises:
+        DoesNotFit: nothing fits.
+    """
+    assert isinstance(options.memory, int)
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    buffers = list({id(b): b for x in tensors if (b := owners.owner(x)) is not None}.values())
+    others = [x for x in tensors if owners.owner(x) is None]
+    plain = sum(nbytes(x) for x in others if isinstance(x, nn.Parameter) and x.requires_grad)
+    planner = Planner.of(
+        capture, buffers, options, machine, other=sum(nbytes(x) for x in others), plain=plain,
+        allow=RUNNING,
+    )  # fmt: skip
+    joint = [f"{p} {t.name} {len(t.layers)}" for p, t in enumerate(planner.kinds)]
+    units = [f"{u.name} {u.fqn} {u.spec.ranks}" for u in capture.units]
+    key = hashlib.sha256(repr((capture.name, options.memory, joint, units)).encode()).hexdigest()
+    chosen = json.loads(groups.agreed(f"plan/{key}", _text(planner, options.memory)))
+    if "error" in chosen:
+        raise DoesNotFit(chosen["error"])
+    choices = tuple(replace(c, **found) for c, found in zip(planner.kinds, chosen["choices"], strict=True))
+    capture.treated = cutting.treatments(choices, True)
+    capture.options = chosen["options"]
+    log.info("mfsdp: %s: %s", capture.name, chosen["text"])
+
+
+@cache
+def this_machine() -> Hardware:
+    """What programs run on, as its maker describes it, or measured: then all ranks come here together, as they compile.
+    Private in torch (``unset_fake_temporarily``); tried on 2.13, there in 2.11 to 2.15.
+    """
+    with unset_fake_temporarily():
+        return here() or measure()
+
+
+def refusal(planner: Planner, budget: int) -> str:
+    """Why nothing fits, and what would be cheapest that did."""
+    floor = planner.score(planner.floor)
+    account = planner.streamed if planner.floor.streamed else planner.account
+    steps = account.at_step + planner.changed(planner.floor)
+    where = "at the optimizer" if floor.peak == steps else "in forward or backward"
+    ways = []
+    for name in ALLOWED:
+        if name not in planner.allow:
+            more = replace(planner, allow=(*planner.allow, name), scores={})
+            best = more.best(budget)
+            if best is not None:
+                ways.append((more.score(best).seconds - floor.seconds, f"allow={name!r}"))
+    entries = {e.name: e.nbytes for e in planner.account.entries}
+    cut = sum(entries.get(n, 0) for n in ("main weights", "optimizer state", "gradients", "shards in what travels"))
+    missing = floor.peak - budget
+    times = next((2**k for k in range(1, 13) if cut - cut // 2**k >= missing), 0)
+    texts = [f"{text} ({1e3 * seconds:+.1f} ms)" for seconds, text in sorted(ways)]
+    texts += [f"{times} times as many ranks"] if times else []
+    texts += ["smaller microbatches"]
+    return (
+        f"plan: does not fit {size(budget)}: the least is {size(floor.peak)} ({where}). Cheapest that would make it "
+        f"fit: {', or '.join(texts)}"
+    )
+
+
+def _text(planner: Planner, budget: int) -> str:
+    best = planner.best(budget)
+    if best is None:
+        return json.dumps({"error": refusal(planner, budget)})
+    score = planner.score(best)
+    choices = [
+        {"gathered": c.gathered, "recomputed": c.recomputed, "saved": c.saved, "offloaded": c.offloaded}
+        for c in best.choices
+    ]
+    found = {
+        "choices": choices,
+        "options": {"prefetch": best.prefetch, "reduce_lag": best.reduce_lag},
+        "text": f"{best}: {1e3 * score.seconds:.2f} ms, {size(score.peak)} of {size(budget)}",
+    }
+    return json.dumps(found)

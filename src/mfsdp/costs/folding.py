@@ -1,0 +1,175 @@
+"""A step of few layers, scored as one of many: a program as events, of which a stretch is repeated.
+
+Note [Folding]
+Where equal layers stand one behind the other, all but the first and the last of them do the same, at the same distance
+in time and in memory. So of a run of equal layers a few are kept (more than gathers are launched ahead and reductions
+may lag behind), passes run on those, and what they have made becomes events: so many seconds of compute, a launch into
+a queue, a wait for what was launched so many launches before in it; and with each what memory does. Then the stretch
+from one layer to the next is repeated in the middle, as often as layers were left out. The clock's simulation of the
+events is that of the whole program, to the last digit but those that floating-point sums lose; so is the peak.
+
+    forward, of 3 layers       | a | b | b' | c |
+    of 5                       | a | b | b' | b' | b' | c |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Node
+
+from ..graph import ops
+from ..graph.cost import lines
+from ..graph.program import LAYER, Program, base_of
+from ..spec.hardware import Transfer
+from . import fusion
+from .clock import Time
+from .simulate import Links, Moving, queue_of
+
+
+@dataclass
+class Event:
+    """What happens between two things that are launched or waited for."""
+
+    seconds: float
+    """Of compute, behind what is waited for."""
+    top: int
+    """Bytes that are live at most meanwhile, above those at its beginning."""
+    delta: int
+    """Bytes that come to be, less those that go."""
+    queue: str = ""
+    """What is launched, or waited for, goes through it; ``""``: nothing is."""
+    launch: Transfer | None = None
+    back: int = 0
+    """What is waited for: that which was launched so many launches before the last one in the queue."""
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A program as events.
+
+    Args:
+        events: in order.
+        starts: index of the first event of each layer, by its path.
+        live: bytes live at the beginning, static buffers not counted.
+        slots: bytes of static buffers, by name.
+        backward: whether what layers free was there at the beginning.
+    """
+
+    events: tuple[Event, ...]
+    starts: Mapping[str, int]
+    live: int
+    slots: Mapping[str, int]
+    backward: bool
+
+    def repeated(self, first: str, behind: str, times: int) -> Folded:
+        """With what runs from the start of one layer to that of another one so many times more often.
+
+        Args:
+            first: the layer that runs first of those that are repeated, in this program.
+            behind: the layer that runs behind them.
+        """
+        a, b = self.starts[first], self.starts[behind]
+        assert a < b, f"{first} does not run before {behind}"
+        events = (*self.events[:b], *(self.events[a:b] * times), *self.events[b:])
+        longer = times * (b - a)
+        starts = {path: i + longer if i >= b else i for path, i in self.starts.items()}
+        freed = -sum(e.delta for e in self.events[a:b]) if self.backward else 0
+        return replace(self, events=events, starts=starts, live=self.live + times * freed)
+
+    def play(self) -> tuple[float, int]:
+        """Seconds, and bytes that are live at most, static buffers not counted."""
+        links, launched = Links(), dict[str, list[Moving]]()
+        live = top = self.live
+        for e in self.events:
+            top = max(top, live + e.top)
+            live += e.delta
+            if e.launch is not None:
+                moving = Moving.of(e.launch, links.now)
+                launched.setdefault(e.queue, []).append(moving)
+                if e.launch.seconds > 0:
+                    links.launch(e.queue, moving)
+                else:
+                    moving.start = moving.end = links.now
+            elif e.queue:
+                links.until(launched[e.queue][-1 - e.back])
+            if e.seconds:
+                links.compute(e.seconds)
+        for queue in launched.values():
+            for moving in queue:
+                links.until(moving)
+        return links.now, top
+
+
+def folded(program: Program, times: Mapping[Node, Time], fused: bool) -> Folded:
+    """A program after all passes as events.
+
+    Args:
+        times: what its lines take (:func:`mfsdp.costs.clock.times`).
+        fused: whether neighbouring kernels fuse.
+    """
+    pooled = sum(program.slots.values())
+    out: list[Event] = []
+    starts: dict[str, int] = {}
+    where: dict[Node, tuple[str, int]] = {}
+    counts: dict[str, int] = {}
+    begin = live = 0
+    rows = lines(program, fusion.fused(program) if fused else ())
+    for number, row in enumerate(rows):
+        node = row.node
+        if number == 0:
+            begin = live = row.live - row.delta
+        top, delta, live = row.top - live, row.live - live, row.live
+        time = times.get(node)
+        seconds = time.seconds if time is not None else 0.0
+        path = node.meta.get(LAYER, "")
+        new = bool(path) and path not in starts
+        event = Event(seconds, top, delta)
+        if time is not None and time.transfer is not None:
+            event.queue, event.launch, event.seconds = queue_of(program, node), time.transfer, 0.0
+            counts[event.queue] = counts.get(event.queue, 0) + 1
+            product = base_of(node.args[0]) if node.target in ops.IN_PLACE else node  # type: ignore[arg-type]
+            where[product] = event.queue, counts[event.queue]
+        elif node.target is ops.wait:
+            awaited: Node = node.args[0]  # type: ignore[assignment]
+            if (found := where.get(awaited) or where.get(base_of(awaited))) is not None:
+                event.queue, event.back = found[0], counts[found[0]] - found[1]
+        if new:
+            starts[path] = len(out)
+        if out and not new and not event.queue:
+            _join(out[-1], event)
+        else:
+            out.append(event)
+    return Folded(tuple(out), starts, begin - pooled, dict(program.slots), program.phase == "backward")
+
+
+def _join(event: Event, more: Event) -> None:
+    """What follows, with nothing launched or waited for, is the same event."""
+    event.top = max(event.top, event.delta + more.top)
+    event.delta += more.delta
+    event.seconds += more.seconds
+
+
+def runs(states: Sequence[object], least: int, period: int = 1) -> list[tuple[int, int, int]]:
+    """Where a sequence repeats itself, one behind the other: (start, length of what is repeated, how often).
+
+    Args:
+        states: of layers, in order.
+        least: how many are worth it.
+        period: besides 1, what may be the length of what is repeated.
+    """
+    found, i = [], 0
+    while i < len(states):
+        best = (i, 1, 1)
+        for p in {1, period}:
+            count = 1
+            while states[i : i + p] == states[i + count * p : i + (count + 1) * p] and i + (count + 1) * p <= len(
+                states
+            ):
+                count += 1
+            if count * p > best[1] * best[2] and count * p >= least:
+                best = (i, p, count)
+        found.append(best)
+        i += best[1] * best[2]
+    return found

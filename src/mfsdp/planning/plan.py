@@ -1,0 +1,178 @@
+"""`plan`: the fastest training step that fits a budget of memory, before anything runs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import mfsdp
+
+from ..compiler.planned import refusal
+from ..compiler.planner import ALLOWED, Planner, Score, Setting
+from ..compiler.tracing import trace
+from ..costs.ledger import OPTIMIZER_STATES
+from ..spec.choices import numbered
+from ..spec.config import PLANNED, Options
+from ..spec.plans import DoesNotFit, Plan, Point, Price, nbytes_of
+from .explain import buffers_of, machine_of, unsharded
+
+BUDGETS = 8
+"""How many other budgets a plan tells of."""
+
+PRICES = 6
+"""How many changes it tells of, of either direction."""
+
+
+def plan(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    memory: int | str,
+    world: int | None = None,
+    mesh_shape: Any = None,
+    hardware: Any = "h100",
+    microbatches: int = 1,
+    options: Mapping[str, Any] | None = None,
+    optimizer: str = "adamw",
+    profile: Any = None,
+    allow: Collection[str] = ALLOWED,
+    curve: bool = True,
+    **sharding: Any,
+) -> Plan:
+    """The fastest step that fits a budget of memory: which layers are computed again in backward and which of their
+    operators are saved all the same, which stay gathered, which go to the host; how far ahead parameters are gathered
+    and how long reductions may lag. Nothing runs, and no process group, GPU or memory for the model is needed.
+
+    Time is the clock's, memory the ledger's (:func:`mfsdp.explain`), of every setting that is looked at; the searches
+    are those of :mod:`mfsdp.compiler.planner`.
+
+    Args:
+        model: any module, on the meta device or not, sharded already or not; it is not changed.
+        args, kwargs: example inputs of one rank (values do not matter), one microbatch.
+        memory: bytes of the device that a rank may take, or a text (``"70GB"``, ``"64GiB"``): live bytes, as the ledger
+            counts them.
+        world, mesh_shape, hardware, microbatches, optimizer, profile: as for :func:`mfsdp.explain`. ``mesh_shape`` may
+            be a list of shapes, of which the best is taken.
+        options: those of the backend, but not what the plan chooses.
+        allow: what it may choose: some of ``gathered``, ``recompute``, ``offload``, ``optimizer`` (its state on the
+            host), ``prefetch`` (with ``reduce_lag``).
+        curve: whether to look at other budgets too.
+        **sharding: arguments of :func:`mfsdp.fully_shard`; none if the model is sharded already. ``strategy`` and
+            ``outer_strategy`` may be lists, of which the best are taken: each combination is traced anew.
+
+    Raises:
+        ValueError: bad arguments; or it does not fit: says by how many bytes, and what would be cheapest that did.
+        RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
+    """
+    budget = nbytes_of(memory, "plan: memory")
+    wrong = sorted(set(allow) - set(ALLOWED))
+    if wrong or isinstance(allow, str):
+        raise ValueError(f"plan: allow={allow!r}: choose some of {', '.join(ALLOWED)}")
+    if optimizer not in OPTIMIZER_STATES:
+        raise ValueError(f"plan: optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise ValueError(f"plan: microbatches={microbatches!r}: give a positive number")
+    given = dict(options or {})
+    both = next((n for n in (*PLANNED, "memory") if n in given and ("prefetch" in allow or n == "memory")), None)
+    if both is not None:
+        raise ValueError(f"plan: memory= and option {both}= were both given: the plan chooses {both}; leave one out")
+    chosen, machine = Options.parse(given), machine_of(hardware)
+    batch = [x for x in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(x, torch.Tensor)]
+    found: list[tuple[Score, Setting, Planner, nn.Module, dict[str, Any]]] = []
+    why = ""
+    for asked in _combinations(mesh_shape, sharding):
+        programs = trace(model, args, kwargs, world=world, lowering=chosen.lowering, **asked)
+        if programs.capture is None or programs.capture.joint is None or programs.model is None:
+            raise ValueError(f"plan: {type(model).__name__} is not trained: nothing requires gradients")
+        other, plain = unsharded(programs.model)
+        planner = Planner.of(
+            programs.capture, buffers_of(programs.model), chosen, machine, inputs=sum(x.nbytes for x in batch),
+            other=other, plain=plain, optimizer=optimizer, rounds=microbatches, allow=tuple(allow), profile=profile,
+        )  # fmt: skip
+        best = planner.best(budget)
+        if best is None:
+            why = why or refusal(planner, budget)
+        else:
+            found.append((planner.score(best), best, planner, programs.model, asked))
+    if not found:
+        raise DoesNotFit(why)
+    score, best, planner, meta, asked = min(found, key=lambda x: x[0])
+    several = {k: v for k, v in asked.items() if isinstance((sharding | {"mesh_shape": mesh_shape})[k], list)}
+    top = planner.score(planner.best(2**62) or best).peak
+    floor = planner.score(planner.floor).peak
+    modules = dict(meta.named_modules())
+    return Plan(
+        model=type(model).__name__,
+        world=planner.capture.units[0].spec.ranks if planner.capture.units else 1,
+        hardware=machine.name,
+        memory=budget,
+        step=score.seconds,
+        peak=score.peak,
+        host=score.host,
+        floor=floor,
+        top=top,
+        choices=best.choices,
+        options={"prefetch": best.prefetch, "reduce_lag": best.reduce_lag},
+        sizes={
+            p: sum(x.numel() for x in modules[p].parameters()) for p, _, _ in numbered(best.choices) if p in modules
+        },
+        optimizer="host" if best.streamed else "device",
+        sharding={k: v for k, v in several.items() if k != "units"},
+        prices=tuple(_prices(planner, best)),
+        curve=tuple(_curve(planner, floor, top)) if curve else (),
+        versions={"torch": torch.__version__, "mfsdp": mfsdp.__version__},
+    )
+
+
+def _combinations(mesh_shape: Any, sharding: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    axes = {"mesh_shape": mesh_shape, **sharding}
+    lists = ("mesh_shape", "strategy", "outer_strategy")
+    values = [v if k in lists and isinstance(v, list) else [v] for k, v in axes.items()]
+    for row in itertools.product(*values):
+        yield dict(zip(axes, row, strict=True))
+
+
+def _prices(planner: Planner, best: Setting) -> Iterator[Price]:
+    """What single changes would cost and bring, of those looked at: none that another one beats."""
+    here = planner.score(best)
+    near = {s: planner.scores[s] for s in planner.near(best) if s in planner.scores}
+    more = [(s, x) for s, x in near.items() if x.peak > here.peak and x.seconds < here.seconds]
+    less = [(s, x) for s, x in near.items() if x.peak < here.peak]
+    for side in (_undominated(more)[:PRICES], _undominated(less)[-PRICES:]):
+        for setting, x in side:
+            yield Price(x.peak - here.peak, x.seconds - here.seconds, _difference(best, setting))
+
+
+def _undominated(found: list[tuple[Setting, Score]]) -> list[tuple[Setting, Score]]:
+    """Those that are faster than all that take less."""
+    out: list[tuple[Setting, Score]] = []
+    for setting, score in sorted(found, key=lambda x: (x[1].peak, x[1].seconds)):
+        if not out or score.seconds < out[-1][1].seconds:
+            out.append((setting, score))
+    return out
+
+
+def _difference(a: Setting, b: Setting) -> str:
+    """What is otherwise in b."""
+    parts = [str(y) or f"{y.name}: as it is" for x, y in zip(a.choices, b.choices, strict=True) if x != y]
+    parts += [f"prefetch {b.prefetch}"] if a.prefetch != b.prefetch else []
+    parts += [f"reduce_lag {b.reduce_lag}"] if a.reduce_lag != b.reduce_lag else []
+    if a.streamed != b.streamed:
+        parts.append(f"optimizer state on the {'host' if b.streamed else 'device'}")
+    return ", ".join(parts)
+
+
+def _curve(planner: Planner, floor: int, top: int) -> Iterator[Point]:
+    """The best step of budgets from the least to the most that is worth anything."""
+    for i in range(BUDGETS + 1):
+        budget = floor + (top - floor) * i // BUDGETS
+        best = planner.best(budget)
+        if best is not None:
+            score = planner.score(best)
+            yield Point(budget, score.seconds, score.peak, str(best))

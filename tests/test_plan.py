@@ -1,0 +1,277 @@
+"""Plans: settings are scored whole, few layers say what many cost, and what is planned is what is compiled."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mfsdp
+from mfsdp import pipeline
+from mfsdp.compiler import cutting
+from mfsdp.compiler.cutting import Treatment
+from mfsdp.compiler.planner import Planner, Setting
+from mfsdp.costs import clock, fusion
+from mfsdp.costs.folding import folded, runs
+from mfsdp.costs.simulate import simulate
+from mfsdp.graph.cost import lines, peak
+from mfsdp.planning.explain import buffers_of, machine_of
+from mfsdp.reports.page import render as page_of
+from mfsdp.spec.choices import Choice
+from mfsdp.spec.config import Options
+from mfsdp.spec.plans import nbytes_of
+from tests.models import GPT, Block
+
+SLOW = {"like": "h100", "inside": {"bandwidth": 5e9, "latency": 1e-6}}
+
+
+def planner(model: nn.Module, ids: torch.Tensor, lowering: str = "eager", **more: Any) -> Planner:
+    with torch.device("meta"):
+        programs = mfsdp.trace(model, (ids,), world=8, units=[Block], lowering=lowering)
+    assert programs.capture is not None
+    options = Options(lowering=lowering)
+    return Planner.of(programs.capture, buffers_of(programs.model), options, machine_of(SLOW), **more)
+
+
+def gpt(layers: int, **more: Any) -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        return GPT(width=64, layers=layers, vocabulary=64, length=32, **more), torch.zeros(2, 32, dtype=torch.long)
+
+
+@pytest.mark.parametrize("layers", [2, 5])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_joint_graph_cut_again_gives_the_programs_that_compiling_gives(layers, recompute):
+    model, ids = gpt(layers, recompute=recompute)
+    with torch.device("meta"):
+        programs = mfsdp.trace(model, (ids,), world=8, units=[Block], lowering="inductor")
+    found = Planner.of(programs.capture, buffers_of(programs.model), Options(), machine_of("h100"))
+    again = found._programs({}, ())
+    for a, b in zip(programs, again, strict=True):
+        for p in (a, b):
+            pipeline.run(p, listings=False)
+        assert [(n.name, str(n.target), str(n.args)) for n in a.nodes] == [
+            (n.name, str(n.target), str(n.args)) for n in b.nodes
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("states", "depth", "lag"), [("S" * 7, 1, 1), ("R" * 8 + "S" * 3, 2, 1), ("R" * 4 + "G" * 4, 0, 0)]
+)
+def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag):
+    model, ids = gpt(len(states))
+    found = planner(model, ids, "inductor")
+    (kind,) = found.kinds
+    setting = Setting((replace(kind, recomputed=states.count("R"), gathered=states.count("G")),), depth, lag)
+    treated, repeats = found._shortened(setting)
+    assert repeats and len(treated) < len(states)
+    table = pipeline.table(depth, lag, wide=True)
+    whole = []
+    for program in found._programs(cutting.treatments(setting.choices, True), ()):
+        pipeline.run(program, passes=table, listings=False)
+        times = clock.times(program, found.machine)
+        seconds = max(span.end for span in simulate(program, times))
+        top = peak(lines(program, fusion.fused(program))) - sum(program.slots.values())
+        whole.append((f"{1e6 * seconds:.6f}", top))
+        unfolded = folded(program, times, True).play()
+        assert (f"{1e6 * unfolded[0]:.6f}", unfolded[1]) == whole[-1]
+    parts = []
+    for part in found._folded(treated, setting):
+        for first, behind, before, times_ in repeats:
+            part = part.repeated(first, before if part.backward else behind, times_)
+        parts.append(part.play())
+    assert [(f"{1e6 * seconds:.6f}", top) for seconds, top in parts] == whole
+
+
+def test_runs_of_equal_choices():
+    assert runs("SSSSS", 2) == [(0, 1, 5)]
+    assert runs("ORRORRORRSSS", 2, 3) == [(0, 3, 3), (9, 1, 3)]
+    assert runs("AB", 2) == [(0, 1, 1), (1, 1, 1)]
+    choice = Choice("Block", tuple("abcdefgh"), gathered=2, recomputed=6, offloaded=(2, 5))
+    assert "".join("O" if choice.offloads(i) else "R" if choice.recomputes(i) else "-" for i in range(8)) == "OROROR--"
+    assert [choice.gathers(i) for i in range(8)] == [False] * 6 + [True] * 2
+
+
+def every(found: Planner) -> list[Setting]:
+    """All settings of a model of few layers."""
+    (kind,) = found.kinds
+    n = len(kind.layers)
+    counts = range(n + 1)
+    saved = {0: [()]}
+    return [
+        Setting((replace(kind, recomputed=r, gathered=k, saved=level),), depth, lag)
+        for r in counts
+        for k in (counts if found.gathering else (0,))
+        for level in saved.get(r, found.trails[kind.name, kind.layers])
+        for depth, lag in found.ways
+    ]
+
+
+@pytest.mark.slow
+def test_the_planner_is_within_two_percent_of_the_best_at_every_budget():
+    model, ids = gpt(3)
+    found = planner(model, ids)
+    scores = [found.score(s) for s in every(found)]
+    low, high = found.score(found.floor).peak, max(s.peak for s in scores)
+    assert low == min(s.peak for s in scores)
+    for i in range(41):
+        budget = low + (high - low) * i // 40
+        best = found.best(budget)
+        assert best is not None and found.score(best).peak <= budget
+        oracle = min(s.seconds for s in scores if s.peak <= budget)
+        assert found.score(best).seconds <= 1.02 * oracle, (budget, best)
+
+
+@pytest.fixture(scope="module")
+def planned() -> mfsdp.Plan:
+    model, ids = gpt(3)
+    return mfsdp.plan(
+        model, (ids,), memory=1_600_000, world=8, units=[Block], hardware=SLOW, curve=False,
+        allow=("recompute", "prefetch"), options={"lowering": "eager"},
+    )  # fmt: skip
+
+
+def test_what_is_planned_is_what_is_explained(planned, tmp_path: Path):
+    model, ids = gpt(3)
+    assert planned.floor < planned.peak <= planned.memory < planned.top
+    told = mfsdp.explain(
+        model, (ids,), world=8, units=[Block], hardware=SLOW, plan=planned, options={"lowering": "eager"}
+    )
+    assert f"{told.step:.12f}" == f"{planned.step:.12f}" and told.peak == planned.peak
+    assert str(planned) in told.summary()
+    page = page_of(told)
+    assert 'data-tab="plan"' in page and "recomputed" in page
+    planned.save(tmp_path / "plan.json")
+    assert mfsdp.Plan.load(tmp_path / "plan.json") == planned
+    assert "chosen" in str(planned) and "ms/GiB" in str(planned)
+
+
+def test_what_does_not_fit_or_was_made_for_another_model_says_so(planned, tmp_path: Path):
+    model, ids = gpt(2)
+    with pytest.raises(ValueError, match="does not fit 1.*least is .*Cheapest that would make it fit"):
+        mfsdp.plan(model, (ids,), memory="1MiB", world=8, units=[Block], allow=())
+    with pytest.raises(ValueError, match=r"made for 3 x Block over 8 ranks, this GPT has 2 and 8 ranks: make it anew"):
+        mfsdp.trace(model, (ids,), world=8, units=[Block], plan=planned)
+    with pytest.raises(ValueError, match=r"this GPT has 3 and 4 ranks"):
+        mfsdp.trace(gpt(3)[0], (ids,), world=4, units=[Block], plan=planned)
+    with pytest.raises(ValueError, match="leave one out"):
+        mfsdp.fully_shard(GPT(layers=2), units=[Block], plan=planned, reshard_after_forward=False)
+    with pytest.raises(ValueError, match="memory= and option prefetch= were both given"):
+        mfsdp.plan(model, (ids,), memory=10**9, options={"prefetch": 2})
+    for wrong in ("much", "70 parsecs", 0, True, None, "-3GB"):
+        with pytest.raises(ValueError, match="give bytes, or a text"):
+            nbytes_of(wrong)
+    assert (nbytes_of("70GB"), nbytes_of("64 GiB"), nbytes_of(1e9)) == (70 * 10**9, 64 * 2**30, 10**9)
+    (tmp_path / "none.json").write_text(json.dumps({"format": 0}))
+    with pytest.raises(ValueError, match="make it anew"):
+        mfsdp.Plan.load(tmp_path / "none.json")
+
+
+def steps(model: nn.Module, rounds: int = 2, **options: Any) -> list[torch.Tensor]:
+    """Losses of some steps, and gradients of the last."""
+    run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", **options})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    out = []
+    for i in range(rounds):
+        torch.manual_seed(i)
+        ids = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(100 * i + mfsdp_rank()))
+        loss = F.cross_entropy(run(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        out.append(loss.detach().clone())
+        if i + 1 < rounds:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*out, *(p.grad.full_tensor().clone() for p in model.parameters())]
+
+
+def mfsdp_rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+class Dropped(GPT):
+    """With dropout behind every block."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.places.weight[: ids.shape[1]]
+        for block in self.blocks:
+            x = F.dropout(block(x), 0.3, self.training)
+        return self.head(self.norm(x))
+
+
+def made(kind: Any = GPT, layers: int = 3, **more: Any) -> nn.Module:
+    torch.manual_seed(3)
+    model = kind(layers=layers)
+    return mfsdp.fully_shard(model, units=[Block], **more)
+
+
+def hand_made(world: int, layers: int, **chosen: Any) -> mfsdp.Plan:
+    sizes: dict[str, int] = {}
+    choice = Choice("Block", tuple(f"blocks.{i}" for i in range(layers)), **chosen)
+    return mfsdp.Plan("GPT", world, "", 0, 0.0, 0, 0, 0, 0, (choice,), {"prefetch": 2, "reduce_lag": 2}, sizes)
+
+
+@pytest.mark.parametrize("layers", [3, 5])
+def test_a_plan_is_followed_bit_for_bit(layers):
+    want = steps(made(layers=layers))
+    for chosen in ({"recomputed": layers}, {"recomputed": 2, "saved": ("up",), "gathered": 1}, {"gathered": layers}):
+        got = steps(made(layers=layers, plan=hand_made(1, layers, **chosen)))
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), chosen
+        torch._dynamo.reset()
+
+
+def test_dropout_that_is_computed_again_is_the_same_dropout():
+    """Law 54: of a plan, as of torch's own checkpoint."""
+    want = steps(made(Dropped))
+    got = steps(made(Dropped, plan=hand_made(1, 3, recomputed=3)))
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_treatments_name_every_layer():
+    choice = Choice("Block", ("a", "b", "c"), gathered=1, recomputed=2, saved=("up",))
+    assert cutting.treatments((choice,), True) == {
+        "a": Treatment(True, ("up",), False), "b": Treatment(True, ("up",), False), "c": Treatment(False, (), True),
+    }  # fmt: skip
+
+
+def planned_on_ranks(memory: int) -> Any:
+    """Without a plan, with one by hand, and with the option ``memory``, on one rank of several."""
+    world = torch.distributed.get_world_size()
+    want = steps(made(layers=2))
+    torch._dynamo.reset()
+    hand = steps(made(layers=2, plan=hand_made(world, 2, recomputed=1, saved=("qkv",), gathered=1)))
+    torch._dynamo.reset()
+    listed: list[str] = []
+    log = logging.getLogger("mfsdp")
+    handler = logging.Handler()
+    handler.emit = lambda record: listed.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    before = log.level
+    log.setLevel(logging.INFO)
+    try:
+        budget = steps(made(layers=2), memory=memory)
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+    try:
+        steps(made(layers=2), memory=1000)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    same = [all(torch.equal(a, b) for a, b in zip(want, got, strict=True)) for got in (hand, budget)]
+    return same, [text for text in listed if " ms, " in text and "reduce_lag" in text], refused
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_ranks_follow_one_plan_and_compute_the_same_bits(two_ranks):
+    found = two_ranks.run(planned_on_ranks, 140_000, timeout=300)
+    assert [same for same, _, _ in found] == [[True, True]] * 2
+    assert found[0][1] == found[1][1] and "recomputed" in str(found[0][1]), found
+    assert all("does not fit 1000B: the least is" in refused for _, _, refused in found)
