@@ -145,6 +145,8 @@ def test_a_gpu_is_known_by_its_name(monkeypatch):
     assert measure.here() == replace(KNOWN["h200"], memory=7 << 30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert measure.here() == replace(KNOWN["h200"], memory=7 << 30, ranks_per_node=4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GB200")
+    assert measure.here() == replace(KNOWN["gb200"], memory=7 << 30), "which is no B200: 72 of them are linked"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
     assert measure.here() is None
 

@@ -58,6 +58,17 @@ def test_explain_a_function(capsys, tmp_path):
     assert "tokens/s" in shown(capsys, "explain", "tests.test_command:alone", "--batch", "2", "--length", "16")
 
 
+def test_measure_kernels_and_explain_with_them(capsys, tmp_path):
+    target, file = "tests.test_command:factory", str(tmp_path / "kernels.json")
+    assert "new kernels on" in shown(capsys, "measure", file, "--kernels", target, "--compute-dtype", "none")
+    assert shown(capsys, "measure", file, "--kernels", target, "--compute-dtype", "none").startswith("0 new kernels")
+    given = ["explain", target, "--compute-dtype", "none", "--kernels", file]
+    assert "Sequential on 8 ranks" in shown(capsys, *given)
+    machine = str(tmp_path / "this.json")
+    assert machine in shown(capsys, "measure", machine)
+    assert "this machine" in shown(capsys, "explain", target, "--hardware", machine)
+
+
 def test_explain_a_table(capsys, tmp_path):
     args = [
         "--world",
@@ -111,7 +122,7 @@ def test_a_configuration_that_is_not_enough(capsys, tmp_path):
 def test_explain_a_hugging_face_configuration(capsys, tmp_path):
     llama().config.save_pretrained(tmp_path)
     for where in (tmp_path, tmp_path / "config.json"):
-        text = shown(capsys, "explain", str(where), "--mesh-shape", "2x4", "--length", "16")
+        text = shown(capsys, "explain", str(where), "--mesh-shape", "2x4", "--length", "16", "--listing")
         assert "LlamaForCausalLM on 8 ranks [2, 4]" in text and "model.layers.0" in text
 
 

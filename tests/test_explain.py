@@ -9,6 +9,7 @@ import weakref
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from mfsdp.graph import cost, listing
 from mfsdp.graph.program import Program, operator
 from mfsdp.graph.roles import role
 from mfsdp.spec import hardware
-from mfsdp.spec.hardware import Group, Hardware, Link, transfer
+from mfsdp.spec.hardware import Group, Hardware, Link, host_copy, transfer
 from tests.models import GPT, Block, llama
 from tests.parity import compiled
 from tests.toys import BF16, Toy2, toy2
@@ -57,6 +58,11 @@ PLAIN = Hardware("plain", {"bf16": 1e12}, 10**9, 1e12, Link(1e9, 0.0), Link(1e9,
 """Nothing but round numbers: a gather of a toy unit takes 7/8 of 2.11 MB at 1 GB/s, 1849.344 us."""
 
 GATHER = 7 / 8 * FULL / 1e9
+
+
+def spec_of(world: int, outer: int = 1, outer_stride: int = 0) -> Any:
+    """As much of a `Spec` as says who its groups are."""
+    return SimpleNamespace(world=world, stride=1, outer=outer, outer_stride=outer_stride)
 
 
 def spans(program: Any, times: dict[str, float], machine: Hardware = PLAIN) -> dict[str, tuple[float, float, float]]:
@@ -108,6 +114,22 @@ def test_two_groups_share_the_link_and_moving_bytes_takes_the_processor():
     assert at[1] - at[0] == pytest.approx(min(2e-3, GATHER + (1e-3 - GATHER / 2)), rel=1e-6)
 
 
+def test_short_kernels_wait_for_their_launches_unless_the_host_is_ahead():
+    program = toy2()
+    pipeline.run(program)
+
+    def seconds(machine: Hardware, fused: bool = True) -> list[float]:
+        """Of addmm, relu, addmm, relu."""
+        return [t.seconds for t in clock.times(program, machine, fused=fused).values() if t.seconds]
+
+    quick = replace(PLAIN, flops={"bf16": 1e20}, bandwidth=1e20, kernel=1e-6)
+    assert seconds(quick) == [1e-6] * 4
+    late = [1e-6, 5e-6, 5e-6, 5e-6]
+    assert seconds(replace(quick, launch=5e-6)) == pytest.approx(late) == seconds(replace(quick, dispatch=5e-6), False)
+    assert seconds(replace(quick, dispatch=5e-6)) == [1e-6] * 4, "nothing is called from Python"
+    assert seconds(replace(PLAIN, launch=5e-6)) == seconds(PLAIN), "behind a product of 500 us the host is ahead"
+
+
 def test_a_restart_is_paid_by_whoever_finds_the_group_idle():
     program = toy2()
     pipeline.run(program, passes=pipeline.table(0))
@@ -133,6 +155,28 @@ def test_collectives_by_formula():
     big, small = (transfer("all_reduce", x, Group.of(range(64), 8), h100) for x in (100 * n, 1e3))
     assert big.moving == pytest.approx(200 * across.moving) and small.fixed < 2 * across.fixed
     assert transfer("all_gather", n, Group.of(range(1), 8), h100).seconds == 0
+    copy = host_copy(n, h100)
+    assert copy.moving == pytest.approx(n / 55e9) and copy.link == "host"
+    assert host_copy(n, h100, back=True) == replace(copy, link="host back"), "both directions at once"
+
+
+def test_seventy_two_ranks_that_are_linked():
+    """An NVL72 rack: its nodes have four ranks, its links do not end there, and some groups straddle racks."""
+    rack = mfsdp.spec.hardware.KNOWN["gb200"]
+    assert (rack.ranks_per_node, rack.linked) == (4, 72)
+    n = 1e9
+    inside, _ = clock.groups(spec_of(8), rack)
+    assert inside == Group(8, 1, 8) and transfer("all_gather", n, inside, rack).link == "inside"
+    whole, _ = clock.groups(spec_of(72), rack)
+    assert transfer("all_gather", n, whole, rack).moving == pytest.approx(71 / 72 * n / (900e9 * 0.85))
+    straddling, outer = clock.groups(spec_of(8, 5, 8), replace(rack, domain=36))
+    assert straddling == Group(8, 2, 4), "the fifth: ranks 32 to 39"
+    assert outer == Group(5, 2, 1), "ranks 0, 8, 16, 24 and 32"
+    late, _ = clock.groups(spec_of(3, 512, 3), replace(rack, domain=512))
+    assert late == Group(3, 2, 1), "the 171st: ranks 510 to 512"
+    two, _ = clock.groups(spec_of(144), rack)
+    assert two == Group(144, 2, 72)
+    assert transfer("all_gather", n, two, rack).moving == pytest.approx(143 / 144 * n / (900e9 * 0.85))
 
 
 def test_fused_neighbours_read_and_write_once():
@@ -410,6 +454,100 @@ def test_what_no_ledger_counts_is_named_on_cuda(arguments, communicators):
     assert not elsewhere.uncounted and "not counted" not in elsewhere.summary()
 
 
+def one_forward_one_backward(stages: int, microbatches: int, f: float, b: float) -> tuple[float, list[int]]:
+    """When the last backward ends, and how many microbatches' activations each stage has had at most: 1F1B, by hand."""
+    order = []
+    for s in range(stages):
+        warm = min(stages - s - 1, microbatches)
+        turns = [("f", i) for i in range(warm)]
+        for i in range(microbatches):
+            turns += [("f", warm + i)] if warm + i < microbatches else []
+            turns += [("b", i)]
+        order.append(turns)
+    ended: dict[tuple[int, str, int], float] = {}
+    at, done = [0.0] * stages, [0] * stages
+    while any(n < len(turns) for n, turns in zip(done, order, strict=True)):
+        for s in range(stages):
+            while done[s] < len(order[s]):
+                kind, i = order[s][done[s]]
+                before = (s - 1, "f", i) if kind == "f" and s else (s + 1, "b", i) if kind == "b" else None
+                if before is not None and before[0] < stages and before not in ended:
+                    break
+                at[s] = max(at[s], ended.get(before, 0.0) if before else 0.0) + (f if kind == "f" else b)
+                ended[s, kind, i] = at[s]
+                done[s] += 1
+    held = []
+    for turns in order:
+        now, most = 0, 0
+        for kind, _ in turns:
+            now += 1 if kind == "f" else -1
+            most = max(most, now)
+        held.append(most)
+    return max(ended.values()), held
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (4, 2), (2, 1), (1, 3)])
+def test_a_pipeline_of_equal_stages(stages, microbatches):
+    options = {"options": {"lowering": "eager"}, "units": [Block], "world": 2, "hardware": PLAIN, "suggest": False}
+    model = GPT(width=64, layers=2, tied=False)
+    ids = torch.zeros(64, 8, dtype=torch.long)
+    given = {**options, "microbatches": microbatches, "optimizer": "none"}
+    found = mfsdp.explain(model, (ids,), stages=stages, **given)
+    forward, backward = (view.seconds for view in found.views)
+    step, held = one_forward_one_backward(stages, microbatches, forward, backward)
+    assert found.step == pytest.approx(step)
+    assert found.bubble == pytest.approx(step * (stages - 1) / (microbatches + stages - 1))
+    alone = mfsdp.explain(model, (ids,), **given)
+    one = (found.stages[0] - alone.peak) / max(1, held[0] - 1)
+    assert found.stages == pytest.approx([alone.peak + (n - 1) * one for n in held])
+    there = next(e.nbytes for e in alone.ledger.entries if e.name == "activations saved by forward")
+    assert there <= one < 1.5 * there or held[0] == 1, "some of them have gone at the peak"
+    assert sum(e.nbytes for e in found.ledger.entries) == found.peak == found.stages[0]
+    assert found.ranks == 2 * stages and found.slowed < 1e-9
+
+
+def test_what_no_pipeline_can_be():
+    with pytest.raises(ValueError, match="stages=0: give a positive number"):
+        toy(stages=0)
+    with pytest.raises(ValueError, match="a pipeline overlaps by itself"):
+        toy(stages=2, microbatches=2, overlapped=True)
+
+
+def test_a_straggler_and_what_a_token_costs(tmp_path):
+    alone = toy(world=1, suggest=False, slowest=[1.0, 1.5])
+    assert alone.reports[1].step == pytest.approx(1.5 * alone.reports[0].step)
+    full = toy(hardware=PLAIN, suggest=False, slowest=[1.0, 1.5])
+    first, second = (report.step for report in full)
+    assert first < second < 1.5 * first, "where the link is full nobody waits for him"
+    with pytest.raises(ValueError, match=r"slowest=0.5: give how many times"):
+        toy(slowest=0.5)
+    model = GPT(width=64, layers=2)
+    prices = tmp_path / "prices.json"
+    prices.write_text('{"H100": 2.5, "a100": 1}')
+    options = {"options": {"lowering": "eager"}, "units": [Block], "suggest": False, "world": 4}
+    ids = torch.zeros(8, 8, dtype=torch.long)
+    report = mfsdp.explain(model, (ids,), prices=prices, **options)
+    assert report.cost == pytest.approx(2.5 * 4 * report.step / 3600 / (64 * 4) * 1e6)
+    assert "per million tokens, at 2.5 for a rank and hour" in report.summary()
+    assert "per million" in str(mfsdp.explain(model, (ids,), prices=prices, hardware=["h100", "a100"], **options))
+    for wrong, message in (({"h100": 0}, "prices of h100: give positive"), ({"a100": 1}, "not of H100 SXM: add it")):
+        with pytest.raises(ValueError, match=message):
+            mfsdp.explain(model, (ids,), prices=wrong, **options)
+
+
+def test_what_else_it_would_fit_on():
+    report = toy(world=8, suggest=False)
+    large = replace(report, ledger=replace(report.ledger, peak=int(100e9)))
+    assert [name for name, fits in large.fits_on().items() if fits] == ["H200 SXM", "HGX B200", "GB200 NVL72"]
+    assert (
+        "on as many ranks fits in H200 SXM, HGX B200, GB200 NVL72; not in A100 SXM 80 GB, H100 SXM" in large.summary()
+    )
+    assert large.fits_on(PLAIN) == {"plain": False}
+    measured = toy(world=8, hardware=replace(hardware.KNOWN["h100"], fixed=3 << 30), suggest=False)
+    assert measured.peak == report.peak + (3 << 30) and "fixed" in measured.summary()
+    assert "context" not in measured.uncounted and "context" in report.uncounted
+
+
 def test_suggestions_are_what_the_simulation_confirms():
     report = toy(world=8)
     assert report.suggestions
@@ -596,7 +734,7 @@ def test_hugging_face_and_tokens():
         ({"world": True}, "world=True: give a positive number"),
         ({"world": 4, "mesh_shape": (2, 4)}, "give one of them"),
         ({"mesh": None}, "mesh= is not needed: give world= or mesh_shape="),
-        ({"hardware": "abacus"}, "hardware='abacus': neither a file nor one of a100, h100, h200, b200"),
+        ({"hardware": "abacus"}, "hardware='abacus': neither a file nor one of a100, h100, h200, b200, gb200"),
         ({"options": {"prefetsh": 1}}, "does not know the option 'prefetsh'"),
         ({"optimizer": "magic"}, "optimizer='magic': choose one of adamw"),
         ({"strategy": 7}, "strategy=7: choose one of"),
@@ -635,6 +773,8 @@ def test_hardware_from_files(tmp_path):
         ('{"name": "half"}', "missing"),
         ('{"like": "h100", "memory": 0}', "memory=0 must be positive"),
         ('{"like": "h100", "cuda": 1}', "cuda=1: choose true or false"),
+        ('{"like": "h100", "domain": -8}', "domain=-8: give a number of ranks"),
+        ('{"like": "h100", "host": {"bandwidth": 0, "latency": 0}}', "Link: bandwidth=0: give a positive number"),
     ):
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -115,6 +115,28 @@ def test_memory_stops_growing():
     assert len(set(reserved[2:])) == 1, reserved
 
 
+def test_streamed_state_has_the_same_bits_in_less_memory():
+    """Optimizer state in pinned memory, copied on streams of its own."""
+    found = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        _, model, ids = pair(layers=6)
+        optimizer = mfsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters()), offload=offload)
+        run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager"})
+        for _ in range(4):
+            step(run, ids)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = [s[k] for s in optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
+        assert all(s.to_local().is_pinned() for s in state) or not offload
+        whole = [t.full_tensor().cpu() for t in (*model.parameters(), *state)]
+        found.append((whole, torch.cuda.memory_allocated(), sum(s.to_local().nbytes for s in state)))
+        del model, optimizer, run, state
+    (plain, before, nbytes), (streamed, after, _) = found
+    assert all(map(torch.equal, plain, streamed))
+    assert before - after > nbytes / 2, "all but two rooms"
+
+
 def test_static_buffers_lie_in_pools_of_their_own():
     """A world of one gathers nothing, so the other ranks are torch's fakes."""
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)

@@ -30,7 +30,7 @@ from mfsdp.costs.simulate import simulate
 from mfsdp.graph import cost, ops
 from mfsdp.graph.program import LAYER, Program, storage_of
 from mfsdp.graph.roles import Kind, Lane, is_kind, role
-from mfsdp.runtime import host, kernels, runs
+from mfsdp.runtime import kernels, rooms, runs
 from mfsdp.spec.hardware import hardware
 from tests.loopback import Stream, Streams
 from tests.models import GPT, Block
@@ -109,9 +109,9 @@ def interrupted(run: nn.Module, model: nn.Module) -> Iterator[torch.Tensor]:
         out.float().square().mean().backward()
     del out
     for way in ("offload", "reload"):
-        real, calls = getattr(host, way), itertools.count()
+        real, calls = getattr(rooms, way), itertools.count()
         third = lambda *args: _fails() if next(calls) == 2 else real(*args)  # noqa: B023, E731
-        with mock.patch.object(host, way, third), suppress(ZeroDivisionError):
+        with mock.patch.object(rooms, way, third), suppress(ZeroDivisionError):
             run(batch(2)).float().square().mean().backward()
         assert next(calls) in (0, 3), "one was launched behind those two, where any was"
     run(batch(3))
@@ -129,7 +129,7 @@ HOWS = (plain, accumulated, two_forwards, interrupted)
 def bits(kind: str, lowering: str, how: Callable[..., Iterator[torch.Tensor]], *paths: str) -> tuple[list[Any], int]:
     """Losses, and all gradients of this rank's rows; and the bytes of rooms on the host."""
     torch._dynamo.reset()
-    host._rooms.clear()
+    rooms._rooms.clear()
     model = mfsdp.fully_shard(build(kind), units=[Block])
     with offloaded(*paths, least=1):
         run = compiled(model, lowering)
@@ -137,8 +137,8 @@ def bits(kind: str, lowering: str, how: Callable[..., Iterator[torch.Tensor]], *
         losses = [loss.detach().clone() for loss in how(run, model)]
     grads = [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
     del model, run
-    assert gc.collect() >= 0 and host.taken() == 0
-    return [*losses, *grads], sum(host.sizes())
+    assert gc.collect() >= 0 and rooms.taken() == 0
+    return [*losses, *grads], sum(rooms.sizes())
 
 
 def moved(kind: str, lowering: str, how: Callable[..., Iterator[torch.Tensor]] = plain) -> int:
@@ -220,13 +220,13 @@ def peak(step: Callable[[], None]) -> int:
 def held(kind: str, *paths: str) -> tuple[int, int]:
     """The peak of a step, and what lies on the host between forward and backward."""
     torch._dynamo.reset()
-    host._rooms.clear()
+    rooms._rooms.clear()
     model = mfsdp.fully_shard(build(kind), units=[Block])
     there = []
 
     def step() -> None:
         loss = run(batch()).float().square().mean()
-        there.append(host.taken())
+        there.append(rooms.taken())
         loss.backward()
 
     with offloaded(*paths, least=1):
@@ -250,16 +250,16 @@ def test_the_peak_falls_by_what_has_moved(kind):
 
 def shipped(x: torch.Tensor) -> torch.Tensor:
     """A tensor's copy on the host, complete."""
-    out, end = host.offload(x)
+    out, end = rooms.offload(x)
     end()
     return out
 
 
 def test_a_copy_lies_as_what_it_is_of():
-    host._rooms.clear()
+    rooms._rooms.clear()
     x = torch.arange(240.0).view(4, 5, 12).transpose(0, 2)[2:9, :, 1:]
     there = shipped(x)
-    back, end = host.reload(there, x.device)
+    back, end = rooms.reload(there, x.device)
     end()
     assert torch.equal(there, x) and torch.equal(back, x) and there.stride() == back.stride() == x.stride()
     version = there._version
@@ -268,32 +268,32 @@ def test_a_copy_lies_as_what_it_is_of():
 
 
 def test_rooms_are_taken_as_long_as_somebody_has_them():
-    host._rooms.clear()
+    rooms._rooms.clear()
     first, second = shipped(torch.ones(1000)), shipped(torch.zeros(1000))
-    assert host.sizes() == [4000, 4000] and host.taken() == 8000 and first.sum() == 1000
+    assert rooms.sizes() == [4000, 4000] and rooms.taken() == 8000 and first.sum() == 1000
     view = first[5:]
     del first, second
-    assert host.taken() == 4000
+    assert rooms.taken() == 4000
     third = shipped(torch.zeros(990))
-    assert host.sizes() == [4000, 4000] and view.sum() == 995 and third.sum() == 0, "in what the second had"
+    assert rooms.sizes() == [4000, 4000] and view.sum() == 995 and third.sum() == 0, "in what the second had"
     del view, third
-    assert host.taken() == 0
+    assert rooms.taken() == 0
 
 
 def test_rooms_that_are_not_needed_again_go():
     """Of lengths that never come back; those of every step stay."""
-    host._rooms.clear()
+    rooms._rooms.clear()
     for length in range(1000, 9000, 500):
         kept = [shipped(torch.ones(n)) for n in (10, length)]
         del kept
-    assert len(host.sizes()) < 8 and host.sizes()[0] == 40
+    assert len(rooms.sizes()) < 8 and rooms.sizes()[0] == 40
 
 
 def test_copies_are_waited_for():
     """On a slow link: what is waited for is complete, and a run that is left by an exception has waited, too."""
     x = torch.ones(2**16)
     run = runs.Run("a program")
-    with host.paced(1e-6):
+    with rooms.paced(1e-6):
         begun = time.perf_counter()
         out = kernels.offload(run, x)
         assert time.perf_counter() - begun < 0.1
@@ -321,7 +321,7 @@ class Copies(Stream):
 def beside(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> dict[str, Copies]:
     """Has copies run on streams of their own, as on a GPU."""
     ways = {way: Copies(streams, 50 + i, f"copies {way}") for i, way in enumerate(("out", "in"))}
-    monkeypatch.setattr(host, "_stream", lambda device, way: ways[way])
+    monkeypatch.setattr(rooms, "_stream", lambda device, way: ways[way])
     return ways
 
 
@@ -348,29 +348,29 @@ def test_streams_of_a_device_do_not_race(monkeypatch, how):
 
 def test_a_room_that_is_still_read_is_not_written(monkeypatch):
     """Nobody has waited for the copy back when another stream gets its room."""
-    host._rooms.clear()
+    rooms._rooms.clear()
     streams = Streams()
     beside(streams, monkeypatch)
     with streams.watched(monkeypatch):
         for number, fetched in ((7, True), (8, False)):
             with streams.on(Stream(number, f"stream {number}")), streams:
-                there, end = host.offload(torch.ones(100))
+                there, end = rooms.offload(torch.ones(100))
                 end()
                 if fetched:
-                    host.reload(there, torch.device("cpu"))
+                    rooms.reload(there, torch.device("cpu"))
             del there, end
-    assert host.sizes() == [400]
+    assert rooms.sizes() == [400]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to pinned memory need a GPU")
 def test_copies_of_a_device():
     x = torch.arange(2.0**20, device="cuda").view(1024, 1024).t()
-    out, end = host.offload(x)
+    out, end = rooms.offload(x)
     end()
     torch.cuda.synchronize()
     assert out.is_pinned() and torch.equal(out, x.cpu())
-    back, end = host.reload(out, x.device)
+    back, end = rooms.reload(out, x.device)
     end()
     assert torch.equal(back, x) and back.stride() == x.stride()
 
@@ -461,7 +461,7 @@ def test_clock_of_copies():
     pipeline.run(forward, listings=False)
     times = clock.times(forward, machine)
     launches = [n for n in forward.nodes if n.target is ops.offload]
-    assert {times[n].transfer.link for n in launches} == {"host out"}  # type: ignore[union-attr]
+    assert {times[n].transfer.link for n in launches} == {"host"}  # type: ignore[union-attr]
     spans = {span.node: span for span in simulate(forward, times)}
     last = -1.0
     for n in launches:

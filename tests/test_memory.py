@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import mfsdp
+from examples.bench.bench import peak_of
+from mfsdp.costs.ledger import ledger as account
 from mfsdp.runtime import slots
 from tests.models import GPT, Block
 from tests.parity import compiled
@@ -144,3 +146,20 @@ def test_one_collective_per_unit_none_per_parameter(two_ranks, lowering):
         # Clipping takes one; the eager path asks in another, per unit, which parameters have a gradient anywhere.
         asked = units if lowering == "none" else 0
         assert calls["scatter"] == units and calls.get("all_reduce", 0) == 1 + asked, calls
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", ["adamw", "adam", "adagrad", "rmsprop", "sgd", "momentum"])
+def test_what_an_optimizer_holds_during_its_step(kind, foreach):
+    """On all tensors at once, as on CUDA, or on one after another, as on the CPU: by the allocator's events."""
+    model = mfsdp.fully_shard(GPT(width=192, layers=2, tied=False), units=[Block])
+    make = {"adamw": "AdamW", "adam": "Adam", "adagrad": "Adagrad", "rmsprop": "RMSprop"}.get(kind, "SGD")
+    more = {"momentum": 0.9} if kind == "momentum" else {}
+    optimizer = getattr(torch.optim, make)(model.parameters(), foreach=foreach, **more)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    units = dict.fromkeys(m._mfsdp_unit for m in model.modules() if isinstance(m, mfsdp.FSDPModule))
+    told = account([], [b for u in units for b in u.buffers], inputs=0, other=0, optimizer=kind, foreach=foreach)
+    want = next((e.nbytes for e in told.entries if e.name == "temporaries"), 0)
+    assert peak_of(optimizer.step) == pytest.approx(want, rel=0.01, abs=4096)

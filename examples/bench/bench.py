@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 import mfsdp
 import mfsdp.runtime
+from mfsdp.costs.measure import lost
 
 sys.path.insert(0, str(Path(__file__).parent))
 from variants import Contender, contenders, fresh_gpt
@@ -183,8 +185,8 @@ def peak_of(function: Any) -> int:
 
 
 def communication(args: argparse.Namespace) -> dict[str, float]:
-    """Seconds on the link for the bytes of one step, nothing else running; CPU seconds that gloo takes for them; and
-    seconds if every collective is waited for before the next begins.
+    """Seconds on the link for the bytes of one step, nothing else running; CPU seconds that gloo takes for them;
+    seconds if every collective is waited for before the next begins; and seconds that computation loses beside them.
     """
     with torch.device("meta"):
         model = fresh_gpt(args.layers, args.width)
@@ -210,8 +212,23 @@ def communication(args: argparse.Namespace) -> dict[str, float]:
         for _ in range(2):
             here.gather([(full, shard)], everybody)()
         alone += (time.perf_counter() - begun) / 2
+    pairs = [[(f, s)] for f, s in zip(fulls * 3, shards * 3, strict=True)]
+    taken = lost(lambda: [here.gather(p, everybody) for p in pairs], mixture(args), best)
     received = 4 * 3 * sum(s.numel() for s in shards) * (world - 1)
-    return {"link_seconds": best, "link_cpu": cpu, "link_alone": alone, "bytes": received}
+    return {"link_seconds": best, "link_cpu": cpu, "link_alone": alone, "lost": taken, "bytes": received}
+
+
+def mixture(args: argparse.Namespace) -> Callable[[], object]:
+    """A piece of computation, of the kinds and sizes of a block's: a product, and kernels that memory bounds."""
+    tokens = torch.randn(args.batch * args.length, args.width)
+    weight, wide = torch.randn(args.width, 4 * args.width), torch.randn(tokens.shape[0], 4 * args.width)
+
+    def work() -> None:
+        torch.mm(tokens, weight, out=wide)
+        for _ in range(4):
+            wide.mul_(0.5)
+
+    return work
 
 
 # all of them

@@ -1,8 +1,9 @@
 """The clock of `mfsdp.explain` against measured steps: ``python examples/bench/clock.py RESULTS.json`` of bench.py.
 
 What the clock is told was measured apart from the steps that it predicts: the link's rate, what gloo takes of the
-processor for a byte and what a collective costs that finds its group idle, with nothing else running; and how long
-forward, backward and optimizer compute, with communication stubbed out.
+processor for a byte and what a collective costs that finds its group idle, with nothing else running (and what other
+kernels lose beside it, if that was measured); and how long forward, backward and optimizer compute, with communication
+stubbed out.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -44,7 +46,10 @@ def machine(results: dict[str, Any], rate: str) -> Hardware:
     slow links the kernel does its part from timers. So it is taken from the link where most is.
     """
     result = results[rate]
-    cpu = max(results[r]["link_cpu"] / results[r]["bytes"] for r in results["arguments"]["rates"].split(","))
+    rates = results["arguments"]["rates"].split(",")
+    cpu = max(results[r]["link_cpu"] / results[r]["bytes"] for r in rates)
+    if "lost" in result:
+        cpu = max(cpu, median(results[r]["lost"] / results[r]["bytes"] for r in rates))
     restart = max(0.0, result["link_alone"] / result["link_seconds"] - 1)
     link = Link(result["bytes"] / result["link_seconds"], 1e-4, cpu=cpu, restart=restart)
     return Hardware("one core", {"f32": 6e10}, 12 << 30, 8e9, link, link, reached=1.0, reached_bandwidth=1.0)

@@ -1,4 +1,6 @@
-"""Host time of an optimizer step with many small parameters, beside FSDP2's: ``python examples/bench/optimizer.py``."""
+"""An optimizer's step with many small parameters, beside FSDP2's: ``python examples/bench/optimizer.py``. And what it
+takes in parts, and with state on the host behind a link of some rate: ``--width 512 --layers 8 --streamed 0 4e9``.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,8 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import mfsdp
+from mfsdp.runtime import hosts
+from mfsdp.state import optimizer as flat_
 
 
 class Block(nn.Module):
@@ -50,10 +54,47 @@ def fsdp2(layers: int, width: int) -> tuple[nn.Module, Any]:
     return fully_shard(made), torch.optim.AdamW
 
 
-def worker(rank: int, world: int, layers: int, width: int, rounds: int) -> None:
+def offloaded(layers: int, width: int) -> tuple[nn.Module, Any]:
+    made, _ = ours(layers, width)
+    return made, lambda p, **kwargs: mfsdp.fully_shard_optimizer(torch.optim.AdamW(p, **kwargs), offload="state")
+
+
+def streamed(rank: int, world: int, layers: int, width: int, rounds: int, rates: list[float]) -> None:
+    """One call for all parameters, the default, unit by unit, and state on the host; taking turns."""
+    begin(rank, world)
+    found: dict[str, tuple[Any, int, float]] = {}
+    ways = [("one call", flat, 1 << 60, 0.0), ("default", flat, flat_.TOGETHER, 0.0), ("unit by unit", flat, 0, 0.0)]
+    ways += [(f"on the host, {rate:.0e} bytes/s" if rate else "on the host", offloaded, 0, rate) for rate in rates]
+    for name, make, together, rate in ways:
+        made, build = make(layers, width)
+        made(torch.randn(2, width)).sum().backward()
+        found[name] = build(made.parameters(), foreach=True), together, rate
+    steps: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(rounds + 1):
+        for name, (optimizer, together, rate) in found.items():
+            flat_.TOGETHER = together
+            with hosts.at_rate(rate or float("inf")):
+                begun = time.perf_counter()
+                optimizer.step()
+                steps[name].append(time.perf_counter() - begun)
+    if rank == 0:
+        numel = sum(p.numel() for p in made.parameters())
+        print(f"{numel / 1e6:.1f}M parameters in {layers} units, {world} ranks, AdamW, foreach, median of {rounds}")
+        for name, times in steps.items():
+            middle, one = (sorted(t[1:])[rounds // 2] for t in (times, steps["one call"]))
+            print(f"{name:<32} {middle * 1e3:8.2f} ms {middle / one:6.2f}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def begin(rank: int, world: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29631")
     dist.init_process_group("gloo", rank=rank, world_size=world)
+
+
+def worker(rank: int, world: int, layers: int, width: int, rounds: int) -> None:
+    begin(rank, world)
     contenders: dict[str, tuple[Any, float]] = {}
     steps: dict[str, list[float]] = {}
     for foreach in (False, True):
@@ -81,8 +122,13 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--streamed", type=float, nargs="+", metavar="RATE", help="bytes/s of the link; 0: no limit")
     args = parser.parse_args()
     import warnings
 
     warnings.simplefilter("ignore")
-    mp.spawn(worker, args=(args.world, args.layers, args.width, args.rounds), nprocs=args.world)
+    sizes = (args.world, args.layers, args.width, args.rounds)
+    if args.streamed:
+        mp.spawn(streamed, args=(*sizes, args.streamed), nprocs=args.world)
+    else:
+        mp.spawn(worker, args=sizes, nprocs=args.world)

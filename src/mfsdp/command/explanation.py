@@ -41,7 +41,7 @@ def _plan(args: argparse.Namespace) -> None:
     from ..planning.plan import plan
     from ..spec.config import MixedPrecisionPolicy
 
-    model, inputs, named, layers = _model(args.model, args.batch, args.length)
+    model, inputs, named, layers = model_of(args.model, args.batch, args.length)
     more: dict[str, Any] = {}
     if units := args.units.split("+") if args.units and args.units != "auto" else args.units or layers:
         more["units"] = units
@@ -72,6 +72,9 @@ def explain(commands: Any) -> None:
     add("--microbatches", help="of one step (default: as many as are together)")
     add("--together", help="microbatches in one program, mfsdp.together (default: 1)")
     add("--overlapped", help="true or false: backwards beside the next forward, mfsdp.overlapped (default: false)")
+    add("--stages", help="of a pipeline, of which the model is one (default: 1)")
+    add("--slowest", help="how many times as long the slowest rank computes (default: 1)")
+    add("--prices", help='a JSON file, of a rank and an hour: {"h100": 2.5}')
     add("--units", help="classes or name patterns, joined by +; auto (default for Hugging Face models: their layers)")
     add("--strategy", help="0 to 3 (default: 3)")
     add("--outer-strategy", help="no_shard or optim")
@@ -81,6 +84,8 @@ def explain(commands: Any) -> None:
     add("--reduce-lag", help="reductions in flight (default: 1)")
     add("--max-unsharded", help="bytes of gathered parameters")
     add("--optimizer", default="adamw", help="(default: adamw)")
+    add("--kernels", help="a file of mfsdp measure --kernels: their times instead of estimates")
+    add("--stepping", default="whole", help="flat (fully_shard_optimizer), offloaded (its state on the host), or whole")
     add("--batch", type=int, default=1, help="sequences per rank (default: 1)")
     add("--length", type=int, default=4096, help="tokens per sequence (default: 4096)")
     add("--listing", action="store_true", help="print the listings too")
@@ -97,11 +102,11 @@ def _explain(args: argparse.Namespace) -> None:
 
     if args.html:
         charts.bokeh.resources  # noqa: B018  (raises before minutes have gone by)
-    model, inputs, named, layers = _model(args.model, args.batch, args.length)
+    model, inputs, named, layers = model_of(args.model, args.batch, args.length)
     several: dict[str, Any] = {}
     kinds: dict[str, Callable[[str], Any]] = {
         "strategy": _strategy, "outer_strategy": str, "reshard_after_forward": _truth,
-        "microbatches": int, "together": int, "overlapped": _truth,
+        "microbatches": int, "together": int, "overlapped": _truth, "stages": int, "slowest": float,
     }  # fmt: skip
     for name, kind in kinds.items():
         if getattr(args, name) is not None:
@@ -119,7 +124,8 @@ def _explain(args: argparse.Namespace) -> None:
     shape = _several(args.mesh_shape, _shape) if args.mesh_shape else None
     found = explain(
         model, inputs, named, world=_several(args.world, int) if args.world else None, mesh_shape=shape,
-        hardware=_several(args.hardware, str), options=options, optimizer=args.optimizer, **several,
+        hardware=_several(args.hardware, str), options=options, optimizer=args.optimizer, kernels=args.kernels,
+        prices=args.prices, stepping=args.stepping, **several,
     )  # fmt: skip
     if isinstance(found, Comparison):
         if args.html or args.trace or args.listing:
@@ -162,7 +168,7 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(int(x) for x in text.split("x"))
 
 
-def _model(target: str, batch: int, length: int) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[str] | None]:
+def model_of(target: str, batch: int, length: int) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[str] | None]:
     """The model, its inputs, and the names of its layers, if it says them."""
     path = Path(target)
     if path.is_dir():

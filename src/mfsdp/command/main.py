@@ -8,14 +8,21 @@ import re
 import sys
 from collections.abc import Sequence
 
-from . import conversion, explanation, listings
+from . import conversion, explanation, listings, measuring
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; 0 if all went well, 1 for what the user can mend, with a line that says what."""
     parser = argparse.ArgumentParser(prog="mfsdp", description="Sharded training as a compiler: tools around it.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    for add in (explanation.explain, explanation.plan, listings.show, listings.diff, conversion.convert):
+    for add in (
+        explanation.explain,
+        explanation.plan,
+        measuring.measure,
+        listings.show,
+        listings.diff,
+        conversion.convert,
+    ):
         add(commands)
     args = parser.parse_args(argv)
     try:

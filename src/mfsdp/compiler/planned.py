@@ -72,11 +72,9 @@ def this_machine() -> Hardware:
 def refusal(planner: Planner, budget: int) -> str:
     """Why nothing fits, and what would be cheapest that did."""
     floor = planner.score(planner.floor)
-    where = (
-        "at the optimizer"
-        if floor.peak == planner.account.stepping + planner.changed(planner.floor)
-        else "in forward or backward"
-    )
+    account = planner.streamed if planner.floor.streamed else planner.account
+    steps = account.at_step + planner.changed(planner.floor)
+    where = "at the optimizer" if floor.peak == steps else "in forward or backward"
     ways = []
     for name in ALLOWED:
         if name not in planner.allow:

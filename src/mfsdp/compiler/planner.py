@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import fx
@@ -52,10 +52,13 @@ class Setting:
     choices: Choices
     prefetch: int = 1
     reduce_lag: int = 1
+    streamed: bool = False
+    """Whether the optimizer's state is on the host."""
 
     def __str__(self) -> str:
         parts = [str(c) for c in self.choices if str(c)]
-        return ", ".join([*parts, f"prefetch {self.prefetch}", f"reduce_lag {self.reduce_lag}"])
+        parts += [f"prefetch {self.prefetch}", f"reduce_lag {self.reduce_lag}"]
+        return ", ".join(parts + ["optimizer state on the host"] * self.streamed)
 
 
 @dataclass(frozen=True, order=True)
@@ -78,7 +81,8 @@ class Planner:
         options: those of the backend; what a plan chooses replaces theirs.
         machine: on what.
         account: of the programs as they were traced, all passes done.
-        optimizer: seconds of the optimizer's step.
+        streamed: the same, with the optimizer's state on the host.
+        steps: seconds of the optimizer's step; where its state is on the host, by those from one step to the next.
         rounds: how often forward and backward run in a step.
         allow: of `ALLOWED`.
         profile: what knows measured times.
@@ -88,7 +92,8 @@ class Planner:
     options: Options
     machine: Hardware
     account: Ledger
-    optimizer: float = 0.0
+    streamed: Ledger
+    steps: Callable[[float | None], float]
     rounds: int = 1
     allow: Collection[str] = ALLOWED
     profile: Any = None
@@ -115,14 +120,16 @@ class Planner:
         """For a capture that has kept its joint graph: what is there throughout a step follows from the programs as
         they are without a plan. Arguments as for :func:`mfsdp.costs.ledger.ledger`.
         """
-        found = Planner(capture, options, machine, _NOTHING, 0.0, rounds, allow, profile)
+        steps = partial(optimizer_seconds, buffers, plain, optimizer, machine)
+        found = Planner(capture, options, machine, _NOTHING, _NOTHING, steps, rounds, allow, profile)
         programs = found._programs({}, ())
         for program in programs:
             pipeline.run(program, passes=pipeline.chosen(options, machine.cuda), checked=False, listings=False)
-        found.account = ledger(
-            programs, buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer, fused=found.fused
-        )
-        found.optimizer = optimizer_seconds(buffers, plain, optimizer, machine)
+        account = partial(
+            ledger, programs, buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer, fused=found.fused,
+            foreach=machine.cuda, fixed=machine.fixed,
+        )  # fmt: skip
+        found.account, found.streamed = account(stepping="whole"), account(stepping="offloaded")
         return found
 
     @property
@@ -163,6 +170,8 @@ class Planner:
             choices = tuple(replace(c, recomputed=len(c.layers)) for c in choices)
         depth, lag = (0, 0) if "prefetch" in self.allow else (self.plain.prefetch, self.plain.reduce_lag)
         found = Setting(choices, depth, lag)
+        if self.streams:
+            found = min((found, replace(found, streamed=True)), key=lambda s: self.score(s).peak)
         for i, choice in enumerate(choices):
             levels = self.trails[choice.name, choice.layers] if choice.recomputed else [()]
             tried = [self._with(found, i, replace(choice, saved=saved)) for saved in levels]
@@ -203,8 +212,15 @@ class Planner:
         whole = replace(self.plain, choices=tuple(replace(c, gathered=len(c.layers)) for c in self.kinds))
         return self.score(whole).seconds < self.score(self.plain).seconds * (1 - WORTH)
 
+    @cached_property
+    def streams(self) -> bool:
+        """Whether the optimizer's state may go to the host."""
+        return "optimizer" in self.allow and self.streamed.host > 0
+
     def near(self, setting: Setting) -> Iterator[Setting]:
         """Settings one move away."""
+        if self.streams:
+            yield replace(setting, streamed=not setting.streamed)
         for depth, lag in self.ways:
             if (depth, lag) != (setting.prefetch, setting.reduce_lag):
                 yield replace(setting, prefetch=depth, reduce_lag=lag)
@@ -313,9 +329,11 @@ class Planner:
             parts.append(part)
         played = [part.play() for part in parts]
         changed = self._slots(parts) - self.slots
-        lasting, stepping = self.account.lasting + changed, self.account.stepping + changed
-        peak = max(stepping, *(lasting + top for _, top in played))
-        return Score(self.rounds * sum(seconds for seconds, _ in played) + self.optimizer, peak)
+        account = self.streamed if setting.streamed else self.account
+        peak = max(account.at_step + changed, *(account.lasting + changed + top for _, top in played))
+        between = self.rounds * sum(seconds for seconds, _ in played)
+        step = between + self.steps(between if setting.streamed else None)
+        return Score(step, peak, account.host)
 
     @staticmethod
     def _slots(parts: Sequence[Folded]) -> int:

@@ -7,6 +7,7 @@ outside of it is written. Collectives: see :func:`mfsdp.spec.hardware.transfer`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,7 +22,7 @@ from ..graph.cost import escapes, nbytes, numel, travels
 from ..graph.program import Program, base_of, lane_of
 from ..graph.roles import Kind, is_kind, role
 from ..spec.config import SHORT
-from ..spec.hardware import Group, Hardware, Transfer, transfer
+from ..spec.hardware import Group, Hardware, Transfer, host_copy, transfer
 from ..spec.units import Axis, Spec
 from . import fusion
 
@@ -62,19 +63,49 @@ def times(
     """
     out: dict[Node, Time] = {}
     memo = {} if memo is None else memo
+    ahead = _Host(machine.launch if fused else machine.dispatch)
     for run in fusion.together(program, fused, memo):
         kernel = tuple(run)
         if kernel not in memo:
             memo[kernel] = _kernel(program, run, machine)
-        out.update(memo[kernel])
-    for node, time in out.items():
-        seconds = (measured or {}).get(node.name)
-        if seconds is not None and time.transfer is None and node.target is not ops.wait:
-            out[node] = Time(seconds, time.flops, "measured")
+        out.update(ahead.launched({n: _known(n, t, measured or {}) for n, t in memo[kernel].items()}))
     total = sum(time.seconds for time in out.values())
     if compute is not None and total > 0:
         out = {node: replace(time, seconds=time.seconds * compute / total) for node, time in out.items()}
     return out
+
+
+def _known(node: Node, time: Time, measured: Mapping[str, float]) -> Time:
+    """With what a line was measured to take, if it was."""
+    seconds = measured.get(node.name)
+    if seconds is None or time.transfer is not None or node.target is ops.wait:
+        return time
+    return Time(seconds, time.flops, "measured")
+
+
+class _Host:
+    """Launches kernels one after the other, each when the one before is launched, whatever the device does: a kernel
+    begins when the device is free and the host has come to it. As if nothing was waited for: a wait lets the host get
+    further ahead, so that this is the most that launching costs. A program's first kernel is in time: the host comes
+    from the program before, or a gather is waited for.
+    """
+
+    def __init__(self, launch: float) -> None:
+        self.launch = launch
+        self.ahead = math.inf
+        """Seconds from the host's last launch to when the device has nothing left to do."""
+
+    def launched(self, kernel: dict[Node, Time]) -> dict[Node, Time]:
+        """What its lines take, the first with the time for which the device waits for the host."""
+        busy = sum(time.seconds for time in kernel.values())
+        if not self.launch or not (busy or any(time.transfer for time in kernel.values())):
+            return kernel
+        self.ahead -= self.launch
+        if not busy:
+            return kernel
+        late, self.ahead = max(0.0, -self.ahead), busy + (max(0.0, self.ahead) if self.ahead < math.inf else 0.0)
+        first, time = next(iter(kernel.items()))
+        return {**kernel, first: replace(time, seconds=time.seconds + late, limit="launch")} if late else kernel
 
 
 def _kernel(program: Program, run: Sequence[Node], machine: Hardware) -> dict[Node, Time]:
@@ -101,8 +132,7 @@ def _time(program: Program, node: Node, inside: set[Node], read: set[Node], mach
     if node.target in ops.COLLECTIVES:
         return Time(0.0, transfer=_transfer(program, node, machine))
     if node.target in ops.HOST:
-        way = "host out" if node.target is ops.offload else "host in"
-        return Time(0.0, transfer=Transfer(machine.host.latency, _size(node) / machine.host.bandwidth, link=way))
+        return Time(0.0, transfer=host_copy(_size(node), machine, back=node.target is ops.reload))
     moved = _bytes(node, inside, read) / (machine.bandwidth * machine.reached_bandwidth)
     count = fusion.flops(node)
     busy = count / (machine.peak(_short(node)) * machine.reached)
@@ -206,7 +236,7 @@ def _coding(program: Program, wait: Node) -> int:
 def _others(node: Node, machine: Hardware) -> Transfer:
     """A collective of another parallelism; an all-to-all sends as much as a reduce-scatter, to every rank its part."""
     axis = Axis.decode(node.args[2])  # type: ignore[arg-type]
-    group = Group.of(range(0, axis.ranks * axis.stride, axis.stride), machine.ranks_per_node)
+    group = Group.of(range(0, axis.ranks * axis.stride, axis.stride), machine.linked)
     kind = str(node.args[1]).partition(" ")[0]
     whole = node if kind == "all_gather" else node.args[0]
     return transfer("reduce_scatter" if kind == "all_to_all" else kind, nbytes(whole.meta["val"]), group, machine)  # type: ignore[union-attr]
@@ -238,23 +268,19 @@ def _together(parts: Sequence[Transfer]) -> Transfer:
 
 def groups(spec: Spec, machine: Hardware) -> tuple[Group, Group]:
     """The shard axis and the outer axis, each by the worst of its groups."""
-    shard, outer = _kinds(
-        (spec.world, spec.stride), (spec.outer, spec.outer_stride or spec.world), machine.ranks_per_node
-    )
+    shard, outer = _kinds((spec.world, spec.stride), (spec.outer, spec.outer_stride or spec.world), machine.linked)
     return _worst(shard, machine), _worst(outer, machine)
-
-
-SAMPLED = 64
-"""Groups of an axis that are looked at; their places on nodes repeat."""
 
 
 @cache
 def _kinds(shard: tuple[int, int], outer: tuple[int, int], per_node: int) -> tuple[list[Group], list[Group]]:
-    """The groups of the shard axis and of the outer axis that differ; of each axis its ranks, and how far apart."""
+    """The groups of the shard axis and of the outer axis that differ; of each axis its ranks, and how far apart. How
+    groups lie on nodes repeats after as many of them as a node has ranks, if not before.
+    """
 
     def found(axis: tuple[int, int], other: tuple[int, int]) -> list[Group]:
         (n, step), (others, apart) = axis, other
-        ranks = [range(i * apart, i * apart + n * step, step) for i in range(min(others, SAMPLED))]
+        ranks = [range(i * apart, i * apart + n * step, step) for i in range(min(others, per_node))]
         return list(dict.fromkeys(Group.of(r, per_node) for r in ranks))
 
     return found(shard, outer), found(outer, shard)

@@ -164,11 +164,17 @@ class _Tried:
 
 
 def always(
-    buffers: Sequence[FlatBuffer], *, inputs: int = 0, other: int = 0, plain: int = 0, optimizer: str = "adamw"
+    buffers: Sequence[FlatBuffer],
+    *,
+    inputs: int = 0,
+    other: int = 0,
+    plain: int = 0,
+    optimizer: str = "adamw",
+    stepping: str = "whole",
 ) -> int:
     """Bytes that a rank holds throughout a step, whatever programs do: arguments as for `ledger`."""
-    entries = ledger([], buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer).entries
-    return sum(e.nbytes for e in entries if e.name != "temporaries")
+    account = ledger([], buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer, stepping=stepping)
+    return sum(e.nbytes for e in account.entries if e.name != "temporaries")
 
 
 def alike(program: Program, options: Options) -> Key:

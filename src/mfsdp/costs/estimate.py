@@ -38,6 +38,7 @@ def estimate(
     other: int = 0,
     plain: int = 0,
     optimizer: str = "adamw",
+    stepping: str = "whole",
     profile: Any = None,
     mesh_shape: tuple[int, ...] | None = None,
     axes: Mapping[str, int] | None = None,
@@ -55,6 +56,7 @@ def estimate(
         other: bytes of what is not sharded.
         plain: how many of them are parameters that train.
         optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
+        stepping: how it steps, one of :data:`mfsdp.costs.ledger.STEPPING`.
         profile: what knows measured times: ``given(program)``, for :func:`mfsdp.costs.clock.times`, and ``optimizer``.
         mesh_shape: of a two-level mesh.
         axes: of tensor parallelism, and their ranks.
@@ -66,15 +68,22 @@ def estimate(
     for program, done in zip(programs, stages, strict=True):
         known = profile.given(program) if profile is not None else {}
         times = clock.times(program, machine, fused=fused, **known)
+        if schedule.slowest > 1:
+            times = {node: replace(t, seconds=t.seconds * schedule.slowest) for node, t in times.items()}
         parts.append(_Part(program, tuple(done), times, schedule.rounds))
     alone = parts
     if schedule.overlapped:
         parts = _taking_turns(parts)
     batch = sum(t.nbytes for t in inputs) * schedule.together * (2 if len(parts) > len(alone) else 1)
-    account = ledger(
-        [part.program for part in parts], buffers,
-        inputs=batch, other=other, plain=plain, optimizer=optimizer, fused=fused,
-    )  # fmt: skip
+    accounts = [
+        ledger(
+            [part.program for part in parts], buffers,
+            inputs=batch, other=other, plain=plain, optimizer=optimizer, stepping=stepping, fused=fused,
+            foreach=machine.cuda, fixed=machine.fixed, waiting=schedule.waiting(stage),
+        )
+        for stage in range(schedule.stages)
+    ]  # fmt: skip
+    account = accounts[0]
     now, step, compute, views = 0.0, 0.0, 0.0, []
     for part in parts:
         shown = bool(part.stages and part.stages[-1].listing)
@@ -84,7 +93,11 @@ def estimate(
         now += view.seconds
         step += view.runs * view.seconds
         compute += view.runs * sum(t.seconds for t in part.times.values())
-    seconds = getattr(profile, "optimizer", 0.0) or optimizer_seconds(buffers, plain, optimizer, machine)
+    seconds = getattr(profile, "optimizer", 0.0) or optimizer_seconds(
+        buffers, plain, optimizer, machine, step if account.host else None
+    )
+    seconds *= schedule.slowest
+    bubble = (schedule.stages - 1) * sum(view.seconds for view in views)
     ids = next((t for t in inputs if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), None)
     facts = Facts(
         name=programs[0].name,
@@ -95,7 +108,9 @@ def estimate(
         views=views,
         ledger=account,
         optimizer=seconds,
-        step=step + seconds,
+        step=step + bubble + seconds,
+        bubble=bubble,
+        stages=[a.peak for a in accounts],
         compute=compute + seconds,
         tokens=ids.numel() * schedule.microbatches if ids is not None else 0,
         flops=(3 if any(p.phase == "backward" for p in programs) else 1)
@@ -122,6 +137,10 @@ class Schedule:
     """How many are in one program (`mfsdp.together`); a divisor."""
     overlapped: bool = False
     """Whether each backward but the last runs beside the next forward (`mfsdp.overlapped`)."""
+    stages: int = 1
+    """Of a pipeline, of which the model is one and all are alike: one forward, one backward in turns (1F1B)."""
+    slowest: float = 1.0
+    """How much longer the slowest rank computes than the others, who wait for it in every collective."""
 
     @property
     def rounds(self) -> int:
@@ -132,7 +151,14 @@ class Schedule:
         words = [f"{self.microbatches} microbatches"]
         words += [f"{self.together} together"] if self.together > 1 else []
         words += ["overlapped"] if self.overlapped else []
-        return ", ".join(words) if self.microbatches > 1 else ""
+        words = words if self.microbatches > 1 else []
+        words += [f"a stage of {self.stages}"] if self.stages > 1 else []
+        words += [f"the slowest rank computes {self.slowest:g} times as long"] if self.slowest > 1 else []
+        return ", ".join(words)
+
+    def waiting(self, stage: int) -> int:
+        """How many rounds' activations a stage keeps besides those of the round it computes: the first the most."""
+        return min(self.stages - stage, self.rounds) - 1
 
 
 @dataclass(frozen=True)
@@ -178,15 +204,49 @@ HONESTY = (
 )
 
 
-def optimizer_seconds(buffers: Sequence[FlatBuffer], plain: int, optimizer: str, machine: Hardware) -> float:
-    """Bytes: weights and state read and written, gradients read."""
+def optimizer_seconds(
+    buffers: Sequence[FlatBuffer], plain: int, optimizer: str, machine: Hardware, between: float | None
+) -> float:
+    """Bytes: weights and state read and written, gradients read; where state is streamed, which has ``between`` for its
+    first loads and last stores, its copies too.
+    """
     if optimizer == "none":
         return 0.0
+    states = OPTIMIZER_STATES[optimizer]
     trained = [b for b in buffers if b.trainable]
-    main = plain + sum(b.weights.main.nbytes for b in trained)
-    gradients = plain + sum(b.layout.shard_numel * b.precision.grad.itemsize for b in trained)
-    moved = 2 * main * (1 + OPTIMIZER_STATES[optimizer]) + gradients
-    return moved / (machine.bandwidth * machine.reached_bandwidth)
+
+    def alone(main: int, gradients: int) -> float:
+        return (2 * main * (1 + states) + gradients) / (machine.bandwidth * machine.reached_bandwidth)
+
+    steps = [alone(b.weights.main.nbytes, b.layout.shard_numel * b.precision.grad.itemsize) for b in trained]
+    rest = alone(plain, plain)
+    if between is None:
+        return sum(steps) + rest
+    host = machine.host
+    copies = [host.latency + states * b.weights.main.nbytes / host.bandwidth for b in trained]
+    return streamed(steps, copies, between) + rest
+
+
+def streamed(steps: Sequence[float], copies: Sequence[float], between: float) -> float:
+    """Seconds of a step whose state comes from the host (Note [Streamed state]), one like it behind it.
+
+    Args:
+        steps: of each run, alone.
+        copies: of each run's state, one way.
+        between: from the end of one step to the begin of the next.
+    """
+    rooms, into, out, now, took = [0.0] * min(2, len(steps)), 0.0, 0.0, 0.0, 0.0
+    turn = 0
+    for _ in range(3):  # until the ends of one step are those of the one before
+        begun, now = now, max(now, out)
+        for i, seconds in enumerate(steps):
+            room, turn = turn % len(rooms), turn + 1
+            now = max(now, rooms[room]) + seconds
+            out = max(out, now) + copies[i]
+            if len(steps) > 2:  # otherwise it stays where it is
+                rooms[room] = into = max(into, out) + copies[(i + 2) % len(steps)]
+        took, now = now - begun, now + between
+    return took
 
 
 def _warnings(facts: Facts, buffers: Sequence[FlatBuffer]) -> list[str]:

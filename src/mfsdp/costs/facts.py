@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..pipeline import Stage
-from ..spec.hardware import Hardware
+from ..spec.hardware import KNOWN, Hardware
 from ..spec.plans import Plan
 from ..spec.units import Unit
 from .ledger import Ledger
@@ -125,6 +125,13 @@ class Facts:
     schedule: str = ""
     """How a step goes through several microbatches, in words; ``""`` if it has one."""
 
+    bubble: float = 0.0
+    """Seconds that a stage of a pipeline waits for its first microbatch, and the first stage for its last."""
+    stages: list[int] = field(default_factory=list)
+    """Peak of each stage of a pipeline, in bytes: the first keeps activations of the most microbatches."""
+    price: float = 0.0
+    """Of a rank and an hour; 0: not known."""
+
     @property
     def peak(self) -> int:
         """Bytes on one rank at the worst line."""
@@ -134,6 +141,12 @@ class Facts:
     def fits(self) -> bool:
         """Whether the peak is within the hardware's memory."""
         return self.peak <= self.machine.memory
+
+    def fits_on(self, *others: Hardware) -> dict[str, bool]:
+        """Whether this step, on as many ranks, would fit in the memory of other hardware, by its name; of all that is
+        known by default. What `fixed` takes of this one is taken to be the same there.
+        """
+        return {machine.name: self.peak <= machine.memory for machine in others or KNOWN.values()}
 
     @property
     def communicators(self) -> int:
@@ -148,6 +161,8 @@ class Facts:
         """
         if not self.machine.cuda:
             return ""
+        if self.machine.fixed:
+            return "not counted: what the allocator loses to fragments, and communicators that were not there yet"
         nccl = (
             f"NCCL's buffers for {self.communicators} communicators and for groups of your own (0.5 to 2 GB each were "
             "reported in NVIDIA/nccl#864 and #964), "
@@ -169,6 +184,11 @@ class Facts:
         return sorted(found, key=lambda x: -x.seconds)
 
     @property
+    def slowed(self) -> float:
+        """Seconds that computation takes longer because bytes move beside it."""
+        return max(0.0, self.step - self.bubble - self.compute - sum(x.seconds for x in self.exposed))
+
+    @property
     def drawn(self) -> float:
         """Seconds of the step as it is drawn: every program once, and the optimizer."""
         return sum(view.seconds for view in self.views) + self.optimizer
@@ -176,17 +196,23 @@ class Facts:
     @property
     def ranks(self) -> int:
         """All of them."""
-        return self.world * math.prod(self.beside.values())
+        return self.world * math.prod(self.beside.values()) * max(1, len(self.stages))
 
     @property
     def grid(self) -> str:
         """The mesh, for people: ``[2, 64] x tp 8``."""
-        return " x ".join([str(list(self.mesh_shape)), *(f"{name} {n}" for name, n in self.beside.items())])
+        stages = [f"{len(self.stages)} stages"] if len(self.stages) > 1 else []
+        return " x ".join([str(list(self.mesh_shape)), *(f"{name} {n}" for name, n in self.beside.items()), *stages])
 
     @property
     def tokens_per_second(self) -> float:
         """Of all ranks."""
         return self.tokens * self.world / self.step if self.step else 0.0
+
+    @property
+    def cost(self) -> float:
+        """Of a million tokens, in what the price is in; 0 if it or they are not known."""
+        return 1e6 * self.price * self.ranks / 3600 / self.tokens_per_second if self.tokens else 0.0
 
     @property
     def utilization(self) -> float:

@@ -15,10 +15,18 @@ from ..graph.roles import role
 from ..spec.layout import Layout
 from ..spec.units import Unit
 from ..state.buffer import FlatBuffer
+from ..state.optimizer import TOGETHER
 from . import fusion
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
 """Tensors of state per parameter, in the dtype of the main weights."""
+
+TEMPORARIES = {"adamw": (1, 2), "adam": (1, 2), "adagrad": (2, 1), "rmsprop": (1, 1)}
+"""Tensors that an optimizer's step holds for each parameter it works on: on all at once (``foreach``), or on one."""
+
+STEPPING = ("whole", "flat", "offloaded")
+"""How the optimizer steps: on all parameters at once, as torch's do; with `fully_shard_optimizer`, on some units at a
+time; with its ``offload``, on one unit at a time, whose state comes from the host."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,14 @@ class Ledger:
     """The same, behind it."""
     lasting: int = 0
     """Bytes that are there throughout, static buffers included."""
-    stepping: int = 0
+    at_step: int = 0
     """Bytes of everything at most while the optimizer steps."""
+    on_host: tuple[Entry, ...] = ()
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory, which are in no other number: the sum of `on_host`."""
+        return sum(e.nbytes for e in self.on_host)
 
     def __str__(self) -> str:
         rows = [f"{e.name:<34}{size(e.nbytes):>9}   {e.what}" for e in self.entries]
@@ -63,6 +77,7 @@ class Ledger:
                 *rows,
                 f"{'peak':<34}{size(self.peak):>9}   in {where}",
                 f"{'of which padding':<34}{size(self.padding):>9}",
+                *(f"{'on the host: ' + e.name:<34}{size(e.nbytes):>9}   {e.what}" for e in self.on_host),
             ]
         )
 
@@ -75,7 +90,12 @@ def ledger(
     other: int,
     plain: int = 0,
     optimizer: str,
+    stepping: str = "whole",
     fused: bool = False,
+    foreach: bool = True,
+    fixed: int = 0,
+    on_host: Sequence[Entry] = (),
+    waiting: int = 0,
 ) -> Ledger:
     """Fills in the ledger.
 
@@ -86,16 +106,20 @@ def ledger(
         other: bytes of what is not sharded: buffers, ignored parameters.
         plain: how many of them are parameters that train.
         optimizer: a name in :data:`OPTIMIZER_STATES`.
+        stepping: one of :data:`STEPPING`.
         fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
+        foreach: whether the optimizer works on all tensors at once (torch's default on CUDA), or on one after another.
+        fixed: bytes that are taken before the first tensor (:func:`mfsdp.costs.measure.fixed`).
+        on_host: what is in memory of the host instead of the device's.
+        waiting: how many other microbatches' activations are there while one is computed.
 
     Raises:
-        ValueError: there is no such optimizer.
+        ValueError: there is no such optimizer, or no such way to step.
     """
-    if optimizer not in OPTIMIZER_STATES:
-        raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
+    check_names(optimizer, stepping)
     states = OPTIMIZER_STATES[optimizer]
     main = sum(b.weights.main.nbytes for b in buffers)
-    trained = plain + sum(b.weights.main.nbytes for b in buffers if b.trainable)
+    there, at_once, host = _stepped(buffers, plain, states, stepping)
     codes, coded = _lasting(programs)
     kept = sum(b.weights.source.nbytes for b in buffers if b.spec.kept and (b.unit.fqn, b.layout) not in coded)
     casts = sum(unit.layout.shard_numel * unit.spec.precision.comm.itemsize for unit in _casting(programs))
@@ -106,24 +130,27 @@ def ledger(
             slots[name] = max(n, slots.get(name, 0))
     trains = any(p.phase == "backward" for p in programs)
     staying = gradients - plain if trains else 0
-    lasting = main + states * trained + kept + codes + casts + other + inputs + staying + sum(slots.values())
+    lasting = fixed + main + there + kept + codes + casts + other + inputs + staying + sum(slots.values())
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
-    temporaries = trained if states > 1 else 0  # Adam's square roots; simpler ones work in place
+    foreach_holds, one_holds = TEMPORARIES.get(optimizer, (0, 0))
+    temporaries = foreach_holds * at_once if foreach else one_holds * max([plain, *map(_largest, buffers)])
     early = sum(nbytes(n.meta["val"]) for n in _early(programs)) if optimizer != "none" else 0
-    stepping = lasting + (0 if optimizer == "none" else gradients - staying + temporaries + early)
-    peak, where = stepping, None
+    back = [p for p in programs if p.phase == "backward"] if waiting else []
+    others = waiting * sum(sum(saved(p)[0].values()) for p in back)
+    at_step = lasting + (0 if optimizer == "none" else gradients - staying + temporaries + early)
+    peak, where = at_step, None
     for p in programs:
         pooled = sum(p.slots.values())
         live[p.phase], after[p.phase] = {}, {}
         for row in lines(p, fusion.fused(p) if fused else ()):
-            base = lasting - pooled
+            base = lasting - pooled + others
             live[p.phase][row.node.name], after[p.phase][row.node.name] = base + row.top, base + row.live
             if base + row.top > peak:
                 peak, where = base + row.top, (p, row.node, row.top - pooled)
     entries = [
         Entry("main weights", main, "this rank's shards, as the optimizer sees them"),
-        Entry("optimizer state", states * trained, optimizer),
+        Entry("optimizer state", there, optimizer + (", two rooms for what is on the host" if host else "")),
         Entry("parameters that last", kept, "from step to step"),
         Entry("codes that last", codes, "from step to step, one byte per element and recipe"),
         Entry("shards in what travels", casts, "kept from step to step (keep_cast)"),
@@ -131,25 +158,63 @@ def ledger(
         Entry("gradient buckets", _sum(slots, "g"), "static buffers " + _names(slots, "g")),
         Entry("not sharded", other, "buffers and ignored parameters"),
         Entry("inputs", inputs, "the batch"),
+        Entry("fixed", fixed, "context, communicators, libraries: as measured"),
     ]
     if where is None:
         entries += [
             Entry("gradients", staying if optimizer == "none" else gradients, "accumulators, from step to step"),
-            Entry("temporaries", 0 if optimizer == "none" else temporaries, "of a foreach optimizer"),
+            Entry(
+                "temporaries",
+                0 if optimizer == "none" else temporaries,
+                "of a foreach optimizer" if foreach else "of an optimizer that takes one tensor after another",
+            ),
             *([Entry("gathered ahead", early, "of forward, behind fully_shard_optimizer's step")] if early else ()),
         ]
         phase, line = "optimizer", ""
     else:
         program, node, used = where
-        back = _saved(program, node) if program.phase in ("backward", "overlapped") else 0
+        still = _saved(program, node) if program.phase in ("backward", "overlapped") else 0
         entries += [
             Entry("gradients", staying, "accumulators, from step to step"),
-            Entry("activations saved by forward", back, "still there"),
-            Entry("temporaries", used - back, "what the lines around the peak hold"),
+            Entry("activations saved by forward", still, "still there"),
+            Entry("activations in flight", others, f"of {waiting} more microbatches in the pipeline"),
+            Entry("temporaries", used - still, "what the lines around the peak hold"),
         ]
         phase, line = program.phase, node.name
-    padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states)
-    return Ledger(tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after, lasting, stepping)
+    padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states * (not host))
+    beside = [*([Entry("optimizer state", host, "streamed through the device")] if host else ()), *on_host]
+    there_are = tuple(e for e in entries if e.nbytes)
+    return Ledger(there_are, peak, phase, line, padding, live, after, lasting, at_step, tuple(beside))
+
+
+def _largest(buffer: FlatBuffer) -> int:
+    """Bytes of main weights of the largest part of a parameter that some rank has."""
+    layout = buffer.layout
+    if not buffer.trainable:
+        return 0
+    parts = (min(slot.numel, layout.segment(i).chunk) for i, slot in enumerate(layout.slots))
+    return max(parts, default=0) * buffer.weights.main.itemsize
+
+
+def check_names(optimizer: str, stepping: str) -> None:
+    """Raises ValueError where there is no such optimizer, or no such way to step."""
+    if optimizer not in OPTIMIZER_STATES:
+        raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
+    if stepping not in STEPPING:
+        raise ValueError(f"stepping={stepping!r}: choose one of {', '.join(STEPPING)}")
+
+
+def _stepped(buffers: Sequence[FlatBuffer], plain: int, states: int, stepping: str) -> tuple[int, int, int]:
+    """Bytes of optimizer state on the device, of the weights that are stepped at once, of state on the host. In one
+    parameter group, so that each buffer is one run.
+    """
+    runs = [b.weights.main.nbytes for b in buffers if b.trainable]
+    largest = max(runs, default=0)
+    if stepping == "offloaded":
+        there = states * (min(2, len(runs)) * largest + plain)
+        return there, max(largest, plain), states * sum(runs)
+    trained = plain + sum(runs)
+    return states * trained, trained if stepping == "whole" else min(trained, max(largest, TOGETHER) + plain), 0
 
 
 def _early(programs: Sequence[Program]) -> list[Node]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from statistics import median
 
 import torch
 
@@ -20,9 +21,10 @@ def here() -> Hardware | None:
     torchrun has started (``LOCAL_WORLD_SIZE``); ``None`` if it is none of `KNOWN`. Nothing is measured.
     """
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    known = next((machine for key, machine in KNOWN.items() if key in name), None)
-    if known is None:
+    key = max((key for key in KNOWN if key in name), key=len, default=None)  # a GB200 is no B200
+    if key is None:
         return None
+    known = KNOWN[key]
     local = os.environ.get("LOCAL_WORLD_SIZE", "")
     ranks = int(local) if local.isdigit() and int(local) > 0 else known.ranks_per_node
     return replace(known, ranks_per_node=ranks, memory=int(torch.accelerator.get_memory_info()[1]))
@@ -30,7 +32,8 @@ def here() -> Hardware | None:
 
 def measure() -> Hardware:
     """Measures the accelerator of this process, or its share of the CPU: matrix products per dtype, memory bandwidth,
-    the smallest kernel; and, if there are several ranks, what connects them (all must call it). Takes a few seconds.
+    the smallest kernel, copies to the host; and, if there are several ranks, what connects them (all must call it).
+    Takes a few seconds.
     """
     gpu = torch.accelerator.is_available()
     device = torch.accelerator.current_accelerator() if gpu else torch.device("cpu")
@@ -54,12 +57,25 @@ def measure() -> Hardware:
         link = Link(bandwidth / 2, 1e-6)
         name = "this machine, one process: links as fast as memory"
     else:
-        link = Link(*_link(device))
+        one = torch.ones(width, width, dtype=torch.bfloat16 if gpu else torch.float32, device=device)
+        link = _link(device, lambda: (one @ one, target.copy_(source)))
         name = f"this machine, {groups.world()} ranks"
     return Hardware(
         name, flops, memory, bandwidth, link, link, reached=1.0, reached_bandwidth=1.0, kernel=kernel,
-        cuda=ops.widens(device),
+        cuda=ops.widens(device), host=Link(_host(device, bandwidth), 1e-5 if gpu else 0.0),
+        fixed=fixed(),
     )  # fmt: skip
+
+
+def fixed() -> int:
+    """Bytes that this process has taken of its GPU beside tensors: context, loaded kernels, communicators' buffers,
+    libraries' workspaces, and what other processes hold there; 0 on the CPU. To be asked behind the first collectives
+    and products, as they make theirs.
+    """
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def _best(function: Callable[[], object], rounds: int = 5) -> float:
@@ -68,16 +84,29 @@ def _best(function: Callable[[], object], rounds: int = 5) -> float:
     for _ in range(rounds + 1):
         begun = time.perf_counter()
         function()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        _synchronize()
         best = min(best, time.perf_counter() - begun)
     return best
 
 
-def _link(device: torch.device, nbytes: int = 2**22, rounds: int = 8) -> tuple[float, float, float, float]:
-    """What connects the ranks of the default group, measured with gathers of ``nbytes``: bytes per second of one rank,
-    seconds of a hop, seconds per byte that it takes from computation (on the CPU), and what a gather that finds its
-    group idle takes longer, as a part. The same on all ranks, which must call it together.
+def _host(device: torch.device, bandwidth: float, nbytes: int = 2**28) -> float:
+    """Bytes per second of a copy to pinned memory of the host, or back, whichever is slower; of the CPU, whose host is
+    the same memory, what a copy within it reaches.
+    """
+    if device.type == "cpu":
+        return bandwidth / 2
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    ways = ((here, there), (there, here))
+    return nbytes / max(_best(lambda a=a, b=b: a.copy_(b, non_blocking=True)) for a, b in ways)  # type: ignore[misc]
+
+
+def _link(device: torch.device, work: Callable[[], object], nbytes: int = 2**22, rounds: int = 8) -> Link:
+    """What connects the ranks of the default group, measured with gathers of ``nbytes``; the same on all ranks, which
+    must call it together.
+
+    Args:
+        work: a piece of computation, which runs beside gathers to see what they take from it.
     """
     ranks, everybody = groups.world(), groups.default_group()
     shard = torch.zeros(nbytes // ranks, dtype=torch.uint8, device=device)
@@ -103,7 +132,51 @@ def _link(device: torch.device, nbytes: int = 2**22, rounds: int = 8) -> tuple[f
     alone = min(timed(rounds, shard, full, False)[0] for _ in range(3))
     queued, burnt = min(timed(rounds, shard, full, True) for _ in range(3))
     sent = shard.numel() * (ranks - 1)
-    cpu = min(burnt / sent, 0.9 * queued / sent) if device.type == "cpu" else 0.0
-    numbers = torch.tensor([sent / queued, small / (ranks - 1), cpu, max(0.0, alone / queued - 1)], dtype=torch.float64)
-    rate, hop, taken, restart = groups.broadcast(numbers.to(device), everybody).tolist()
-    return rate, hop, taken, restart
+    many = 2 * rounds
+    gathers = [(full, shard)] * many
+    taken = lost(lambda: [runs.current().gather([g], everybody) for g in gathers], work, many * queued) / many
+    taken = max(taken, burnt) if device.type == "cpu" else taken  # no less than what they take alone
+    numbers = torch.tensor([sent / queued, small / (ranks - 1), taken, max(0.0, alone / queued - 1)])
+    rate, hop, taken, restart = groups.broadcast(numbers.double().to(device), everybody).tolist()
+    if device.type == "cpu":
+        return Link(rate, hop, cpu=min(taken, 0.9 * queued) / sent, restart=restart)
+    return Link(rate, hop, slows=min(0.9, taken / queued), restart=restart)
+
+
+def lost(
+    launch: Callable[[], Sequence[Callable[[], None]]], work: Callable[[], object], seconds: float, rounds: int = 7
+) -> float:
+    """Seconds that computation takes longer beside transfers than alone, in turns: on the CPU, whose cores others may
+    want too, of this process, with the threads that move the bytes. All ranks must call it together.
+
+    Args:
+        launch: begins transfers; gives what waits for them.
+        work: a piece of computation, which is done again and again until transfers are over for sure.
+        seconds: what the transfers take alone.
+    """
+
+    now = time.perf_counter if torch.accelerator.is_available() else time.process_time
+
+    def worked(count: int, ends: Sequence[Callable[[], None]] = ()) -> float:
+        begun = now()
+        for _ in range(count):
+            work()
+        _synchronize()
+        took = now() - begun
+        for end in ends:
+            end()
+        return took
+
+    count = 1 + int(1.5 * seconds / min(worked(1) for _ in range(3)))
+    alone, beside = [], []
+    for _ in range(rounds):
+        groups.barrier()
+        alone.append(worked(count))
+        groups.barrier()
+        beside.append(worked(count, launch()))
+    return max(0.0, median(beside) - median(alone))
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

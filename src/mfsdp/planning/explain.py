@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +20,8 @@ from ..compiler.tracing import Programs, trace
 from ..costs.depth import Auto, always
 from ..costs.estimate import Schedule, estimate
 from ..costs.facts import Facts, Suggestion
-from ..costs.ledger import OPTIMIZER_STATES
+from ..costs.kernels import Kernels
+from ..costs.ledger import check_names
 from ..costs.measure import measure
 from ..costs.pace import Pace
 from ..graph.program import Program
@@ -25,7 +29,7 @@ from ..graph.roles import Kind
 from ..reports.report import Comparison, Report
 from ..sharding.module import FSDPModule
 from ..spec.config import PLANNED, Options
-from ..spec.hardware import Hardware
+from ..spec.hardware import KNOWN, Hardware, undisturbed
 from ..spec.hardware import hardware as find_hardware
 from ..state.buffer import FlatBuffer, refs
 from ..state.mesh import TENSOR
@@ -48,6 +52,18 @@ class Calibration:
     def given(self, program: Program) -> dict[str, Any]:
         """What :func:`mfsdp.costs.clock.times` takes."""
         return {"compute": self.backward if program.phase == "backward" else self.forward}
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Kernels, as something to ask like a profile."""
+
+    kernels: Kernels
+    fused: bool = True
+
+    def given(self, program: Program) -> dict[str, Any]:
+        """What :func:`mfsdp.costs.clock.times` takes."""
+        return {"measured": self.kernels.of(program, self.fused)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +95,14 @@ def explain(
     microbatches: int | Sequence[int] | None = None,
     together: int | Sequence[int] = 1,
     overlapped: bool | Sequence[bool] = False,
+    stages: int | Sequence[int] = 1,
+    slowest: float | Sequence[float] = 1.0,
+    prices: Any = None,
     options: Mapping[str, Any] | None = None,
     optimizer: str = "adamw",
+    stepping: str = "whole",
     profile: Any = None,
+    kernels: Any = None,
     suggest: bool = True,
     **sharding: Any,
 ) -> Any:
@@ -100,9 +121,17 @@ def explain(
             backwards.
         together: how many of them `mfsdp.together` has in one program.
         overlapped: whether the step is inside of `mfsdp.overlapped`.
+        stages: of a pipeline, of which the model is one: all are taken to be alike and on ``world`` ranks each, in
+            turns of one forward and one backward. What they send to each other is not counted.
+        slowest: how many times as long the slowest rank computes; the others wait for it in every collective.
+        prices: of a rank and an hour, by name of the hardware: a mapping, or a JSON file with one.
         options: those of the backend.
         optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
+        stepping: how it steps: ``"whole"``, on all parameters at once; ``"flat"``, by :func:`fully_shard_optimizer`;
+            ``"offloaded"``, by that with ``offload="state"``.
         profile: of :func:`mfsdp.profile`, of the same programs: measured times instead of estimates.
+        kernels: measured on the hardware, :class:`mfsdp.costs.kernels.Kernels` or their file (`mfsdp measure
+            --kernels`): for the lines that are in it, instead of estimates.
         suggest: whether to look for changes that make the step faster.
         **sharding: arguments of :func:`mfsdp.fully_shard`; none if the model is sharded already.
 
@@ -117,14 +146,23 @@ def explain(
         ValueError: bad arguments.
         RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
     """
-    if optimizer not in OPTIMIZER_STATES:
-        raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
-    ways = {"microbatches": microbatches, "together": together, "overlapped": overlapped}
+    check_names(optimizer, stepping)
+    steps = {"optimizer": optimizer, "stepping": stepping}
+    if profile is not None and kernels is not None:
+        raise ValueError("explain: profile= and kernels= were both given: a profile has measured the kernels already")
+    if kernels is not None:
+        profile = _Measured(kernels if isinstance(kernels, Kernels) else Kernels.load(kernels))
+    ways = {
+        "microbatches": microbatches, "together": together, "overlapped": overlapped, "stages": stages,
+        "slowest": slowest,
+    }  # fmt: skip
+    listed = _prices(prices)
     questions, varied = _questions(world, mesh_shape, hardware, ways, options, sharding)
+    costs = [_price(q.hardware, listed) for q in questions]
     traces: dict[tuple[Any, ...], Programs] = {}
     known: _Known = {}
     reports = []
-    for q in questions:
+    for q, price in zip(questions, costs, strict=True):
         if q.traced not in traces:
             traces[q.traced] = trace(
                 model, args, kwargs, world=q.world, mesh_shape=q.mesh_shape, lowering=q.options.lowering,
@@ -133,14 +171,15 @@ def explain(
         capture = traces[q.traced].capture
         if capture is not None and capture.plan is not None and not set(PLANNED) & set(options or {}):
             q = replace(q, options=q.options.following(capture.plan.options))
-        reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), optimizer, profile, known=known))
+        reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), steps, profile, known=known))
+        reports[-1].price = price
     if varied:
         return Comparison(varied, [_values(q, varied) for q in questions], reports)
     report = reports[0]
     if suggest:
         programs = traces[questions[0].traced]
         for text, changed in _ideas(questions[0], report):
-            other = _report(programs, changed, (args, dict(kwargs or {})), optimizer, profile, listings=False)
+            other = _report(programs, changed, (args, dict(kwargs or {})), steps, profile, listings=False)
             if other.fits and (not report.fits or other.step < report.step * (1 - GAIN)):
                 report.suggestions.append(Suggestion(text, other.step, other.peak))
         report.suggestions = _worthwhile(report.suggestions)
@@ -256,8 +295,9 @@ def _questions(
     return out, several
 
 
-def _schedule(microbatches: Any, together: Any, overlapped: Any) -> Schedule:
-    for name, value in (("together", together), ("microbatches", together if microbatches is None else microbatches)):
+def _schedule(microbatches: Any, together: Any, overlapped: Any, stages: Any, slowest: Any) -> Schedule:
+    many = together if microbatches is None else microbatches
+    for name, value in (("together", together), ("microbatches", many), ("stages", stages)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"explain: {name}={value!r}: give a positive number")
     if not isinstance(overlapped, bool):
@@ -267,7 +307,32 @@ def _schedule(microbatches: Any, together: Any, overlapped: Any) -> Schedule:
             f"explain: microbatches={microbatches}, together={together}: give a multiple of together: programs of a "
             "step are all alike here"
         )
-    return Schedule(microbatches or together, together, overlapped)
+    if isinstance(slowest, bool) or not isinstance(slowest, (int, float)) or not 1 <= slowest < math.inf:
+        raise ValueError(f"explain: slowest={slowest!r}: give how many times as long the slowest rank computes, 1.1")
+    if stages > 1 and overlapped:
+        raise ValueError(f"explain: stages={stages}, overlapped=True: a pipeline overlaps by itself; leave one out")
+    return Schedule(microbatches or together, together, overlapped, stages, slowest)
+
+
+def _prices(given: Any) -> dict[str, float]:
+    """Of a rank and an hour, by name of hardware, from a mapping or a file."""
+    if given is None:
+        return {}
+    try:
+        found = dict(given if isinstance(given, Mapping) else json.loads(Path(given).read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"explain: prices={str(given)!r} is no JSON: {error}") from error
+    wrong = [name for name, x in found.items() if isinstance(x, bool) or not isinstance(x, (int, float)) or not x > 0]
+    if wrong or not found:
+        raise ValueError(f"explain: prices of {', '.join(wrong) or 'nothing'}: give positive numbers, by hardware")
+    return found
+
+
+def _price(machine: Hardware, prices: Mapping[str, float]) -> float:
+    names = [name for name in prices if name == machine.name or KNOWN.get(name.lower()) == machine]
+    if prices and not names:
+        raise ValueError(f"explain: prices are of {', '.join(prices)}, and not of {machine.name}: add it by that name")
+    return prices[names[0]] if names else 0.0
 
 
 def machine_of(what: Any) -> Hardware:
@@ -281,7 +346,7 @@ def _values(q: _Question, varied: Sequence[str]) -> dict[str, str]:
         value = (
             q.hardware.name if name == "hardware"
             else getattr(q, name) if name in ("world", "mesh_shape")
-            else getattr(q.schedule, name) if name in ("microbatches", "together", "overlapped")
+            else getattr(q.schedule, name) if name in ("microbatches", "together", "overlapped", "stages", "slowest")
             else q.sharding[name] if name in q.sharding
             else getattr(q.options, name)
         )  # fmt: skip
@@ -322,7 +387,7 @@ def _report(
     traced: Programs,
     q: _Question,
     inputs: Any,
-    optimizer: str,
+    steps: Mapping[str, str],
     profile: Any,
     listings: bool = True,
     known: _Known | None = None,
@@ -330,20 +395,24 @@ def _report(
     """One combination.
 
     Args:
+        steps: which optimizer, and how it steps.
         listings: whether to render.
         known: of other combinations, of which some differ in what passes do not ask for.
     """
     o = q.options
+    if isinstance(profile, _Measured):
+        profile = replace(profile, fused=o.lowering != "eager")
     other, plain = unsharded(traced.model)
     buffers = buffers_of(traced.model)
     batch = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+    machine = undisturbed(q.hardware) if getattr(profile, "contended", False) else q.hardware
     decide = None
     if o.prefetch == "auto":
         size = sum(x.nbytes for x in batch)
-        held = always(buffers, inputs=size, other=other, plain=plain, optimizer=optimizer)
-        decide = Auto(q.hardware, o, q.hardware.cuda, held, profile)
+        held = always(buffers, inputs=size, other=other, plain=plain, **steps)
+        decide = Auto(machine, o, q.hardware.cuda, held, profile)
     away = any(program.find(Kind.OFFLOAD) for program in traced)
-    pace = Pace(q.hardware, o.lowering != "eager", profile) if away else None
+    pace = Pace(machine, o.lowering != "eager", profile) if away else None
     known = {} if known is None else known
     key = (*q.traced, str(o), q.hardware.cuda, q if decide or pace else None)
     if key not in known:
@@ -355,7 +424,7 @@ def _report(
     programs, stages = known[key]
     facts = estimate(
         programs, stages, buffers, batch,
-        machine=q.hardware, options=o, other=other, plain=plain, optimizer=optimizer, profile=profile,
+        machine=machine, options=o, other=other, plain=plain, profile=profile, **steps,
         mesh_shape=q.mesh_shape, axes=_beside(traced.model), schedule=q.schedule,
     )  # fmt: skip
     facts.plan = traced.capture.plan if traced.capture is not None else None

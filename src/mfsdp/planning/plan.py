@@ -122,6 +122,7 @@ def plan(
         sizes={
             p: sum(x.numel() for x in modules[p].parameters()) for p, _, _ in numbered(best.choices) if p in modules
         },
+        optimizer="host" if best.streamed else "device",
         sharding={k: v for k, v in several.items() if k != "units"},
         prices=tuple(_prices(planner, best)),
         curve=tuple(_curve(planner, floor, top)) if curve else (),
@@ -162,6 +163,8 @@ def _difference(a: Setting, b: Setting) -> str:
     parts = [str(y) or f"{y.name}: as it is" for x, y in zip(a.choices, b.choices, strict=True) if x != y]
     parts += [f"prefetch {b.prefetch}"] if a.prefetch != b.prefetch else []
     parts += [f"reduce_lag {b.reduce_lag}"] if a.reduce_lag != b.reduce_lag else []
+    if a.streamed != b.streamed:
+        parts.append(f"optimizer state on the {'host' if b.streamed else 'device'}")
     return ", ".join(parts)
 
 

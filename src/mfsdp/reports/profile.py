@@ -221,6 +221,9 @@ class profile(AbstractContextManager["profile"]):
         """Seconds of a step that compute stood still."""
         return sum(x.seconds for x in self.lines if x.line.operation == "wait")
 
+    contended = True
+    """Its kernels ran beside transfers: what these take from computation is in their times."""
+
     def given(self, program: Program) -> dict[str, Any]:
         """What :func:`mfsdp.costs.clock.times` takes: measured lines, or, if the program has others (those of another
         lowering), what all of them take together.

@@ -26,7 +26,8 @@ class Report(Facts):
             + (f", {self.schedule}" if self.schedule else ""),
             "",
             f"step      {seconds(self.step)}   compute {seconds(self.compute)}, exposed communication "
-            f"{seconds(waited)} ({waited / self.step:.0%})",
+            f"{seconds(waited)} ({waited / self.step:.0%})"
+            + (f", slowed by transfers {seconds(self.slowed)}".rstrip() if self.slowed > 0.005 * self.step else ""),
             *(
                 f"{v.phase:<9} {seconds(v.seconds)}" + (f"   {v.runs} times" if v.runs > 1 else "")
                 for v in self.views
@@ -34,13 +35,24 @@ class Report(Facts):
             ),
             f"optimizer {seconds(self.optimizer)}",
         ]
+        if len(self.stages) > 1:
+            peaks = ", ".join(map(size, self.stages))
+            lines.append(f"bubble    {seconds(self.bubble)}   {self.bubble / self.step:.0%}; peaks by stage: {peaks}")
         if self.tokens:
             lines.append(
                 f"{self.tokens_per_second:,.0f} tokens/s, {self.tokens_per_second / self.ranks:,.0f} per rank; "
                 f"model FLOP/s utilization {self.utilization:.1%}"
             )
+        if self.cost:
+            lines.append(f"{self.cost:,.3g} per million tokens, at {self.price:g} for a rank and hour")
         fits = "fits" if self.fits else "DOES NOT FIT"
         lines += ["", str(self.ledger), f"{fits} in {size(self.machine.memory)}"]
+        if self.machine.cuda:
+            which = {True: list[str](), False: list[str]()}
+            for name, there in self.fits_on().items():
+                which[there].append(name)
+            lines.append(f"on as many ranks fits in {', '.join(which[True]) or 'nothing that is known'}"
+                         + (f"; not in {', '.join(which[False])}" if which[False] else ""))  # fmt: skip
         lines += [self.uncounted, ""] if self.uncounted else [""]
         if self.exposed:
             lines.append("exposed communication: the longest")
@@ -90,7 +102,8 @@ class Comparison:
         return iter(self.reports)
 
     def __str__(self) -> str:
-        head = [*self.varied, "step", "exposed", "tokens/s", "MFU", "peak", ""]
+        costs = any(r.cost for r in self.reports)
+        head = [*self.varied, "step", "exposed", "tokens/s", "MFU", "peak", *(["per million"] if costs else []), ""]
         rows = [head]
         for i, (values, r) in enumerate(zip(self.values, self.reports, strict=True)):
             note = "best that fits" if i == self.best else "" if r.fits else "does not fit"
@@ -102,6 +115,7 @@ class Comparison:
                     f"{r.tokens_per_second:,.0f}" if r.tokens else "-",
                     f"{r.utilization:.1%}",
                     size(r.peak),
+                    *([f"{r.cost:,.3g}"] if costs else []),
                     note,
                 ]
             )

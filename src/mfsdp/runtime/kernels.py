@@ -20,7 +20,7 @@ import torch
 from ..graph.ops import LIBRARY, shape_after
 from ..spec import grid
 from ..spec.units import Axis, Spec
-from . import formats, host, runs, slots, standing
+from . import formats, rooms, runs, slots, standing
 from . import grids as grids_of
 from .immediate import gather_now, packed, scattered, summed
 from .owners import orphan, owner, path
@@ -312,14 +312,14 @@ def probe(
 
 def offload(run: Run, x: torch.Tensor) -> torch.Tensor:
     """Launches the copy of a tensor to host memory, where it lies as it does here (Note [Rooms on the host])."""
-    out, end = host.offload(x)
+    out, end = rooms.offload(x)
     run.copy(out, end)
     return out
 
 
 def reload(run: Run, x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Launches the copy of what lies on the host to a device."""
-    out, end = host.reload(x, device)
+    out, end = rooms.reload(x, device)
     run.copy(out, end)
     return out
 

@@ -106,11 +106,10 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return args[0]
     if not isinstance(result, torch.Tensor):
         return result
-    out = ShardedDTensor(result, sharding)
     first = args[0]
     if isinstance(first, ShardedDTensor) and func._schema.returns[0].alias_info is not None:
-        out._mfsdp_written = first._mfsdp_written
-    return out
+        return first.beside(result)
+    return ShardedDTensor(result, sharding)
 
 
 def _sharding_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharding:
@@ -299,9 +298,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedDT
             "DistributedDataParallel has no place around a sharded model, which averages gradients itself; "
             "mfsdp.save_safetensors saves one."
         )
-    out = ShardedDTensor(x._local_tensor, x._sharding)
-    out._mfsdp_written = x._mfsdp_written
-    return out
+    return x.beside(x._local_tensor)
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -28,6 +28,7 @@ from . import transformer_engine as te
 from .buffer import FlatBuffer
 from .compiled import KNOWN, Steps, unhooked
 from .parameters import ShardedParameter
+from .streamed import Hosted, Streams, load
 from .tensors import ShardedDTensor
 from .untraced import count, hooked, left_alone
 
@@ -36,7 +37,12 @@ NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
 
 
 def fully_shard_optimizer(
-    optimizer: Optimizer, compile: bool = False, *, use_decoupled_grad: bool = False, ahead: bool = True
+    optimizer: Optimizer,
+    compile: bool = False,
+    *,
+    use_decoupled_grad: bool = False,
+    ahead: bool = True,
+    offload: bool | str | None = None,
 ) -> Optimizer:
     """Makes an optimizer step on few flat tensors; the same optimizer comes back, with the same state dict.
 
@@ -54,13 +60,18 @@ def fully_shard_optimizer(
         ahead: launch what the next forward gathers first, each unit behind its own step (Note [Borders] in
             ``runtime/ahead.py``). Forward takes it if nothing has written to weights since, and has the same bits. Not
             with the backend's option ``prefetch=0``. All ranks must choose alike.
+        offload: ``True`` or ``"state"``: state is kept on the host, in pinned memory, and streamed through the device
+            unit by unit while it is stepped (Note [Streamed state] in ``state/streamed.py``). Results are bit for bit
+            those without. For torch's own optimizers; parameters that are not sharded keep theirs on the device.
+            ``None``: as the model's plan says (:func:`mfsdp.plan`), or not.
 
     Raises:
         TypeError: it is no optimizer.
         ValueError: it is flat already, has no sharded parameter, or a scheduler has wrapped its ``step``; it is torch's
-            or TransformerEngine's and reads gradients elsewhere; it keeps main weights itself.
+            or TransformerEngine's and reads gradients elsewhere; it keeps main weights itself; ``offload`` is none of
+            these.
         NotImplementedError: its update is not elementwise; or, with ``compile``, it is not one of torch's own, or
-            cannot be compiled (it says why).
+            cannot be compiled (it says why); or, with ``offload``, it is not one of torch's own, or to be compiled too.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer: {optimizer!r} is no torch.optim.Optimizer")
@@ -88,11 +99,46 @@ def fully_shard_optimizer(
             f"{', '.join(sorted(known.__name__ for known in KNOWN))} only, since what others keep where is not known. "
             "Leave out compile=True"
         )
+    streamed = _streamed(_planned(optimizer) if offload is None else offload, base, compile)
     steps = Steps(optimizer, base, use_decoupled_grad) if compile else None
-    vars(optimizer).update(_mfsdp_decoupled=use_decoupled_grad, _mfsdp_compile=compile, _mfsdp_ahead=ahead)
-    optimizer._mfsdp_runs = _Runs(base, use_decoupled_grad, steps, ahead)  # type: ignore[attr-defined]
+    vars(optimizer).update(
+        _mfsdp_decoupled=use_decoupled_grad, _mfsdp_compile=compile, _mfsdp_ahead=ahead, _mfsdp_offload=streamed
+    )
+    optimizer._mfsdp_runs = _Runs(base, use_decoupled_grad, steps, ahead, streamed)  # type: ignore[attr-defined]
     optimizer.__class__ = _subclass(base)
     return optimizer
+
+
+def _planned(optimizer: Optimizer) -> bool:
+    """Whether a plan of the model has the state on the host."""
+    ours = (p for g in optimizer.param_groups for p in g["params"] if _ours(p))
+    plans = (param._mfsdp_owner.unit.outermost.plan for param in ours)
+    return any(plan is not None and plan.optimizer == "host" for plan in plans)
+
+
+def _streamed(offload: bool | str, base: Any, compile: bool) -> bool:
+    """Whether state is to be streamed; refuses what cannot be."""
+    if offload is False:
+        return False
+    if offload in ("main", "all"):
+        raise NotImplementedError(
+            f"fully_shard_optimizer: offload={offload!r}: main weights stay on the device, where gathers, norms and "
+            'checkpoints read them. offload="state" moves the optimizer\'s state'
+        )
+    if offload not in (True, "state"):
+        raise ValueError(f'fully_shard_optimizer: offload={offload!r}: choose False, True or "state"')
+    if base not in KNOWN:
+        raise NotImplementedError(
+            f"fully_shard_optimizer: the state of {base.__name__} cannot be streamed: units would be stepped one by "
+            "one, which is known to be the same step of torch's own "
+            f"{', '.join(sorted(known.__name__ for known in KNOWN))} only. Leave out offload"
+        )
+    if compile:
+        raise NotImplementedError(
+            "fully_shard_optimizer: a compiled step knows where state is, and streamed state is in one room after the "
+            "other. Leave out compile=True or offload"
+        )
+    return True
 
 
 class _FlatOptimizer:
@@ -110,13 +156,15 @@ def _subclass(base: Any) -> Any:
         runs = vars(self).get("_mfsdp_runs")
         if runs is None:  # a copy of one
             steps = Steps(self, base, self._mfsdp_decoupled) if self._mfsdp_compile else None
-            runs = self._mfsdp_runs = _Runs(base, self._mfsdp_decoupled, steps, self._mfsdp_ahead)
+            rest = self._mfsdp_ahead, self._mfsdp_offload
+            runs = self._mfsdp_runs = _Runs(base, self._mfsdp_decoupled, steps, *rest)
         runs.step(self)
         count(runs.members)
         return loss
 
     def __getstate__(self: Any) -> dict[str, Any]:
-        mine = {name: getattr(self, name) for name in ("_mfsdp_decoupled", "_mfsdp_compile", "_mfsdp_ahead")}
+        names = ("_mfsdp_decoupled", "_mfsdp_compile", "_mfsdp_ahead", "_mfsdp_offload")
+        mine = {name: getattr(self, name) for name in names}
         return {**base.__getstate__(self), **mine}
 
     def state_dict(self: Any) -> dict[str, Any]:
@@ -125,10 +173,17 @@ def _subclass(base: Any) -> Any:
         out["state"] = {p: {k: _own(v) for k, v in state.items()} for p, state in out["state"].items()}
         return out
 
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """As the base's; state that is streamed is not brought to the device."""
+        if self._mfsdp_offload:
+            load(base.load_state_dict, self, state_dict)
+        else:
+            base.load_state_dict(self, state_dict)
+
     step = left_alone(step)
     step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
-    space = {"step": step, "state_dict": state_dict, "__getstate__": __getstate__, "__module__": base.__module__}
-    space |= te.loads(base)
+    space = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict, "__getstate__": __getstate__}
+    space |= {"__module__": base.__module__} | te.loads(base)
     return type(base.__name__, (_FlatOptimizer, base), space)
 
 
@@ -160,6 +215,13 @@ class _Run:
     """Its part of a kept cast, which a compiled step writes along."""
     plan: Any = None
     """How it is called, compiled (`compiled`)."""
+    hosted: Hosted | None = None
+    """Its state, if that is streamed and there is any."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.buffer.path
 
     def part(self, whole: torch.Tensor, slot: int) -> torch.Tensor:
         """One parameter's part of a tensor as long as the run."""
@@ -180,8 +242,11 @@ Members = dict[FlatBuffer, tuple[tuple[int, int], ...]]
 
 
 ALONE = 2
-"""How many units an uncompiled step takes one by one, for their gathers to be launched in between. The others are
-stepped in one call."""
+"""How many units an uncompiled step takes one by one, for their gathers to be launched in between."""
+
+TOGETHER = 64 << 20
+"""Bytes of weights of the others that it steps in one call, unless one run has more: what a foreach step holds besides
+is as large. In smaller parts the host would be what a device waits for."""
 
 
 class _Behind:
@@ -241,10 +306,12 @@ class _Runs:
     Args:
         base: its class.
         decoupled, steps, ahead: see `fully_shard_optimizer`.
+        streamed: whether state is on the host.
     """
 
-    def __init__(self, base: Any, decoupled: bool, steps: Steps | None, ahead: bool):
+    def __init__(self, base: Any, decoupled: bool, steps: Steps | None, ahead: bool, streamed: bool):
         self.base, self.decoupled, self.steps, self.ahead = base, decoupled, steps, ahead
+        self.streams = Streams() if streamed else None
         self.members: Members = {}
         self.runs: list[_Run] = []
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
@@ -254,6 +321,8 @@ class _Runs:
         members = _members(optimizer)
         if members != self.members or not all(self._untouched(optimizer, run) for run in self.runs):
             self._build(optimizer, members)
+        if self.streams is not None:
+            self.streams.end(self.runs, looked_at=True)  # hooks before the step
         departures = self._departures(optimizer)
         if not departures:
             self._step(optimizer, None, self.runs)
@@ -298,8 +367,8 @@ class _Runs:
             if self.steps is not None:
                 casts = self._casts(along, at_once)
                 self.steps.step(optimizer, runs, self.state, plain, casts, at_once)
-            elif at_once is not None and self.base in KNOWN:
-                Optimizer.profile_hook_step(partial(self._by_units, plain=plain, runs=runs, behind=at_once))(optimizer)
+            elif self.base in KNOWN:
+                Optimizer.profile_hook_step(partial(self._in_parts, plain=plain, runs=runs, behind=at_once))(optimizer)
             else:
                 self.base.step(optimizer)
         finally:
@@ -312,28 +381,67 @@ class _Runs:
                 run.cast = None
                 if run.buffer not in launched and (run.buffer not in along or watched):
                     run.buffer.weights.stale = True
+            if self.streams is not None:
+                self._show_all(optimizer)  # also what one that was interrupted has made
         state.update({p: self.state[p] for p in others if p in self.state})
+        self._show_all(optimizer)
+
+    def _show_all(self, optimizer: Optimizer) -> None:
+        """Shows state that a step has made."""
         shown = [self._show(optimizer, run) for run in self.runs]
         if any(shown):  # in the order of parameters: runs, and so theirs, differ by rank
-            order = {p: state[p] for own in params for p in own if p in state}
+            state = optimizer.state
+            order = {p: state[p] for group in optimizer.param_groups for p in group["params"] if p in state}
             state.clear()
             state.update(order)
 
-    def _by_units(self, optimizer: Optimizer, *, plain: list[list[Any]], runs: list[_Run], behind: _Behind) -> None:
-        """The optimizer's own step, one of torch's: first on the units that forward wants first."""
-        alone = [[run for run in runs if run.buffer is buffer] for buffer in list(behind.left)[:ALONE]]
-        early = {run for some in alone for run in some}
-        rest = [run for run in runs if run not in early]
+    def _in_parts(
+        self, optimizer: Optimizer, *, plain: list[list[Any]], runs: list[_Run], behind: _Behind | None
+    ) -> None:
+        """The optimizer's own step, one of torch's, on some runs at a time (`_parts`); on what is not sharded with the
+        last of them.
+        """
         every = [group["params"] for group in optimizer.param_groups]
-        for some in (*alone, rest):
+        parts = self._parts(runs, [] if behind is None else list(behind.left)[:ALONE])
+        if self.streams is not None:
+            self.streams.begin(runs)
+        for i, some in enumerate(parts):
             for number, group in enumerate(optimizer.param_groups):
                 flats = [run.flat for run in some if run.group == number]
-                group["params"] = flats + plain[number] if some is rest else flats
-            unhooked(self.base)(optimizer)
-            for run in some:
-                behind(run)
+                group["params"] = flats + plain[number] if i == len(parts) - 1 else flats
+            with self._lent(optimizer, some):
+                unhooked(self.base)(optimizer)
+            if behind is not None:
+                for run in some:
+                    behind(run)
+        if self.streams is not None:
+            self.streams.end(runs, looked_at=hooked(optimizer))
         for group, own in zip(optimizer.param_groups, every, strict=True):  # as hooks behind it see them
             group["params"] = own
+
+    def _parts(self, runs: list[_Run], early: list[FlatBuffer]) -> list[list[_Run]]:
+        """What is stepped in one call: the runs of each unit that forward wants first, of the others as many as have
+        `TOGETHER` bytes; with streamed state one run, and nothing at last.
+        """
+        if self.streams is not None:
+            return [*([run] for run in runs), []]
+        parts = [[run for run in runs if run.buffer is buffer] for buffer in early]
+        rest, size = list[_Run](), 0
+        for run in runs:
+            if run.buffer not in early:
+                if rest and size + run.flat.nbytes > TOGETHER:
+                    parts.append(rest)
+                    rest, size = [], 0
+                rest.append(run)
+                size += run.flat.nbytes
+        return [*parts, rest]
+
+    def _lent(self, optimizer: Optimizer, runs: list[_Run]) -> AbstractContextManager[None]:
+        """Around one call: the state of its run is on the device."""
+        if self.streams is None or not runs:
+            return nullcontext()
+        (run,) = runs
+        return self.streams.lent(run, self.state, tells=not optimizer.param_groups[run.group].get("fused"))
 
     @contextmanager
     def _casts(self, along: set[FlatBuffer], behind: _Behind | None) -> Iterator[list[Any]]:
@@ -358,6 +466,8 @@ class _Runs:
 
     def _build(self, optimizer: Optimizer, members: Members) -> None:
         """Makes runs of the parameters that have gradients, with the state that they have."""
+        if self.streams is not None:
+            self.streams.forget(self.runs)
         self.members, self.runs, self.state = members, [], defaultdict(dict)
         for buffer, slots in members.items():
             history = {slot: (group, *_history(optimizer, buffer.params[slot])) for slot, group in slots}
@@ -372,9 +482,11 @@ class _Runs:
         weights = main[start:end] if ranges else main.new_zeros(1)
         run = _Run(buffer, slots, start, nn.Parameter(weights), group, ghost=not ranges)
         self.runs.append(run)
-        for key, value in optimizer.state.get(buffer.params[slots[0]], {}).items():
+        given = optimizer.state.get(buffer.params[slots[0]], {})
+        room = self._room(run, {k: v.dtype for k, v in given.items() if isinstance(v, ShardedDTensor)})
+        for key, value in given.items():
             if isinstance(value, ShardedDTensor):
-                whole = torch.zeros(run.flat.numel(), dtype=value.dtype, device=main.device)
+                whole = room[key].zero_()
                 for slot in slots:
                     run.part(whole, slot).copy_(optimizer.state[buffer.params[slot]][key].to_local())
                 self.state[run.flat][key] = whole
@@ -382,6 +494,15 @@ class _Runs:
                 self.state[run.flat][key] = value.clone() if isinstance(value, torch.Tensor) else value
         if self.state.get(run.flat):
             self._show(optimizer, run)
+
+    def _room(self, run: _Run, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """Memory for state of a run's length, of any content."""
+        numel, device = run.flat.numel(), run.flat.device
+        if self.streams is None:
+            return {key: torch.empty(numel, dtype=dtype, device=device) for key, dtype in dtypes.items()}
+        if dtypes:
+            run.hosted = Hosted(tuple(dtypes.items()), numel, device)
+        return {} if run.hosted is None else run.hosted.tensors
 
     def _show(self, optimizer: Optimizer, run: _Run) -> bool:
         """Makes the parameters' state views into the run's, if the optimizer has made it anew; whether it has."""
@@ -403,7 +524,8 @@ def _seen(optimizer: Optimizer, key: str, value: Any, run: _Run, slot: int, para
         raise NotImplementedError(
             f"fully_shard_optimizer does not support {type(optimizer).__name__}: its state {key!r} is not elementwise"
         )
-    return ShardedDTensor(run.part(value, slot), param.sharding)
+    rows = run.part(value, slot)
+    return ShardedDTensor(rows, param.sharding) if run.hosted is None else run.hosted.show(rows, param.sharding)
 
 
 def _members(optimizer: Optimizer) -> Members:

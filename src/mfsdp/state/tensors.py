@@ -139,6 +139,12 @@ class ShardedDTensor(DTensor):
     def sharding(self) -> Sharding:
         return self._sharding
 
+    def beside(self, rows: torch.Tensor) -> ShardedDTensor:
+        """A view of it, given its rows."""
+        out = ShardedDTensor(rows, self._sharding)
+        out._mfsdp_written = self._mfsdp_written
+        return out
+
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's rows, sharing storage. Their derivative is this rank's own, neither summed nor divided."""
         if self._mfsdp_written is not None:
