@@ -29,7 +29,9 @@ from mfsdp.spec.config import Options
 from mfsdp.spec.plans import nbytes_of
 from tests.models import GPT, Block
 
-SLOW = {"like": "h100", "inside": {"bandwidth": 5e9, "latency": 1e-6}}
+SLOW = {
+    "like": "h100", "inside": {"bandwidth": 5e9, "latency": 1e-6}, "host": {"bandwidth": 200e9, "latency": 1e-7},
+}  # fmt: skip
 
 
 def planner(model: nn.Module, ids: torch.Tensor, lowering: str = "eager", **more: Any) -> Planner:
@@ -63,16 +65,20 @@ def test_a_joint_graph_cut_again_gives_the_programs_that_compiling_gives(layers,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("states", "depth", "lag"), [("S" * 7, 1, 1), ("R" * 8 + "S" * 3, 2, 1), ("R" * 4 + "G" * 4, 0, 0)]
+    ("states", "depth", "lag"),
+    [("S" * 7, 1, 1), ("R" * 8 + "S" * 3, 2, 1), ("R" * 4 + "G" * 4, 0, 0), ("OS" * 6, 1, 1), ("OR" * 4, 0, 0)],
 )
 def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag):
     model, ids = gpt(len(states))
-    found = planner(model, ids, "inductor")
+    found = planner(model, torch.zeros(16, 32, dtype=torch.long) if "O" in states else ids, "inductor")
     (kind,) = found.kinds
-    setting = Setting((replace(kind, recomputed=states.count("R"), gathered=states.count("G")),), depth, lag)
+    away = (2, len(states)) if "O" in states else (1, 0)
+    again = states.rindex("R") + 1 if "R" in states else 0
+    chosen = replace(kind, recomputed=again, gathered=states.count("G"), offloaded=away)
+    setting = Setting((chosen,), depth, lag)
     treated, repeats = found._shortened(setting)
     assert repeats and len(treated) < len(states)
-    table = pipeline.table(depth, lag, wide=True)
+    table = pipeline.table(depth, lag, wide=True, pace=found.pace)
     whole = []
     for program in found._programs(cutting.treatments(setting.choices, True), ()):
         pipeline.run(program, passes=table, listings=False)
@@ -84,10 +90,9 @@ def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag)
         assert (f"{1e6 * unfolded[0]:.6f}", unfolded[1]) == whole[-1]
     parts = []
     for part in found._folded(treated, setting):
-        for first, behind, before, times_ in repeats:
-            part = part.repeated(first, before if part.backward else behind, times_)
-        parts.append(part.play())
+        parts.append(found._unfolded(part, repeats).play())
     assert [(f"{1e6 * seconds:.6f}", top) for seconds, top in parts] == whole
+    assert (found.score(setting).host > 0) is ("O" in states)
 
 
 def test_runs_of_equal_choices():
@@ -106,11 +111,12 @@ def every(found: Planner) -> list[Setting]:
     counts = range(n + 1)
     saved = {0: [()]}
     return [
-        Setting((replace(kind, recomputed=r, gathered=k, saved=level),), depth, lag)
+        Setting((replace(kind, recomputed=r, gathered=k, saved=level),), depth, lag, streamed)
         for r in counts
         for k in (counts if found.gathering else (0,))
         for level in saved.get(r, found.trails[kind.name, kind.layers])
         for depth, lag in found.ways
+        for streamed in (False, True)
     ]
 
 

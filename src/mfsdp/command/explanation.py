@@ -85,7 +85,7 @@ def explain(commands: Any) -> None:
     add("--max-unsharded", help="bytes of gathered parameters")
     add("--optimizer", default="adamw", help="(default: adamw)")
     add("--kernels", help="a file of mfsdp measure --kernels: their times instead of estimates")
-    add("--stepping", default="whole", help="flat (fully_shard_optimizer), offloaded (its state on the host), or whole")
+    add("--stepping", help="flat (fully_shard_optimizer), offloaded (its state on the host), or whole")
     add("--batch", type=int, default=1, help="sequences per rank (default: 1)")
     add("--length", type=int, default=4096, help="tokens per sequence (default: 4096)")
     add("--listing", action="store_true", help="print the listings too")

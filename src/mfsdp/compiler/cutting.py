@@ -63,6 +63,13 @@ class Treatment:
     saved: tuple[str, ...] = ()
     gathered: bool | None = None
     """``None``: as the units say themselves."""
+    offloaded: bool = False
+    """Whether what forward saves goes to the host, of which its cut knows nothing (`leaving`)."""
+
+    @property
+    def cut(self) -> Treatment:
+        """What its cut knows of it."""
+        return replace(self, offloaded=False)
 
 
 def treatments(choices: Choices, gathers: bool) -> dict[str, Treatment]:
@@ -75,7 +82,7 @@ def treatments(choices: Choices, gathers: bool) -> dict[str, Treatment]:
     for path, choice, number in numbered(choices):
         again = choice.recomputes(number)
         gathered = choice.gathers(number) if gathers else None
-        out[path] = Treatment(again, choice.saved if again else (), gathered)
+        out[path] = Treatment(again, choice.saved if again else (), gathered, choice.offloads(number))
     return out
 
 
@@ -169,7 +176,7 @@ def vary(joint: fx.GraphModule, treated: Mapping[str, Treatment]) -> dict[str, b
     gathered: dict[str, bool] = {}
     done: dict[tuple[Body, Treatment], str] = {}
     for pair in list(pairs(joint)):
-        treatment = treated.get(pair.path, Treatment())
+        treatment = treated.get(pair.path, Treatment()).cut
         if treatment != Treatment():
             if treatment.gathered is not None:
                 units = [r.unit for x in pair.inputs if (r := role(x)) is not None and r.kind is Kind.SHARD]

@@ -9,6 +9,7 @@ not add up. That is quick because of a run of equal choices a few layers say wha
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,16 +22,18 @@ from ..costs import clock
 from ..costs.estimate import optimizer_seconds
 from ..costs.folding import Folded, folded, runs
 from ..costs.ledger import Ledger, ledger
+from ..costs.pace import Pace
 from ..graph import ops
 from ..graph.cost import nbytes
 from ..graph.program import Program
 from ..spec.choices import Choice, Choices
 from ..spec.config import Options
-from ..spec.hardware import Hardware
+from ..spec.hardware import Hardware, host_copy
 from ..state.buffer import FlatBuffer
 from . import cutting
 from .capture import Capture
 from .cutting import Treatment
+from .leaving import LEAST
 
 ALLOWED = ("gathered", "recompute", "offload", "optimizer", "prefetch")
 """What a plan may choose."""
@@ -72,6 +75,10 @@ class Score:
     """Bytes of host memory."""
 
 
+Repeat = tuple[tuple[str, str], tuple[str, str], int]
+"""Of forward, from the start of which layer to that of which other one; of backward the same; how often."""
+
+
 @dataclass(eq=False)
 class Planner:
     """Puts settings on the clock and into memory.
@@ -100,6 +107,8 @@ class Planner:
     scores: dict[Setting, Score] = field(default_factory=dict, repr=False)
     cuts: dict[Any, tuple[Program, ...]] = field(default_factory=dict, repr=False)
     short: dict[Any, tuple[Folded, ...]] = field(default_factory=dict, repr=False)
+    seen: set[Setting] = field(default_factory=set, repr=False)
+    """Settings that have been scored with all layers."""
     laid: dict[Any, tuple[_Laid, ...]] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -147,6 +156,11 @@ class Planner:
         return self.options.lowering != "eager"
 
     @cached_property
+    def pace(self) -> Pace:
+        """What places copies to the host."""
+        return Pace(self.machine, self.fused, self.profile)
+
+    @cached_property
     def calls(self) -> set[str]:
         """Layers that can be left out."""
         chains: dict[Any, list[str]] = {}
@@ -171,12 +185,36 @@ class Planner:
         depth, lag = (0, 0) if "prefetch" in self.allow else (self.plain.prefetch, self.plain.reduce_lag)
         found = Setting(choices, depth, lag)
         if self.streams:
-            found = min((found, replace(found, streamed=True)), key=lambda s: self.score(s).peak)
+            found = self._least([found, replace(found, streamed=True)])
         for i, choice in enumerate(choices):
             levels = self.trails[choice.name, choice.layers] if choice.recomputed else [()]
-            tried = [self._with(found, i, replace(choice, saved=saved)) for saved in levels]
-            found = min(tried, key=lambda s: (self.score(s).peak, self.score(s).seconds))
+            found = self._least([self._with(found, i, replace(choice, saved=saved)) for saved in levels])
+            left = (replace(found.choices[i], offloaded=(m, len(choice.layers))) for m in self.spaces[i])
+            found = self._least([found, *(self._with(found, i, other) for other in left)])
         return found
+
+    def _least(self, settings: Sequence[Setting]) -> Setting:
+        return min(settings, key=lambda s: (self.score(s).peak, self.score(s).seconds))
+
+    @cached_property
+    def spaces(self) -> list[list[int]]:
+        """For each kind of layers of every how many one may go to the host: so many that copies keep up with compute,
+        and more; none where nothing may go, or would.
+        """
+        out = []
+        for choice in self.kinds:
+            forward, _, saved = self._layer(choice, Treatment())
+            copy = sum(host_copy(taken, self.machine).seconds for taken in saved if taken >= LEAST)
+            least = max(1, math.ceil(copy / max(forward, 1e-12)))
+            found = sorted({m for m in (least, least + 1, 2 * least) if m <= len(choice.layers)})
+            away = self.plain if found else None
+            if away is not None and "offload" in self.allow:
+                place = self.kinds.index(choice)
+                tried = self._with(away, place, replace(choice, offloaded=(found[0], len(choice.layers))))
+                out.append(found if self.score(tried).host else [])
+            else:
+                out.append([])
+        return out
 
     @cached_property
     def top(self) -> Setting:
@@ -225,10 +263,10 @@ class Planner:
             if (depth, lag) != (setting.prefetch, setting.reduce_lag):
                 yield replace(setting, prefetch=depth, reduce_lag=lag)
         for i, choice in enumerate(setting.choices):
-            for other in self._near(choice):
+            for other in self._near(choice, self.spaces[i]):
                 yield self._with(setting, i, other)
 
-    def _near(self, c: Choice) -> Iterator[Choice]:
+    def _near(self, c: Choice, spaces: Sequence[int]) -> Iterator[Choice]:
         n = len(c.layers)
         sizes = [s for s in (1, 2, 4, 8, 16, 32, 64) if s <= max(1, n // 2)] + [n]
         for more in (*sizes, *(-s for s in sizes)):
@@ -238,6 +276,13 @@ class Planner:
                 yield from self._settled(replace(c, gathered=min(n, max(0, c.gathered + more))))
         levels = self.trails[c.name, c.layers] if "recompute" in self.allow and c.recomputed else ()
         yield from (replace(c, saved=saved) for saved in levels if saved != c.saved)
+        every, first = c.offloaded
+        for m in spaces:
+            if first and m != every:
+                yield from self._settled(replace(c, offloaded=(m, first)))
+            for more in (*sizes, *(-s for s in sizes)) if m == every or not first else ():
+                count = min(n, max(0, first + more * m))
+                yield from self._settled(replace(c, offloaded=(m if count else 1, count)))
 
     def _settled(self, c: Choice) -> Iterator[Choice]:
         """Of many layers only counts of which every run of equal ones can be folded: what few layers in between cost is
@@ -247,7 +292,7 @@ class Planner:
         if n < 3 * least or not self.calls.issuperset(c.layers):
             yield c
             return
-        states = [(c.recomputes(i), c.gathers(i)) for i in range(n)]
+        states = [(c.recomputes(i), c.gathers(i), c.offloads(i)) for i in range(n)]
         if all(count * period >= least for _, period, count in runs(states, 2, c.offloaded[0])):
             yield c
 
@@ -289,20 +334,27 @@ class Planner:
         return list(dict.fromkeys(name for n in own if (name := cutting.operator_of(n))))
 
     def _body(self, choice: Choice, treatment: Treatment) -> tuple[float, int]:
-        """Seconds of a layer's backward, and bytes that its forward saves, cut as it is treated; of a few layers, where
-        they are not traced once for all.
+        """Seconds of a layer's backward, and bytes that its forward saves."""
+        _, backward, saved = self._layer(choice, treatment)
+        return backward, sum(saved)
+
+    def _layer(self, choice: Choice, treatment: Treatment) -> tuple[float, float, list[int]]:
+        """Seconds of a layer's forward and backward, and bytes of each value that its forward saves, cut as it is
+        treated; of all layers, where they are not traced once for all.
         """
         pair = next((p for p in cutting.pairs(self.joint.graph) if p.path == choice.layers[0]), None)
         if pair is None:
             forward, backward = self._programs(dict.fromkeys(choice.layers, treatment), ())
             kept = [n for n in forward.results()[forward.returned or 0 :] if isinstance(n, fx.Node)]
-            return self._seconds(backward), sum(nbytes(n.meta["val"]) for n in dict.fromkeys(kept))
+            taken = [nbytes(n.meta["val"]) for n in dict.fromkeys(kept)]
+            return self._seconds(forward), self._seconds(backward), taken
         with self.joint.settings():
             forward_gm, backward_gm = cutting.cut(pair.body, treatment)
         results: Any = forward_gm.graph.output_node().args[0]
         kept = results[pair.body.options["num_fwd_outputs"] :]
-        taken = sum(nbytes(n.meta["val"]) for n in dict.fromkeys(kept) if n.op != "placeholder")
-        return self._seconds(Program(backward_gm, "backward", [])), taken
+        taken = [nbytes(n.meta["val"]) for n in dict.fromkeys(kept) if n.op != "placeholder"]
+        both = (self._seconds(Program(gm, "backward", [])) for gm in (forward_gm, backward_gm))
+        return (*both, taken)  # type: ignore[return-value]
 
     def _seconds(self, program: Program) -> float:
         """Of products and attention, which recomputing costs."""
@@ -317,23 +369,26 @@ class Planner:
             self.scores[setting] = self._score(setting)
         return self.scores[setting]
 
-    def _score(self, setting: Setting) -> Score:
-        treated, repeats = self._shortened(setting)
+    def _score(self, setting: Setting, whole: bool = False) -> Score:
+        treated, repeats = (cutting.treatments(setting.choices, True), []) if whole else self._shortened(setting)
         key = (tuple(treated.items()), setting.prefetch, setting.reduce_lag)
         if key not in self.short:
             self.short[key] = self._folded(treated, setting)
-        parts = []
-        for part in self.short[key]:
-            for first, behind, before, times in repeats:
-                part = part.repeated(first, before if part.backward else behind, times)
-            parts.append(part)
+        parts = [self._unfolded(part, repeats) for part in self.short[key]]
         played = [part.play() for part in parts]
         changed = self._slots(parts) - self.slots
         account = self.streamed if setting.streamed else self.account
         peak = max(account.at_step + changed, *(account.lasting + changed + top for _, top in played))
         between = self.rounds * sum(seconds for seconds, _ in played)
         step = between + self.steps(between if setting.streamed else None)
-        return Score(step, peak, account.host)
+        away = next(part.host for part in parts if not part.backward)
+        return Score(step, peak, account.host + away)
+
+    @staticmethod
+    def _unfolded(part: Folded, repeats: Sequence[Repeat]) -> Folded:
+        for forth, back, times in repeats:
+            part = part.repeated(*(back if part.backward else forth), times)
+        return part
 
     @staticmethod
     def _slots(parts: Sequence[Folded]) -> int:
@@ -354,14 +409,12 @@ class Planner:
         """Bytes of static buffers in the account."""
         return sum(e.nbytes for e in self.account.entries if e.name in ("gathered parameters", "gradient buckets"))
 
-    def _shortened(self, setting: Setting) -> tuple[dict[str, Treatment], list[tuple[str, str, str, int]]]:
-        """Which layers are kept, of runs of equal treatment, and what of them is to be repeated: from the start of a
-        layer to that of the next (forward), or of the one before (backward), and how often.
-        """
+    def _shortened(self, setting: Setting) -> tuple[dict[str, Treatment], list[Repeat]]:
+        """Which layers are kept, of runs of equal treatment, and what of them is to be repeated."""
         border = self.border(setting.prefetch, setting.reduce_lag)
         treated = cutting.treatments(setting.choices, True)
         kept: dict[str, Treatment] = {}
-        repeats = []
+        repeats: list[Repeat] = []
         for choice in setting.choices:
             states = [treated[path] for path in choice.layers]
             short: list[Treatment] = []
@@ -370,14 +423,15 @@ class Planner:
                 if count > 2 * around + 1 and self.calls.issuperset(choice.layers):
                     a = len(short) + around * period
                     stand = choice.layers  # layers are equal: the first ones stand for all
-                    repeats.append((stand[a], stand[a + period], stand[a - 1], count - 2 * around - 1))
+                    forth, back = (stand[a], stand[a + period]), (stand[a + period - 1], stand[a - 1])
+                    repeats.append((forth, back, count - 2 * around - 1))
                     count = 2 * around + 1
                 short += states[start : start + period] * count
             kept |= zip(choice.layers[: len(short)], short, strict=True)
         return kept, repeats
 
     def _folded(self, treated: dict[str, Treatment], setting: Setting) -> tuple[Folded, ...]:
-        return tuple(laid.launched(setting.prefetch, self.machine, self.fused) for laid in self._laid(treated, setting))
+        return tuple(laid.launched(setting.prefetch, self.pace) for laid in self._laid(treated, setting))
 
     def _laid(self, treated: dict[str, Treatment], setting: Setting) -> tuple[_Laid, ...]:
         """Programs of layers that are treated so, ready for gathers to be launched so far ahead or so far."""
@@ -388,7 +442,7 @@ class Planner:
                 self.cuts[key] = self._programs(treated, every - treated.keys())
             options = replace(self.options, reduce_lag=setting.reduce_lag)
             self.laid[key, setting.reduce_lag] = tuple(
-                _Laid(original.copy(), options, self.machine.cuda, self.profile) for original in self.cuts[key]
+                _Laid(original.copy(), options, self.machine.cuda, self.pace) for original in self.cuts[key]
             )
         return self.laid[key, setting.reduce_lag]
 
@@ -396,6 +450,7 @@ class Planner:
         """The programs of layers that are treated so, others left out."""
         capture = copy.copy(self.capture)
         capture.shards, capture.treated = dict(capture.shards), treated
+        capture.offloaded = {path for path, treatment in treated.items() if treatment.offloaded}
         graph = cutting.copied(self.joint.graph)
         with self.joint.settings():
             done = cutting.without(graph, without)
@@ -409,8 +464,20 @@ class Planner:
         """The fastest setting that fits; ``None`` if the floor does not."""
         if self.score(self.floor).peak > budget:
             return None
-        ends = [self._greedy(budget, _price), self._greedy(budget, _seconds), self._beam(budget)]
-        return self._polished(min(ends, key=self.score), budget)
+        while True:
+            ends = [self._greedy(budget, _price), self._greedy(budget, _seconds), self._beam(budget)]
+            best = self._polished(min(ends, key=self.score), budget)
+            if self._sure(best).peak <= budget or best == self.floor:
+                return replace(best, choices=tuple(map(_plain, best.choices)))
+
+    def _sure(self, setting: Setting) -> Score:
+        """The score of a setting, of all layers: copies to the host that stand behind one another need not come to rest
+        within a few of them.
+        """
+        if setting not in self.seen and any(c.offloaded[1] for c in setting.choices):
+            self.scores[setting] = self._score(setting, whole=True)
+        self.seen.add(setting)
+        return self.scores[setting]
 
     def _polished(self, setting: Setting, budget: int) -> Setting:
         """With as few layers computed again, and as many gathered, as fit: of counts in between, which the searches
@@ -469,6 +536,13 @@ class Planner:
         return best
 
 
+def _plain(choice: Choice) -> Choice:
+    """The same without what has no effect."""
+    if not any(map(choice.recomputes, range(len(choice.layers)))):
+        choice = replace(choice, recomputed=0, saved=())
+    return choice
+
+
 def _counted(choice: Choice, name: str, count: int) -> Choice:
     return replace(choice, gathered=count) if name == "gathered" else replace(choice, recomputed=count)
 
@@ -507,26 +581,27 @@ class _Laid:
     gathers move past what the passes between them do (`mfsdp.costs.depth`).
     """
 
-    def __init__(self, program: Program, options: Options, wide: bool, profile: Any):
-        self.program, self.profile, self.memo = program, profile, dict[Any, Any]()
+    def __init__(self, program: Program, options: Options, wide: bool, pace: Pace):
+        self.program, self.memo = program, dict[Any, Any]()
         self.options, self.wide = options, wide
-        rows = dict(pipeline.chosen(options, wide))
-        early = [(name, row) for name, row in rows.items() if name not in _OVER_AND_OVER]
-        pipeline.run(program, passes=tuple(early), checked=False, listings=False)
+        self._run(options, pace, late=False)
         self.order = program.nodes[:-1]
 
-    def launched(self, depth: int, machine: Hardware, fused: bool) -> Folded:
+    def _run(self, options: Options, pace: Pace, late: bool) -> None:
+        rows = pipeline.chosen(options, self.wide, pace=pace)
+        rows = tuple(row for row in rows if (row[0] in _OVER_AND_OVER) is late)
+        pipeline.run(self.program, passes=rows, checked=False, listings=False)
+
+    def launched(self, depth: int, pace: Pace) -> Folded:
         """Its events, with gathers launched so far ahead."""
         p = self.program
         p.move(self.order, p.output)
-        rows = dict(pipeline.chosen(replace(self.options, prefetch=depth), self.wide))
-        late = [(name, row) for name, row in rows.items() if name in _OVER_AND_OVER]
-        pipeline.run(p, passes=tuple(late), checked=False, listings=False)
-        known = self.profile.given(p) if self.profile is not None else {}
-        return folded(p, clock.times(p, machine, fused=fused, memo=self.memo, **known), fused)
+        self._run(replace(self.options, prefetch=depth), pace, late=True)
+        known = pace.profile.given(p) if pace.profile is not None else {}
+        return folded(p, clock.times(p, pace.machine, fused=pace.fused, memo=self.memo, **known), pace.fused)
 
 
-_OVER_AND_OVER = ("prefetch", "pool")
+_OVER_AND_OVER = ("prefetch", "host", "pool")
 
 
 class _Bare(Program):

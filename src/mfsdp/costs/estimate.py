@@ -23,7 +23,7 @@ from ..spec.source import ours
 from ..state.buffer import FlatBuffer
 from . import clock, fusion
 from .facts import Facts, Line, View
-from .ledger import OPTIMIZER_STATES, Ledger, ledger
+from .ledger import OPTIMIZER_STATES, Entry, Ledger, ledger
 from .simulate import Span, simulate
 
 
@@ -75,11 +75,14 @@ def estimate(
     if schedule.overlapped:
         parts = _taking_turns(parts)
     batch = sum(t.nbytes for t in inputs) * schedule.together * (2 if len(parts) > len(alone) else 1)
+    saved = sum(cost.on_host(part.program) for part in parts if part.program.phase == "forward")
+    away = [Entry("activations", saved, "saved by forward, until backward")] if saved else []
     accounts = [
         ledger(
             [part.program for part in parts], buffers,
             inputs=batch, other=other, plain=plain, optimizer=optimizer, stepping=stepping, fused=fused,
-            foreach=machine.cuda, fixed=machine.fixed, waiting=schedule.waiting(stage),
+            foreach=machine.cuda, fixed=machine.fixed, on_host=away,
+            waiting=schedule.waiting(stage),
         )
         for stage in range(schedule.stages)
     ]  # fmt: skip

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 
 from ..graph import ops
-from ..graph.cost import lines
+from ..graph.cost import lines, nbytes
 from ..graph.program import LAYER, Program, base_of
 from ..spec.hardware import Transfer
 from . import fusion
@@ -41,6 +41,8 @@ class Event:
     queue: str = ""
     """What is launched, or waited for, goes through it; ``""``: nothing is."""
     launch: Transfer | None = None
+    host: int = 0
+    """Bytes that come to lie on the host."""
     back: int = 0
     """What is waited for: that which was launched so many launches before the last one in the queue."""
 
@@ -77,6 +79,11 @@ class Folded:
         starts = {path: i + longer if i >= b else i for path, i in self.starts.items()}
         freed = -sum(e.delta for e in self.events[a:b]) if self.backward else 0
         return replace(self, events=events, starts=starts, live=self.live + times * freed)
+
+    @property
+    def host(self) -> int:
+        """Bytes that lie on the host at the end."""
+        return sum(e.host for e in self.events)
 
     def play(self) -> tuple[float, int]:
         """Seconds, and bytes that are live at most, static buffers not counted."""
@@ -129,6 +136,7 @@ def folded(program: Program, times: Mapping[Node, Time], fused: bool) -> Folded:
         if time is not None and time.transfer is not None:
             event.queue, event.launch, event.seconds = queue_of(program, node), time.transfer, 0.0
             counts[event.queue] = counts.get(event.queue, 0) + 1
+            event.host = nbytes(node.meta["val"]) if node.target is ops.offload else 0
             product = base_of(node.args[0]) if node.target in ops.IN_PLACE else node  # type: ignore[arg-type]
             where[product] = event.queue, counts[event.queue]
         elif node.target is ops.wait:

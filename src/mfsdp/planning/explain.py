@@ -100,7 +100,7 @@ def explain(
     prices: Any = None,
     options: Mapping[str, Any] | None = None,
     optimizer: str = "adamw",
-    stepping: str = "whole",
+    stepping: str | None = None,
     profile: Any = None,
     kernels: Any = None,
     suggest: bool = True,
@@ -128,7 +128,7 @@ def explain(
         options: those of the backend.
         optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
         stepping: how it steps: ``"whole"``, on all parameters at once; ``"flat"``, by :func:`fully_shard_optimizer`;
-            ``"offloaded"``, by that with ``offload="state"``.
+            ``"offloaded"``, by that with ``offload="state"``. By default as the model's plan says, or ``"whole"``.
         profile: of :func:`mfsdp.profile`, of the same programs: measured times instead of estimates.
         kernels: measured on the hardware, :class:`mfsdp.costs.kernels.Kernels` or their file (`mfsdp measure
             --kernels`): for the lines that are in it, instead of estimates.
@@ -146,8 +146,8 @@ def explain(
         ValueError: bad arguments.
         RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
     """
-    check_names(optimizer, stepping)
-    steps = {"optimizer": optimizer, "stepping": stepping}
+    check_names(optimizer, stepping or "whole")
+    steps = {"optimizer": optimizer, "stepping": stepping or "whole"}
     if profile is not None and kernels is not None:
         raise ValueError("explain: profile= and kernels= were both given: a profile has measured the kernels already")
     if kernels is not None:
@@ -171,6 +171,8 @@ def explain(
         capture = traces[q.traced].capture
         if capture is not None and capture.plan is not None and not set(PLANNED) & set(options or {}):
             q = replace(q, options=q.options.following(capture.plan.options))
+        if capture is not None and capture.plan is not None and capture.plan.optimizer == "host" and stepping is None:
+            steps["stepping"] = "offloaded"
         reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), steps, profile, known=known))
         reports[-1].price = price
     if varied:
