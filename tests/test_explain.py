@@ -377,12 +377,12 @@ def built(name: str) -> tuple[nn.Module, torch.Tensor, str]:
     return Loss(LlamaForCausalLM(config)), torch.randint(8000, (2, 128)), "LlamaDecoderLayer"
 
 
-def held(name: str, lowering: str, strategy: int) -> tuple[int, int, str]:
+def held(name: str, lowering: str, strategy: int, plan: mfsdp.Plan | None = None) -> tuple[int, int, str]:
     """The most bytes that a rank has held in its third step, and what explain says."""
     torch.manual_seed(0)
     gc.collect()
     model, ids, unit = built(name)
-    sharding = {"units": [unit], "strategy": strategy}
+    sharding = {"units": [unit], "strategy": strategy, **({} if plan is None else {"plan": plan})}
     given = {"world": dist.get_world_size(), "options": {"lowering": lowering}, "hardware": PLAIN, **sharding}
     told = mfsdp.explain(model, (ids,), suggest=False, **given)
     mfsdp.runtime.slots.forget()

@@ -28,6 +28,7 @@ from mfsdp.spec.choices import Choice
 from mfsdp.spec.config import Options
 from mfsdp.spec.plans import nbytes_of
 from tests.models import GPT, Block
+from tests.test_explain import PLAIN, built, held
 
 SLOW = {
     "like": "h100", "inside": {"bandwidth": 5e9, "latency": 1e-6}, "host": {"bandwidth": 200e9, "latency": 1e-7},
@@ -281,3 +282,22 @@ def test_ranks_follow_one_plan_and_compute_the_same_bits(two_ranks):
     assert [same for same, _, _ in found] == [[True, True]] * 2
     assert found[0][1] == found[1][1] and "recomputed" in str(found[0][1]), found
     assert all("does not fit 1000B: the least is" in refused for _, _, refused in found)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_a_step_holds_what_its_plan_says(two_ranks):
+    """Of budgets from the least to the most: live bytes are within 3% of the plan, and within the budget."""
+    model, ids, unit = built("gpt")
+    given = {
+        "world": 2, "units": [unit], "hardware": PLAIN, "options": {"lowering": "eager"}, "curve": False,
+        "allow": ("recompute", "gathered", "prefetch"),
+    }  # fmt: skip
+    free = mfsdp.plan(model, (ids,), memory="1GB", **given)
+    assert free.floor < 0.9 * free.top
+    for share in (0.0, 0.4, 1.0):
+        plan = mfsdp.plan(model, (ids,), memory=int(free.floor + share * (free.top - free.floor)), **given)
+        for most, told, text in two_ranks.run(held, "gpt", "eager", 3, plan):
+            assert told == plan.peak <= plan.memory, text
+            assert abs(plan.peak / most - 1) < 0.03, f"{plan.peak} planned, {most} held"
+            assert most < 1.002 * plan.memory

@@ -103,12 +103,15 @@ class Mixture(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self, number: int, group: Any):
+    def __init__(self, number: int, group: Any, again: bool):
         super().__init__()
+        self.again = again
         self.attention_norm, self.attention = nn.RMSNorm(WIDTH), Attention()
         self.mlp_norm, self.mlp = nn.RMSNorm(WIDTH), FeedForward(DENSE) if number < 3 else Mixture(group)
 
     def forward(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        if not self.again:
+            return self.layer(x, turns)
         return checkpoint(self.layer, x, turns, use_reentrant=False)  # type: ignore[no-any-return]
 
     def layer(self, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
@@ -119,10 +122,10 @@ class Layer(nn.Module):
 class DeepSeekV3(nn.Module):
     """Without multi-token prediction."""
 
-    def __init__(self, layers: int, group: Any):
+    def __init__(self, layers: int, group: Any, again: bool):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Layer(i, group) for i in range(layers))
+        self.layers = nn.ModuleList(Layer(i, group, again) for i in range(layers))
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -134,12 +137,12 @@ class DeepSeekV3(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
-def sharded(layers: int, world: int, ep: int) -> nn.Module:
-    """The model on the meta device, of one of so many ranks."""
+def sharded(layers: int, world: int, ep: int, again: bool = True) -> nn.Module:
+    """The model on the meta device, of one of so many ranks; ``again``: whether every layer is computed again."""
     dense = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
     sparse = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("efsdp", "ep"))
     with torch.device("meta"):
-        model = DeepSeekV3(layers, sparse["ep"].get_group())
+        model = DeepSeekV3(layers, sparse["ep"].get_group(), again)
     more: Any = {"mp_policy": mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16), "device": "meta"}
     for module in model.modules():
         if isinstance(module, Experts):

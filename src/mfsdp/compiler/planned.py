@@ -23,7 +23,7 @@ from ..spec.plans import DoesNotFit
 from . import cutting
 from .capture import Capture
 from .leaving import offloaded
-from .planner import ALLOWED, Planner
+from .planner import ALLOWED, Planner, Setting
 
 log = logging.getLogger("mfsdp")
 
@@ -58,6 +58,12 @@ def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: H
     capture.offloaded = offloaded(choices)
     capture.options = chosen["options"]
     log.info("mfsdp: %s: %s", capture.name, chosen["text"])
+    mine = planner.score(Setting(choices, **chosen["options"]))
+    if mine.peak > options.memory:  # of longer sequences than those for which it was decided
+        log.warning(
+            "mfsdp: %s: planned for %s, but what is compiled here takes %s: the plan was made for smaller inputs, "
+            "and ranks have to follow one", capture.name, size(options.memory), size(mine.peak),
+        )  # fmt: skip
 
 
 @cache

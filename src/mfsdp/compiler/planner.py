@@ -41,7 +41,7 @@ ALLOWED = ("gathered", "recompute", "offload", "optimizer", "prefetch")
 WAYS = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 2))
 """How far ahead a plan may gather, and let reductions lag behind: by the memory that it takes."""
 
-WORTH = 0.0025
+WORTH = 0.01
 """What gathering earlier, or keeping gathered, has to be worth to be looked at: a part of the step."""
 
 WIDTH, ENOUGH = 6, 0.1
@@ -206,7 +206,8 @@ class Planner:
             forward, _, saved = self._layer(choice, Treatment())
             copy = sum(host_copy(taken, self.machine).seconds for taken in saved if taken >= LEAST)
             least = max(1, math.ceil(copy / max(forward, 1e-12)))
-            found = sorted({m for m in (least, least + 1, 2 * least) if m <= len(choice.layers)})
+            more = (least,) if self.many(choice) else (least, least + 1, 2 * least)
+            found = sorted({m for m in more if m <= len(choice.layers)})
             away = self.plain if found else None
             if away is not None and "offload" in self.allow:
                 place = self.kinds.index(choice)
@@ -289,12 +290,16 @@ class Planner:
         found out at the end (`_polished`).
         """
         n, least = len(c.layers), 2 * self.border(1, 1) + 1
-        if n < 3 * least or not self.calls.issuperset(c.layers):
+        if not self.many(c):
             yield c
             return
         states = [(c.recomputes(i), c.gathers(i), c.offloads(i)) for i in range(n)]
         if all(count * period >= least for _, period, count in runs(states, 2, c.offloaded[0])):
             yield c
+
+    def many(self, c: Choice) -> bool:
+        """Whether there are so many layers that few of them stand for all."""
+        return len(c.layers) >= 3 * (2 * self.border(1, 1) + 1) and self.calls.issuperset(c.layers)
 
     @staticmethod
     def border(depth: int, lag: int) -> int:
@@ -321,7 +326,10 @@ class Planner:
             costs = [self._body(choice, replace(bare, saved=level)) for level in levels]
             costs.append(self._body(choice, Treatment()))
             hull = _hull([(taken, seconds) for seconds, taken in costs])
-            out[choice.name, choice.layers] = [level for i, level in enumerate(levels) if i in hull or i == 0]
+            kept = [level for i, level in enumerate(levels) if i in hull or i == 0]
+            if self.many(choice):  # each is a cut of its own, beside all others
+                kept = [kept[0], *kept[len(kept) // 2 : -1 : max(1, len(kept))], kept[-1]]
+            out[choice.name, choice.layers] = list(dict.fromkeys(kept))
         return out
 
     def _operators(self, choice: Choice) -> list[str]:
