@@ -81,7 +81,7 @@ def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag)
     assert repeats and len(treated) < len(states)
     table = pipeline.table(depth, lag, wide=True, pace=found.pace)
     whole = []
-    for program in found._programs(cutting.treatments(setting.choices, True), ()):
+    for program in found._programs(cutting.treatments(setting.choices), ()):
         pipeline.run(program, passes=table, listings=False)
         times = clock.times(program, found.machine)
         seconds = max(span.end for span in simulate(program, times))
@@ -242,7 +242,7 @@ def test_dropout_that_is_computed_again_is_the_same_dropout():
 
 def test_treatments_name_every_layer():
     choice = Choice("Block", ("a", "b", "c"), gathered=1, recomputed=2, saved=("up",))
-    assert cutting.treatments((choice,), True) == {
+    assert cutting.treatments((choice,)) == {
         "a": Treatment(True, ("up",), False), "b": Treatment(True, ("up",), False), "c": Treatment(False, (), True),
     }  # fmt: skip
 

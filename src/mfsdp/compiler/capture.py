@@ -72,7 +72,7 @@ class Capture:
         """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
         self.plan = root.plan if root else None
         """What the model is to follow."""
-        self.treated = cutting.treatments(self.plan.choices, False) if self.plan is not None else {}
+        self.treated = cutting.treatments(self.plan.choices) if self.plan is not None else {}
         """What becomes of layers where the joint graph is cut, by path (Note [Cuts])."""
         self.decide: Callable[[Capture], None] | None = None
         """Chooses that, where the joint graph is there."""

@@ -72,17 +72,13 @@ class Treatment:
         return replace(self, offloaded=False)
 
 
-def treatments(choices: Choices, gathers: bool) -> dict[str, Treatment]:
-    """By path of a layer.
-
-    Args:
-        gathers: whether units that stay gathered are to be told here (they may have been told where they are sharded).
-    """
+def treatments(choices: Choices) -> dict[str, Treatment]:
+    """By path of a layer."""
     out = {}
     for path, choice, number in numbered(choices):
         again = choice.recomputes(number)
-        gathered = choice.gathers(number) if gathers else None
-        out[path] = Treatment(again, choice.saved if again else (), gathered, choice.offloads(number))
+        saved = choice.saved if again else ()
+        out[path] = Treatment(again, saved, choice.gathers(number), choice.offloads(number))
     return out
 
 

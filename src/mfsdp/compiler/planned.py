@@ -54,7 +54,7 @@ def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: H
     if "error" in chosen:
         raise DoesNotFit(chosen["error"])
     choices = tuple(replace(c, **found) for c, found in zip(planner.kinds, chosen["choices"], strict=True))
-    capture.treated = cutting.treatments(choices, True)
+    capture.treated = cutting.treatments(choices)
     capture.offloaded = offloaded(choices)
     capture.options = chosen["options"]
     log.info("mfsdp: %s: %s", capture.name, chosen["text"])

@@ -378,7 +378,7 @@ class Planner:
         return self.scores[setting]
 
     def _score(self, setting: Setting, whole: bool = False) -> Score:
-        treated, repeats = (cutting.treatments(setting.choices, True), []) if whole else self._shortened(setting)
+        treated, repeats = (cutting.treatments(setting.choices), []) if whole else self._shortened(setting)
         key = (tuple(treated.items()), setting.prefetch, setting.reduce_lag)
         if key not in self.short:
             self.short[key] = self._folded(treated, setting)
@@ -420,7 +420,7 @@ class Planner:
     def _shortened(self, setting: Setting) -> tuple[dict[str, Treatment], list[Repeat]]:
         """Which layers are kept, of runs of equal treatment, and what of them is to be repeated."""
         border = self.border(setting.prefetch, setting.reduce_lag)
-        treated = cutting.treatments(setting.choices, True)
+        treated = cutting.treatments(setting.choices)
         kept: dict[str, Treatment] = {}
         repeats: list[Repeat] = []
         for choice in setting.choices:

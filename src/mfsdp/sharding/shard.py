@@ -105,9 +105,9 @@ def fully_shard(
             that none has used has none. Every collective of such a model is announced to all ranks before it is
             launched (:mod:`mfsdp.runtime.standing`), which costs an answer of all of them each time. Without it ranks
             that differ are an error that names unit and ranks. Branches of ``torch.cond`` do not need it.
-        plan: of :func:`mfsdp.plan`, for this model over as many ranks: says of every unit whether it reshards after
-            forward, and what compiles the model follows it: what is computed again, what goes to the host, how far
-            ahead to gather. Given where the whole model is sharded, in the last call.
+        plan: of :func:`mfsdp.plan`, for this model over as many ranks. What compiles the model follows it: which layers
+            are computed again, stay gathered after forward, or go to the host, and how far ahead to gather. (Uncompiled
+            code does as without it.) Given where the whole model is sharded, in the last call.
 
     Warns:
         UserWarning: parameters have other values on other ranks; no initialiser has written some from the meta device.
@@ -213,10 +213,6 @@ def fully_shard(
     _divide_alike(root, placement)
     if loose:
         _loosen(root, outermost, together)
-    if plan is not None:
-        for fqn, m in root.named_modules():
-            if isinstance(m, FSDPModule) and any(f"{fqn}.".startswith(f"{path}.") for path in plan.gathered):
-                m.set_reshard_after_forward(False, recurse=False)
     given[0].__dict__["_mfsdp_call"] = next(_calls), {
         "units": units, "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": policy,
         "reshard_after_forward": reshard_after_forward, **({} if plan is None else {"plan": plan}),

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .choices import Choice, Choices, numbered
+from .choices import Choice, Choices
 
 FORMAT = 1
 
@@ -132,11 +132,6 @@ class Plan:
                     f"plan: made for {len(choice.layers)} x {choice.name} over {self.world} ranks, this {model} has "
                     f"{mine}{'' if same else ' of another size'} and {world} ranks: make it anew"
                 )
-
-    @property
-    def gathered(self) -> set[str]:
-        """Paths of layers that stay gathered."""
-        return {path for path, choice, number in numbered(self.choices) if choice.gathers(number)}
 
     def __str__(self) -> str:
         chosen = [str(c) for c in self.choices if str(c)] or ["all layers as they are"]
