@@ -53,7 +53,10 @@ def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: H
     chosen = json.loads(groups.agreed(f"plan/{key}", _text(planner, options.memory)))
     if "error" in chosen:
         raise DoesNotFit(chosen["error"])
-    choices = tuple(replace(c, **found) for c, found in zip(planner.kinds, chosen["choices"], strict=True))
+    choices = tuple(
+        replace(c, **found | {"saved": tuple(found["saved"]), "offloaded": tuple(found["offloaded"])})
+        for c, found in zip(planner.kinds, chosen["choices"], strict=True)
+    )
     capture.treated = cutting.treatments(choices)
     capture.offloaded = offloaded(choices)
     capture.options = chosen["options"]
