@@ -83,6 +83,7 @@ def mfsdp(
         from . import planned  # the only reason to load it
 
         machine = planned.this_machine()
+        pace = pace or Pace(machine, chosen.lowering != "eager")
         capture.decide = partial(planned.decide, options=chosen, inputs=example_inputs, machine=machine)
     if not capture.shards:
         _tell_unsharded(capture, example_inputs)
