@@ -149,7 +149,7 @@ def test_every_option_and_layout_counts():
         "prefetch": 2, "reduce_lag": 2, "max_unsharded": 5, "pool": False, "lowering": "whole", "check": False,
         "upto": "gather", "disable_symmetric_registration": True, "nccl_ub": True, "dump": "x", "frames": True,
         "keep_cast": False, "interleave": True, "max_activations": 5, "quantize": False,
-        "check_finite": 3, "check_replicas": 3,
+        "check_finite": 3, "check_replicas": 3, "memory": 10**9,
     }  # fmt: skip
     assert set(changed) | set(artifact.OF_THE_RUN) == {f.name for f in fields(Options)}, (
         "a new option has to change the key"

@@ -291,6 +291,10 @@ class Partitioner(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         return self.capture.partition(gm, joint_inputs, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+        """Itself: Inductor copies its configuration, and what has been captured is not to be copied along."""
+        return self
+
     def uuid(self) -> str:
         return f"mfsdp {self.key}"
 
