@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from typing import Any
 
@@ -136,3 +137,15 @@ def training(name: str, lowering: str, steps: int = 10) -> float:
             mine = state[key].full_tensor() if hasattr(state[key], "full_tensor") else state[key]
             worst = max(worst, error(mine, value))
     return worst
+
+
+def scaled_steps(models: list[nn.Module], optimizers: list[Any]) -> None:
+    """Four steps of each model under a scaler of its own; the third one's gradients are infinite, and skipped."""
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in models]
+    for step in range(4):
+        for m, o, s in zip(models, optimizers, scalers, strict=True):
+            out = m(torch.full((2, 4), math.inf if step == 2 else 1.0 + step)).square().mean()
+            s.scale(out).backward()
+            s.step(o)
+            s.update()
+            o.zero_grad()

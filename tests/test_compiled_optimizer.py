@@ -18,7 +18,7 @@ from mfsdp.state import optimizer as optimizer_
 from mfsdp.state.numbers import CannotRecord
 from mfsdp.state.optimizer import fully_shard_optimizer
 from mfsdp.state.recorded import Grows, record, settings
-from tests.parity import error, whole
+from tests.parity import error, scaled_steps, whole
 from tests.test_optimizer import OPTIMIZERS, fill, groups, sharded
 
 
@@ -264,14 +264,7 @@ def test_grad_scaler_skips_and_unscales():
         fully_shard_optimizer(torch.optim.AdamW(m.parameters(), fused=True), compile=c)
         for m, c in zip(models, (False, True), strict=True)
     ]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in models]
-    for step in range(4):
-        for m, o, s in zip(models, optimizers, scalers, strict=True):
-            out = m(torch.full((2, 4), math.inf if step == 2 else 1.0 + step)).square().mean()
-            s.scale(out).backward()
-            s.step(o)
-            s.update()
-            o.zero_grad()
+    scaled_steps(models, optimizers)
     assert apart(models, optimizers)[0] < 1e-6
     assert {float(s["step"]) for s in optimizers[1].state.values()} == {3.0}
 

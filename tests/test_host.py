@@ -30,7 +30,7 @@ from mfsdp.costs.simulate import simulate
 from mfsdp.graph import cost, ops
 from mfsdp.graph.program import LAYER, Program, storage_of
 from mfsdp.graph.roles import Kind, Lane, is_kind, role
-from mfsdp.runtime import kernels, rooms, runs
+from mfsdp.runtime import hosts, kernels, rooms, runs
 from mfsdp.spec.hardware import hardware
 from tests.loopback import Stream, Streams
 from tests.models import GPT, Block
@@ -293,7 +293,7 @@ def test_copies_are_waited_for():
     """On a slow link: what is waited for is complete, and a run that is left by an exception has waited, too."""
     x = torch.ones(2**16)
     run = runs.Run("a program")
-    with rooms.paced(1e-6):
+    with hosts.at_rate(1e6):
         begun = time.perf_counter()
         out = kernels.offload(run, x)
         assert time.perf_counter() - begun < 0.1

@@ -17,7 +17,7 @@ import mfsdp
 from mfsdp import pipeline
 from mfsdp.compiler import cutting
 from mfsdp.compiler.cutting import Treatment
-from mfsdp.compiler.planner import Planner, Setting
+from mfsdp.compiler.planner import WAYS, Planner, Setting
 from mfsdp.costs import clock, fusion
 from mfsdp.costs.folding import folded, runs
 from mfsdp.costs.simulate import simulate
@@ -106,7 +106,7 @@ def test_runs_of_equal_choices():
 
 
 def every(found: Planner) -> list[Setting]:
-    """All settings of a model of few layers."""
+    """All settings of a model of few layers, also those that the planner does not look at."""
     (kind,) = found.kinds
     n = len(kind.layers)
     counts = range(n + 1)
@@ -114,9 +114,9 @@ def every(found: Planner) -> list[Setting]:
     return [
         Setting((replace(kind, recomputed=r, gathered=k, saved=level),), depth, lag, streamed)
         for r in counts
-        for k in (counts if found.gathering else (0,))
+        for k in counts
         for level in saved.get(r, found.trails[kind.name, kind.layers])
-        for depth, lag in found.ways
+        for depth, lag in WAYS
         for streamed in (False, True)
     ]
 
@@ -170,6 +170,12 @@ def test_what_does_not_fit_or_was_made_for_another_model_says_so(planned, tmp_pa
         mfsdp.trace(gpt(3)[0], (ids,), world=4, units=[Block], plan=planned)
     with pytest.raises(ValueError, match="leave one out"):
         mfsdp.fully_shard(GPT(layers=2), units=[Block], plan=planned, reshard_after_forward=False)
+    with pytest.raises(ValueError, match=r"fit: prefetch and reduce_lag of 0 \(\+\d+\.\d ms\)"):
+        mfsdp.plan(model, (ids,), memory="1.3MB", world=8, units=[Block], allow=())
+    with pytest.raises(ValueError, match=r"give what mfsdp.plan has made, or mfsdp.Plan.load\(path\)"):
+        mfsdp.fully_shard(GPT(layers=2), units=[Block], plan="plan.json")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="give one of each"):
+        mfsdp.plan(model, (ids,), memory=10**9, world=[8, 64])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="memory= and option prefetch= were both given"):
         mfsdp.plan(model, (ids,), memory=10**9, options={"prefetch": 2})
     for wrong in ("much", "70 parsecs", 0, True, None, "-3GB"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import math
 import time
 from itertools import accumulate
 from typing import Any
@@ -22,7 +21,7 @@ from mfsdp.costs.estimate import streamed
 from mfsdp.graph.cost import size
 from mfsdp.runtime import hosts, slots
 from mfsdp.state import optimizer as flat
-from tests.parity import whole
+from tests.parity import scaled_steps, whole
 from tests.test_optimizer import OPTIMIZERS, fill, groups, sharded
 
 ADAM: Any = importlib.import_module("torch.optim.adam")
@@ -50,6 +49,12 @@ def pair(name: str, models: list[nn.Module]) -> list[Any]:
     """Flat optimizers, of which the second has its state on the host."""
     plain, streamed = (STREAMED[name](groups(m)) for m in models)
     return [mfsdp.fully_shard_optimizer(plain), mfsdp.fully_shard_optimizer(streamed, offload="state")]
+
+
+def step_both(models: list[nn.Module], optimizers: list[Any], number: int) -> None:
+    fill(models, number)
+    for o in optimizers:
+        o.step()
 
 
 def steps(name: str, strategy: int, missing: Any = None) -> bool:
@@ -188,14 +193,10 @@ def through_checkpoints(folder: str) -> bool:
     models = sharded()
     optimizers = pair("adamw", models)
     for step in range(2):
-        fill(models, step)
-        for o in optimizers:
-            o.step()
+        step_both(models, optimizers, step)
     for name, m, o in zip("01", models, optimizers, strict=True):
         dcp.save(dict(zip("mo", get_state_dict(m, o), strict=True)), checkpoint_id=f"{folder}/{name}")
-    fill(models, 2)
-    for o in optimizers:
-        o.step()
+    step_both(models, optimizers, 2)
     others = sharded()
     anew = pair("adamw", others)
     for m, o, name in ((models[1], optimizers[1], "0"), (others[0], anew[0], "1"), (others[1], anew[1], "1")):
@@ -223,9 +224,7 @@ def asynchronously(folder: str) -> bool:
     optimizers = pair("adamw", models)
     checkpoints = mfsdp.Checkpoints(folder)
     for step in range(4):
-        fill(models, step)
-        for o in optimizers:
-            o.step()
+        step_both(models, optimizers, step)
         if step == 1:
             checkpoints.save(1, models[1], optimizers[1], blocking=False)
             kept = copy.deepcopy(optimizers[1].state_dict())
@@ -247,14 +246,7 @@ def test_grad_scaler_skips_and_unscales(fused):
         mfsdp.fully_shard_optimizer(torch.optim.AdamW(m.parameters(), fused=fused), offload=o)
         for m, o in zip(models, (False, True), strict=True)
     ]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in models]
-    for step in range(4):
-        for m, o, s in zip(models, optimizers, scalers, strict=True):
-            out = m(torch.full((2, 4), math.inf if step == 2 else 1.0 + step)).square().mean()
-            s.scale(out).backward()
-            s.step(o)
-            s.update()
-            o.zero_grad()
+    scaled_steps(models, optimizers)
     assert alike(models, optimizers)
     assert {float(s["step"]) for s in optimizers[1].state.values()} == {3.0}
 
@@ -276,9 +268,7 @@ def test_hooks_see_all_of_it():
         o.register_step_post_hook(look)
     with hosts.at_rate(1e6):
         for step in range(3):
-            fill(models, step)
-            for o in optimizers:
-                o.step()
+            step_both(models, optimizers, step)
     assert len(seen[0]) == len(seen[1]) > 0 and all(map(torch.equal, *seen))
     assert alike(models, optimizers)
 
@@ -302,9 +292,7 @@ def test_pickled_as_if_it_were_not_streamed(tmp_path):
     models = sharded()
     optimizers = pair("adamw", models)
     for step in range(2):
-        fill(models, step)
-        for o in optimizers:
-            o.step()
+        step_both(models, optimizers, step)
     for o, name in zip(optimizers, "ab", strict=True):
         with hosts.at_rate(1e6):
             torch.save(o.state_dict(), tmp_path / name)
@@ -313,9 +301,7 @@ def test_pickled_as_if_it_were_not_streamed(tmp_path):
     assert same(*states) and kinds[0] == kinds[1]
     for o, state in zip(optimizers, states, strict=True):
         o.load_state_dict(state)
-    fill(models, 2)
-    for o in optimizers:
-        o.step()
+    step_both(models, optimizers, 2)
     assert alike(models, optimizers)
 
 
@@ -347,9 +333,7 @@ def test_copies_step_by_themselves():
     models = sharded()
     optimizers = pair("adamw", models)
     for step in range(4):
-        fill(models, step)
-        for o in optimizers:
-            o.step()
+        step_both(models, optimizers, step)
         assert alike(models, optimizers)
         models, optimizers = copy.deepcopy((models, optimizers))
     assert [o._mfsdp_offload for o in optimizers] == [False, True]
@@ -455,9 +439,7 @@ def test_copies_that_fail_are_told(direction, monkeypatch):
     models = sharded()
     optimizers = pair("adamw", models)
     for step in range(2):
-        fill(models, step)
-        for o in optimizers:
-            o.step()
+        step_both(models, optimizers, step)
     assert alike(models, optimizers)
     saved = copy.deepcopy((models[0].state_dict(), optimizers[0].state_dict()))
     copied, calls = hosts.copy, []

@@ -13,6 +13,7 @@ from torch import nn
 import mfsdp
 from mfsdp.compiler import leaving
 from mfsdp.compiler.capture import Capture
+from mfsdp.compiler.cutting import Treatment
 from mfsdp.compiler.tracing import Programs
 from mfsdp.graph.program import Program
 
@@ -35,7 +36,7 @@ def offloaded(*layers: str, least: int = leaving.LEAST) -> Iterator[None]:
 
     def begin(self: Capture, *args: Any, **kwargs: Any) -> None:
         before(self, *args, **kwargs)
-        self.offloaded = layers
+        self.treated |= dict.fromkeys(layers, Treatment(offloaded=True))
 
     Capture.__init__, leaving.LEAST = begin, least  # type: ignore[method-assign]
     try:

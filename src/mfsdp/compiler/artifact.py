@@ -161,7 +161,7 @@ def key_of(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule
         sources(), platform.python_version(), replace(options, **OF_THE_RUN), rows, groups.world(),
         [groups.axis_of(name) for name in axes], capture.name, capture.inputs, capture.input_names,
         sorted(capture.shards.items()), sorted(capture.whole), sorted(capture.plain.items(), key=lambda item: item[0]),
-        sorted(capture.offloaded), decide, sorted(capture.treated.items()),
+        decide, sorted(capture.treated.items()),
     )  # fmt: skip
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from ..spec.layout import plan
 from ..spec.units import Spec, Unit
 from ..state.buffer import FlatBuffer, UnitState
 from . import cutting, regions
-from .leaving import leave, offloaded
+from .leaving import leave
 
 
 class Capture:
@@ -78,8 +78,6 @@ class Capture:
         """Chooses that, where the joint graph is there."""
         self.options: dict[str, int] = {}
         """Of the backend, as far as that has been chosen with it."""
-        self.offloaded: Collection[str] = offloaded(self.plan.choices) if self.plan is not None else ()
-        """Paths of layers of which what forward saves goes to the host (Note [Leaving])."""
         self.keeps = False
         """Whether the joint graph is to be kept, in ``joint``, to be cut again."""
         self.joint: cutting.Joint | None = None
@@ -205,7 +203,8 @@ class Capture:
             self.label_markers(forward)
             self.label_markers(backward)
         note_storages(saved, results[: kwargs["num_fwd_outputs"]])
-        leave(forward, backward, kwargs["num_fwd_outputs"], lambda node: node.meta.get(LAYER) in self.offloaded)
+        away = {path for path, treatment in self.treated.items() if treatment.offloaded}
+        leave(forward, backward, kwargs["num_fwd_outputs"], lambda node: node.meta.get(LAYER) in away)
         return forward, backward
 
     def program(self, gm: fx.GraphModule, phase: Phase) -> Program:

@@ -145,11 +145,6 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     return twin
 
 
-def body_of(forward: fx.GraphModule, joint: fx.GraphModule, options: Mapping[str, Any]) -> None:
-    """Notes what a layer's forward was cut from."""
-    forward.meta[BODY] = Body(joint, dict(options))
-
-
 def name_layers(joint: fx.GraphModule) -> None:
     """Notes of every node of a joint graph in which layer it is, which AOTAutograd hands on in several ways."""
     for node in joint.graph.nodes:

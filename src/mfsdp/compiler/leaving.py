@@ -29,15 +29,9 @@ from ..graph import ops
 from ..graph.cost import nbytes
 from ..graph.program import GIVEN, INPUT, LAYER, STORAGE, is_element, mutates, operator, storage_of, view_of
 from ..graph.roles import Kind, Lane, Role, mark, role
-from ..spec.choices import Choices, numbered
 
 LEAST = 2**16
 """Bytes of a storage that is worth a copy: what a link moves in the time that it takes to begin, an eighth of it."""
-
-
-def offloaded(choices: Choices) -> frozenset[str]:
-    """Paths of the layers of which what forward saves is to go."""
-    return frozenset(path for path, choice, number in numbered(choices) if choice.offloads(number))
 
 
 def leave(

@@ -22,13 +22,19 @@ from ..spec.hardware import Hardware
 from ..spec.plans import DoesNotFit
 from . import cutting
 from .capture import Capture
-from .leaving import offloaded
-from .planner import ALLOWED, Planner, Setting
+from .planner import Planner, Setting
 
 log = logging.getLogger("mfsdp")
 
 RUNNING = ("gathered", "recompute", "offload", "prefetch")
-"""The same of what is being compiled; the optimizer is there already, and not known."""
+"""What may be chosen (`planner.ALLOWED`) of what is being compiled; the optimizer is there already, and not known."""
+
+
+LEFT = {
+    "recompute": "layers computed again", "offload": "activations on the host",
+    "optimizer": "optimizer state on the host", "prefetch": "prefetch and reduce_lag of 0",
+}  # fmt: skip
+"""What takes less memory where it is allowed, in words."""
 
 
 def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: Hardware) -> None:
@@ -44,10 +50,9 @@ def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: H
     others = [x for x in tensors if owners.owner(x) is None]
     plain = sum(nbytes(x) for x in others if isinstance(x, nn.Parameter) and x.requires_grad)
     planner = Planner.of(
-        capture, buffers, options, machine, other=sum(nbytes(x) for x in others), plain=plain,
-        allow=RUNNING,
-    )  # fmt: skip
-    joint = [f"{p} {t.name} {len(t.layers)}" for p, t in enumerate(planner.kinds)]
+        capture, buffers, options, machine, other=sum(nbytes(x) for x in others), plain=plain, allow=RUNNING
+    )
+    joint = [f"{kind.name} {len(kind.layers)}" for kind in planner.kinds]
     units = [f"{u.name} {u.fqn} {u.spec.ranks}" for u in capture.units]
     key = hashlib.sha256(repr((capture.name, options.memory, joint, units)).encode()).hexdigest()
     chosen = json.loads(groups.agreed(f"plan/{key}", _text(planner, options.memory)))
@@ -58,7 +63,6 @@ def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: H
         for c, found in zip(planner.kinds, chosen["choices"], strict=True)
     )
     capture.treated = cutting.treatments(choices)
-    capture.offloaded = offloaded(choices)
     capture.options = chosen["options"]
     log.info("mfsdp: %s: %s", capture.name, chosen["text"])
     mine = planner.score(Setting(choices, **chosen["options"]))
@@ -85,12 +89,12 @@ def refusal(planner: Planner, budget: int) -> str:
     steps = account.at_step + planner.changed(planner.floor)
     where = "at the optimizer" if floor.peak == steps else "in forward or backward"
     ways = []
-    for name in ALLOWED:
+    for name, words in LEFT.items():
         if name not in planner.allow:
-            more = replace(planner, allow=(*planner.allow, name), scores={})
-            best = more.best(budget)
-            if best is not None:
-                ways.append((more.score(best).seconds - floor.seconds, f"allow={name!r}"))
+            more = replace(planner, allow=(*planner.allow, name), scores={}, seen=set())
+            other = more.score(more.floor)
+            if other.peak <= budget:
+                ways.append((other.seconds - floor.seconds, words))
     entries = {e.name: e.nbytes for e in planner.account.entries}
     cut = sum(entries.get(n, 0) for n in ("main weights", "optimizer state", "gradients", "shards in what travels"))
     missing = floor.peak - budget

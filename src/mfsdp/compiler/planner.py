@@ -201,29 +201,16 @@ class Planner:
         """For each kind of layers of every how many one may go to the host: so many that copies keep up with compute,
         and more; none where nothing may go, or would.
         """
-        out = []
-        for choice in self.kinds:
-            forward, _, saved = self._layer(choice, Treatment())
-            copy = sum(host_copy(taken, self.machine).seconds for taken in saved if taken >= LEAST)
-            least = max(1, math.ceil(copy / max(forward, 1e-12)))
-            more = (least,) if self.many(choice) else (least, least + 1, 2 * least)
-            found = sorted({m for m in more if m <= len(choice.layers)})
-            away = self.plain if found else None
-            if away is not None and "offload" in self.allow:
-                place = self.kinds.index(choice)
-                tried = self._with(away, place, replace(choice, offloaded=(found[0], len(choice.layers))))
-                out.append(found if self.score(tried).host else [])
-            else:
-                out.append([])
-        return out
+        return [self._spaces(i, choice) if "offload" in self.allow else [] for i, choice in enumerate(self.kinds)]
 
-    @cached_property
-    def top(self) -> Setting:
-        """What takes most memory: all saved, all gathered."""
-        whole = "gathered" in self.allow
-        choices = tuple(replace(c, gathered=len(c.layers) if whole else 0) for c in self.kinds)
-        deep = WAYS[-1] if "prefetch" in self.allow else (self.plain.prefetch, self.plain.reduce_lag)
-        return Setting(choices, *deep)
+    def _spaces(self, place: int, choice: Choice) -> list[int]:
+        forward, _, saved = self._layer(choice, Treatment())
+        copy = sum(host_copy(taken, self.machine).seconds for taken in saved if taken >= LEAST)
+        least, n = max(1, math.ceil(copy / max(forward, 1e-12))), len(choice.layers)
+        if least > n or not self.score(self._with(self.plain, place, replace(choice, offloaded=(least, n)))).host:
+            return []
+        more = () if self.many(choice) else (least + 1, 2 * least)
+        return sorted({least, *(m for m in more if m <= n)})
 
     @cached_property
     def ways(self) -> list[tuple[int, int]]:
@@ -328,13 +315,16 @@ class Planner:
             hull = _hull([(taken, seconds) for seconds, taken in costs])
             kept = [level for i, level in enumerate(levels) if i in hull or i == 0]
             if self.many(choice):  # each is a cut of its own, beside all others
-                kept = [kept[0], *kept[len(kept) // 2 : -1 : max(1, len(kept))], kept[-1]]
+                kept = [kept[0], kept[len(kept) // 2], kept[-1]]
             out[choice.name, choice.layers] = list(dict.fromkeys(kept))
         return out
 
+    def _pair(self, choice: Choice) -> cutting.Pair | None:
+        """The calls of the first layer of a kind, if it is traced once for all."""
+        return next((p for p in cutting.pairs(self.joint.graph) if p.path == choice.layers[0]), None)
+
     def _operators(self, choice: Choice) -> list[str]:
-        path = choice.layers[0]
-        pair = next((p for p in cutting.pairs(self.joint.graph) if p.path == path), None)
+        path, pair = choice.layers[0], self._pair(choice)
         graph = self.joint.graph if pair is None else pair.body.joint
         behind = cutting.differentiated(graph)
         nodes = [n for n in graph.graph.nodes if n not in behind]
@@ -350,7 +340,7 @@ class Planner:
         """Seconds of a layer's forward and backward, and bytes of each value that its forward saves, cut as it is
         treated; of all layers, where they are not traced once for all.
         """
-        pair = next((p for p in cutting.pairs(self.joint.graph) if p.path == choice.layers[0]), None)
+        pair = self._pair(choice)
         if pair is None:
             forward, backward = self._programs(dict.fromkeys(choice.layers, treatment), ())
             kept = [n for n in forward.results()[forward.returned or 0 :] if isinstance(n, fx.Node)]
@@ -458,7 +448,6 @@ class Planner:
         """The programs of layers that are treated so, others left out."""
         capture = copy.copy(self.capture)
         capture.shards, capture.treated = dict(capture.shards), treated
-        capture.offloaded = {path for path, treatment in treated.items() if treatment.offloaded}
         graph = cutting.copied(self.joint.graph)
         with self.joint.settings():
             done = cutting.without(graph, without)
@@ -476,7 +465,9 @@ class Planner:
             ends = [self._greedy(budget, _price), self._greedy(budget, _seconds), self._beam(budget)]
             best = self._polished(min(ends, key=self.score), budget)
             if self._sure(best).peak <= budget or best == self.floor:
-                return replace(best, choices=tuple(map(_plain, best.choices)))
+                plain = replace(best, choices=tuple(map(_plain, best.choices)))
+                self.scores[plain] = self.score(best)  # the same treatment of every layer
+                return plain
 
     def _sure(self, setting: Setting) -> Score:
         """The score of a setting, of all layers: copies to the host that stand behind one another need not come to rest
@@ -485,7 +476,7 @@ class Planner:
         if setting not in self.seen and any(c.offloaded[1] for c in setting.choices):
             self.scores[setting] = self._score(setting, whole=True)
         self.seen.add(setting)
-        return self.scores[setting]
+        return self.score(setting)
 
     def _polished(self, setting: Setting, budget: int) -> Setting:
         """With as few layers computed again, and as many gathered, as fit: of counts in between, which the searches

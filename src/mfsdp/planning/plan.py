@@ -78,6 +78,8 @@ def plan(
         raise ValueError(f"plan: optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"plan: microbatches={microbatches!r}: give a positive number")
+    if isinstance(world, (list, range)) or isinstance(hardware, list):
+        raise ValueError(f"plan: world={world!r}, hardware={hardware!r}: give one of each, and make a plan for each")
     given = dict(options or {})
     both = next((n for n in (*PLANNED, "memory") if n in given and ("prefetch" in allow or n == "memory")), None)
     if both is not None:

@@ -107,7 +107,8 @@ class _OnThread:
 
 
 @functools.cache
-def _stream(direction: str, device: torch.device) -> torch.Stream:
+def stream_of(direction: str, device: torch.device) -> torch.Stream:
+    """That of a device's copies in one direction, which share its link."""
     return torch.Stream(device)
 
 
@@ -121,7 +122,7 @@ class _OnStream:
     def __init__(self, device: torch.device, pairs: Pairs, direction: str, after: Sequence[End]):
         here, self._device, self._held = devices.current_stream(device), device, pairs
         assert here is not None
-        self._home, stream = here, _stream(direction, device)
+        self._home, stream = here, stream_of(direction, device)
         stream.wait_stream(here)
         torch.accelerator.set_stream(stream)
         try:

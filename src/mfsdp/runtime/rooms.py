@@ -8,26 +8,21 @@ then), until a forward whose backward never comes is dropped, or until an except
 forward finds it taken, and gets another. Who is given a room that a device may still read or write has its copy wait.
 
 A copy runs beside compute: on a device on a stream for each direction, on a CPU, where the host is only another pool,
-in a thread for each. What it reads is kept until it has been waited for; memory goes back to whoever allocated it on
-the stream of compute, which waits, so that nothing has to be told to the allocator (``record_stream``).
+in a thread for each (`hosts`). What it reads is kept until it has been waited for; memory goes back to whoever
+allocated it on the stream of compute, which waits, so that nothing has to be told to the allocator (``record_stream``).
 """
 
 from __future__ import annotations
 
-import functools
 import mmap
 import threading
-import time
 import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from . import devices, slots
+from . import devices, hosts, slots
 from .transport import End
 
 
@@ -142,7 +137,9 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.detach().as_strided((extent,), (1,), x.storage_offset())
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, way: str, room: Room | None) -> End:
+def _copy(
+    target: torch.Tensor, source: torch.Tensor, device: torch.device, way: hosts.Direction, room: Room | None
+) -> End:
     """Launches a copy. On a device it has not run yet; written after torch 2.13.
 
     Args:
@@ -151,7 +148,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, device: torch.device, way:
     """
     stream, here = _stream(device, way), devices.current_stream(device)
     if stream is None or here is None:
-        return _thread(way).submit(_move, [target, source], _pace).result
+        return hosts.copy([(target, source)], way)
     stream.wait_stream(here)
     if room is not None and room.copied is not None:
         stream.wait_event(room.copied)
@@ -169,34 +166,6 @@ def _arrived(event: torch.Event, device: torch.device, *kept: torch.Tensor) -> N
         here.wait_event(event)
 
 
-@functools.cache
-def _stream(device: torch.device, way: str) -> torch.Stream | None:
-    """That of the copies of a device, each way; ``None`` where there are no streams."""
-    return None if device.type == "cpu" else torch.Stream(device)
-
-
-@functools.cache
-def _thread(way: str) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, f"mfsdp host {way}")
-
-
-def _move(pair: list[torch.Tensor], pace: float) -> None:
-    """Copies on a CPU, in a thread, and takes as long as a link would; holds nothing when it is done."""
-    begun = time.perf_counter()
-    source, target = pair.pop(), pair.pop()
-    target.copy_(source)
-    time.sleep(max(0.0, source.numel() * source.itemsize * pace - (time.perf_counter() - begun)))
-
-
-_pace = 0.0
-
-
-@contextmanager
-def paced(seconds_per_byte: float) -> Iterator[None]:
-    """Has copies on CPUs take so long, each way, one after the other: for tests and measurements."""
-    global _pace
-    before, _pace = _pace, seconds_per_byte
-    try:
-        yield
-    finally:
-        _pace = before
+def _stream(device: torch.device, way: hosts.Direction) -> torch.Stream | None:
+    """That of all copies of a device, each way; ``None`` where there are no streams."""
+    return None if device.type == "cpu" else hosts.stream_of(way, device)

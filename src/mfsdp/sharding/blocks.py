@@ -30,7 +30,7 @@ from torch import nn
 from ..spec.config import MixedPrecisionPolicy
 from ..state.placement import Placement
 from .claims import Claim, matches
-from .module import FSDPModule
+from .module import FSDPModule, own_class
 
 log = logging.getLogger("mfsdp")
 
@@ -127,8 +127,8 @@ class _Model:
     def alike(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
         """Those of a class of which there are several, with parameters; in the model's order."""
         full = [m for m in modules if isinstance(m, FSDPModule) or self.own(m)]
-        count = Counter(_kind(m) for m in full)
-        return sorted((m for m in full if count[_kind(m)] > 1), key=lambda m: self.order[m])
+        count = Counter(own_class(m) for m in full)
+        return sorted((m for m in full if count[own_class(m)] > 1), key=lambda m: self.order[m])
 
     def outermost(self, modules: Collection[nn.Module]) -> list[nn.Module]:
         """Those that are in no other of them."""
@@ -150,11 +150,6 @@ class _Model:
             return whole[-1]  # the smallest
         heads = [m for m in free if self.order[m] > last and m._parameters and large(self.own(m))]
         return max(heads, key=lambda m: sum(p.numel() for p in self.own(m)), default=None)
-
-
-def _kind(module: nn.Module) -> Any:
-    """Its class, before it was sharded."""
-    return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

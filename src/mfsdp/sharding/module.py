@@ -165,6 +165,11 @@ def _put(owner: nn.Module, name: str, param: nn.Parameter) -> None:
         owner.__dict__["_flat_weights"][owner._flat_weights_names.index(name)] = param
 
 
+def own_class(module: nn.Module) -> Any:
+    """A module's class, before it was sharded."""
+    return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
+
+
 def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, undo: Undo) -> None:
     old = type(owner)
     owner.__dict__["_mfsdp_unit"] = unit

@@ -26,7 +26,7 @@ from . import admission, alike, blocks, codes, engines, fsdp2, materialize, para
 from .claims import Claim, UnitLike, claim_parameters, described, match
 from .fill import device_of, fill, ignore, move_buffers
 from .former import no_optimizer
-from .module import FSDPModule, swap_class
+from .module import FSDPModule, own_class, swap_class
 from .undo import Undo
 
 Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
@@ -127,6 +127,8 @@ def fully_shard(
         raise ValueError(f"outer_strategy={outer_strategy!r}: choose one of {OUTER}")
     policy = fsdp2.policy_of(mp_policy)
     fsdp2.reshards(reshard_after_forward)
+    if plan is not None and not isinstance(plan, Plan):
+        raise ValueError(f"fully_shard: plan={plan!r}: give what mfsdp.plan has made, or mfsdp.Plan.load(path)")
     if plan is not None and reshard_after_forward is not True:
         raise ValueError(
             f"fully_shard: plan= and reshard_after_forward={reshard_after_forward} were both given: the plan chooses "
@@ -346,14 +348,8 @@ def _made_for(plan: Plan, root: nn.Module, ranks: int) -> None:
         ValueError: it was not.
     """
     sizes = {fqn: sum(p.numel() for p in m.parameters()) for fqn, m in root.named_modules()}
-    classes = {fqn: _class_name(m) for fqn, m in root.named_modules()}
+    classes = {fqn: own_class(m).__name__ for fqn, m in root.named_modules()}
     plan.fits(type(root).__name__, ranks, sizes, classes)
-
-
-def _class_name(module: nn.Module) -> str:
-    """Of the module's own class, not of the one that sharding has given it."""
-    kind = type(module)
-    return (kind.__bases__[-1] if isinstance(module, FSDPModule) else kind).__name__
 
 
 def _outermost(module: nn.Module, plan: Plan | None) -> Outermost:

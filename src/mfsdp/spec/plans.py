@@ -136,7 +136,9 @@ class Plan:
     def __str__(self) -> str:
         chosen = [str(c) for c in self.choices if str(c)] or ["all layers as they are"]
         chosen += [f"prefetch {self.options['prefetch']}, reduce_lag {self.options['reduce_lag']}"]
-        chosen += ["optimizer state on the host"] if self.optimizer == "host" else []
+        chosen += (
+            ["optimizer state on the host: mfsdp.fully_shard_optimizer(optimizer)"] if self.optimizer == "host" else []
+        )
         host = f", {_size(self.host)} of host memory" if self.host else ""
         lines = [
             f"mfsdp plan  {self.model}  {self.world} ranks  {self.hardware}",
