@@ -15,7 +15,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import cutting
+from mfsdp.compiler import capture, cutting
 from mfsdp.compiler.cutting import Treatment
 from mfsdp.compiler.planner import WAYS, Planner, Setting
 from mfsdp.costs import clock, fusion
@@ -237,6 +237,41 @@ def test_a_plan_is_followed_bit_for_bit(layers):
         got = steps(made(layers=layers, plan=hand_made(1, layers, **chosen)))
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), chosen
         torch._dynamo.reset()
+
+
+def test_a_plan_that_is_not_followed_says_so(monkeypatch):
+    """Blocks that are compiled one by one have other paths in their graphs."""
+    model = made(plan=hand_made(1, 3, recomputed=3))
+    for block in model.blocks:
+        block.compile(backend="mfsdp", options={"lowering": "eager"})
+    told: list[str] = []
+    monkeypatch.setattr(capture.log, "warning", lambda text, *words: told.append(text % words))
+    model(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
+    told[:] = [text for text in told if "the plan is not followed for blocks." in text]
+    assert told and all("Compile that one" in text for text in told)
+    torch._dynamo.reset()
+    told.clear()
+    steps(made(plan=hand_made(1, 3, recomputed=3)), 1)
+    assert not [text for text in told if "not followed" in text]
+
+
+def test_several_microbatches_in_one_program_follow_it_too():
+    def both(**more):
+        torch._dynamo.reset()
+        model = made(**more)
+        run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})
+        ids = [torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+        outs = mfsdp.together(run)([(x,) for x in ids])
+        sum(out.square().mean() for out in outs).backward()
+        return [*outs, *(p.grad.full_tensor() for p in model.parameters())]
+
+    plan = hand_made(1, 3, recomputed=2, gathered=1)
+    assert all(map(torch.equal, both(), both(plan=plan)))
+
+
+def test_what_buys_nothing_is_not_chosen():
+    plan = mfsdp.plan(nn.Linear(4, 4), (torch.zeros(2, 4),), memory="1MB", curve=False)
+    assert plan.optimizer == "device" and not plan.host and "KiB" in str(plan)
 
 
 def test_dropout_that_is_computed_again_is_the_same_dropout():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,8 @@ from ..spec.units import Spec, Unit
 from ..state.buffer import FlatBuffer, UnitState
 from . import cutting, regions
 from .leaving import leave
+
+log = logging.getLogger("mfsdp")
 
 
 class Capture:
@@ -171,6 +174,7 @@ class Capture:
         self.label(joint)
         return_copies(joint, kwargs["num_fwd_outputs"])
         cutting.name_layers(joint)
+        self._tell_unfollowed(joint)
         if self.keeps or self.decide is not None:
             self.joint = cutting.Joint(joint, inputs, kwargs)
         if self.decide is not None:
@@ -179,6 +183,19 @@ class Capture:
             if not self.keeps:
                 self.joint = None
         return self.divide(joint, inputs, kwargs)
+
+    def _tell_unfollowed(self, joint: fx.GraphModule) -> None:
+        """Says which layers of a plan are here by another path, so that nothing that was chosen for them is done."""
+        there = {node.meta.get(LAYER) for node in joint.graph.nodes}
+        units = [f"{unit.fqn}." for unit in self.units]
+        lost = [p for p in self.treated if p not in there and any(u.startswith(f"{p}.") for u in units)]
+        if lost:
+            log.warning(
+                "mfsdp: %s: the plan is not followed for %s: what was compiled is not the module that was sharded, and "
+                "calls it otherwise. Compile that one: torch.compile(model, backend='mfsdp')",
+                self.name,
+                ", ".join(lost),
+            )
 
     def divide(
         self, joint: fx.GraphModule, inputs: Sequence[Any], kwargs: Mapping[str, Any]

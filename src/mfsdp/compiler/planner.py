@@ -463,7 +463,7 @@ class Planner:
             return None
         while True:
             ends = [self._greedy(budget, _price), self._greedy(budget, _seconds), self._beam(budget)]
-            best = self._polished(min(ends, key=self.score), budget)
+            best = self._eased(self._polished(min(ends, key=self.score), budget), budget)
             if self._sure(best).peak <= budget or best == self.floor:
                 plain = replace(best, choices=tuple(map(_plain, best.choices)))
                 self.scores[plain] = self.score(best)  # the same treatment of every layer
@@ -477,6 +477,18 @@ class Planner:
             self.scores[setting] = self._score(setting, whole=True)
         self.seen.add(setting)
         return self.score(setting)
+
+    def _eased(self, setting: Setting, budget: int) -> Setting:
+        """Without what the floor has and the budget does not ask for, where that is as fast."""
+        eased: list[Callable[[Setting], Setting]] = [lambda s: replace(s, streamed=False)]
+        eased += [partial(self._with, place=i, choice=kind) for i, kind in enumerate(self.kinds)]
+        for ease in eased:
+            other = ease(setting)
+            if self.score(other).peak <= budget and self.score(other).seconds <= self.score(setting).seconds * (
+                1 + 1e-9
+            ):
+                setting = other
+        return setting
 
     def _polished(self, setting: Setting, budget: int) -> Setting:
         """With as few layers computed again, and as many gathered, as fit: of counts in between, which the searches

@@ -165,7 +165,8 @@ class Plan:
 
 
 def _size(n: int) -> str:
-    return f"{n / 2**30:.2f} GiB" if n >= 2**30 else f"{n / 2**20:.2f} MiB"
+    unit, size = ("GiB", 2**30) if n >= 2**30 else ("MiB", 2**20) if n >= 2**20 else ("KiB", 2**10)
+    return f"{n / size:.2f} {unit}"
 
 
 def nbytes_of(memory: Any, what: str = "memory") -> int:
