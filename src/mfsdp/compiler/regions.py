@@ -152,6 +152,8 @@ def inline(gm: fx.GraphModule, beside: fx.GraphModule | None = None) -> dict[str
     for node in graph.find_nodes(op="get_attr") if found else ():
         if not node.users:
             graph.erase_node(node)
+    if found:
+        gm.delete_all_unused_submodules()  # whose graphs, with their nodes, caches could not write down
     return found
 
 
