@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import mfsdp
@@ -19,13 +21,14 @@ from mfsdp.compiler import capture, cutting
 from mfsdp.compiler.cutting import Treatment
 from mfsdp.compiler.planner import WAYS, Planner, Setting
 from mfsdp.costs import clock, fusion
-from mfsdp.costs.folding import folded, runs
+from mfsdp.costs.folding import Event, folded, play, runs
 from mfsdp.costs.simulate import simulate
 from mfsdp.graph.cost import lines, peak
 from mfsdp.planning.explain import buffers_of, machine_of
 from mfsdp.reports.page import render as page_of
 from mfsdp.spec.choices import Choice
 from mfsdp.spec.config import Options
+from mfsdp.spec.hardware import Transfer
 from mfsdp.spec.plans import nbytes_of
 from tests.models import GPT, Block
 from tests.test_explain import PLAIN, built, held
@@ -94,6 +97,45 @@ def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag)
         parts.append(found._unfolded(part, repeats).play())
     assert [(f"{1e6 * seconds:.6f}", top) for seconds, top in parts] == whole
     assert (found.score(setting).host > 0) is ("O" in states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chosen", "off"),
+    [
+        ({"recomputed": 4}, 1e-3),
+        ({"recomputed": 6, "gathered": 5}, 1e-3),
+        ({"gathered": 9, "recomputed": 2}, 5e-3),
+        ({"offloaded": (1, 9)}, 1e-3),
+        ({"offloaded": (2, 7), "recomputed": 4, "gathered": 3}, 3e-2),
+    ],
+)
+def test_pieces_say_about_what_a_step_takes(chosen, off):
+    """Seconds closer than memory, whose peak depends on rooms for what is gathered, and on when copies come back."""
+    model, _ = gpt(9)
+    found = planner(model, torch.zeros(16, 32, dtype=torch.long), "inductor")
+    (kind,) = found.kinds
+    for depth, lag in ((0, 0), (1, 1), (3, 2)):
+        setting = Setting((replace(kind, **chosen),), depth, lag)
+        about, score = found.estimate(setting), found.sure(setting)
+        assert about is not score and about.host == pytest.approx(score.host, rel=0.02)
+        assert about.seconds == pytest.approx(score.seconds, rel=off)
+        assert about.peak == pytest.approx(score.peak, rel=max(4 * off, 0.03))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("gr"), st.floats(0.0, 3.0), st.floats(0.0, 2.0), st.integers(-9, 9)), max_size=6)
+)
+def test_a_block_goes_on_as_it_has_come_to_rest(parts):
+    """What is not played any more is what playing gives; a wait is for the launch before the last."""
+    events = []
+    for queue, takes, seconds, delta in parts:
+        events.append(Event(seconds, max(0, delta), delta, queue, Transfer(0.1, takes, link=queue)))
+        events.append(Event(seconds, 3, -delta, queue, back=1))
+    blocks = [(events[:2], 1), (events, 40), (events[2:], 7)]
+    few, all_of_them = play(blocks, 5), play([([e for b, n in blocks for _ in range(n) for e in b], 1)], 5)
+    assert few[1] == all_of_them[1] and few[0] == pytest.approx(all_of_them[0], rel=1e-6)
 
 
 def test_runs_of_equal_choices():

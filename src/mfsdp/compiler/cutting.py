@@ -125,9 +125,13 @@ def _texts(joint: fx.GraphModule) -> dict[str, tuple[Any, str]]:
         for path, own in nodes.items()
         if not any("recompute" in n.meta for n in own)
     }
-    order = dict.fromkeys(path for n in joint.graph.nodes if (path := n.meta.get(LAYER)))
     both = {**calls, **flat}
-    return {path: both[path] for path in order if path in both}
+    return {path: both[path] for path in ordered(joint) if path in both}
+
+
+def ordered(joint: fx.GraphModule) -> list[str]:
+    """Paths of layers, in the order in which forward begins them."""
+    return list(dict.fromkeys(path for n in joint.graph.nodes if (path := n.meta.get(LAYER))))
 
 
 def _shape(node: fx.Node) -> Any:
@@ -143,6 +147,21 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     twin = _LazyGraphModule(gm, graph)  # no code is written until it is called
     twin.meta = dict(gm.meta)
     return twin
+
+
+def owners(joint: fx.GraphModule) -> dict[str, str]:
+    """The layer that reads a unit's parameters, by the unit's name."""
+    out = {n: p.path for p in pairs(joint) for x in p.inputs if (n := _shard_of(x))}
+    for node in joint.graph.find_nodes(op="call_function", target=ops.param):
+        if (r := role(node)) is not None and (path := layer_of(node)):
+            out[r.unit] = path
+    return out
+
+
+def _shard_of(node: Any) -> str:
+    """The unit whose shard is given to a call; ``""`` for another thing."""
+    r = role(node) if isinstance(node, fx.Node) else None
+    return r.unit if r is not None and r.kind is Kind.SHARD else ""
 
 
 def name_layers(joint: fx.GraphModule) -> None:
@@ -170,8 +189,7 @@ def vary(joint: fx.GraphModule, treated: Mapping[str, Treatment]) -> dict[str, b
         treatment = treated.get(pair.path, Treatment()).cut
         if treatment != Treatment():
             if treatment.gathered is not None:
-                units = [r.unit for x in pair.inputs if (r := role(x)) is not None and r.kind is Kind.SHARD]
-                gathered |= dict.fromkeys(units, treatment.gathered)
+                gathered |= dict.fromkeys(filter(None, map(_shard_of, pair.inputs)), treatment.gathered)
             pair.swap(treatment, done)
     behind = differentiated(joint)
     marked: dict[str, list[fx.Node]] = {}

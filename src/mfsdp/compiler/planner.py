@@ -23,12 +23,13 @@ from ..costs.estimate import optimizer_seconds
 from ..costs.folding import Folded, folded, runs
 from ..costs.ledger import Ledger, ledger
 from ..costs.pace import Pace
+from ..costs.pieces import AWAY, PARTS, WHOLE, Both, Layer, Pieces
 from ..graph import ops
 from ..graph.cost import nbytes
 from ..graph.program import Program
 from ..spec.choices import Choice, Choices
 from ..spec.config import Options
-from ..spec.hardware import Hardware, host_copy
+from ..spec.hardware import Hardware, Transfer, host_copy
 from ..state.buffer import FlatBuffer
 from . import cutting
 from .capture import Capture
@@ -44,8 +45,20 @@ WAYS = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 2))
 WORTH = 0.01
 """What gathering earlier, or keeping gathered, has to be worth to be looked at: a part of the step."""
 
-WIDTH, ENOUGH = 6, 0.1
-"""How many settings the third search keeps, and how much slower than the best they may be: a part of the step."""
+TRIES, SLACK = 4, 0.01
+"""How often it is searched anew, with what the last estimate was wrong by, and how much of the budget may be left over
+without that.
+"""
+
+EQUAL = 1e-9
+"""Steps that differ by no more, as a part of them, are as fast as one another."""
+
+WIDTH, ENOUGH, PATIENCE = 4, 0.1, 2
+"""How many settings the third search keeps, how much slower than the best they may be, as a part of the step, and how
+many steps it goes on without finding a better one."""
+
+FEW = 4
+"""Layers of a kind so few that every setting is looked at with its own program."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +118,8 @@ class Planner:
     allow: Collection[str] = ALLOWED
     profile: Any = None
     scores: dict[Setting, Score] = field(default_factory=dict, repr=False)
+    estimates: dict[Setting, Score] = field(default_factory=dict, repr=False)
+    pieces: dict[tuple[int, int], Pieces] = field(default_factory=dict, repr=False)
     cuts: dict[Any, tuple[Program, ...]] = field(default_factory=dict, repr=False)
     short: dict[Any, tuple[Folded, ...]] = field(default_factory=dict, repr=False)
     seen: set[Setting] = field(default_factory=set, repr=False)
@@ -194,23 +209,33 @@ class Planner:
         return found
 
     def _least(self, settings: Sequence[Setting]) -> Setting:
-        return min(settings, key=lambda s: (self.score(s).peak, self.score(s).seconds))
+        return min(settings, key=lambda s: (self.estimate(s).peak, self.estimate(s).seconds))
 
     @cached_property
     def spaces(self) -> list[list[int]]:
         """For each kind of layers of every how many one may go to the host: so many that copies keep up with compute,
         and more; none where nothing may go, or would.
         """
-        return [self._spaces(i, choice) if "offload" in self.allow else [] for i, choice in enumerate(self.kinds)]
+        return [self._spaces(i, choice) if self.copies[i] else [] for i, choice in enumerate(self.kinds)]
 
     def _spaces(self, place: int, choice: Choice) -> list[int]:
         forward, _, saved = self._layer(choice, Treatment())
         copy = sum(host_copy(taken, self.machine).seconds for taken in saved if taken >= LEAST)
         least, n = max(1, math.ceil(copy / max(forward, 1e-12))), len(choice.layers)
-        if least > n or not self.score(self._with(self.plain, place, replace(choice, offloaded=(least, n)))).host:
-            return []
-        more = () if self.many(choice) else (least + 1, 2 * least)
-        return sorted({least, *(m for m in more if m <= n)})
+        return sorted(m for m in {least, least + 1, 2 * least} if m <= n)
+
+    @cached_property
+    def copies(self) -> list[tuple[Transfer, Transfer, int] | None]:
+        """For each kind of layers copies to the host and back, and the bytes of what one of them moves; ``None`` where
+        nothing may go, or would.
+        """
+        return [self._copied(i, choice) if "offload" in self.allow else None for i, choice in enumerate(self.kinds)]
+
+    def _copied(self, place: int, choice: Choice) -> tuple[Transfer, Transfer, int] | None:
+        n = len(choice.layers)
+        away = self.score(self._with(self.plain, place, replace(choice, offloaded=(n, n)))).host - self.account.host
+        part = away // PARTS
+        return (host_copy(part, self.machine), host_copy(part, self.machine, back=True), part) if away else None
 
     @cached_property
     def ways(self) -> list[tuple[int, int]]:
@@ -223,7 +248,7 @@ class Planner:
         for base in (self.plain, self.floor):
             best: dict[tuple[int, int], float] = {}
             for depth, lag in WAYS:
-                seconds = self.score(replace(base, prefetch=depth, reduce_lag=lag)).seconds
+                seconds = self.estimate(replace(base, prefetch=depth, reduce_lag=lag)).seconds
                 below = [s for (d, g), s in best.items() if d <= depth and g <= lag]
                 if not below or seconds < min(below) * (1 - WORTH):
                     best[depth, lag] = seconds
@@ -236,7 +261,7 @@ class Planner:
         if "gathered" not in self.allow:
             return False
         whole = replace(self.plain, choices=tuple(replace(c, gathered=len(c.layers)) for c in self.kinds))
-        return self.score(whole).seconds < self.score(self.plain).seconds * (1 - WORTH)
+        return self.estimate(whole).seconds < self.estimate(self.plain).seconds * (1 - WORTH)
 
     @cached_property
     def streams(self) -> bool:
@@ -259,30 +284,18 @@ class Planner:
         sizes = [s for s in (1, 2, 4, 8, 16, 32, 64) if s <= max(1, n // 2)] + [n]
         for more in (*sizes, *(-s for s in sizes)):
             if "recompute" in self.allow:
-                yield from self._settled(replace(c, recomputed=min(n, max(0, c.recomputed + more))))
+                yield replace(c, recomputed=min(n, max(0, c.recomputed + more)))
             if self.gathering:
-                yield from self._settled(replace(c, gathered=min(n, max(0, c.gathered + more))))
+                yield replace(c, gathered=min(n, max(0, c.gathered + more)))
         levels = self.trails[c.name, c.layers] if "recompute" in self.allow and c.recomputed else ()
         yield from (replace(c, saved=saved) for saved in levels if saved != c.saved)
         every, first = c.offloaded
         for m in spaces:
             if first and m != every:
-                yield from self._settled(replace(c, offloaded=(m, first)))
+                yield replace(c, offloaded=(m, first))
             for more in (*sizes, *(-s for s in sizes)) if m == every or not first else ():
                 count = min(n, max(0, first + more * m))
-                yield from self._settled(replace(c, offloaded=(m if count else 1, count)))
-
-    def _settled(self, c: Choice) -> Iterator[Choice]:
-        """Of many layers only counts of which every run of equal ones can be folded: what few layers in between cost is
-        found out at the end (`_polished`).
-        """
-        n, least = len(c.layers), 2 * self.border(1, 1) + 1
-        if not self.many(c):
-            yield c
-            return
-        states = [(c.recomputes(i), c.gathers(i), c.offloads(i)) for i in range(n)]
-        if all(count * period >= least for _, period, count in runs(states, 2, c.offloaded[0])):
-            yield c
+                yield replace(c, offloaded=(m if count else 1, count))
 
     def many(self, c: Choice) -> bool:
         """Whether there are so many layers that few of them stand for all."""
@@ -359,6 +372,83 @@ class Planner:
         found = clock.times(_Bare(program), self.machine, fused=self.fused)  # type: ignore[arg-type]
         return sum(t.seconds for t in found.values() if t.transfer is None)
 
+    # estimates
+
+    def estimate(self, setting: Setting) -> Score:
+        """About what a step takes under a setting (Note [Pieces]), where there are more than a few layers."""
+        if all(len(kind.layers) <= FEW for kind in self.kinds):
+            return self.score(setting)
+        if setting not in self.estimates:
+            self.estimates[setting] = self._estimate(setting)
+        return self.estimates[setting]
+
+    def _estimate(self, setting: Setting) -> Score:
+        pieces = self._pieces(setting.prefetch, setting.reduce_lag)
+        layers = self._layers(setting, pieces)
+        period = max(choice.offloaded[0] for choice in setting.choices) if setting.choices else 1
+        played = [pieces.play(layers, backward, period) for backward in (False, True)]
+        slots = sum(pieces.slots(layers).values())
+        moved = (
+            PARTS * copy[2] * sum(map(choice.offloads, range(len(choice.layers))))
+            for choice, copy in zip(setting.choices, self.copies, strict=True)
+            if copy is not None
+        )
+        return self._total(setting, played, slots, sum(moved))
+
+    def _pieces(self, depth: int, lag: int) -> Pieces:
+        if (depth, lag) not in self.pieces:
+            programs, treated = partial(self._alike, depth, lag), self._shortened(Setting(self.kinds, depth, lag))[0]
+            order = [path for path in self.order if path in treated]
+            self.pieces[depth, lag] = Pieces(programs, self.owners, order)
+        return self.pieces[depth, lag]
+
+    def _alike(self, depth: int, lag: int, way: int) -> Both:
+        """Programs in which all layers are treated alike: saved in the first way, in others computed again."""
+        choices = self.kinds
+        if way == WHOLE:
+            choices = tuple(replace(c, gathered=len(c.layers)) for c in choices)
+        elif way == AWAY:
+            choices = tuple(
+                replace(c, offloaded=(1, len(c.layers))) if spaces[:1] == [1] else c
+                for c, spaces in zip(choices, self.spaces, strict=True)
+            )
+        elif way:
+            levels = [self.trails[c.name, c.layers] for c in choices]
+            choices = tuple(
+                replace(c, recomputed=len(c.layers), saved=level[min(way, len(level)) - 1])
+                for c, level in zip(choices, levels, strict=True)
+            )
+        setting = Setting(choices, depth, lag)
+        forward, backward = self._folded(self._shortened(setting)[0], setting)
+        return forward, backward
+
+    def _layers(self, setting: Setting, pieces: Pieces) -> list[Layer]:
+        """Which piece every layer takes, in forward's order."""
+        found: dict[str, Layer] = {}
+        for place, c in enumerate(setting.choices):
+            n, kept = len(c.layers), sum(path in pieces.place for path in c.layers)
+            way = 1 + self.trails[c.name, c.layers].index(c.saved) if c.recomputed else 0
+            for i, path in enumerate(c.layers):
+                around = (kept - 1) // 2
+                stand = c.layers[i if i <= around or kept == n else max(around, i - (n - kept))]
+                if c.offloads(i) and self.spaces[place][:1] == [1]:
+                    found[path] = Layer(stand, AWAY, c.gathers(i))
+                    continue
+                away = self.copies[place] if c.offloads(i) else None
+                found[path] = Layer(stand, way if c.recomputes(i) else 0, c.gathers(i), away)
+        return [found[path] for path in self.order]
+
+    @cached_property
+    def owners(self) -> dict[str, str]:
+        """The layer that reads a unit's parameters, by its name."""
+        return cutting.owners(self.joint.graph)
+
+    @cached_property
+    def order(self) -> list[str]:
+        """Paths of all layers, in forward's order."""
+        known = {path for kind in self.kinds for path in kind.layers}
+        return [path for path in cutting.ordered(self.joint.graph) if path in known]
+
     # scores
 
     def score(self, setting: Setting) -> Score:
@@ -373,13 +463,22 @@ class Planner:
         if key not in self.short:
             self.short[key] = self._folded(treated, setting)
         parts = [self._unfolded(part, repeats) for part in self.short[key]]
-        played = [part.play() for part in parts]
-        changed = self._slots(parts) - self.slots
+        away = next(part.host for part in parts if not part.backward)
+        return self._total(setting, [part.play() for part in parts], self._slots(parts), away)
+
+    def _total(self, setting: Setting, played: Sequence[tuple[float, int]], slots: int, away: int) -> Score:
+        """A step, of what its programs take.
+
+        Args:
+            played: seconds, and bytes that are live at most.
+            slots: bytes of static buffers.
+            away: bytes that forward saves on the host.
+        """
+        changed = slots - self.slots
         account = self.streamed if setting.streamed else self.account
         peak = max(account.at_step + changed, *(account.lasting + changed + top for _, top in played))
         between = self.rounds * sum(seconds for seconds, _ in played)
         step = between + self.steps(between if setting.streamed else None)
-        away = next(part.host for part in parts if not part.backward)
         return Score(step, peak, account.host + away)
 
     @staticmethod
@@ -459,19 +558,32 @@ class Planner:
 
     def best(self, budget: int) -> Setting | None:
         """The fastest setting that fits; ``None`` if the floor does not."""
-        if self.score(self.floor).peak > budget:
+        if self.sure(self.floor).peak > budget:
             return None
-        while True:
-            ends = [self._greedy(budget, _price), self._greedy(budget, _seconds), self._beam(budget)]
-            best = self._eased(self._polished(min(ends, key=self.score), budget), budget)
-            if self._sure(best).peak <= budget or best == self.floor:
-                plain = replace(best, choices=tuple(map(_plain, best.choices)))
-                self.scores[plain] = self.score(best)  # the same treatment of every layer
-                return plain
+        met, wrong = [self.floor], 0
+        for _ in range(TRIES):
+            found = self._search(budget - wrong)
+            if found in met:
+                break
+            met.insert(0, found)
+            score = self.sure(found)
+            wrong = score.peak - self.estimate(found).peak
+            if score.peak <= budget <= score.peak + SLACK * budget:
+                break
+        fit = [s for s in met if self.sure(s).peak <= budget]
+        least = min(self.sure(s).seconds for s in fit)
+        best = next(s for s in fit if self.sure(s).seconds <= least * (1 + EQUAL))
+        plain = replace(best, choices=tuple(map(_plain, best.choices)))
+        self.scores[plain] = self.sure(best)  # the same treatment of every layer
+        return plain
 
-    def _sure(self, setting: Setting) -> Score:
-        """The score of a setting, of all layers: copies to the host that stand behind one another need not come to rest
-        within a few of them.
+    def _search(self, budget: int) -> Setting:
+        ends = [self._greedy(budget, _price), self._greedy(budget, _seconds), self._beam(budget)]
+        return self._eased(min(ends, key=self.estimate), budget)
+
+    def sure(self, setting: Setting) -> Score:
+        """The score of a setting; where layers go to the host that of all layers, as copies that stand behind one
+        another need not come to rest within a few of them.
         """
         if setting not in self.seen and any(c.offloaded[1] for c in setting.choices):
             self.scores[setting] = self._score(setting, whole=True)
@@ -484,37 +596,9 @@ class Planner:
         eased += [partial(self._with, place=i, choice=kind) for i, kind in enumerate(self.kinds)]
         for ease in eased:
             other = ease(setting)
-            if self.score(other).peak <= budget and self.score(other).seconds <= self.score(setting).seconds * (
-                1 + 1e-9
-            ):
+            here, there = self.estimate(setting), self.estimate(other)
+            if there.peak <= budget and there.seconds <= here.seconds * (1 + EQUAL):
                 setting = other
-        return setting
-
-    def _polished(self, setting: Setting, budget: int) -> Setting:
-        """With as few layers computed again, and as many gathered, as fit: of counts in between, which the searches
-        left out, it is guessed from those around them which fit, and looked at whether they do.
-        """
-        for i in range(len(setting.choices)):
-            for name, allowed, step in (("recomputed", "recompute", -1), ("gathered", "gathered", 1)):
-                choice = setting.choices[i]
-                here, now = getattr(choice, name), self.score(setting)
-                further = [
-                    n
-                    for n in range(here + step, len(choice.layers) * (step > 0) + step, step)
-                    if list(self._settled(_counted(choice, name, n)))
-                ]
-                if allowed not in self.allow or not further or abs(further[0] - here) < 2:
-                    continue
-                beyond = self.score(self._with(setting, i, _counted(choice, name, further[0])))
-                share = (budget - now.peak) / max(1, beyond.peak - now.peak)
-                guess = min(abs(further[0] - here) - 1, int(share * abs(further[0] - here)) + 1)
-                while guess > 0:
-                    other = self._with(setting, i, _counted(choice, name, here + step * guess))
-                    score = self.score(other)
-                    if score.peak <= budget and score.seconds < now.seconds:
-                        setting = other
-                        break
-                    guess -= 1
         return setting
 
     @staticmethod
@@ -522,28 +606,29 @@ class Planner:
         return replace(setting, choices=(*setting.choices[:place], choice, *setting.choices[place + 1 :]))
 
     def _fitting(self, setting: Setting, budget: int) -> list[Setting]:
-        return [s for s in self.near(setting) if self.score(s).peak <= budget]
+        return [s for s in self.near(setting) if self.estimate(s).peak <= budget]
 
     def _greedy(self, budget: int, worth: Callable[[Score, Score], Any]) -> Setting:
         """Buys what is worth most, until nothing is that fits."""
         now = self.floor
         while True:
-            here = self.score(now)
-            better = [s for s in self._fitting(now, budget) if self.score(s).seconds < here.seconds - 1e-9]
+            here = self.estimate(now)
+            better = [s for s in self._fitting(now, budget) if self.estimate(s).seconds < here.seconds - 1e-9]
             if not better:
                 return now
-            now = max(better, key=lambda s: worth(here, self.score(s)))
+            now = max(better, key=lambda s: worth(here, self.estimate(s)))
 
     def _beam(self, budget: int) -> Setting:
         """Keeps the best few at each step, also those that are a little slower than what was met before."""
-        seen, front, best = {self.floor}, [self.floor], self.floor
-        while front:
+        seen, front, best, left = {self.floor}, [self.floor], self.floor, PATIENCE
+        while front and left:
             found = dict.fromkeys(s for now in front for s in self._fitting(now, budget) if s not in seen)
             seen |= found.keys()
-            front = sorted(found, key=self.score)[:WIDTH]
-            if front and self.score(front[0]) < self.score(best):
-                best = front[0]
-            front = [s for s in front if self.score(s).seconds < self.score(best).seconds * (1 + ENOUGH)]
+            front = sorted(found, key=self.estimate)[:WIDTH]
+            left -= 1
+            if front and self.estimate(front[0]) < self.estimate(best):
+                best, left = front[0], PATIENCE
+            front = [s for s in front if self.estimate(s).seconds < self.estimate(best).seconds * (1 + ENOUGH)]
         return best
 
 
@@ -552,10 +637,6 @@ def _plain(choice: Choice) -> Choice:
     if not any(map(choice.recomputes, range(len(choice.layers)))):
         choice = replace(choice, recomputed=0, saved=())
     return choice
-
-
-def _counted(choice: Choice, name: str, count: int) -> Choice:
-    return replace(choice, gathered=count) if name == "gathered" else replace(choice, recomputed=count)
 
 
 def _hull(points: Sequence[tuple[float, float]]) -> set[int]:

@@ -14,6 +14,7 @@ events is that of the whole program, to the last digit but those that floating-p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,7 @@ from torch.fx import Node
 from ..graph import ops
 from ..graph.cost import lines, nbytes
 from ..graph.program import LAYER, Program, base_of
+from ..graph.roles import role
 from ..spec.hardware import Transfer
 from . import fusion
 from .clock import Time
@@ -45,6 +47,12 @@ class Event:
     """Bytes that come to lie on the host."""
     back: int = 0
     """What is waited for: that which was launched so many launches before the last one in the queue."""
+    unit: str = ""
+    """Whose parameters are gathered."""
+
+
+Block = tuple[Sequence[Event], int]
+"""Events, and how many times they happen, one time behind the other."""
 
 
 @dataclass(frozen=True)
@@ -87,26 +95,83 @@ class Folded:
 
     def play(self) -> tuple[float, int]:
         """Seconds, and bytes that are live at most, static buffers not counted."""
-        links, launched = Links(), dict[str, list[Moving]]()
-        live = top = self.live
-        for e in self.events:
-            top = max(top, live + e.top)
-            live += e.delta
+        return play([(self.events, 1)], self.live)
+
+
+def play(blocks: Sequence[Block], live: int) -> tuple[float, int]:
+    """Seconds, and bytes that are live at most, where so many are live at the beginning. A block is played until it
+    takes what it took the time before and leaves the same behind; from then on it goes on like that.
+    """
+    now = _Play(live)
+    for events, times in blocks:
+        before: _State | None = None
+        for left in reversed(range(times)):
+            after = now.play(events)
+            if left and before is not None and after.like(before):
+                now.skip(after, left)
+                break
+            before = after
+    return now.end()
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a block took, and left behind."""
+
+    seconds: float
+    delta: int
+    top: int
+    """Above what was live at its beginning."""
+    moving: tuple[float, ...]
+    """Of each queue's last launches what is left of them, in seconds; nothing of those that are complete."""
+
+    def like(self, other: _State) -> bool:
+        pairs = zip((self.seconds, *self.moving), (other.seconds, *other.moving), strict=False)
+        return len(self.moving) == len(other.moving) and all(math.isclose(a, b, rel_tol=1e-9) for a, b in pairs)
+
+
+_LAST = 16
+"""Launches of a queue that what is left of them is looked at: more than are under way."""
+
+
+class _Play:
+    """Time and memory, while events happen."""
+
+    def __init__(self, live: int):
+        self.links, self.launched = Links(), dict[str, list[Moving]]()
+        self.live = self.top = live
+
+    def play(self, events: Sequence[Event]) -> _State:
+        links, begun, before, top = self.links, self.links.now, self.live, self.live
+        for e in events:
+            top = max(top, self.live + e.top)
+            self.live += e.delta
             if e.launch is not None:
                 moving = Moving.of(e.launch, links.now)
-                launched.setdefault(e.queue, []).append(moving)
+                self.launched.setdefault(e.queue, []).append(moving)
                 if e.launch.seconds > 0:
                     links.launch(e.queue, moving)
                 else:
                     moving.start = moving.end = links.now
-            elif e.queue:
-                links.until(launched[e.queue][-1 - e.back])
+            elif e.back < len(self.launched.get(e.queue, ())):
+                links.until(self.launched[e.queue][-1 - e.back])
             if e.seconds:
                 links.compute(e.seconds)
-        for queue in launched.values():
+        self.top = max(self.top, top)
+        left = (m.fixed + m.left if m.end < 0 else 0.0 for queue in self.launched.values() for m in queue[-_LAST:])
+        return _State(links.now - begun, self.live - before, top - before, tuple(left))
+
+    def skip(self, block: _State, times: int) -> None:
+        """Lets a block happen so many times more, as it did."""
+        self.links.now += times * block.seconds
+        self.live += times * block.delta
+        self.top = max(self.top, self.live - block.delta + block.top)
+
+    def end(self) -> tuple[float, int]:
+        for queue in self.launched.values():
             for moving in queue:
-                links.until(moving)
-        return links.now, top
+                self.links.until(moving)
+        return self.links.now, self.top
 
 
 def folded(program: Program, times: Mapping[Node, Time], fused: bool) -> Folded:
@@ -137,6 +202,7 @@ def folded(program: Program, times: Mapping[Node, Time], fused: bool) -> Folded:
             event.queue, event.launch, event.seconds = queue_of(program, node), time.transfer, 0.0
             counts[event.queue] = counts.get(event.queue, 0) + 1
             event.host = nbytes(node.meta["val"]) if node.target is ops.offload else 0
+            event.unit = role(node).unit if node.target is ops.all_gather else ""  # type: ignore[union-attr]
             product = base_of(node.args[0]) if node.target in ops.IN_PLACE else node  # type: ignore[arg-type]
             where[product] = event.queue, counts[event.queue]
         elif node.target is ops.wait:
