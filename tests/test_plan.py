@@ -142,6 +142,7 @@ def test_runs_of_equal_choices():
     assert runs("SSSSS", 2) == [(0, 1, 5)]
     assert runs("ORRORRORRSSS", 2, 3) == [(0, 3, 3), (9, 1, 3)]
     assert runs("AB", 2) == [(0, 1, 1), (1, 1, 1)]
+    assert runs("OSSSS", 2, 5) == [(0, 1, 1), (1, 1, 4)]
     choice = Choice("Block", tuple("abcdefgh"), gathered=2, recomputed=6, offloaded=(2, 5))
     assert "".join("O" if choice.offloads(i) else "R" if choice.recomputes(i) else "-" for i in range(8)) == "OROROR--"
     assert [choice.gathers(i) for i in range(8)] == [False] * 6 + [True] * 2

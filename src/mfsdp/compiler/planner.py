@@ -561,21 +561,33 @@ class Planner:
         if self.sure(self.floor).peak > budget:
             return None
         met, wrong = [self.floor], 0
+        while True:
+            best, wrong = self._tried(met, wrong, budget)
+            if self.sure(best).peak <= budget:
+                plain = replace(best, choices=tuple(map(_plain, best.choices)))
+                self.scores[plain] = self.sure(best)  # the same treatment of every layer
+                return plain
+            wrong = self.sure(best).peak - self.estimate(best).peak
+
+    def _tried(self, met: list[Setting], wrong: int, budget: int) -> tuple[Setting, int]:
+        """The fastest setting by its score, of those that searches find, and by how much its estimate was wrong.
+
+        Args:
+            met: what was found before; what is found now is put in front.
+            wrong: by how many bytes estimates are too low.
+        """
         for _ in range(TRIES):
             found = self._search(budget - wrong)
             if found in met:
                 break
             met.insert(0, found)
-            score = self.sure(found)
+            score = self.score(found)
             wrong = score.peak - self.estimate(found).peak
             if score.peak <= budget <= score.peak + SLACK * budget:
                 break
-        fit = [s for s in met if self.sure(s).peak <= budget]
-        least = min(self.sure(s).seconds for s in fit)
-        best = next(s for s in fit if self.sure(s).seconds <= least * (1 + EQUAL))
-        plain = replace(best, choices=tuple(map(_plain, best.choices)))
-        self.scores[plain] = self.sure(best)  # the same treatment of every layer
-        return plain
+        fit = [s for s in met if self.score(s).peak <= budget]
+        least = min(self.score(s).seconds for s in fit)
+        return next(s for s in fit if self.score(s).seconds <= least * (1 + EQUAL)), wrong
 
     def _search(self, budget: int) -> Setting:
         ends = [self._greedy(budget, _price), self._greedy(budget, _seconds), self._beam(budget)]

@@ -242,7 +242,7 @@ def runs(states: Sequence[object], least: int, period: int = 1) -> list[tuple[in
                 states
             ):
                 count += 1
-            if count * p > best[1] * best[2] and count * p >= least:
+            if (p == 1 or count > 1) and count * p > best[1] * best[2] and count * p >= least:
                 best = (i, p, count)
         found.append(best)
         i += best[1] * best[2]
