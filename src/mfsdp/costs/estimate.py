@@ -18,7 +18,7 @@ from ..graph.program import Program
 from ..graph.roles import Lane, role
 from ..pipeline import Stage
 from ..spec.config import Options
-from ..spec.hardware import Hardware
+from ..spec.hardware import Hardware, host_copy
 from ..spec.source import ours
 from ..state.buffer import FlatBuffer
 from . import clock, fusion
@@ -97,7 +97,7 @@ def estimate(
         step += view.runs * view.seconds
         compute += view.runs * sum(t.seconds for t in part.times.values())
     seconds = getattr(profile, "optimizer", 0.0) or optimizer_seconds(
-        buffers, plain, optimizer, machine, step if account.host else None
+        buffers, plain, optimizer, machine, step if stepping == "offloaded" else None
     )
     seconds *= schedule.slowest
     bubble = (schedule.stages - 1) * sum(view.seconds for view in views)
@@ -225,9 +225,9 @@ def optimizer_seconds(
     rest = alone(plain, plain)
     if between is None:
         return sum(steps) + rest
-    host = machine.host
-    copies = [host.latency + states * b.weights.main.nbytes / host.bandwidth for b in trained]
-    return streamed(steps, copies, between) + rest
+    copies = [host_copy(states * b.weights.main.nbytes, machine) for b in trained]
+    taken = sum(2 * copy.cpu for copy in copies)  # there and back, from whatever computes meanwhile
+    return streamed(steps, [copy.seconds for copy in copies], between) + taken + rest
 
 
 def streamed(steps: Sequence[float], copies: Sequence[float], between: float) -> float:

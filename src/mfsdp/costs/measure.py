@@ -62,8 +62,7 @@ def measure() -> Hardware:
         name = f"this machine, {groups.world()} ranks"
     return Hardware(
         name, flops, memory, bandwidth, link, link, reached=1.0, reached_bandwidth=1.0, kernel=kernel,
-        cuda=ops.widens(device), host=Link(_host(device, bandwidth), 1e-5 if gpu else 0.0),
-        fixed=fixed(),
+        cuda=ops.widens(device), host=_host(device, bandwidth), fixed=fixed(),
     )  # fmt: skip
 
 
@@ -89,16 +88,17 @@ def _best(function: Callable[[], object], rounds: int = 5) -> float:
     return best
 
 
-def _host(device: torch.device, bandwidth: float, nbytes: int = 2**28) -> float:
-    """Bytes per second of a copy to pinned memory of the host, or back, whichever is slower; of the CPU, whose host is
-    the same memory, what a copy within it reaches.
+def _host(device: torch.device, bandwidth: float, nbytes: int = 2**28) -> Link:
+    """Copies to pinned memory of the host, or back, whichever are slower; of the CPU, whose host is the same memory,
+    what a copy within it reaches, for which it computes nothing else.
     """
     if device.type == "cpu":
-        return bandwidth / 2
+        return Link(bandwidth / 2, 0.0, cpu=2 / bandwidth)
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     ways = ((here, there), (there, here))
-    return nbytes / max(_best(lambda a=a, b=b: a.copy_(b, non_blocking=True)) for a, b in ways)  # type: ignore[misc]
+    took = max(_best(lambda a=a, b=b: a.copy_(b, non_blocking=True)) for a, b in ways)  # type: ignore[misc]
+    return Link(nbytes / took, 1e-5)
 
 
 def _link(device: torch.device, work: Callable[[], object], nbytes: int = 2**22, rounds: int = 8) -> Link:
