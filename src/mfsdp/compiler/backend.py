@@ -26,7 +26,7 @@ from ..runtime import groups, owners, programs, watch
 from ..runtime.ahead import First
 from ..sharding import writes
 from ..spec.config import PLANNED, Options
-from ..spec.plans import DoesNotFit
+from ..spec.plans import DoesNotFit, Plan
 from . import branches, lowering, order, regions
 from .artifact import Artifact, key_of
 from .capture import Capture, path_of, sources
@@ -68,7 +68,8 @@ def mfsdp(
             raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}{why}; use options={{...}}")
         chosen = following(Options.parse(options), options, example_inputs)
         decide = Auto.of_run(chosen, example_inputs)
-        pace = Pace.of_run(example_inputs, chosen.lowering != "eager")
+        plan, fused = _plan_of(example_inputs), chosen.lowering != "eager"
+        pace = Pace(plan.machine, fused) if plan and plan.machine else Pace.of_run(example_inputs, fused)
         passes = pipeline.chosen(chosen, decide=decide, pace=pace)
         _whole_budget(gm)
         branches.hoist(gm)
@@ -83,7 +84,7 @@ def mfsdp(
         from . import planned  # the only reason to load it
 
         machine = planned.this_machine()
-        pace = pace or Pace(machine, chosen.lowering != "eager")
+        pace = pace or Pace(machine, fused)
         capture.decide = partial(planned.decide, options=chosen, inputs=example_inputs, machine=machine)
     if not capture.shards:
         _tell_unsharded(capture, example_inputs)
@@ -150,13 +151,18 @@ def following(chosen: Options, given: Mapping[str, Any] | None, inputs: Sequence
     Raises:
         ValueError: the plan says what was given too.
     """
-    plan = next((b.unit.outermost.plan for t in inputs if (b := owners.owner(t)) is not None), None)
+    plan = _plan_of(inputs)
     if plan is None:
         return chosen
     both = next((name for name in (*PLANNED, "memory") if name in (given or {})), None)
     if both is not None:
         raise ValueError(f"the model follows a plan, and option {both}= was given: the plan chooses it; leave one out")
     return chosen.following(plan.options)
+
+
+def _plan_of(inputs: Sequence[Any]) -> Plan | None:
+    """That of the model whose parameters are among a graph's inputs, if it has one."""
+    return next((b.unit.outermost.plan for t in inputs if (b := owners.owner(t)) is not None), None)
 
 
 def collectives(program: Program) -> dict[str, list[str]]:

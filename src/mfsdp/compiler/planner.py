@@ -173,7 +173,7 @@ class Planner:
     @cached_property
     def pace(self) -> Pace:
         """What places copies to the host."""
-        return Pace(self.machine, self.fused, self.profile)
+        return Pace(self.machine, self.fused)
 
     @cached_property
     def calls(self) -> set[str]:
@@ -528,7 +528,8 @@ class Planner:
         return kept, repeats
 
     def _folded(self, treated: dict[str, Treatment], setting: Setting) -> tuple[Folded, ...]:
-        return tuple(laid.launched(setting.prefetch, self.pace) for laid in self._laid(treated, setting))
+        laid = self._laid(treated, setting)
+        return tuple(part.launched(setting.prefetch, self.pace, self.profile) for part in laid)
 
     def _laid(self, treated: dict[str, Treatment], setting: Setting) -> tuple[_Laid, ...]:
         """Programs of layers that are treated so, ready for gathers to be launched so far ahead or so far."""
@@ -696,12 +697,12 @@ class _Laid:
         rows = tuple(row for row in rows if (row[0] in _OVER_AND_OVER) is late)
         pipeline.run(self.program, passes=rows, checked=False, listings=False)
 
-    def launched(self, depth: int, pace: Pace) -> Folded:
+    def launched(self, depth: int, pace: Pace, profile: Any) -> Folded:
         """Its events, with gathers launched so far ahead."""
         p = self.program
         p.move(self.order, p.output)
         self._run(replace(self.options, prefetch=depth), pace, late=True)
-        known = pace.profile.given(p) if pace.profile is not None else {}
+        known = profile.given(p) if profile is not None else {}
         return folded(p, clock.times(p, pace.machine, fused=pace.fused, memo=self.memo, **known), pace.fused)
 
 

@@ -1,6 +1,7 @@
 """How long compute stands at each line, for whoever places copies to the host (`mfsdp.passes.host`).
 
-Ranks on unlike hardware may place them differently: no other rank takes part in a copy.
+Ranks on unlike hardware may place them differently: no other rank takes part in a copy. What was measured of kernels is
+not asked: a plan says for which hardware it was made, and copies have to stand where it has put them when it compiles.
 """
 
 from __future__ import annotations
@@ -29,12 +30,10 @@ class Pace:
     Args:
         machine: on what they run.
         fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
-        profile: what knows measured times, as in `mfsdp.costs.depth.Auto`.
     """
 
     machine: Hardware
     fused: bool = True
-    profile: Any = None
 
     @classmethod
     def of_run(cls, inputs: Sequence[Any], fused: bool) -> Pace | None:
@@ -47,8 +46,7 @@ class Pace:
         """Of compute's lines how long they take, waits for collectives with what is exposed of them, as if copies took
         no time; and of each copy how long that takes on its link.
         """
-        known = self.profile.given(program) if self.profile is not None else {}
-        times = clock.times(program, self.machine, fused=self.fused, **known)
+        times = clock.times(program, self.machine, fused=self.fused)
         copies = {node: t.transfer.seconds for node, t in times.items() if node.target in ops.HOST and t.transfer}
         spans = simulate(program, times | dict.fromkeys(copies, Time(0.0, transfer=Transfer(0.0, 0.0))))
         return {span.node: span.end - span.start for span in spans if span.lane is Lane.COMPUTE} | copies

@@ -414,7 +414,9 @@ def _report(
         held = always(buffers, inputs=size, other=other, plain=plain, **steps)
         decide = Auto(machine, o, q.hardware.cuda, held, profile)
     away = any(program.find(Kind.OFFLOAD) for program in traced)
-    pace = Pace(machine, o.lowering != "eager", profile) if away else None
+    plan = traced.capture.plan if traced.capture is not None else None
+    placing = (plan and plan.machine) or q.hardware
+    pace = Pace(placing, o.lowering != "eager") if away else None
     known = {} if known is None else known
     key = (*q.traced, str(o), q.hardware.cuda, q if decide or pace else None)
     if key not in known:
@@ -429,5 +431,5 @@ def _report(
         machine=machine, options=o, other=other, plain=plain, profile=profile, **steps,
         mesh_shape=q.mesh_shape, axes=_beside(traced.model), schedule=q.schedule,
     )  # fmt: skip
-    facts.plan = traced.capture.plan if traced.capture is not None else None
+    facts.plan = plan
     return Report(**{f.name: getattr(facts, f.name) for f in fields(Facts)})

@@ -129,6 +129,7 @@ def plan(
         prices=tuple(_prices(planner, best)),
         curve=tuple(_curve(planner, floor, top)) if curve else (),
         versions={"torch": torch.__version__, "mfsdp": mfsdp.__version__},
+        machine=machine,
     )
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from .choices import Choice, Choices
+from .hardware import Hardware
+from .hardware import hardware as parsed
 
-FORMAT = 1
+FORMAT = 2
 
 
 class DoesNotFit(ValueError):
@@ -76,6 +78,8 @@ class Plan:
     """What other budgets would give, the smallest first."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of torch and of mfsdp, which it was made with."""
+    machine: Hardware | None = None
+    """By whose clock copies to the host were placed: they stand there too when it compiles, whatever that runs on."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file that :meth:`load` reads."""
@@ -106,9 +110,10 @@ class Plan:
             for c in known.pop("choices")
         ]
         prices, curve = known.pop("prices"), known.pop("curve")
+        machine = known.pop("machine")
         return Plan(
             **known, choices=tuple(Choice(**c) for c in choices), prices=tuple(Price(**p) for p in prices),
-            curve=tuple(Point(**p) for p in curve),
+            curve=tuple(Point(**p) for p in curve), machine=None if machine is None else parsed(machine),
         )  # fmt: skip
 
     def fits(self, model: str, world: int, sizes: Mapping[str, int], classes: Mapping[str, str]) -> None:
