@@ -384,6 +384,21 @@ def cut(body: Body, treatment: Treatment) -> Cut:
     return body.cuts[treatment]
 
 
+def removable(joint: fx.GraphModule) -> set[str]:
+    """Layers that can be left out (`without`) with nobody the wiser: equal ones, each called once and right behind the
+    other. Where anything runs between them (another kind of layers, a dropout), or somebody else reads what one of them
+    gives, few do not say what many cost.
+    """
+    order = list(dict.fromkeys(path for n in joint.graph.nodes if (path := n.meta.get(LAYER))))
+    found: set[str] = set()
+    for calls in _by_body(joint).values():
+        paths = [pair.path for pair in calls]
+        start = order.index(paths[0])
+        if order[start : start + len(paths)] == paths and without(copied(joint), paths[1:]):
+            found.update(paths)
+    return found
+
+
 def without(joint: fx.GraphModule, paths: Collection[str]) -> bool:
     """Leaves layers out, in place: what one of them is given its successor is given instead, and its predecessor's
     backward what its own is. Each stands between two others like it, and gives all that it gives to the next one.
@@ -391,18 +406,30 @@ def without(joint: fx.GraphModule, paths: Collection[str]) -> bool:
     Returns:
         Whether it could be done; if not, the graph is of no use.
     """
-    every = list(pairs(joint))
-    followed = list(itertools.pairwise(every))
-    chains: dict[Body, dict[int, int]] = {}
-    for a, b in followed:
-        if a.body is b.body and a.body not in chains:
-            given = {e: j for j, e in a.results().items()}
-            chains[a.body] = {q: given[x] for q, x in enumerate(b.inputs) if x in given}
-    for pair in every:
-        if pair.path in paths and not _leave_out(joint, pair, chains.get(pair.body, {})):
-            return False
+    for calls in _by_body(joint).values():
+        chain = _chain(calls)
+        for pair in calls:
+            if pair.path in paths and not _leave_out(joint, pair, chain):
+                return False
     joint.graph.lint()
     return True
+
+
+def _by_body(joint: fx.GraphModule) -> dict[Body, list[Pair]]:
+    """Calls of each layer's graph, in forward's order."""
+    found: dict[Body, list[Pair]] = {}
+    for pair in pairs(joint):
+        found.setdefault(pair.body, []).append(pair)
+    return found
+
+
+def _chain(calls: Sequence[Pair]) -> dict[int, int]:
+    """Which arguments of a call are which results of the call before it; none, if that is not so of all of them."""
+    links: list[dict[int, int]] = []
+    for a, b in itertools.pairwise(calls):
+        given = {e: j for j, e in a.results().items()}
+        links.append({q: given[x] for q, x in enumerate(b.inputs) if x in given})
+    return links[0] if links and all(link == links[0] for link in links) else {}
 
 
 def _leave_out(joint: fx.GraphModule, pair: Pair, chain: Mapping[int, int]) -> bool:

@@ -178,10 +178,7 @@ class Planner:
     @cached_property
     def calls(self) -> set[str]:
         """Layers that can be left out."""
-        chains: dict[Any, list[str]] = {}
-        for pair in cutting.pairs(self.joint.graph):
-            chains.setdefault(pair.body, []).append(pair.path)
-        return {path for paths in chains.values() if len(set(paths)) == len(paths) for path in paths}
+        return cutting.removable(self.joint.graph)
 
     # settings
 
