@@ -506,6 +506,7 @@ class Planner:
     def _shortened(self, setting: Setting) -> tuple[dict[str, Treatment], list[Repeat]]:
         """Which layers are kept, of runs of equal treatment, and what of them is to be repeated."""
         border = self.border(setting.prefetch, setting.reduce_lag)
+        turn = math.lcm(setting.prefetch + 1, setting.reduce_lag + 1)  # of static buffers, which units take in turn
         treated = cutting.treatments(setting.choices)
         kept: dict[str, Treatment] = {}
         repeats: list[Repeat] = []
@@ -514,12 +515,14 @@ class Planner:
             short: list[Treatment] = []
             for start, period, count in runs(states, 2, choice.offloaded[0]):
                 around = -(-border // period)
-                if count > 2 * around + 1 and self.calls.issuperset(choice.layers):
+                every = turn // math.gcd(turn, period)
+                few = 2 * around + 1 + (count - 2 * around - 1) % every
+                if few < count and self.calls.issuperset(choice.layers):
                     a = len(short) + around * period
                     stand = choice.layers  # layers are equal: the first ones stand for all
                     forth, back = (stand[a], stand[a + period]), (stand[a + period - 1], stand[a - 1])
-                    repeats.append((forth, back, count - 2 * around - 1))
-                    count = 2 * around + 1
+                    repeats.append((forth, back, count - few))
+                    count = few
                 short += states[start : start + period] * count
             kept |= zip(choice.layers[: len(short)], short, strict=True)
         return kept, repeats

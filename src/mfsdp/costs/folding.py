@@ -10,6 +10,9 @@ events is that of the whole program, to the last digit but those that floating-p
 
     forward, of 3 layers       | a | b | b' | c |
     of 5                       | a | b | b' | b' | b' | c |
+
+Static buffers are taken in turn, so which one the last layer comes to depends on how many there are, and with it what a
+unit of another size behind it takes. So layers are left out by the number of turns, and places stay what they were.
 """
 
 from __future__ import annotations
