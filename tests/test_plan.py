@@ -50,7 +50,9 @@ def planner(
 
 def gpt(layers: int, vocabulary: int = 64, **more: Any) -> tuple[nn.Module, torch.Tensor]:
     with torch.device("meta"):
-        return GPT(width=64, layers=layers, vocabulary=vocabulary, length=32, **more), torch.zeros(2, 32, dtype=torch.long)
+        return GPT(width=64, layers=layers, vocabulary=vocabulary, length=32, **more), torch.zeros(
+            2, 32, dtype=torch.long
+        )
 
 
 @pytest.mark.parametrize("layers", [2, 5])
