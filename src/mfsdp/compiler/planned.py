@@ -91,8 +91,9 @@ def refusal(planner: Planner, budget: int) -> str:
     ways = []
     for name, words in LEFT.items():
         if name not in planner.allow:
-            more = replace(planner, allow=(*planner.allow, name), scores={}, seen=set())
-            other = more.score(more.floor)
+            fresh: dict[str, Any] = {"scores": {}, "estimates": {}, "pieces": {}, "seen": set()}
+            more = replace(planner, allow=(*planner.allow, name), **fresh)
+            other = more.sure(more.floor)
             if other.peak <= budget:
                 ways.append((other.seconds - floor.seconds, words))
     entries = {e.name: e.nbytes for e in planner.account.entries}

@@ -9,8 +9,10 @@ not add up. That is quick because of a run of equal choices a few layers say wha
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -88,6 +90,18 @@ class Score:
     """Bytes of host memory."""
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without looking for garbage, which among so many graphs that live on is a fifth of a search."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 Repeat = tuple[tuple[str, str], tuple[str, str], int]
 """Of forward, from the start of which layer to that of which other one; of backward the same; how often."""
 
@@ -127,6 +141,7 @@ class Planner:
     laid: dict[Any, tuple[_Laid, ...]] = field(default_factory=dict, repr=False)
 
     @staticmethod
+    @uncollected()
     def of(
         capture: Capture,
         buffers: Sequence[FlatBuffer],
@@ -394,10 +409,15 @@ class Planner:
 
     def _pieces(self, depth: int, lag: int) -> Pieces:
         if (depth, lag) not in self.pieces:
-            programs, treated = partial(self._alike, depth, lag), self._shortened(Setting(self.kinds, depth, lag))[0]
-            order = [path for path in self.order if path in treated]
-            self.pieces[depth, lag] = Pieces(programs, self.owners, order)
+            few = {path for kind in self.kinds for path in self._few(kind)}
+            order = [path for path in self.order if path in few]
+            self.pieces[depth, lag] = Pieces(partial(self._alike, depth, lag), self.owners, order)
         return self.pieces[depth, lag]
+
+    def _few(self, choice: Choice) -> tuple[str, ...]:
+        """The layers that pieces are taken of: the same few for every way, as each number of them is a cut."""
+        few = 2 * max(self.border(*way) for way in WAYS) + 1
+        return choice.layers[:few] if self.calls.issuperset(choice.layers) else choice.layers
 
     def _alike(self, depth: int, lag: int, way: int) -> Both:
         """Programs in which all layers are treated alike: saved in the first way, in others computed again."""
@@ -415,8 +435,9 @@ class Planner:
                 replace(c, recomputed=len(c.layers), saved=level[min(way, len(level)) - 1])
                 for c, level in zip(choices, levels, strict=True)
             )
-        setting = Setting(choices, depth, lag)
-        forward, backward = self._folded(self._shortened(setting)[0], setting)
+        treated = cutting.treatments(choices)
+        few = {path: treated[path] for choice in choices for path in self._few(choice)}
+        forward, backward = self._folded(few, Setting(choices, depth, lag))
         return forward, backward
 
     def _layers(self, setting: Setting, pieces: Pieces) -> list[Layer]:
@@ -557,21 +578,27 @@ class Planner:
 
     # searches
 
+    @uncollected()
     def best(self, budget: int) -> Setting | None:
         """The fastest setting that fits; ``None`` if the floor does not."""
-        if self.sure(self.floor).peak > budget:
+        if self.score(self.floor).peak > budget and self.sure(self.floor).peak > budget:
             return None
         met, wrong = [self.floor], 0
         while True:
             best, wrong = self._tried(met, wrong, budget)
+            if best is None:
+                best = self.floor
+                if self.sure(best).peak > budget:
+                    return None
             if self.sure(best).peak <= budget:
                 plain = replace(best, choices=tuple(map(_plain, best.choices)))
                 self.scores[plain] = self.sure(best)  # the same treatment of every layer
                 return plain
             wrong = self.sure(best).peak - self.estimate(best).peak
 
-    def _tried(self, met: list[Setting], wrong: int, budget: int) -> tuple[Setting, int]:
-        """The fastest setting by its score, of those that searches find, and by how much its estimate was wrong.
+    def _tried(self, met: list[Setting], wrong: int, budget: int) -> tuple[Setting | None, int]:
+        """The fastest setting by its score, of those that searches find, if any fits, and by how much its estimate was
+        wrong.
 
         Args:
             met: what was found before; what is found now is put in front.
@@ -587,8 +614,8 @@ class Planner:
             if score.peak <= budget <= score.peak + SLACK * budget:
                 break
         fit = [s for s in met if self.score(s).peak <= budget]
-        least = min(self.score(s).seconds for s in fit)
-        return next(s for s in fit if self.score(s).seconds <= least * (1 + EQUAL)), wrong
+        least = min((self.score(s).seconds for s in fit), default=0.0)
+        return next((s for s in fit if self.score(s).seconds <= least * (1 + EQUAL)), None), wrong
 
     def _search(self, budget: int) -> Setting:
         ends = [self._greedy(budget, _price), self._greedy(budget, _seconds), self._beam(budget)]
@@ -703,7 +730,8 @@ class _Laid:
         p.move(self.order, p.output)
         self._run(replace(self.options, prefetch=depth), pace, late=True)
         known = profile.given(p) if profile is not None else {}
-        return folded(p, clock.times(p, pace.machine, fused=pace.fused, memo=self.memo, **known), pace.fused)
+        times = clock.times(p, pace.machine, fused=pace.fused, memo=self.memo, **known)
+        return folded(p, times, pace.fused, self.memo)
 
 
 _OVER_AND_OVER = ("prefetch", "host", "pool")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.fx import Node
 
@@ -177,12 +178,13 @@ class _Play:
         return self.links.now, self.top
 
 
-def folded(program: Program, times: Mapping[Node, Time], fused: bool) -> Folded:
+def folded(program: Program, times: Mapping[Node, Time], fused: bool, memo: dict[Any, Any] | None = None) -> Folded:
     """A program after all passes as events.
 
     Args:
         times: what its lines take (:func:`mfsdp.costs.clock.times`).
         fused: whether neighbouring kernels fuse.
+        memo: what is known of lines already (:func:`mfsdp.costs.fusion.together`).
     """
     pooled = sum(program.slots.values())
     out: list[Event] = []
@@ -190,7 +192,7 @@ def folded(program: Program, times: Mapping[Node, Time], fused: bool) -> Folded:
     where: dict[Node, tuple[str, int]] = {}
     counts: dict[str, int] = {}
     begin = live = 0
-    rows = lines(program, fusion.fused(program) if fused else ())
+    rows = lines(program, fusion.fused(program, memo) if fused else ())
     for number, row in enumerate(rows):
         node = row.node
         if number == 0:

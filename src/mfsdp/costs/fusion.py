@@ -7,7 +7,8 @@ outside of it; what is read only inside never has memory. That is coarser than I
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -51,9 +52,10 @@ def together(program: Program, fusing: bool, memo: dict[Any, Any] | None = None)
         yield run
 
 
-def fused(program: Program) -> list[list[Node]]:
-    """The kernels that Inductor writes, each as its lines; calls left out."""
-    return [run for run in together(program, True) if fuses(run[0])]
+def fused(program: Program, memo: dict[Any, Any] | None = None) -> list[list[Node]]:
+    """The kernels that Inductor writes, each as its lines; calls left out. `memo` is as for `together`."""
+    known: dict[Any, Any] = {} if memo is None else memo
+    return [run for run in together(program, True, known) if known[run[0]]]
 
 
 def fuses(node: Node) -> bool:
@@ -65,7 +67,7 @@ def fuses(node: Node) -> bool:
 
     target: Any = node.target
     known = target in inductor.lowerings and target not in inductor.fallbacks and operator(node)[0] is target
-    return known and node.target not in _ALONE and not flops(node)
+    return known and node.target not in _ALONE and _formula(target) is None
 
 
 def total_flops(program: Program) -> int:
@@ -79,15 +81,20 @@ def flops(node: Node) -> int:
         a, b = (_plain(x.meta["val"]) for x in node.args[4:6])  # type: ignore[union-attr]
         return int(2 * a.numel() * b[-1])
     target, args, kwargs = operator(node)
-    packet = getattr(target, "overloadpacket", None)
-    formula: Any = _FORMULAS.get(packet) or flop_registry.get(packet)  # type: ignore[arg-type]
-    if formula is None and "grouped_mm" in str(packet):
-        formula = _grouped
+    formula = _formula(target)
     if formula is None:
         return 0
     args, kwargs = torch.fx.map_arg((args, kwargs), lambda n: n.meta.get("val"))
     args, kwargs, out = pytree.tree_map(_plain, (args, kwargs, node.meta.get("val")))
     return int(formula(*args, **kwargs, out_val=out))
+
+
+@cache
+def _formula(target: Any) -> Callable[..., Any] | None:
+    """What counts an operator's operations, if it is a product, a convolution or an attention."""
+    packet = getattr(target, "overloadpacket", None)
+    found: Any = _FORMULAS.get(packet) or flop_registry.get(packet)  # type: ignore[arg-type]
+    return _grouped if found is None and "grouped_mm" in str(packet) else found  # type: ignore[no-any-return]
 
 
 def _plain(value: Any) -> Any:

@@ -63,15 +63,16 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
     nodes, output = program.nodes, program.output
     end = {node: run[-1] for run in fused for node in run}
     held, shared = saved(program)
+    bases = _bases(nodes)
     last: dict[Node, Node] = {}
     for node in nodes:
         for arg in node.all_input_nodes:
-            owner = base_of(arg)
+            owner = bases[arg]
             last[shared.get(owner, owner)] = end.get(node, node)
-    again = _inlined(nodes, end)
+    again = _inlined(nodes, end, bases)
     for node in reversed(again):  # what they read has to be there when they are computed again
         for arg in node.all_input_nodes:
-            owner = base_of(arg)
+            owner = bases[arg]
             owner = shared.get(owner, owner)
             last[owner] = max(last[owner], last[node])
     live = sum(program.slots.values()) + sum(held.values())
@@ -102,7 +103,7 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
     rooms: dict[Node, int] = {}
     for node in nodes:
         freed = sum(held[n] for n in frees.get(node, ()))
-        if not is_line(node):
+        if bases[node] is not node or not is_line(node):
             live -= freed
             continue
         if node.target is ops.wait:
@@ -192,7 +193,16 @@ READS = 4
 operations on a CPU, long chains) keep more values than are counted here."""
 
 
-def _inlined(nodes: Sequence[Node], fused: Mapping[Node, Any]) -> dict[Node, int]:
+def _bases(nodes: Iterable[Node]) -> dict[Node, Node]:
+    """:func:`base_of` every node."""
+    out: dict[Node, Node] = {}
+    for node in nodes:
+        parent = view_of(node)
+        out[node] = node if parent is None else out[parent]
+    return out
+
+
+def _inlined(nodes: Sequence[Node], fused: Mapping[Node, Any], bases: Mapping[Node, Node]) -> dict[Node, int]:
     """Values that Inductor computes anew wherever they are read, and what they read: elementwise ones, read by nothing
     but kernels that it writes itself. In program order.
     """
@@ -200,7 +210,7 @@ def _inlined(nodes: Sequence[Node], fused: Mapping[Node, Any]) -> dict[Node, int
     for node in nodes:
         if node not in fused or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
             continue
-        reads = sum(out.get(base_of(a), 1) for a in node.all_input_nodes)
+        reads = sum(out.get(bases[a], 1) for a in node.all_input_nodes)
         users = _readers(node)
         if users and reads <= READS and all(u in fused for u in users):
             out[node] = reads

@@ -142,11 +142,11 @@ def _combinations(mesh_shape: Any, sharding: Mapping[str, Any]) -> Iterator[dict
 
 
 def _prices(planner: Planner, best: Setting) -> Iterator[Price]:
-    """What single changes would cost and bring, of those looked at: none that another one beats."""
-    here = planner.score(best)
-    near = {s: planner.scores[s] for s in planner.near(best) if s in planner.scores}
-    more = [(s, x) for s, x in near.items() if x.peak > here.peak and x.seconds < here.seconds]
-    less = [(s, x) for s, x in near.items() if x.peak < here.peak]
+    """About what single changes would cost and bring (Note [Pieces]): none that another one beats."""
+    here = planner.estimate(best)
+    near = [(s, planner.estimate(s)) for s in planner.near(best)]
+    more = [(s, x) for s, x in near if x.peak > here.peak and x.seconds < here.seconds]
+    less = [(s, x) for s, x in near if x.peak < here.peak]
     for side in (_undominated(more)[:PRICES], _undominated(less)[-PRICES:]):
         for setting, x in side:
             yield Price(x.peak - here.peak, x.seconds - here.seconds, _difference(best, setting))

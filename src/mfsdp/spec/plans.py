@@ -22,7 +22,7 @@ class DoesNotFit(ValueError):
 
 @dataclass(frozen=True)
 class Price:
-    """What a change would cost or bring."""
+    """About what a change would cost or bring."""
 
     nbytes: int
     """More memory at the peak; less, if negative."""
@@ -155,7 +155,7 @@ class Plan:
         for more in (True, False):
             found = [p for p in self.prices if (p.nbytes > 0) is more]
             if found:
-                lines.append("more memory buys" if more else "less memory costs")
+                lines.append("more memory buys, about" if more else "less memory costs, about")
                 lines += [
                     f"  {_size(abs(p.nbytes)):>9}  {abs(1e3 * p.seconds):8.2f} ms  "
                     f"{abs(1e3 * p.seconds) / max(abs(p.nbytes) / 2**30, 1e-9):8.2f} ms/GiB  {p.text}"
