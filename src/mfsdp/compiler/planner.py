@@ -339,7 +339,7 @@ class Planner:
             costs.append(self._body(choice, Treatment()))
             hull = _hull([(taken, seconds) for seconds, taken in costs])
             kept = [level for i, level in enumerate(levels) if i in hull or i == 0]
-            if self.many(choice):  # each is a cut of its own, beside all others
+            if any(map(self.many, self.kinds)):  # each is a cut of all layers
                 kept = [kept[0], kept[len(kept) // 2], kept[-1]]
             out[choice.name, choice.layers] = list(dict.fromkeys(kept))
         return out
@@ -363,11 +363,12 @@ class Planner:
 
     def _layer(self, choice: Choice, treatment: Treatment) -> tuple[float, float, list[int]]:
         """Seconds of a layer's forward and backward, and bytes of each value that its forward saves, cut as it is
-        treated; of all layers, where they are not traced once for all.
+        treated; of all layers that cannot be left out, where they are not traced once for all.
         """
         pair = self._pair(choice)
         if pair is None:
-            forward, backward = self._programs(dict.fromkeys(choice.layers, treatment), ())
+            others = {path for kind in self.kinds for path in kind.layers[1:] if path in self.calls}
+            forward, backward = self._programs(dict.fromkeys(choice.layers, treatment), others)
             kept = [n for n in forward.results()[forward.returned or 0 :] if isinstance(n, fx.Node)]
             taken = [nbytes(n.meta["val"]) for n in dict.fromkeys(kept)]
             return self._seconds(forward), self._seconds(backward), taken

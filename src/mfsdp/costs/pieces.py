@@ -67,7 +67,7 @@ class Pieces:
     def __init__(self, programs: Callable[[int], Both], owners: Mapping[str, str], order: Sequence[str]):
         self.programs, self.owners = cache(programs), owners
         self.place = {path: i for i, path in enumerate(order)}
-        self.parts = cache(self._parts)
+        self.parts, self.takes = cache(self._parts), cache(self._takes)
         self.pace = [part.play()[0] / max(1e-12, sum(e.seconds for e in part.events)) for part in self.programs(0)]
         self.made: dict[object, Events] = {}
 
@@ -151,8 +151,9 @@ class Pieces:
         shorter = replace(longest, seconds=max(0.0, longest.seconds - less))
         return (*(shorter if e is longest else e for e in events), Event(0.0, 0, -taken))
 
-    def _takes(self, layer: Layer, backward: bool) -> float:
-        return self.pace[backward] * sum(e.seconds for e in self.parts(layer.way, backward)[layer.stand])
+    def _takes(self, stand: str, way: int, backward: bool) -> float:
+        """Seconds of a layer."""
+        return self.pace[backward] * sum(e.seconds for e in self.parts(way, backward)[stand])
 
     def _out(self, layers: Sequence[Layer]) -> list[list[Event]]:
         """Copies to the host and waits for them, behind each layer: as the pass `host` would place them."""
@@ -160,7 +161,7 @@ class Pieces:
         due: deque[tuple[float, int]] = deque()
         now = free = 0.0
         for i, layer in enumerate(layers):
-            now += self._takes(layer, False)
+            now += self.takes(layer.stand, layer.way, False)
             for _ in range(PARTS if layer.away is not None else 0):
                 copy, _, taken = layer.away  # type: ignore[misc]
                 out[i].append(Event(0.0, 0, 0, "offload", copy))
@@ -175,7 +176,7 @@ class Pieces:
         """Copies from the host, before the layer in whose time they have to begin, and waits for them."""
         begins, now = [0.0] * len(layers), 0.0
         for i in reversed(range(len(layers))):
-            begins[i], now = now, now + self._takes(layers[i], True)
+            begins[i], now = now, now + self.takes(layers[i].stand, layers[i].way, True)
         launched: dict[int, list[int]] = {}
         due, at = math.inf, 0
         for i, layer in enumerate(layers):

@@ -78,45 +78,44 @@ class Links:
     def compute(self, seconds: float) -> None:
         """Lets compute work for so long."""
         while seconds > 1e-12:
-            rate = self._rate()
-            passed = self._step(seconds / rate)
+            heads = self._heads()
+            if not heads:
+                self.now += seconds
+                return
+            rate = self._rate(heads)
+            passed = self._step(heads, seconds / rate)
             seconds -= passed * rate
 
     def until(self, moving: Moving) -> None:
         """Lets compute stand still until a collective is complete."""
         while moving.end < 0:
-            self._step(float("inf"))
+            self._step(self._heads(), float("inf"))
 
-    def _heads(self) -> list[Moving]:
+    def _heads(self) -> list[tuple[Moving, int]]:
+        """What moves, or is about to, and among how many its link is shared."""
         heads = [queue[0] for queue in self.queues.values() if queue]
         for head in heads:
             if head.start < 0:
                 head.start = self.now
-        return heads
-
-    def _rate(self) -> float:
-        """How fast compute is while bytes move."""
-        heads = self._heads()
-        taken = sum(
-            h.transfer.cpu / h.transfer.moving / self._sharing(h, heads)
-            for h in heads
-            if h.fixed <= 0 and h.transfer.moving > 0
-        )
-        return 1.0 - min(BUSIEST, taken)
+        if len(heads) == 1:
+            return [(heads[0], 1)]
+        links = [h.transfer.link for h in heads if h.fixed <= 0]
+        return [(h, links.count(h.transfer.link) or 1) for h in heads]
 
     @staticmethod
-    def _sharing(moving: Moving, heads: list[Moving]) -> int:
-        return sum(1 for h in heads if h.fixed <= 0 and h.transfer.link == moving.transfer.link) or 1
+    def _rate(heads: list[tuple[Moving, int]]) -> float:
+        """How fast compute is while bytes move."""
+        taken = sum(h.transfer.cpu / h.transfer.moving / n for h, n in heads if h.fixed <= 0 and h.transfer.moving > 0)
+        return 1.0 - min(BUSIEST, taken)
 
-    def _step(self, most: float) -> float:
+    def _step(self, heads: list[tuple[Moving, int]], most: float) -> float:
         """Passes time until something changes, at most so much; how much."""
-        heads = self._heads()
-        sharing = [self._sharing(h, heads) for h in heads]
-        ends = [h.fixed if h.fixed > 0 else h.left * n for h, n in zip(heads, sharing, strict=True)]
-        passed = min([most, *ends])
+        passed = most
+        for h, n in heads:
+            passed = min(passed, h.fixed if h.fixed > 0 else h.left * n)
         assert passed < float("inf"), "compute waits for what nobody has launched"
         self.now += passed
-        for h, n in zip(heads, sharing, strict=True):
+        for h, n in heads:
             if h.fixed > 0:
                 h.fixed = h.fixed - passed if h.fixed - passed > 1e-15 else 0.0
             else:

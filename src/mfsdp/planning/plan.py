@@ -127,7 +127,7 @@ def plan(
         optimizer="host" if best.streamed else "device",
         sharding={k: v for k, v in several.items() if k != "units"},
         prices=tuple(_prices(planner, best)),
-        curve=tuple(_curve(planner, floor, top)) if curve else (),
+        curve=tuple(_curve(planner, floor, _most(top, max(budget, machine.memory), floor))) if curve else (),
         versions={"torch": torch.__version__, "mfsdp": mfsdp.__version__},
         machine=machine,
     )
@@ -171,10 +171,15 @@ def _difference(a: Setting, b: Setting) -> str:
     return ", ".join(parts)
 
 
-def _curve(planner: Planner, floor: int, top: int) -> Iterator[Point]:
-    """The best step of budgets from the least to the most that is worth anything."""
+def _most(top: int, there: int, floor: int) -> int:
+    """The largest budget to look at: what is there, if that is less than what is worth anything."""
+    return min(top, there) if there > floor else top
+
+
+def _curve(planner: Planner, floor: int, most: int) -> Iterator[Point]:
+    """The best step of budgets from the least to the most."""
     for i in range(BUDGETS + 1):
-        budget = floor + (top - floor) * i // BUDGETS
+        budget = floor + (most - floor) * i // BUDGETS
         best = planner.best(budget)
         if best is not None:
             score = planner.score(best)
