@@ -220,14 +220,14 @@ class _Symmetric(nn.Module):
         return x.triu() + x.triu(1).T
 
 
-def llama(layers: int = 2, tied: bool = False) -> nn.Module:
+def llama(layers: int = 2, tied: bool = False, width: int = 32) -> nn.Module:
     """Hugging Face's Llama from a small config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=67, hidden_size=32, intermediate_size=52, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, use_cache=False, attn_implementation="sdpa",
-        tie_word_embeddings=tied,
+        vocab_size=67, hidden_size=width, intermediate_size=13 * width // 8, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, use_cache=False,
+        attn_implementation="sdpa", tie_word_embeddings=tied,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -242,6 +242,35 @@ def mixtral() -> nn.Module:
         attn_implementation="sdpa", experts_implementation="batched_mm",
     )  # fmt: skip
     return MixtralForCausalLM(config)
+
+
+class Gated(nn.Module):
+    """A block without attention."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up, self.down = nn.Linear(width, hidden), nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Unlike(nn.Module):
+    """A convolution, blocks of two kinds (A: attention, B: without, and wide), a head wider than all."""
+
+    def __init__(self, kinds: str, width: int = 32):
+        super().__init__()
+        self.conv = nn.Conv1d(3, width, 3, padding=1)
+        self.layers = nn.ModuleList(Block(width) if kind == "A" else Gated(width, 12 * width) for kind in kinds)
+        self.head = nn.Linear(width, 30 * width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.conv(x).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
 
 
 def peft() -> nn.Module:

@@ -133,6 +133,7 @@ class Planner:
     profile: Any = None
     scores: dict[Setting, Score] = field(default_factory=dict, repr=False)
     estimates: dict[Setting, Score] = field(default_factory=dict, repr=False)
+    played: dict[Setting, tuple[list[tuple[float, int]], int, int]] = field(default_factory=dict, repr=False)
     pieces: dict[tuple[int, int], Pieces] = field(default_factory=dict, repr=False)
     cuts: dict[Any, tuple[Program, ...]] = field(default_factory=dict, repr=False)
     short: dict[Any, tuple[Folded, ...]] = field(default_factory=dict, repr=False)
@@ -215,7 +216,9 @@ class Planner:
             found = self._least([found, replace(found, streamed=True)])
         for i, choice in enumerate(choices):
             levels = self.trails[choice.name, choice.layers] if choice.recomputed else [()]
-            found = self._least([self._with(found, i, replace(choice, saved=saved)) for saved in levels])
+            last = min(1, choice.recomputed)  # which is computed again at once: to save it may even take less
+            again = [replace(choice, recomputed=choice.recomputed - less) for less in (0, last)]
+            found = self._least([self._with(found, i, replace(c, saved=saved)) for c in again for saved in levels])
             left = (replace(found.choices[i], offloaded=(m, len(choice.layers))) for m in self.spaces[i])
             found = self._least([found, *(self._with(found, i, other) for other in left)])
         return found
@@ -269,11 +272,12 @@ class Planner:
 
     @cached_property
     def gathering(self) -> bool:
-        """Whether it is worth anything to keep layers gathered."""
-        if "gathered" not in self.allow:
-            return False
-        whole = replace(self.plain, choices=tuple(replace(c, gathered=len(c.layers)) for c in self.kinds))
-        return self.estimate(whole).seconds < self.estimate(self.plain).seconds * (1 - WORTH)
+        """Whether it is worth anything to keep layers gathered, where all is saved or where all is computed again."""
+        return "gathered" in self.allow and any(map(self._gathering, (self.plain, self.floor)))
+
+    def _gathering(self, base: Setting) -> bool:
+        whole = replace(base, choices=tuple(replace(c, gathered=len(c.layers)) for c in base.choices))
+        return self.estimate(whole).seconds < self.estimate(base).seconds * (1 - WORTH)
 
     @cached_property
     def streams(self) -> bool:
@@ -281,15 +285,23 @@ class Planner:
         return "optimizer" in self.allow and self.streamed.host > 0
 
     def near(self, setting: Setting) -> Iterator[Setting]:
-        """Settings one move away."""
-        if self.streams:
-            yield replace(setting, streamed=not setting.streamed)
+        """Settings one move away; with every move the optimizer's state may go, or come back."""
+        for other in self._moved(setting):
+            if other != setting:
+                yield other
+            if self.streams:
+                yield replace(other, streamed=not other.streamed)
+
+    def _moved(self, setting: Setting) -> Iterator[Setting]:
+        yield setting
         for depth, lag in self.ways:
-            if (depth, lag) != (setting.prefetch, setting.reduce_lag):
-                yield replace(setting, prefetch=depth, reduce_lag=lag)
+            yield replace(setting, prefetch=depth, reduce_lag=lag)
         for i, choice in enumerate(setting.choices):
             for other in self._near(choice, self.spaces[i]):
                 yield self._with(setting, i, other)
+        if self.gathering:  # a static buffer goes only with the last unit that takes it, of whichever kind
+            more = (replace(c, gathered=min(len(c.layers), c.gathered + 1)) for c in setting.choices)
+            yield replace(setting, choices=tuple(more))
 
     def _near(self, c: Choice, spaces: Sequence[int]) -> Iterator[Choice]:
         n = len(c.layers)
@@ -396,17 +408,23 @@ class Planner:
         return self.estimates[setting]
 
     def _estimate(self, setting: Setting) -> Score:
+        between = replace(setting, streamed=False)  # where the optimizer's state is changes none of it
+        if between not in self.played:
+            self.played[between] = self._played(between)
+        return self._total(setting, *self.played[between])
+
+    def _played(self, setting: Setting) -> tuple[list[tuple[float, int]], int, int]:
+        """What `_total` asks for."""
         pieces = self._pieces(setting.prefetch, setting.reduce_lag)
         layers = self._layers(setting, pieces)
         period = max(choice.offloaded[0] for choice in setting.choices) if setting.choices else 1
         played = [pieces.play(layers, backward, period) for backward in (False, True)]
-        slots = sum(pieces.slots(layers).values())
         moved = (
             PARTS * copy[2] * sum(map(choice.offloads, range(len(choice.layers))))
             for choice, copy in zip(setting.choices, self.copies, strict=True)
             if copy is not None
         )
-        return self._total(setting, played, slots, sum(moved))
+        return played, sum(pieces.slots(layers).values()), sum(moved)
 
     def _pieces(self, depth: int, lag: int) -> Pieces:
         if (depth, lag) not in self.pieces:
