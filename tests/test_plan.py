@@ -444,4 +444,4 @@ def test_a_step_holds_what_its_plan_says(two_ranks):
         for most, told, text in two_ranks.run(held, "gpt", "eager", 3, plan):
             assert told == plan.peak <= plan.memory, text
             assert abs(plan.peak / most - 1) < 0.03, f"{plan.peak} planned, {most} held"
-            assert most < 1.002 * plan.memory
+            assert most <= plan.memory + 64, f"{most} held, of {plan.memory}: more than the loss, its gradient, scalars"

@@ -338,8 +338,8 @@ def return_copies(gm: fx.GraphModule, outputs: int | None = None) -> None:
 
 def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Any]) -> None:
     """Tells backward which of the values that forward saved share storage: three slices of one product, a value and a
-    view of it. They live and die together. Views of the caller's inputs cost nothing, and what forward also returned is
-    not backward's to write over.
+    view of it, the parameters of a unit that stays gathered. They live and die together. Views of the caller's inputs
+    cost nothing, and what forward also returned is not backward's to write over.
 
     Args:
         saved: placeholders of backward, and what forward saves in them.
@@ -348,10 +348,24 @@ def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Any]) -> N
     returned = {storage_of(n) for n in results if isinstance(n, fx.Node)}
     numbers: dict[fx.Node, int] = {}
     for node, source in saved.items():
-        owner = storage_of(source)
+        owner, value = _storage(storage_of(source))
         number = numbers.setdefault(owner, len(numbers))
-        value = None if INPUT in owner.meta else owner.meta.get("val")
         node.meta[STORAGE] = (number, value, owner not in returned)
+
+
+def _storage(owner: fx.Node) -> tuple[fx.Node, torch.Tensor | None]:
+    """By which node a storage is known, and a tensor as large as it is; ``None`` if that is not forward's. A parameter
+    lies in its unit's flat buffer once `gather` has run, unless it is cast to what the model computes in.
+    """
+    value = None if INPUT in owner.meta else owner.meta.get("val")
+    if owner.target is not ops.param:
+        return owner, value
+    spec, shard = Spec.decode(owner.args[3]), owner.args[0]  # type: ignore[arg-type]
+    assert isinstance(value, torch.Tensor) and isinstance(shard, fx.Node)
+    if spec.precision.comm is not spec.precision.compute:
+        return owner, value
+    ours = spec.gathers or not (spec.kept or spec.precision.main is spec.precision.comm)
+    return shard, value.new_empty(spec.full_numel) if ours else None
 
 
 def _readable(source: str, parameters: Sequence[str]) -> str:
