@@ -237,6 +237,28 @@ def test_what_shares_storage_is_held_once():
     assert product == 3 * cost.nbytes(slices[0].meta["val"])
 
 
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("comm", "compute"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
+)
+def test_backward_begins_with_what_forward_leaves_of_gathered_layers(world, comm, compute):
+    """Whole buffers, a shard's cast on one rank, nothing where that is main weights; each parameter apart if it is cast
+    for the model.
+    """
+    dtypes = {"param_comm_dtype": getattr(torch, comm), "compute_dtype": getattr(torch, compute)}
+    policy = mfsdp.MixedPrecisionPolicy(main_params_dtype=torch.float32, **dtypes)
+    with torch.device("meta"):
+        model, x = Toy2(), torch.empty(256, 1024)
+    given = {"units": ["layers.0", "layers.2"], "mp_policy": policy, "reshard_after_forward": False}
+    programs = mfsdp.trace(model, (x,), world=world, lowering="eager", **given)
+    forward, backward = programs.forward, programs.backward
+    for program in programs:
+        pipeline.run(program, listings=False)
+    left = cost.lines(forward)[-1].live - sum(forward.slots.values())
+    tangent = cost.nbytes(forward.results()[0].meta["val"])  # what is returned is saved too, for relu's backward
+    assert left == sum(cost.saved(backward)[0].values()) - tangent > 0
+
+
 def test_what_forward_returned_is_not_written_over():
     """The square's gradient takes the place of what forward saved, unless the caller has that too."""
 

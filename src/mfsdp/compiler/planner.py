@@ -91,7 +91,7 @@ class Score:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def _uncollected() -> Iterator[None]:
     """Without looking for garbage, which among so many graphs that live on is a fifth of a search."""
     collects = gc.isenabled()
     gc.disable()
@@ -142,7 +142,7 @@ class Planner:
     laid: dict[Any, tuple[_Laid, ...]] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    @uncollected()
+    @_uncollected()
     def of(
         capture: Capture,
         buffers: Sequence[FlatBuffer],
@@ -597,7 +597,7 @@ class Planner:
 
     # searches
 
-    @uncollected()
+    @_uncollected()
     def best(self, budget: int) -> Setting | None:
         """The fastest setting that fits; ``None`` if the floor does not."""
         if self.score(self.floor).peak > budget and self.sure(self.floor).peak > budget:
