@@ -173,21 +173,31 @@ SMALL = Hardware(
 TOYS = {"gpt": [Block], "llama": ["LlamaDecoderLayer"], "experts": ["layers.*"], "unlike": ["layers.*", "head"]}
 
 
+def toy_model(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    if name == "gpt":
+        return GPT(width=64, layers=3, vocabulary=64, length=32)
+    if name == "llama":
+        return llama(3, width=64)
+    if name == "unlike":
+        return Unlike("ABA")
+    model = Mixtral(width=32, hidden=48, layers=3)
+    model.layers[0] = Layer(32, 2, 96)
+    return model
+
+
+def toy_input(name: str, seed: int = 0) -> torch.Tensor:
+    told = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 3, 32, generator=told) if name == "unlike" else torch.randint(31, (2, 32), generator=told)
+
+
 def toy(name: str) -> Planner:
     """A planner of a model so small that all settings can be looked at; of what is saved where layers are computed
     again only one level, of the GPT two, as each is a cut of its own.
     """
     with torch.device("meta"):
-        x = torch.zeros(2, 32, dtype=torch.long)
-        if name == "gpt":
-            model, x = gpt(3)
-        elif name == "llama":
-            model = llama(3, width=64)
-        elif name == "experts":
-            model = Mixtral(width=32, hidden=48, layers=3)
-            model.layers[0] = Layer(32, 2, 96)
-        else:
-            model, x = Unlike("ABA"), torch.zeros(2, 3, 32)
+        model = toy_model(name)
+    x = torch.zeros_like(toy_input(name))
     chosen = tuple(what for what in ALLOWED if what != "offload")  # which would be many more settings
     found = planner(model, x, units=TOYS[name], machine=SMALL, allow=chosen)
     few = slice(0, 3, 2) if name == "gpt" else slice(1, 2)
@@ -338,6 +348,57 @@ def test_a_plan_is_followed_bit_for_bit(layers):
         got = steps(made(layers=layers, plan=hand_made(1, layers, **chosen)))
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), chosen
         torch._dynamo.reset()
+
+
+SEVERAL = {
+    "experts": (
+        Choice("Layer", ("layers.0",), recomputed=1, saved=("attention.attention",)),
+        Choice("MixtureLayer", ("layers.1", "layers.2"), gathered=1, recomputed=1, saved=("attention.attention", "router")),
+    ),
+    "unlike": (
+        Choice("Block", ("layers.0", "layers.2"), gathered=1, recomputed=2, saved=("attention", "down")),
+        Choice("Gated", ("layers.1",), offloaded=(1, 1)),
+    ),
+}  # fmt: skip
+"""What the planner chooses for a third of the memory between the least and the most, and a gathered layer."""
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_plan_of_several_kinds_is_followed_bit_for_bit(name):
+    given = {"prefetch": 1, "reduce_lag": 1}
+    plan = mfsdp.Plan("", 1, "", 0, 0.0, 0, 0, 0, 0, SEVERAL[name], given, {}, optimizer="host", machine=SMALL)
+
+    def steps(**more: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        sharded = mfsdp.fully_shard(toy_model(name), units=TOYS[name], **more)
+        run = torch.compile(sharded, backend="mfsdp", options={"lowering": "eager"})
+        optimizer = mfsdp.fully_shard_optimizer(torch.optim.AdamW(sharded.parameters(), lr=1e-2))
+        out = []
+        for seed in range(3):
+            found = run(toy_input(name, seed))
+            loss = getattr(found, "logits", found).square().mean()
+            loss.backward()
+            out.append(loss.detach().clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*out, *(p.full_tensor().clone() for p in sharded.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(steps(), steps(plan=plan), strict=True)), plan
+
+
+def test_a_profile_knows_what_the_optimizer_takes():
+    model, ids = gpt(2)
+
+    class Told:
+        optimizer = 0.25
+
+        def given(self, program: Any) -> dict[str, Any]:
+            return {}
+
+    found, known = planner(model, ids, machine=SMALL), planner(model, ids, machine=SMALL, profile=Told())
+    more = known.score(known.plain).seconds - found.score(found.plain).seconds
+    assert more == pytest.approx(0.25 - found.steps(None))
+    assert known.steps(1.0) >= 0.25 > found.steps(1.0), "streamed state is stepped as long"
 
 
 def test_a_plan_that_is_not_followed_says_so(monkeypatch):

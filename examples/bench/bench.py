@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,8 @@ def communication(args: argparse.Namespace) -> dict[str, float]:
             here.gather([(full, shard)], everybody)()
         alone += (time.perf_counter() - begun) / 2
     pairs = [[(f, s)] for f, s in zip(fulls * 3, shards * 3, strict=True)]
-    taken = lost(lambda: [here.gather(p, everybody) for p in pairs], mixture(args), best)
+    longest = best * max(units) / (3 * sum(units))
+    taken = lost([partial(here.gather, p, everybody) for p in pairs], mixture(args), longest)
     received = 4 * 3 * sum(s.numel() for s in shards) * (world - 1)
     return {"link_seconds": best, "link_cpu": cpu, "link_alone": alone, "lost": taken, "bytes": received}
 

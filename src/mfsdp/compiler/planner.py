@@ -119,7 +119,7 @@ class Planner:
         steps: seconds of the optimizer's step; where its state is on the host, by those from one step to the next.
         rounds: how often forward and backward run in a step.
         allow: of `ALLOWED`.
-        profile: what knows measured times.
+        profile: what knows measured times; its optimizer's are of a step whose state is on the device.
     """
 
     capture: Capture
@@ -160,7 +160,8 @@ class Planner:
         """For a capture that has kept its joint graph: what is there throughout a step follows from the programs as
         they are without a plan. Arguments as for :func:`mfsdp.costs.ledger.ledger`.
         """
-        steps = partial(optimizer_seconds, buffers, plain, optimizer, machine)
+        known = getattr(profile, "optimizer", 0.0)
+        steps = partial(optimizer_seconds, buffers, plain, optimizer, machine, measured=known)
         found = Planner(capture, options, machine, _NOTHING, _NOTHING, steps, rounds, allow, profile)
         programs = found._programs({}, ())
         for program in programs:

@@ -208,10 +208,16 @@ HONESTY = (
 
 
 def optimizer_seconds(
-    buffers: Sequence[FlatBuffer], plain: int, optimizer: str, machine: Hardware, between: float | None
+    buffers: Sequence[FlatBuffer],
+    plain: int,
+    optimizer: str,
+    machine: Hardware,
+    between: float | None,
+    measured: float = 0.0,
 ) -> float:
     """Bytes: weights and state read and written, gradients read; where state is streamed, which has ``between`` for its
-    first loads and last stores, its copies too.
+    first loads and last stores, its copies too. ``measured`` is what a step takes whose state is on the device, if that
+    is known: others take the same for what they compute.
     """
     if optimizer == "none":
         return 0.0
@@ -223,6 +229,9 @@ def optimizer_seconds(
 
     steps = [alone(b.weights.main.nbytes, b.layout.shard_numel * b.precision.grad.itemsize) for b in trained]
     rest = alone(plain, plain)
+    if measured:
+        slower = measured / (sum(steps) + rest)
+        steps, rest = [slower * seconds for seconds in steps], slower * rest
     if between is None:
         return sum(steps) + rest
     copies = [host_copy(states * b.weights.main.nbytes, machine) for b in trained]

@@ -132,9 +132,7 @@ def _link(device: torch.device, work: Callable[[], object], nbytes: int = 2**22,
     alone = min(timed(rounds, shard, full, False)[0] for _ in range(3))
     queued, burnt = min(timed(rounds, shard, full, True) for _ in range(3))
     sent = shard.numel() * (ranks - 1)
-    many = 2 * rounds
-    gathers = [(full, shard)] * many
-    taken = lost(lambda: [runs.current().gather([g], everybody) for g in gathers], work, many * queued) / many
+    taken = lost([lambda: runs.current().gather([(full, shard)], everybody)] * rounds, work, queued) / rounds
     taken = max(taken, burnt) if device.type == "cpu" else taken  # no less than what they take alone
     numbers = torch.tensor([sent / queued, small / (ranks - 1), taken, max(0.0, alone / queued - 1)])
     rate, hop, taken, restart = groups.broadcast(numbers.double().to(device), everybody).tolist()
@@ -144,37 +142,36 @@ def _link(device: torch.device, work: Callable[[], object], nbytes: int = 2**22,
 
 
 def lost(
-    launch: Callable[[], Sequence[Callable[[], None]]], work: Callable[[], object], seconds: float, rounds: int = 7
+    launches: Sequence[Callable[[], Callable[[], None]]], work: Callable[[], object], seconds: float, rounds: int = 7
 ) -> float:
     """Seconds that computation takes longer beside transfers than alone, in turns: on the CPU, whose cores others may
-    want too, of this process, with the threads that move the bytes. All ranks must call it together.
+    want too, of this process, with the threads that move the bytes. As in a program each transfer is launched on its
+    own, and waited for behind a piece of computation that it hides behind: each wakes who moves its bytes. All ranks
+    must call it together.
 
     Args:
-        launch: begins transfers; gives what waits for them.
-        work: a piece of computation, which is done again and again until transfers are over for sure.
-        seconds: what the transfers take alone.
+        launches: each begins a transfer; gives what waits for it.
+        work: a piece of computation, which is done again and again until a transfer is over for sure.
+        seconds: what one transfer takes alone.
     """
-
     now = time.perf_counter if torch.accelerator.is_available() else time.process_time
 
-    def worked(count: int, ends: Sequence[Callable[[], None]] = ()) -> float:
+    def worked(beside: bool) -> float:
+        groups.barrier()
         begun = now()
-        for _ in range(count):
-            work()
+        for launch in launches:
+            end = launch() if beside else None
+            for _ in range(count):
+                work()
+            if end is not None:
+                end()
         _synchronize()
-        took = now() - begun
-        for end in ends:
-            end()
-        return took
+        return now() - begun
 
-    count = 1 + int(1.5 * seconds / min(worked(1) for _ in range(3)))
-    alone, beside = [], []
-    for _ in range(rounds):
-        groups.barrier()
-        alone.append(worked(count))
-        groups.barrier()
-        beside.append(worked(count, launch()))
-    return max(0.0, median(beside) - median(alone))
+    count = 1 + int(1.5 * seconds / min(_best(work, 1) for _ in range(3)))
+    both = [(worked(False), worked(True)) for _ in range(rounds)]
+    alone, beside = (median(column) for column in zip(*both, strict=True))
+    return max(0.0, beside - alone)
 
 
 def _synchronize() -> None:
