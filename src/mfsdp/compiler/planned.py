@@ -100,7 +100,10 @@ def refusal(planner: Planner, budget: int) -> str:
     cut = sum(entries.get(n, 0) for n in ("main weights", "optimizer state", "gradients", "shards in what travels"))
     missing = floor.peak - budget
     times = next((2**k for k in range(1, 13) if cut - cut // 2**k >= missing), 0)
-    texts = [f"{text} ({1e3 * seconds:+.1f} ms)" for seconds, text in sorted(ways)]
+    layers = {path for kind in planner.kinds for path in kind.layers}
+    whole = len(layers) > 1 and layers.isdisjoint(unit.fqn for unit in planner.capture.units)
+    texts = ['layers that are units (units="auto")'] if whole else []
+    texts += [f"{text} ({1e3 * seconds:+.1f} ms)" for seconds, text in sorted(ways)]
     texts += [f"{times} times as many ranks"] if times else []
     texts += ["smaller microbatches"]
     return (
