@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from .. import pipeline
-from ..costs import clock
+from ..costs import clock, fusion
 from ..costs.estimate import optimizer_seconds
 from ..costs.folding import Folded, folded, runs
 from ..costs.ledger import Ledger, ledger
@@ -165,7 +165,7 @@ class Planner:
         found = Planner(capture, options, machine, _NOTHING, _NOTHING, steps, rounds, allow, profile)
         programs = found._programs({}, ())
         for program in programs:
-            pipeline.run(program, passes=pipeline.chosen(options, machine.cuda), checked=False, listings=False)
+            _run(program, pipeline.chosen(options, machine.cuda))
         account = partial(
             ledger, programs, buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer, fused=found.fused,
             foreach=machine.cuda, fixed=machine.fixed,
@@ -335,10 +335,15 @@ class Planner:
     def trails(self) -> dict[Any, list[tuple[str, ...]]]:
         """For each kind of layers what may be saved where they are computed again: nothing, then more and more, the
         dearest operators first, by the seconds that backward has less of them for each byte. What a mix of less and of
-        more does as well is left out.
+        more does as well is left out. Beside many layers of another kind, few that are not traced once for all are no
+        cut for each operator worth: their operations decide.
         """
         out = {}
         for choice in self.kinds:
+            if any(map(self.many, self.kinds)) and self._pair(choice) is None:
+                names = self._operators(choice)
+                out[choice.name, choice.layers] = [(), tuple(names[: len(names) // 2]), tuple(names)]
+                continue
             bare = Treatment(again=True)
             seconds, taken = self._body(choice, bare)
             priced = []
@@ -362,12 +367,18 @@ class Planner:
         return next((p for p in cutting.pairs(self.joint.graph) if p.path == choice.layers[0]), None)
 
     def _operators(self, choice: Choice) -> list[str]:
+        """Those of a layer that may be saved, by the operations that each byte of what they give costs."""
         path, pair = choice.layers[0], self._pair(choice)
         graph = self.joint.graph if pair is None else pair.body.joint
         behind = cutting.differentiated(graph)
         nodes = [n for n in graph.graph.nodes if n not in behind]
         own = nodes if pair is not None else [n for n in nodes if n.meta.get(cutting.LAYER) == path]
-        return list(dict.fromkeys(name for n in own if (name := cutting.operator_of(n))))
+        found: dict[str, tuple[int, int]] = {}
+        for node in own:
+            if name := cutting.operator_of(node):
+                done, taken = found.get(name, (0, 1))
+                found[name] = done + fusion.flops(node), taken + nbytes(node.meta["val"])
+        return sorted(found, key=lambda name: -found[name][0] / found[name][1])
 
     def _body(self, choice: Choice, treatment: Treatment) -> tuple[float, int]:
         """Seconds of a layer's backward, and bytes that its forward saves."""
@@ -577,9 +588,11 @@ class Planner:
         every = {path for choice in setting.choices for path in choice.layers}
         key = tuple(treated.items())
         if (key, setting.reduce_lag) not in self.laid:
+            options = replace(self.options, reduce_lag=setting.reduce_lag)
             if key not in self.cuts:
                 self.cuts[key] = self._programs(treated, every - treated.keys())
-            options = replace(self.options, reduce_lag=setting.reduce_lag)
+                for program in self.cuts[key]:
+                    _run(program, _passes(options, self.machine.cuda, self.pace)[0])
             self.laid[key, setting.reduce_lag] = tuple(
                 _Laid(original.copy(), options, self.machine.cuda, self.pace) for original in self.cuts[key]
             )
@@ -603,39 +616,29 @@ class Planner:
         """The fastest setting that fits; ``None`` if the floor does not."""
         if self.score(self.floor).peak > budget and self.sure(self.floor).peak > budget:
             return None
-        met, wrong = [self.floor], 0
-        while True:
-            best, wrong = self._tried(met, wrong, budget)
-            if best is None:
-                best = self.floor
-                if self.sure(best).peak > budget:
-                    return None
-            if self.sure(best).peak <= budget:
-                plain = replace(best, choices=tuple(map(_plain, best.choices)))
-                self.scores[plain] = self.sure(best)  # the same treatment of every layer
-                return plain
-            wrong = self.sure(best).peak - self.estimate(best).peak
+        best = self._tried(budget) or self.floor
+        if self.sure(best).peak > budget:
+            return None
+        plain = replace(best, choices=tuple(map(_plain, best.choices)))
+        self.scores[plain] = self.sure(best)  # the same treatment of every layer
+        return plain
 
-    def _tried(self, met: list[Setting], wrong: int, budget: int) -> tuple[Setting | None, int]:
-        """The fastest setting by its score, of those that searches find, if any fits, and by how much its estimate was
-        wrong.
-
-        Args:
-            met: what was found before; what is found now is put in front.
-            wrong: by how many bytes estimates are too low.
-        """
+    def _tried(self, budget: int) -> Setting | None:
+        """The fastest setting by its score, of those that searches find, if any fits."""
+        met: list[Setting] = []
+        wrong = 0
         for _ in range(TRIES):
             found = self._search(budget - wrong)
             if found in met:
                 break
             met.insert(0, found)
-            score = self.score(found)
-            wrong = score.peak - self.estimate(found).peak
-            if score.peak <= budget <= score.peak + SLACK * budget:
+            peak = self.sure(found).peak
+            wrong = peak - self.estimate(found).peak
+            if peak <= budget <= peak + SLACK * budget:
                 break
-        fit = [s for s in met if self.score(s).peak <= budget]
-        least = min((self.score(s).seconds for s in fit), default=0.0)
-        return next((s for s in fit if self.score(s).seconds <= least * (1 + EQUAL)), None), wrong
+        fit = [s for s in met if self.sure(s).peak <= budget]
+        least = min((self.sure(s).seconds for s in fit), default=0.0)
+        return next((s for s in fit if self.sure(s).seconds <= least * (1 + EQUAL)), None)
 
     def _search(self, budget: int) -> Setting:
         ends = [self._greedy(budget, _price), self._greedy(budget, _seconds), self._beam(budget)]
@@ -731,30 +734,43 @@ def _seconds(before: Score, after: Score) -> Any:
 class _Laid:
     """A program after all passes but those that launch and give places, which can be done over and over: launches of
     gathers move past what the passes between them do (`mfsdp.costs.depth`).
+
+    Args:
+        program: behind the first of its passes (`_passes`).
     """
 
     def __init__(self, program: Program, options: Options, wide: bool, pace: Pace):
         self.program, self.memo = program, dict[Any, Any]()
         self.options, self.wide = options, wide
-        self._run(options, pace, late=False)
+        _run(program, _passes(options, wide, pace)[1])
         self.order = program.nodes[:-1]
-
-    def _run(self, options: Options, pace: Pace, late: bool) -> None:
-        rows = pipeline.chosen(options, self.wide, pace=pace)
-        rows = tuple(row for row in rows if (row[0] in _OVER_AND_OVER) is late)
-        pipeline.run(self.program, passes=rows, checked=False, listings=False)
 
     def launched(self, depth: int, pace: Pace, profile: Any) -> Folded:
         """Its events, with gathers launched so far ahead."""
         p = self.program
         p.move(self.order, p.output)
-        self._run(replace(self.options, prefetch=depth), pace, late=True)
+        _run(p, _passes(replace(self.options, prefetch=depth), self.wide, pace)[2])
         known = profile.given(p) if profile is not None else {}
         times = clock.times(p, pace.machine, fused=pace.fused, memo=self.memo, **known)
         return folded(p, times, pace.fused, self.memo)
 
 
 _OVER_AND_OVER = ("prefetch", "host", "pool")
+
+
+def _passes(options: Options, wide: bool, pace: Pace) -> tuple[pipeline.Table, pipeline.Table, pipeline.Table]:
+    """The pipeline in three: passes of which no option is chosen here, those that obey ``reduce_lag``, with what stands
+    behind them, and those that can be done over and over.
+    """
+    rows = pipeline.chosen(options, wide, pace=pace)
+    late = tuple(row for row in rows if row[0] in _OVER_AND_OVER)
+    rest = tuple(row for row in rows if row[0] not in _OVER_AND_OVER)
+    first = next((i for i, (name, _) in enumerate(rest) if name == "defer"), len(rest))
+    return rest[:first], rest[first:], late
+
+
+def _run(program: Program, passes: pipeline.Table) -> None:
+    pipeline.run(program, passes=passes, checked=False, listings=False)
 
 
 class _Bare(Program):

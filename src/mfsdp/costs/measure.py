@@ -171,7 +171,7 @@ def lost(
     count = 1 + int(1.5 * seconds / min(_best(work, 1) for _ in range(3)))
     both = [(worked(False), worked(True)) for _ in range(rounds)]
     alone, beside = (median(column) for column in zip(*both, strict=True))
-    return max(0.0, beside - alone)
+    return max(0.0, float(beside - alone))
 
 
 def _synchronize() -> None:
