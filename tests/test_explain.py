@@ -25,6 +25,7 @@ from examples.bench import clock as bench_clock
 from examples.bench.bench import peak_of
 from mfsdp import pipeline
 from mfsdp.costs import clock, fusion
+from mfsdp.costs.ledger import STEPPING
 from mfsdp.costs.simulate import simulate
 from mfsdp.graph import cost, listing
 from mfsdp.graph.program import Program, operator
@@ -583,6 +584,19 @@ def test_suggestions_are_what_the_simulation_confirms():
         changes = dict(part.split("=") for part in s.text.split(", "))
         again = toy(world=8, options={k: int(v) for k, v in changes.items()}, suggest=False)
         assert again.step == pytest.approx(s.step) and again.step < 0.99 * report.step and not again.suggestions
+
+
+def test_what_does_not_fit_is_told_what_would():
+    """The optimizer's temporaries are what is too much, then its state; then nothing helps but a plan."""
+    small = replace(PLAIN, cuda=True)
+    given = {"world": 2, "optimizer": "adamw", "options": {"prefetch": 0, "reduce_lag": 0, "pool": False}}
+    peaks = [toy(hardware=small, stepping=s, suggest=False, **given).peak for s in STEPPING]
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[2]
+    for memory, text in ((peaks[2], 'fully_shard_optimizer(optimizer, offload="state")'), (peaks[2] - 1, None)):
+        report = toy(hardware=replace(small, memory=memory), **given)
+        assert [(s.text, s.peak) for s in report.suggestions] == ([(text, peaks[2])] if text else [])
+        assert "mfsdp.plan(memory=...) looks for the fastest step that fits" in str(report)
+    assert not [w for w in toy(hardware=small, **given).warnings if "plan" in w]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -263,6 +264,12 @@ def test_what_is_planned_is_what_is_explained(planned, tmp_path: Path):
     score = planner(model, ids, inputs=ids.nbytes).score(Setting(away.choices, **away.options))
     assert score.host and f"{there.step:.12f}" == f"{score.seconds:.12f}" and there.peak == score.peak
     assert mfsdp.explain(model, (ids,), hardware="a100", **given).peak == there.peak, "copies stand where they stood"
+    given["options"] = {"lowering": "eager", "prefetch": "auto"}
+    auto = mfsdp.explain(model, (ids,), hardware={**SLOW, "host": {"bandwidth": 1e9, "latency": 1e-6}}, **given)
+    for view in auto.views:
+        listing = next(stage.listing for stage in view.stages if stage.name == "prefetch")
+        said = re.search(r"auto: depth \d of 0 to \d: ([\d.]+) ms on", listing)
+        assert said is not None and said[1] == f"{1e3 * view.seconds:.2f}", "copies take their time there too"
     assert str(planned) in told.summary()
     page = page_of(told)
     assert 'data-tab="plan"' in page and "recomputed" in page
@@ -273,7 +280,9 @@ def test_what_is_planned_is_what_is_explained(planned, tmp_path: Path):
 
 def test_what_does_not_fit_or_was_made_for_another_model_says_so(planned, tmp_path: Path):
     model, ids = gpt(2)
-    with pytest.raises(ValueError, match=r'Cheapest that would make it fit: layers that are units \(units="auto"\), or '):
+    with pytest.raises(
+        ValueError, match=r'Cheapest that would make it fit: layers that are units \(units="auto"\), or '
+    ):
         mfsdp.plan(model, (ids,), memory="1MB", world=8, hardware=SLOW, allow=())
     with pytest.raises(ValueError, match="does not fit 1.*least is .*Cheapest that would make it fit"):
         mfsdp.plan(model, (ids,), memory="1MiB", world=8, units=[Block], allow=())

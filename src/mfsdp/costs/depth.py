@@ -31,6 +31,7 @@ from ..graph.program import Program
 from ..graph.roles import role
 from ..passes.bucket import bucket
 from ..passes.defer import defer
+from ..passes.host import host
 from ..passes.pool import pool
 from ..passes.prefetch import prefetch
 from ..passes.stream import stream
@@ -41,6 +42,7 @@ from ..state.buffer import FlatBuffer
 from . import clock
 from .ledger import ledger
 from .measure import here
+from .pace import Pace
 from .simulate import simulate
 
 DEPTHS = range(5)
@@ -64,6 +66,7 @@ class Auto:
         wide: as in `pipeline.table`.
         held: bytes of what is there whatever a program does: weights, optimizer state, accumulators.
         profile: what knows measured times: ``given(program)``, for :func:`mfsdp.costs.clock.times`.
+        pace: what places copies to the host, if there are any.
         shared: whether other ranks have to decide alike.
     """
 
@@ -72,6 +75,7 @@ class Auto:
     wide: bool | None = None
     held: int = 0
     profile: Any = None
+    pace: Pace | None = None
     shared: bool = False
     found: dict[Key, int] = field(default_factory=dict, repr=False)
     """What has been decided, by what ranks have alike."""
@@ -141,6 +145,8 @@ class _Tried:
         """The copy, with its gathers launched so far ahead."""
         self.copy.move(self.nodes, self.copy.output)
         prefetch(self.copy, depth=depth, limit=self.auto.options.max_unsharded)
+        if self.auto.pace is not None:
+            host(self.copy, pace=self.auto.pace)
         return self.copy
 
     def seconds(self, depth: int) -> float:

@@ -265,7 +265,8 @@ def _warnings(facts: Facts, buffers: Sequence[FlatBuffer]) -> list[str]:
     out = []
     if not facts.fits:
         out.append(
-            f"the peak of {size(facts.peak)} is more than the {size(facts.machine.memory)} of {facts.machine.name}"
+            f"the peak of {size(facts.peak)} is more than the {size(facts.machine.memory)} of {facts.machine.name}: "
+            "mfsdp.plan(memory=...) looks for the fastest step that fits"
         )
     saved = next((e.nbytes for e in facts.ledger.entries if e.name.startswith("activations")), 0)
     if not facts.fits and saved > facts.peak / 2:

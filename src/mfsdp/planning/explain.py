@@ -21,7 +21,7 @@ from ..costs.depth import Auto, always
 from ..costs.estimate import Schedule, estimate
 from ..costs.facts import Facts, Suggestion
 from ..costs.kernels import Kernels
-from ..costs.ledger import check_names
+from ..costs.ledger import STEPPING, check_names
 from ..costs.measure import measure
 from ..costs.pace import Pace
 from ..graph.program import Program
@@ -184,8 +184,20 @@ def explain(
             other = _report(programs, changed, (args, dict(kwargs or {})), steps, profile, listings=False)
             if other.fits and (not report.fits or other.step < report.step * (1 - GAIN)):
                 report.suggestions.append(Suggestion(text, other.step, other.peak))
+        for stepping in () if report.fits else STEPPING[STEPPING.index(steps["stepping"]) + 1 :]:
+            how = steps | {"stepping": stepping}
+            other = _report(programs, q, (args, dict(kwargs or {})), how, profile, listings=False, known=known)
+            if other.fits:
+                report.suggestions.append(Suggestion(_STEPPING[stepping], other.step, other.peak))
         report.suggestions = _worthwhile(report.suggestions)
     return report
+
+
+_STEPPING = {
+    "flat": "fully_shard_optimizer(optimizer)",
+    "offloaded": 'fully_shard_optimizer(optimizer, offload="state")',
+}
+"""What makes an optimizer step otherwise, and take less."""
 
 
 def _worthwhile(found: list[Suggestion]) -> list[Suggestion]:
@@ -408,15 +420,15 @@ def _report(
     buffers = buffers_of(traced.model)
     batch = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
     machine = undisturbed(q.hardware) if getattr(profile, "contended", False) else q.hardware
-    decide = None
-    if o.prefetch == "auto":
-        size = sum(x.nbytes for x in batch)
-        held = always(buffers, inputs=size, other=other, plain=plain, **steps)
-        decide = Auto(machine, o, q.hardware.cuda, held, profile)
     away = any(program.find(Kind.OFFLOAD) for program in traced)
     plan = traced.capture.plan if traced.capture is not None else None
     placing = (plan and plan.machine) or q.hardware
     pace = Pace(placing, o.lowering != "eager") if away else None
+    decide = None
+    if o.prefetch == "auto":
+        size = sum(x.nbytes for x in batch)
+        held = always(buffers, inputs=size, other=other, plain=plain, **steps)
+        decide = Auto(machine, o, q.hardware.cuda, held, profile, pace)
     known = {} if known is None else known
     key = (*q.traced, str(o), q.hardware.cuda, q if decide or pace else None)
     if key not in known:
