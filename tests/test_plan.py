@@ -309,6 +309,28 @@ def test_what_does_not_fit_or_was_made_for_another_model_says_so(planned, tmp_pa
         mfsdp.Plan.load(tmp_path / "none.json")
 
 
+def test_a_plan_for_a_model_that_is_sharded_otherwise_says_so(tmp_path: Path):
+    model, ids = gpt(2)
+    given: dict[str, Any] = {"memory": "1GB", "world": 1, "hardware": SLOW, "allow": (), "curve": False}
+    mfsdp.plan(model, (ids,), units=[Block], **given).save(tmp_path / "plan.json")
+    plan = mfsdp.Plan.load(tmp_path / "plan.json")
+    narrow = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
+    for more, words in (
+        ({"strategy": 2}, "sharded with strategy optim_grads_params, this GPT has strategy optim_grads: give"),
+        ({"units": None}, "sharded with units 3, this GPT has units 1: give"),
+        ({"mp_policy": narrow}, "compute_dtype=None.*, this GPT has mp_policy.*compute_dtype=torch.bfloat16"),
+    ):
+        other = GPT(width=64, layers=2, vocabulary=64, length=32)
+        before = dict(other.named_parameters())
+        with pytest.raises(ValueError, match=words):
+            mfsdp.fully_shard(other, **{"units": [Block], "plan": plan, **more})
+        assert type(other) is GPT and dict(other.named_parameters()) == before, "nothing has been changed"
+    other = GPT(width=64, layers=2, vocabulary=64, length=32)
+    for block in other.blocks:
+        mfsdp.fully_shard(block)
+    assert mfsdp.fully_shard(other, plan=plan) is other, "in as many calls as anybody likes"
+
+
 def steps(model: nn.Module, rounds: int = 2, **options: Any) -> list[torch.Tensor]:
     """Losses of some steps, and gradients of the last."""
     run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", **options})

@@ -16,6 +16,7 @@ from ..compiler.planned import refusal
 from ..compiler.planner import ALLOWED, Planner, Score, Setting
 from ..compiler.tracing import trace
 from ..costs.ledger import OPTIMIZER_STATES
+from ..sharding.module import FSDPModule
 from ..spec.choices import numbered
 from ..spec.config import PLANNED, Options
 from ..spec.plans import DoesNotFit, Plan, Point, Price, nbytes_of
@@ -126,6 +127,7 @@ def plan(
         },
         optimizer="host" if best.streamed else "device",
         sharding={k: v for k, v in several.items() if k != "units"},
+        made_for=meta._mfsdp_unit.outermost.sharding if isinstance(meta, FSDPModule) else {},
         prices=tuple(_prices(planner, best)),
         curve=tuple(_curve(planner, floor, _most(top, max(budget, machine.memory), floor))) if curve else (),
         versions={"torch": torch.__version__, "mfsdp": mfsdp.__version__},

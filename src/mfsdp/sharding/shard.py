@@ -157,11 +157,15 @@ def fully_shard(
         units = blocks.auto(claims[0], policy, placement)
         claims = claim_parameters(root, match(root, units), ignored)
     optional = _optional(root, may_be_unused, claims)
+    sharding = {
+        "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": str(policy),
+        "mesh": " x ".join(map(str, found.grid().shape)), "units": len(claims) + len(_units(root)),
+    }  # fmt: skip
     if plan is not None:
-        _made_for(plan, root, placement.ranks)
+        _made_for(plan, root, placement.ranks, sharding)
     loose = bool(optional) or any(unit.may_be_unused for unit in _units(root))
     together = _together(root, found, placement) if loose and target.type != "meta" else ""
-    outermost = _outermost(given[0], plan)
+    outermost = _outermost(given[0], plan, sharding)
     units_of = {claim.module: UnitState(claim.fqn, outermost, policy) for claim in claims}
     for claim in claims:
         claim.draft(policy, placement, mesh)
@@ -341,7 +345,7 @@ def _units(root: nn.Module) -> list[UnitState]:
     return list(dict.fromkeys(m._mfsdp_unit for m in root.modules() if isinstance(m, FSDPModule)))
 
 
-def _made_for(plan: Plan, root: nn.Module, ranks: int) -> None:
+def _made_for(plan: Plan, root: nn.Module, ranks: int, sharding: dict[str, Any]) -> None:
     """Makes sure that a plan was made for a model.
 
     Raises:
@@ -349,9 +353,9 @@ def _made_for(plan: Plan, root: nn.Module, ranks: int) -> None:
     """
     sizes = {fqn: sum(p.numel() for p in m.parameters()) for fqn, m in root.named_modules()}
     classes = {fqn: own_class(m).__name__ for fqn, m in root.named_modules()}
-    plan.fits(type(root).__name__, ranks, sizes, classes)
+    plan.fits(type(root).__name__, ranks, sizes, classes, sharding)
 
 
-def _outermost(module: nn.Module, plan: Plan | None) -> Outermost:
+def _outermost(module: nn.Module, plan: Plan | None, sharding: dict[str, Any]) -> Outermost:
     names = inspect.signature(module.forward).parameters
-    return Outermost(type(module).__name__, tuple(names), plan=plan)
+    return Outermost(type(module).__name__, tuple(names), plan=plan, sharding=sharding)

@@ -13,7 +13,7 @@ from .choices import Choice, Choices
 from .hardware import Hardware
 from .hardware import hardware as parsed
 
-FORMAT = 2
+FORMAT = 3
 
 
 class DoesNotFit(ValueError):
@@ -71,6 +71,8 @@ class Plan:
     """Elements of the parameters of each layer."""
     sharding: Mapping[str, Any] = field(default_factory=dict)
     """What was chosen of `fully_shard`'s arguments, where several were given."""
+    made_for: Mapping[str, Any] = field(default_factory=dict)
+    """How the model is sharded that it was made for: strategies, precision, the mesh, how many units."""
     optimizer: str = "device"
     """Where the optimizer's state is: ``"device"`` or ``"host"``."""
     prices: Sequence[Price] = ()
@@ -116,7 +118,9 @@ class Plan:
             curve=tuple(Point(**p) for p in curve), machine=None if machine is None else parsed(machine),
         )  # fmt: skip
 
-    def fits(self, model: str, world: int, sizes: Mapping[str, int], classes: Mapping[str, str]) -> None:
+    def fits(
+        self, model: str, world: int, sizes: Mapping[str, int], classes: Mapping[str, str], sharding: Mapping[str, Any]
+    ) -> None:
         """Makes sure that it was made for a model.
 
         Args:
@@ -124,6 +128,7 @@ class Plan:
             world: ranks.
             sizes: elements of parameters of every module, by path.
             classes: names of the modules' classes.
+            sharding: as `made_for`.
 
         Raises:
             ValueError: it was made for another one; says what differs.
@@ -137,6 +142,14 @@ class Plan:
                     f"plan: made for {len(choice.layers)} x {choice.name} over {self.world} ranks, this {model} has "
                     f"{mine}{'' if same else ' of another size'} and {world} ranks: make it anew"
                 )
+
+        unlike = [name for name, value in self.made_for.items() if sharding.get(name) != value]
+        if unlike:
+            theirs, mine_is = (", ".join(f"{n} {x.get(n)}" for n in unlike) for x in (self.made_for, sharding))
+            raise ValueError(
+                f"plan: made for a model sharded with {theirs}, this {model} has {mine_is}: give fully_shard what "
+                "mfsdp.plan was given, or make it anew"
+            )
 
     def __str__(self) -> str:
         chosen = [str(c) for c in self.choices if str(c)] or ["all layers as they are"]

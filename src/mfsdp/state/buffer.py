@@ -46,6 +46,8 @@ class Outermost:
     """What its ranks may leave out of a step."""
     plan: Plan | None = field(default=None, compare=False, repr=False)
     """What the programs that read it follow."""
+    sharding: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """How it was sharded, for plans that are made for it."""
 
 
 class FlatBuffer:
