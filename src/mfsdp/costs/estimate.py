@@ -22,6 +22,7 @@ from ..spec.hardware import Hardware, host_copy
 from ..spec.source import ours
 from ..state.buffer import FlatBuffer
 from . import clock, fusion
+from .allocator import replayed
 from .facts import Facts, Line, View
 from .ledger import OPTIMIZER_STATES, Entry, Ledger, ledger
 from .simulate import Span, simulate
@@ -87,6 +88,9 @@ def estimate(
         for stage in range(schedule.stages)
     ]  # fmt: skip
     account = accounts[0]
+    if machine.cuda:
+        held = replayed(account.tensors, [part.program for part in parts], account.temporaries, fused)
+        account = replace(account, blocks=held.most, reserved=held.reserved)
     now, step, compute, views = 0.0, 0.0, 0.0, []
     for part in parts:
         shown = bool(part.stages and part.stages[-1].listing)

@@ -162,14 +162,14 @@ class Facts:
         if not self.machine.cuda:
             return ""
         if self.machine.fixed:
-            return "not counted: what the allocator loses to fragments, and communicators that were not there yet"
+            return "not counted: communicators that were not there yet"
         nccl = (
-            f"NCCL's buffers for {self.communicators} communicators and for groups of your own (0.5 to 2 GB each were "
-            "reported in NVIDIA/nccl#864 and #964), "
+            f", NCCL's buffers for {self.communicators} communicators and for groups of your own (0.5 to 2 GB each "
+            "were reported in NVIDIA/nccl#864 and #964)"
         )
         return (
-            f"not counted: the CUDA context, {nccl if self.communicators else ''}cuBLAS's workspaces (8 MiB for each "
-            "handle and stream, 32 on Hopper and Blackwell), what the allocator loses to fragments"
+            f"not counted: the CUDA context{nccl if self.communicators else ''}, and cuBLAS's workspaces (8 MiB for "
+            "each handle and stream, 32 on Hopper and Blackwell)"
         )
 
     @property

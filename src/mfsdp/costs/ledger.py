@@ -63,6 +63,16 @@ class Ledger:
     at_step: int = 0
     """Bytes of everything at most while the optimizer steps."""
     on_host: tuple[Entry, ...] = ()
+    tensors: tuple[int, ...] = ()
+    """Bytes of what is there throughout, without `fixed`: of a unit's tensors, of one kind, together."""
+    temporaries: tuple[int, ...] = ()
+    """Bytes of what is there only while the optimizer steps."""
+    blocks: int = 0
+    """Bytes at most of the blocks that CUDA's caching allocator gives out for it (`mfsdp.costs.allocator`); 0: not
+    known.
+    """
+    reserved: int = 0
+    """Bytes of the segments that those are cut from, of which none is given back."""
 
     @property
     def host(self) -> int:
@@ -77,9 +87,33 @@ class Ledger:
                 *rows,
                 f"{'peak':<34}{size(self.peak):>9}   in {where}",
                 f"{'of which padding':<34}{size(self.padding):>9}",
+                *([f"{'taken':<34}{size(self.taken):>9}   {self.beside}"] if self.reserved else ()),
                 *(f"{'on the host: ' + e.name:<34}{size(e.nbytes):>9}   {e.what}" for e in self.on_host),
             ]
         )
+
+    @property
+    def taken(self) -> int:
+        """Bytes of the device that it takes in all: what the allocator reserves, and what is taken before it; 0: not
+        known.
+        """
+        return self.reserved + self._fixed if self.reserved else 0
+
+    @property
+    def beside(self) -> str:
+        """What they are more than the peak, in words."""
+        rounding = max(0, self.blocks - (self.peak - self._fixed))
+        return (
+            f"reserved by CUDA's caching allocator, about: {size(rounding)} of rounding, "
+            f"{size(self.reserved - self.blocks)} of fragments"
+        )
+
+    @property
+    def _fixed(self) -> int:
+        return next((e.nbytes for e in self.entries if e.name == FIXED), 0)
+
+
+FIXED = "fixed"
 
 
 def ledger(
@@ -118,23 +152,26 @@ def ledger(
     """
     check_names(optimizer, stepping)
     states = OPTIMIZER_STATES[optimizer]
-    main = sum(b.weights.main.nbytes for b in buffers)
-    there, at_once, host = _stepped(buffers, plain, states, stepping)
+    mains = [b.weights.main.nbytes for b in buffers]
+    stepped, at_once, host = _stepped(buffers, plain, states, stepping)
     codes, coded = _lasting(programs)
-    kept = sum(b.weights.source.nbytes for b in buffers if b.spec.kept and (b.unit.fqn, b.layout) not in coded)
-    casts = sum(unit.layout.shard_numel * unit.spec.precision.comm.itemsize for unit in _casting(programs))
-    gradients = plain + sum(b.layout.shard_numel * b.precision.grad.itemsize for b in buffers if b.trainable)
+    lasts = [b.weights.source.nbytes for b in buffers if b.spec.kept and (b.unit.fqn, b.layout) not in coded]
+    narrow = [unit.layout.shard_numel * unit.spec.precision.comm.itemsize for unit in _casting(programs)]
+    added = [b.layout.shard_numel * b.precision.grad.itemsize for b in buffers if b.trainable]
+    main, there, kept, casts, gradients = sum(mains), sum(stepped), sum(lasts), sum(narrow), plain + sum(added)
     slots: dict[str, int] = {}
     for p in programs:
         for name, n in p.slots.items():
             slots[name] = max(n, slots.get(name, 0))
     trains = any(p.phase == "backward" for p in programs)
     staying = gradients - plain if trains else 0
-    lasting = fixed + main + there + kept + codes + casts + other + inputs + staying + sum(slots.values())
+    tensors = [*mains, *stepped, *lasts, codes, *narrow, other, inputs, *(added if trains else ()), *slots.values()]
+    lasting = fixed + sum(tensors)
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
     foreach_holds, one_holds = TEMPORARIES.get(optimizer, (0, 0))
-    temporaries = foreach_holds * at_once if foreach else one_holds * max([plain, *map(_largest, buffers)])
+    works = at_once * foreach_holds if foreach else [max([plain, *map(_largest, buffers)])] * one_holds
+    temporaries = sum(works)
     early = sum(nbytes(n.meta["val"]) for n in _early(programs)) if optimizer != "none" else 0
     back = [p for p in programs if p.phase == "backward"] if waiting else []
     others = waiting * sum(sum(saved(p)[0].values()) for p in back)
@@ -158,7 +195,7 @@ def ledger(
         Entry("gradient buckets", _sum(slots, "g"), "static buffers " + _names(slots, "g")),
         Entry("not sharded", other, "buffers and ignored parameters"),
         Entry("inputs", inputs, "the batch"),
-        Entry("fixed", fixed, "context, communicators, libraries: as measured"),
+        Entry(FIXED, fixed, "context, communicators, libraries: as measured"),
     ]
     if where is None:
         entries += [
@@ -184,7 +221,10 @@ def ledger(
     padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states * (not host))
     beside = [*([Entry("optimizer state", host, "streamed through the device")] if host else ()), *on_host]
     there_are = tuple(e for e in entries if e.nbytes)
-    return Ledger(there_are, peak, phase, line, padding, live, after, lasting, at_step, tuple(beside))
+    return Ledger(
+        there_are, peak, phase, line, padding, live, after, lasting, at_step, tuple(beside),
+        tuple(filter(None, tensors)), tuple(filter(None, works if optimizer != "none" else ())),
+    )  # fmt: skip
 
 
 def _largest(buffer: FlatBuffer) -> int:
@@ -204,17 +244,17 @@ def check_names(optimizer: str, stepping: str) -> None:
         raise ValueError(f"stepping={stepping!r}: choose one of {', '.join(STEPPING)}")
 
 
-def _stepped(buffers: Sequence[FlatBuffer], plain: int, states: int, stepping: str) -> tuple[int, int, int]:
-    """Bytes of optimizer state on the device, of the weights that are stepped at once, of state on the host. In one
-    parameter group, so that each buffer is one run.
+def _stepped(buffers: Sequence[FlatBuffer], plain: int, states: int, stepping: str) -> tuple[list[int], list[int], int]:
+    """Bytes of optimizer state on the device and of the weights that are stepped at once, by unit, and of state on the
+    host. In one parameter group, so that each buffer is one run.
     """
     runs = [b.weights.main.nbytes for b in buffers if b.trainable]
     largest = max(runs, default=0)
     if stepping == "offloaded":
-        there = states * (min(2, len(runs)) * largest + plain)
-        return there, max(largest, plain), states * sum(runs)
-    trained = plain + sum(runs)
-    return states * trained, trained if stepping == "whole" else min(trained, max(largest, TOGETHER) + plain), 0
+        there = [states * n for n in (*[largest] * min(2, len(runs)), plain)]
+        return there, [max(largest, plain)], states * sum(runs)
+    there = [n for n in (*runs, plain) for _ in range(states)]
+    return there, [*runs, plain] if stepping == "whole" else [min(sum(runs), max(largest, TOGETHER)), plain], 0
 
 
 def _early(programs: Sequence[Program]) -> list[Node]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -51,7 +51,23 @@ def is_line(node: Node) -> bool:
     return node.op == "call_function" and view_of(node) is None and hasattr(operator(node)[0], "_schema")
 
 
-def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
+class Move(NamedTuple):
+    """A value that comes to be, or goes."""
+
+    node: Node
+    """Whose, all that it gives."""
+    nbytes: int
+    """Less than nothing, where it goes."""
+    part: int | None = None
+    """Only that one of several results; `ROOM`: what a collective takes besides."""
+    place: Node | None = None
+    """Whose memory it takes over."""
+
+
+ROOM = -1
+
+
+def lines(program: Program, fused: Sequence[Sequence[Node]] = (), moves: list[Move] | None = None) -> list[Line]:
     """Every line with its bytes. Full buffers live until their `free`, everything else until its last reader.
 
     Args:
@@ -59,7 +75,9 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
         fused: runs of lines that are one kernel each. What is read only inside of one, or is cheap enough to be
             computed again wherever it is read, has no memory; what a kernel writes takes the place of what it is the
             last to read, if that is as large.
+        moves: takes down what comes to be, and what goes, in order.
     """
+    moves = [] if moves is None else moves
     nodes, output = program.nodes, program.output
     end = {node: run[-1] for run in fused for node in run}
     held, shared = saved(program)
@@ -78,6 +96,7 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
     live = sum(program.slots.values()) + sum(held.values())
     allocated = {node: allocation(node) for node in nodes}
     held = allocated | held
+    over: dict[Node, Node] = {}
     frees: dict[Node, list[Node]] = {}
     for owner, reader in last.items():
         if is_kind(owner, Kind.FULL) and not any(is_kind(u, Kind.FREE) for u in owner.users):
@@ -95,20 +114,22 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
             if node in again or (len(run) > 1 and node in last and not escapes(node, inside)):
                 held[node] = allocated[node] = 0
             elif held[node] and places.get(held[node]):
-                taken.add(places[held[node]].pop(0))
-                allocated[node] = 0
+                taken.add(place := places[held[node]].pop(0))
+                allocated[node], over[node] = 0, place
         if taken:
             frees[run[-1]] = [owner for owner in frees[run[-1]] if owner not in taken]
     out = []
     rooms: dict[Node, int] = {}
     for node in nodes:
-        freed = sum(held[n] for n in frees.get(node, ()))
+        gone = [Move(n, -held[n]) for n in frees.get(node, ())]
         if bases[node] is not node or not is_line(node):
-            live -= freed
+            live += sum(move.nbytes for move in gone)
+            moves += gone
             continue
         if node.target is ops.wait:
-            freed += rooms.pop(node.args[0], 0)  # type: ignore[arg-type]
-            freed += _element_gone(program, node, last, held)
+            launch: Node = node.args[0]  # type: ignore[assignment]
+            gone.append(Move(launch, -rooms.pop(launch, 0), ROOM))
+            gone += _element_gone(program, node, last, held)
         taken_too = room(node)
         if node.target is ops.refresh:
             taken_too = refreshed(program.unit(role(node).unit).spec)  # type: ignore[union-attr]
@@ -117,25 +138,27 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = ()) -> list[Line]:
         allocates = allocated[node] + taken_too
         top = live + allocates
         if node not in last and not is_kind(node, Kind.FULL):
-            freed += held[node]  # nobody reads it
-        live += allocates - freed
-        out.append(Line(node, allocates - freed, live, top))
+            gone.append(Move(node, -held[node]))  # nobody reads it
+        moves += [Move(node, allocated[node], None, over.get(node)), Move(node, taken_too, ROOM), *gone]
+        delta = allocates + sum(move.nbytes for move in gone)
+        live += delta
+        out.append(Line(node, delta, live, top))
     return out
 
 
-def _element_gone(program: Program, wait: Node, last: Mapping[Node, Node], held: dict[Node, int]) -> int:
-    """Bytes of one of several results that are gone once it has been copied to the host, while others stay; all are
-    counted with the first.
+def _element_gone(program: Program, wait: Node, last: Mapping[Node, Node], held: dict[Node, int]) -> list[Move]:
+    """One of several results that is gone once it has been copied to the host, while others stay; all are counted with
+    the first.
     """
     launch: Node = wait.args[0]  # type: ignore[assignment]
     if launch.target is not ops.offload or not is_element(value := launch.args[0]):  # type: ignore[arg-type]
-        return 0
+        return []
     assert isinstance(value, Node)
     owner = base_of(value)
     if last[owner] is wait or max(program.readers(value)) is not wait:
-        return 0
+        return []
     held[owner] -= nbytes(value.meta["val"])
-    return nbytes(value.meta["val"])
+    return [Move(owner, -nbytes(value.meta["val"]), value.args[1])]  # type: ignore[arg-type]
 
 
 def room(node: Node) -> int:
