@@ -512,8 +512,12 @@ def test_what_cannot_be_streamed_is_refused():
         model = mfsdp.fully_shard(nn.Linear(4, 4))
         return mfsdp.fully_shard_optimizer(kind(model.parameters(), lr=0.1), **kwargs)
 
-    with pytest.raises(NotImplementedError, match="main weights stay on the device"):
-        made(torch.optim.AdamW, offload="all")
+    for offload in ("main", "all"):
+        optimizer = torch.optim.AdamW(mfsdp.fully_shard(nn.Linear(4, 4)).parameters())
+        before = dict(vars(optimizer))
+        with pytest.raises(NotImplementedError, match=f"offload='{offload}': main weights stay on the device"):
+            mfsdp.fully_shard_optimizer(optimizer, offload=offload)
+        assert type(optimizer) is torch.optim.AdamW and vars(optimizer) == before
     with pytest.raises(ValueError, match="offload='disk': choose False, True or \"state\""):
         made(torch.optim.AdamW, offload="disk")
     with pytest.raises(NotImplementedError, match="Leave out compile=True or offload"):
@@ -574,6 +578,25 @@ def test_memory_is_what_the_ledger_says(name, monkeypatch):
         mfsdp.explain(nn.Linear(2, 2), (torch.empty(1, 2),), stepping="polo")
     if name == "adamw":
         assert found["whole"][0] - found["flat"][0] > 0.99 * state / 2 * (1 - 1 / UNITS), "temporaries of other units"
+
+
+@pytest.mark.parametrize(("main", "stay"), [(torch.float32, (4, 8, 4, 2)), (torch.bfloat16, (2, 4, 4, 0))])
+def test_bytes_per_element_are_what_the_page_says(main, stay):
+    """What lasts of AdamW where bf16 travels (docs/MEMORY.md): only state goes, but for its two rooms."""
+    for stepping in ("flat", "offloaded"):
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS))).bfloat16()
+            x = torch.empty(1, WIDTH, dtype=torch.bfloat16)
+        policy = mfsdp.MixedPrecisionPolicy(main_params_dtype=main)
+        said = mfsdp.explain(
+            model, (x,), world=8, units=[nn.Linear], mp_policy=policy, stepping=stepping, suggest=False,
+            options={"lowering": "eager"},
+        ).ledger  # fmt: skip
+        there = {e.name: e.nbytes for e in said.entries}
+        names = ("main weights", "optimizer state", "gradients", "shards in what travels")
+        rooms = 2 / UNITS if stepping == "offloaded" else 1
+        want = (stay[0], stay[1] * rooms, *stay[2:])
+        assert [there.get(n, 0) / (UNITS * WIDTH * WIDTH / 8) for n in names] == pytest.approx(want)
 
 
 @pytest.mark.parametrize("between", [0.0, 0.1])

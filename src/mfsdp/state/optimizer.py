@@ -62,8 +62,8 @@ def fully_shard_optimizer(
             with the backend's option ``prefetch=0``. All ranks must choose alike.
         offload: ``True`` or ``"state"``: state is kept on the host, in pinned memory, and streamed through the device
             unit by unit while it is stepped (Note [Streamed state] in ``state/streamed.py``). Results are bit for bit
-            those without. For torch's own optimizers; parameters that are not sharded keep theirs on the device.
-            ``None``: as the model's plan says (:func:`mfsdp.plan`), or not.
+            those without. For torch's own optimizers; parameters that are not sharded keep theirs on the device, and
+            main weights stay there. ``None``: as the model's plan says (:func:`mfsdp.plan`), or not.
 
     Raises:
         TypeError: it is no optimizer.
@@ -71,7 +71,8 @@ def fully_shard_optimizer(
             or TransformerEngine's and reads gradients elsewhere; it keeps main weights itself; ``offload`` is none of
             these.
         NotImplementedError: its update is not elementwise; or, with ``compile``, it is not one of torch's own, or
-            cannot be compiled (it says why); or, with ``offload``, it is not one of torch's own, or to be compiled too.
+            cannot be compiled (it says why); or, with ``offload``, it is not one of torch's own, or to be compiled too;
+            or main weights are to be moved.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer: {optimizer!r} is no torch.optim.Optimizer")
@@ -122,8 +123,11 @@ def _streamed(offload: bool | str, base: Any, compile: bool) -> bool:
         return False
     if offload in ("main", "all"):
         raise NotImplementedError(
-            f"fully_shard_optimizer: offload={offload!r}: main weights stay on the device, where gathers, norms and "
-            'checkpoints read them. offload="state" moves the optimizer\'s state'
+            f"fully_shard_optimizer: offload={offload!r}: main weights stay on the device. Parameters are views into "
+            "them, and programs read them in forward wherever no cast is kept: on one rank, where they travel as they "
+            'are or in int8, with keep_cast=False, after to_local(). Nothing has been changed. offload="state" moves '
+            "the optimizer's state, the larger part under Adam. Main weights are fewer bytes on more ranks, or in "
+            "MixedPrecisionPolicy(main_params_dtype=torch.bfloat16), which trains differently"
         )
     if offload not in (True, "state"):
         raise ValueError(f'fully_shard_optimizer: offload={offload!r}: choose False, True or "state"')
