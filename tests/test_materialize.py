@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mfsdp
+from examples.bench.bench import peak_of
 from examples.demo.model import Block as DemoBlock
 from examples.demo.model import Config, Llama
-from tests.models import MLP, Conv, llama
+from tests.models import GPT, MLP, Block, Conv, llama
 from tests.parity import whole
 
 
@@ -189,6 +190,40 @@ def most_bytes() -> tuple[int, int, int]:
 def test_never_more_than_the_shards_and_two_units(four_ranks):
     for most, shards, unit in four_ranks.run(most_bytes):
         assert shards < most < shards + 2 * unit
+
+
+OCCASIONS: dict[str, tuple[Any, Any]] = {
+    "gpt": (lambda: GPT(width=128, layers=2, vocabulary=5000, length=64), None),
+    "bf16, again": (lambda: llama(2, width=128).to(torch.bfloat16), lambda m: None),
+}
+
+
+def occasions(name: str, folder: str) -> list[tuple[int, int]]:
+    """Bytes told and taken while a model is initialised, and while it is saved."""
+    make, init = OCCASIONS[name]
+    with torch.device("meta"):
+        model = make()
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    sharding = {"units": [Block if isinstance(model, GPT) else "LlamaDecoderLayer"], "param_init_fn": init}
+    told = mfsdp.explain(model, (ids,), world=dist.get_world_size(), suggest=False, **sharding).ledger.occasions
+    taken = [peak_of(lambda: mfsdp.fully_shard(model, device="cpu", **sharding))]
+    optimizer = mfsdp.fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    out = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})(ids)
+    getattr(out, "logits", out).float().square().mean().backward()
+    optimizer.step()
+    checkpoints = mfsdp.Checkpoints(folder)
+    taken.append(peak_of(lambda: checkpoints.save(1, model, optimizer, blocking=False)))
+    checkpoints.wait()
+    return list(zip([e.nbytes for e in told], taken, strict=True))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OCCASIONS)
+def test_explain_knows_what_initialising_and_saving_take(two_ranks, tmp_path, name):
+    for rank in two_ranks.run(occasions, name, str(tmp_path)):
+        for told, taken in rank:
+            assert told == pytest.approx(taken, rel=0.03)
 
 
 def most_bytes_of_a_real_model(**sharding: Any) -> tuple[int, int, int, int]:

@@ -18,9 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..runtime import groups
+from ..state.buffer import Ref, refs
 from . import files, manifest
 from .errors import CheckpointError, first_ends, in_words, together
 from .writing import Sums, Writer
@@ -127,6 +129,24 @@ class Save:
     def _let_go(self) -> None:
         while self._locks:
             os.close(self._locks.pop())
+
+
+def copied(model: nn.Module, states: int) -> int:
+    """Bytes of this machine's memory that `Save` takes where it copies what one rank writes: its rows of weights, by
+    each of their names, and of optimizer state.
+
+    Args:
+        model: sharded.
+        states: tensors of optimizer state per parameter.
+    """
+    named = [ref for m in model.modules() for ref in refs(m).values()]
+    weights = sum(_rows(ref) for ref in named)
+    state = sum(_rows(ref) for ref in {(ref.buffer, ref.slot): ref for ref in named if ref.buffer.trainable}.values())
+    return weights + states * state
+
+
+def _rows(ref: Ref) -> int:
+    return ref.buffer.weights.locals[ref.slot].numel * ref.buffer.precision.main.itemsize
 
 
 class Saving(Future[Path]):

@@ -58,6 +58,7 @@ def leave(
         if isinstance(result, Node) and result.name in arguments:
             found.setdefault(storage_of(result), []).append(result)
     gone: dict[str, int] = {}
+    unread: list[Node] = []
     for owner, views in found.items():
         if owner in staying or not leaves(owner) or not _movable(forward, owner, views):
             continue
@@ -71,7 +72,11 @@ def leave(
         results[first] = host
         _drop(output, results, {i for i, r in enumerate(results) if i >= outputs and r in views})
         gone[owner.name] = nbytes(owner.meta["val"])
+        unread += (n for view in views for n in _chain(owner, view))
     output.args = (tuple(results),)
+    for view in sorted(set(unread), reverse=True):  # or it would hold its storage for as long as it stands there
+        if not view.users:
+            forward.graph.erase_node(view)
     return gone
 
 

@@ -73,6 +73,8 @@ class Ledger:
     """
     reserved: int = 0
     """Bytes of the segments that those are cut from, of which none is given back."""
+    occasions: tuple[Entry, ...] = ()
+    """What is there at most besides a step: while the model is initialised, while it is saved."""
 
     @property
     def host(self) -> int:
@@ -88,6 +90,7 @@ class Ledger:
                 f"{'peak':<34}{size(self.peak):>9}   in {where}",
                 f"{'of which padding':<34}{size(self.padding):>9}",
                 *([f"{'taken':<34}{size(self.taken):>9}   {self.beside}"] if self.reserved else ()),
+                *(f"{e.name:<34}{size(e.nbytes):>9}   {e.what}" for e in self.occasions),
                 *(f"{'on the host: ' + e.name:<34}{size(e.nbytes):>9}   {e.what}" for e in self.on_host),
             ]
         )

@@ -12,7 +12,7 @@ from torch.fx import Node
 from ..spec.formats import coded
 from ..spec.units import Spec
 from . import ops
-from .program import INPUT, SHAPES, STORAGE, Program, base_of, is_element, operator, slot_of, view_of
+from .program import INPUT, SHAPES, STORAGE, Program, is_element, operator, slot_of, view_of
 from .roles import Kind, is_kind, role
 from .sizes import shape_of
 
@@ -81,12 +81,15 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = (), moves: list[Mo
     nodes, output = program.nodes, program.output
     end = {node: run[-1] for run in fused for node in run}
     held, shared = saved(program)
-    bases = _bases(nodes)
+    bases, results = _bases(nodes), _results(nodes)
     last: dict[Node, Node] = {}
+    apart: dict[tuple[Node, int], Node] = {}
     for node in nodes:
         for arg in node.all_input_nodes:
             owner = bases[arg]
             last[shared.get(owner, owner)] = end.get(node, node)
+            if arg in results:
+                apart[results[arg]] = end.get(node, node)
     again = _inlined(nodes, end, bases)
     for node in reversed(again):  # what they read has to be there when they are computed again
         for arg in node.all_input_nodes:
@@ -118,10 +121,16 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = (), moves: list[Mo
                 allocated[node], over[node] = 0, place
         if taken:
             frees[run[-1]] = [owner for owner in frees[run[-1]] if owner not in taken]
+    parts: dict[Node, list[tuple[Node, int]]] = {}
+    for owner in dict.fromkeys(owner for owner, _ in apart):
+        for i in range(len(owner.meta["val"])):
+            if (reader := apart.get((owner, i), owner)) is not last[owner]:  # what nobody reads is gone at once
+                parts.setdefault(reader, []).append((owner, i))
     out = []
     rooms: dict[Node, int] = {}
     for node in nodes:
-        gone = [Move(n, -held[n]) for n in frees.get(node, ())]
+        gone = [_without(owner, i, held) for owner, i in parts.get(node, ())]
+        gone += [Move(n, -held[n]) for n in frees.get(node, ())]
         if bases[node] is not node or not is_line(node):
             live += sum(move.nbytes for move in gone)
             moves += gone
@@ -129,7 +138,6 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = (), moves: list[Mo
         if node.target is ops.wait:
             launch: Node = node.args[0]  # type: ignore[assignment]
             gone.append(Move(launch, -rooms.pop(launch, 0), ROOM))
-            gone += _element_gone(program, node, last, held)
         taken_too = room(node)
         if node.target is ops.refresh:
             taken_too = refreshed(program.unit(role(node).unit).spec)  # type: ignore[union-attr]
@@ -146,19 +154,11 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = (), moves: list[Mo
     return out
 
 
-def _element_gone(program: Program, wait: Node, last: Mapping[Node, Node], held: dict[Node, int]) -> list[Move]:
-    """One of several results that is gone once it has been copied to the host, while others stay; all are counted with
-    the first.
-    """
-    launch: Node = wait.args[0]  # type: ignore[assignment]
-    if launch.target is not ops.offload or not is_element(value := launch.args[0]):  # type: ignore[arg-type]
-        return []
-    assert isinstance(value, Node)
-    owner = base_of(value)
-    if last[owner] is wait or max(program.readers(value)) is not wait:
-        return []
-    held[owner] -= nbytes(value.meta["val"])
-    return [Move(owner, -nbytes(value.meta["val"]), value.args[1])]  # type: ignore[arg-type]
+def _without(owner: Node, part: int, held: dict[Node, int]) -> Move:
+    """One of several results goes, while others stay."""
+    taken = min(held[owner], nbytes(owner.meta["val"][part]))  # nothing, where the owner has no memory
+    held[owner] -= taken
+    return Move(owner, -taken, part)
 
 
 def room(node: Node) -> int:
@@ -222,6 +222,18 @@ def _bases(nodes: Iterable[Node]) -> dict[Node, Node]:
     for node in nodes:
         parent = view_of(node)
         out[node] = node if parent is None else out[parent]
+    return out
+
+
+def _results(nodes: Iterable[Node]) -> dict[Node, tuple[Node, int]]:
+    """Of operators that give several tensors, each with memory of its own: whose result a node is, or is a view of."""
+    out: dict[Node, tuple[Node, int]] = {}
+    for node in nodes:
+        parent = view_of(node)
+        if parent in out:
+            out[node] = out[parent]
+        elif parent is not None and is_element(node) and view_of(parent) is None and owned(parent):
+            out[node] = parent, node.args[1]  # type: ignore[assignment]
     return out
 
 

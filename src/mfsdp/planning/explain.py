@@ -16,17 +16,19 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import pipeline
+from ..checkpoints.saving import copied
 from ..compiler.tracing import Programs, trace
 from ..costs.depth import Auto, always
 from ..costs.estimate import Schedule, estimate
 from ..costs.facts import Facts, Suggestion
 from ..costs.kernels import Kernels
-from ..costs.ledger import STEPPING, check_names
+from ..costs.ledger import OPTIMIZER_STATES, STEPPING, Entry, check_names
 from ..costs.measure import measure
 from ..costs.pace import Pace
 from ..graph.program import Program
 from ..graph.roles import Kind
 from ..reports.report import Comparison, Report
+from ..sharding import materialize
 from ..sharding.module import FSDPModule
 from ..spec.config import PLANNED, Options
 from ..spec.hardware import KNOWN, Hardware, undisturbed
@@ -393,6 +395,18 @@ def unsharded(model: nn.Module | None) -> tuple[int, int]:
     return sum(t.numel() * t.element_size() for t in every.values()), trained
 
 
+def _occasions(model: nn.Module, buffers: Sequence[FlatBuffer], optimizer: str, again: bool) -> tuple[Entry, ...]:
+    """What is in memory besides steps."""
+    main = sum(b.weights.main.nbytes for b in buffers)
+    given = materialize.most(model, again)
+    made = Entry(
+        "initialising from meta", main + given, "main weights, and what one module's own parameters take whole"
+    )
+    states = OPTIMIZER_STATES[optimizer]
+    saved = Entry("saving, blocking=False", copied(model, states), "of the host: copies of weights and optimizer state")
+    return tuple(e for e in (made, saved) if e.nbytes and (e is saved or given))
+
+
 _Known = dict[tuple[Any, ...], tuple[list[Program], list[pipeline.Stages]]]
 """What passes have made of traces."""
 
@@ -444,4 +458,8 @@ def _report(
         mesh_shape=q.mesh_shape, axes=_beside(traced.model), schedule=q.schedule,
     )  # fmt: skip
     facts.plan = plan
+    if traced.model is not None:
+        again = q.sharding.get("param_init_fn") is not None
+        occasions = _occasions(traced.model, buffers, steps["optimizer"], again)
+        facts.ledger = replace(facts.ledger, occasions=occasions)
     return Report(**{f.name: getattr(facts, f.name) for f in fields(Facts)})

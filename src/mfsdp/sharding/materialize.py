@@ -13,6 +13,7 @@ initialiser writes to copies, and what others write is taken back.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,34 @@ def materialize(root: nn.Module, device: torch.device, over: Sequence[str], init
     _name_what_is_missing(root, born, blank)
     for buffer in _buffers_of(born):
         buffer.weights.initialised, buffer.weights.stale, buffer.weights._version = True, False, -1
+
+
+def most(root: nn.Module, again: bool = False) -> int:
+    """Bytes of the device at most, about, besides main weights, while `materialize` runs: the parameters of one module
+    whole, and a byte for each element of one of them, as it is asked whether it was written; where an initialiser
+    starts from what another one has left, what gathers one: as many parts as there are ranks, all as long as the
+    longest, and itself, unless they are just that; and what casts it to the dtype that it was built in.
+
+    Args:
+        root: sharded, built on the meta device.
+        again: whether there is a user's function.
+    """
+    again = again or any(_initialiser_below(m) is not None for m in root.modules())
+    out = 0
+    for module in root.modules():
+        there = largest = 0
+        for ref in refs(module).values():
+            if (dtype := ref.buffer.weights.born_on_meta.get(ref.slot)) is not None:
+                numel, layout = math.prod(ref.shape), ref.buffer.layout
+                parts = layout.world * min(numel, layout.segment(ref.slot).chunk)
+                main = ref.buffer.precision.main
+                gathered = (parts + (numel if parts > numel else 0)) * main.itemsize
+                cast = numel * (main.itemsize + dtype.itemsize) if dtype is not main else 0
+                out = max(out, there + max(gathered, cast) * again)
+                there += numel * dtype.itemsize
+                largest = max(largest, numel)
+        out = max(out, there + largest)
+    return out
 
 
 def _buffers_of(modules: Iterable[nn.Module]) -> Iterable[FlatBuffer]:
