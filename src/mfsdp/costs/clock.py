@@ -135,7 +135,7 @@ def _time(program: Program, node: Node, inside: set[Node], read: set[Node], mach
         return Time(0.0, transfer=host_copy(_size(node), machine, back=node.target is ops.reload))
     moved = _bytes(node, inside, read) / (machine.bandwidth * machine.reached_bandwidth)
     count = fusion.flops(node)
-    busy = count / (machine.peak(_short(node)) * machine.reached)
+    busy = count / (machine.peak(_short(node)) * machine.reached) if count else 0.0
     launch = machine.kernel if first and moved + busy > 0 else 0.0
     seconds = max(moved, busy, launch)
     return Time(seconds, count, "launch" if seconds == launch else "compute" if busy >= moved else "memory")
