@@ -70,6 +70,7 @@ def ledger(lowering: str) -> dict[str, int]:
     out: dict[str, int] = {"numel": numel}
     units = [u for m in model.modules() if (u := m.__dict__.get("_mfsdp_unit"))]
     fulls = {b.layout.full_numel * 4 for u in units for b in u.buffers}
+    gathered(empty, {torch.get_rng_state().nbytes})  # rank 0's, which all have been given
     for step in range(2):
         persistent = set(live())
         out["sharded" if step == 0 else "before"] = sum(new_since(empty).values())
