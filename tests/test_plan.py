@@ -250,6 +250,7 @@ def planned() -> mfsdp.Plan:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_is_planned_is_what_is_explained(planned, tmp_path: Path):
     model, ids = gpt(3)
     assert planned.floor < planned.peak <= planned.memory < planned.top
@@ -278,6 +279,7 @@ def test_what_is_planned_is_what_is_explained(planned, tmp_path: Path):
     assert "chosen" in str(planned) and "ms/GiB" in str(planned)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_or_was_made_for_another_model_says_so(planned, tmp_path: Path):
     model, ids = gpt(2)
     with pytest.raises(
@@ -374,6 +376,7 @@ def hand_made(world: int, layers: int, **chosen: Any) -> mfsdp.Plan:
     return mfsdp.Plan("GPT", world, "", 0, 0.0, 0, 0, 0, 0, (choice,), {"prefetch": 2, "reduce_lag": 2}, sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [3, 5])
 def test_a_plan_is_followed_bit_for_bit(layers):
     want = steps(made(layers=layers))
@@ -396,6 +399,7 @@ SEVERAL = {
 """What the planner chooses for a third of the memory between the least and the most, and a gathered layer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_plan_of_several_kinds_is_followed_bit_for_bit(name):
     given = {"prefetch": 1, "reduce_lag": 1}
@@ -450,6 +454,7 @@ def test_a_plan_that_is_not_followed_says_so(monkeypatch):
     assert not [text for text in told if "not followed" in text]
 
 
+@pytest.mark.slow
 def test_several_microbatches_in_one_program_follow_it_too():
     def both(**more):
         torch._dynamo.reset()
