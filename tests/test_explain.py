@@ -215,6 +215,30 @@ def test_a_fused_kernel_holds_what_is_read_outside():
     assert [row.top // n for row in cost.lines(program, runs)] == [1, 1, 1, 2, 3, 2]
 
 
+def test_each_result_of_one_operator_goes_by_itself():
+    """Sorted values are n bytes, their places 2 n. The first stay while a kernel computes relu anew of them; none of
+    what is left takes the place of both.
+    """
+
+    class Anew(nn.Module):
+        def forward(self, x: torch.Tensor, _: torch.Tensor) -> Any:
+            values, places = x.sort(1)
+            h = torch.relu(values)
+            return (h * 2 + 1) @ x + h, places
+
+    class Both(nn.Module):
+        def forward(self, x: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+            values, places = x.sort(1)
+            return wide * values + places.float() @ x
+
+    x, n = torch.empty(256, 256, device="meta"), 4 * 256 * 256
+    for module, tops, left in ((Anew(), [3, 3, 3, 4, 5, 4], 3), (Both(), [3, 3, 4, 3, 5], 3)):
+        program = mfsdp.trace(module, (x, torch.empty(3, 256, 256, device="meta")), train=False).inference
+        rows = cost.lines(program, fusion.fused(program))
+        assert [row.top // n for row in rows] == tops, [row.node.name for row in rows]
+        assert rows[-1].live // n == left
+
+
 def test_what_inductor_only_calls_has_memory():
     class Chain(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,8 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = (), moves: list[Mo
             owner = bases[arg]
             owner = shared.get(owner, owner)
             last[owner] = max(last[owner], last[node])
+            if arg in results:
+                apart[results[arg]] = max(apart[results[arg]], last[node])
     live = sum(program.slots.values()) + sum(held.values())
     allocated = {node: allocation(node) for node in nodes}
     held = allocated | held
@@ -106,11 +108,12 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = (), moves: list[Mo
             continue  # nobody frees it
         if reader is not output and owned(owner):
             frees.setdefault(reader, []).append(owner)
+    several = dict.fromkeys(owner for owner, _ in apart)
     for run in fused:
         inside = set(run)
         places: dict[int, list[Node]] = {}
         for owner in frees.get(run[-1], ()):
-            if owner not in inside and not is_kind(owner, Kind.FULL) and _donated(owner):
+            if owner not in inside and owner not in several and not is_kind(owner, Kind.FULL) and _donated(owner):
                 places.setdefault(held[owner], []).append(owner)
         taken = set()
         for node in run:
@@ -122,7 +125,7 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = (), moves: list[Mo
         if taken:
             frees[run[-1]] = [owner for owner in frees[run[-1]] if owner not in taken]
     parts: dict[Node, list[tuple[Node, int]]] = {}
-    for owner in dict.fromkeys(owner for owner, _ in apart):
+    for owner in several:
         for i in range(len(owner.meta["val"])):
             if (reader := apart.get((owner, i), owner)) is not last[owner]:  # what nobody reads is gone at once
                 parts.setdefault(reader, []).append((owner, i))
