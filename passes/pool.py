@@ -38,7 +38,7 @@ def pool(p: Program, *, on: bool = True) -> None:
         p.note("off")
         return
     p.slots.clear()
-    dynamic = peak(lines(p))
+    dynamic = peak(lines(p)) if p.told else 0
     for family, kind in (("p", Kind.FULL), ("g", Kind.GFULL)):
         intervals = [x for n in p.find(kind) if (x := _interval(p, n)) is not None]
         slots: list[list[Interval]] = []
@@ -52,6 +52,8 @@ def pool(p: Program, *, on: bool = True) -> None:
             node.args = (*node.args[: ops.SLOT[node.target]], number)  # type: ignore[index]
     if not p.slots:
         p.note("no buffer begins and ends here")
+        return
+    if not p.told:
         return
     filled = [n for n in p.nodes if slot_of(n)]
     p.changed(f"{len(filled)} buffers in {len(p.slots)} slots")

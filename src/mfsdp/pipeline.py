@@ -235,20 +235,15 @@ def run(
     names = ["capture", *(name for name, _ in passes)]
     if upto is not None and upto not in names:
         raise ValueError(f"upto={upto!r} is no pass; the passes are {', '.join(names)}")
+    program.told = listings
     rows = cost.lines(program) if listings else []
     stages = Stages([Stage("capture", listing.render(program, "capture", rows=rows) if listings else "", 0.0)])
     if checked:
         _check(program, "capture")
     for name, function in passes[: names.index(upto) if upto else len(passes)]:
         before = listing.summary(rows) if listings else None
-        program.notes.clear()
-        program.changes.clear()
         start = time.perf_counter()
-        try:
-            function(program)
-        except Exception as error:
-            text = f"mfsdp: the pass {name!r} raised on {program.name} {program.phase}: {type(error).__name__}: {error}"
-            raise PassError(text) from error
+        _run(program, name, function)
         if checked:
             _check(program, name)
         seconds = time.perf_counter() - start
@@ -256,6 +251,27 @@ def run(
         stages.append(Stage(name, listing.render(program, name, before, rows=rows) if listings else "", seconds))
     program.gm.recompile()
     return stages
+
+
+def rewrite(program: Program, passes: Table) -> None:
+    """Runs passes on a program that is only looked at: no law is checked, nothing rendered, no code made.
+
+    Raises:
+        PassError: a pass raised; the message names it.
+    """
+    program.told = False
+    for name, function in passes:
+        _run(program, name, function)
+
+
+def _run(program: Program, name: str, function: Pass) -> None:
+    program.notes.clear()
+    program.changes.clear()
+    try:
+        function(program)
+    except Exception as error:
+        text = f"mfsdp: the pass {name!r} raised on {program.name} {program.phase}: {type(error).__name__}: {error}"
+        raise PassError(text) from error
 
 
 def _check(program: Program, stage: str) -> None:

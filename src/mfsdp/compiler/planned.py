@@ -91,9 +91,9 @@ def refusal(planner: Planner, budget: int) -> str:
     ways = []
     for name, words in LEFT.items():
         if name not in planner.allow:
-            fresh: dict[str, Any] = {"scores": {}, "estimates": {}, "pieces": {}, "seen": set()}
+            fresh: dict[str, Any] = {"scores": {}, "estimates": {}, "pieces": {}}
             more = replace(planner, allow=(*planner.allow, name), **fresh)
-            other = more.sure(more.floor)
+            other = more.score(more.floor)
             if other.peak <= budget:
                 ways.append((other.seconds - floor.seconds, words))
     entries = {e.name: e.nbytes for e in planner.account.entries}

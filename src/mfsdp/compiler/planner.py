@@ -27,7 +27,7 @@ from ..costs.ledger import Ledger, ledger
 from ..costs.pace import Pace
 from ..costs.pieces import AWAY, PARTS, WHOLE, Both, Layer, Pieces
 from ..graph import ops
-from ..graph.cost import nbytes
+from ..graph.cost import nbytes, on_host
 from ..graph.program import Program
 from ..spec.choices import Choice, Choices
 from ..spec.config import Options
@@ -41,8 +41,10 @@ from .leaving import LEAST
 ALLOWED = ("gathered", "recompute", "offload", "optimizer", "prefetch")
 """What a plan may choose."""
 
-WAYS = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 2))
-"""How far ahead a plan may gather, and let reductions lag behind: by the memory that it takes."""
+WAYS = (((0, 0),), ((1, 0), (0, 1), (1, 1)), ((2, 1), (1, 2), (2, 2)))
+"""How far ahead a plan may gather, and let reductions lag behind: by the memory that it takes. Where the last of some
+is nothing worth, neither are the others of them, nor what is behind them. (Of more: `mfsdp.costs.depth.DEPTHS`.)
+"""
 
 WORTH = 0.01
 """What gathering earlier, or keeping gathered, has to be worth to be looked at: a part of the step."""
@@ -102,8 +104,21 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-Repeat = tuple[tuple[str, str], tuple[str, str], int]
-"""Of forward, from the start of which layer to that of which other one; of backward the same; how often."""
+@dataclass(frozen=True)
+class Repeat:
+    """What few layers stand for: a period of them happens so many times more often."""
+
+    layers: tuple[str, ...]
+    """Paths of those of the kind, in forward's order."""
+    start: int
+    """The first one of the period."""
+    period: int
+    times: int
+
+    def borders(self, backward: bool, before: int = 0, behind: int = 0) -> list[str]:
+        """The layers with which the period and so many more before and behind it begin, and that which comes then."""
+        first, step = (self.start + self.period - 1, -self.period) if backward else (self.start, self.period)
+        return [self.layers[first + i * step] for i in range(-before, behind + 2)]
 
 
 @dataclass(eq=False)
@@ -137,8 +152,7 @@ class Planner:
     pieces: dict[tuple[int, int], Pieces] = field(default_factory=dict, repr=False)
     cuts: dict[Any, tuple[Program, ...]] = field(default_factory=dict, repr=False)
     short: dict[Any, tuple[Folded, ...]] = field(default_factory=dict, repr=False)
-    seen: set[Setting] = field(default_factory=set, repr=False)
-    """Settings that have been scored with all layers."""
+    graphs: dict[Any, fx.GraphModule] = field(default_factory=dict, repr=False)
     laid: dict[Any, tuple[_Laid, ...]] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -163,12 +177,13 @@ class Planner:
         known = getattr(profile, "optimizer", 0.0)
         steps = partial(optimizer_seconds, buffers, plain, optimizer, machine, measured=known)
         found = Planner(capture, options, machine, _NOTHING, _NOTHING, steps, rounds, allow, profile)
-        programs = found._programs({}, ())
+        few = {path: Treatment() for kind in found.kinds for path in found._few(kind)}
+        programs = found._programs(few, found._left_out(few))
         for program in programs:
-            _run(program, pipeline.chosen(options, machine.cuda))
+            pipeline.rewrite(program, pipeline.chosen(options, machine.cuda))
         account = partial(
             ledger, programs, buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer, fused=found.fused,
-            foreach=machine.cuda, fixed=machine.fixed,
+            foreach=machine.cuda, fixed=machine.fixed, stands=found._stands(few),
         )  # fmt: skip
         found.account, found.streamed = account(stepping="whole"), account(stepping="offloaded")
         return found
@@ -232,9 +247,9 @@ class Planner:
         """For each kind of layers of every how many one may go to the host: so many that copies keep up with compute,
         and more; none where nothing may go, or would.
         """
-        return [self._spaces(i, choice) if self.copies[i] else [] for i, choice in enumerate(self.kinds)]
+        return [self._spaces(choice) if self.copies[i] else [] for i, choice in enumerate(self.kinds)]
 
-    def _spaces(self, place: int, choice: Choice) -> list[int]:
+    def _spaces(self, choice: Choice) -> list[int]:
         forward, _, saved = self._layer(choice, Treatment())
         copy = sum(host_copy(taken, self.machine).seconds for taken in saved if taken >= LEAST)
         least, n = max(1, math.ceil(copy / max(forward, 1e-12))), len(choice.layers)
@@ -245,11 +260,13 @@ class Planner:
         """For each kind of layers copies to the host and back, and the bytes of what one of them moves; ``None`` where
         nothing may go, or would.
         """
-        return [self._copied(i, choice) if "offload" in self.allow else None for i, choice in enumerate(self.kinds)]
+        return [self._copied(choice) if "offload" in self.allow else None for choice in self.kinds]
 
-    def _copied(self, place: int, choice: Choice) -> tuple[Transfer, Transfer, int] | None:
-        n = len(choice.layers)
-        away = self.score(self._with(self.plain, place, replace(choice, offloaded=(n, n)))).host - self.account.host
+    def _copied(self, choice: Choice) -> tuple[Transfer, Transfer, int] | None:
+        some = {path for kind in self.kinds for path in kind.layers[:3]}
+        few = dict.fromkeys(some, Treatment()) | {choice.layers[:2][-1]: Treatment(offloaded=True)}
+        forward, _ = self._programs(few, self._left_out(few) & self.calls)
+        away = on_host(forward)
         part = away // PARTS
         return (host_copy(part, self.machine), host_copy(part, self.machine, back=True), part) if away else None
 
@@ -263,13 +280,19 @@ class Planner:
         kept: list[tuple[int, int]] = []
         for base in (self.plain, self.floor):
             best: dict[tuple[int, int], float] = {}
-            for depth, lag in WAYS:
-                seconds = self.estimate(replace(base, prefetch=depth, reduce_lag=lag)).seconds
-                below = [s for (d, g), s in best.items() if d <= depth and g <= lag]
-                if not below or seconds < min(below) * (1 - WORTH):
-                    best[depth, lag] = seconds
+            for ways in WAYS:
+                takes = {way: partial(self._seconds_ahead, base, *way) for way in ways}
+                if best and takes[ways[-1]]() >= min(best.values()) * (1 - WORTH):
+                    break
+                for (depth, lag), seconds in takes.items():
+                    below = [s for (d, g), s in best.items() if d <= depth and g <= lag]
+                    if not below or seconds() < min(below) * (1 - WORTH):
+                        best[depth, lag] = seconds()
             kept += best
         return list(dict.fromkeys(kept))
+
+    def _seconds_ahead(self, base: Setting, depth: int, lag: int) -> float:
+        return self.estimate(replace(base, prefetch=depth, reduce_lag=lag)).seconds
 
     @cached_property
     def gathering(self) -> bool:
@@ -344,16 +367,14 @@ class Planner:
                 names = self._operators(choice)
                 out[choice.name, choice.layers] = [(), tuple(names[: len(names) // 2]), tuple(names)]
                 continue
-            bare = Treatment(again=True)
-            seconds, taken = self._body(choice, bare)
-            priced = []
+            levels: list[tuple[str, ...]] = [()]
+            costs = [self._body(choice, Treatment(again=True))]
             for name in self._operators(choice):
-                less, more = self._body(choice, replace(bare, saved=(name,)))
-                if less < seconds * (1 - 1e-6):
-                    priced.append(((seconds - less) / max(1, more - taken), name))
-            names = [name for _, name in sorted(priced, reverse=True)]
-            levels = [tuple(names[:i]) for i in range(len(names) + 1)]
-            costs = [self._body(choice, replace(bare, saved=level)) for level in levels]
+                level = (*levels[-1], name)
+                seconds, taken = self._body(choice, Treatment(again=True, saved=level))
+                if seconds < costs[-1][0] * (1 - 1e-6):
+                    levels.append(level)
+                    costs.append((seconds, taken))
             costs.append(self._body(choice, Treatment()))
             hull = _hull([(taken, seconds) for seconds, taken in costs])
             kept = [level for i, level in enumerate(levels) if i in hull or i == 0]
@@ -447,7 +468,7 @@ class Planner:
 
     def _few(self, choice: Choice) -> tuple[str, ...]:
         """The layers that pieces are taken of: the same few for every way, as each number of them is a cut."""
-        few = 2 * max(self.border(*way) for way in WAYS) + 1
+        few = 2 * max(self.border(*way) for ways in WAYS for way in ways) + 1
         return choice.layers[:few] if self.calls.issuperset(choice.layers) else choice.layers
 
     def _alike(self, depth: int, lag: int, way: int) -> Both:
@@ -501,17 +522,20 @@ class Planner:
     # scores
 
     def score(self, setting: Setting) -> Score:
-        """A step under a setting."""
+        """A step under a setting. Copies to the host that stand behind one another need not come to rest within a few
+        layers: then it is of all layers.
+        """
         if setting not in self.scores:
             self.scores[setting] = self._score(setting)
         return self.scores[setting]
 
-    def _score(self, setting: Setting, whole: bool = False) -> Score:
-        treated, repeats = (cutting.treatments(setting.choices), []) if whole else self._shortened(setting)
-        key = (tuple(treated.items()), setting.prefetch, setting.reduce_lag)
-        if key not in self.short:
-            self.short[key] = self._folded(treated, setting)
-        parts = [self._unfolded(part, repeats) for part in self.short[key]]
+    def _score(self, setting: Setting) -> Score:
+        leaves = any(choice.offloaded[1] for choice in setting.choices)
+        treated, repeats = self._shortened(setting, beside=int(leaves))
+        parts = self._folded(treated, setting)
+        if leaves and not all(part.rests(r.borders(part.backward, 1, 1)) for part in parts for r in repeats):
+            parts, repeats = self._folded(cutting.treatments(setting.choices), setting), []
+        parts = tuple(self._unfolded(part, repeats) for part in parts)
         away = next(part.host for part in parts if not part.backward)
         return self._total(setting, [part.play() for part in parts], self._slots(parts), away)
 
@@ -527,13 +551,19 @@ class Planner:
         account = self.streamed if setting.streamed else self.account
         peak = max(account.at_step + changed, *(account.lasting + changed + top for _, top in played))
         between = self.rounds * sum(seconds for seconds, _ in played)
-        step = between + self.steps(between if setting.streamed else None)
+        step = between + (self.steps(between) if setting.streamed else self.at_once)
         return Score(step, peak, account.host + away)
+
+    @cached_property
+    def at_once(self) -> float:
+        """Seconds of the optimizer's step, where its state is on the device."""
+        return self.steps(None)
 
     @staticmethod
     def _unfolded(part: Folded, repeats: Sequence[Repeat]) -> Folded:
-        for forth, back, times in repeats:
-            part = part.repeated(*(back if part.backward else forth), times)
+        for repeat in repeats:
+            first, behind = repeat.borders(part.backward)
+            part = part.repeated(first, behind, repeat.times)
         return part
 
     @staticmethod
@@ -555,8 +585,12 @@ class Planner:
         """Bytes of static buffers in the account."""
         return sum(e.nbytes for e in self.account.entries if e.name in ("gathered parameters", "gradient buckets"))
 
-    def _shortened(self, setting: Setting) -> tuple[dict[str, Treatment], list[Repeat]]:
-        """Which layers are kept, of runs of equal treatment, and what of them is to be repeated."""
+    def _shortened(self, setting: Setting, beside: int = 0) -> tuple[dict[str, Treatment], list[Repeat]]:
+        """Which layers are kept, of runs of equal treatment, and what of them is to be repeated.
+
+        Args:
+            beside: how many periods more to keep at either end of a run than it takes.
+        """
         border = self.border(setting.prefetch, setting.reduce_lag)
         turn = math.lcm(setting.prefetch + 1, setting.reduce_lag + 1)  # of static buffers, which units take in turn
         treated = cutting.treatments(setting.choices)
@@ -566,47 +600,60 @@ class Planner:
             states = [treated[path] for path in choice.layers]
             short: list[Treatment] = []
             for start, period, count in runs(states, 2, choice.offloaded[0]):
-                around = -(-border // period)
+                around = -(-border // period) + beside
                 every = turn // math.gcd(turn, period)
                 few = 2 * around + 1 + (count - 2 * around - 1) % every
                 if few < count and self.calls.issuperset(choice.layers):
-                    a = len(short) + around * period
-                    stand = choice.layers  # layers are equal: the first ones stand for all
-                    forth, back = (stand[a], stand[a + period]), (stand[a + period - 1], stand[a - 1])
-                    repeats.append((forth, back, count - few))
+                    # layers are equal: the first ones stand for all
+                    repeats.append(Repeat(choice.layers, len(short) + around * period, period, count - few))
                     count = few
                 short += states[start : start + period] * count
             kept |= zip(choice.layers[: len(short)], short, strict=True)
         return kept, repeats
 
     def _folded(self, treated: dict[str, Treatment], setting: Setting) -> tuple[Folded, ...]:
-        laid = self._laid(treated, setting)
-        return tuple(part.launched(setting.prefetch, self.pace, self.profile) for part in laid)
+        key = (tuple(treated.items()), setting.prefetch, setting.reduce_lag)
+        if key not in self.short:
+            laid = self._laid(treated, setting)
+            self.short[key] = tuple(part.launched(setting.prefetch, self.pace, self.profile) for part in laid)
+        return self.short[key]
 
     def _laid(self, treated: dict[str, Treatment], setting: Setting) -> tuple[_Laid, ...]:
         """Programs of layers that are treated so, ready for gathers to be launched so far ahead or so far."""
-        every = {path for choice in setting.choices for path in choice.layers}
         key = tuple(treated.items())
         if (key, setting.reduce_lag) not in self.laid:
             options = replace(self.options, reduce_lag=setting.reduce_lag)
             if key not in self.cuts:
-                self.cuts[key] = self._programs(treated, every - treated.keys())
+                self.cuts[key] = self._programs(treated, self._left_out(treated))
                 for program in self.cuts[key]:
-                    _run(program, _passes(options, self.machine.cuda, self.pace)[0])
+                    pipeline.rewrite(program, _passes(options, self.machine.cuda, self.pace)[0])
             self.laid[key, setting.reduce_lag] = tuple(
                 _Laid(original.copy(), options, self.machine.cuda, self.pace) for original in self.cuts[key]
             )
         return self.laid[key, setting.reduce_lag]
 
+    def _left_out(self, few: Collection[str]) -> set[str]:
+        """Layers that are not among those."""
+        return {path for kind in self.kinds for path in kind.layers}.difference(few)
+
+    def _stands(self, few: Collection[str]) -> dict[str, str]:
+        """The module of a layer among those whose parameters are like another layer's, by the latter's path."""
+        first = {path: kind.layers[0] for kind in self.kinds for path in kind.layers if path not in few}
+        units = {unit.name: unit.fqn for unit in self.capture.units}
+        layers = {units[name]: path for name, path in self.owners.items() if path in first and name in units}
+        return {fqn: first[path] + fqn.removeprefix(path) for fqn, path in layers.items() if fqn.startswith(path)}
+
     def _programs(self, treated: dict[str, Treatment], without: Collection[str]) -> tuple[Program, ...]:
         """The programs of layers that are treated so, others left out."""
         capture = copy.copy(self.capture)
         capture.shards, capture.treated = dict(capture.shards), treated
-        graph = cutting.copied(self.joint.graph)
+        key = frozenset(without)
         with self.joint.settings():
-            done = cutting.without(graph, without)
-            assert done, "a layer that cannot be left out"
-            cut = capture.divide(graph, self.joint.inputs, self.joint.options)
+            if key not in self.graphs:
+                self.graphs[key] = cutting.copied(self.joint.graph)
+                done = cutting.without(self.graphs[key], without)
+                assert done, "a layer that cannot be left out"
+            cut = capture.divide(cutting.copied(self.graphs[key]), self.joint.inputs, self.joint.options)
             return capture.program(cut[0], "forward"), capture.program(cut[1], "backward")
 
     # searches
@@ -614,13 +661,11 @@ class Planner:
     @_uncollected()
     def best(self, budget: int) -> Setting | None:
         """The fastest setting that fits; ``None`` if the floor does not."""
-        if self.score(self.floor).peak > budget and self.sure(self.floor).peak > budget:
+        if self.score(self.floor).peak > budget:
             return None
         best = self._tried(budget) or self.floor
-        if self.sure(best).peak > budget:
-            return None
         plain = replace(best, choices=tuple(map(_plain, best.choices)))
-        self.scores[plain] = self.sure(best)  # the same treatment of every layer
+        self.scores[plain] = self.score(best)  # the same treatment of every layer
         return plain
 
     def _tried(self, budget: int) -> Setting | None:
@@ -632,31 +677,24 @@ class Planner:
             if found in met:
                 break
             met.insert(0, found)
-            peak = self.sure(found).peak
+            peak = self.score(found).peak
             wrong = peak - self.estimate(found).peak
             if peak <= budget <= peak + SLACK * budget:
                 break
-        fit = [s for s in met if self.sure(s).peak <= budget]
-        least = min((self.sure(s).seconds for s in fit), default=0.0)
-        return next((s for s in fit if self.sure(s).seconds <= least * (1 + EQUAL)), None)
+        fit = [s for s in met if self.score(s).peak <= budget]
+        least = min((self.score(s).seconds for s in fit), default=0.0)
+        return next((s for s in fit if self.score(s).seconds <= least * (1 + EQUAL)), None)
 
     def _search(self, budget: int) -> Setting:
         ends = [self._greedy(budget, _price), self._greedy(budget, _seconds), self._beam(budget)]
         return self._eased(min(ends, key=self.estimate), budget)
 
-    def sure(self, setting: Setting) -> Score:
-        """The score of a setting; where layers go to the host that of all layers, as copies that stand behind one
-        another need not come to rest within a few of them.
-        """
-        if setting not in self.seen and any(c.offloaded[1] for c in setting.choices):
-            self.scores[setting] = self._score(setting, whole=True)
-        self.seen.add(setting)
-        return self.score(setting)
-
     def _eased(self, setting: Setting, budget: int) -> Setting:
         """Without what the floor has and the budget does not ask for, where that is as fast."""
         eased: list[Callable[[Setting], Setting]] = [lambda s: replace(s, streamed=False)]
-        eased += [partial(self._with, place=i, choice=kind) for i, kind in enumerate(self.kinds)]
+        for i, kind in enumerate(self.kinds):
+            for less in ("offloaded", "recomputed", "gathered"):
+                eased.append(partial(self._changed, i, **{less: getattr(kind, less)}))
         for ease in eased:
             other = ease(setting)
             here, there = self.estimate(setting), self.estimate(other)
@@ -667,6 +705,9 @@ class Planner:
     @staticmethod
     def _with(setting: Setting, place: int, choice: Choice) -> Setting:
         return replace(setting, choices=(*setting.choices[:place], choice, *setting.choices[place + 1 :]))
+
+    def _changed(self, place: int, setting: Setting, **choice: Any) -> Setting:
+        return self._with(setting, place, replace(setting.choices[place], **choice))
 
     def _fitting(self, setting: Setting, budget: int) -> list[Setting]:
         return [s for s in self.near(setting) if self.estimate(s).peak <= budget]
@@ -742,14 +783,14 @@ class _Laid:
     def __init__(self, program: Program, options: Options, wide: bool, pace: Pace):
         self.program, self.memo = program, dict[Any, Any]()
         self.options, self.wide = options, wide
-        _run(program, _passes(options, wide, pace)[1])
+        pipeline.rewrite(program, _passes(options, wide, pace)[1])
         self.order = program.nodes[:-1]
 
     def launched(self, depth: int, pace: Pace, profile: Any) -> Folded:
         """Its events, with gathers launched so far ahead."""
         p = self.program
         p.move(self.order, p.output)
-        _run(p, _passes(replace(self.options, prefetch=depth), self.wide, pace)[2])
+        pipeline.rewrite(p, _passes(replace(self.options, prefetch=depth), self.wide, pace)[2])
         known = profile.given(p) if profile is not None else {}
         times = clock.times(p, pace.machine, fused=pace.fused, memo=self.memo, **known)
         return folded(p, times, pace.fused, self.memo)
@@ -767,10 +808,6 @@ def _passes(options: Options, wide: bool, pace: Pace) -> tuple[pipeline.Table, p
     rest = tuple(row for row in rows if row[0] not in _OVER_AND_OVER)
     first = next((i for i, (name, _) in enumerate(rest) if name == "defer"), len(rest))
     return rest[:first], rest[first:], late
-
-
-def _run(program: Program, passes: pipeline.Table) -> None:
-    pipeline.run(program, passes=passes, checked=False, listings=False)
 
 
 class _Bare(Program):

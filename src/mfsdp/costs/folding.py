@@ -17,8 +17,9 @@ unit of another size behind it takes. So layers are left out by the number of tu
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,6 +93,21 @@ class Folded:
         freed = -sum(e.delta for e in self.events[a:b]) if self.backward else 0
         return replace(self, events=events, starts=starts, live=self.live + times * freed)
 
+    def rests(self, borders: Sequence[str]) -> bool:
+        """Whether what goes to the host and comes back has come to rest: in each stretch from the start of one of these
+        layers to that of the next the same happens, and leaves copies as far behind.
+        """
+        marks = [self.starts[path] for path in borders]
+        now, found = _Play(self.live), list[tuple[Sequence[Event], tuple[float, ...]]]()
+        now.play(self.events[: marks[0]])
+        for a, b in itertools.pairwise(marks):
+            now.play(self.events[a:b])
+            found.append((self.events[a:b], now.behind(map(str, ops.HOST))))
+        return all(
+            len(before) == len(events) and all(map(_alike, before, events)) and _close(left, still)
+            for (before, left), (events, still) in itertools.pairwise(found)
+        )
+
     @property
     def host(self) -> int:
         """Bytes that lie on the host at the end."""
@@ -130,8 +146,16 @@ class _State:
     """Of each queue's last launches what is left of them, in seconds; nothing of those that are complete."""
 
     def like(self, other: _State) -> bool:
-        pairs = zip((self.seconds, *self.moving), (other.seconds, *other.moving), strict=False)
-        return len(self.moving) == len(other.moving) and all(math.isclose(a, b, rel_tol=1e-9) for a, b in pairs)
+        return _close((self.seconds, *self.moving), (other.seconds, *other.moving))
+
+
+def _close(a: Sequence[float], b: Sequence[float]) -> bool:
+    return len(a) == len(b) and all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a, b, strict=True))
+
+
+def _alike(a: Event, b: Event) -> bool:
+    """Whether the same happens, to whichever unit."""
+    return _close([a.seconds], [b.seconds]) and replace(a, seconds=0.0, unit="") == replace(b, seconds=0.0, unit="")
 
 
 _LAST = 16
@@ -162,8 +186,12 @@ class _Play:
             if e.seconds:
                 links.compute(e.seconds)
         self.top = max(self.top, top)
-        left = (m.fixed + m.left if m.end < 0 else 0.0 for queue in self.launched.values() for m in queue[-_LAST:])
-        return _State(links.now - begun, self.live - before, top - before, tuple(left))
+        return _State(links.now - begun, self.live - before, top - before, self.behind(self.launched))
+
+    def behind(self, queues: Iterable[str]) -> tuple[float, ...]:
+        """Of the last launches of queues what is left of them, in seconds."""
+        launched = (m for queue in queues for m in self.launched.get(queue, ())[-_LAST:])
+        return tuple(m.fixed + m.left if m.end < 0 else 0.0 for m in launched)
 
     def skip(self, block: _State, times: int) -> None:
         """Lets a block happen so many times more, as it did."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,6 +133,7 @@ def ledger(
     fixed: int = 0,
     on_host: Sequence[Entry] = (),
     waiting: int = 0,
+    stands: Mapping[str, str] | None = None,
 ) -> Ledger:
     """Fills in the ledger.
 
@@ -149,6 +150,7 @@ def ledger(
         fixed: bytes that are taken before the first tensor (:func:`mfsdp.costs.measure.fixed`).
         on_host: what is in memory of the host instead of the device's.
         waiting: how many other microbatches' activations are there while one is computed.
+        stands: of modules whose parameters programs would read as they read those of another one, which one that is.
 
     Raises:
         ValueError: there is no such optimizer, or no such way to step.
@@ -157,9 +159,13 @@ def ledger(
     states = OPTIMIZER_STATES[optimizer]
     mains = [b.weights.main.nbytes for b in buffers]
     stepped, at_once, host = _stepped(buffers, plain, states, stepping)
-    codes, coded = _lasting(programs)
-    lasts = [b.weights.source.nbytes for b in buffers if b.spec.kept and (b.unit.fqn, b.layout) not in coded]
-    narrow = [unit.layout.shard_numel * unit.spec.precision.comm.itemsize for unit in _casting(programs)]
+    stood = [((stands or {}).get(b.unit.fqn, b.unit.fqn), b.layout) for b in buffers]
+    lasting_codes, coded = _lasting(programs)
+    lasts = [b.weights.source.nbytes for b, key in zip(buffers, stood, strict=True) if b.spec.kept and key not in coded]
+    casting = {key: u.layout.shard_numel * u.spec.precision.comm.itemsize for key, u in _casting(programs).items()}
+    again = [key for b, key in zip(buffers, stood, strict=True) if key[0] != b.unit.fqn]
+    codes = sum(lasting_codes.values()) + sum(lasting_codes.get(key, 0) for key in again)
+    narrow = [*casting.values(), *(casting[key] for key in again if key in casting)]
     added = [b.layout.shard_numel * b.precision.grad.itemsize for b in buffers if b.trainable]
     main, there, kept, casts, gradients = sum(mains), sum(stepped), sum(lasts), sum(narrow), plain + sum(added)
     slots: dict[str, int] = {}
@@ -267,12 +273,16 @@ def _early(programs: Sequence[Program]) -> list[Node]:
     return [n for n in first if n.target is ops.all_gather and not slot_of(n)]
 
 
-def _lasting(programs: Sequence[Program]) -> tuple[int, set[tuple[str, Layout]]]:
+Read = tuple[str, Layout]
+"""Parameters that travel together: path of their module, and where they lie."""
+
+
+def _lasting(programs: Sequence[Program]) -> tuple[dict[Read, int], set[Read]]:
     """Bytes of codes that last, of forward's recipe and of backward's if that is another, and the units that are read
     in no other way.
     """
-    codes: dict[tuple[str, Layout, Any], int] = {}
-    filled: set[tuple[str, Layout]] = set()
+    codes: dict[tuple[Read, Any], int] = {}
+    filled: set[Read] = set()
     for p in programs:
         for node in p.nodes:
             if node.target in (ops.refresh, ops.refresh_codes):
@@ -280,13 +290,16 @@ def _lasting(programs: Sequence[Program]) -> tuple[int, set[tuple[str, Layout]]]
                 if node.target is ops.refresh:
                     filled.add((unit.fqn, unit.layout))
                 else:
-                    codes[unit.fqn, unit.layout, node.args[2]] = nbytes(node.meta["val"])
-    return sum(codes.values()), {(fqn, layout) for fqn, layout, _ in codes} - filled
+                    codes[(unit.fqn, unit.layout), node.args[2]] = nbytes(node.meta["val"])
+    out: dict[Read, int] = {}
+    for (key, _), taken in codes.items():
+        out[key] = out.get(key, 0) + taken
+    return out, out.keys() - filled
 
 
-def _casting(programs: Sequence[Program]) -> list[Unit]:
+def _casting(programs: Sequence[Program]) -> dict[Read, Unit]:
     """Units whose casts are kept (Note [Kept casts])."""
-    found: dict[tuple[str, Layout], Unit] = {}
+    found: dict[Read, Unit] = {}
     for p in programs:
         for node in p.nodes:
             if node.target is ops.all_gather and (r := role(node)) is not None:
@@ -294,7 +307,7 @@ def _casting(programs: Sequence[Program]) -> list[Unit]:
                 unit = p.unit(r.unit)
                 if source.meta["val"].dtype is not node.meta["val"].dtype and unit.spec.precision.wire is None:
                     found[unit.fqn, unit.layout] = unit
-    return list(found.values())
+    return found
 
 
 def _sum(slots: dict[str, int], family: str) -> int:

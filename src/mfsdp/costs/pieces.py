@@ -106,7 +106,9 @@ class Pieces:
 
     def _sequence(self, layers: Sequence[Layer], backward: bool) -> list[object]:
         """What happens, as keys of `made`: first what comes before all layers."""
-        copies = self._back(layers) if backward else self._out(layers)
+        copies: Sequence[Sequence[Event]] = [()] * len(layers)
+        if any(layer.away is not None for layer in layers):
+            copies = self._back(layers) if backward else self._out(layers)
         order = range(len(layers))[:: -1 if backward else 1]
         head = replace(layers[order[0]], stand="", gathered=False)
         out = [self._piece(head, backward, self._kept(layers, len(layers), head, backward), ())]
@@ -116,9 +118,11 @@ class Pieces:
 
     def _kept(self, layers: Sequence[Layer], at: int, layer: Layer, backward: bool) -> tuple[bool, ...]:
         """Of gathers that backward launches in a piece, whether they are of layers that stay gathered."""
+        if not backward or not any(other.gathered for other in layers):
+            return ()
         found = []
         here = self.place.get(layer.stand, len(self.place))
-        for event in self.parts(layer.way, True)[layer.stand] if backward else ():
+        for event in self.parts(layer.way, True)[layer.stand]:
             if event.launch is not None and event.unit:
                 owner = self.place.get(self.owners.get(event.unit, ""))
                 there = at + owner - here if owner is not None else -1

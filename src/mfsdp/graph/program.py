@@ -75,6 +75,8 @@ class Program:
         """What the running pass has to say, for the listing's ``change`` line."""
         self.changes: list[str] = []
         """What it has changed besides adding and removing lines."""
+        self.told = True
+        """Whether anybody reads that: what costs time to find out need not be, if nobody does."""
 
     # queries
 
@@ -141,6 +143,7 @@ class Program:
         twin = Program(gm, self.phase, self.units, self.name)
         twin.gradients, twin.slots = dict(self.gradients), dict(self.slots)
         twin.trained, twin.reduced, twin.returned = dict(self.trained), self.reduced, self.returned
+        twin.told = self.told
         return twin
 
     # edits
