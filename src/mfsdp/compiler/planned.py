@@ -91,8 +91,8 @@ def refusal(planner: Planner, budget: int) -> str:
     ways = []
     for name, words in LEFT.items():
         if name not in planner.allow:
-            fresh: dict[str, Any] = {"scores": {}, "estimates": {}, "pieces": {}}
-            more = replace(planner, allow=(*planner.allow, name), **fresh)
+            fresh = ("scores", "estimates", "played", "pieces", "layers")
+            more = replace(planner, allow=(*planner.allow, name), **{known: {} for known in fresh})  # type: ignore[arg-type]
             other = more.score(more.floor)
             if other.peak <= budget:
                 ways.append((other.seconds - floor.seconds, words))

@@ -152,6 +152,7 @@ class Planner:
     pieces: dict[tuple[int, int], Pieces] = field(default_factory=dict, repr=False)
     cuts: dict[Any, tuple[Program, ...]] = field(default_factory=dict, repr=False)
     short: dict[Any, tuple[Folded, ...]] = field(default_factory=dict, repr=False)
+    layers: dict[Choice, dict[str, Layer]] = field(default_factory=dict, repr=False)
     graphs: dict[Any, fx.GraphModule] = field(default_factory=dict, repr=False)
     laid: dict[Any, tuple[_Laid, ...]] = field(default_factory=dict, repr=False)
 
@@ -449,7 +450,7 @@ class Planner:
     def _played(self, setting: Setting) -> tuple[list[tuple[float, int]], int, int]:
         """What `_total` asks for."""
         pieces = self._pieces(setting.prefetch, setting.reduce_lag)
-        layers = self._layers(setting, pieces)
+        layers = self._layers(setting)
         period = max(choice.offloaded[0] for choice in setting.choices) if setting.choices else 1
         played = [pieces.play(layers, backward, period) for backward in (False, True)]
         moved = (
@@ -492,21 +493,27 @@ class Planner:
         forward, backward = self._folded(few, Setting(choices, depth, lag))
         return forward, backward
 
-    def _layers(self, setting: Setting, pieces: Pieces) -> list[Layer]:
+    def _layers(self, setting: Setting) -> list[Layer]:
         """Which piece every layer takes, in forward's order."""
         found: dict[str, Layer] = {}
-        for place, c in enumerate(setting.choices):
-            n, kept = len(c.layers), sum(path in pieces.place for path in c.layers)
-            way = 1 + self.trails[c.name, c.layers].index(c.saved) if c.recomputed else 0
-            for i, path in enumerate(c.layers):
-                around = (kept - 1) // 2
-                stand = c.layers[i if i <= around or kept == n else max(around, i - (n - kept))]
-                if c.offloads(i) and self.spaces[place][:1] == [1]:
-                    found[path] = Layer(stand, AWAY, c.gathers(i))
-                    continue
-                away = self.copies[place] if c.offloads(i) else None
-                found[path] = Layer(stand, way if c.recomputes(i) else 0, c.gathers(i), away)
+        for place, choice in enumerate(setting.choices):
+            if choice not in self.layers:
+                self.layers[choice] = dict(self._stand_ins(place, choice))
+            found |= self.layers[choice]
         return [found[path] for path in self.order]
+
+    def _stand_ins(self, place: int, c: Choice) -> Iterator[tuple[str, Layer]]:
+        """The piece that each layer takes, by its path."""
+        n, kept = len(c.layers), len(self._few(c))
+        way = 1 + self.trails[c.name, c.layers].index(c.saved) if c.recomputed else 0
+        around = (kept - 1) // 2
+        for i, path in enumerate(c.layers):
+            stand = c.layers[i if i <= around or kept == n else max(around, i - (n - kept))]
+            if c.offloads(i) and self.spaces[place][:1] == [1]:
+                yield path, Layer(stand, AWAY, c.gathers(i))
+            else:
+                away = self.copies[place] if c.offloads(i) else None
+                yield path, Layer(stand, way if c.recomputes(i) else 0, c.gathers(i), away)
 
     @cached_property
     def owners(self) -> dict[str, str]:

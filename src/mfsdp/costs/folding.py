@@ -170,21 +170,24 @@ class _Play:
         self.live = self.top = live
 
     def play(self, events: Sequence[Event]) -> _State:
-        links, begun, before, top = self.links, self.links.now, self.live, self.live
+        links, launched, begun = self.links, self.launched, self.links.now
+        before = live = top = self.live
         for e in events:
-            top = max(top, self.live + e.top)
-            self.live += e.delta
+            if live + e.top > top:
+                top = live + e.top
+            live += e.delta
             if e.launch is not None:
                 moving = Moving.of(e.launch, links.now)
-                self.launched.setdefault(e.queue, []).append(moving)
+                launched.setdefault(e.queue, []).append(moving)
                 if e.launch.seconds > 0:
                     links.launch(e.queue, moving)
                 else:
                     moving.start = moving.end = links.now
-            elif e.back < len(self.launched.get(e.queue, ())):
-                links.until(self.launched[e.queue][-1 - e.back])
+            elif e.queue and e.back < len(launched.get(e.queue, ())):
+                links.until(launched[e.queue][-1 - e.back])
             if e.seconds:
                 links.compute(e.seconds)
+        self.live = live
         self.top = max(self.top, top)
         return _State(links.now - begun, self.live - before, top - before, self.behind(self.launched))
 

@@ -68,39 +68,41 @@ class Links:
     def __init__(self) -> None:
         self.now = 0.0
         self.queues: dict[str, deque[Moving]] = {}
+        self.known: tuple[list[tuple[Moving, int]], float] | None = None
+        """What `_heads` gives, for as long as that stays so."""
 
     def launch(self, queue: str, moving: Moving) -> None:
         waiting = self.queues.setdefault(queue, deque())
         if not waiting:
             moving.fixed += moving.transfer.restart
+            self.known = None
         waiting.append(moving)
 
     def compute(self, seconds: float) -> None:
         """Lets compute work for so long."""
         while seconds > 1e-12:
-            heads = self._heads()
+            heads, rate = self._heads()
             if not heads:
                 self.now += seconds
                 return
-            rate = self._rate(heads)
-            passed = self._step(heads, seconds / rate)
-            seconds -= passed * rate
+            seconds -= self._step(heads, seconds / rate) * rate
 
     def until(self, moving: Moving) -> None:
         """Lets compute stand still until a collective is complete."""
         while moving.end < 0:
-            self._step(self._heads(), float("inf"))
+            self._step(self._heads()[0], float("inf"))
 
-    def _heads(self) -> list[tuple[Moving, int]]:
-        """What moves, or is about to, and among how many its link is shared."""
-        heads = [queue[0] for queue in self.queues.values() if queue]
-        for head in heads:
-            if head.start < 0:
-                head.start = self.now
-        if len(heads) == 1:
-            return [(heads[0], 1)]
-        links = [h.transfer.link for h in heads if h.fixed <= 0]
-        return [(h, links.count(h.transfer.link) or 1) for h in heads]
+    def _heads(self) -> tuple[list[tuple[Moving, int]], float]:
+        """What moves, or is about to, and among how many its link is shared; how fast compute is meanwhile."""
+        if self.known is None:
+            heads = [queue[0] for queue in self.queues.values() if queue]
+            for head in heads:
+                if head.start < 0:
+                    head.start = self.now
+            links = [h.transfer.link for h in heads if h.fixed <= 0]
+            shared = [(h, links.count(h.transfer.link) or 1) for h in heads]
+            self.known = shared, self._rate(shared)
+        return self.known
 
     @staticmethod
     def _rate(heads: list[tuple[Moving, int]]) -> float:
@@ -112,19 +114,27 @@ class Links:
         """Passes time until something changes, at most so much; how much."""
         passed = most
         for h, n in heads:
-            passed = min(passed, h.fixed if h.fixed > 0 else h.left * n)
+            left = h.fixed if h.fixed > 0 else h.left * n
+            if left < passed:
+                passed = left
         assert passed < float("inf"), "compute waits for what nobody has launched"
         self.now += passed
+        done = False
         for h, n in heads:
             if h.fixed > 0:
-                h.fixed = h.fixed - passed if h.fixed - passed > 1e-15 else 0.0
+                h.fixed -= passed
+                if h.fixed > 1e-15:
+                    continue
+                h.fixed, self.known = 0.0, None
             else:
                 h.left -= passed / n
-            if h.fixed <= 0 and h.left <= 1e-12:
-                h.end = self.now
-        for queue in self.queues.values():
-            while queue and queue[0].end >= 0:
-                queue.popleft()
+            if h.left <= 1e-12:
+                h.end, done = self.now, True
+        if done:
+            self.known = None
+            for queue in self.queues.values():
+                while queue and queue[0].end >= 0:
+                    queue.popleft()
         return passed
 
 
