@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..costs.fusion import flops
 from ..graph import ops
 from ..graph.program import LAYER, is_element
+from ..graph.program import operator as operator_in
 from ..graph.roles import Kind, role
 from ..spec.choices import Choice, Choices, numbered
 from ..spec.units import Spec
@@ -271,11 +272,20 @@ def operator_of(node: fx.Node) -> str:
     """
     if node.op != "call_function" or not flops(node):
         return ""
-    stack = node.meta.get("nn_module_stack") or {}
+    met = described(node)
+    stack = met.meta.get("nn_module_stack") or {}
     inner = next(reversed([path for path, _ in stack.values()]), "")
-    parts = [fqn(inner).removeprefix(layer_of(node)).strip(".")]
-    parts += ["attention"] if "attention" in str(node.target) else []
+    parts = [fqn(inner).removeprefix(layer_of(met)).strip(".")]
+    parts += ["attention"] if "attention" in str(operator_in(node)[0]) else []
     return ".".join(filter(None, parts))
+
+
+def described(node: fx.Node) -> fx.Node:
+    """Who says where a node was met: one of its elements, where the partitioner has wrapped it, as it does with what
+    draws random numbers and is computed again. Private in torch (``nn_module_stack``).
+    """
+    told = any(key in node.meta for key in ("nn_module_stack", "fwd_nn_module_stack"))
+    return node if told else next(filter(is_element, node.users), node)
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 
 from .. import pipeline
-from ..costs import clock, fusion
+from ..costs import clock
 from ..costs.estimate import optimizer_seconds
 from ..costs.folding import Folded, folded, runs
 from ..costs.ledger import Ledger, ledger
@@ -28,7 +28,7 @@ from ..costs.pace import Pace
 from ..costs.pieces import AWAY, PARTS, WHOLE, Both, Layer, Pieces
 from ..graph import ops
 from ..graph.cost import nbytes, on_host
-from ..graph.program import Program
+from ..graph.program import Program, is_element
 from ..spec.choices import Choice, Choices
 from ..spec.config import Options
 from ..spec.hardware import Hardware, Transfer, host_copy
@@ -36,6 +36,7 @@ from ..state.buffer import FlatBuffer
 from . import cutting
 from .capture import Capture
 from .cutting import Treatment
+from .layers import layer_of
 from .leaving import LEAST
 
 ALLOWED = ("gathered", "recompute", "offload", "optimizer", "prefetch")
@@ -251,9 +252,9 @@ class Planner:
         return [self._spaces(choice) if self.copies[i] else [] for i, choice in enumerate(self.kinds)]
 
     def _spaces(self, choice: Choice) -> list[int]:
-        forward, _, saved = self._layer(choice, Treatment())
-        copy = sum(host_copy(taken, self.machine).seconds for taken in saved if taken >= LEAST)
-        least, n = max(1, math.ceil(copy / max(forward, 1e-12))), len(choice.layers)
+        forward, _ = self._layer(choice, Treatment())
+        copy = sum(host_copy(taken, self.machine).seconds for taken in _saved(forward) if taken >= LEAST)
+        least, n = max(1, math.ceil(copy / max(self._seconds(forward), 1e-12))), len(choice.layers)
         return sorted(m for m in {least, least + 1, 2 * least} if m <= n)
 
     @cached_property
@@ -358,78 +359,57 @@ class Planner:
     @cached_property
     def trails(self) -> dict[Any, list[tuple[str, ...]]]:
         """For each kind of layers what may be saved where they are computed again: nothing, then more and more, the
-        dearest operators first, by the seconds that backward has less of them for each byte. What a mix of less and of
-        more does as well is left out. Beside many layers of another kind, few that are not traced once for all are no
-        cut for each operator worth: their operations decide.
+        dearest operators first, by the seconds that they take in backward for each byte of what they give. What a mix
+        of less and of more does as well is left out.
         """
-        out = {}
-        for choice in self.kinds:
-            if any(map(self.many, self.kinds)) and self._pair(choice) is None:
-                names = self._operators(choice)
-                out[choice.name, choice.layers] = [(), tuple(names[: len(names) // 2]), tuple(names)]
-                continue
-            levels: list[tuple[str, ...]] = [()]
-            costs = [self._body(choice, Treatment(again=True))]
-            for name in self._operators(choice):
-                level = (*levels[-1], name)
-                seconds, taken = self._body(choice, Treatment(again=True, saved=level))
-                if seconds < costs[-1][0] * (1 - 1e-6):
-                    levels.append(level)
-                    costs.append((seconds, taken))
-            costs.append(self._body(choice, Treatment()))
-            hull = _hull([(taken, seconds) for seconds, taken in costs])
-            kept = [level for i, level in enumerate(levels) if i in hull or i == 0]
-            if any(map(self.many, self.kinds)):  # each is a cut of all layers
-                kept = [kept[0], kept[len(kept) // 2], kept[-1]]
-            out[choice.name, choice.layers] = list(dict.fromkeys(kept))
-        return out
+        return {(choice.name, choice.layers): self._trail(choice) for choice in self.kinds}
 
-    def _pair(self, choice: Choice) -> cutting.Pair | None:
-        """The calls of the first layer of a kind, if it is traced once for all."""
-        return next((p for p in cutting.pairs(self.joint.graph) if p.path == choice.layers[0]), None)
+    def _trail(self, choice: Choice) -> list[tuple[str, ...]]:
+        forward, backward = self._layer(choice, Treatment(again=True))
+        again = self._computed(choice, backward)
+        names = sorted(again, key=lambda name: again[name][0] / max(1, again[name][1]), reverse=True)
+        levels = [tuple(names[:i]) for i in range(len(names) + 1)]
+        costs = [(sum(_saved(forward)), self._seconds(backward))]
+        for seconds, taken in map(again.__getitem__, names):
+            costs.append((costs[-1][0] + taken, costs[-1][1] - seconds))
+        forward, backward = self._layer(choice, Treatment())
+        hull = _hull([*costs, (sum(_saved(forward)), self._seconds(backward))])
+        kept = [level for i, level in enumerate(levels) if i in hull or i == 0]
+        if any(map(self.many, self.kinds)):  # each is a cut of all layers
+            kept = [kept[0], kept[len(kept) // 2], kept[-1]]
+        return list(dict.fromkeys(kept))
 
-    def _operators(self, choice: Choice) -> list[str]:
-        """Those of a layer that may be saved, by the operations that each byte of what they give costs."""
-        path, pair = choice.layers[0], self._pair(choice)
-        graph = self.joint.graph if pair is None else pair.body.joint
-        behind = cutting.differentiated(graph)
-        nodes = [n for n in graph.graph.nodes if n not in behind]
-        own = nodes if pair is not None else [n for n in nodes if n.meta.get(cutting.LAYER) == path]
-        found: dict[str, tuple[int, int]] = {}
-        for node in own:
-            if name := cutting.operator_of(node):
-                done, taken = found.get(name, (0, 1))
-                found[name] = done + fusion.flops(node), taken + nbytes(node.meta["val"])
-        return sorted(found, key=lambda name: -found[name][0] / found[name][1])
+    def _computed(self, choice: Choice, backward: Program) -> dict[str, tuple[float, int]]:
+        """Operators of layers that backward computes again: their seconds, and bytes of what they give."""
+        behind, times = cutting.differentiated(backward.gm), self._times(backward)
+        found: dict[str, tuple[float, int]] = {}
+        for node in backward.nodes:
+            own = node not in behind and layer_of(cutting.described(node)) in choice.layers
+            if own and (name := cutting.operator_of(node)):
+                seconds, taken = found.get(name, (0.0, 0))
+                results = [x.meta["val"] for x in node.users if is_element(x)] or node.meta["val"]
+                found[name] = seconds + times[node].seconds, taken + nbytes(results)
+        return found
 
-    def _body(self, choice: Choice, treatment: Treatment) -> tuple[float, int]:
-        """Seconds of a layer's backward, and bytes that its forward saves."""
-        _, backward, saved = self._layer(choice, treatment)
-        return backward, sum(saved)
-
-    def _layer(self, choice: Choice, treatment: Treatment) -> tuple[float, float, list[int]]:
-        """Seconds of a layer's forward and backward, and bytes of each value that its forward saves, cut as it is
-        treated; of all layers that cannot be left out, where they are not traced once for all.
+    def _layer(self, choice: Choice, treatment: Treatment) -> tuple[Program, ...]:
+        """Programs of a layer, cut as it is treated; of all layers that cannot be left out, where they are not traced
+        once for all.
         """
-        pair = self._pair(choice)
+        pair = next((p for p in cutting.pairs(self.joint.graph) if p.path == choice.layers[0]), None)
         if pair is None:
             others = {path for kind in self.kinds for path in kind.layers[1:] if path in self.calls}
-            forward, backward = self._programs(dict.fromkeys(choice.layers, treatment), others)
-            kept = [n for n in forward.results()[forward.returned or 0 :] if isinstance(n, fx.Node)]
-            taken = [nbytes(n.meta["val"]) for n in dict.fromkeys(kept)]
-            return self._seconds(forward), self._seconds(backward), taken
+            return self._programs(dict.fromkeys(choice.layers, treatment), others)
         with self.joint.settings():
-            forward_gm, backward_gm = cutting.cut(pair.body, treatment)
-        results: Any = forward_gm.graph.output_node().args[0]
-        kept = results[pair.body.options["num_fwd_outputs"] :]
-        taken = [nbytes(n.meta["val"]) for n in dict.fromkeys(kept) if n.op != "placeholder"]
-        both = (self._seconds(Program(gm, "backward", [])) for gm in (forward_gm, backward_gm))
-        return (*both, taken)  # type: ignore[return-value]
+            forward, backward = (Program(gm, "backward", []) for gm in cutting.cut(pair.body, treatment))
+        forward.returned = pair.body.options["num_fwd_outputs"]
+        return forward, backward
+
+    def _times(self, program: Program) -> dict[fx.Node, clock.Time]:
+        return clock.times(_Bare(program), self.machine, fused=self.fused)
 
     def _seconds(self, program: Program) -> float:
-        """Of products and attention, which recomputing costs."""
-        found = clock.times(_Bare(program), self.machine, fused=self.fused)  # type: ignore[arg-type]
-        return sum(t.seconds for t in found.values() if t.transfer is None)
+        """Of all kernels."""
+        return sum(t.seconds for t in self._times(program).values() if t.transfer is None)
 
     # estimates
 
@@ -750,6 +730,12 @@ def _plain(choice: Choice) -> Choice:
     return choice
 
 
+def _saved(forward: Program) -> list[int]:
+    """Bytes of each value that forward saves."""
+    kept = [n for n in forward.results()[forward.returned or 0 :] if isinstance(n, fx.Node) and n.op != "placeholder"]
+    return [nbytes(n.meta["val"]) for n in dict.fromkeys(kept)]
+
+
 def _hull(points: Sequence[tuple[float, float]]) -> set[int]:
     """Which points no mix of two others is below and left of: the lower convex hull, by index."""
     order = sorted(range(len(points)), key=lambda i: points[i])
@@ -765,8 +751,9 @@ def _hull(points: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    """Whether b lies on or above the line from a to c."""
-    return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+    """Whether b lies above the line from a to c."""
+    this, that = (b[1] - a[1]) * (c[0] - a[0]), (c[1] - a[1]) * (b[0] - a[0])
+    return this > that and not math.isclose(this, that, rel_tol=1e-9)
 
 
 def _price(before: Score, after: Score) -> Any:
