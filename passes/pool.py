@@ -18,6 +18,9 @@ Slots are coloured as intervals are: buffers by size, largest first, each into t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
 from torch.fx import Node
 
 from mfsdp.graph import ops
@@ -25,7 +28,16 @@ from mfsdp.graph.cost import lines, nbytes, peak, size
 from mfsdp.graph.program import Program, slot_of
 from mfsdp.graph.roles import Kind
 
-Interval = tuple[Node, Node]
+FAMILIES = {"p": Kind.FULL, "g": Kind.GFULL}
+"""What the names of slots begin with: of gathered parameters, of gradients."""
+
+
+class Interval(NamedTuple):
+    """A buffer: its bytes, the line that fills it and the one that lets go of it, or what else is in their order."""
+
+    nbytes: int
+    start: Any
+    end: Any
 
 
 def pool(p: Program, *, on: bool = True) -> None:
@@ -39,17 +51,11 @@ def pool(p: Program, *, on: bool = True) -> None:
         return
     p.slots.clear()
     dynamic = peak(lines(p)) if p.told else 0
-    for family, kind in (("p", Kind.FULL), ("g", Kind.GFULL)):
-        intervals = [x for n in p.find(kind) if (x := _interval(p, n)) is not None]
-        slots: list[list[Interval]] = []
-        for interval in sorted(intervals, key=lambda x: (-nbytes(x[0].meta["val"]), x[0])):
-            number = next((i for i, held in enumerate(slots) if _apart(interval, held)), len(slots))
-            if number == len(slots):
-                slots.append([])
-                p.slots[f"{family}{number}"] = nbytes(interval[0].meta["val"])
-            slots[number].append(interval)
-            node = interval[0]
-            node.args = (*node.args[: ops.SLOT[node.target]], number)  # type: ignore[index]
+    for family in FAMILIES:
+        for number, held in enumerate(coloured(intervals(p, family))):
+            p.slots[f"{family}{number}"] = held[0].nbytes
+            for node in (x.start for x in held):
+                node.args = (*node.args[: ops.SLOT[node.target]], number)
     if not p.slots:
         p.note("no buffer begins and ends here")
         return
@@ -58,6 +64,23 @@ def pool(p: Program, *, on: bool = True) -> None:
     filled = [n for n in p.nodes if slot_of(n)]
     p.changed(f"{len(filled)} buffers in {len(p.slots)} slots")
     p.note(f"a caching allocator's peak would be {size(dynamic)}")
+
+
+def intervals(p: Program, family: str) -> list[Interval]:
+    """Buffers that get a slot of a family (`FAMILIES`)."""
+    return [x for n in p.find(FAMILIES[family]) if (x := _interval(p, n)) is not None]
+
+
+def coloured(buffers: Iterable[Interval]) -> list[list[Interval]]:
+    """What each slot holds, the largest first."""
+    slots: list[list[Interval]] = []
+    for buffer in sorted(buffers, key=lambda x: (-x.nbytes, x.start)):
+        held = next((held for held in slots if _apart(buffer, held)), None)
+        if held is None:
+            slots.append([buffer])
+        else:
+            held.append(buffer)
+    return slots
 
 
 def _interval(p: Program, node: Node) -> Interval | None:
@@ -71,9 +94,8 @@ def _interval(p: Program, node: Node) -> Interval | None:
         ends += [u for x in ends if x.target is ops.reduce_scatter for u in x.users if u.target is ops.wait]
     else:
         return None
-    return (node, max(ends)) if ends else None
+    return Interval(nbytes(node.meta["val"]), node, max(ends)) if ends else None
 
 
-def _apart(interval: Interval, held: list[Interval]) -> bool:
-    start, end = interval
-    return all(end < a or b < start for a, b in held)
+def _apart(buffer: Interval, held: list[Interval]) -> bool:
+    return all(buffer.end < other.start or other.end < buffer.start for other in held)

@@ -110,8 +110,8 @@ def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag,
         unfolded = folded(program, times, True).play()
         assert (f"{1e6 * unfolded[0]:.6f}", unfolded[1]) == whole[-1][:2]
     parts = []
-    for part in found._folded(treated, setting):
-        seconds, top = found._unfolded(part, repeats).play()
+    for part in (found._unfolded(part, repeats) for part in found._folded(treated, setting)):
+        seconds, top = part.play()
         parts.append((f"{1e6 * seconds:.6f}", top, part.slots))
     assert parts == whole
     assert (found.score(setting).host > 0) is ("O" in states)
@@ -122,8 +122,8 @@ def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag,
     ("chosen", "off"),
     [
         ({"recomputed": 4}, 1e-3),
-        ({"recomputed": 6, "gathered": 5}, 1e-3),
-        ({"gathered": 9, "recomputed": 2}, 5e-3),
+        ({"recomputed": 6, "gathered": 5}, 1e-2),
+        ({"gathered": 9, "recomputed": 2}, 1e-2),
         ({"offloaded": (1, 9)}, 1e-3),
         ({"offloaded": (2, 7), "recomputed": 4, "gathered": 3}, 3e-2),
     ],
@@ -138,7 +138,7 @@ def test_pieces_say_about_what_a_step_takes(chosen, off):
         about, score = found.estimate(setting), found.score(setting)
         assert about is not score and about.host == pytest.approx(score.host, rel=0.02)
         assert about.seconds == pytest.approx(score.seconds, rel=off)
-        assert about.peak == pytest.approx(score.peak, rel=max(4 * off, 0.03))
+        assert about.peak == pytest.approx(score.peak, rel=0.03)
 
 
 @settings(max_examples=60, deadline=None)
@@ -540,8 +540,8 @@ def test_a_step_holds_what_its_plan_says(two_ranks):
     found = Planner.of(
         programs.capture, buffers_of(programs.model), Options(lowering="eager"), PLAIN, inputs=ids.nbytes, allow=allowed
     )
-    floor, free = found.score(found.floor).peak, found.best(2**62)
-    assert free is not None and floor < 0.9 * found.score(free).peak
+    floor, free = found.score(found.floor).peak, found.top
+    assert floor < 0.9 * found.score(free).peak
     for share in (0.0, 0.4, 1.0):
         budget = int(floor + share * (found.score(free).peak - floor))
         best = found.best(budget)

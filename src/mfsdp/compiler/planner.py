@@ -180,9 +180,8 @@ class Planner:
         steps = partial(optimizer_seconds, buffers, plain, optimizer, machine, measured=known)
         found = Planner(capture, options, machine, _NOTHING, _NOTHING, steps, rounds, allow, profile)
         few = {path: Treatment() for kind in found.kinds for path in found._few(kind)}
-        programs = found._programs(few, found._left_out(few))
-        for program in programs:
-            pipeline.rewrite(program, pipeline.chosen(options, machine.cuda))
+        found._folded(few, found.plain)
+        programs = [laid.program for laid in found._laid(few, found.plain)]
         account = partial(
             ledger, programs, buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer, fused=found.fused,
             foreach=machine.cuda, fixed=machine.fixed, stands=found._stands(few),
@@ -320,32 +319,45 @@ class Planner:
 
     def _moved(self, setting: Setting) -> Iterator[Setting]:
         yield setting
+        yield from self._faster(setting)
+        for i, choice in enumerate(setting.choices):
+            for other in self._smaller(choice, self.spaces[i]):
+                yield self._with(setting, i, other)
+
+    def _faster(self, setting: Setting) -> Iterator[Setting]:
+        """Moves of which only memory may keep one: gathers ahead, what stays gathered."""
         for depth, lag in self.ways:
             yield replace(setting, prefetch=depth, reduce_lag=lag)
-        for i, choice in enumerate(setting.choices):
-            for other in self._near(choice, self.spaces[i]):
-                yield self._with(setting, i, other)
-        if self.gathering:  # a static buffer goes only with the last unit that takes it, of whichever kind
-            more = (replace(c, gathered=min(len(c.layers), c.gathered + 1)) for c in setting.choices)
-            yield replace(setting, choices=tuple(more))
+        if not self.gathering:
+            return
+        for i, c in enumerate(setting.choices):
+            for more in self._sizes(c):
+                yield self._with(setting, i, replace(c, gathered=min(len(c.layers), max(0, c.gathered + more))))
+        # a static buffer goes only with the last unit that takes it, of whichever kind
+        one = (replace(c, gathered=min(len(c.layers), c.gathered + 1)) for c in setting.choices)
+        yield replace(setting, choices=tuple(one))
 
-    def _near(self, c: Choice, spaces: Sequence[int]) -> Iterator[Choice]:
-        n = len(c.layers)
-        sizes = [s for s in (1, 2, 4, 8, 16, 32, 64) if s <= max(1, n // 2)] + [n]
-        for more in (*sizes, *(-s for s in sizes)):
-            if "recompute" in self.allow:
-                yield replace(c, recomputed=min(n, max(0, c.recomputed + more)))
-            if self.gathering:
-                yield replace(c, gathered=min(n, max(0, c.gathered + more)))
-        levels = self.trails[c.name, c.layers] if "recompute" in self.allow and c.recomputed else ()
-        yield from (replace(c, saved=saved) for saved in levels if saved != c.saved)
+    def _smaller(self, c: Choice, spaces: Sequence[int]) -> Iterator[Choice]:
+        """Moves that give seconds for memory, or back: what is computed again, what goes to the host."""
+        n, sizes = len(c.layers), self._sizes(c)
+        if "recompute" in self.allow:
+            yield from (replace(c, recomputed=min(n, max(0, c.recomputed + more))) for more in sizes)
+            levels = self.trails[c.name, c.layers] if c.recomputed else ()
+            yield from (replace(c, saved=saved) for saved in levels if saved != c.saved)
         every, first = c.offloaded
         for m in spaces:
             if first and m != every:
                 yield replace(c, offloaded=(m, first))
-            for more in (*sizes, *(-s for s in sizes)) if m == every or not first else ():
+            for more in sizes if m == every or not first else ():
                 count = min(n, max(0, first + more * m))
                 yield replace(c, offloaded=(m if count else 1, count))
+
+    @staticmethod
+    def _sizes(c: Choice) -> list[int]:
+        """By how many layers a move changes what is chosen for them."""
+        n = len(c.layers)
+        sizes = [s for s in (1, 2, 4, 8, 16, 32, 64) if s <= max(1, n // 2)] + [n]
+        return sizes + [-s for s in sizes]
 
     def many(self, c: Choice) -> bool:
         """Whether there are so many layers that few of them stand for all."""
@@ -516,6 +528,7 @@ class Planner:
             self.scores[setting] = self._score(setting)
         return self.scores[setting]
 
+    @_uncollected()
     def _score(self, setting: Setting) -> Score:
         leaves = any(choice.offloaded[1] for choice in setting.choices)
         treated, repeats = self._shortened(setting, beside=int(leaves))
@@ -579,7 +592,6 @@ class Planner:
             beside: how many periods more to keep at either end of a run than it takes.
         """
         border = self.border(setting.prefetch, setting.reduce_lag)
-        turn = math.lcm(setting.prefetch + 1, setting.reduce_lag + 1)  # of static buffers, which units take in turn
         treated = cutting.treatments(setting.choices)
         kept: dict[str, Treatment] = {}
         repeats: list[Repeat] = []
@@ -588,8 +600,7 @@ class Planner:
             short: list[Treatment] = []
             for start, period, count in runs(states, 2, choice.offloaded[0]):
                 around = -(-border // period) + beside
-                every = turn // math.gcd(turn, period)
-                few = 2 * around + 1 + (count - 2 * around - 1) % every
+                few = 2 * around + 1
                 if few < count and self.calls.issuperset(choice.layers):
                     # layers are equal: the first ones stand for all
                     repeats.append(Repeat(choice.layers, len(short) + around * period, period, count - few))
@@ -648,19 +659,31 @@ class Planner:
     @_uncollected()
     def best(self, budget: int) -> Setting | None:
         """The fastest setting that fits; ``None`` if the floor does not."""
+        if self.score(self.top).peak <= budget:
+            return self.top
         if self.score(self.floor).peak > budget:
             return None
-        best = self._tried(budget) or self.floor
-        plain = replace(best, choices=tuple(map(_plain, best.choices)))
-        self.scores[plain] = self.score(best)  # the same treatment of every layer
+        return self._cleared(self._tried(self.floor, budget) or self.floor)
+
+    @cached_property
+    def top(self) -> Setting:
+        """The fastest setting of all. Where memory is no matter nothing is computed again or goes to the host, so it is
+        looked for where nothing is.
+        """
+        return self._cleared(self._tried(self.plain, math.inf) or self.plain)
+
+    def _cleared(self, setting: Setting) -> Setting:
+        """Without what has no effect."""
+        plain = replace(setting, choices=tuple(map(_plain, setting.choices)))
+        self.scores[plain] = self.score(setting)  # the same treatment of every layer
         return plain
 
-    def _tried(self, budget: int) -> Setting | None:
+    def _tried(self, start: Setting, budget: float) -> Setting | None:
         """The fastest setting by its score, of those that searches find, if any fits."""
         met: list[Setting] = []
         wrong = 0
         for _ in range(TRIES):
-            found = self._search(budget - wrong)
+            found = self._search(start, budget - wrong)
             if found in met:
                 break
             met.insert(0, found)
@@ -672,11 +695,11 @@ class Planner:
         least = min((self.score(s).seconds for s in fit), default=0.0)
         return next((s for s in fit if self.score(s).seconds <= least * (1 + EQUAL)), None)
 
-    def _search(self, budget: int) -> Setting:
-        ends = [self._greedy(budget, _price), self._greedy(budget, _seconds), self._beam(budget)]
+    def _search(self, start: Setting, budget: float) -> Setting:
+        ends = [self._greedy(start, budget, _price), self._greedy(start, budget, _seconds), self._beam(start, budget)]
         return self._eased(min(ends, key=self.estimate), budget)
 
-    def _eased(self, setting: Setting, budget: int) -> Setting:
+    def _eased(self, setting: Setting, budget: float) -> Setting:
         """Without what the floor has and the budget does not ask for, where that is as fast."""
         eased: list[Callable[[Setting], Setting]] = [lambda s: replace(s, streamed=False)]
         for i, kind in enumerate(self.kinds):
@@ -696,12 +719,13 @@ class Planner:
     def _changed(self, place: int, setting: Setting, **choice: Any) -> Setting:
         return self._with(setting, place, replace(setting.choices[place], **choice))
 
-    def _fitting(self, setting: Setting, budget: int) -> list[Setting]:
-        return [s for s in self.near(setting) if self.estimate(s).peak <= budget]
+    def _fitting(self, setting: Setting, budget: float) -> list[Setting]:
+        near = self.near(setting) if budget < math.inf else self._faster(setting)
+        return [s for s in near if self.estimate(s).peak <= budget]
 
-    def _greedy(self, budget: int, worth: Callable[[Score, Score], Any]) -> Setting:
+    def _greedy(self, start: Setting, budget: float, worth: Callable[[Score, Score], Any]) -> Setting:
         """Buys what is worth most, until nothing is that fits."""
-        now = self.floor
+        now = start
         while True:
             here = self.estimate(now)
             better = [s for s in self._fitting(now, budget) if self.estimate(s).seconds < here.seconds - 1e-9]
@@ -709,9 +733,9 @@ class Planner:
                 return now
             now = max(better, key=lambda s: worth(here, self.estimate(s)))
 
-    def _beam(self, budget: int) -> Setting:
+    def _beam(self, start: Setting, budget: float) -> Setting:
         """Keeps the best few at each step, also those that are a little slower than what was met before."""
-        seen, front, best, left = {self.floor}, [self.floor], self.floor, PATIENCE
+        seen, front, best, left = {start}, [start], start, PATIENCE
         while front and left:
             found = dict.fromkeys(s for now in front for s in self._fitting(now, budget) if s not in seen)
             seen |= found.keys()

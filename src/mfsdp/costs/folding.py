@@ -11,16 +11,17 @@ events is that of the whole program, to the last digit but those that floating-p
     forward, of 3 layers       | a | b | b' | c |
     of 5                       | a | b | b' | b' | b' | c |
 
-Static buffers are taken in turn, so which one the last layer comes to depends on how many there are, and with it what a
-unit of another size behind it takes. So layers are left out by the number of turns, and places stay what they were.
+Static buffers are given out anew over the whole: which one the last layer comes to depends on how many there are, and
+with it what a unit of another size behind it takes.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch.fx import Node
@@ -29,6 +30,7 @@ from ..graph import ops
 from ..graph.cost import lines, nbytes
 from ..graph.program import LAYER, Program, base_of
 from ..graph.roles import role
+from ..passes.pool import FAMILIES, Interval, coloured, intervals
 from ..spec.hardware import Transfer
 from . import fusion
 from .clock import Time
@@ -53,7 +55,7 @@ class Event:
     back: int = 0
     """What is waited for: that which was launched so many launches before the last one in the queue."""
     unit: str = ""
-    """Whose parameters are gathered."""
+    """Whose parameters are gathered, or waited for."""
 
 
 Block = tuple[Sequence[Event], int]
@@ -68,15 +70,22 @@ class Folded:
         events: in order.
         starts: index of the first event of each layer, by its path.
         live: bytes live at the beginning, static buffers not counted.
-        slots: bytes of static buffers, by name.
+        buffers: those that get static ones, by what names of these begin with: each from an event and a line in it to
+            others.
         backward: whether what layers free was there at the beginning.
     """
 
     events: tuple[Event, ...]
     starts: Mapping[str, int]
     live: int
-    slots: Mapping[str, int]
+    buffers: Mapping[str, tuple[Interval, ...]]
     backward: bool
+
+    @cached_property
+    def slots(self) -> dict[str, int]:
+        """Bytes of static buffers, by name."""
+        found = ((family, coloured(buffers)) for family, buffers in self.buffers.items())
+        return {f"{family}{i}": held[0].nbytes for family, slots in found for i, held in enumerate(slots)}
 
     def repeated(self, first: str, behind: str, times: int) -> Folded:
         """With what runs from the start of one layer to that of another one so many times more often.
@@ -91,7 +100,8 @@ class Folded:
         longer = times * (b - a)
         starts = {path: i + longer if i >= b else i for path, i in self.starts.items()}
         freed = -sum(e.delta for e in self.events[a:b]) if self.backward else 0
-        return replace(self, events=events, starts=starts, live=self.live + times * freed)
+        buffers = {family: tuple(_again(held, a, b, times)) for family, held in self.buffers.items()}
+        return replace(self, events=events, starts=starts, live=self.live + times * freed, buffers=buffers)
 
     def rests(self, borders: Sequence[str]) -> bool:
         """Whether what goes to the host and comes back has come to rest: in each stretch from the start of one of these
@@ -132,6 +142,25 @@ def play(blocks: Sequence[Block], live: int) -> tuple[float, int]:
                 break
             before = after
     return now.end()
+
+
+def _again(buffers: Sequence[Interval], a: int, b: int, times: int) -> Iterator[Interval]:
+    """Those of a program in which the events from a to b happen so many times more often."""
+    known = {(buffer.nbytes, buffer.start) for buffer in buffers}
+    longer = times * (b - a)
+    for buffer in buffers:
+        start, end = buffer.start[0], buffer.end[0]
+        if end < b:
+            yield from (_later(buffer, n * (b - a)) for n in (range(times + 1) if end >= a else [0]))
+        elif start >= a or (buffer.nbytes, _later(buffer, b - a).start) in known:
+            yield _later(buffer, longer)
+        else:  # of no layer: it is there all along
+            yield buffer._replace(end=_later(buffer, longer).end)
+
+
+def _later(buffer: Interval, by: int) -> Interval:
+    (start, row), (end, last) = buffer.start, buffer.end
+    return Interval(buffer.nbytes, (start + by, row), (end + by, last))
 
 
 @dataclass(frozen=True)
@@ -222,6 +251,7 @@ def folded(program: Program, times: Mapping[Node, Time], fused: bool, memo: dict
     starts: dict[str, int] = {}
     where: dict[Node, tuple[str, int]] = {}
     counts: dict[str, int] = {}
+    events: dict[Node, int] = {}
     begin = live = 0
     rows = lines(program, fusion.fused(program, memo) if fused else ())
     for number, row in enumerate(rows):
@@ -238,20 +268,45 @@ def folded(program: Program, times: Mapping[Node, Time], fused: bool, memo: dict
             event.queue, event.launch, event.seconds = queue_of(program, node), time.transfer, 0.0
             counts[event.queue] = counts.get(event.queue, 0) + 1
             event.host = nbytes(node.meta["val"]) if node.target is ops.offload else 0
-            event.unit = role(node).unit if node.target is ops.all_gather else ""  # type: ignore[union-attr]
+            event.unit = _gathered(node)
             product = base_of(node.args[0]) if node.target in ops.IN_PLACE else node  # type: ignore[arg-type]
             where[product] = event.queue, counts[event.queue]
         elif node.target is ops.wait:
             awaited: Node = node.args[0]  # type: ignore[assignment]
             if (found := where.get(awaited) or where.get(base_of(awaited))) is not None:
                 event.queue, event.back = found[0], counts[found[0]] - found[1]
+                event.unit = _gathered(awaited)
         if new:
             starts[path] = len(out)
         if out and not new and not event.queue:
             _join(out[-1], event)
         else:
             out.append(event)
-    return Folded(tuple(out), starts, begin - pooled, dict(program.slots), program.phase == "backward")
+        events[node] = len(out) - 1
+    return Folded(tuple(out), starts, begin - pooled, _buffers(program, events), program.phase == "backward")
+
+
+def _gathered(node: Node) -> str:
+    """The unit whose parameters are gathered there; ``""`` for anything else."""
+    return role(node).unit if node.target is ops.all_gather else ""  # type: ignore[union-attr]
+
+
+def _buffers(program: Program, events: Mapping[Node, int]) -> dict[str, tuple[Interval, ...]]:
+    """Those that get static ones, by what names of these begin with.
+
+    Args:
+        events: that which each line is of.
+    """
+    places: dict[Node, tuple[int, int]] = {}
+    event = into = 0
+    for node in program.nodes:
+        now = events.get(node, event)
+        event, into = now, into + 1 if now == event else 0
+        places[node] = event, into
+    return {
+        family: tuple(Interval(x.nbytes, places[x.start], places[x.end]) for x in intervals(program, family))
+        for family in FAMILIES
+    }
 
 
 def _join(event: Event, more: Event) -> None:

@@ -107,7 +107,7 @@ def plan(
         raise DoesNotFit(why)
     score, best, planner, meta, asked = min(found, key=lambda x: x[0])
     several = {k: v for k, v in asked.items() if isinstance((sharding | {"mesh_shape": mesh_shape})[k], list)}
-    top = planner.score(planner.best(2**62) or best).peak
+    top = planner.score(planner.top).peak
     floor = planner.score(planner.floor).peak
     modules = dict(meta.named_modules())
     return Plan(
