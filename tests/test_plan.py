@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from mfsdp.spec.hardware import Hardware, Link, Transfer
 from mfsdp.spec.plans import nbytes_of
 from tests.models import GPT, Block, Unlike, llama
 from tests.test_explain import PLAIN, built, held
+from tests.toys import BF16
 
 SLOW = {
     "like": "h100", "inside": {"bandwidth": 5e9, "latency": 1e-6}, "host": {"bandwidth": 200e9, "latency": 1e-7},
@@ -115,6 +117,46 @@ def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag,
         parts.append((f"{1e6 * seconds:.6f}", top, part.slots))
     assert parts == whole
     assert (found.score(setting).host > 0) is ("O" in states)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rate", "every"), [(200e9, 1), (200e9, 2), (2e7, 1)])
+def test_copies_that_do_not_come_to_rest_within_few_layers_are_scored_in_all_of_them(rate, every):
+    """Of a host behind a slow link each layer leaves one copy more behind."""
+    model, _ = gpt(17)
+    machine = SLOW | {"host": {"bandwidth": rate, "latency": 1e-7}}
+    found = planner(model, torch.zeros(16, 32, dtype=torch.long), "inductor", machine=machine)
+    (kind,) = found.kinds
+    setting = Setting((replace(kind, offloaded=(every, 17), recomputed=17),), 0, 0)
+    treated, repeats = found._shortened(setting, beside=1)
+    assert repeats and len(treated) < 17
+    few = found._folded(treated, setting)
+    rest = all(part.rests(r.borders(part.backward, 1, 1)) for part in few for r in repeats)
+    assert rest is (rate > 2e7)
+    parts = found._folded(cutting.treatments(setting.choices), setting)
+    whole = found._total(setting, [p.play() for p in parts], found._slots(parts), parts[0].host)
+    score = found.score(setting)
+    assert (score.peak, score.host) == (whole.peak, whole.host)
+    assert score.seconds == pytest.approx(whole.seconds, rel=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"mp_policy": BF16}, {"mp_policy": BF16, "strategy": 1}])
+def test_few_layers_account_for_all(more, monkeypatch):
+    """What is there throughout a step, which the ledger reads from programs: casts that stay from step to step, too."""
+    model, ids = gpt(11)
+    with torch.device("meta"):
+        traced = mfsdp.trace(model, (ids,), world=8, units=[Block], **more)
+    made = partial(Planner.of, traced.capture, buffers_of(traced.model), Options(lowering="eager"), machine_of(SLOW))
+    few = made()
+    monkeypatch.setattr(Planner, "_few", lambda self, choice: choice.layers)
+    every = made()
+    assert len(few.cuts) == 1 and len(next(iter(few.cuts))) < 11
+    for a, b in ((few.account, every.account), (few.streamed, every.streamed)):
+        changed = few.slots - every.slots
+        assert (a.at_step - changed, a.lasting - changed, a.host) == (b.at_step, b.lasting, b.host)
+        lasting = {"main weights", "optimizer state", "gradients", "shards in what travels"}
+        assert [e for e in a.entries if e.name in lasting] == [e for e in b.entries if e.name in lasting]
 
 
 @pytest.mark.slow
