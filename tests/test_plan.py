@@ -141,6 +141,22 @@ def test_copies_that_do_not_come_to_rest_within_few_layers_are_scored_in_all_of_
 
 
 @pytest.mark.slow
+def test_what_goes_to_the_host_fits_it():
+    """Without a bound the same budget takes more of it; with one too small for anything, nothing goes there."""
+    model, _ = gpt(9)
+    ids, found = torch.zeros(16, 32, dtype=torch.long), [0]
+    for most in (lambda: 0, lambda: found[-1] // 3, lambda: 1):
+        machine = SLOW | {"host_memory": most()}
+        given = planner(model, ids, machine=machine, allow=("offload",))
+        free, floor = given.score(given.top).peak, given.score(given.floor)
+        assert given.best(free) == given.top and floor.host <= (most() or floor.host)
+        found.append(floor.host)
+    _, every, some, none = found
+    assert every > some > none == 0
+    assert floor.peak == free and given.best(free - 1) is None
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"mp_policy": BF16}, {"mp_policy": BF16, "strategy": 1}])
 def test_few_layers_account_for_all(more, monkeypatch):
     """What is there throughout a step, which the ledger reads from programs: casts that stay from step to step, too."""

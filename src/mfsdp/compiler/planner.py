@@ -236,12 +236,27 @@ class Planner:
             last = min(1, choice.recomputed)  # which is computed again at once: to save it may even take less
             again = [replace(choice, recomputed=choice.recomputed - less) for less in (0, last)]
             found = self._least([self._with(found, i, replace(c, saved=saved)) for c in again for saved in levels])
-            left = (replace(found.choices[i], offloaded=(m, len(choice.layers))) for m in self.spaces[i])
-            found = self._least([found, *(self._with(found, i, other) for other in left)])
+            found = self._least([found, *(self._leaving(found, i, m) for m in self.spaces[i])])
         return found
 
+    def _leaving(self, setting: Setting, place: int, every: int) -> Setting:
+        """With as many of a kind's layers on the host as fit it, halved until they do."""
+        count = len(self.kinds[place].layers)
+        while count:
+            other = self._changed(place, setting, offloaded=(every, count))
+            if self._fits(self.estimate(other), math.inf):
+                return other
+            count //= 2
+        return setting
+
     def _least(self, settings: Sequence[Setting]) -> Setting:
-        return min(settings, key=lambda s: (self.estimate(s).peak, self.estimate(s).seconds))
+        """The smallest of those that fit the host; the first one takes least of it."""
+        there = [s for s in settings if self._fits(self.estimate(s), math.inf)] or settings[:1]
+        return min(there, key=lambda s: (self.estimate(s).peak, self.estimate(s).seconds))
+
+    def _fits(self, score: Score, budget: float) -> bool:
+        """Whether a step fits the device, of which it may take so many bytes, and what is known of its host."""
+        return score.peak <= budget and score.host <= (self.machine.host_memory or math.inf)
 
     @cached_property
     def spaces(self) -> list[list[int]]:
@@ -659,9 +674,9 @@ class Planner:
     @_uncollected()
     def best(self, budget: int) -> Setting | None:
         """The fastest setting that fits; ``None`` if the floor does not."""
-        if self.score(self.top).peak <= budget:
+        if self._fits(self.score(self.top), budget):
             return self.top
-        if self.score(self.floor).peak > budget:
+        if not self._fits(self.score(self.floor), budget):
             return None
         return self._cleared(self._tried(self.floor, budget) or self.floor)
 
@@ -691,7 +706,7 @@ class Planner:
             wrong = peak - self.estimate(found).peak
             if peak <= budget <= peak + SLACK * budget:
                 break
-        fit = [s for s in met if self.score(s).peak <= budget]
+        fit = [s for s in met if self._fits(self.score(s), budget)]
         least = min((self.score(s).seconds for s in fit), default=0.0)
         return next((s for s in fit if self.score(s).seconds <= least * (1 + EQUAL)), None)
 
@@ -708,7 +723,7 @@ class Planner:
         for ease in eased:
             other = ease(setting)
             here, there = self.estimate(setting), self.estimate(other)
-            if there.peak <= budget and there.seconds <= here.seconds * (1 + EQUAL):
+            if self._fits(there, budget) and there.seconds <= here.seconds * (1 + EQUAL):
                 setting = other
         return setting
 
@@ -721,7 +736,7 @@ class Planner:
 
     def _fitting(self, setting: Setting, budget: float) -> list[Setting]:
         near = self.near(setting) if budget < math.inf else self._faster(setting)
-        return [s for s in near if self.estimate(s).peak <= budget]
+        return [s for s in near if self._fits(self.estimate(s), budget)]
 
     def _greedy(self, start: Setting, budget: float, worth: Callable[[Score, Score], Any]) -> Setting:
         """Buys what is worth most, until nothing is that fits."""

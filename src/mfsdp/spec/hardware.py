@@ -88,12 +88,14 @@ class Hardware:
     fixed: int = 0
     """Bytes of ``memory`` that are taken before the first tensor: context, communicators, libraries
     (:func:`mfsdp.costs.measure.fixed`); 0: not known."""
+    host_memory: int = 0
+    """Bytes of its host's memory that a rank may pin, which bound what a plan puts there; 0: not known, no bound."""
 
     def __post_init__(self) -> None:
         for name in ("memory", "bandwidth", "ranks_per_node", "reached", "reached_bandwidth"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Hardware: {name}={getattr(self, name)!r} must be positive")
-        for name in ("kernel", "launch", "dispatch", "fixed"):
+        for name in ("kernel", "launch", "dispatch", "fixed", "host_memory"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"Hardware: {name}={getattr(self, name)!r} must not be negative")
         if isinstance(self.domain, bool) or not isinstance(self.domain, int) or self.domain < 0:
@@ -122,6 +124,10 @@ SLOWS = 0.16
 Llama on four GPUs computed 18.9% longer where it overlapped with communication, on average over H100, A100, MI250 and
 MI210 (arXiv:2507.03114)."""
 
+PINNED = 200_000_000_000
+"""Bytes of its host's memory that a rank may pin: eight share 2 TB in NVIDIA's DGX A100 to B200 (datasheets), and 72
+share 17 TB in an NVL72 rack. An assumption: a fifth of that is for processes and what loads data."""
+
 LAUNCH, DISPATCH = 5e-6, 1e-5
 """What a GPU's host takes for a kernel. Assumptions."""
 
@@ -136,7 +142,7 @@ def _gpu(
     inside, between = Link(nvlink, 2e-6, slows=SLOWS), Link(network, 6e-6, slows=SLOWS)
     return Hardware(
         name, flops, int(memory), bandwidth, inside, between, host=Link(host, 1e-5), cuda=True, launch=LAUNCH,
-        dispatch=DISPATCH, **more,
+        dispatch=DISPATCH, host_memory=PINNED, **more,
     )  # fmt: skip
 
 
