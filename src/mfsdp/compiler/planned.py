@@ -94,7 +94,7 @@ def refusal(planner: Planner, budget: int) -> str:
             fresh = ("scores", "estimates", "played", "pieces", "layers")
             more = replace(planner, allow=(*planner.allow, name), **{known: {} for known in fresh})  # type: ignore[arg-type]
             other = more.score(more.floor)
-            if more._fits(other, budget):
+            if more.fits(other, budget):
                 ways.append((other.seconds - floor.seconds, words))
     entries = {e.name: e.nbytes for e in planner.account.entries}
     cut = sum(entries.get(n, 0) for n in ("main weights", "optimizer state", "gradients", "shards in what travels"))

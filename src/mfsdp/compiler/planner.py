@@ -2,8 +2,9 @@
 
 Three searches start at the floor, the setting that takes least memory, and only ever look at what fits: one buys, step
 by step, what saves most seconds per byte; one what saves most seconds; one keeps the best few at each step. The best
-that any of them has met is taken. Every setting is put on the clock and into memory whole: what two changes bring does
-not add up. That is quick because of a run of equal choices a few layers say what all of them cost (Note [Folding]).
+that any of them has met is taken. Before that the fastest setting of all is looked for, among gathers alone; nothing
+else is, if it fits. Every setting is put on the clock and into memory whole: what two changes bring does not add up.
+That is quick because of a run of equal choices a few layers say what all of them cost (Note [Folding]).
 """
 
 from __future__ import annotations
@@ -244,17 +245,17 @@ class Planner:
         count = len(self.kinds[place].layers)
         while count:
             other = self._changed(place, setting, offloaded=(every, count))
-            if self._fits(self.estimate(other), math.inf):
+            if self.fits(self.estimate(other), math.inf):
                 return other
             count //= 2
         return setting
 
     def _least(self, settings: Sequence[Setting]) -> Setting:
         """The smallest of those that fit the host; the first one takes least of it."""
-        there = [s for s in settings if self._fits(self.estimate(s), math.inf)] or settings[:1]
+        there = [s for s in settings if self.fits(self.estimate(s), math.inf)] or settings[:1]
         return min(there, key=lambda s: (self.estimate(s).peak, self.estimate(s).seconds))
 
-    def _fits(self, score: Score, budget: float) -> bool:
+    def fits(self, score: Score, budget: float) -> bool:
         """Whether a step fits the device, of which it may take so many bytes, and what is known of its host."""
         return score.peak <= budget and score.host <= (self.machine.host_memory or math.inf)
 
@@ -674,9 +675,9 @@ class Planner:
     @_uncollected()
     def best(self, budget: int) -> Setting | None:
         """The fastest setting that fits; ``None`` if the floor does not."""
-        if self._fits(self.score(self.top), budget):
+        if self.fits(self.score(self.top), budget):
             return self.top
-        if not self._fits(self.score(self.floor), budget):
+        if not self.fits(self.score(self.floor), budget):
             return None
         return self._cleared(self._tried(self.floor, budget) or self.floor)
 
@@ -706,7 +707,7 @@ class Planner:
             wrong = peak - self.estimate(found).peak
             if peak <= budget <= peak + SLACK * budget:
                 break
-        fit = [s for s in met if self._fits(self.score(s), budget)]
+        fit = [s for s in met if self.fits(self.score(s), budget)]
         least = min((self.score(s).seconds for s in fit), default=0.0)
         return next((s for s in fit if self.score(s).seconds <= least * (1 + EQUAL)), None)
 
@@ -723,7 +724,7 @@ class Planner:
         for ease in eased:
             other = ease(setting)
             here, there = self.estimate(setting), self.estimate(other)
-            if self._fits(there, budget) and there.seconds <= here.seconds * (1 + EQUAL):
+            if self.fits(there, budget) and there.seconds <= here.seconds * (1 + EQUAL):
                 setting = other
         return setting
 
@@ -736,7 +737,7 @@ class Planner:
 
     def _fitting(self, setting: Setting, budget: float) -> list[Setting]:
         near = self.near(setting) if budget < math.inf else self._faster(setting)
-        return [s for s in near if self._fits(self.estimate(s), budget)]
+        return [s for s in near if self.fits(self.estimate(s), budget)]
 
     def _greedy(self, start: Setting, budget: float, worth: Callable[[Score, Score], Any]) -> Setting:
         """Buys what is worth most, until nothing is that fits."""

@@ -84,14 +84,14 @@ class Pieces:
         return out | {path: part.events[at:end] for (_, path), (at, end) in zip(starts, pairwise(ends), strict=True)}
 
     def _begins(self, layer: str, events: Events, last: int, at: int) -> int:
-        """Where a layer begins: where it waits for its parameters, if it computes nothing before that. (What it
-        computes again may need none.)
+        """Where a layer begins: where it waits for its parameters, if it computes nothing before that (what it computes
+        again may need none), or launches their gather, if nothing is computed until they are waited for.
         """
         for i in range(last, at):
             if events[i].launch is None and self.owners.get(events[i].unit) == layer:
                 at = i
                 break
-        while at > last and self.owners.get(events[at - 1].unit) == layer:
+        while at > last and self.owners.get(events[at - 1].unit) == layer and not events[at - 1].seconds:
             at -= 1
         return at
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -144,9 +145,11 @@ def _combinations(mesh_shape: Any, sharding: Mapping[str, Any]) -> Iterator[dict
 
 
 def _prices(planner: Planner, best: Setting) -> Iterator[Price]:
-    """About what single changes would cost and bring (Note [Pieces]): none that another one beats."""
+    """About what single changes would cost and bring (Note [Pieces]): none that another one beats, or the host has no
+    room for.
+    """
     here = planner.estimate(best)
-    near = [(s, planner.estimate(s)) for s in planner.near(best)]
+    near = [(s, x) for s in planner.near(best) if planner.fits(x := planner.estimate(s), math.inf)]
     more = [(s, x) for s, x in near if x.peak > here.peak and x.seconds < here.seconds]
     less = [(s, x) for s, x in near if x.peak < here.peak]
     for side in (_undominated(more)[:PRICES], _undominated(less)[-PRICES:]):
