@@ -25,7 +25,7 @@ from mfsdp.compiler import capture, cutting
 from mfsdp.compiler.cutting import Treatment
 from mfsdp.compiler.planner import ALLOWED, WAYS, Planner, Setting
 from mfsdp.costs import clock, fusion
-from mfsdp.costs.folding import Event, folded, play, runs
+from mfsdp.costs.folding import Event, drained, folded, runs, stretch
 from mfsdp.costs.simulate import simulate
 from mfsdp.graph.cost import lines, peak
 from mfsdp.planning.explain import buffers_of, machine_of
@@ -206,15 +206,19 @@ def test_pieces_say_about_what_a_step_takes(chosen, off):
 @given(
     st.lists(st.tuples(st.sampled_from("gr"), st.floats(0.0, 3.0), st.floats(0.0, 2.0), st.integers(-9, 9)), max_size=6)
 )
-def test_a_block_goes_on_as_it_has_come_to_rest(parts):
-    """What is not played any more is what playing gives; a wait is for the launch before the last."""
+def test_stretches_one_behind_the_other_take_what_they_take_at_once(parts):
+    """What follows depends on nothing but what is under way; a wait is for the launch before the last."""
     events = []
     for queue, takes, seconds, delta in parts:
-        events.append(Event(seconds, max(0, delta), delta, queue, Transfer(0.1, takes, link=queue)))
+        moves = Transfer(0.1, takes, link=queue) if takes > 0.5 else Transfer(0.0, 0.0)
+        events.append(Event(seconds, max(0, delta), delta, queue, moves))
         events.append(Event(seconds, 3, -delta, queue, back=1))
-    blocks = [(events[:2], 1), (events, 40), (events[2:], 7)]
-    few, all_of_them = play(blocks, 5), play([([e for b, n in blocks for _ in range(n) for e in b], 1)], 5)
-    assert few[1] == all_of_them[1] and few[0] == pytest.approx(all_of_them[0], rel=1e-6)
+    whole, seconds, live, top, left = stretch(events * 5), 0.0, 0, 0, ()
+    for part in (events[:1], *[events[1:] + events[:1]] * 4, events[1:]):
+        took = stretch(part, left)
+        seconds, top, live, left = seconds + took.seconds, max(top, live + took.top), live + took.delta, took.left
+    assert (live, top) == (whole.delta, whole.top)
+    assert seconds + drained(left) == pytest.approx(whole.seconds + drained(whole.left), rel=1e-9)
 
 
 def test_runs_of_equal_choices():

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,8 +29,9 @@ from ..costs.ledger import Ledger, ledger
 from ..costs.pace import Pace
 from ..costs.pieces import AWAY, PARTS, WHOLE, Both, Layer, Pieces
 from ..graph import ops
-from ..graph.cost import nbytes, on_host
+from ..graph.cost import nbytes
 from ..graph.program import Program, is_element
+from ..graph.roles import Kind, role
 from ..spec.choices import Choice, Choices
 from ..spec.config import Options
 from ..spec.hardware import Hardware, Transfer, host_copy
@@ -38,7 +40,6 @@ from . import cutting
 from .capture import Capture
 from .cutting import Treatment
 from .layers import layer_of
-from .leaving import LEAST
 
 ALLOWED = ("gathered", "recompute", "offload", "optimizer", "prefetch")
 """What a plan may choose."""
@@ -103,6 +104,9 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         if collects:
+            if not gc.get_freeze_count():  # what lives on is old: it need not be looked through at once
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
@@ -180,8 +184,8 @@ class Planner:
         known = getattr(profile, "optimizer", 0.0)
         steps = partial(optimizer_seconds, buffers, plain, optimizer, machine, measured=known)
         found = Planner(capture, options, machine, _NOTHING, _NOTHING, steps, rounds, allow, profile)
-        few = {path: Treatment() for kind in found.kinds for path in found._few(kind)}
-        found._folded(few, found.plain)
+        treated = cutting.treatments(found.kinds)
+        few = {path: treated[path] for kind in found.kinds for path in found._few(kind)}
         programs = [laid.program for laid in found._laid(few, found.plain)]
         account = partial(
             ledger, programs, buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer, fused=found.fused,
@@ -261,15 +265,16 @@ class Planner:
 
     @cached_property
     def spaces(self) -> list[list[int]]:
-        """For each kind of layers of every how many one may go to the host: so many that copies keep up with compute,
+        """For each kind of layers of every how many one may go to the host: so many that copies keep up with layers,
         and more; none where nothing may go, or would.
         """
-        return [self._spaces(choice) if self.copies[i] else [] for i, choice in enumerate(self.kinds)]
+        pairs = zip(self.kinds, self.copies, strict=True)
+        return [self._spaces(choice, copy[0]) if copy is not None else [] for choice, copy in pairs]
 
-    def _spaces(self, choice: Choice) -> list[int]:
-        forward, _ = self._layer(choice, Treatment())
-        copy = sum(host_copy(taken, self.machine).seconds for taken in _saved(forward) if taken >= LEAST)
-        least, n = max(1, math.ceil(copy / max(self._seconds(forward), 1e-12))), len(choice.layers)
+    def _spaces(self, choice: Choice, copy: Transfer) -> list[int]:
+        few = self._few(choice)
+        layer = self._pieces(self.plain.prefetch, self.plain.reduce_lag).takes(few[len(few) // 2], 0, False)
+        least, n = max(1, math.ceil(PARTS * copy.seconds / max(layer, 1e-12))), len(choice.layers)
         return sorted(m for m in {least, least + 1, 2 * least} if m <= n)
 
     @cached_property
@@ -277,15 +282,18 @@ class Planner:
         """For each kind of layers copies to the host and back, and the bytes of what one of them moves; ``None`` where
         nothing may go, or would.
         """
-        return [self._copied(choice) if "offload" in self.allow else None for choice in self.kinds]
-
-    def _copied(self, choice: Choice) -> tuple[Transfer, Transfer, int] | None:
-        some = {path for kind in self.kinds for path in kind.layers[:3]}
-        few = dict.fromkeys(some, Treatment()) | {choice.layers[:2][-1]: Treatment(offloaded=True)}
+        if "offload" not in self.allow:
+            return [None] * len(self.kinds)
+        moved = {choice.layers[:2][-1]: Treatment(offloaded=True) for choice in self.kinds}
+        few = dict.fromkeys((path for kind in self.kinds for path in kind.layers[:3]), Treatment()) | moved
         forward, _ = self._programs(few, self._left_out(few) & self.calls)
-        away = on_host(forward)
-        part = away // PARTS
-        return (host_copy(part, self.machine), host_copy(part, self.machine, back=True), part) if away else None
+        away = Counter[str]()
+        for launch in forward.find(Kind.OFFLOAD):
+            away[role(launch).unit] += nbytes(launch.meta["val"])  # type: ignore[union-attr]
+        return [self._copied(away[path] // PARTS) for path in moved]
+
+    def _copied(self, part: int) -> tuple[Transfer, Transfer, int] | None:
+        return (host_copy(part, self.machine), host_copy(part, self.machine, back=True), part) if part else None
 
     @cached_property
     def ways(self) -> list[tuple[int, int]]:
@@ -459,8 +467,7 @@ class Planner:
         """What `_total` asks for."""
         pieces = self._pieces(setting.prefetch, setting.reduce_lag)
         layers = self._layers(setting)
-        period = max(choice.offloaded[0] for choice in setting.choices) if setting.choices else 1
-        played = [pieces.play(layers, backward, period) for backward in (False, True)]
+        played = [pieces.play(layers, backward) for backward in (False, True)]
         moved = (
             PARTS * copy[2] * sum(map(choice.offloads, range(len(choice.layers))))
             for choice, copy in zip(setting.choices, self.copies, strict=True)
@@ -617,6 +624,8 @@ class Planner:
             for start, period, count in runs(states, 2, choice.offloaded[0]):
                 around = -(-border // period) + beside
                 few = 2 * around + 1
+                if count == len(states):  # there may be programs of those already
+                    few = max(few, len(self._few(choice)))
                 if few < count and self.calls.issuperset(choice.layers):
                     # layers are equal: the first ones stand for all
                     repeats.append(Repeat(choice.layers, len(short) + around * period, period, count - few))

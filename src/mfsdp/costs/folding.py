@@ -17,9 +17,11 @@ with it what a unit of another size behind it takes.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -56,10 +58,6 @@ class Event:
     """What is waited for: that which was launched so many launches before the last one in the queue."""
     unit: str = ""
     """Whose parameters are gathered, or waited for."""
-
-
-Block = tuple[Sequence[Event], int]
-"""Events, and how many times they happen, one time behind the other."""
 
 
 @dataclass(frozen=True)
@@ -108,14 +106,13 @@ class Folded:
         layers to that of the next the same happens, and leaves copies as far behind.
         """
         marks = [self.starts[path] for path in borders]
-        now, found = _Play(self.live), list[tuple[Sequence[Event], tuple[float, ...]]]()
-        now.play(self.events[: marks[0]])
+        left, found = stretch(self.events[: marks[0]]).left, list[tuple[Sequence[Event], Left]]()
         for a, b in itertools.pairwise(marks):
-            now.play(self.events[a:b])
-            found.append((self.events[a:b], now.behind(map(str, ops.HOST))))
+            left = stretch(self.events[a:b], left).left
+            found.append((self.events[a:b], tuple(x for x in left if x[0] in map(str, ops.HOST))))
         return all(
-            len(before) == len(events) and all(map(_alike, before, events)) and _close(left, still)
-            for (before, left), (events, still) in itertools.pairwise(found)
+            len(before) == len(events) and all(map(_alike, before, events)) and copies == still
+            for (before, copies), (events, still) in itertools.pairwise(found)
         )
 
     @property
@@ -125,23 +122,90 @@ class Folded:
 
     def play(self) -> tuple[float, int]:
         """Seconds, and bytes that are live at most, static buffers not counted."""
-        return play([(self.events, 1)], self.live)
+        whole = stretch(self.events)
+        return whole.seconds + drained(whole.left), self.live + whole.top
 
 
-def play(blocks: Sequence[Block], live: int) -> tuple[float, int]:
-    """Seconds, and bytes that are live at most, where so many are live at the beginning. A block is played until it
-    takes what it took the time before and leaves the same behind; from then on it goes on like that.
+Queue = tuple[str, tuple[tuple[Transfer, float, float] | None, ...]]
+"""A queue, and of each launch in it from the first one on that is not complete the transfer and what is left of it,
+before bytes move and of moving them, in seconds, to the picosecond; ``None`` of what takes no time.
+"""
+
+Left = tuple[Queue, ...]
+"""What is under way."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What some events take."""
+
+    seconds: float
+    delta: int
+    top: int
+    """Above what was live at its beginning."""
+    left: Left
+    """What is under way at the end."""
+
+
+def stretch(events: Sequence[Event], left: Left = ()) -> Stretch:
+    """Time and memory, while events happen: what follows depends on nothing but what is under way.
+
+    Args:
+        left: is under way at the beginning.
     """
-    now = _Play(live)
-    for events, times in blocks:
-        before: _State | None = None
-        for left in reversed(range(times)):
-            after = now.play(events)
-            if left and before is not None and after.like(before):
-                now.skip(after, left)
-                break
-            before = after
-    return now.end()
+    links = Links()
+    launched = _under_way(left, links)
+    live = top = 0
+    for e in events:
+        if live + e.top > top:
+            top = live + e.top
+        live += e.delta
+        if e.launch is not None:
+            moving = Moving.of(e.launch, links.now)
+            launched.setdefault(e.queue, []).append(moving)
+            if e.launch.seconds > 0:
+                links.launch(e.queue, moving)
+            else:
+                moving.start = moving.end = links.now
+        elif e.queue and e.back < len(launched.get(e.queue, ())):
+            links.until(launched[e.queue][-1 - e.back])
+        if e.seconds:
+            links.compute(e.seconds)
+    return Stretch(links.now, live, top, tuple(_left(launched)))
+
+
+def drained(left: Left) -> float:
+    """Seconds until nothing is under way."""
+    links = Links()
+    for queue in _under_way(left, links).values():
+        for moving in queue:
+            links.until(moving)
+    return links.now
+
+
+def _under_way(left: Left, links: Links) -> dict[str, list[Moving]]:
+    """Launches, by queue, which time will pass for."""
+    launched: dict[str, list[Moving]] = {}
+    for queue, waiting in left:
+        links.queues[queue] = deque()
+        for x in waiting:
+            transfer, fixed, rest = x or (Transfer(0.0, 0.0), 0.0, 0.0)
+            moving = Moving(None, transfer, links.now, fixed, rest)
+            launched.setdefault(queue, []).append(moving)
+            if x is None:
+                moving.start = moving.end = links.now
+            else:
+                links.queues[queue].append(moving)
+    return launched
+
+
+def _left(launched: Mapping[str, Sequence[Moving]]) -> Iterator[Queue]:
+    """What is under way of all that has been launched."""
+    for queue, all_of_them in sorted(launched.items()):
+        waiting = tuple(itertools.dropwhile(lambda m: m.end >= 0, all_of_them))
+        if waiting:
+            rest = ((m.transfer, round(m.fixed, 12), round(m.left, 12)) if m.end < 0 else None for m in waiting)
+            yield queue, tuple(rest)
 
 
 def _again(buffers: Sequence[Interval], a: int, b: int, times: int) -> Iterator[Interval]:
@@ -163,79 +227,11 @@ def _later(buffer: Interval, by: int) -> Interval:
     return Interval(buffer.nbytes, (start + by, row), (end + by, last))
 
 
-@dataclass(frozen=True)
-class _State:
-    """What a block took, and left behind."""
-
-    seconds: float
-    delta: int
-    top: int
-    """Above what was live at its beginning."""
-    moving: tuple[float, ...]
-    """Of each queue's last launches what is left of them, in seconds; nothing of those that are complete."""
-
-    def like(self, other: _State) -> bool:
-        return _close((self.seconds, *self.moving), (other.seconds, *other.moving))
-
-
-def _close(a: Sequence[float], b: Sequence[float]) -> bool:
-    return len(a) == len(b) and all(math.isclose(x, y, rel_tol=1e-9) for x, y in zip(a, b, strict=True))
-
-
 def _alike(a: Event, b: Event) -> bool:
     """Whether the same happens, to whichever unit."""
-    return _close([a.seconds], [b.seconds]) and replace(a, seconds=0.0, unit="") == replace(b, seconds=0.0, unit="")
-
-
-_LAST = 16
-"""Launches of a queue that what is left of them is looked at: more than are under way."""
-
-
-class _Play:
-    """Time and memory, while events happen."""
-
-    def __init__(self, live: int):
-        self.links, self.launched = Links(), dict[str, list[Moving]]()
-        self.live = self.top = live
-
-    def play(self, events: Sequence[Event]) -> _State:
-        links, launched, begun = self.links, self.launched, self.links.now
-        before = live = top = self.live
-        for e in events:
-            if live + e.top > top:
-                top = live + e.top
-            live += e.delta
-            if e.launch is not None:
-                moving = Moving.of(e.launch, links.now)
-                launched.setdefault(e.queue, []).append(moving)
-                if e.launch.seconds > 0:
-                    links.launch(e.queue, moving)
-                else:
-                    moving.start = moving.end = links.now
-            elif e.queue and e.back < len(launched.get(e.queue, ())):
-                links.until(launched[e.queue][-1 - e.back])
-            if e.seconds:
-                links.compute(e.seconds)
-        self.live = live
-        self.top = max(self.top, top)
-        return _State(links.now - begun, self.live - before, top - before, self.behind(self.launched))
-
-    def behind(self, queues: Iterable[str]) -> tuple[float, ...]:
-        """Of the last launches of queues what is left of them, in seconds."""
-        launched = (m for queue in queues for m in self.launched.get(queue, ())[-_LAST:])
-        return tuple(m.fixed + m.left if m.end < 0 else 0.0 for m in launched)
-
-    def skip(self, block: _State, times: int) -> None:
-        """Lets a block happen so many times more, as it did."""
-        self.links.now += times * block.seconds
-        self.live += times * block.delta
-        self.top = max(self.top, self.live - block.delta + block.top)
-
-    def end(self) -> tuple[float, int]:
-        for queue in self.launched.values():
-            for moving in queue:
-                self.links.until(moving)
-        return self.links.now, self.top
+    return math.isclose(a.seconds, b.seconds, rel_tol=1e-9) and replace(a, seconds=0.0, unit="") == replace(
+        b, seconds=0.0, unit=""
+    )
 
 
 def folded(program: Program, times: Mapping[Node, Time], fused: bool, memo: dict[Any, Any] | None = None) -> Folded:
@@ -254,16 +250,16 @@ def folded(program: Program, times: Mapping[Node, Time], fused: bool, memo: dict
     events: dict[Node, int] = {}
     begin = live = 0
     rows = lines(program, fusion.fused(program, memo) if fused else ())
+    seconds = [time.seconds if (time := times.get(row.node)) is not None else 0.0 for row in rows]
+    firsts = _firsts([row.node.meta.get(LAYER, "") for row in rows], seconds)
     for number, row in enumerate(rows):
         node = row.node
         if number == 0:
             begin = live = row.live - row.delta
         top, delta, live = row.top - live, row.live - live, row.live
         time = times.get(node)
-        seconds = time.seconds if time is not None else 0.0
-        path = node.meta.get(LAYER, "")
-        new = bool(path) and path not in starts
-        event = Event(seconds, top, delta)
+        new = number in firsts
+        event = Event(seconds[number], top, delta)
         if time is not None and time.transfer is not None:
             event.queue, event.launch, event.seconds = queue_of(program, node), time.transfer, 0.0
             counts[event.queue] = counts.get(event.queue, 0) + 1
@@ -277,13 +273,40 @@ def folded(program: Program, times: Mapping[Node, Time], fused: bool, memo: dict
                 event.queue, event.back = found[0], counts[found[0]] - found[1]
                 event.unit = _gathered(awaited)
         if new:
-            starts[path] = len(out)
+            starts[firsts[number]] = len(out)
         if out and not new and not event.queue:
             _join(out[-1], event)
         else:
             out.append(event)
         events[node] = len(out) - 1
     return Folded(tuple(out), starts, begin - pooled, _buffers(program, events), program.phase == "backward")
+
+
+def _firsts(paths: Sequence[str], seconds: Sequence[float]) -> dict[int, str]:
+    """Where layers begin, by line: with their first one behind which less than half is left of the layer before. Single
+    lines may stand anywhere before that: what backward computes again.
+
+    Args:
+        paths: the layer of each line, or ``""``.
+        seconds: of each line.
+    """
+    own: dict[str, list[int]] = {}
+    for i, path in enumerate(paths):
+        if path:
+            own.setdefault(path, []).append(i)
+    middles = {path: _middle(rows, seconds) for path, rows in own.items()}
+    found: dict[int, str] = {}
+    behind = -1
+    for path, middle in sorted(middles.items(), key=lambda x: x[1]):
+        found[next(i for i in own[path] if i > behind)] = path
+        behind = middle
+    return found
+
+
+def _middle(rows: Sequence[int], seconds: Sequence[float]) -> int:
+    """The line with which half of the time has passed."""
+    sums = list(itertools.accumulate(seconds[i] for i in rows))
+    return rows[bisect.bisect_left(sums, sums[-1] / 2)]
 
 
 def _gathered(node: Node) -> str:

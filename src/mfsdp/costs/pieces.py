@@ -12,23 +12,27 @@ is put together of those pieces, in a fraction of a millisecond:
                       | b | a'| a | a | a"|
 
 What stays gathered (a") is gathered in no time, and takes its memory from its forward to its backward. What goes to
-the host (a') is launched behind its forward, away when compute has gone on for as long as a copy takes, and launched
-back as long before its backward; where copies take less time than a layer, there is a program for that too. Where
-unlike layers meet this is not exact: fused kernels and rooms for what is gathered may differ. So these are estimates,
-for searching; what is found is scored with its own program.
+the host (a') is launched in four parts while its forward goes on, away when as much time has passed as a copy takes,
+and launched back as long before its backward needs it; where copies take less time than a layer, there is a program for
+that too. A piece takes what it takes by what is under way at its beginning, and nothing else: pieces and what they
+leave under way are numbered, and each pair is played once.
+
+Where unlike layers meet this is not exact: fused kernels and rooms for what is gathered may differ. So these are
+estimates, for searching; what is found is scored with its own program.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+from ..graph import ops
 from ..spec.hardware import Transfer
-from .folding import Block, Event, Folded, play, runs
+from .folding import Event, Folded, Left, Stretch, drained, stretch
 
 Events = tuple[Event, ...]
 
@@ -69,48 +73,78 @@ class Pieces:
     def __init__(self, programs: Callable[[int], Both], owners: Mapping[str, str], order: Sequence[str]):
         self.programs, self.owners = cache(programs), owners
         self.place = {path: i for i, path in enumerate(order)}
-        self.parts, self.takes = cache(self._parts), cache(self._takes)
-        self.pace = [part.play()[0] / max(1e-12, sum(e.seconds for e in part.events)) for part in self.programs(0)]
-        self.made: dict[object, Events] = {}
+        self.parts, self.clock = cache(self._parts), cache(self._clock)
+        self.events: list[Events] = []
+        self.made: dict[object, int] = {}
+        self.states: list[Left] = [()]
+        self.numbers: dict[Left, int] = {(): 0}
+        self.took: dict[tuple[int, int], tuple[Stretch, int]] = {}
 
     def _parts(self, way: int, backward: bool) -> dict[str, Events]:
         """Events of each layer, and under ``""`` those before all of them."""
+        events = self.programs(way)[backward].events
+        return {path: events[at:end] for path, (at, end, _) in self.clock(way, backward).items()}
+
+    def _clock(self, way: int, backward: bool, gathered: bool = False) -> dict[str, tuple[int, int, list[float]]]:
+        """Of each layer, and under ``""`` of what comes before all of them, its first event and the one behind its last
+        one, and when these and those between begin, in seconds from the first, where all stay gathered or none.
+        """
         part = self.programs(way)[backward]
         starts = sorted((at, path) for path, at in part.starts.items() if path in self.place)
         before = [0, *(at for at, _ in starts)]
         ends = [self._begins(path, part.events, last, at) for last, (at, path) in zip(before, starts, strict=False)]
-        ends.append(len(part.events))
-        out = {"": part.events[: ends[0]]}
-        return out | {path: part.events[at:end] for (_, path), (at, end) in zip(starts, pairwise(ends), strict=True)}
+        begun = [0.0]
+        left: Left = ()
+        for event in part.events:
+            taken = stretch([_there(event) if gathered else event], left)
+            left = taken.left
+            begun.append(begun[-1] + taken.seconds)
+        paths, borders = ["", *(path for _, path in starts)], pairwise([0, *ends, len(part.events)])
+        return {
+            path: (at, end, [when - begun[at] for when in begun[at : end + 1]])
+            for path, (at, end) in zip(paths, borders, strict=True)
+        }
 
     def _begins(self, layer: str, events: Events, last: int, at: int) -> int:
         """Where a layer begins: where it waits for its parameters, if it computes nothing before that (what it computes
-        again may need none), or launches their gather, if nothing is computed until they are waited for.
+        again may need none) and less than half is left of the layer before, or launches their gather, if nothing is
+        computed until they are waited for.
         """
+        passed = list(accumulate((e.seconds for e in events[last:at]), initial=0.0))
         for i in range(last, at):
             if events[i].launch is None and self.owners.get(events[i].unit) == layer:
-                at = i
+                at = i if 2 * passed[i - last] >= passed[-1] else at
                 break
         while at > last and self.owners.get(events[at - 1].unit) == layer and not events[at - 1].seconds:
             at -= 1
         return at
 
-    def play(self, layers: Sequence[Layer], backward: bool, period: int = 1) -> tuple[float, int]:
+    def play(self, layers: Sequence[Layer], backward: bool) -> tuple[float, int]:
         """Seconds, and bytes that are live at most, static buffers not counted.
 
         Args:
             layers: in forward's order.
-            period: after how many layers choices may repeat themselves.
         """
-        sequence = self._sequence(layers, backward)
-        blocks: list[Block] = []
-        for start, length, count in runs(sequence, 3, period):
-            blocks.append(([e for key in sequence[start : start + length] for e in self.made[key]], count))
+        now, live, top, left = 0.0, 0, 0, 0
+        for piece in self._sequence(layers, backward):
+            if (piece, left) not in self.took:
+                taken = stretch(self.events[piece], self.states[left])
+                self.took[piece, left] = taken, self._state(taken.left)
+            taken, left = self.took[piece, left]
+            now += taken.seconds
+            top = max(top, live + taken.top)
+            live += taken.delta
         some = self.programs(0)[backward]
-        live = some.live
-        if backward:  # what is there at the end is the same, however it came to be
-            live += _delta(some.events) - sum(count * _delta(events) for events, count in blocks)
-        return play(blocks, live)
+        # what is there at the end of backward is the same, however it came to be
+        begin = some.live + (_delta(some.events) - live if backward else 0)
+        return now + drained(self.states[left]), begin + top
+
+    def _state(self, left: Left) -> int:
+        """The number of what is under way."""
+        if left not in self.numbers:
+            self.numbers[left] = len(self.states)
+            self.states.append(left)
+        return self.numbers[left]
 
     def slots(self, layers: Sequence[Layer]) -> dict[str, int]:
         """Bytes of static buffers, by name."""
@@ -120,16 +154,16 @@ class Pieces:
             out[name] = max(taken, out.get(name, 0))
         return out
 
-    def _sequence(self, layers: Sequence[Layer], backward: bool) -> list[object]:
-        """What happens, as keys of `made`: first what comes before all layers."""
-        copies: Sequence[Sequence[Event]] = [()] * len(layers)
-        if any(layer.away is not None for layer in layers):
-            copies = self._back(layers) if backward else self._out(layers)
+    def _sequence(self, layers: Sequence[Layer], backward: bool) -> list[int]:
+        """What happens, as numbers of `events`: first what comes before all layers."""
         order = range(len(layers))[:: -1 if backward else 1]
+        copies: Mapping[int, Copies] = {}
+        if any(layer.away is not None for layer in layers):
+            copies = self._copies(layers, order, backward)
         head = replace(layers[order[0]], stand="", gathered=False)
         out = [self._piece(head, backward, self._kept(layers, len(layers), head, backward), ())]
         for i in order:
-            out.append(self._piece(layers[i], backward, self._kept(layers, i, layers[i], backward), tuple(copies[i])))
+            out.append(self._piece(layers[i], backward, self._kept(layers, i, layers[i], backward), copies.get(i, ())))
         return out
 
     def _kept(self, layers: Sequence[Layer], at: int, layer: Layer, backward: bool) -> tuple[bool, ...]:
@@ -145,80 +179,113 @@ class Pieces:
                 found.append(0 <= there < len(layers) and layers[there].gathered)
         return tuple(found)
 
-    def _piece(self, layer: Layer, backward: bool, kept: tuple[bool, ...], copies: Events) -> object:
-        moved = tuple((e.queue, e.back, e.delta, e.launch) for e in copies)
-        key = (layer.stand, layer.way, layer.gathered, backward, kept, moved)
+    def _piece(self, layer: Layer, backward: bool, kept: tuple[bool, ...], copies: Copies) -> int:
+        key = (layer.stand, layer.way, layer.gathered, backward, kept, copies)
         if key not in self.made:
             events = self.parts(layer.way, backward)[layer.stand]
             gone = iter(kept)
             if any(kept):
-                events = tuple(
-                    replace(e, launch=_NOTHING) if e.launch is not None and e.unit and next(gone) else e for e in events
-                )
+                events = tuple(_there(e) if e.launch is not None and e.unit and next(gone) else e for e in events)
+            before = [0, *(at for at, *_ in copies), len(events)]
+            mixed = list(events[: before[1]])
+            for (_, queue, launch, delta, back), (at, end) in zip(copies, pairwise(before[1:]), strict=True):
+                moved = Event(0.0, max(0, delta), delta, queue, launch, back=back if launch is None else 0)
+                mixed += [moved, *events[at:end]]
             if layer.gathered:
-                events = self._gathered(layer.stand, events, backward)
-            self.made[key] = (*copies, *events) if backward else (*events, *copies)
-        return key
+                mixed = self._gathered(layer.stand, mixed, backward)
+            self.made[key] = len(self.events)
+            self.events.append(tuple(mixed))
+        return self.made[key]
 
-    def _gathered(self, stand: str, events: Events, backward: bool) -> Events:
+    def _gathered(self, stand: str, events: list[Event], backward: bool) -> list[Event]:
         """The same of a layer that stays gathered."""
         freed, kept = self.parts(0, True)[stand], self.parts(WHOLE, True)[stand]
         taken = _delta(freed) - _delta(kept)
         if not backward:
-            return (Event(0.0, taken, taken), *events)
+            return [Event(0.0, taken, taken), *events]
         less = sum(e.seconds for e in freed) - sum(e.seconds for e in kept)
         longest = max(events, key=lambda e: e.seconds)
         shorter = replace(longest, seconds=max(0.0, longest.seconds - less))
-        return (*(shorter if e is longest else e for e in events), Event(0.0, 0, -taken))
+        return [*(shorter if e is longest else e for e in events), Event(0.0, 0, -taken)]
 
-    def _takes(self, stand: str, way: int, backward: bool) -> float:
+    def takes(self, stand: str, way: int, backward: bool) -> float:
         """Seconds of a layer."""
-        return self.pace[backward] * sum(e.seconds for e in self.parts(way, backward)[stand])
+        return self.clock(way, backward)[stand][2][-1]
 
-    def _out(self, layers: Sequence[Layer]) -> list[list[Event]]:
-        """Copies to the host and waits for them, behind each layer: as the pass `host` would place them."""
-        out: list[list[Event]] = [[] for _ in layers]
-        due: deque[tuple[float, int]] = deque()
-        now = free = 0.0
-        for i, layer in enumerate(layers):
-            now += self.takes(layer.stand, layer.way, False)
-            for _ in range(PARTS if layer.away is not None else 0):
-                copy, _, taken = layer.away  # type: ignore[misc]
-                out[i].append(Event(0.0, 0, 0, "offload", copy))
-                free = max(now, free) + copy.seconds
-                due.append((free, taken))
-            while due and (due[0][0] <= now or i == len(layers) - 1):
-                _, taken = due.popleft()
-                out[i].append(Event(0.0, 0, -taken, "offload", back=len(due)))
-        return out
+    def _copies(self, layers: Sequence[Layer], order: Sequence[int], backward: bool) -> dict[int, Copies]:
+        """Copies and waits for them, in each layer: about where the pass `host` would place them.
 
-    def _back(self, layers: Sequence[Layer]) -> list[list[Event]]:
-        """Copies from the host, before the layer in whose time they have to begin, and waits for them."""
-        begins, now = [0.0] * len(layers), 0.0
-        for i in reversed(range(len(layers))):
-            begins[i], now = now, now + self.takes(layers[i].stand, layers[i].way, True)
-        launched: dict[int, list[int]] = {}
-        due, at = math.inf, 0
-        for i, layer in enumerate(layers):
-            for _ in range(PARTS if layer.away is not None else 0):
-                due, at = min(due, begins[i]) - layer.away[1].seconds, max(at, i)  # type: ignore[index]
-                while at + 1 < len(layers) and begins[at] > due:
-                    at += 1
-                launched.setdefault(at, []).append(i)
-        out: list[list[Event]] = [[] for _ in layers]
+        Args:
+            order: in which layers run.
+        """
+        begun = [self.clock(layers[i].way, backward, layers[i].gathered)[layers[i].stand][2] for i in order]
+        starts = list(accumulate((times[-1] for times in begun), initial=0.0))
+        parts: list[Part] = []
+        for i, start, times in zip(order, starts, begun, strict=False):
+            if (away := layers[i].away) is not None:
+                whens = (times[-1] * (part if backward else part + 1) / PARTS for part in range(PARTS))
+                parts += ((start + times[_line(times, when, backward)], away) for when in whens)
+        moves = sorted(_back(parts) if backward else _out(parts, starts[-1]), key=lambda move: move[0])
+        queue = str(ops.reload if backward else ops.offload)
+        out: dict[int, list[Copy]] = {}
         under_way = 0
-        for i in reversed(range(len(layers))):
-            for j in reversed(launched.get(i, ())):
-                _, copy, taken = layers[j].away  # type: ignore[misc]
-                out[i].append(Event(0.0, taken, taken, "reload", copy))
-                under_way += 1
-            for _ in range(PARTS if layers[i].away is not None else 0):
-                under_way -= 1
-                out[i].append(Event(0.0, 0, 0, "reload", back=under_way))
-        return out
+        for when, launch, delta in moves:
+            under_way += 1 if launch is not None else -1
+            at = bisect_right(starts, when + _SOON, hi=len(order)) if backward else bisect_left(starts, when - _SOON)
+            at = max(0, min(at, len(order)) - 1)
+            line = _line(begun[at], when - starts[at], backward)
+            out.setdefault(order[at], []).append((line, queue, launch, delta, under_way))
+        return {i: tuple(copies) for i, copies in out.items()}
 
 
-_NOTHING = Transfer(0.0, 0.0)
+Copy = tuple[int, str, Transfer | None, int, int]
+"""The event it stands in front of, its queue, what is launched (``None``: what was launched before is waited for), the
+bytes that come to be, and how many others are under way behind it.
+"""
+
+Copies = tuple[Copy, ...]
+
+Part = tuple[float, tuple[Transfer, Transfer, int]]
+"""When it is there, or needed, in seconds; copies to the host and back, and bytes."""
+
+
+def _line(begun: Sequence[float], when: float, backward: bool) -> int:
+    """The event in front of which something stands that happens then: in backward before what runs then, in forward
+    behind it.
+
+    Args:
+        begun: when events begin, and when the last one ends.
+    """
+    line = bisect_right(begun, when + _SOON) - 1 if backward else bisect_left(begun, when - _SOON)
+    return min(line, len(begun) - 1)
+
+
+def _out(parts: Sequence[Part], end: float) -> Iterator[tuple[float, Transfer | None, int]]:
+    """When copies to the host are launched and complete, one behind the other, and what that takes."""
+    free = 0.0
+    for when, (copy, _, taken) in parts:
+        yield when, copy, 0
+        free = max(when, free) + copy.seconds
+        yield min(free, end), None, -taken
+
+
+def _back(parts: Sequence[Part]) -> list[tuple[float, Transfer | None, int]]:
+    """When copies from the host are launched, as late as they still arrive, and needed."""
+    moves: list[tuple[float, Transfer | None, int]] = []
+    due = math.inf
+    for when, (_, copy, taken) in reversed(parts):
+        due = min(due, when) - copy.seconds
+        moves += [(when, None, 0), (max(0.0, due), copy, taken)]
+    return moves[::-1]
+
+
+_SOON = 1e-9
+"""Seconds that make no difference."""
+
+
+def _there(event: Event) -> Event:
+    """The same where parameters that it gathers are there."""
+    return replace(event, launch=Transfer(0.0, 0.0)) if event.launch is not None and event.unit else event
 
 
 def _delta(events: Sequence[Event]) -> int:
