@@ -64,6 +64,9 @@ WIDTH, ENOUGH, PATIENCE = 4, 0.1, 2
 """How many settings the third search keeps, how much slower than the best they may be, as a part of the step, and how
 many steps it goes on without finding a better one."""
 
+LEVELS = 5
+"""How much may be saved where many layers are computed again, from nothing to all that is worth it."""
+
 FEW = 4
 """Layers of a kind so few that every setting is looked at with its own program."""
 
@@ -410,10 +413,12 @@ class Planner:
             costs.append((costs[-1][0] + taken, costs[-1][1] - seconds))
         forward, backward = self._layer(choice, Treatment())
         hull = _hull([*costs, (sum(_saved(forward)), self._seconds(backward))])
-        kept = [level for i, level in enumerate(levels) if i in hull or i == 0]
+        kept = [i for i in range(len(levels)) if i in hull or i == 0]
         if any(map(self.many, self.kinds)):  # each is a cut of all layers
-            kept = [kept[0], kept[len(kept) // 2], kept[-1]]
-        return list(dict.fromkeys(kept))
+            step = (costs[kept[-1]][0] - costs[0][0]) / (LEVELS - 1)
+            even = [costs[0][0] + n * step for n in range(LEVELS)]
+            kept = [min(kept, key=lambda i: abs(costs[i][0] - taken)) for taken in even]
+        return list(dict.fromkeys(levels[i] for i in kept))
 
     def _computed(self, choice: Choice, backward: Program) -> dict[str, tuple[float, int]]:
         """Operators of layers that backward computes again: their seconds, and bytes of what they give."""
@@ -554,9 +559,12 @@ class Planner:
     @_uncollected()
     def _score(self, setting: Setting) -> Score:
         leaves = any(choice.offloaded[1] for choice in setting.choices)
-        treated, repeats = self._shortened(setting, beside=int(leaves))
-        parts = self._folded(treated, setting)
-        if leaves and not all(part.rests(r.borders(part.backward, 1, 1)) for part in parts for r in repeats):
+        for beside in (1, 2) if leaves else (0,):
+            treated, repeats = self._shortened(setting, beside)
+            parts = self._folded(treated, setting)
+            if not leaves or all(part.rests(r.borders(part.backward, 1, 1)) for part in parts for r in repeats):
+                break
+        else:
             parts, repeats = self._folded(cutting.treatments(setting.choices), setting), []
         parts = tuple(self._unfolded(part, repeats) for part in parts)
         away = next(part.host for part in parts if not part.backward)
