@@ -188,6 +188,7 @@ def test_a_checkpoint_of_another_model(two_ranks, tmp_path):
         assert "does not fit; nothing was loaded" in names[0] and "model.0.weight" in names[0] and names[1], names
 
 
+@pytest.mark.slow
 def test_two_that_save_to_one_folder(tmp_path):
     """The second is told, takes nothing away from the first, and may save once that is done, or has died."""
     run, checkpoints = Run(0), Checkpoints(tmp_path)
@@ -206,6 +207,7 @@ def test_two_that_save_to_one_folder(tmp_path):
     assert checkpoints.steps() == [1, 2] and not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_two_conversions_to_one_target(tmp_path):
     run = Run(0)
     saved = Checkpoints(tmp_path / "run").save(1, **run.parts)

@@ -566,6 +566,7 @@ def test_what_no_pipeline_can_be():
         toy(stages=2, microbatches=2, overlapped=True)
 
 
+@pytest.mark.slow
 def test_a_straggler_and_what_a_token_costs(tmp_path):
     alone = toy(world=1, suggest=False, slowest=[1.0, 1.5])
     assert alone.reports[1].step == pytest.approx(1.5 * alone.reports[0].step)

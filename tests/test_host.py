@@ -178,12 +178,14 @@ def test_four_ranks_keep_their_bits(four_ranks):
     assert [x for (x,) in four_ranks.run(several, "eager", "gpt", timeout=300)] == [2 * BLOCK] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
 def test_whatever_comes_between(how):
     """Rooms are taken until backward, and by nobody afterwards; a second forward has its own."""
     assert moved("gpt", "eager", how) == 2 * BLOCK * (1 + (how is two_forwards))
 
 
+@pytest.mark.slow
 def test_backward_twice():
     assert moved("gpt", "eager", twice) == 2 * 2 * BLOCK
 
@@ -246,6 +248,7 @@ def held(kind: str, *paths: str) -> tuple[int, int]:
     return peak(step), there[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt", "split", "dropout"])
 def test_the_peak_falls_by_what_has_moved(kind):
     """To the byte: of q, k and v, which share a storage, nothing stays and nothing goes twice."""
@@ -335,6 +338,7 @@ def beside(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> dict[str, Copie
     return ways
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [plain, interrupted])
 def test_streams_of_a_device_do_not_race(monkeypatch, how):
     """What a GPU would be told, on streams with vector clocks; every other forward, and its backward, on another."""
@@ -484,6 +488,7 @@ def test_clock_of_copies():
     assert sum(fast.values()) < last * 1.5, "as if copies took no time"
 
 
+@pytest.mark.slow
 def test_microbatches_that_take_turns():
     programs = traced("blocks.0", together=2)
     for program in programs:
@@ -491,6 +496,7 @@ def test_microbatches_that_take_turns():
         assert cost.on_host(program) == 2**23
 
 
+@pytest.mark.slow
 def test_layers_that_a_plan_offloads():
     """Every second of the first three, as its choices say."""
     with torch.device("meta"):

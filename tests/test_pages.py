@@ -159,6 +159,7 @@ def test_the_tutorial_trains_stops_and_goes_on(two_ranks, tmp_path):
     assert {" ".join(line.split()) for line in shown} <= there, seen
 
 
+@pytest.mark.slow
 def test_what_the_tutorial_asks_before_it_runs(capsys):
     script, question = blocks("TUTORIAL.md")[:2]
     execute("TUTORIAL.md", script[: script.index("\ndef batch")] + question)

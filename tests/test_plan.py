@@ -66,6 +66,7 @@ def gpt(layers: int, vocabulary: int = 64, **more: Any) -> tuple[nn.Module, torc
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 5])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_joint_graph_cut_again_gives_the_programs_that_compiling_gives(layers, recompute):
@@ -504,6 +505,7 @@ def test_a_plan_of_several_kinds_is_followed_bit_for_bit(name):
     assert all(torch.equal(a, b) for a, b in zip(steps(), steps(plan=plan), strict=True)), plan
 
 
+@pytest.mark.slow
 def test_a_profile_knows_what_the_optimizer_takes():
     model, ids = gpt(2)
 

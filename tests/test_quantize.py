@@ -149,6 +149,7 @@ def test_what_cannot_travel_in_one_byte_says_why(way, why):
     assert "u0 travels in 16 bits: " in listing and why in listing
 
 
+@pytest.mark.slow
 def test_off_and_int8_say_so():
     forward, _ = traced("rowwise")
     assert "16 bits: off" in pipeline.run(forward, passes=pipeline.table(codes=False))["quantize"].listing
@@ -156,6 +157,7 @@ def test_off_and_int8_say_so():
     assert "int8 was asked for by name" in pipeline.run(forward)["quantize"].listing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "kinds"), [("tensorwise", 1), ("rowwise", 2)])
 @pytest.mark.parametrize(
     "sharding",

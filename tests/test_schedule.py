@@ -83,6 +83,7 @@ def test_a_gather_is_launched_so_many_units_ahead(depth, phase):
     assert listing.schedule(program).in_flight >= min(depth, len(launches) - 1)
 
 
+@pytest.mark.slow
 def test_prefetch_hides_what_it_can():
     exposed = {}
     for depth in (0, 1):

@@ -179,6 +179,7 @@ def trains() -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_who_looks_sees_the_step_that_was():
     assert trains() == []
 
@@ -599,6 +600,7 @@ def test_bytes_per_element_are_what_the_page_says(main, stay):
         assert [there.get(n, 0) / (UNITS * WIDTH * WIDTH / 8) for n in names] == pytest.approx(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [0.0, 0.1])
 def test_time_is_what_the_clock_says(between):
     """Behind a link that takes longer than the step itself; what stands between steps hides first loads."""
