@@ -333,6 +333,20 @@ def planned() -> mfsdp.Plan:
 
 
 @pytest.mark.slow
+def test_layers_that_backward_does_not_come_to_are_left_as_they_are():
+    """Frozen, with nothing that trains in front of them."""
+    model, ids = gpt(9)
+    for part in (model.tokens, model.places, *model.blocks[:3]):
+        part.requires_grad_(False)
+    given = {"world": 8, "units": [Block], "hardware": SLOW, "options": {"lowering": "eager"}}
+    top = mfsdp.plan(model, (ids,), memory=2**40, curve=False, **given)
+    plan = mfsdp.plan(model, (ids,), memory=(top.floor + top.peak) // 2, curve=False, **given)
+    assert {path for choice in plan.choices for path in choice.layers} == {f"blocks.{i}" for i in range(3, 9)}
+    told = mfsdp.explain(model, (ids,), plan=plan, suggest=False, **given)
+    assert plan.step > top.step and f"{told.step:.12f}" == f"{plan.step:.12f}" and told.peak == plan.peak
+
+
+@pytest.mark.slow
 def test_what_is_planned_is_what_is_explained(planned, tmp_path: Path):
     model, ids = gpt(3)
     assert planned.floor < planned.peak <= planned.memory < planned.top

@@ -114,9 +114,12 @@ class Joint:
 
 
 def _texts(joint: fx.GraphModule) -> dict[str, tuple[Any, str]]:
-    """What equal layers have in common, and the name of their class, by path."""
+    """What equal layers have in common, and the name of their class, by path. Not of those that backward does not come
+    to: nothing is saved of them, or gathered again.
+    """
     calls = {pair.path: (pair.body, class_of(pair.body.joint.graph.nodes)) for pair in pairs(joint)}
     behind, nodes = differentiated(joint), dict[str, list[fx.Node]]()
+    reached = {node.meta.get(LAYER, "") for node in behind}
     for node in joint.graph.nodes:
         path = node.meta.get(LAYER, "")
         if path and path not in calls and node.op == "call_function" and node not in behind:
@@ -124,7 +127,7 @@ def _texts(joint: fx.GraphModule) -> dict[str, tuple[Any, str]]:
     flat = {
         path: (tuple((str(n.target), _shape(n)) for n in own), class_of(own))
         for path, own in nodes.items()
-        if not any("recompute" in n.meta for n in own)
+        if path in reached and not any("recompute" in n.meta for n in own)
     }
     both = {**calls, **flat}
     return {path: both[path] for path in ordered(joint) if path in both}

@@ -107,7 +107,7 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         if collects:
-            if not gc.get_freeze_count():  # what lives on is old: it need not be looked through at once
+            if not gc.get_freeze_count():  # most of it lives on: it is not looked through at once
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
@@ -269,16 +269,19 @@ class Planner:
     @cached_property
     def spaces(self) -> list[list[int]]:
         """For each kind of layers of every how many one may go to the host: so many that copies keep up with layers,
-        and more; none where nothing may go, or would.
+        also with those that stay gathered, and more; none where nothing may go, or would.
         """
         pairs = zip(self.kinds, self.copies, strict=True)
         return [self._spaces(choice, copy[0]) if copy is not None else [] for choice, copy in pairs]
 
     def _spaces(self, choice: Choice, copy: Transfer) -> list[int]:
-        few = self._few(choice)
-        layer = self._pieces(self.plain.prefetch, self.plain.reduce_lag).takes(few[len(few) // 2], 0, False)
-        least, n = max(1, math.ceil(PARTS * copy.seconds / max(layer, 1e-12))), len(choice.layers)
-        return sorted(m for m in {least, least + 1, 2 * least} if m <= n)
+        few, n = self._few(choice), len(choice.layers)
+        takes = partial(self._pieces(self.plain.prefetch, self.plain.reduce_lag).takes, few[len(few) // 2], 0)
+        forward, backward, gathered = takes(False), takes(True), takes(True, gathered=True)
+        least, most = (
+            max(1, math.ceil(PARTS * copy.seconds / max(1e-12, min(forward, back)))) for back in (backward, gathered)
+        )
+        return sorted(m for m in {least, least + 1, 2 * least, most} if m <= n)
 
     @cached_property
     def copies(self) -> list[tuple[Transfer, Transfer, int] | None]:
@@ -550,7 +553,7 @@ class Planner:
 
     def score(self, setting: Setting) -> Score:
         """A step under a setting. Copies to the host that stand behind one another need not come to rest within a few
-        layers: then it is of all layers.
+        layers, nor within some more: then it is of all layers.
         """
         if setting not in self.scores:
             self.scores[setting] = self._score(setting)
@@ -700,9 +703,7 @@ class Planner:
 
     @cached_property
     def top(self) -> Setting:
-        """The fastest setting of all. Where memory is no matter nothing is computed again or goes to the host, so it is
-        looked for where nothing is.
-        """
+        """The fastest setting where memory is no matter, so that nothing is computed again or goes to the host."""
         return self._cleared(self._tried(self.plain, math.inf) or self.plain)
 
     def _cleared(self, setting: Setting) -> Setting:

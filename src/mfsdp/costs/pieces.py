@@ -30,7 +30,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
-from ..graph import ops
 from ..spec.hardware import Transfer
 from .folding import Event, Folded, Left, Stretch, drained, stretch
 
@@ -157,14 +156,15 @@ class Pieces:
     def _sequence(self, layers: Sequence[Layer], backward: bool) -> list[int]:
         """What happens, as numbers of `events`: first what comes before all layers."""
         order = range(len(layers))[:: -1 if backward else 1]
+        head = replace(layers[order[0]], stand="", gathered=False, away=None)
+        pieces = [(len(layers), head), *((i, layers[i]) for i in order)]
         copies: Mapping[int, Copies] = {}
         if any(layer.away is not None for layer in layers):
-            copies = self._copies(layers, order, backward)
-        head = replace(layers[order[0]], stand="", gathered=False)
-        out = [self._piece(head, backward, self._kept(layers, len(layers), head, backward), ())]
-        for i in order:
-            out.append(self._piece(layers[i], backward, self._kept(layers, i, layers[i], backward), copies.get(i, ())))
-        return out
+            copies = self._copies([layer for _, layer in pieces], backward)
+        return [
+            self._piece(layer, backward, self._kept(layers, i, layer, backward), copies.get(n, ()))
+            for n, (i, layer) in enumerate(pieces)
+        ]
 
     def _kept(self, layers: Sequence[Layer], at: int, layer: Layer, backward: bool) -> tuple[bool, ...]:
         """Of gathers that backward launches in a piece, whether they are of layers that stay gathered."""
@@ -188,7 +188,8 @@ class Pieces:
                 events = tuple(_there(e) if e.launch is not None and e.unit and next(gone) else e for e in events)
             before = [0, *(at for at, *_ in copies), len(events)]
             mixed = list(events[: before[1]])
-            for (_, queue, launch, delta, back), (at, end) in zip(copies, pairwise(before[1:]), strict=True):
+            queue = "reload" if backward else "offload"  # apart from those in programs of their own (`AWAY`)
+            for (_, launch, delta, back), (at, end) in zip(copies, pairwise(before[1:]), strict=True):
                 moved = Event(0.0, max(0, delta), delta, queue, launch, back=back if launch is None else 0)
                 mixed += [moved, *events[at:end]]
             if layer.gathered:
@@ -208,39 +209,41 @@ class Pieces:
         shorter = replace(longest, seconds=max(0.0, longest.seconds - less))
         return [*(shorter if e is longest else e for e in events), Event(0.0, 0, -taken)]
 
-    def takes(self, stand: str, way: int, backward: bool) -> float:
-        """Seconds of a layer."""
-        return self.clock(way, backward)[stand][2][-1]
+    def takes(self, stand: str, way: int, backward: bool, gathered: bool = False) -> float:
+        """Seconds of a layer, where all stay gathered or none."""
+        return self.clock(way, backward, gathered)[stand][2][-1]
 
-    def _copies(self, layers: Sequence[Layer], order: Sequence[int], backward: bool) -> dict[int, Copies]:
-        """Copies and waits for them, in each layer: about where the pass `host` would place them.
+    def _copies(self, layers: Sequence[Layer], backward: bool) -> dict[int, Copies]:
+        """Copies and waits for them, by the number of the layer in which they stand: about where the pass `host` would
+        place them.
 
         Args:
-            order: in which layers run.
+            layers: as they run, what comes before all of them first. In forward the last one has the head with it.
         """
-        begun = [self.clock(layers[i].way, backward, layers[i].gathered)[layers[i].stand][2] for i in order]
+        begun = [self.clock(x.way, backward, backward and x.gathered)[x.stand][2] for x in layers]
         starts = list(accumulate((times[-1] for times in begun), initial=0.0))
         parts: list[Part] = []
-        for i, start, times in zip(order, starts, begun, strict=False):
-            if (away := layers[i].away) is not None:
-                whens = (times[-1] * (part if backward else part + 1) / PARTS for part in range(PARTS))
-                parts += ((start + times[_line(times, when, backward)], away) for when in whens)
+        for n, (layer, start, times) in enumerate(zip(layers, starts, begun, strict=False)):
+            if layer.away is not None:
+                last = not backward and n == len(layers) - 1 > 1
+                whole = min(times[-1], begun[n - 1][-1]) if last else times[-1]
+                whens = (whole * (part if backward else part + 1) / PARTS for part in range(PARTS))
+                parts += ((start + times[_line(times, when, backward)], layer.away) for when in whens)
         moves = sorted(_back(parts) if backward else _out(parts, starts[-1]), key=lambda move: move[0])
-        queue = str(ops.reload if backward else ops.offload)
         out: dict[int, list[Copy]] = {}
         under_way = 0
         for when, launch, delta in moves:
             under_way += 1 if launch is not None else -1
-            at = bisect_right(starts, when + _SOON, hi=len(order)) if backward else bisect_left(starts, when - _SOON)
-            at = max(0, min(at, len(order)) - 1)
+            at = bisect_right(starts, when + _SOON, hi=len(layers)) if backward else bisect_left(starts, when - _SOON)
+            at = max(0, min(at, len(layers)) - 1)
             line = _line(begun[at], when - starts[at], backward)
-            out.setdefault(order[at], []).append((line, queue, launch, delta, under_way))
-        return {i: tuple(copies) for i, copies in out.items()}
+            out.setdefault(at, []).append((line, launch, delta, under_way))
+        return {n: tuple(copies) for n, copies in out.items()}
 
 
-Copy = tuple[int, str, Transfer | None, int, int]
-"""The event it stands in front of, its queue, what is launched (``None``: what was launched before is waited for), the
-bytes that come to be, and how many others are under way behind it.
+Copy = tuple[int, Transfer | None, int, int]
+"""The event it stands in front of, what is launched (``None``: what was launched before is waited for), the bytes that
+come to be, and how many others are under way behind it.
 """
 
 Copies = tuple[Copy, ...]
