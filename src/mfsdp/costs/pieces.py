@@ -234,8 +234,8 @@ class Pieces:
         under_way = 0
         for when, launch, delta in moves:
             under_way += 1 if launch is not None else -1
-            at = bisect_right(starts, when + _SOON, hi=len(layers)) if backward else bisect_left(starts, when - _SOON)
-            at = max(0, min(at, len(layers)) - 1)
+            behind = bisect_right(starts, when + _SOON) if backward else bisect_left(starts, when - _SOON)
+            at = max(0, min(behind, len(layers)) - 1)
             line = _line(begun[at], when - starts[at], backward)
             out.setdefault(at, []).append((line, launch, delta, under_way))
         return {n: tuple(copies) for n, copies in out.items()}
