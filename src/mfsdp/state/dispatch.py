@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,17 +36,20 @@ def _handler_of(func: Any) -> Handler:
     name = func._schema.name.removeprefix("aten::")
     if name in _BY_NAME:
         return _BY_NAME[name]
-    if name.startswith(("_foreach_", "_fused_")):
+    if name.startswith("_foreach_"):
+        one = name.removeprefix("_foreach_").removesuffix("_")
+        return _lists if _is_elementwise(one) and one not in _BY_NAME else _refuse
+    if name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
         return _lists
-    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE or _derivative_of_pointwise(name):
-        return _elementwise
-    return _refuse
+    return _elementwise if _is_elementwise(name) or torch.Tag.pointwise in func.tags else _refuse
 
 
-def _derivative_of_pointwise(name: str) -> bool:
-    """Whether it is the derivative of an elementwise operator, which torch tags in part only."""
-    packet = getattr(aten, name.removesuffix("_backward"), None) if name.endswith("_backward") else None
-    return packet is not None and torch.Tag.pointwise in packet.default.tags
+def _is_elementwise(name: str) -> bool:
+    """Whether an operator, or the derivative of one, works element by element; torch tags some overloads only."""
+    if name in _ELEMENTWISE or f"{name}_" in _ELEMENTWISE:
+        return True
+    packet = getattr(aten, name.removesuffix("_backward"), None)
+    return packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
 
 
 _ELEMENTWISE = frozenset(
@@ -77,39 +80,46 @@ _ELEMENTWISE = frozenset(
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs on the local tensors; whole tensors of the same global shape are cut first."""
     sharding = _sharding_of(func, args, kwargs)
-    if not isinstance(args[0], ShardedDTensor) and func._schema.is_mutable:
+    if func._schema.is_mutable and not isinstance(kwargs.get("out", args[0]), ShardedDTensor):
         raise NotImplementedError(
             f"{func}: a sharded tensor cannot be written into a plain one; use .full_tensor() or .to_local()"
         )
 
     def local(x: Any) -> Any:
-        if isinstance(x, ShardedDTensor):
-            if not sharding.same(x._sharding):
-                raise NotImplementedError(
-                    f"{func}: two sharded tensors of shapes {tuple(sharding.shape)} and {tuple(x.shape)} are not cut "
-                    "alike; use .full_tensor()"
-                )
-            return x._local_tensor
-        if isinstance(x, DTensor):
-            raise NotImplementedError(f"{func}: a sharded tensor and a DTensor of torch's: use .full_tensor() of it")
-        if isinstance(x, torch.Tensor) and x.dim() > 0:
-            if tuple(x.shape) != tuple(sharding.shape):
-                raise NotImplementedError(
-                    f"{func}: a plain tensor of shape {tuple(x.shape)} does not fit one of shape "
-                    f"{tuple(sharding.shape)} that is sharded; use .full_tensor() or .to_local()"
-                )
-            return sharding.part(x)
-        return x
+        return _cut(func, x, sharding) if isinstance(x, torch.Tensor) else x
 
     result = func(*(local(a) for a in args), **{k: local(v) for k, v in kwargs.items()})
     if func._schema.is_mutable:
-        return args[0]
-    if not isinstance(result, torch.Tensor):
-        return result
+        return kwargs.get("out", args[0])
     first = args[0]
     if isinstance(first, ShardedDTensor) and func._schema.returns[0].alias_info is not None:
         return first.beside(result)
-    return ShardedDTensor(result, sharding)
+    if isinstance(result, tuple):
+        return tuple(ShardedDTensor(r, sharding) for r in result)
+    return ShardedDTensor(result, sharding) if isinstance(result, torch.Tensor) else result
+
+
+def _cut(func: Any, x: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+    """This rank's part of a tensor that is used elementwise beside a sharded one; numbers stay as they are."""
+    if isinstance(x, ShardedDTensor):
+        if not sharding.same(x._sharding):
+            raise NotImplementedError(
+                f"{func}: two sharded tensors of shapes {tuple(sharding.shape)} and {tuple(x.shape)} are not cut "
+                "alike; use .full_tensor()"
+            )
+        return x._local_tensor
+    if isinstance(x, DTensor):
+        raise NotImplementedError(f"{func}: a sharded tensor and a DTensor of torch's: use .full_tensor() of it")
+    if x.dim() == 0:
+        return x
+    if x.numel() == 1 and x.dim() <= len(sharding.shape) and x.shape != sharding.shape:
+        return x.reshape(1)
+    if tuple(x.shape) != tuple(sharding.shape):
+        raise NotImplementedError(
+            f"{func}: a plain tensor of shape {tuple(x.shape)} does not fit one of shape "
+            f"{tuple(sharding.shape)} that is sharded; use .full_tensor() or .to_local()"
+        )
+    return sharding.part(x)
 
 
 def _sharding_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharding:
@@ -120,55 +130,60 @@ def _sharding_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
 
 
 def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``foreach`` and fused operators: on lists of local tensors, without the empty ones (law 22)."""
+    """``foreach`` and fused operators: on lists of local tensors, without the empty ones (law 22). Tensors that are not
+    sharded may stand between those that are, at one place in all lists.
+    """
     n = len(args[0])
-    sharded = next((a for a in args if _has_sharded(a)), None)
-    if sharded is None:
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and len(a) == n]
+    sharded = [next((x[i] for x in lists if isinstance(x[i], ShardedDTensor)), None) for i in range(n)]
+    if not any(s is not None for s in sharded):
         raise NotImplementedError(f"{func}: no sharded tensor in the first lists")
-    keep = [i for i, t in enumerate(sharded) if _local(t).numel()]
+    keep = [i for i, s in enumerate(sharded) if s is None or s._local_tensor.numel()]
 
-    def local(x: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            if len(x) == n and x is not sharded:
-                for a, b in zip(sharded, x, strict=True):
-                    if isinstance(b, ShardedDTensor) and not a._sharding.same(b._sharding):
-                        raise NotImplementedError(
-                            f"{func}: two sharded tensors of shapes {tuple(a.shape)} and {tuple(b.shape)} are not cut "
-                            "alike; use .full_tensor()"
-                        )
-            if len(x) == n and len(keep) < n:
-                return [_local(x[i]) for i in keep]
-            return [_local(t) for t in x]
-        return _local(x)
+    written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
 
-    out = None
-    if keep:
-        out = func(*(local(a) for a in args), **{k: local(v) for k, v in kwargs.items()})
+    def part(x: Any, like: ShardedDTensor | None, writes: bool) -> Any:
+        if like is None or not isinstance(x, torch.Tensor):
+            return x
+        if writes and x.dim() and not isinstance(x, ShardedDTensor):
+            raise NotImplementedError(
+                f"{func}: a sharded tensor of shape {tuple(like.shape)} cannot be written into a plain one; use "
+                ".full_tensor() or .to_local()"
+            )
+        return _cut(func, x, like._sharding)
+
+    given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}
+    for name, x in given.items():
+        if isinstance(x, (list, tuple)) and len(x) == n:  # all of it: what does not fit is refused on all ranks
+            parts = [part(t, like, name in written) for t, like in zip(x, sharded, strict=True)]
+            given[name] = [parts[i] for i in keep]
+    out = func(**given) if keep else ()
     if func._schema.is_mutable:
         return None
-    results: list[Any] = [None] * n
-    for i, t in zip(keep, out or (), strict=False):
-        results[i] = ShardedDTensor(t, sharded[i]._sharding)
-    for i in set(range(n)) - set(keep):
-        results[i] = ShardedDTensor(_local(sharded[i]).clone(), sharded[i]._sharding)
+    found = dict(zip(keep, out, strict=True))
+    results: list[Any] = []
+    for i, like in enumerate(sharded):
+        rows = found.get(i)
+        if like is not None:
+            rows = ShardedDTensor(like._local_tensor.clone() if rows is None else rows, like._sharding)
+        results.append(rows)
     return results
 
 
-def _has_sharded(x: Any) -> bool:
-    return isinstance(x, (list, tuple)) and any(isinstance(t, ShardedDTensor) for t in x)
-
-
-def _local(x: Any) -> Any:
-    return x._local_tensor if isinstance(x, ShardedDTensor) else x
-
-
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draws the whole tensor and keeps this rank's rows: the values of an unsharded init under the same seed."""
-    target: ShardedDTensor = args[0]
+    """Draws the whole tensor and keeps this rank's rows: the values of an unsharded init under the same seed. Where
+    values say what is drawn (probabilities, limits) they are gathered first.
+    """
+    target, *rest = args
+    if not isinstance(target, ShardedDTensor) or "out" in kwargs:
+        return _refuse(func, args, kwargs)
     like = not func._schema.is_mutable
-    dtype = (kwargs.get("dtype") if like else None) or target.dtype
-    whole = torch.empty(target.shape, dtype=dtype, device=target._local_tensor.device)
-    drawn = func(whole, *args[1:], **kwargs)
+    if func is aten.bernoulli.default:
+        whole = target.full_tensor()
+    else:
+        dtype = (kwargs.get("dtype") if like else None) or target.dtype
+        whole = torch.empty(target.shape, dtype=dtype, device=target._local_tensor.device)
+    drawn = func(whole, *(x.full_tensor() if isinstance(x, DTensor) else x for x in rest), **kwargs)
     part = target._sharding.part(drawn)
     if like:
         return ShardedDTensor(part.clone(), target._sharding)
@@ -176,50 +191,86 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return target
 
 
-def _reduction(combine: str, empty: float) -> Handler:
-    """A reduction to one value: over the local rows, then over ranks. ``empty``: what a rank without rows gives."""
+def _reduction(whole: Callable[..., torch.Tensor], op: str) -> Handler:
+    """A reduction to one value: over the local rows, then over ranks by ``op``."""
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         x: ShardedDTensor = args[0]
-        _whole_only(func, args, kwargs)
-        local = x._local_tensor
-        if local.numel():
-            partial = func(local, *args[1:], **kwargs)
-        else:
-            partial = func(local.new_ones(1), *args[1:], **kwargs).fill_(empty)
-        if combine == "mean":
-            partial = partial * (local.numel() / max(1, x.numel()))
-        return _all_reduce(partial, _OPS[combine], x._sharding)
+        shape, given = _whole_only(func, args, kwargs)
+        if not x.numel():  # nothing to communicate
+            nothing: torch.Tensor = func(x._local_tensor.new_empty(x.shape), *args[1:], **kwargs)
+            return nothing
+        rows = x._local_tensor.reshape(-1)
+        if not rows.numel():
+            rows = rows.new_full((1,), _neutral(whole, rows.dtype))
+        partial = whole(rows, dtype=given["dtype"]) if given.get("dtype") else whole(rows)
+        if whole is torch.mean:
+            partial = partial * (x._local_tensor.numel() / x.numel())
+        return _extreme(partial, op, x._sharding).view(shape)
 
     return handler
 
 
-def _whole_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    dims = next((v for v in (*args[1:], kwargs.get("dim")) if isinstance(v, (list, tuple))), None)
-    if dims and len(dims) != args[0].dim():
+def _neutral(whole: Callable[..., torch.Tensor], dtype: torch.dtype) -> float | bool:
+    """What a rank without rows adds to a reduction."""
+    if whole not in (torch.amax, torch.amin):
+        return whole is torch.all
+    if dtype is torch.bool:
+        return whole is torch.amin
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    low, high = (-math.inf, math.inf) if dtype.is_floating_point else (limits.min, limits.max)
+    return low if whole is torch.amax else high
+
+
+def _whole_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    """The shape of a reduction of everything to one value, and its arguments by name.
+
+    Raises:
+        NotImplementedError: it is over some dimensions, gives more than a value, or writes into a tensor.
+    """
+    x, schema = args[0], func._schema
+    given = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
+    dims = given.get("dim")
+    if isinstance(dims, int):
+        dims = [dims]
+    count = max(1, x.dim())
+    some = dims is not None and {d % count for d in dims} != set(range(count))
+    if dims == [] and func._schema.name not in ("aten::any", "aten::all", "aten::count_nonzero"):
+        some = False  # all of them
+    if some or len(schema.returns) > 1 or "out" in given or not isinstance(x, ShardedDTensor):
         raise NotImplementedError(
-            f"{func} over dimensions {list(dims)} of a sharded tensor is not supported; use .full_tensor()"
+            f"{func} over dimensions {dims} of a sharded tensor is not supported; use .full_tensor()"
         )
-
-
-_OPS = {"sum": "sum", "mean": "sum", "max": "max", "min": "min", "any": "max", "all": "min"}
+    return [1] * x.dim() if given.get("keepdim") else [], given
 
 
 def _all_reduce(partial: torch.Tensor, op: str, sharding: Sharding) -> torch.Tensor:
     if sharding.parts == 1:
         return partial
     total = partial.to(torch.uint8) if partial.dtype is torch.bool else partial.contiguous()
+    if total.is_complex():
+        return torch.view_as_complex(_all_reduce(torch.view_as_real(total), op, sharding))
     with sharding.announced(f"{op} of a tensor {list(sharding.shape)} over ranks"):
         for group in sharding.over:
             total = immediate.reduced(total, op, group)
     return total.bool() if partial.dtype is torch.bool else total
 
 
+def _extreme(partial: torch.Tensor, op: str, sharding: Sharding) -> torch.Tensor:
+    """`_all_reduce`, in which a maximum or minimum keeps the NaNs of every rank."""
+    if op == "sum" or not partial.is_floating_point():
+        return _all_reduce(partial, op, sharding)
+    sign = 1 if op == "max" else -1
+    told = torch.stack([sign * partial, partial.isnan().to(partial.dtype)])
+    largest, nan = _all_reduce(told, "max", sharding)
+    return torch.where(nan == 0, sign * largest, torch.nan)
+
+
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """``linalg.vector_norm`` and ``norm``, over the whole tensor."""
-    _whole_only(func, args, kwargs)
-    order = args[1] if len(args) > 1 and args[1] is not None else kwargs.get("ord", kwargs.get("p", 2))
-    return _norms([args[0]], 2.0 if order is None else float(order), kwargs.get("dtype"))[0]
+    shape, given = _whole_only(func, args, kwargs)
+    order = given.get("ord", given.get("p"))
+    return _norms([args[0]], 2.0 if order is None else float(order), given.get("dtype"))[0].view(shape)
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -262,10 +313,7 @@ def _powers_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None
     some = iter(torch._foreach_norm(full, order, wide) if full else ())
     partial = torch.stack([next(some) if t.numel() else nothing for t in locals_])  # the host waits for nothing
     if math.isinf(order):
-        sign = math.copysign(1, order)
-        told = torch.cat([sign * partial, partial.isnan()])  # a maximum may lose the NaNs of other ranks
-        largest, nan = _all_reduce(told, "max", tensors[0]._sharding).chunk(2)
-        total = (sign * largest).where(nan == 0, torch.nan)
+        total = _extreme(partial, "max" if order > 0 else "min", tensors[0]._sharding)
     elif order == 0:
         total = _all_reduce(partial, "sum", tensors[0]._sharding)
     else:
@@ -279,7 +327,8 @@ def _powers_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """``GradScaler``'s: scales gradients in place; an Inf or NaN on any rank is found on all of them."""
     tensors, found, inverse = args
-    some = [_local(t) for t in tensors if _local(t).numel()]
+    locals_ = [t._local_tensor if isinstance(t, ShardedDTensor) else t for t in tensors]
+    some = [t for t in locals_ if t.numel()]
     if some:
         func(some, found, inverse)
     for sharding in {_over(t): t._sharding for t in tensors if isinstance(t, ShardedDTensor)}.values():
@@ -288,6 +337,10 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedDTensor:
     x: ShardedDTensor = args[0]
+    if isinstance(args[1], torch.dtype):
+        if args[1].itemsize != x.dtype.itemsize:
+            return _refuse(func, args, kwargs)  # type: ignore[no-any-return]
+        return x.beside(x._local_tensor.view(args[1]))
     shape = list(args[1])
     if -1 in shape:
         known = -math.prod(shape)
@@ -381,15 +434,15 @@ _BY_NAME: dict[str, Handler] = {
         ],
         _random,
     ),
-    "sum": _reduction("sum", 0.0),
-    "mean": _reduction("mean", 0.0),
-    "max": _reduction("max", -math.inf),
-    "min": _reduction("min", math.inf),
-    "amax": _reduction("max", -math.inf),
-    "amin": _reduction("min", math.inf),
-    "any": _reduction("any", 0.0),
-    "all": _reduction("all", 1.0),
-    "count_nonzero": _reduction("sum", 0.0),
+    "sum": _reduction(torch.sum, "sum"),
+    "mean": _reduction(torch.mean, "sum"),
+    "max": _reduction(torch.amax, "max"),
+    "min": _reduction(torch.amin, "min"),
+    "amax": _reduction(torch.amax, "max"),
+    "amin": _reduction(torch.amin, "min"),
+    "any": _reduction(torch.any, "max"),
+    "all": _reduction(torch.all, "min"),
+    "count_nonzero": _reduction(torch.count_nonzero, "sum"),
     "linalg_vector_norm": _norm,
     "norm": _norm,
     "_foreach_norm": _foreach_norm,
