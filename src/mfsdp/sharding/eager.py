@@ -74,17 +74,24 @@ class Ticket:
 
 
 class _Saved:
-    """A tensor over a gathered buffer, as autograd keeps it; of a DTensor its local tensor is one."""
+    """A tensor over a gathered buffer, as autograd keeps it: any view, of any dtype; of a DTensor its local tensor is
+    one.
+    """
 
     def __init__(self, ticket: Ticket, like: torch.Tensor):
         self.ticket = ticket
         local = here(like)
-        self.where = (local.storage_offset(), local.shape, local.stride())
+        self.where = (local.storage_offset(), local.shape, local.stride())  # in elements of its dtype
+        self.dtype, self.conjugate, self.negative = local.dtype, local.is_conj(), local.is_neg()
         self.spec = like._spec if isinstance(like, DTensor) else None
 
     def tensor(self) -> torch.Tensor:
         full = self.ticket.storage()
-        local = full.new_empty(0).set_(full.untyped_storage(), *self.where)
+        local = full.new_empty(0, dtype=self.dtype).set_(full.untyped_storage(), *self.where)
+        if self.conjugate:
+            local = torch._conj(local)
+        if self.negative:
+            local = torch._neg_view(local)
         return local if self.spec is None else DTensor(local, self.spec, requires_grad=False)
 
 
