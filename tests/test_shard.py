@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import mfsdp
-from mfsdp.sharding import fill
+from mfsdp.sharding import claims, fill
 from mfsdp.sharding.former import no_optimizer
 from mfsdp.state.sharded import local_mesh
 from tests.models import GPT, MLP, Adapted, Block, Frozen, LoRA
@@ -441,3 +441,17 @@ def test_processes_without_a_group_are_told_that_they_train_alone(monkeypatch):
         mfsdp.fully_shard(MLP(), device="meta")
         monkeypatch.setenv("WORLD_SIZE", "1")
         mfsdp.fully_shard(MLP())
+
+
+def test_units_are_ordered_as_modules_are():
+    """A set, or a list of one, has another order in each process."""
+
+    class Vision(nn.Linear):
+        pass
+
+    class Text(nn.Linear):
+        pass
+
+    model = nn.Sequential(Vision(4, 4), Text(4, 4), Vision(4, 4))
+    for units in (["Vision", "Text"], ["Text", "Vision"], {Text, Vision}):
+        assert claims.match(model, units) == [*model, model]

@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,11 +29,13 @@ from .parallel import piece_of
 UnitLike = type[nn.Module] | str
 
 
-def match(root: nn.Module, units: Sequence[UnitLike] | None) -> list[nn.Module]:
-    """The modules that become units, the root last."""
+def match(root: nn.Module, units: Iterable[UnitLike] | None) -> list[nn.Module]:
+    """The modules that become units, in the order of ``root.modules()`` (a set has none that ranks share), the root
+    last.
+    """
     if isinstance(units, (str, type)):
         raise ValueError(f"units={units!r}: give a list, units=[{units!r}], or 'auto' for the model's own blocks")
-    chosen: dict[nn.Module, None] = {}
+    chosen: set[nn.Module] = set()
     for unit in units or ():
         found = [m for fqn, m in root.named_modules() if m is not root and _is(unit, fqn, m)]
         if not found:
@@ -44,11 +46,12 @@ def match(root: nn.Module, units: Sequence[UnitLike] | None) -> list[nn.Module]:
                 f"names: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
                 + ("; units='auto', no list, is for the model's own blocks" if unit == "auto" else "")
             )
-        chosen.update(dict.fromkeys(found))
-    for m in chosen:
+        chosen.update(found)
+    ordered = [m for m in root.modules() if m in chosen]
+    for m in ordered:
         if isinstance(m, FSDPModule):
             raise ValueError(f"units: {type(m).__name__} is sharded already; leave it out of `units`")
-    return [*chosen, root]
+    return [*ordered, root]
 
 
 def _is(unit: UnitLike, fqn: str, module: nn.Module) -> bool:

@@ -35,7 +35,7 @@ Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
 def fully_shard(
     module: Given,
     *,
-    units: Sequence[UnitLike] | Literal["auto"] | None = None,
+    units: Iterable[UnitLike] | Literal["auto"] | None = None,
     mesh: DeviceMesh | None = None,
     dp_mesh_dims: Any = None,
     strategy: str | int = 3,
@@ -48,7 +48,7 @@ def fully_shard(
     offload_policy: Any = None,
     shard_placement_fn: Any = None,
     sync_module_states: bool = False,
-    may_be_unused: bool | Sequence[UnitLike] = False,
+    may_be_unused: bool | Iterable[UnitLike] = False,
     plan: Plan | None = None,
 ) -> Given:
     """Shards the parameters of a module over data-parallel ranks, in one flat buffer per unit.
@@ -292,7 +292,7 @@ def _divide_alike(root: nn.Module, placement: Placement) -> None:
                 buffer.respec(divide=float(placement.ranks))
 
 
-def _optional(root: nn.Module, asked: bool | Sequence[UnitLike], claims: Sequence[Claim]) -> set[nn.Module]:
+def _optional(root: nn.Module, asked: bool | Iterable[UnitLike], claims: Sequence[Claim]) -> set[nn.Module]:
     """Modules whose units ranks may leave out.
 
     Raises:
