@@ -16,7 +16,7 @@ import torch.distributed as dist
 from examples.bench import gpu, gpu_row
 
 FSDP2 = {"ms": 160.5, "host_ms": 98.0, "first_s": 16.0, "losses": [12.0, 8.0], "flop": 61.37e12, "tokens": 8192,
-         "peak": int(27.7 * 2**30), "reserved": int(32.5 * 2**30), "breaks": 0}  # fmt: skip
+         "peak": int(27.7 * 2**30), "reserved": int(32.5 * 2**30), "breaks": []}  # fmt: skip
 PLACE = {"model": "llama-1b", "world": 1, "fake": False, "batch": 2, "seq": 4096, "round": 0}
 
 
@@ -33,7 +33,7 @@ def cells(text: str, name: str) -> dict[str, str]:
 
 def test_the_table_of_a_record():
     explained = {"mfsdp": {"ms": 170.0, "peak": 30 * 2**30}}
-    mfsdp = {**FSDP2, "contender": "mfsdp", "ms": 150.0, "losses": [12.0, 8.08], "breaks": 2}
+    mfsdp = {**FSDP2, "contender": "mfsdp", "ms": 150.0, "losses": [12.0, 8.08], "breaks": ["print", "item"]}
     text = gpu.table(
         record(
             {**FSDP2, "contender": "plain", "ms": 186.4}, {**FSDP2, "contender": "fsdp2-layers"}, mfsdp,
@@ -50,7 +50,10 @@ def test_the_table_of_a_record():
     assert ours["/ FSDP2"] == "1.07" and ours["loss"] == "8.0800 (+1.00%)"
     assert ours["explain ms"] == "170.0 (+13%)" and ours["explain GiB"] == "30.00 (+8%)"
     assert cells(text, "plain")["loss"] == "8.0000" and cells(text, "megatron-v1")["ms"] == "a / b"
-    assert "mfsdp: 2 graph breaks" in text and "the time was up: llama-1b-1-megatron-v2-0." in text
+    assert (
+        "mfsdp: the graph is broken, the rest ran uncompiled: print; item" in text
+        and "the time was up: llama-1b-1-megatron-v2-0." in text
+    )
     assert "| explain |" not in text, "it is in the rows of others"
 
 
@@ -70,7 +73,11 @@ def test_another_rank_alone_has_no_loss_and_its_peak_may_be_unknown():
 
 def test_options():
     args = gpu.arguments([])
-    assert args.models == ["llama-1b"] and args.world == [(1, False)] and args.contenders[-1] == "explain"
+    assert (
+        args.models == ["llama-1b"]
+        and args.world == [(1, False)]
+        and set(args.contenders) == {*gpu_row.CONTENDERS, "explain"}
+    )
     given = ["--models", "gpt2,mixture", "--world", "1,1of8,2", "--options", '{"prefetch": 2}']
     args = gpu.arguments(given)
     assert args.models == ["gpt2", "mixture"] and args.world == [(1, False), (8, True), (2, False)]
@@ -215,7 +222,8 @@ def test_all_train_the_same_model(two_ranks):
         for found in two_ranks.run(trained, contender, timeout=300):
             assert found["losses"] == pytest.approx(plain, rel=1e-3), contender
             assert found["ms"] > 0 and len(found["all_ms"]) == 2 and 0 < found["host_ms"] <= max(found["all_ms"])
-            assert contender != "mfsdp-optimizer" or found["breaks"] == 0
+            assert contender != "mfsdp-optimizer" or found["breaks"] == []
+    assert two_ranks.run(trained, "mfsdp", "gpt2", timeout=300)[0]["breaks"] == [], "loss included"
 
 
 @pytest.mark.slow
