@@ -15,6 +15,7 @@ help:
 	@echo "make bench    steps side by side on a slow link (root, Linux); results in bench-out"
 	@echo "make bench-mixture  the same of a mixture of experts, four ranks"
 	@echo "make gpu      the tests that need a CUDA GPU"
+	@echo "make bench-gpu  steps on one GPU beside FSDP2's and Megatron-FSDP's (SYSTEM=1: with this machine's own Python)"
 	@echo "make te       builds TransformerEngine in an environment of its own (7 GB, some ten minutes) and runs its tests"
 	@echo "make matrix   fast tests on several versions of torch, each in an environment of its own (VERSIONS=\"2.11.0 2.15.0\")"
 	@echo "make clean    remove what these commands made"
@@ -56,6 +57,11 @@ gpu: $(VENV)/.test
 	if [ "$$found" = True ]; then $(BIN)/python -m pytest -m gpu --record gpu-record $(ARGS); \
 	else echo "make gpu: no CUDA GPU here, nothing was run"; fi
 
+# SYSTEM=1: with $(PYTHON) and what it has installed, no environment and no network.
+RUN := $(if $(SYSTEM),PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON),$(BIN)/python)
+bench-gpu: $(if $(SYSTEM),,$(VENV)/.test)
+	$(RUN) examples/bench/gpu.py $(ARGS)
+
 TE := .cache/te
 te:
 	PYTHON="$(PYTHON)" sh tests/te/build.sh $(TE)
@@ -91,7 +97,7 @@ browser:
 	  echo "No Chromium found (Debian: apt-get install chromium): tests of the report in a browser are skipped."
 
 clean:
-	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out parallel-out gpu-record *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
+	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out parallel-out gpu-record bench-gpu-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test check lint types quick goldens fuzz bench bench-mixture gpu te matrix compiler browser clean
+.PHONY: help demo test check lint types quick goldens fuzz bench bench-mixture gpu bench-gpu te matrix compiler browser clean

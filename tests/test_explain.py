@@ -93,6 +93,72 @@ def test_the_clock_by_hand():
         assert seen[name] == pytest.approx(times, abs=1e-12), name
 
 
+class Attention(nn.Module):
+    """Of a layer of Llama-3.2-1B, between its products."""
+
+    def __init__(self, masked: bool, causal: bool):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+        self.masked, self.causal = masked, causal
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        more = {"attn_mask": mask} if self.masked else {"is_causal": self.causal}
+        return F.scaled_dot_product_attention(q * self.scale, k * self.scale, v * self.scale, **more)
+
+
+def attention_seconds(machine: Hardware, masked: bool = False, causal: bool = False) -> float:
+    """Forward and backward of attention alone, of 16 layers."""
+    with torch.device("meta"):
+        model = Attention(masked, causal)
+        q, k, v = (torch.empty(2, 32, 4096, 64, dtype=torch.bfloat16) for _ in range(3))
+        mask = torch.empty(2, 1, 4096, 4096, dtype=torch.bfloat16)
+    found = 0.0
+    for program in mfsdp.trace(model, (q, k, v, mask), world=1):
+        lines = [x for x in clock.times(program, machine).items() if "attention" in str(x[0].target)]
+        assert len(lines) == 1, "one line each way"
+        found += 16 * lines[0][1].seconds
+    return found
+
+
+def test_a_gpus_attention_costs_what_it_was_measured_to_cost():
+    """clock.CAUSAL says where: 20.1 and 63.6 ms. Other machines' attention is a product."""
+    h100 = hardware.KNOWN["h100"]
+    causal, masked = attention_seconds(h100, causal=True), attention_seconds(h100, masked=True)
+    assert causal == pytest.approx(20.1e-3, rel=0.01) and masked == pytest.approx(63.6e-3, rel=0.01)
+    assert attention_seconds(h100) == pytest.approx(2 * causal), "an assumption: twice as many pairs"
+    cpu = replace(h100, cuda=False)
+    alike = attention_seconds(cpu, causal=True), attention_seconds(cpu, masked=True)
+    assert alike[0] == alike[1] == pytest.approx(22.2e-3, rel=0.01)
+
+
+def test_a_mask_is_read():
+    """Where memory decides: q, k, v and what comes out, and 67 MB of mask, forward and backward."""
+    slow = replace(hardware.KNOWN["h100"], bandwidth=1e10, reached_bandwidth=1.0)
+    mask = 2 * 4096 * 4096 * 2
+    more = attention_seconds(slow, masked=True) - attention_seconds(slow, causal=True)
+    assert more == pytest.approx(16 * 2 * mask / 1e10)
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_is_known_by_its_arguments(kind, backward):
+    """Whichever kernel a program names, forward or backward."""
+    name = f"_scaled_dot_product_{kind}_attention" + ("_backward" if backward else "")
+    target = getattr(aten, name).default
+    graph = torch.fx.Graph()
+    some = graph.placeholder("some")
+
+    def factor(mask: Any, causal: bool) -> float:
+        values = {"is_causal": causal, "attn_bias": mask, "dropout_p": 0.0}
+        args = [values.get(a.name, some) for a in target._schema.arguments if not a.kwarg_only]
+        return clock._attention(graph.call_function(target, tuple(args)))
+
+    assert factor(None, True) == clock.CAUSAL and factor(None, False) == clock.UNMASKED
+    if kind != "flash":
+        assert factor(some, False) == clock.MASKED
+    assert clock._attention(graph.call_function(aten.mm.default, (some, some))) == 1
+
+
 def test_without_prefetch_all_of_it_is_exposed_and_with_enough_compute_only_the_first():
     for depth, slow, exposed in ((0, 1.0, 2), (1, 1.0, 1), (1, 0.0, 2)):
         program = toy2()
