@@ -18,7 +18,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from mfsdp.sharding.fsdp2 import cast_floats
+from mfsdp.sharding.fsdp2 import cast_floats, with_casts
 from tests.models import GPT, MLP, Block, llama
 from tests.parity import averaged, compiled, error, whole
 
@@ -325,6 +325,18 @@ def all_reduces_of_hsdp() -> list[float]:
 @pytest.mark.dist
 def test_all_reduce_at_the_last_microbatch(two_ranks):
     assert max(max(errors) for errors in two_ranks.run(all_reduces_of_hsdp)) < 1e-5
+
+
+def test_casts_of_any_arguments_are_traced():
+    """On every version: 2.11 broke the graph at ``None``, which transformers hands on everywhere."""
+    others = (None, 3, True, 0.5, "sdpa", BF16, slice(1, 2), range(3), torch.Size([2]), nn.Linear, len, {1, 2})
+
+    def forward(self: object, x: torch.Tensor, *others: object, **more: object) -> torch.Tensor:
+        return x + len(others) + len(more)
+
+    torch._dynamo.reset()
+    run = torch.compile(with_casts(forward, BF16, F32), backend="eager", fullgraph=True)
+    assert run(None, torch.ones(2), *others, nothing=None, several=[*others]).dtype is F32
 
 
 @pytest.mark.slow

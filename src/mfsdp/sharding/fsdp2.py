@@ -209,6 +209,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         if all(a is b for a, b in zip(items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if value is None:  # Dynamo 2.11 cannot ask a constant whether it is a dataclass
+        return value
     record = is_dataclass(value) and not isinstance(value, type)
     if not record and type(value) not in (dict, OrderedDict):
         return value
