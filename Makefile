@@ -17,7 +17,7 @@ help:
 	@echo "make gpu      the tests that need a CUDA GPU"
 	@echo "make bench-gpu  steps on one GPU beside FSDP2's and Megatron-FSDP's (SYSTEM=1: with this machine's own Python)"
 	@echo "make te       builds TransformerEngine in an environment of its own (7 GB, some ten minutes) and runs its tests"
-	@echo "make matrix   fast tests on several versions of torch, each in an environment of its own (VERSIONS=\"2.11.0 2.15.0\")"
+	@echo "make matrix   fast tests, and those with clients, on several versions of torch, each in an environment of its own (VERSIONS=\"2.11.0 2.15.0\")"
 	@echo "make clean    remove what these commands made"
 
 demo: $(VENV)/.demo compiler
@@ -75,7 +75,7 @@ matrix:
 	  { test -x $$env/bin/python || $(PYTHON) -m venv $$env; } && grep -v "^torch==" constraints.txt > $$env/constraints.txt && \
 	  $$env/bin/python -m pip install --quiet "torch==$$v" && \
 	  $$env/bin/python -m pip install --quiet --constraint $$env/constraints.txt --editable '.[test]' "torch==$$v" && \
-	  echo "torch $$v" && { $$env/bin/python -m pytest -n 2 -m "$(FAST)" $(ARGS) > $$env/log.txt 2>&1; tail -n 20 $$env/log.txt | grep -E "^(FAILED|ERROR)|passed|failed"; } || \
+	  echo "torch $$v" && { $$env/bin/python -m pytest -n 2 --dist loadfile -m "clients or ($(FAST))" $(ARGS) > $$env/log.txt 2>&1; tail -n 20 $$env/log.txt | grep -E "^(FAILED|ERROR)|passed|failed"; } || \
 	  echo "torch $$v: see $$env/log.txt"; \
 	done
 

@@ -46,6 +46,7 @@ from mfsdp.graph.cost import nbytes, size
 from mfsdp.graph.program import Program, base_of, view_of
 from mfsdp.graph.quantised import pointwise
 from mfsdp.graph.roles import Kind, role
+from mfsdp.spec.telling import only_tells
 
 Pace = Callable[[Program], Mapping[Node, float]]
 """Says how long compute stands at each line of a program, and how long each copy takes, in seconds."""
@@ -81,7 +82,8 @@ class _Clock:
     """When lines begin and copies are complete: in seconds, or where nobody knows those in units, each one long."""
 
     def __init__(self, p: Program, lag: int, pace: Pace | None):
-        self.known = pace(p) if pace is not None else None
+        missing = f"times by which copies to the host are placed, lag {lag} is taken"
+        self.known = only_tells(missing, None, pace, p) if pace is not None else None
         self.lag, self.free = lag, 0.0
         self.firsts = set() if self.known is not None else _firsts(p)
 

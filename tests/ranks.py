@@ -162,7 +162,7 @@ def _share_one_loop() -> None:
     device = dist.ProcessGroupGloo.create_device(interface="lo")
 
     class Gloo(dist.ProcessGroupGloo):  # type: ignore[misc]
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any):  # 2.14 gives more
             options = dist.ProcessGroupGloo._Options()
             options._devices, options._timeout = [device], timeout
             super().__init__(store, rank, size, options)

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
 import mfsdp
 from mfsdp.state import compiled, untraced
@@ -320,3 +322,24 @@ def test_no_tensor_is_kept_alive():
             weights,
             gradient,
         )
+
+
+@pytest.mark.inductor
+def test_inductors_cache_takes_it():
+    """A second process finds the graph there: nothing in it refuses to be pickled for the key."""
+    found = []
+    with fresh_cache():
+        for _ in range(2):
+            counters.clear()
+            torch.manual_seed(0)
+            model = mfsdp.fully_shard(nn.Linear(24, 24))
+            optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1), compile=True)
+            for _ in range(2):
+                model(torch.ones(2, 24)).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            known = {k: n for k, n in counters["inductor"].items() if k.startswith("fxgraph_cache")}
+            found.append((known, model.weight.full_tensor().detach()))
+    (first, once), (second, again) = found
+    assert first == {"fxgraph_cache_miss": 1} and second == {"fxgraph_cache_hit": 1}
+    assert torch.equal(once, again)

@@ -18,7 +18,8 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from mfsdp.sharding.fsdp2 import cast_floats
+from mfsdp.sharding import fsdp2
+from mfsdp.sharding.fsdp2 import cast_floats, with_casts
 from tests.models import GPT, MLP, Block, llama
 from tests.parity import averaged, compiled, error, whole
 
@@ -37,8 +38,31 @@ def test_policies_of_torch():
     assert policy.output_dtype is F64 and policy.cast_forward_inputs is False
     pure = mfsdp.fully_shard(MLP().bfloat16(), mp_policy=fsdp.MixedPrecisionPolicy())
     assert pure._mfsdp_unit.buffers[0].precision.main is BF16
-    narrow = mfsdp.fully_shard(MLP(), mp_policy=fsdp.MixedPrecisionPolicy(BF16))
-    assert narrow._mfsdp_unit.buffers[0].precision.grad_comm is BF16
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_without_reduce_dtype_gradients_are_sent_as_this_version_of_fsdp2_sends_them(newer, monkeypatch):
+    """Up to 2.14 in ``param_dtype``, from 2.15 on in the parameter's own dtype."""
+    assert fsdp2._reduces_in_own_dtype() == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15))
+    monkeypatch.setattr(fsdp2, "_reduces_in_own_dtype", lambda: newer)
+    given = fsdp.MixedPrecisionPolicy(BF16)
+    for model, wire in (
+        (MLP(), F32 if newer else BF16),
+        (MLP().bfloat16(), BF16),
+        (MLP().double(), F64 if newer else BF16),
+    ):
+        own = model.up.weight.dtype
+        p = mfsdp.fully_shard(model, mp_policy=given)._mfsdp_unit.buffers[0].precision
+        assert (p.main, p.compute, p.grad_comm) == (own, BF16, wire)
+    said = fsdp2.policy_of(fsdp.MixedPrecisionPolicy(BF16, F32))
+    assert said.resolve(F64).grad_comm is F32
+
+
+def test_dtypes_of_single_parameters_are_refused(monkeypatch):
+    monkeypatch.setattr(fsdp.MixedPrecisionPolicy, "param_dtype_override_fn", lambda p: F32, raising=False)
+    given = fsdp.MixedPrecisionPolicy(BF16)
+    with pytest.raises(NotImplementedError, match="param_dtype_override_fn.*an mp_policy of its own"):
+        mfsdp.fully_shard(MLP(), mp_policy=given)
 
 
 def test_names_of_fsdp2_in_our_policy():
@@ -325,6 +349,18 @@ def all_reduces_of_hsdp() -> list[float]:
 @pytest.mark.dist
 def test_all_reduce_at_the_last_microbatch(two_ranks):
     assert max(max(errors) for errors in two_ranks.run(all_reduces_of_hsdp)) < 1e-5
+
+
+def test_casts_of_any_arguments_are_traced():
+    """On every version: 2.11 broke the graph at ``None``, which transformers hands on everywhere."""
+    others = (None, 3, True, 0.5, "sdpa", BF16, slice(1, 2), range(3), torch.Size([2]), nn.Linear, len, {1, 2})
+
+    def forward(self: object, x: torch.Tensor, *others: object, **more: object) -> torch.Tensor:
+        return x + len(others) + len(more)
+
+    torch._dynamo.reset()
+    run = torch.compile(with_casts(forward, BF16, F32), backend="eager", fullgraph=True)
+    assert run(None, torch.ones(2), *others, nothing=None, several=[*others]).dtype is F32
 
 
 @pytest.mark.slow

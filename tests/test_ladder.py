@@ -21,6 +21,7 @@ ROOMS = [
     "command",
     "integrations",
     "__init__",
+    "registration",
     "planning",
     "compiler",
     "sharding",

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
+from typing import Any
 
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config as inductor_config
+
+import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import order
+from mfsdp.compiler import lowering, order
 from mfsdp.compiler.order import Operation, compare, listed, written
 from mfsdp.graph.check import LawError
 from tests.toys import toy2
@@ -107,3 +114,23 @@ def test_code_that_is_not_in_python_is_not_compared(monkeypatch):
     monkeypatch.setattr(order.log, "info", said.append)
     compare(expected, "cpp_wrapper_src = 'void call();'")
     assert "was not compared" in said[0]
+
+
+def test_inductors_own_overlap_is_off(monkeypatch):
+    """Whatever is on by default, or was turned on: our graphs have a schedule. From 2.14 on one of them is on."""
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    options, seen = inductor_config.aten_distributed_optimizations, []
+    names = [n for n in ("enable_simple_overlap", "enable_overlap_scheduling") if hasattr(options, n)]
+
+    def compile(graph: Any, example: Any, **kwargs: Any) -> Any:
+        seen.append([getattr(options, n) for n in names] + [inductor_config.reorder_for_peak_memory])
+        return boxed_nop(graph, list(example))
+
+    monkeypatch.setitem(lowering.LOWERINGS, "whole", partial(lowering.inductor, compile=compile))
+    torch._dynamo.reset()
+    model = mfsdp.fully_shard(nn.Linear(4, 4))
+    with inductor_config.patch({f"aten_distributed_optimizations.{n}": True for n in names}):
+        run = torch.compile(model, backend="mfsdp", options={"lowering": "whole", "check": False})
+        run(torch.ones(2, 4)).sum().backward()
+    assert names and seen == [[False] * (len(names) + 1)] * 2, "forward and backward"

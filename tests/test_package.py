@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
 import zipfile
@@ -120,6 +121,25 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     named = {n: p for n, p in named.items() if "__pycache__" not in n}
     assert inside == {n: p.read_bytes() for n, p in named.items()}
     assert {n.split("/")[0] for n in names} == {"mfsdp", f"mfsdp-{mfsdp.__version__}.dist-info"}
+
+
+FINDS = {
+    "before torch": "import mfsdp; from importlib.metadata import version; assert version('mfsdp'); import torch",
+    "after Dynamo has looked": "import torch; assert 'mfsdp' not in torch._dynamo.list_backends(); import mfsdp",
+}
+
+
+@pytest.mark.parametrize("order", FINDS)
+def test_sources_on_a_path_are_found_by_name(tmp_path, order):
+    """All packages of this environment but mfsdp, whose sources are on the path, as nobody has installed them."""
+    for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if "mfsdp" not in entry.name.replace("megatron_fsdp", ""):
+            (tmp_path / entry.name).symlink_to(entry)
+    code = f"{FINDS[order]}; assert torch.compile(torch.nn.Linear(2, 2), backend='mfsdp', options={{'lowering': 'eager'}})(torch.ones(2, 2)).sum()"  # noqa: E501
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])}
+    done = subprocess.run([sys.executable, "-S", "-P", "-c", code], cwd=tmp_path, env={**environment(), **path},
+                          capture_output=True, text=True, timeout=200)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow

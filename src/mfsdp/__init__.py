@@ -117,6 +117,7 @@ def __getattr__(name: str) -> Any:
     return found
 
 
+import_module("mfsdp.registration").register(__version__)
 if "torch" in sys.modules:
     import_module("mfsdp.state")  # torch.load and optimizers are told of its tensors
 

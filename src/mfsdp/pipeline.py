@@ -26,6 +26,7 @@ from .passes.reduce import reduce
 from .passes.reshard import reshard
 from .passes.stream import stream
 from .spec.config import Options
+from .spec.telling import only_tells
 
 Pass = Callable[[Program], None]
 
@@ -236,21 +237,31 @@ def run(
     if upto is not None and upto not in names:
         raise ValueError(f"upto={upto!r} is no pass; the passes are {', '.join(names)}")
     program.told = listings
-    rows = cost.lines(program) if listings else []
-    stages = Stages([Stage("capture", listing.render(program, "capture", rows=rows) if listings else "", 0.0)])
+    text, after = _listing(program, "capture", None) if listings else ("", "")
+    stages = Stages([Stage("capture", text, 0.0)])
     if checked:
         _check(program, "capture")
     for name, function in passes[: names.index(upto) if upto else len(passes)]:
-        before = listing.summary(rows) if listings else None
+        before = after
         start = time.perf_counter()
         _run(program, name, function)
         if checked:
             _check(program, name)
         seconds = time.perf_counter() - start
-        rows = cost.lines(program) if listings else []
-        stages.append(Stage(name, listing.render(program, name, before, rows=rows) if listings else "", seconds))
+        text, after = _listing(program, name, before) if listings else ("", "")
+        stages.append(Stage(name, text, seconds))
     program.gm.recompile()
     return stages
+
+
+def _listing(program: Program, name: str, before: str | None) -> tuple[str, str]:
+    """The listing after a pass, and the summary with which the next one is compared."""
+
+    def rendered() -> tuple[str, str]:
+        rows = cost.lines(program)
+        return listing.render(program, name, before, rows=rows), listing.summary(rows)
+
+    return only_tells(f"the listing after {name}", ("", ""), rendered)
 
 
 def rewrite(program: Program, passes: Table) -> None:
@@ -278,6 +289,6 @@ def _check(program: Program, stage: str) -> None:
     try:
         check(program)
     except LawError as broken:
-        around = listing.around(program, broken.node)
+        around = only_tells("the listing around the fault", "", listing.around, program, broken.node)
         broken.args = (f"mfsdp: after {stage}: {broken.args[0]}\n{around}",)
         raise

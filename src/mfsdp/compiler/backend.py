@@ -21,12 +21,13 @@ from ..graph.program import GIVEN, READ, Phase, Program, first_launches, group_o
 from ..graph.roles import Kind, role
 from ..reports import dump
 from ..reports.dump import Dump
-from ..reports.profile import outline
+from ..reports.profile import Outline, outline
 from ..runtime import groups, owners, programs, watch
 from ..runtime.ahead import First
 from ..sharding import writes
 from ..spec.config import PLANNED, Options
 from ..spec.plans import DoesNotFit, Plan
+from ..spec.telling import only_tells
 from . import branches, lowering, order, regions
 from .artifact import Artifact, key_of
 from .capture import Capture, path_of, sources
@@ -89,12 +90,14 @@ def mfsdp(
     if not capture.shards:
         _tell_unsharded(capture, example_inputs)
     number = next(_graphs)
-    dumped = Dump(Path(chosen.folder), number, chosen, example_inputs) if chosen.folder else None
+    dumped = None
+    if chosen.folder:
+        dumped = only_tells("files in dump=", None, Dump, Path(chosen.folder), number, chosen, example_inputs)
 
     def transform(graph: fx.GraphModule, phase: Phase) -> Callable[[lowering.Run, str], lowering.Run]:
         program = capture.program(graph, phase)
         rows = passes if chosen.memory is None else pipeline.chosen(chosen.following(capture.options), pace=pace)
-        _tell_copies(program)
+        only_tells("the note on what forward saves of parameters", None, _tell_copies, program)
         stages = pipeline.run(
             program,
             upto=chosen.upto,
@@ -104,13 +107,19 @@ def mfsdp(
         )
         for stage in stages:
             log.debug("mfsdp: graph%d %s %s: %.1f ms", number, phase, stage.name, 1e3 * stage.seconds)
-        log.info("mfsdp: graph%d %s: %s, %s", number, phase, program.name, listing.schedule(program))
-        dump.artifacts(number, phase, stages)
+        schedule = only_tells("the schedule in the log", None, listing.schedule, program)
+        log.info("mfsdp: graph%d %s: %s, %s", number, phase, program.name, schedule)
+        only_tells("artifacts of tlparse", None, dump.artifacts, number, phase, stages)
         sequences = collectives(program)
         operations, driven = order.listed(program), order.listed(program, driven=True)
-        show = dumped.add(program, stages) if dumped is not None and groups.rank() == 0 else None
+        show = None
+        if dumped is not None and groups.rank() == 0:
+            show = only_tells("files in dump=", None, dumped.add, program, stages)
         marks = {
-            "outline": outline(program), "sequences": sequences, "sources": sharded(program),
+            "outline": only_tells(
+                "names of operations in errors, stacks and profiles", Outline(program.name, phase, ()), outline, program
+            ),
+            "sequences": sequences, "sources": sharded(program),
             "keeping": holding(program), "reads": [] if phase == "backward" else reading(program),
             "meets": list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences])),
             "probed": (chosen.check_finite, chosen.check_replicas) if program.find(Kind.PROBE) else (0, 0),
@@ -120,7 +129,7 @@ def mfsdp(
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
             if show is not None:
-                show(code)
+                only_tells("code in dump=", None, show, code)
             if chosen.check and isinstance(compiled, Stitched):
                 order.compare(driven, compiled.driver, driven=True)
             elif chosen.check and code:
@@ -182,10 +191,12 @@ def collectives(program: Program) -> dict[str, list[str]]:
             continue
         unit = program.unit(r.unit)
         path = programs.PATH.format(unit.name) if unit.name in told else unit.fqn
-        spec, text = unit.spec, f"{listing.text(node)}  unit '{path}' of {program.name}"
+        line = only_tells("lines of the listing", str(node.target), listing.text, node)
+        spec, text = unit.spec, f"{line}  unit '{path}' of {program.name}"
         if node.target is ops.accumulate:
             for group in spec.meets:
-                out.setdefault(group, []).append(f"{text}  of {listing.operand(node.args[2])}")
+                gradient = only_tells("lines of the listing", "", listing.operand, node.args[2])
+                out.setdefault(group, []).append(f"{text}  of {gradient}")
         else:
             once = node.target in (ops.refresh, ops.refresh_codes, ops.maxima)
             groups: tuple[str, ...] = (spec.outer_group if lane_of(node) >= 2 else spec.group,)

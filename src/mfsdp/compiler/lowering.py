@@ -44,6 +44,16 @@ INDUCTOR = {
 }
 
 
+def patches() -> dict[str, Any]:
+    """Inductor's configuration for our graphs: `INDUCTOR`, and Inductor's own overlap of collectives off, as far as
+    this version has it (from 2.14 on it is on by default). Private in torch (``aten_distributed_optimizations``); tried
+    on 2.13 and 2.14, of 2.11 to 2.15 that are supported.
+    """
+    options = inductor_config.aten_distributed_optimizations
+    overlaps = [name for name in ("enable_simple_overlap", "enable_overlap_scheduling") if hasattr(options, name)]
+    return {**INDUCTOR, **{f"aten_distributed_optimizations.{name}": False for name in overlaps}}
+
+
 def inductor(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
@@ -78,7 +88,7 @@ def inductor(
             gm,
             inputs,  # type: ignore[arg-type]
             inner_compile=inner,
-            config_patches={**INDUCTOR, "custom_partitioner_fn": Partitioner(capture, key)},
+            config_patches={**patches(), "custom_partitioner_fn": Partitioner(capture, key)},
         )
 
 

@@ -13,6 +13,7 @@ from torch.fx import Node
 from ..graph import listing, ops
 from ..graph.check import LawError
 from ..graph.program import Program, group_of
+from ..spec.telling import only_tells
 from .stretches import CALLED
 
 log = logging.getLogger("mfsdp")
@@ -62,7 +63,8 @@ def listed(program: Program, driven: bool = False) -> list[Operation]:
             operands.append(_operand(arg, number, driven))
         group = group_of(program, node) if node.target in ops.COLLECTIVES else ""
         number[node] = len(out)
-        out.append(Operation(verb, tuple(operands), listing.text(node), node, group))
+        text = only_tells("lines of the listing", node.name, listing.text, node)
+        out.append(Operation(verb, tuple(operands), text, node, group))
     return out
 
 

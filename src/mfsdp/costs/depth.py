@@ -38,6 +38,7 @@ from ..passes.stream import stream
 from ..runtime import groups, owners
 from ..spec.config import Options
 from ..spec.hardware import Hardware
+from ..spec.telling import only_tells
 from ..state.buffer import FlatBuffer
 from . import clock
 from .ledger import ledger
@@ -102,7 +103,10 @@ class Auto:
 
     def __call__(self, program: Program) -> tuple[int, str]:
         """The depth, and why, for the listing. The program, as the pass `prefetch` gets it, is not changed."""
-        depth, words = self._best(program)
+        default = int(Options.prefetch)
+        untold = default, f"auto: depth {default}, the default, as estimating has failed"
+        missing = f"an estimate for prefetch='auto', depth {default} is taken"
+        depth, words = only_tells(missing, untold, self._best, program)
         if self.shared:
             key = alike(program, self.options)
             chosen = self.found[key] = agree(key, depth)

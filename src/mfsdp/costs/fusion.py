@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from ..graph import ops
 from ..graph.cost import is_line
 from ..graph.program import Program, operator
 from ..graph.sizes import hint, shape_of
+from ..spec.telling import only_tells
 
 aten = torch.ops.aten
 
@@ -76,7 +77,9 @@ def total_flops(program: Program) -> int:
 
 
 def flops(node: Node) -> int:
-    """Operations of a matrix product, a convolution or an attention, by torch.utils.flop_counter's formulas; else 0."""
+    """Operations of a matrix product, a convolution or an attention, by torch.utils.flop_counter's formulas or those of
+    `_FORMULAS`; else 0, and where a formula fails, with a warning.
+    """
     if node.target is ops.mm:
         a, b = (_plain(x.meta["val"]) for x in node.args[4:6])  # type: ignore[union-attr]
         return int(2 * a.numel() * b[-1])
@@ -86,7 +89,7 @@ def flops(node: Node) -> int:
         return 0
     args, kwargs = torch.fx.map_arg((args, kwargs), lambda n: n.meta.get("val"))
     args, kwargs, out = pytree.tree_map(_plain, (args, kwargs, node.meta.get("val")))
-    return int(formula(*args, **kwargs, out_val=out))
+    return int(only_tells(f"operations of {target}", 0, formula, *args, **kwargs, out_val=out))
 
 
 @cache
@@ -104,12 +107,33 @@ def _plain(value: Any) -> Any:
     return hint(value)
 
 
-def _cpu_attention(q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_flop_count(q, k, v))
+def _attention(q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """q [batch, heads, rows, width]; k, v [batch, kv heads, keys, width], of v its own. Each head of q has a product
+    with a k and one with a v, also where several share those.
+    """
+    batch, heads, rows, width = q
+    return int(2 * batch * heads * rows * k[2] * (width + v[3]))
 
 
-def _cpu_attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad, q, k, v))
+def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Scores once more, and gradients of scores, v, q and k."""
+    batch, heads, rows, width = q
+    return int(2 * batch * heads * rows * k[2] * (3 * width + 2 * v[3]))
+
+
+def _rows_first(count: Callable[..., int], tensors: int, longest: int) -> Callable[..., int]:
+    """Of the kernels below: their tensors are [batch, rows, heads, width]. Sequences of many lengths lie behind one
+    another, [rows, heads, width]; each is counted with as many keys as the longest, the argument of that number.
+    """
+
+    def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+        rows = [torch.Size((*([1] * (4 - len(x))), *x)) for x in args[:tensors]]
+        *before, k, v = (torch.Size((x[0], x[2], x[1], x[3])) for x in rows)
+        if len(args) > longest and args[longest - 2] is not None:
+            k = torch.Size((k[0], k[1], args[longest], k[3]))
+        return count(*before, k, v)
+
+    return formula
 
 
 def _grouped(a: Any, b: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
@@ -120,8 +144,30 @@ def _grouped(a: Any, b: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
     return int(2 * a.numel() * b[-1] * products)
 
 
-_FORMULAS = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
-}
-"""Attention on CPU, which torch's table leaves out; programs are traced for it."""
+def _formulas() -> dict[Any, Callable[..., int]]:
+    sdpa = "_scaled_dot_product"
+    named: dict[str, Callable[..., int]] = {
+        "scaled_dot_product_attention": _attention,
+        f"{sdpa}_attention_math": _attention,
+        f"{sdpa}_attention_math_for_mps": _attention,
+        f"{sdpa}_flash_attention": _attention,
+        f"{sdpa}_flash_attention_for_cpu": _attention,
+        f"{sdpa}_efficient_attention": _attention,
+        f"{sdpa}_cudnn_attention": _attention,
+        f"{sdpa}_fused_attention_overrideable": _attention,
+        f"{sdpa}_flash_attention_backward": _attention_backward,
+        f"{sdpa}_flash_attention_for_cpu_backward": _attention_backward,
+        f"{sdpa}_efficient_attention_backward": _attention_backward,
+        f"{sdpa}_cudnn_attention_backward": _attention_backward,
+        f"{sdpa}_fused_attention_overrideable_backward": _attention_backward,
+        "_flash_attention_forward": _rows_first(_attention, 3, 6),
+        "_efficient_attention_forward": _rows_first(_attention, 3, 7),
+        "_flash_attention_backward": _rows_first(_attention_backward, 4, 9),
+        "_efficient_attention_backward": _rows_first(_attention_backward, 4, 9),
+    }
+    return {getattr(aten, name): count for name, count in named.items() if hasattr(aten, name)}
+
+
+_FORMULAS = _formulas()
+"""Attention. torch's table leaves out that of CPUs, for which programs are traced, and in 2.11 it refuses k and v of
+fewer heads than q (``enable_gqa``)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -21,6 +21,7 @@ from ..graph.program import Program
 from ..graph.roles import role
 from ..runtime import observers
 from ..spec.hardware import KNOWN
+from ..spec.telling import only_tells
 
 _OPERATIONS = {x: x._schema.name.split("::")[1] for x in ops.SHOWN}
 """Names under which `runtime` shows them."""
@@ -65,7 +66,7 @@ class Outline:
 
 def outline(program: Program) -> Outline:
     """The outline of a program that is about to be lowered."""
-    times = clock.times(program, KNOWN["h100"])
+    times = only_tells("estimates in profiles", {}, clock.times, program, KNOWN["h100"])
     units = {u.name: u.fqn for u in program.units}
     lines = []
     for node in program.nodes:
@@ -74,7 +75,8 @@ def outline(program: Program) -> Outline:
             unit = units.get(r.unit, r.unit) if r is not None else ""
             weight = known.seconds if known is not None else 0.0
             operation = _OPERATIONS.get(node.target, "")  # type: ignore[call-overload]
-            lines.append(Outlined(node.name, listing.text(node), unit, operation, weight))
+            text = only_tells("lines of the listing", node.name, listing.text, node)
+            lines.append(Outlined(node.name, text, unit, operation, weight))
     return Outline(program.name, program.phase, tuple(lines))
 
 
@@ -310,9 +312,15 @@ class ranges(AbstractContextManager["ranges"]):
 
 @contextmanager
 def _range(name: str) -> Iterator[None]:
-    nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else nullcontext()
-    with torch.profiler.record_function(name), nvtx:
+    with ExitStack() as inside:
+        only_tells("ranges of profilers", None, _enter, inside, name)
         yield
+
+
+def _enter(inside: ExitStack, name: str) -> None:
+    inside.enter_context(torch.profiler.record_function(name))
+    if torch.cuda.is_available():
+        inside.enter_context(torch.cuda.nvtx.range(name))
 
 
 _ELSEWHERE = ("wait", *(_OPERATIONS[x] for x in ops.LAUNCHED))

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from ..spec.telling import only_tells
+
 
 class Observer(Protocol):
     """Whoever wants to see what programs do as they run (`mfsdp.profile`): called instead of it, with it."""
@@ -63,8 +65,11 @@ def frame(name: str) -> Callable[..., Any]:
     def named(kernel: Callable[..., Any], *args: Any) -> Any:
         return kernel(*args)
 
-    named.__name__ = name
-    named.__code__ = named.__code__.replace(co_name=name, co_qualname=name)
+    def rename() -> None:
+        named.__name__ = name
+        named.__code__ = named.__code__.replace(co_name=name, co_qualname=name)
+
+    only_tells("names in stacks", None, rename)
     return named
 
 

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp as fsdp
 
-from ..spec.config import MixedPrecisionPolicy
+from ..spec.config import MixedPrecisionPolicy, Precision
 
 
 def policy_of(given: Any) -> MixedPrecisionPolicy:
     """The policy that was given, ours, torch's, or none. Torch's leaves main weights in the model's own dtype, and
-    sends gradients in ``reduce_dtype``, else in ``param_dtype``.
+    sends gradients in ``reduce_dtype``; where that is ``None``, before torch 2.15 in ``param_dtype``, from then on in
+    the parameter's own dtype.
 
     Raises:
         ValueError: it is neither.
+        NotImplementedError: it has a ``param_dtype_override_fn``.
     """
     if given is None:
         return MixedPrecisionPolicy()
     if isinstance(given, fsdp.MixedPrecisionPolicy):
-        return MixedPrecisionPolicy(
+        if getattr(given, "param_dtype_override_fn", None) is not None:
+            raise NotImplementedError(
+                "MixedPrecisionPolicy(param_dtype_override_fn=...) is not supported: call fully_shard with "
+                "an mp_policy of its own on the modules whose parameters compute in another dtype, before the model's"
+            )
+        own = given.reduce_dtype is None and _reduces_in_own_dtype()
+        return (_OwnDtype if own else MixedPrecisionPolicy)(
             main_params_dtype=None,
             compute_dtype=given.param_dtype,
-            grad_comm_dtype=given.reduce_dtype or given.param_dtype,
+            grad_comm_dtype=given.reduce_dtype or (None if own else given.param_dtype),
             output_dtype=given.output_dtype,
             cast_forward_inputs=given.cast_forward_inputs,
         )
@@ -35,6 +43,19 @@ def policy_of(given: Any) -> MixedPrecisionPolicy:
             f"mp_policy={given!r}: give a mfsdp.MixedPrecisionPolicy, or torch.distributed.fsdp.MixedPrecisionPolicy"
         )
     return given
+
+
+class _OwnDtype(MixedPrecisionPolicy):
+    """Sends gradients in the dtype that their parameters have."""
+
+    def resolve(self, dtype: torch.dtype) -> Precision:
+        return replace(super().resolve(dtype), grad_comm=dtype)
+
+
+def _reduces_in_own_dtype() -> bool:
+    """Whether FSDP2 does so where ``reduce_dtype`` is ``None``: from torch 2.15 on."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 15)
 
 
 def reshards(given: Any) -> None:
@@ -209,6 +230,8 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
         if all(a is b for a, b in zip(items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if value is None:  # Dynamo 2.11 cannot ask a constant whether it is a dataclass
+        return value
     record = is_dataclass(value) and not isinstance(value, type)
     if not record and type(value) not in (dict, OrderedDict):
         return value

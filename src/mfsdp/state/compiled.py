@@ -359,6 +359,7 @@ def _lowered(recording: Recording, tail: torch.dtype | None) -> _Graph:
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.select_copy.int):
         node.target = torch.ops.aten.select.int  # of numbers: views that nobody writes to
     gm.graph.output_node().args = ((),)
+    gm.shape_env = None  # else it is pickled for the key of Inductor's cache, which fails; the inputs have it
     if tail is not None:
         _with_cast(gm, tail)
         with mode:

@@ -1,0 +1,65 @@
+"""Lets ``torch.compile(backend="mfsdp")`` find the backend wherever ``mfsdp`` was imported from.
+
+torch looks a backend up by name in two ways: among those that were registered, and among the entry points of installed
+packages. An installed mfsdp has an entry point. Sources on ``PYTHONPATH`` have none: for those this module answers
+``importlib.metadata`` as an installed package would. That works before torch is imported, and imports nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.metadata import Distribution, DistributionFinder
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+
+class _Sources(Distribution):
+    """The package as ``importlib.metadata`` sees it, without files of an installation."""
+
+    def __init__(self, version: str):
+        self._texts = {
+            "METADATA": f"Metadata-Version: 2.1\nName: mfsdp\nVersion: {version}\n",
+            "entry_points.txt": "[torch_dynamo_backends]\nmfsdp = mfsdp.compiler.backend:mfsdp\n",
+            "top_level.txt": "mfsdp\n",
+        }
+
+    def read_text(self, filename: str) -> str | None:
+        return self._texts.get(filename)
+
+    def locate_file(self, path: str | PathLike[str]) -> Any:
+        return Path(__file__).parent.parent / path
+
+
+class _Finder(DistributionFinder):
+    """Stands last on ``sys.meta_path``: where there is an installed mfsdp, that is found first."""
+
+    def __init__(self, version: str):
+        self.version = version
+
+    def find_spec(self, *_: Any) -> None:
+        """Finds no modules."""
+
+    def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Iterable[Any]:  # noqa: B008
+        return [_Sources(self.version)] if context.name in (None, "mfsdp") else []
+
+
+def register(version: str) -> None:
+    """Registers the backend. Where torch has looked at all entry points already, it is also told directly.
+    Private in torch (``torch._dynamo.backends.registry``); tried on 2.11 and 2.13, of 2.11 to 2.15 that are supported.
+    """
+    sys.meta_path.append(_Finder(version))
+    if "torch._dynamo.backends.registry" in sys.modules:
+        from torch._dynamo import register_backend
+
+        with suppress(AssertionError):  # it is there, from its entry point
+            register_backend(_backend, name="mfsdp")
+
+
+def _backend(*args: Any, **kwargs: Any) -> Any:
+    """`mfsdp.compiler.backend.mfsdp`, imported by the first call."""
+    from .compiler.backend import mfsdp
+
+    return mfsdp(*args, **kwargs)

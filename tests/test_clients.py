@@ -1,0 +1,138 @@
+"""Models and trainers that people bring, with compute in bf16 on two ranks: one graph each, and the unsharded numbers.
+
+`make matrix` runs these on every version of torch (marker ``clients``): Dynamo differs most in what clients hand it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+import mfsdp
+from tests.models import llama, mixtral, peft
+from tests.parity import averaged, error, whole
+from tests.ranks import Ranks
+from tests.trainers import environment, logged, trainer
+
+pytestmark = [pytest.mark.clients, pytest.mark.dist, pytest.mark.slow]
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Two ranks in which accelerate is not as others find it."""
+    found = Ranks(2, start="forkserver")
+    yield found
+    found.stop()
+
+
+def qwen3() -> nn.Module:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=32, use_cache=False, attn_implementation="sdpa",
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=67, n_positions=32, n_embd=32, n_layer=2, n_head=4, use_cache=False, attn_implementation="sdpa",
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+MODELS = {
+    "llama": (llama, "LlamaDecoderLayer"),
+    "qwen3": (qwen3, "Qwen3DecoderLayer"),
+    "gpt2": (gpt2, "GPT2Block"),
+    "mixtral": (mixtral, "MixtralDecoderLayer"),
+    "peft": (peft, "LlamaDecoderLayer"),
+}
+
+
+def graphs() -> dict[str, Any]:
+    """How many Dynamo has made, and why it has broken any."""
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": list(counters["graph_break"])}
+
+
+def trained(name: str) -> dict[str, Any]:
+    """Three SGD steps in bf16 beside the unsharded model, whose parameters are cast by hand: main weights in fp32."""
+    build, layer = MODELS[name]
+    torch.manual_seed(0)
+    reference = build()
+    model = copy.deepcopy(reference)
+    mfsdp.fully_shard(model, units=[layer], mp_policy=mfsdp.MixedPrecisionPolicy(compute_dtype=BF16))
+    run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})
+    main = dict(reference.named_parameters())
+    refer = torch.compile(lambda p, **k: torch.func.functional_call(reference, p, kwargs=k), backend="aot_eager")
+    optimizers = [torch.optim.SGD(p, lr=0.1) for p in (model.parameters(), main.values())]
+    out: dict[str, Any] = {"loss": 0.0, "grad": 0.0, "weight": 0.0}
+    counted = {}
+    for step in range(3):
+        torch.manual_seed(10 * step + dist.get_rank())
+        ids = torch.randint(67, (2, 9))
+        loss = run(ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        counted = counted or graphs()
+        narrow = {n: p.to(BF16) for n, p in main.items()}
+        want = refer(narrow, input_ids=ids, labels=ids, use_cache=False).loss
+        want.backward()
+        averaged(reference)
+        out["loss"] = max(out["loss"], error(loss.detach(), want.detach()))
+        largest = max(p.grad.abs().max().item() for p in main.values() if p.grad is not None)
+        for n, p in model.named_parameters():
+            assert (p.grad is None) == (main[n].grad is None), n
+            if p.grad is not None:
+                out["grad"] = max(out["grad"], error(whole(p.grad), main[n].grad, 1e-2 * largest))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for n, p in model.named_parameters():
+        out["weight"] = max(out["weight"], error(whole(p.detach()), main[n].detach()))
+    return {**out, **counted}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_in_bf16_are_one_graph_and_the_unsharded_numbers(ranks, name):
+    for seen in ranks.run(trained, name, timeout=240):
+        assert seen["graphs"] == 1 and seen["breaks"] == [], seen
+        assert max(seen["loss"], seen["grad"], seen["weight"]) < 1e-5, seen
+
+
+def by_trainer(folder: str, adapters: bool) -> dict[str, Any]:
+    """transformers' Trainer in bf16, under ours and under DDP, whose autocast casts other values than FSDP does."""
+    import mfsdp.integrations.accelerate
+
+    torch.manual_seed(0)
+    model = peft() if adapters else llama(1)
+    again = copy.deepcopy(model)
+    fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    with environment():
+        ddp = trainer(folder + "/ddp", again, bf16=True, save_strategy="no")
+        ddp.train()
+    counters.clear()
+    with environment(MFSDP_OPTIONS='{"lowering": "eager"}'):
+        ours = trainer(folder + "/ours", model, bf16=True, save_strategy="no", **fsdp)
+        ours.train()
+    assert isinstance(model, mfsdp.FSDPModule)
+    return {**graphs(), "ours": logged(ours, "loss", "grad_norm"), "ddp": logged(ddp, "loss", "grad_norm")}
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_trainer_in_bf16_is_one_graph_and_trains_as_ddp_does(ranks, adapters, tmp_path):
+    for seen in ranks.run(by_trainer, str(tmp_path), adapters, timeout=240):
+        assert seen["graphs"] == 1 and seen["breaks"] == [], seen
+        assert len(seen["ours"]) == 6 and seen["ours"] == pytest.approx(seen["ddp"], rel=0.03), seen

@@ -1,0 +1,180 @@
+"""What only tells never ends a run: each such function raises, and a training step still has the right numbers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mfsdp
+from mfsdp.costs import fusion
+from mfsdp.costs.depth import Auto
+from mfsdp.spec import telling
+from mfsdp.spec.config import Options
+from mfsdp.spec.hardware import KNOWN
+from tests.models import GPT, Block
+
+SPOILED = {
+    "outline": "mfsdp.compiler.backend.outline",
+    "clock": "mfsdp.costs.clock.times",
+    "one line's time": "mfsdp.costs.clock._time",
+    "formulas": "mfsdp.costs.fusion._attention",
+    "notes on copies": "mfsdp.compiler.backend._tell_copies",
+    "schedule": "mfsdp.graph.listing.schedule",
+    "listing": "mfsdp.graph.listing.render",
+    "summary": "mfsdp.graph.listing.summary",
+    "lines": "mfsdp.graph.listing.text",
+    "operands": "mfsdp.graph.listing.operand",
+    "bytes": "mfsdp.graph.cost.lines",
+    "ledger": "mfsdp.costs.estimate.ledger",
+    "estimate": "mfsdp.reports.dump.estimate",
+    "page": "mfsdp.reports.page.render",
+    "artifacts": "mfsdp.compiler.backend.dump.artifacts",
+    "folder": "mfsdp.compiler.backend.Dump",
+    "files": "mfsdp.reports.dump.Dump.add",
+    "report": "mfsdp.reports.dump.Dump._report",
+    "ranges": "mfsdp.reports.profile._enter",
+}
+
+
+class Spoiled(Exception):
+    pass
+
+
+@pytest.fixture
+def said() -> Iterator[list[str]]:
+    """Warnings of mfsdp, with the error behind them."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda r: found.append(f"{r.getMessage()}{r.exc_info or ''}")  # type: ignore[method-assign]
+    telling._said.clear()
+    telling.log.addHandler(handler)
+    yield found
+    telling.log.removeHandler(handler)
+
+
+def raises(*args: Any, **kwargs: Any) -> Any:
+    raise Spoiled
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_step_goes_on_without(name, monkeypatch, tmp_path, said):
+    torch._dynamo.reset()
+    fusion._formula.cache_clear()
+    torch.manual_seed(0)
+    reference = GPT(layers=1)
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=[Block])
+    ids = torch.randint(31, (2, 8))
+    reference(ids).square().mean().backward()
+    monkeypatch.setattr(SPOILED[name], raises)
+    if name == "formulas":
+        spoiled = dict.fromkeys(fusion._FORMULAS, raises)
+        monkeypatch.setattr(fusion, "_FORMULAS", spoiled)
+    options = {"lowering": "eager", "dump": str(tmp_path)}
+    with mfsdp.ranges():
+        run = torch.compile(model, backend="mfsdp", fullgraph=True, options=options)
+        run(ids).square().mean().backward()
+    fusion._formula.cache_clear()
+    assert any("Spoiled" in line for line in said), "nothing says what is missing"
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert q.grad is None or torch.allclose(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_what_decides_by_an_estimate_takes_the_default(monkeypatch, said):
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    with torch.device("meta"):
+        program = mfsdp.trace(model, (torch.empty(64, 64),), world=4, units=[nn.Linear]).forward
+    monkeypatch.setattr("mfsdp.costs.depth.simulate", raises)
+    assert Auto(KNOWN["h100"])(program)[0] == Options.prefetch == 1
+    assert len(said) == 1 and "prefetch='auto', depth 1 is taken" in said[0]
+
+
+def test_the_same_error_is_said_once(said):
+    assert [telling.only_tells("colours", 3, raises) for _ in range(2)] == [3, 3]
+    assert said == ["mfsdp: without colours: Spoiled: . The run goes on; please report this."]
+
+
+# grouped-query attention
+
+SDPA = torch.ops.aten
+Q, K = (2, 8, 16, 4), (2, 2, 24, 4)
+
+
+def counted(name: str, *shapes: Any) -> int:
+    graph = torch.fx.Graph()
+    args = []
+    for shape in shapes:
+        node = graph.placeholder("x") if isinstance(shape, tuple) else shape
+        if isinstance(shape, tuple):
+            node.meta["val"] = torch.empty(shape, device="meta")
+        args.append(node)
+    call = graph.call_function(getattr(SDPA, name).default, tuple(args))
+    call.meta["val"] = torch.empty(shapes[0], device="meta")
+    return fusion.flops(call)
+
+
+FORWARD, BACKWARD = 2 * 2 * 8 * 16 * 24 * (4 + 4), 2 * 2 * 8 * 16 * 24 * (3 * 4 + 2 * 4)
+
+
+@pytest.mark.parametrize(
+    "kernel", ["flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention",
+               "fused_attention_overrideable"]
+)  # fmt: skip
+def test_grouped_queries_count_as_many_heads_as_q_has(kernel):
+    assert counted(f"_scaled_dot_product_{kernel}", Q, K, K) == FORWARD
+    assert counted(f"_scaled_dot_product_{kernel}_backward", Q, Q, K, K) == BACKWARD
+
+
+@pytest.mark.parametrize("kernel", ["flash", "efficient"])
+def test_kernels_with_rows_first(kernel):
+    q, k = ((x[0], x[2], x[1], x[3]) for x in (Q, K))
+    more = [None] * (4 + (kernel == "efficient"))
+    assert counted(f"_{kernel}_attention_forward", q, k, k, *more) == FORWARD
+    assert counted(f"_{kernel}_attention_backward", q, q, k, k, *[None] * 6) == BACKWARD
+
+
+def test_sequences_of_many_lengths():
+    """Of 24 and 8 rows: each row meets at most the 24 keys of the longest."""
+    q, k, lengths = (32, 8, 4), (32, 2, 4), (3,)
+    assert counted("_flash_attention_forward", q, k, k, lengths, lengths, 24, 24) == 2 * 8 * 32 * 24 * 8
+
+
+def test_grouped_queries_count_alike_however_they_are_computed():
+    """Math repeats k and v and has products; the kernel of CPUs has neither."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(32, 32), nn.Linear(32, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k = (p(x).unflatten(-1, (-1, 4)).transpose(1, 2) for p in (self.q, self.k))
+            return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+
+    def step(backend: Any) -> dict[str, int]:
+        torch._dynamo.reset()
+        model = mfsdp.fully_shard(Attention())
+        found = {}
+
+        def count(program: Any) -> None:
+            found[program.phase] = fusion.total_flops(program)
+
+        from mfsdp import pipeline
+
+        options = {"lowering": "eager", "passes": (*pipeline.PIPELINE, ("count", count))}
+        with nn.attention.sdpa_kernel(backend):
+            torch.compile(model, backend="mfsdp", options=options)(torch.ones(2, 16, 32)).sum().backward()
+        return found
+
+    kernels = nn.attention.SDPBackend
+    flash, math = step(kernels.FLASH_ATTENTION), step(kernels.MATH)
+    assert flash["forward"] == math["forward"] > 0
+    scores = 2 * 2 * 8 * 16 * 16 * 4  # computed again by the kernel, saved by math
+    assert flash["backward"] == math["backward"] + scores
