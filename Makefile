@@ -14,7 +14,7 @@ help:
 	@echo "make fuzz     random modules, sharded at random, against their unsharded selves (MINUTES=10)"
 	@echo "make bench    steps side by side on a slow link (root, Linux); results in bench-out"
 	@echo "make bench-mixture  the same of a mixture of experts, four ranks"
-	@echo "make gpu      the tests that need a CUDA GPU"
+	@echo "make gpu      the tests that need a CUDA GPU, one for all ranks if need be (SYSTEM=1: without an environment of its own)"
 	@echo "make te       builds TransformerEngine in an environment of its own (7 GB, some ten minutes) and runs its tests"
 	@echo "make matrix   fast tests on several versions of torch, each in an environment of its own (VERSIONS=\"2.11.0 2.15.0\")"
 	@echo "make clean    remove what these commands made"
@@ -51,9 +51,11 @@ bench-mixture: $(VENV)/.demo compiler
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
 
-gpu: $(VENV)/.test
-	@found=$$($(BIN)/python -c "import torch; print(torch.cuda.is_available())") || exit 1; \
-	if [ "$$found" = True ]; then $(BIN)/python -m pytest -m gpu --record gpu-record $(ARGS); \
+# SYSTEM=1 runs it by $(PYTHON) as it is, with the sources in front of it: no environment is made, nothing downloaded.
+GPU_PYTHON := $(if $(SYSTEM),PYTHONPATH="$(CURDIR)/src:$$PYTHONPATH" $(PYTHON),$(BIN)/python)
+gpu: $(if $(SYSTEM),,$(VENV)/.test)
+	@found=$$($(GPU_PYTHON) -c "import torch; print(torch.cuda.is_available())") || exit 1; \
+	if [ "$$found" = True ]; then $(GPU_PYTHON) -m pytest -m gpu --record gpu-record $(ARGS); \
 	else echo "make gpu: no CUDA GPU here, nothing was run"; fi
 
 TE := .cache/te

@@ -277,9 +277,18 @@ class Streams(TorchDispatchMode):
         self.races: list[str] = []
         self.sides: dict[str, Stream] = {}
         self._watches = False
+        self._inside = 0
         self._comm: dict[str, Stream] = {}
         self._seen: dict[int, _Storage] = {}
         self._forward: dict[str, Stream] = {}
+
+    def __enter__(self) -> Any:
+        self._inside += 1
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._inside -= 1
+        super().__exit__(*exc)
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -345,9 +354,12 @@ class Streams(TorchDispatchMode):
             known.read[stream] = (at, what)
 
     def _freed(self, known: _Storage) -> None:
-        """The last reference has gone: who may still use the memory?"""
+        """The last reference has gone: who may still use the memory? Outside of the mode only our own streams: whoever
+        lets go of a model whose programs ran on several streams has to wait for those.
+        """
         for other, when, op in known.uses() if self._watches else ():
-            if other not in (known.home, *known.told) and not self._behind(known.home, other, when):
+            ours = other.of is not None or self._inside > 0
+            if ours and other not in (known.home, *known.told) and not self._behind(known.home, other, when):
                 self.races.append(f"memory of {known.home.name} goes while {op} on {other.name} may use it")
 
     def _behind(self, stream: Stream, other: Stream, when: int) -> bool:

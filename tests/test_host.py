@@ -36,6 +36,7 @@ from mfsdp.spec.hardware import hardware
 from tests.loopback import Stream, Streams
 from tests.models import GPT, Block
 from tests.parity import compiled
+from tests.ranks import here
 from tests.toys import offloaded
 
 LAYERS, LENGTH, BATCH = 4, 32, 4
@@ -60,12 +61,12 @@ def build(kind: str = "gpt") -> nn.Module:
     if kind == "split":
         for block in model.blocks:
             block.forward = split.__get__(block)
-    return model
+    return model.to(here())
 
 
 def batch(seed: int = 0) -> torch.Tensor:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return torch.randint(512, (BATCH, LENGTH), generator=torch.Generator().manual_seed(10 * seed + rank))
+    return torch.randint(512, (BATCH, LENGTH), generator=torch.Generator().manual_seed(10 * seed + rank)).to(here())
 
 
 def plain(run: nn.Module, model: nn.Module) -> Iterator[torch.Tensor]:
