@@ -14,8 +14,8 @@ help:
 	@echo "make fuzz     random modules, sharded at random, against their unsharded selves (MINUTES=10)"
 	@echo "make bench    steps side by side on a slow link (root, Linux); results in bench-out"
 	@echo "make bench-mixture  the same of a mixture of experts, four ranks"
-	@echo "make gpu      the tests that need a CUDA GPU"
-	@echo "make bench-gpu  steps on one GPU beside FSDP2's and Megatron-FSDP's (SYSTEM=1: with this machine's own Python)"
+	@echo "make gpu      the tests that need a CUDA GPU, one for all ranks if need be (SYSTEM=1: with this machine's own Python)"
+	@echo "make bench-gpu  steps on one GPU beside FSDP2's and Megatron-FSDP's (SYSTEM=1 as well)"
 	@echo "make te       builds TransformerEngine in an environment of its own (7 GB, some ten minutes) and runs its tests"
 	@echo "make matrix   fast tests, and those with clients, on several versions of torch, each in an environment of its own (VERSIONS=\"2.11.0 2.15.0\")"
 	@echo "make clean    remove what these commands made"
@@ -52,14 +52,15 @@ bench-mixture: $(VENV)/.demo compiler
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES) $(ARGS)
 
-gpu: $(VENV)/.test
-	@found=$$($(BIN)/python -c "import torch; print(torch.cuda.is_available())") || exit 1; \
-	if [ "$$found" = True ]; then $(BIN)/python -m pytest -m gpu --record gpu-record $(ARGS); \
+# SYSTEM=1: $(PYTHON) with what it has installed and the sources in front; no environment is made, nothing downloaded.
+RUN := $(if $(SYSTEM),PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON),$(BIN)/python)
+INSTALLED := $(if $(SYSTEM),,$(VENV)/.test)
+gpu: $(INSTALLED)
+	@found=$$($(RUN) -c "import torch; print(torch.cuda.is_available())") || exit 1; \
+	if [ "$$found" = True ]; then $(RUN) -m pytest -m gpu --record gpu-record $(ARGS); \
 	else echo "make gpu: no CUDA GPU here, nothing was run"; fi
 
-# SYSTEM=1: with $(PYTHON) and what it has installed, no environment and no network.
-RUN := $(if $(SYSTEM),PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON),$(BIN)/python)
-bench-gpu: $(if $(SYSTEM),,$(VENV)/.test)
+bench-gpu: $(INSTALLED)
 	$(RUN) examples/bench/gpu.py $(ARGS)
 
 TE := .cache/te

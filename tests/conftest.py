@@ -30,7 +30,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Record(config.getoption("--record")))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+TELLING = ("test_gpu", "test_nccl", "test_fake_ranks", "test_te", "test_races", "test_host")
+"""Files in the order in which ``-m gpu`` runs them; others come behind."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("-m") == "gpu":
+        rank = {name: i for i, name in enumerate(TELLING)}
+        items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
     for item in items:
         if item.get_closest_marker("inductor") and compiler is None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from tests.parity import error
+from tests.ranks import here
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -23,7 +24,7 @@ def next_token(model: Any, ids: torch.Tensor) -> torch.Tensor:
 def tokens(number: int, vocab: int = 34, length: int = 9) -> torch.Tensor:
     """The batch of a data-parallel rank."""
     torch.manual_seed(7 + number)
-    return torch.randint(vocab, (2, length))
+    return torch.randint(vocab, (2, length)).to(here())
 
 
 def trained_alike(
@@ -77,5 +78,5 @@ def reset() -> None:
 def twin(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     """Two equal models in fp64, the same on every rank."""
     torch.manual_seed(0)
-    reference = build().double()
+    reference = build().double().to(here())
     return reference, copy.deepcopy(reference)

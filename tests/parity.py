@@ -13,12 +13,13 @@ from torch import nn
 
 import mfsdp
 from tests.models import CASES, Case
+from tests.ranks import here
 
 
 def build(case: Case, **sharding: Any) -> tuple[nn.Module, nn.Module]:
     """The unsharded model and a sharded copy of it, the same on every rank."""
     torch.manual_seed(0)
-    reference = case.build()
+    reference = case.build().to(here())
     model = copy.deepcopy(reference)
     mfsdp.fully_shard(model, units=case.units, **sharding)
     return reference, model
@@ -37,7 +38,7 @@ def batches(case: Case, step: int = 0) -> list[torch.Tensor]:
     out = []
     for rank in range(dist.get_world_size()):
         torch.manual_seed(1000 * step + rank + 1)
-        out.append(case.batch())
+        out.append(case.batch().to(here()))
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ class Record:
     def __init__(self, folder: Path):
         self.folder, self.begun = folder, time.time()
         self.tests: dict[str, dict[str, Any]] = {}
+        """In the order in which they ran."""
+        self.about: dict[str, Any] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         test = self.tests.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
@@ -43,10 +46,21 @@ class Record:
         }
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "record.json").write_text(json.dumps({**about, "tests": self.tests}, indent=1) + "\n")
+        (self.folder / "record.txt").write_text("\n".join(self._lines(about)) + "\n")
+        self.about = about
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """The same table, behind pytest's own output."""
+        for line in self._lines(self.about):
+            terminalreporter.write_line(line)
+
+    def _lines(self, about: dict[str, Any]) -> list[str]:
+        counts = Counter(test["outcome"] for test in self.tests.values())
+        about = {**about, "tests": ", ".join(f"{n} {outcome}" for outcome, n in sorted(counts.items()))}
         lines = [f"{name:8} {value}" for name, value in about.items()]
-        for name, test in sorted(self.tests.items()):
+        for name, test in self.tests.items():
             more = "; ".join([test.get("why", ""), *(f"{k} {v}" for k, v in test.get("figures", {}).items())]).strip(
                 "; "
             )
             lines.append(f"{test['outcome']:8} {test['seconds']:8.1f} s  {name}  {more}".rstrip())
-        (self.folder / "record.txt").write_text("\n".join(lines) + "\n")
+        return lines

@@ -20,7 +20,7 @@ from torch import nn
 import mfsdp
 from tests.models import GPT, Block, llama
 from tests.parity import averaged, error, whole
-from tests.ranks import Ranks, collectives_told
+from tests.ranks import Ranks, collectives_told, here
 from tests.trainers import environment, fresh_logits, logged, trainer
 
 EAGER = {"lowering": "eager"}
@@ -333,7 +333,7 @@ def trained(folder: str) -> dict[str, Any]:
         resumed.train(resume_from_checkpoint=folder + "/ours/checkpoint-2")
         bitwise = [torch.equal(a.to_local(), b.to_local()) for a, b in zip(model.parameters(), other.parameters())]
     with torch.no_grad():
-        logits = again(torch.arange(12)[None]).logits
+        logits = again(torch.arange(12, device=here())[None]).logits.cpu()
     return {"ours": [*logged(ours, "loss", "grad_norm"), evaluated], "far": differs, "bitwise": bitwise,
             "ddp": [*logged(ddp, "loss", "grad_norm"), theirs], "logits": logits}  # fmt: skip
 

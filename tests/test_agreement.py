@@ -20,6 +20,7 @@ import mfsdp
 from mfsdp.runtime import agreement, groups
 from mfsdp.runtime.agreement import Apart, Company, Words
 from tests.parity import averaged, error, whole
+from tests.ranks import here
 
 EAGER = {"lowering": "eager"}
 
@@ -27,7 +28,7 @@ EAGER = {"lowering": "eager"}
 def throwaway() -> DeviceMesh:
     """A mesh whose groups may break: no other test has them."""
     group = dist.new_group(list(range(dist.get_world_size())))
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",))
+    return DeviceMesh.from_group(group, here().type, mesh_dim_names=("dp_shard",))
 
 
 class Layers(nn.Module):
@@ -71,14 +72,14 @@ def said(run: Callable[[], Any]) -> str:
 
 def compiled_layers(**sharding: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    model = mfsdp.fully_shard(Layers(), units=["layers.*"], **{"mesh": throwaway(), **sharding})
+    model = mfsdp.fully_shard(Layers().to(here()), units=["layers.*"], **{"mesh": throwaway(), **sharding})
     return model, torch.compile(model, backend="mfsdp", options=EAGER)
 
 
 def layers_differ(how: str) -> str:
     model, run = compiled_layers()
     model.skip, model.turned = (1 + dist.get_rank(), False) if how == "skip" else (None, dist.get_rank() == 1)
-    return said(lambda: run(torch.ones(2, 4)).sum().backward())
+    return said(lambda: run(torch.ones(2, 4, device=here())).sum().backward())
 
 
 @pytest.mark.dist

@@ -25,7 +25,7 @@ from mfsdp.runtime import agreement, ahead, observers, slots
 from mfsdp.runtime.agreement import Apart, Company, Words
 from mfsdp.runtime.runs import Run
 from tests.parity import whole
-from tests.ranks import collectives_told
+from tests.ranks import collectives_told, here
 from tests.test_kept_casts import BF16, HALF, WRITES
 
 ADAM: Any = importlib.import_module("torch.optim.adam")
@@ -63,7 +63,7 @@ class Pair:
         **sharding: Any,
     ):
         torch.manual_seed(0)
-        first = build()
+        first = build().to(here())
         self.models = [
             mfsdp.fully_shard(m, units=list(units), mp_policy=policy or mfsdp.MixedPrecisionPolicy(), **sharding)
             for m in (first, copy.deepcopy(first))
@@ -79,7 +79,7 @@ class Pair:
         torch.manual_seed(1 + dist.get_rank())
 
     def forward(self, name: str = "forward") -> list[torch.Tensor]:
-        x = torch.randn(3, 6, dtype=self.dtype)
+        x = torch.randn(3, 6, dtype=self.dtype).to(here())
         outs = []
         for run in self.runs:
             with adopted() as seen:

@@ -20,6 +20,7 @@ from examples.bench.bench import peak_of
 from mfsdp.state.placement import STRATEGIES
 from tests.models import CASES, GPT, Block
 from tests.parity import averaged, batches, error
+from tests.ranks import here
 from tests.test_strategies import TWO_LEVELS, sharding
 
 KINDS = [*STRATEGIES, "flat", "fsdp2", "plain"]
@@ -29,9 +30,9 @@ CASE = CASES["gpt"]
 def trainer(kind: str, seed: int, units: Any = (Block,), **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model and its optimizer; weights depend on the seed."""
     torch.manual_seed(seed)
-    model = GPT(tied=False).double()
+    model = GPT(tied=False).double().to(here())
     if kind == "fsdp2":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(here().type, (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)

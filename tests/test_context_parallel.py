@@ -15,6 +15,7 @@ import mfsdp
 from examples.parallel.model import Attention, Layer, Llama
 from tests.parallel import graphs, next_token, reset, tokens, trained_alike, twin
 from tests.parity import compiled
+from tests.ranks import here
 
 pytestmark = pytest.mark.dist
 
@@ -27,7 +28,8 @@ class Gathered(Attention):
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k, v = (fc.all_gather_tensor_autograd(x.contiguous(), 2, self.group) for x in (k, v))
         mine, every = q.shape[2], k.shape[2]
-        mask = torch.arange(mine).unsqueeze(1) + self.group.rank() * mine >= torch.arange(every)
+        rows, columns = (torch.arange(n, device=q.device) for n in (mine, every))
+        mask = rows.unsqueeze(1) + self.group.rank() * mine >= columns
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
@@ -48,7 +50,7 @@ class Ulysses(Attention):
 
 def parity(kind: type[Any], lowering: str) -> Any:
     reset()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp"))
+    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("dp_shard", "cp"))
     reference, model = twin(lambda: Llama(layers=1))
     for layer in model.layers:  # type: ignore[union-attr]
         layer.attention.__class__ = kind

@@ -20,6 +20,7 @@ from mfsdp import pipeline
 from mfsdp.graph.program import Program, is_functional_collective
 from tests.parallel import graphs, next_token, reset, tokens, trained_alike, twin
 from tests.parity import compiled, error
+from tests.ranks import here
 from tests.test_plain_pieces import Enter, Leave
 
 pytestmark = pytest.mark.dist
@@ -28,8 +29,8 @@ pytestmark = pytest.mark.dist
 def meshes(ranks: int) -> tuple[DeviceMesh, DeviceMesh]:
     """All data-parallel ranks, and the same as (efsdp, ep)."""
     world = dist.get_world_size()
-    dense = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
-    return dense, init_device_mesh("cpu", (world // ranks, ranks), mesh_dim_names=("efsdp", "ep"))
+    dense = init_device_mesh(here().type, (world,), mesh_dim_names=("dp_shard",))
+    return dense, init_device_mesh(here().type, (world // ranks, ranks), mesh_dim_names=("efsdp", "ep"))
 
 
 def sharded(ranks: int, strategy: int = 3, of_experts: int = 3, **more: Any) -> tuple[Any, Any]:

@@ -1,8 +1,9 @@
-"""What only a GPU shows: ``make gpu``. One is enough for most; overlap needs two."""
+"""What only a GPU shows: ``make gpu``, with test_nccl.py. One is enough for all but overlap, which needs two."""
 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +24,9 @@ from tests.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.inductor]
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each rank")
+two_gpus = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="over loopback sockets NCCL does not overlap: two GPUs"
+)
 
 
 def pair(width: int = 256, layers: int = 4) -> tuple[nn.Module, nn.Module, torch.Tensor]:
@@ -132,6 +135,8 @@ def test_streamed_state_has_the_same_bits_in_less_memory():
         whole = [t.full_tensor().cpu() for t in (*model.parameters(), *state)]
         found.append((whole, torch.cuda.memory_allocated(), sum(s.to_local().nbytes for s in state)))
         del model, optimizer, run, state
+        torch._dynamo.reset()
+        gc.collect()  # the first model is gone when the second one is measured
     (plain, before, nbytes), (streamed, after, _) = found
     assert all(map(torch.equal, plain, streamed))
     assert before - after > nbytes / 2, "all but two rooms"
@@ -219,13 +224,6 @@ def parity_on_gpus(wires: torch.dtype, segments: bool) -> float:
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         worst = max(worst, error(p.grad.full_tensor(), q.grad))
     return worst
-
-
-@two_gpus
-@pytest.mark.parametrize("segments", [False, True])
-@pytest.mark.parametrize(("wires", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
-def test_two_gpus_agree_with_one(gpus, wires, bound, segments):
-    assert max(gpus.run(parity_on_gpus, wires, segments, timeout=300)) < bound
 
 
 def overlapped() -> float:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,9 +20,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
+from mfsdp.runtime import groups
 from mfsdp.state.mesh import axes
 from tests.models import CASES, MLP
 from tests.parity import batches, clip_and_step, compiled, error, farthest
+from tests.ranks import Ranks
 
 Names = tuple[str, ...] | None
 
@@ -350,3 +356,100 @@ def mixed() -> float:
 @pytest.mark.dist
 def test_units_with_strategies_of_their_own_on_two_levels(four_ranks):
     assert max(four_ranks.run(mixed, timeout=300)) < 1e-9
+
+
+class Torch:
+    """Groups over NCCL, played by gloo's, and what is asked of torch for them."""
+
+    def __init__(self, config: str, bound: bool):
+        self.config, self.bound, self.asked = config, bound, list[str]()
+
+    def __enter__(self) -> Torch:
+        self.really = dist.new_group
+        options = SimpleNamespace(Options=lambda is_high_priority_stream: "options")
+        self.patches = [
+            mock.patch.object(dist, "get_backend_config", lambda group=None: self.config),
+            mock.patch.object(dist, "ProcessGroupNCCL", options, create=True),
+            mock.patch.object(dist, "new_group", self.new_group),
+            mock.patch.object(dist, "split_group", self.split_group),
+            mock.patch.object(groups, "_lanes", {}),
+        ]
+        for patch in self.patches:
+            patch.start()
+        dist.group.WORLD.bound_device_id = torch.device("cuda", 0) if self.bound else None
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        dist.group.WORLD.bound_device_id = None
+        for patch in self.patches:
+            patch.stop()
+
+    def new_group(self, ranks: list[int], backend: str | None = None, pg_options: Any = None, **how: Any) -> Any:
+        """Bound, it splits the default group, whose every rank has to call."""
+        self.asked.append(f"new {backend} of {list(ranks)}")
+        assert not self.bound or len(ranks) == dist.get_world_size(), "other ranks of the default group wait for ever"
+        return self.made(ranks, **how)
+
+    def made(self, ranks: list[int], **how: Any) -> Any:
+        dist.group.WORLD.bound_device_id = None
+        try:
+            return self.really(ranks, **how)
+        finally:
+            dist.group.WORLD.bound_device_id = torch.device("cuda", 0) if self.bound else None
+
+    def split_group(
+        self,
+        parent: Any,
+        ranks: list[list[int]],
+        pg_options: Any = None,
+        group_desc: str = "",
+        backend: str | None = None,
+    ) -> Any:
+        """Of the parent's ranks, by their places there; as torch 2.14 compares names of backends."""
+        if backend is not None and backend not in self.config.split(","):
+            raise ValueError(f"Backend mismatch: {backend} of {self.config}")
+        (places,) = ranks
+        assert places == list(range(parent.size())) and pg_options == "options"
+        self.asked.append(f"split {backend} of {dist.get_process_group_ranks(parent)}")
+        return self.made(dist.get_process_group_ranks(parent), use_local_synchronization=True, group_desc=group_desc)
+
+
+def lanes_over_nccl(members: list[int], config: str, bound: bool, number: int) -> list[str]:
+    """What is asked of torch for the lanes of a group of some ranks; others of the default group do nothing."""
+    dist.distributed_c10d._world.group_count = 1000 * number  # the next test finds all ranks alike
+    if dist.get_rank() not in members:
+        return []
+    group = dist.new_group(members, use_local_synchronization=len(members) < dist.get_world_size())
+    with Torch(config, bound) as torch_:
+        lanes = groups.lanes_of(str(group.group_name), "cuda")
+        assert groups.lanes_of(str(group.group_name), "cuda") == lanes and len({*lanes, str(group.group_name)}) == 3
+    for lane in lanes:
+        total = torch.ones(1)
+        dist.all_reduce(total, group=groups.process_group(lane))
+        assert total == len(members) and groups.ranks(lane) == members
+    return torch_.asked
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Callable[..., list[Any]]]:
+    """Three ranks of this file's own: some of them make groups that others do not know."""
+    ranks, numbers = Ranks(3, start="forkserver"), itertools.count(1)
+    yield lambda *given: ranks.run(lanes_over_nccl, *given, next(numbers))
+    ranks.stop()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("nccl", ["nccl", "nccl2", "nccl-legacy"])
+@pytest.mark.parametrize("config", ["cuda:{}", "cpu:gloo,cuda:{}"])
+def test_lanes_of_a_part_of_the_ranks_are_split_from_its_own_group(three, nccl, config):
+    """Where the default group is bound to a device, as every group of torch 2.15's default backend is."""
+    for rank, asked in enumerate(three([0, 2], config.format(nccl), True)):
+        assert asked == ([] if rank == 1 else [f"split cuda:{nccl} of [0, 2]"] * 2)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("nccl", ["nccl", "nccl2"])
+@pytest.mark.parametrize(("members", "bound"), [([0, 1, 2], True), ([0, 1, 2], False), ([0, 2], False)])
+def test_other_lanes_are_new_groups_of_the_same_backend(three, nccl, members, bound):
+    for rank, asked in enumerate(three(members, f"cuda:{nccl}", bound)):
+        assert asked == ([f"new {nccl} of {members}"] * 2 if rank in members else [])

@@ -14,6 +14,7 @@ import mfsdp
 from mfsdp.state.optimizer import fully_shard_optimizer
 from tests.models import CASES, GPT, Block
 from tests.parity import error, whole
+from tests.ranks import here
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -44,7 +45,7 @@ def fill(models: list[nn.Module], step: int, missing: Any = None) -> None:
     """The same gradients in all models; those of parameters that ``missing`` names are ``None``."""
     torch.manual_seed(100 + step)
     for number, params in enumerate(zip(*(m.parameters() for m in models), strict=True)):
-        grad = torch.randn(params[0].shape)
+        grad = torch.randn(params[0].shape).to(params[0].device)
         for p in params:
             at = p.sharding.local()
             part = grad.reshape(-1)[at.param_offset : at.param_offset + at.numel].view(at.shape)
@@ -53,7 +54,7 @@ def fill(models: list[nn.Module], step: int, missing: Any = None) -> None:
 
 def sharded(**kwargs: Any) -> list[nn.Module]:
     torch.manual_seed(0)
-    first = GPT(tied=False)
+    first = GPT(tied=False).to(here())
     models = [first, copy.deepcopy(first)]
     return [mfsdp.fully_shard(m, units=[Block], **kwargs) for m in models]
 

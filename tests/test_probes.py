@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from mfsdp.spec.config import Options
+from tests.ranks import here
 
 
 class Block(nn.Module):
@@ -71,7 +72,7 @@ def told(lines: list[str], count: int = 1, seconds: float = 20.0) -> list[str]:
 def model_of(lowering: str = "eager", units: Any = (Block,), **more: Any) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     options = {name: more.pop(name) for name in ("check_finite", "check_replicas", "patience") if name in more}
-    model: nn.Module = Net()
+    model: nn.Module = Net().to(here())
     if units is not None:
         model = mfsdp.fully_shard(model, units=list(units), **more)
     options = {"patience": 0.5, **options}
@@ -81,7 +82,7 @@ def model_of(lowering: str = "eager", units: Any = (Block,), **more: Any) -> tup
 
 def data(step: int) -> torch.Tensor:
     torch.manual_seed(10 * step + dist.get_rank())
-    return torch.randn(4, 8)
+    return torch.randn(4, 8).to(here())
 
 
 def poison(tensor: torch.Tensor, value: float = float("nan")) -> None:
@@ -93,18 +94,18 @@ def trained(what: str, lowering: str, steps: int = 4, at: int = 2, **more: Any) 
     """Trains, and on the second rank something goes wrong in one step."""
     model, run = model_of(lowering, **{"check_finite": 1, **more})
     optim = torch.optim.SGD(model.parameters(), lr=0.01)
-    here = dist.get_rank() == 1
+    mine = dist.get_rank() == 1
     with logged() as lines:
         for step in range(1, steps + 1):
             x = data(step)
-            if step == at and what == "argument" and here:
+            if step == at and what == "argument" and mine:
                 poison(x)
             if step == at and what == "weights":
                 rows = dict(model.named_parameters())["layers.1.down.weight"].to_local()
-                if here:
+                if mine:
                     poison(rows, float("inf"))
             loss = run(x).square().mean()
-            if step == at and what == "gradient" and here:
+            if step == at and what == "gradient" and mine:
                 loss = loss * float("inf")
             loss.backward()
             optim.step()
@@ -136,7 +137,7 @@ def test_the_first_place_and_its_rank_are_told_once_on_all_ranks(two_ranks, what
 def apart(lowering: str = "eager") -> list[str]:
     """Over two axes, or whole on all ranks, one rank's weights drift."""
     two = dist.get_world_size() == 4
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_outer", "dp_shard")) if two else None
+    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("dp_outer", "dp_shard")) if two else None
     sharding: dict[str, Any] = {"mesh": mesh} if two else {"strategy": "no_shard"}
     model, run = model_of(lowering, check_replicas=2, **sharding)
     optim = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -23,7 +23,7 @@ from mfsdp.graph.roles import Kind
 from mfsdp.runtime import grids
 from mfsdp.spec.grid import Digit, Grid, decode, encode
 from tests.fp8 import RECIPES, Coded, Pair, stack
-from tests.ranks import collectives_told
+from tests.ranks import collectives_told, here
 
 BF16 = {"dtype": torch.bfloat16}
 
@@ -429,7 +429,7 @@ def torchao_trained(recipe: str, backend: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     rank = torch.distributed.get_rank()
-    model = torchao_model(recipe)
+    model = torchao_model(recipe).to(here())
     if backend == "fsdp2":
         model = model.float()
         policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -441,7 +441,7 @@ def torchao_trained(recipe: str, backend: str) -> list[torch.Tensor]:
         run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", "quantize": backend == "on"})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank)).to(**BF16)
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank)).to(here(), **BF16)
         run(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

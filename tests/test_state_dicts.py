@@ -28,6 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 import mfsdp
 from tests.models import GPT, MLP, Block
+from tests.ranks import here
 from tests.test_strategies import ONE_LEVEL, TWO_LEVELS, sharding
 
 pytestmark = pytest.mark.dist
@@ -61,7 +62,7 @@ MODELS: dict[str, Any] = {
 
 def unsharded(name: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    return MODELS[name][0]()
+    return MODELS[name][0]().to(here())
 
 
 def pair(name: str, place: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -73,7 +74,7 @@ def pair(name: str, place: str, seed: int = 0) -> tuple[nn.Module, torch.optim.O
 
 def step(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
     torch.manual_seed(100 * number + dist.get_rank())
-    loss = model(MODELS[name][1]()).float().square().mean()
+    loss = model(MODELS[name][1]().to(here())).float().square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -86,7 +87,7 @@ def reference(name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     groups = [{"params": list(model.parameters())[::2], "lr": 1e-2}, {"params": list(model.parameters())[1::2]}]
     optimizer = torch.optim.AdamW(groups, lr=1e-3)
     torch.manual_seed(5)
-    model(MODELS[name][1]()).float().square().mean().backward()
+    model(MODELS[name][1]().to(here())).float().square().mean().backward()
     optimizer.step()
     weights, state = get_state_dict(model, optimizer)
     return copy.deepcopy(weights), copy.deepcopy(state)
@@ -94,7 +95,7 @@ def reference(name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 def alike(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
-        return type(a) is type(b) and torch.equal(a, b)
+        return type(a) is type(b) and torch.equal(a.cpu(), b.cpu())
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(alike(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import mfsdp
 from tests.models import CASES, GPT
 from tests.parity import averaged, batches, build, clip_and_step, compiled, error, farthest, whole
-from tests.ranks import collectives_told
+from tests.ranks import collectives_told, here
 
 ONE_LEVEL: dict[str, dict[str, Any]] = {
     "no_shard": {"strategy": 0},
@@ -52,7 +52,7 @@ BF16 = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 def sharding(place: str, **more: Any) -> dict[str, Any]:
     if place in ONE_LEVEL:
         return {**ONE_LEVEL[place], **more}
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_outer", "dp_shard"))
+    mesh = init_device_mesh(here().type, (2, dist.get_world_size() // 2), mesh_dim_names=("dp_outer", "dp_shard"))
     return {**TWO_LEVELS[place], "mesh": mesh, **more}
 
 

@@ -201,7 +201,7 @@ def test_modules_are_told(te, name):
     assert any(k.endswith("_extra_state") for k in model.state_dict())
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     mfsdp.fully_shard(model, mp_policy=mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16))
-    assert all(torch.equal(p.full_tensor().to(weights[n].dtype), weights[n]) for n, p in model.named_parameters())
+    assert all(torch.equal(p.full_tensor().to(weights[n]), weights[n]) for n, p in model.named_parameters())
     assert list(model.state_dict()) == list(weights)
     model.load_state_dict(model.state_dict())
     inside = [m for m in model.modules() if isinstance(m, TransformerEngineBaseModule) and m._parameters]
@@ -269,7 +269,7 @@ def test_quantised_parameters(te):
     model[0].primary_weights_in_fp8 = True
     assert transformer_engine.quantised(model[0].weight)
     mfsdp.fully_shard(model)
-    assert torch.equal(model[0].weight.full_tensor(), data.float() * 0.5) and not model[0].primary_weights_in_fp8
+    assert torch.equal(model[0].weight.full_tensor().cpu(), data.float() * 0.5) and not model[0].primary_weights_in_fp8
     assert model[0].weight.tensor_model_parallel is False and not {"_data", "_scale_inv"} & set(vars(model[0].weight))
 
 

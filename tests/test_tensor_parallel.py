@@ -30,12 +30,13 @@ import mfsdp
 from examples.parallel.model import Layer, Llama, tensor_parallel
 from tests.parallel import graphs, next_token, reset, tokens, trained_alike, twin
 from tests.parity import compiled, error
+from tests.ranks import here
 
 pytestmark = pytest.mark.dist
 
 
 def two_by_two(shape: tuple[int, ...] = (2, 2)) -> Any:
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp")[-len(shape) :])
+    return init_device_mesh(here().type, shape, mesh_dim_names=("dp_replicate", "dp_shard", "tp")[-len(shape) :])
 
 
 class WithLoss(nn.Module):

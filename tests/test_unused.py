@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from tests.parity import error, whole
+from tests.ranks import here
 from tests.test_agreement import said, throwaway
 
 WIDTH = 6
@@ -52,7 +53,7 @@ WAYS = [
 
 def built(sharding: dict[str, Any], breaks: bool) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    reference = Layers(breaks)
+    reference = Layers(breaks).to(here())
     model = mfsdp.fully_shard(
         copy.deepcopy(reference), units=["first", "layers.*"], may_be_unused=["layers.*"], **sharding
     )
@@ -62,7 +63,7 @@ def built(sharding: dict[str, Any], breaks: bool) -> tuple[Any, Any]:
 def expected(reference: nn.Module) -> None:
     """Averages over ranks, with zeros from those that have none."""
     for p in reference.parameters():
-        there = torch.tensor(float(p.grad is not None))
+        there = torch.tensor(float(p.grad is not None), device=here())
         dist.all_reduce(there)
         if there:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -76,7 +77,7 @@ def trained(
     """The largest error of any loss, gradient, evaluation or weight over steps of two microbatches."""
     warnings.simplefilter("ignore")
     if shape:
-        sharding["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("dp_outer", "dp_shard"))
+        sharding["mesh"] = init_device_mesh(here().type, shape, mesh_dim_names=("dp_outer", "dp_shard"))
     reference, model = built(sharding, breaks)
     run = model if lowering == "none" else torch.compile(model, backend="mfsdp", options={"lowering": lowering})
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.1) for m in (model, reference)]
@@ -85,7 +86,7 @@ def trained(
         for micro in range(2):
             model.way = reference.way = ways[(rank + micro) % 4]
             torch.manual_seed(100 * step + 10 * micro + rank)
-            x = torch.randn(3, WIDTH)
+            x = torch.randn(3, WIDTH).to(here())
             model.zero_grad() if micro == 0 else None
             with mfsdp.no_sync(model) if micro == 0 and step % 2 == 0 else warnings.catch_warnings():
                 loss, want = run(x).square().mean(), reference(x).square().mean()

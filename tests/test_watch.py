@@ -24,6 +24,7 @@ import mfsdp
 from mfsdp.compiler import backend
 from mfsdp.runtime import groups, runs, watch
 from mfsdp.spec.config import Options
+from tests.ranks import here
 
 # What is said
 
@@ -143,7 +144,7 @@ def trained(
     """Losses of three steps, of this rank's own data. One may be late to the third; only there patience is short."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)))
+    model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2))).to(here())
     more = {"mesh": dist.init_device_mesh("cpu", mesh, mesh_dim_names=("dp_outer", "dp_shard"))} if mesh else {}
     mfsdp.fully_shard(model, units=["0", "1"], **more)
     run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", **options}) if compiled else model
@@ -153,7 +154,7 @@ def trained(
         if step == 2:
             watch.settle(options.get("patience", 0.5), raises, options.get("dump"))
             late(dist.get_rank())
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(here())
         loss = run(x).square().mean()
         loss.backward()
         optimizer.step()

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.ranks import here
+
 
 @contextmanager
 def environment(**more: str) -> Iterator[None]:
@@ -22,8 +24,18 @@ def environment(**more: str) -> Iterator[None]:
 
     before = dict(os.environ)
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "OMP_NUM_THREADS": 1}
-    os.environ.update({**{k: str(v) for k, v in names.items()}, "ACCELERATE_USE_CPU": "true", **more})
+    names: dict[str, Any] = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "OMP_NUM_THREADS": 1,
+    }
+    if here().type == "cpu":
+        names["ACCELERATE_USE_CPU"] = "true"
+    else:
+        names["LOCAL_RANK"] = here().index
+    os.environ.update({**{k: str(v) for k, v in names.items()}, **more})
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         yield
@@ -71,8 +83,9 @@ def trainer(folder: str, model: nn.Module, **arguments: Any) -> Any:
 
     given = {
         "per_device_train_batch_size": 2, "max_steps": 3, "gradient_accumulation_steps": 2, "save_steps": 2,
-        "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 1.0, "report_to": [], "use_cpu": True,
-        "disable_tqdm": True, "per_device_eval_batch_size": 2, "logging_nan_inf_filter": False,
+        "logging_steps": 1, "learning_rate": 1e-2, "max_grad_norm": 1.0, "report_to": [],
+        "use_cpu": here().type == "cpu", "disable_tqdm": True, "per_device_eval_batch_size": 2,
+        "logging_nan_inf_filter": False,
     }  # fmt: skip
     args = TrainingArguments(folder, **{**given, **arguments})
     return Trainer(model, args, train_dataset=Rows(24), eval_dataset=Rows(4))

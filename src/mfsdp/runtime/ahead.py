@@ -48,7 +48,7 @@ from typing import Any
 import torch
 
 from ..spec.units import Spec
-from . import devices, engine, kernels, runs
+from . import devices, engine, kernels, owners, runs
 from .agreement import Words
 from .observers import observer, recorded
 from .transport import End
@@ -117,7 +117,9 @@ class Early:
         self.finish()
         self.out = self.out.new_empty(0)
         buffer = self.buffer()
-        if buffer is not None and buffer.spec.kept:
+        if buffer is None:
+            owners.gone()  # and now nobody uses its static buffer
+        elif buffer.spec.kept:
             buffer.weights.stale = True
 
 

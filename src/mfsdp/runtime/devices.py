@@ -124,8 +124,8 @@ class Place:
 
 
 @functools.cache
-def aside(device: torch.device) -> torch.Stream | None:
-    """A stream beside those of compute, where one collective waits for another; ``None`` where there are no streams."""
+def side(device: torch.device, what: str) -> torch.Stream | None:
+    """A stream beside those of compute, one for each thing that is done there; ``None`` where there are no streams."""
     return None if device.type in ("cpu", "meta") else torch.Stream(device)
 
 
@@ -137,13 +137,3 @@ def follow(stream: torch.Stream | None, tensor: torch.Tensor) -> None:
     if here is not None and stream is not None and here != stream:
         here.wait_stream(stream)
         tensor.record_stream(here)
-
-
-def used(*tensors: torch.Tensor) -> None:
-    """Keeps memory that another stream may have allocated from being given away before the current one is done with
-    it.
-    """
-    for tensor in tensors:
-        here = current_stream(tensor.device)
-        if here is not None:
-            tensor.record_stream(here)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 
 from ..spec.formats import BLOCK, coded
-from . import devices
 from .groups import process_group
+from .inflight import InFlight
 from .runs import Run
 from .transport import End, Pairs
 
@@ -42,9 +42,8 @@ def gather(run: Run, pairs: Pairs, group: str, wire: str | None) -> End:
         arrived()
         for (full, _), messages in zip(pairs, _messages(came, sizes), strict=True):
             read(messages, full.view(ranks, -1))
-        devices.used(sent, came)
 
-    return end
+    return InFlight(sent.device, end, sent)
 
 
 def scatter(run: Run, pairs: Pairs, dtype: torch.dtype, group: str, wire: str | None) -> End:
@@ -72,9 +71,8 @@ def scatter(run: Run, pairs: Pairs, dtype: torch.dtype, group: str, wire: str | 
                 total.add_(part)
             if total is not shard:
                 shard.copy_(total)
-        devices.used(sent, came)
 
-    return end
+    return InFlight(sent.device, end, sent)
 
 
 def _messages(rows: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, ...]:

@@ -10,7 +10,7 @@ import pickle
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -116,9 +116,9 @@ def lanes_of(name: str, device: str) -> tuple[str, str]:
     group = process_group(name)
     found = _lanes.get((name, device))
     if found is None or found[0]() is not group:
-        nccl = f"{device}:nccl" in dist.get_backend_config(group)
-        gathers = _another(group, "mfsdp_gather", nccl) if nccl else name
-        lanes = gathers, _another(group, "mfsdp_reduce", nccl)
+        nccl = _nccl_of(group, device)
+        gathers = _another(group, "mfsdp_gather", device, nccl) if nccl else name
+        lanes = gathers, _another(group, "mfsdp_reduce", device, nccl)
         found = _lanes[name, device] = (weakref.ref(group), lanes)
     return found[1]
 
@@ -155,8 +155,23 @@ def _one_name(name: str, ranks: Sequence[int], hashed: bool) -> None:
             )
 
 
-def _another(group: dist.ProcessGroup, desc: str, nccl: bool) -> str:
-    """Name of a new group over the same ranks. NCCL's part has not run yet."""
+def _nccl_of(group: dist.ProcessGroup, device: str) -> str:
+    """Which of NCCL's backends a group has for a type of device: ``"nccl"``, which torch 2.15 makes a ``"nccl2"``,
+    ``"nccl2"``, ``"nccl-lazy"`` or ``"nccl-legacy"``; ``""`` for none.
+    """
+    backends = (each.split(":") for each in dist.get_backend_config(group).split(","))
+    return next((name for kind, name in backends if kind == device and name.startswith("nccl")), "")
+
+
+def _another(group: dist.ProcessGroup, desc: str, device: str, nccl: str) -> str:
+    """Name of a new group over the same ranks, which alone call. Where the default group is bound to a device (eager
+    NCCL, and every ``"nccl2"``) `new_group` splits the default group's communicator, for which its other ranks would
+    have to call too: there a group of some ranks is split from the one that it has the ranks of, by a backend of the
+    same name, as torch demands.
+
+    Args:
+        nccl: its backend, as `_nccl_of` says; ``""``: that of the default group.
+    """
     options = None
     ranks = dist.get_process_group_ranks(group)
     everybody = len(ranks) == dist.get_world_size()
@@ -164,18 +179,27 @@ def _another(group: dist.ProcessGroup, desc: str, nccl: bool) -> str:
     if nccl:
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if not everybody and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-            # new_group would split the communicator of the default group, for which its other ranks would have to call.
-            only = {"backend": "cuda:nccl"} if "backend" in inspect.signature(dist.split_group).parameters else {}
-            split: Any = dist.split_group
-            return str(split(group, [list(range(len(ranks)))], pg_options=options, group_desc=desc, **only).group_name)
+            return str(_split(group, f"{device}:{nccl}", pg_options=options, group_desc=desc).group_name)
     made = dist.new_group(
         ranks,
-        backend="nccl" if nccl else None,
+        backend=nccl or None,
         pg_options=options,
         use_local_synchronization=not everybody,
         group_desc=desc,
     )
     return str(made.group_name)
+
+
+def _split(group: dist.ProcessGroup, backend: str, **how: Any) -> dist.ProcessGroup:
+    """A group split from all ranks of another one; only that backend of it where torch can leave others out (from 2.13
+    on, and 2.13 does not know those of a group that was not told its backends).
+    """
+    split: Any = dist.split_group
+    everybody = [list(range(group.size()))]
+    if "backend" in inspect.signature(dist.split_group).parameters:
+        with suppress(ValueError):  # raised before anything is communicated, on all ranks
+            return split(group, everybody, backend=backend, **how)  # type: ignore[no-any-return]
+    return split(group, everybody, **how)  # type: ignore[no-any-return]
 
 
 _meshes: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], DeviceMesh]] = {}

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 import torch
 
 from . import devices
+from .inflight import InFlight, beside
 
 Direction = Literal["in", "out"]
 """Of a copy: to the device, or from it."""
@@ -62,19 +63,28 @@ def room(nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def copy(pairs: Pairs, direction: Direction, after: Sequence[End] = ()) -> End:
+def copy(pairs: Pairs, direction: Direction, after: Sequence[End | torch.Event] = ()) -> End:
     """Launches copies between a device and its host, behind what compute has been given so far, those of the same
     direction, and others.
 
     Args:
         pairs: contiguous tensors. Until the end nobody may write what is read, nor touch what is written.
-        after: ends of copies of the other direction.
+        after: ends of copies of the other direction; on a device also events behind them.
     """
     out, source = pairs[0]
     device = out.device if direction == "in" else source.device
-    if device.type == "cpu":
-        return _OnThread(_thread(direction, os.getpid()).submit(_copied, list(pairs), _rate, after), pairs)
-    return _OnStream(device, pairs, direction, after)
+    stream = devices.side(device, direction)
+    if stream is None:
+        ends = [end for end in after if not isinstance(end, torch.Event)]
+        return _OnThread(_thread(direction, os.getpid()).submit(_copied, list(pairs), _rate, ends), pairs)
+
+    @torch.no_grad()
+    def launch() -> None:
+        for target, read in pairs:
+            target.copy_(read, non_blocking=True)
+
+    events = [end.event if isinstance(end, InFlight) else end for end in after]
+    return beside(stream, device, launch, after=events)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -104,47 +114,3 @@ class _OnThread:
         self._held = ()
 
     landed = __call__
-
-
-@functools.cache
-def stream_of(direction: str, device: torch.device) -> torch.Stream:
-    """That of a device's copies in one direction, which share its link."""
-    return torch.Stream(device)
-
-
-class _OnStream:
-    """Nothing is told to the allocator: what a copy reads and writes is held until the streams that may have made it
-    are behind the copy.
-    """
-
-    _event: torch.Event
-
-    def __init__(self, device: torch.device, pairs: Pairs, direction: str, after: Sequence[End]):
-        here, self._device, self._held = devices.current_stream(device), device, pairs
-        assert here is not None
-        self._home, stream = here, stream_of(direction, device)
-        stream.wait_stream(here)
-        torch.accelerator.set_stream(stream)
-        try:
-            for end in after:
-                assert isinstance(end, _OnStream)
-                stream.wait_event(end._event)
-            with torch.no_grad():
-                for out, source in pairs:
-                    out.copy_(source, non_blocking=True)
-            self._event = stream.record_event()
-        finally:
-            torch.accelerator.set_stream(here)
-
-    def __call__(self) -> None:
-        for stream in {self._home, devices.current_stream(self._device)}:
-            stream.wait_event(self._event)  # type: ignore[union-attr]
-        self._held = ()
-
-    def landed(self) -> None:
-        self._event.synchronize()
-        self._held = ()
-
-    def __del__(self) -> None:
-        if getattr(self, "_held", ()):
-            self._home.wait_event(self._event)

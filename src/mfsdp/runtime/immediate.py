@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from ..spec.units import Spec
 from . import devices, formats, groups, runs
+from .inflight import InFlight, beside
 from .owners import gather_of, owner, reduction_of, refresh_of, unfinished
 from .transport import End, segments
 
@@ -79,17 +78,10 @@ def replicate(main: torch.Tensor, source: torch.Tensor, s: Spec) -> list[End]:
         run.launched += 1
         return formats.gather(run, segments(s.splits, s.world, source, part), s.group, wire)
 
-    side = devices.aside(main.device)
+    side = devices.side(main.device, "gathers that wait for others")
     if side is None:
         return [lambda: further()()]
-    with side:
-        last = further()
-    return [partial(_end, last, shard, part)]
-
-
-def _end(end: End, *kept: torch.Tensor) -> None:
-    """Calls an end, until when tensors are kept."""
-    end()
+    return [beside(side, main.device, further)]
 
 
 def _whole(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str) -> torch.Tensor:
@@ -195,7 +187,7 @@ def summed(tensor: torch.Tensor, s: Spec, lane: int) -> End:
         if whole is not tensor:
             tensor.copy_(whole[:numel])
 
-    return end
+    return InFlight(tensor.device, end)
 
 
 def on_any_rank(here: torch.Tensor, s: Spec) -> torch.Tensor:

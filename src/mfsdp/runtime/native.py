@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
 from . import devices, groups
+from .inflight import InFlight, beside
 from .transport import End, Member, Pairs, Turn
 
 # Named *_single from torch 2.13 on, where the old names warn; tried on 2.11 to 2.15.
@@ -63,7 +64,6 @@ class Native(Member):
                     torch.sum(parts, 0, dtype=dtype, out=shard)
                 else:
                     shard.copy_(torch.sum(parts, 0, dtype=dtype))
-            rooms.clear()
 
         return end
 
@@ -125,24 +125,23 @@ class Answers:
     def __init__(self, line: Native, word: int):
         device = devices.collective_device(line.name)
         mine = torch.full((1,), word, device=device)
-        self.words = mine.new_empty(line.size)
-        self.work: Any = _all_gather(self.words, mine, group=line.group, async_op=True)
-        self.event: torch.Event | None = None
-        if device.type != "cpu":
-            side = torch.Stream(device)
-            with side:
-                self.work.wait()
-                told = torch.empty(self.words.shape, dtype=torch.int64, pin_memory=True)
-                self.words = told.copy_(self.words, non_blocking=True)
-                self.event = torch.Event(device)
-                self.event.record(side)
+        words = mine.new_empty(line.size)
+        work: Any = _all_gather(words, mine, group=line.group, async_op=True)
+        side = devices.side(device, f"words over {line.name}")
+        if side is None:
+            self._words, self._flight = words, InFlight(device, work.wait, mine, words)
+            self.ready: Callable[[], bool] = work.is_completed
+            self._there: End = self._flight
+            return
+        told = torch.empty(words.shape, dtype=words.dtype, pin_memory=device.type != "cpu")
 
-    def ready(self) -> bool:
-        return bool(self.work.is_completed() if self.event is None else self.event.query())
+        def bring() -> None:
+            work.wait()
+            told.copy_(words, non_blocking=True)
+
+        self._words, self._flight = told, beside(side, device, bring, mine, words)
+        self.ready, self._there = self._flight.ready, self._flight.landed
 
     def wait(self) -> list[int]:
-        if self.event is None:
-            self.work.wait()
-        else:
-            self.event.synchronize()
-        return self.words.tolist()  # type: ignore[no-any-return]
+        self._there()
+        return self._words.tolist()  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .slots import holders
+from .slots import holders, release
 
 _OWNER = "_mfsdp_buffer"
 _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -30,6 +30,13 @@ def own(shard: torch.Tensor, buffer: Any) -> None:
     setattr(shard, _OWNER, weakref.ref(buffer))
     if not shard.is_meta:
         _owners[shard.untyped_storage()._cdata] = buffer
+        weakref.finalize(buffer, gone).atexit = False
+
+
+def gone() -> None:
+    """A buffer is gone; with the last one go static buffers, which programs of all models share."""
+    if not list(_owners.values()):
+        release()
 
 
 def owner(shard: torch.Tensor) -> Any:

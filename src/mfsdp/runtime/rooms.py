@@ -8,8 +8,7 @@ then), until a forward whose backward never comes is dropped, or until an except
 forward finds it taken, and gets another. Who is given a room that a device may still read or write has its copy wait.
 
 A copy runs beside compute: on a device on a stream for each direction, on a CPU, where the host is only another pool,
-in a thread for each (`hosts`). What it reads is kept until it has been waited for; memory goes back to whoever
-allocated it on the stream of compute, which waits, so that nothing has to be told to the allocator (``record_stream``).
+in a thread for each (`hosts`). What it reads and writes is kept until compute waits for it (Note [In flight]).
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from functools import partial
 from typing import Any
 
 import torch
 
-from . import devices, hosts, slots
+from . import hosts, slots
+from .inflight import InFlight
 from .transport import End
 
 
@@ -47,6 +46,10 @@ class Room:
     def vacant(self) -> bool:
         """Whether nobody has a tensor over it."""
         return slots.holders(self.storage) <= 1
+
+    def copying(self) -> bool:
+        """Whether a device still reads or writes it: nobody waits for that before memory of the system's goes."""
+        return self.copied is not None and not self.copied.query()
 
     def tensor(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
         """A tensor over it, with a version of its own: autograd does not see that copies write to it."""
@@ -86,7 +89,7 @@ class Pool(list[Room]):
         if fit:
             room = min(fit, key=lambda room: room.nbytes)
         else:
-            self[:] = [room for room in self if room not in free or self.round - room.round <= ROUNDS]
+            self[:] = [room for room in self if room not in free or room.copying() or self.round - room.round <= ROUNDS]
             self.append(room := Room(nbytes, device))
             _at[room.storage.data_ptr()] = room
         room.round = self.round
@@ -122,13 +125,13 @@ def offload(x: torch.Tensor) -> tuple[torch.Tensor, End]:
     """Launches the copy of a tensor to the host; what it gives, laid out alike, and what waits until it is complete."""
     source = _flat(x)
     room, out = _take(x, source.numel() * x.itemsize)
-    return out, _copy(_flat(out), source, x.device, "out", room)
+    return out, _copy(_flat(out), source, "out", room)
 
 
 def reload(host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, End]:
     """Launches the copy back to a device."""
     out = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
-    return out, _copy(_flat(out), _flat(host), device, "in", _at.get(host.data_ptr()))
+    return out, _copy(_flat(out), _flat(host), "in", _at.get(host.data_ptr()))
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -137,35 +140,15 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.detach().as_strided((extent,), (1,), x.storage_offset())
 
 
-def _copy(
-    target: torch.Tensor, source: torch.Tensor, device: torch.device, way: hosts.Direction, room: Room | None
-) -> End:
-    """Launches a copy. On a device it has not run yet; written after torch 2.13.
+def _copy(target: torch.Tensor, source: torch.Tensor, way: hosts.Direction, room: Room | None) -> End:
+    """Launches a copy, behind the last one of the same room.
 
     Args:
         way: ``"out"``, to the host, or ``"in"``.
         room: the host's part of it.
     """
-    stream, here = _stream(device, way), devices.current_stream(device)
-    if stream is None or here is None:
-        return hosts.copy([(target, source)], way)
-    stream.wait_stream(here)
-    if room is not None and room.copied is not None:
-        stream.wait_event(room.copied)
-    with stream:
-        target.copy_(source, non_blocking=True)
-    event = stream.record_event()
-    if room is not None:
-        room.copied = event
-    return partial(_arrived, event, device, target, source)
-
-
-def _arrived(event: torch.Event, device: torch.device, *kept: torch.Tensor) -> None:
-    """Makes compute wait for a copy, until when its tensors are kept."""
-    if (here := devices.current_stream(device)) is not None:
-        here.wait_event(event)
-
-
-def _stream(device: torch.device, way: hosts.Direction) -> torch.Stream | None:
-    """That of all copies of a device, each way; ``None`` where there are no streams."""
-    return None if device.type == "cpu" else hosts.stream_of(way, device)
+    last = [] if room is None or room.copied is None else [room.copied]
+    end = hosts.copy([(target, source)], way, last)
+    if room is not None and isinstance(end, InFlight):
+        room.copied = end.event
+    return end

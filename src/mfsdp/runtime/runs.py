@@ -19,6 +19,7 @@ import torch
 from . import groups, slots
 from .agreement import Apart, Company, Left, Lost, Said, Words, operation
 from .carriers import company_of, transport_of
+from .inflight import InFlight
 from .observers import frame, observer
 from .transport import End, Pairs, Transport
 
@@ -221,24 +222,28 @@ class Run:
 
     def gather(self, pairs: Pairs, group: str) -> End:
         """Launches all-gathers of shards into whole buffers."""
-        return partial(self.finish, self.line(group, pairs[0][0].device).gather(pairs, self), pairs)
+        device = pairs[0][0].device
+        return InFlight(device, partial(self.finish, self.line(group, device).gather(pairs, self)), pairs)
 
     def scatter(self, pairs: Pairs, dtype: torch.dtype, group: str) -> End:
         """Launches reduce-scatters of whole buffers into shards; sums are taken in a dtype."""
-        return partial(self.finish, self.line(group, pairs[0][0].device).scatter(pairs, dtype, self), pairs)
+        device = pairs[0][0].device
+        return InFlight(device, partial(self.finish, self.line(group, device).scatter(pairs, dtype, self)), pairs)
 
     def all_reduce(self, tensor: torch.Tensor, op: str, group: str) -> End:
         """Launches an all-reduce in place."""
-        return partial(self.finish, self.line(group, tensor.device).all_reduce(tensor, op, self), tensor)
+        device = tensor.device
+        return InFlight(device, partial(self.finish, self.line(group, device).all_reduce(tensor, op, self)), tensor)
 
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], group: str
     ) -> End:
         """Launches an exchange of rows."""
-        return partial(self.finish, self.line(group, out.device).all_to_all(out, sent, received, splits, self), out)
+        end = self.line(group, out.device).all_to_all(out, sent, received, splits, self)
+        return InFlight(out.device, partial(self.finish, end), out, sent)
 
-    def finish(self, arrived: End, kept: object = None) -> None:
-        """Waits for what was launched, until when tensors are kept."""
+    def finish(self, arrived: End) -> None:
+        """Waits for what was launched."""
         if not self.compared:
             self.agree()
         self.waits += 1

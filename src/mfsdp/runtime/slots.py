@@ -104,6 +104,18 @@ def forget() -> None:
     _at.clear()
 
 
+def release() -> None:
+    """Gives back the static buffers that nobody uses: the last model is gone. Garbage collectors call it, anywhere, so
+    it waits for no other thread; what it leaves the next model uses.
+    """
+    if _lock.acquire(blocking=False):
+        try:
+            for key in [key for key, static in list(_slots.items()) if static.vacant()]:
+                _drop(*key)
+        finally:
+            _lock.release()
+
+
 misses: Counter[str] = Counter()
 """How often a static buffer was still in use, by name."""
 
@@ -186,9 +198,8 @@ def beside() -> Iterator[None]:
 def forget_beside() -> None:
     """Gives back the static buffers of programs that have run beside others, but those that are still in use."""
     with _lock:
-        for device, slot in [key for key, static in _slots.items() if "+" in key[1] and static.vacant()]:
-            _at.pop(_slots.pop((device, slot)).storage.data_ptr(), None)
-            _pools.pop((device, slot), None)
+        for key in [key for key, static in _slots.items() if "+" in key[1] and static.vacant()]:
+            _drop(*key)
 
 
 def _of_stream(slot: str, device: torch.device) -> str:
@@ -199,16 +210,22 @@ def _of_stream(slot: str, device: torch.device) -> str:
 
 
 def _make(device: torch.device, slot: str, size: int) -> Static:
-    former = _slots.pop((device, slot), None)
-    if former is not None:  # the old and the new one are never there at once
-        _at.pop(former.storage.data_ptr(), None)
-        _pools.pop((device, slot), None)
-    del former
+    _drop(device, slot)  # the old and the new one are never there at once
     with _pool(slot, device):
         static = _slots[device, slot] = Static(torch.empty(size, dtype=torch.uint8, device=device).untyped_storage())
     if static.storage.data_ptr():
         _at[static.storage.data_ptr()] = static
     return static
+
+
+def _drop(device: torch.device, slot: str) -> None:
+    """Gives a static buffer's memory back, if nobody else has it: the pool goes behind it, or it frees nothing."""
+    former = _slots.pop((device, slot), None)
+    if former is not None:
+        pool = _pools.pop((device, slot), None)
+        _at.pop(former.storage.data_ptr(), None)
+        del former
+        del pool
 
 
 def _pool(slot: str, device: torch.device) -> AbstractContextManager[None]:
