@@ -4,8 +4,8 @@ Note [Constant masks]
 A model that is compiled whole often builds the mask of its attention in the graph, from ``arange`` and positions:
 transformers does where it would have to look at values to leave it out. Attention with a mask reads it from memory for
 every head, and takes none of the fastest kernels: on an H100 it took 63.6 ms instead of 20.1 for Llama-3.2-1B,
-2 x 4,096 tokens. The values of such a mask are known here. `fold` looks at every call of ``scaled_dot_product_attention`` in
-Dynamo's graph, before equal layers are outlined:
+2 x 4,096 tokens. The values of such a mask are known here. `fold` looks at every call of
+``scaled_dot_product_attention`` in Dynamo's graph, before equal layers are outlined:
 
     mask is                                    becomes
     lower triangular, as many queries as keys  is_causal=True
