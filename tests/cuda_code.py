@@ -7,23 +7,27 @@ is told of. What autograd and decompositions choose by device (attention, random
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import fx
+import torch._functorch.config as functorch_config
+from torch import fx, nn
 from torch._dynamo import device_interface
 from torch._inductor import compile_fx, config, scheduler
+from torch._inductor.dependencies import MemoryDep
 from torch._inductor.graph import GraphLowering
+from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+from torch._inductor.virtualized import V
 from torch.fx.node import map_aggregate
 from torch.utils import _triton
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import lowering, order, tracing
+from mfsdp.compiler import lowering, masks, order, tracing
 from mfsdp.compiler.capture import Capture
 from mfsdp.graph import ops
 from mfsdp.graph.program import Phase, Program, view_of
@@ -32,6 +36,9 @@ from tests.models import Case
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default: (0, 1), aten.bmm.default: (0, 1), aten.addmm.default: (1, 2), ops.mm: (4, 5)}
 """Matrix products, and which of their arguments are the matrices."""
+
+EXTERN = (ExternKernelSchedulerNode, NopKernelSchedulerNode)
+"""What Inductor calls, instead of writing a kernel for it."""
 
 Place = tuple[int, int]
 """A parameter: which all-gather of the program brings it, and its offset in what comes."""
@@ -48,32 +55,71 @@ class Written:
     code: str = ""
     padded: bool = False
     """Whether Inductor was free to pad strides."""
+    nbytes: int = 0
+    """Bytes that Triton's kernels read and write."""
 
 
 def write(
     case: Case, policy: mfsdp.MixedPrecisionPolicy, lower: Callable[..., Any] = lowering.inductor
 ) -> dict[Phase, Written]:
     """Forward and backward of one of eight ranks. ``lower`` is one of `lowering` that ends in a given compiler."""
+    with torch.device("meta"):
+        model = case.build()
+    return written(model, {}, case.units, policy, args=(case.batch(),), lower=lower)
+
+
+def written(
+    model: nn.Module,
+    kwargs: dict[str, Any],
+    units: Sequence[Any],
+    policy: mfsdp.MixedPrecisionPolicy,
+    *,
+    args: tuple[Any, ...] = (),
+    world: int = 8,
+    lower: Callable[..., Any] = lowering.inductor,
+    passes: pipeline.Table = pipeline.PIPELINE,
+) -> dict[Phase, Written]:
+    """The same of a model and its inputs, through given passes."""
     out: dict[Phase, Written] = {}
 
     def lowered(gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, keep: lowering.Transform) -> Any:
         def transform(graph: fx.GraphModule, phase: Phase) -> None:
             program = capture.program(graph, phase)
-            text = pipeline.run(program)[-1].listing
+            text = pipeline.run(program, passes=passes)[-1].listing
             out[phase] = Written(order.listed(program), text, reads(program))
 
         def compile(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
             mine = out["backward" if kwargs.get("is_backward") else "forward"]
             with pretended():
-                mine.code, mine.padded = inductors(graph, moved(graph), **kwargs)
+                mine.code, mine.padded, mine.nbytes = inductors(graph, moved(graph), **kwargs)
             return lowering._nothing(graph, example)
 
         return lower(gm, inputs, capture, transform, compile=compile)
 
-    with torch.device("meta"):
-        model = case.build()
     with patch.dict(tracing.CAPTURES, inductor=lowered):
-        mfsdp.trace(model, (case.batch(),), world=8, units=case.units, mp_policy=policy, lowering="inductor")
+        mfsdp.trace(model, args, kwargs, world=world, units=units, mp_policy=policy, lowering="inductor")
+    return out
+
+
+def plain(model: nn.Module, kwargs: dict[str, Any]) -> dict[Phase, Written]:
+    """What ``torch.compile`` alone makes of a model on the meta device, its constant masks left out all the same."""
+    out: dict[Phase, Written] = {}
+
+    def inner(graph: fx.GraphModule, example: Sequence[Any], **more: Any) -> Any:
+        mine = out["backward" if more.get("is_backward") else "forward"] = Written([], "", [])
+        with pretended():
+            mine.code, mine.padded, mine.nbytes = inductors(graph, moved(graph), **more)
+        return lowering._nothing(graph, example)
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        masks.fold(gm, ["" for _ in inputs])
+        fakes = tracing._on_cpu(gm, inputs)
+        with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
+            compile_fx.compile_fx(gm, fakes, inner_compile=inner)
+        return tracing._stop
+
+    with tracing._constants_on_meta(), tracing._logs_nothing(), suppress(tracing._Traced):
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(**kwargs)
     return out
 
 
@@ -165,14 +211,44 @@ class _Enough(Exception):
     """There is code; it need not be loaded."""
 
 
-def inductors(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> tuple[str, bool]:
-    """Inductor's code of a graph, and whether strides could be padded in it. Private in torch (``compile_fx_inner``,
-    ``save_output_code``, ``comprehensive_padding``); tried on 2.13.
+def _traffic(node: Any) -> int:
+    """Bytes that a kernel reads and writes, of a value no more than there is of it. Not what it keeps to itself, what
+    it only comes behind, or what it indexes by numbers that it has read (rows of an embedding).
     """
-    found: list[tuple[str, bool]] = []
+    total, made = 0, {dep.name for dep in node.read_writes.writes}
+    for deps, skipped in ((node.read_writes.reads, made), (node.read_writes.writes, set())):
+        most: dict[str, int] = {}
+        for dep in (d for d in deps if isinstance(d, MemoryDep) and d.name not in skipped and not d.is_indirect()):
+            if dep.name not in V.graph.removed_buffers:
+                size = min(int(dep.get_numel()), int(V.graph.get_numel(dep.name)))
+                most[dep.name] = max(most.get(dep.name, 0), size * V.graph.get_dtype(dep.name).itemsize)
+        total += sum(most.values())
+    return total
+
+
+def _added() -> int:
+    """Bytes of matrices that products add to theirs, which are a kernel's where they are not fused."""
+    calls = [n.node for n in V.graph.scheduler.nodes if isinstance(n, EXTERN)]
+    added = [c.inputs[0] for c in calls if str(getattr(c, "python_kernel_name", "")).endswith("addmm")]
+    sizes = [[int(n) for n in x.get_size()] for x in added]
+    return sum(s[0] * s[1] * x.get_dtype().itemsize for s, x in zip(sizes, added) if len(s) == 2 and _dense(x))
+
+
+def _dense(x: Any) -> bool:
+    """Whether a matrix is one, and not a row that is read again for each of its rows."""
+    return 0 not in [int(n) for n in x.get_stride()]
+
+
+def inductors(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> tuple[str, bool, int]:
+    """Inductor's code of a graph, whether strides could be padded in it, and the bytes that its own kernels move.
+    Private in torch (``compile_fx_inner``, ``save_output_code``, ``comprehensive_padding``,
+    and what `_traffic` asks of schedulers' nodes); tried on 2.13.
+    """
+    found: list[tuple[str, bool, int]] = []
 
     def save(code: str) -> None:
-        found.append((code, config.comprehensive_padding))
+        own = [n for n in V.graph.scheduler.nodes if not isinstance(n, EXTERN)]
+        found.append((code, config.comprehensive_padding, sum(map(_traffic, own)) + _added()))
         raise _Enough
 
     with config.patch(fx_graph_cache=False), patch.object(GraphLowering, "save_output_code", staticmethod(save)):

@@ -28,7 +28,7 @@ from ..sharding import writes
 from ..spec.config import PLANNED, Options
 from ..spec.plans import DoesNotFit, Plan
 from ..spec.telling import only_tells
-from . import branches, lowering, order, regions
+from . import branches, lowering, masks, order, regions
 from .artifact import Artifact, key_of
 from .capture import Capture, path_of, sources
 from .stitched import Stitched
@@ -81,6 +81,9 @@ def mfsdp(
         return _raise(error)
     watch.settle(chosen.patience, chosen.on_stall == "raise", chosen.folder)
     capture = Capture(example_inputs, names)
+    capture.notes = masks.fold(gm, capture.input_names)
+    for text in capture.notes:
+        log.info("mfsdp: %s: %s", capture.name, text)
     if chosen.memory is not None:
         from . import planned  # the only reason to load it
 

@@ -88,6 +88,8 @@ class Capture:
         """How many results of forward are for its caller, once it is cut."""
         self.cut = False
         """Whether there is a forward or inference graph."""
+        self.notes: list[str] = []
+        """What was done to the graph before, for listings."""
         self._names(inputs, names)
 
     def _names(self, inputs: Sequence[Any], names: Sequence[str]) -> None:
@@ -246,6 +248,7 @@ class Capture:
         program.gradients = {i: (unit.name, offset) for i, (unit, offset) in plain.items()}
         program.trained = _trained(program)
         program.returned = self.returned if phase == "forward" else None
+        program.remarks = [] if phase == "backward" else self.notes
         program.fill()
         _others(program)
         for node in gm.graph.find_nodes(op="call_function", target=ops.param):

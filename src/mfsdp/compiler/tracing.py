@@ -30,7 +30,7 @@ from ..state.buffer import refs
 from ..state.mesh import TENSOR
 from ..state.pieces import sizes_along
 from ..state.sharded import local_mesh
-from . import regions
+from . import masks, regions
 from .capture import Capture, sources
 from .lowering import CAPTURES
 
@@ -129,7 +129,7 @@ def trace(
         except RuntimeError as error:
             return partial(_refuse, error)
         capture = found[0].capture = Capture(inputs, sources(gm), name)
-        capture.keeps = True
+        capture.keeps, capture.notes = True, masks.fold(gm, capture.input_names)
         fakes = _on_cpu(gm, inputs)
 
         def keep(graph: torch.fx.GraphModule, phase: Phase) -> None:

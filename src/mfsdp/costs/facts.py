@@ -114,6 +114,8 @@ class Facts:
     """Of the model per rank and step: three times forward's."""
     warnings: list[str] = field(default_factory=list)
     suggestions: list[Suggestion] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What was done to the model's graph before any pass, or could not be."""
     beside: dict[str, int] = field(default_factory=dict)
     """Axes of tensor parallelism, and their ranks: each of ``world`` is so many."""
     measured: bool = False

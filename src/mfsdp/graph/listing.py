@@ -65,6 +65,7 @@ def render(
             f"; mfsdp  {program.name}  {stage}  {program.phase}       world {program.world}",
             *_head(program, rows, before),
             *_dtypes(program.units, quantised := _quantised(program)),
+            *(f"; note   {text}" for text in program.remarks),
             ";",
             *_units(program.units, fold, quantised),
             ";",

@@ -71,6 +71,8 @@ class Program:
         """Whether `reduce` has run: from then on all these gradients reach accumulators (law 15)."""
         self.slots: dict[str, int] = {}
         """Bytes of every static buffer, by name, once there are any."""
+        self.remarks: list[str] = []
+        """What was done, or is to be known, before any pass, for the listing's head."""
         self.notes: list[str] = []
         """What the running pass has to say, for the listing's ``change`` line."""
         self.changes: list[str] = []
@@ -143,7 +145,7 @@ class Program:
         twin = Program(gm, self.phase, self.units, self.name)
         twin.gradients, twin.slots = dict(self.gradients), dict(self.slots)
         twin.trained, twin.reduced, twin.returned = dict(self.trained), self.reduced, self.returned
-        twin.told = self.told
+        twin.told, twin.remarks = self.told, self.remarks
         return twin
 
     # edits

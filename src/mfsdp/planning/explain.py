@@ -457,7 +457,7 @@ def _report(
         machine=machine, options=o, other=other, plain=plain, profile=profile, **steps,
         mesh_shape=q.mesh_shape, axes=_beside(traced.model), schedule=q.schedule,
     )  # fmt: skip
-    facts.plan = plan
+    facts.plan, facts.notes = plan, list(dict.fromkeys(text for p in programs for text in p.remarks))
     if traced.model is not None:
         again = q.sharding.get("param_init_fn") is not None
         occasions = _occasions(traced.model, buffers, steps["optimizer"], again)

@@ -69,6 +69,8 @@ class Report(Facts):
             lines += ["", *str(self.plan).split("\n")]
         for text in self.warnings:
             lines.append(f"warning: {text}")
+        for text in self.notes:
+            lines.append(f"note: {text}")
         for s in self.suggestions:
             lines.append(f"suggestion: {s.text}: step {seconds(s.step).strip()} ({s.step / self.step - 1:+.0%}), "
                          f"peak {size(s.peak)}")  # fmt: skip

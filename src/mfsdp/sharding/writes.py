@@ -101,8 +101,10 @@ def _declared(node: fx.Node, arg: fx.Node) -> bool:
     return any(v is arg or (isinstance(v, (list, tuple)) and arg in v) for v in written)
 
 
-_IN_PLACE = re.compile(r"[^_].*[^_]_|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)")
-"""Names of operators that write, by torch's convention and Python's."""
+_IN_PLACE = re.compile(
+    r"(?!(?:and|or|not|is)_$)[^_].*[^_]_|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)"
+)
+"""Names of operators that write, by torch's convention and Python's, whose ``and_`` is `&`."""
 
 
 def writes_to(node: fx.Node, arg: fx.Node) -> bool:
