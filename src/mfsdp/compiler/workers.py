@@ -8,8 +8,7 @@ for the second is generated when the kernels of the first are there, and most wo
 
 What Inductor does behind the wait is done there too: it bundles Triton's kernels and puts the graph into its cache. So
 no entry is without its kernels, and what fails or is interrupted leaves none. Where there is one worker
-(``TORCHINDUCTOR_COMPILE_THtried on 2.13, read in the
-    others of 2.11 to 2.15.S=1``) each kernel is compiled where it is generated, as ever.
+(``TORCHINDUCTOR_COMPILE_THREADS=1``) each kernel is compiled where it is generated, as ever.
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ class _Graph:
 
     def finish(self, name: str) -> None:
         """Waits for its kernels and puts it into Inductor's cache. Private in torch (``TritonBundler``,
-        ``set_triton_bundle``, ``InductorError``); tried on 2.13, read in the others of 2.11 to
-        2.15.
+        ``set_triton_bundle``, ``InductorError``); tried on 2.13, read in 2.11, 2.14
+        and 2.15 (of 2.11 to 2.15).
         """
         with _named(name):
             TritonBundler.begin_compile()
@@ -117,8 +116,8 @@ class _Graph:
 @functools.cache
 def _install() -> None:
     """Makes generated modules and Inductor's cache ask `_graph`. Private in torch (``AsyncCompile.wait``, which every
-    generated module calls, and ``FxGraphCache._save_graph``, which is called behind it); tried on 2.13, read in the
-    others of 2.11 to 2.15.
+    generated module calls, and ``FxGraphCache._save_graph``, which is called behind it); tried on 2.13, read in
+    2.11, 2.14 and 2.15 (of 2.11 to 2.15).
     """
     wait, save = AsyncCompile.wait, FxGraphCache._save_graph
 
