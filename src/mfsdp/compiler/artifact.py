@@ -38,6 +38,7 @@ from ..runtime import groups, programs
 from ..spec.config import Options
 from .capture import Capture
 from .stitched import Stitched, part
+from .workers import afterwards
 
 log = logging.getLogger("mfsdp")
 
@@ -85,7 +86,7 @@ class Artifact:
             log.info("mfsdp: %s cannot be kept in the cache: %s: %s", self.about, type(error).__name__, error)
             return
         key = "f" + hashlib.sha256(content).hexdigest()[:51]
-        _store(key, content)
+        afterwards(lambda: _store(key, pickle.dumps(self)))  # with the kernels
         self._fx_graph_cache_key = key
         self._fx_graph_cache_debug_lines: list[str] = []
 

@@ -27,6 +27,7 @@ from ..graph import ops
 from ..graph.program import Phase
 from .capture import Capture, Partitioner
 from .stitched import kept, stitched
+from .workers import parallel
 
 Run = Callable[[list[Any]], Any]
 """A compiled graph: takes its arguments as one list."""
@@ -80,8 +81,9 @@ def inductor(
         finish = transform(graph, phase)
         strip(graph)
         forget_visible(graph)
-        compiled = compile(graph, example, **kwargs)
-        return compiled if finish is None else finish(compiled, str(getattr(compiled, "source_code", "")))
+        with parallel():
+            compiled = compile(graph, example, **kwargs)
+            return compiled if finish is None else finish(compiled, str(getattr(compiled, "source_code", "")))
 
     with functorch_config.patch(enable_autograd_cache=bool(key) and functorch_config.enable_autograd_cache):
         return compile_fx(  # type: ignore[return-value, no-any-return]

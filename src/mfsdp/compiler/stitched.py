@@ -24,7 +24,8 @@ from ..graph import ops
 from ..graph.program import STORAGE, is_element
 from ..graph.roles import Kind, is_kind, role
 from ..runtime import kernels, runs
-from .stretches import Step, Stretch, Uncut, cut
+from .stretches import Step, Stretch, Uncut, cut, is_view
+from .workers import handed_out
 
 log = logging.getLogger("mfsdp")
 
@@ -118,7 +119,8 @@ def stitched(whole: Compile, each: Compile) -> Compile:
             if kind not in kinds:
                 name = kinds[kind] = f"Body{len(kinds)}"
                 dying[name] = [i for i, n in enumerate(stretch.inputs) if n in stretch.dying]
-                bodies[name] = _body(stretch, dying[name], each, kwargs)
+                compiled = partial(_body, stretch, dying[name], each, kwargs)
+                bodies[name] = handed_out(compiled, f"{name}, the stretch {_shown(stretch)}")
             names[stretch] = kinds[kind]
         _tell_strides(gm)
         constants = {_text(n): getattr(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
@@ -222,6 +224,11 @@ def _body(stretch: Stretch, dying: list[int], compile: Compile, kwargs: Mapping[
     more = dict(kwargs, static_input_idxs=(), is_backward=kwargs.get("is_backward", False) or bool(dying))
     with part(dying):
         return compile(gm, [n.meta["val"] for n in stretch.inputs], **more)
+
+
+def _shown(stretch: Stretch) -> str:
+    compute = [n.name for n in stretch.nodes if not is_view(n)]
+    return f"from {compute[0]} to {compute[-1]}"
 
 
 @contextmanager
