@@ -110,6 +110,7 @@ def eager(
 def _whole(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
     keep_order(graph)
     keep_codes(graph)
+    keep_accumulators(graph)
     with kept(graph):
         return _each(graph, example, **kwargs)
 
@@ -180,6 +181,15 @@ def keep_codes(graph: fx.GraphModule) -> None:
     with graph.graph.inserting_before(output):
         for codes in graph.graph.find_nodes(op="call_function", target=ops.refresh_codes):
             graph.graph.call_function(ops.free, (codes,))
+    graph.recompile()
+
+
+def keep_accumulators(graph: fx.GraphModule) -> None:
+    """Tells accumulates that their sources cannot become accumulators: Inductor would give their memory to other values
+    behind that.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=ops.accumulate):
+        node.args = (*node.args[:4], True)
     graph.recompile()
 
 

@@ -31,8 +31,10 @@ passes rewrite them into:
                                               follow do nothing; at the next one: what has stayed is added to grads
     reduce_scatter(gfull, spec, lane) -> gshard   sum over ranks; launched, not finished
     all_reduce(gfull, spec, lane)             in place, sum over ranks; launched, not finished
-    accumulate(shard, gshard, offsets, scale) adds scale * gshard to the accumulator that belongs to the shard;
-                                              the parameters at `offsets` have a gradient now
+    accumulate(shard, gshard, offsets, scale, reused)   adds scale * gshard to the accumulator that belongs to the
+                                              shard; the parameters at `offsets` have a gradient now. The first one of a
+                                              step may become the accumulator itself (Note [Accumulator memory]), unless
+                                              a compiler reuses its memory
     collective(source, verb, axis, received, splits, order) -> out   one of another parallelism; launched, not finished
     offload(x) -> host                        a copy of x in host memory, as it lies there; launched, not finished
     reload(host, device) -> x                 and back; launched, not finished
@@ -84,7 +86,7 @@ LIBRARY.define(
     " -> Tensor",
     tags=(torch.Tag.flexible_layout,),  # a copy made for strides would not be what `wait` keeps
 )
-LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale) -> ()")
+LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale, bool reused=False) -> ()")
 LIBRARY.define("offload(Tensor x) -> Tensor")
 LIBRARY.define("reload(Tensor host, Device device) -> Tensor")
 LIBRARY.define(  # it writes nothing, but says so: compilers leave out what gives nothing, and keep writes in place
@@ -264,7 +266,7 @@ def shape_after(source: torch.Tensor, verb: str, axis: Axis, received: Sequence[
 
 
 @torch.library.register_fake("mfsdp::accumulate")
-def _(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float) -> None: ...
+def _(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float, reused: bool = False) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::probe")

@@ -258,8 +258,12 @@ def all_reduce(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> None:
     run.launch(gfull, summed(gfull, Spec.decode(spec), lane))
 
 
-def accumulate(run: Run, shard: torch.Tensor, gshard: torch.Tensor, offsets: Sequence[int], scale: float) -> None:
-    """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators])."""
+def accumulate(
+    run: Run, shard: torch.Tensor, gshard: torch.Tensor, offsets: Sequence[int], scale: float, reused: bool = False
+) -> None:
+    """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators]), or makes it that; not
+    where a compiler gives its memory to another value afterwards (``reused``).
+    """
     buffer = owner(shard)
     if buffer is None and orphan(shard):
         return  # the model is gone
@@ -268,7 +272,7 @@ def accumulate(run: Run, shard: torch.Tensor, gshard: torch.Tensor, offsets: Seq
     if held and gshard.data_ptr() in held:
         held.remove(gshard.data_ptr())
     else:
-        buffer.gradients.accumulate(gshard, offsets, scale)
+        buffer.gradients.accumulate(gshard.detach() if reused else gshard, offsets, scale)  # an alias: it is shared
 
 
 def _known(buffer: Any) -> Any:
