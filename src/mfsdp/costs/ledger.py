@@ -310,10 +310,12 @@ def _casting(programs: Sequence[Program]) -> dict[Read, Unit]:
     found: dict[Read, Unit] = {}
     for p in programs:
         for node in p.nodes:
-            if node.target is ops.all_gather and (r := role(node)) is not None:
+            if node.target in (ops.all_gather, ops.kept_cast) and (r := role(node)) is not None:
                 source: Any = node.args[0]
                 unit = p.unit(r.unit)
-                if source.meta["val"].dtype is not node.meta["val"].dtype and unit.spec.precision.wire is None:
+                if node.target is ops.kept_cast or (
+                    source.meta["val"].dtype is not node.meta["val"].dtype and unit.spec.precision.wire is None
+                ):
                     found[unit.fqn, unit.layout] = unit
     return found
 

@@ -318,7 +318,7 @@ def escapes(node: Node, inside: set[Node]) -> bool:
 
 def allocation(node: Node) -> int:
     """Bytes that the node's value takes when it comes to be: none in a static buffer, where it lasts, on the host."""
-    elsewhere = node.target in (ops.refresh_codes, ops.offload)
+    elsewhere = node.target in (ops.refresh_codes, ops.kept_cast, ops.offload)
     return 0 if slot_of(node) or elsewhere else nbytes(node.meta.get("val"))
 
 
