@@ -19,7 +19,14 @@ Costs: the full buffer stays until `reshard` says otherwise.
 A main shard in another dtype than the one that travels is cast first, on the shard, so that the smaller one travels.
 Under ``keep_cast`` that has no line: what is gathered is a cast that lasts from one optimizer step to the next. What
 travels in int8 is not cast: it is quantised where it is sent, from main weights.
-A group of one gathers nothing: parameters are then views into the shard itself, or into its cast (law 4).
+A group of one gathers nothing: parameters are then views into the shard itself, or into its cast (law 4). Under
+``keep_cast`` that is the one that lasts, in forward and in backward:
+
+    * . .  u0_cast                = kept_cast u0_shard                    bf16[1056768]
+
+It takes two bytes per parameter throughout, where a cast for each program goes with its unit, and comes again in
+backward. A unit that stays whole from forward to backward (``reshard_after_forward=False``) is cast in forward, once,
+and backward reads that: a cast that lasts could be written by an optimizer in between.
 
 Where the strategy leaves parameters whole (``optim``, ``optim_grads``), or a shard of them on every outer rank (HFSDP),
 programs read a copy that lasts. Forward asks for it to be gathered again, which happens if the optimizer has stepped:
@@ -71,13 +78,10 @@ def _gather_unit(p: Program, unit: Unit, markers: list[Node], keep_cast: bool) -
             p.insert(ops.refresh, (flat,), first, Role(Kind.REFRESH, unit.name, Lane.GATHER))
             p.insert(ops.wait, (flat, []), first, Role(Kind.WAIT, unit.name, Lane.GATHER))
     elif precision.main is not precision.comm and not (spec.gathers and (keep_cast or precision.wire)):
-        flat = p.insert(
-            prims.convert_element_type.default,
-            (flat, precision.comm),
-            first,
-            Role(Kind.CAST, unit.name),
-            f"{unit.name}_cast",
-        )
+        lasts = keep_cast and spec.reshard
+        target = ops.kept_cast if lasts else prims.convert_element_type.default
+        args = (flat, spec.encode() if lasts else precision.comm)
+        flat = p.insert(target, args, first, Role(Kind.CAST, unit.name), f"{unit.name}_cast")
     if spec.gathers:
         source = flat
         flat = p.insert(

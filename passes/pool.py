@@ -12,6 +12,8 @@ needed is known before the first step.
 Needs: the final order of launches and frees (`prefetch`, `defer`, `bucket`).
 Costs: slots stay allocated between steps. A slot is as large as the largest buffer in it.
 
+A gradient buffer that is accumulated as it is, without a reduce-scatter, gets none: it becomes the accumulator.
+
 Slots are coloured as intervals are: buffers by size, largest first, each into the first slot where it overlaps nobody
 (first fit decreasing). Identical layers need ``depth + 1`` slots, however many there are.
 """
@@ -24,7 +26,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from mfsdp.graph import ops
-from mfsdp.graph.cost import lines, nbytes, peak, size
+from mfsdp.graph.cost import becomes, lines, nbytes, peak, size
 from mfsdp.graph.program import Program, slot_of
 from mfsdp.graph.roles import Kind
 
@@ -89,7 +91,7 @@ def _interval(p: Program, node: Node) -> Interval | None:
         ends = [u for u in node.users if u.target is ops.free]
     elif node.target is ops.bucket:
         ends = p.readers(node)
-        if p.output in ends:
+        if p.output in ends or any(x.target is ops.accumulate and becomes(p, x) for x in ends):
             return None
         ends += [u for x in ends if x.target is ops.reduce_scatter for u in x.users if u.target is ops.wait]
     else:

@@ -127,6 +127,13 @@ def accumulated_into_itself(p: Program) -> None:
     node.args = (node.args[1], *node.args[1:])
 
 
+@mutation(4)
+def a_sum_that_is_read_when_it_was_accumulated(p: Program) -> None:
+    node = one(p, ops.accumulate)
+    with p.graph.inserting_after(node):
+        p.graph.call_function(torch.ops.aten.zero_.default, (node.args[1],))
+
+
 @mutation(5)
 def read_after_free(p: Program) -> None:
     free = one(p, ops.free)

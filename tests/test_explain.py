@@ -516,7 +516,6 @@ def held(name: str, lowering: str, strategy: int, plan: mfsdp.Plan | None = None
     buffers = [b for m in model.modules() if isinstance(m, mfsdp.FSDPModule) for b in m._mfsdp_unit.buffers]
     weights = [b.weights for b in buffers]
     lasting = [t for w in weights for t in {id(w.main): w.main, id(w.source): w.source}.values()]
-    lasting += [b.gradients._room for b in buffers]
     lasting += [v.to_local() for s in optimizer.state.values() for v in s.values() if v.dim()]
     total = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in lasting}.values())
     total += sum(mfsdp.runtime.slots.sizes().values()) + ids.nbytes

@@ -122,12 +122,10 @@ def accumulation() -> None:
     assert len(flat) <= 2, "one gradient buffer for each of two units"
     model.zero_grad(set_to_none=False)
     assert all(p.grad is not None and not whole(p.grad).any() for p in model.parameters())
+    buffers = {r.buffer for m in model.modules() for r in m.__dict__.get("_mfsdp_refs", {}).values()}
+    kept = [StorageWeakRef(b.gradients.flat.untyped_storage()) for b in buffers]
     model.zero_grad(set_to_none=True)
     assert all(p.grad is None for p in model.parameters())
-    buffers = {r.buffer for m in model.modules() for r in m.__dict__.get("_mfsdp_refs", {}).values()}
-    assert all(b.gradients.flat is None for b in buffers)
-    kept = [StorageWeakRef(b.gradients._room.untyped_storage()) for b in buffers]
-    mfsdp.free_gradients(model)
     assert all(k.expired() for k in kept), "the memory is given back"
     some = model.up.weight
     some.grad = torch.ones_like(some)

@@ -1,4 +1,6 @@
-"""A steady step finds everything where the step before has left it, so that it could be replayed (Note [Steady])."""
+"""With `keep_gradients` a steady step finds everything where the step before has left it, so that it could be replayed
+(Note [Steady]).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import mfsdp
 from mfsdp.runtime import slots
@@ -38,6 +41,7 @@ def buffers_of(model: torch.nn.Module) -> list[Any]:
 def test_addresses_and_values_stay_over_twenty_steps(four, lowering, strategy):
     torch.manual_seed(0)
     model = mfsdp.fully_shard(GPT(tied=False, width=64), units=[Block], strategy=strategy)
+    mfsdp.keep_gradients(model)
     run, ids = compiled(model, lowering), torch.randint(31, (4, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     seen = []
@@ -63,6 +67,7 @@ def test_addresses_and_values_stay_over_twenty_steps(four, lowering, strategy):
 def test_a_gradient_that_somebody_keeps_is_his(lowering):
     """As with tensors of torch, ``zero_grad`` does not take it away, and the next backward does not write to it."""
     model = mfsdp.fully_shard(MLP(), units=["up"])
+    mfsdp.keep_gradients(model)
     run = compiled(model, lowering)
     run(torch.ones(2, 24)).sum().backward()
     mine = model.up.weight.grad
@@ -80,11 +85,17 @@ def test_a_gradient_that_somebody_keeps_is_his(lowering):
         run(torch.ones(2, 24)).sum().backward()
         assert model.up.weight.grad.to_local().data_ptr() == address
         assert torch.equal(model.up.weight.grad.to_local(), before), "nothing is left of what was there"
+    model.zero_grad()
+    (buffer,) = {b for b in buffers_of(model) if b.unit.fqn == "up"}
+    kept = StorageWeakRef(buffer.gradients._room.untyped_storage())
+    mfsdp.keep_gradients(model, False)
+    assert kept.expired(), "the memory is given back"
 
 
 def test_what_is_dropped_inside_of_a_backward_goes():
     """An optimizer that steps in hooks does it to save that memory."""
     model = mfsdp.fully_shard(MLP(), units=["up"])
+    mfsdp.keep_gradients(model)
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     for lowering in ("none", "eager"):

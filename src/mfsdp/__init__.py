@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .planning.plan import plan
     from .reports.profile import profile, ranges
     from .runtime.groups import fake_ranks
-    from .sharding.contexts import free_gradients, no_sync, overlapped, summon_full_params, synchronize, unsharded
+    from .sharding.contexts import keep_gradients, no_sync, overlapped, summon_full_params, synchronize, unsharded
     from .sharding.module import FSDPModule
     from .sharding.shard import fully_shard
     from .spec.config import MixedPrecisionPolicy
@@ -51,7 +51,7 @@ _WHERE = {
     "convert": "checkpoints.convert",
     "explain": "planning.explain",
     "fake_ranks": "runtime.groups",
-    "free_gradients": "sharding.contexts",
+    "keep_gradients": "sharding.contexts",
     "fully_shard": "sharding.shard",
     "fully_shard_optimizer": "state.optimizer",
     "load_safetensors": "checkpoints.safetensors",
@@ -87,9 +87,9 @@ __all__ = [
     "convert",
     "explain",
     "fake_ranks",
-    "free_gradients",
     "fully_shard",
     "fully_shard_optimizer",
+    "keep_gradients",
     "load_safetensors",
     "measure",
     "no_sync",

@@ -122,6 +122,7 @@ def eager(
 def _whole(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
     keep_order(graph)
     keep_codes(graph)
+    keep_accumulators(graph)
     with kept(graph):
         return _each(graph, example, **kwargs)
 
@@ -187,11 +188,21 @@ def keep_order(graph: fx.GraphModule) -> None:
 
 
 def keep_codes(graph: fx.GraphModule) -> None:
-    """Makes codes that last be read last of all: Inductor would give their memory to other values behind that."""
+    """Makes codes and casts that last be read last of all: Inductor would give their memory to other values then."""
     output = graph.graph.output_node()
     with graph.graph.inserting_before(output):
-        for codes in graph.graph.find_nodes(op="call_function", target=ops.refresh_codes):
-            graph.graph.call_function(ops.free, (codes,))
+        for target in (ops.refresh_codes, ops.kept_cast):
+            for lasting in graph.graph.find_nodes(op="call_function", target=target):
+                graph.graph.call_function(ops.free, (lasting,))
+    graph.recompile()
+
+
+def keep_accumulators(graph: fx.GraphModule) -> None:
+    """Tells accumulates that their sources cannot become accumulators: Inductor would give their memory to other values
+    behind that.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=ops.accumulate):
+        node.args = (*node.args[:4], True)
     graph.recompile()
 
 

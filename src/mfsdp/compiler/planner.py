@@ -192,7 +192,7 @@ class Planner:
         programs = [laid.program for laid in found._laid(few, found.plain)]
         account = partial(
             ledger, programs, buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer, fused=found.fused,
-            foreach=machine.cuda, fixed=machine.fixed, stands=found._stands(few),
+            foreach=machine.cuda, fixed=machine.fixed, stands=found._stands(few), rounds=rounds,
         )  # fmt: skip
         found.account, found.streamed = account(stepping="whole"), account(stepping="offloaded")
         return found
@@ -662,7 +662,8 @@ class Planner:
                 for program in self.cuts[key]:
                     pipeline.rewrite(program, _passes(options, self.machine.cuda, self.pace)[0])
             self.laid[key, setting.reduce_lag] = tuple(
-                _Laid(original.copy(), options, self.machine.cuda, self.pace) for original in self.cuts[key]
+                _Laid(original.copy(), options, self.machine.cuda, self.pace, self.rounds == 1)
+                for original in self.cuts[key]
             )
         return self.laid[key, setting.reduce_lag]
 
@@ -830,10 +831,11 @@ class _Laid:
 
     Args:
         program: behind the first of its passes (`_passes`).
+        first: whether accumulators come to be in it (:attr:`mfsdp.costs.ledger.Ledger.first`).
     """
 
-    def __init__(self, program: Program, options: Options, wide: bool, pace: Pace):
-        self.program, self.memo = program, dict[Any, Any]()
+    def __init__(self, program: Program, options: Options, wide: bool, pace: Pace, first: bool):
+        self.program, self.memo, self.first = program, dict[Any, Any](), first
         self.options, self.wide = options, wide
         pipeline.rewrite(program, _passes(options, wide, pace)[1])
         self.order = program.nodes[:-1]
@@ -845,7 +847,7 @@ class _Laid:
         pipeline.rewrite(p, _passes(replace(self.options, prefetch=depth), self.wide, pace)[2])
         known = profile.given(p) if profile is not None else {}
         times = clock.times(p, pace.machine, fused=pace.fused, memo=self.memo, **known)
-        return folded(p, times, pace.fused, self.memo)
+        return folded(p, times, pace.fused, self.memo, accumulators=self.first)
 
 
 _OVER_AND_OVER = ("prefetch", "host", "pool")

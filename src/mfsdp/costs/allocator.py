@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from ..graph import ops
 from ..graph.cost import ROOM, Move, lines, nbytes, saved
 from ..graph.program import Program
 from . import fusion
@@ -119,7 +120,13 @@ def _up(nbytes: int, to: int) -> int:
 
 
 def replayed(
-    lasting: Iterable[int], programs: Sequence[Program], temporaries: Sequence[int], fused: bool, steps: int = 2
+    lasting: Iterable[int],
+    programs: Sequence[Program],
+    temporaries: Sequence[int],
+    fused: bool,
+    steps: int = 2,
+    *,
+    first: bool = True,
 ) -> Caching:
     """An allocator behind some steps.
 
@@ -128,6 +135,7 @@ def replayed(
         programs: of a step, in order.
         temporaries: bytes of each tensor that the optimizer's step takes besides.
         fused: whether neighbouring kernels fuse.
+        first: whether accumulators come to be in backward (`Ledger.first`).
     """
     out = Caching()
     for i, n in enumerate(lasting):
@@ -135,18 +143,21 @@ def replayed(
     known = []
     for program in programs:
         moves: list[Move] = []
-        lines(program, fusion.fused(program) if fused else (), moves)
+        lines(program, fusion.fused(program) if fused else (), moves, accumulators=first)
         known.append((program, moves))
     for _ in range(steps):
         there: dict[_Value, int] = {}
         for program, moves in known:
             there = _run(out, program, moves, there)
-        for value in there:
+        gradients = [value for value in there if value[0].target is ops.accumulate]
+        for value in there.keys() - set(gradients):
             out.free(value)
         for i, n in enumerate(temporaries):
             out.allocate(("temporary", i), n)
         for i in range(len(temporaries)):
             out.free(("temporary", i))
+        for value in gradients:
+            out.free(value)
     return out
 
 
@@ -158,7 +169,8 @@ def _run(out: Caching, program: Program, moves: Sequence[Move], there: dict[_Val
     """What is there behind a program, where so much was there before: what it is given is of that, as large."""
     given = saved(program)[0]
     for node, n in given.items():
-        old = next((value for value, size in there.items() if size == n), None)
+        held = (value for value, size in there.items() if size == n and value[0].target is not ops.accumulate)
+        old = next(held, None)
         if old is None:
             out.allocate((node, 0), n)
         else:
@@ -170,7 +182,7 @@ def _run(out: Caching, program: Program, moves: Sequence[Move], there: dict[_Val
             there[node, 0] = there.pop((place, 0))
             out.rename((node, 0), (place, 0))
         elif n > 0:
-            values = [n] if part == ROOM else _parts(node.meta["val"])
+            values = [n] if part == ROOM or node.target is ops.accumulate else _parts(node.meta["val"])
             for i, size in enumerate(values, ROOM if part == ROOM else 0):
                 there[node, i] = size
                 out.allocate((node, i), size)

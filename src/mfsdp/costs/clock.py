@@ -178,11 +178,15 @@ def _bytes(node: Node, inside: set[Node], before: set[Node]) -> int:
     if node.target is ops.bucket:
         holes = node.args[1]
         return sum(b - a for a, b in zip(holes[::2], holes[1::2], strict=True)) * node.meta["val"].dtype.itemsize  # type: ignore
+    if node.target is ops.kept_cast:
+        return 0  # made once, for all programs of a step
     if node.target in (ops.hold, ops.probe):
         return 0  # outside of no_sync, and in most steps, they do nothing
     if node.target is ops.pack:
         return 2 * sum(nbytes(g.meta["val"]) for g in node.args[1])  # type: ignore
     if node.target is ops.accumulate:
+        if node.args[3] == 1.0 and base_of(node.args[1]).target is ops.bucket:  # type: ignore[arg-type]
+            return 0  # it becomes the accumulator
         return 3 * nbytes(node.args[1].meta["val"])  # type: ignore[union-attr]
     if node.target is ops.spread:
         return _size(node) + sum(_size(scale) for scale in node.args[1])  # type: ignore

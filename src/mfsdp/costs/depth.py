@@ -184,7 +184,7 @@ def always(
 ) -> int:
     """Bytes that a rank holds throughout a step, whatever programs do: arguments as for `ledger`."""
     account = ledger([], buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer, stepping=stepping)
-    return sum(e.nbytes for e in account.entries if e.name != "temporaries")
+    return sum(e.nbytes for e in account.entries if e.name not in ("temporaries", "gradients"))
 
 
 def alike(program: Program, options: Options) -> Key:

@@ -83,13 +83,15 @@ def estimate(
             [part.program for part in parts], buffers,
             inputs=batch, other=other, plain=plain, optimizer=optimizer, stepping=stepping, fused=fused,
             foreach=machine.cuda, fixed=machine.fixed, on_host=away,
-            waiting=schedule.waiting(stage),
+            waiting=schedule.waiting(stage), rounds=schedule.rounds,
         )
         for stage in range(schedule.stages)
     ]  # fmt: skip
     account = accounts[0]
     if machine.cuda:
-        held = replayed(account.tensors, [part.program for part in parts], account.temporaries, fused)
+        held = replayed(
+            account.tensors, [part.program for part in parts], account.temporaries, fused, first=account.first
+        )
         account = replace(account, blocks=held.most, reserved=held.reserved)
     now, step, compute, views = 0.0, 0.0, 0.0, []
     for part in parts:

@@ -29,7 +29,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..graph import ops
-from ..graph.cost import lines, nbytes
+from ..graph.cost import accumulator, lines, nbytes
 from ..graph.program import LAYER, Program, base_of
 from ..graph.roles import role
 from ..passes.pool import FAMILIES, Interval, coloured, intervals
@@ -58,6 +58,8 @@ class Event:
     """What is waited for: that which was launched so many launches before the last one in the queue."""
     unit: str = ""
     """Whose parameters are gathered, or waited for."""
+    gradients: int = 0
+    """Of `delta`, bytes of accumulators, which stay."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class Folded:
         events = (*self.events[:b], *(self.events[a:b] * times), *self.events[b:])
         longer = times * (b - a)
         starts = {path: i + longer if i >= b else i for path, i in self.starts.items()}
-        freed = -sum(e.delta for e in self.events[a:b]) if self.backward else 0
+        freed = sum(e.gradients - e.delta for e in self.events[a:b]) if self.backward else 0
         buffers = {family: tuple(_again(held, a, b, times)) for family, held in self.buffers.items()}
         return replace(self, events=events, starts=starts, live=self.live + times * freed, buffers=buffers)
 
@@ -234,13 +236,21 @@ def _alike(a: Event, b: Event) -> bool:
     )
 
 
-def folded(program: Program, times: Mapping[Node, Time], fused: bool, memo: dict[Any, Any] | None = None) -> Folded:
+def folded(
+    program: Program,
+    times: Mapping[Node, Time],
+    fused: bool,
+    memo: dict[Any, Any] | None = None,
+    *,
+    accumulators: bool = True,
+) -> Folded:
     """A program after all passes as events.
 
     Args:
         times: what its lines take (:func:`mfsdp.costs.clock.times`).
         fused: whether neighbouring kernels fuse.
         memo: what is known of lines already (:func:`mfsdp.costs.fusion.together`).
+        accumulators: whether they come to be here (:func:`mfsdp.graph.cost.lines`).
     """
     pooled = sum(program.slots.values())
     out: list[Event] = []
@@ -249,7 +259,7 @@ def folded(program: Program, times: Mapping[Node, Time], fused: bool, memo: dict
     counts: dict[str, int] = {}
     events: dict[Node, int] = {}
     begin = live = 0
-    rows = lines(program, fusion.fused(program, memo) if fused else ())
+    rows = lines(program, fusion.fused(program, memo) if fused else (), accumulators=accumulators)
     seconds = [time.seconds if (time := times.get(row.node)) is not None else 0.0 for row in rows]
     firsts = _firsts([row.node.meta.get(LAYER, "") for row in rows], seconds)
     for number, row in enumerate(rows):
@@ -260,6 +270,8 @@ def folded(program: Program, times: Mapping[Node, Time], fused: bool, memo: dict
         time = times.get(node)
         new = number in firsts
         event = Event(seconds[number], top, delta)
+        if accumulators and node.target is ops.accumulate:
+            event.gradients = accumulator(program, node)
         if time is not None and time.transfer is not None:
             event.queue, event.launch, event.seconds = queue_of(program, node), time.transfer, 0.0
             counts[event.queue] = counts.get(event.queue, 0) + 1
@@ -336,6 +348,7 @@ def _join(event: Event, more: Event) -> None:
     """What follows, with nothing launched or waited for, is the same event."""
     event.top = max(event.top, event.delta + more.top)
     event.delta += more.delta
+    event.gradients += more.gradients
     event.seconds += more.seconds
 
 

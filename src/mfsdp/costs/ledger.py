@@ -9,9 +9,9 @@ from typing import Any
 from torch.fx import Node
 
 from ..graph import ops
-from ..graph.cost import lines, nbytes, saved, size
+from ..graph.cost import accumulator, lines, nbytes, saved, size
 from ..graph.program import Program, first_launches, slot_of
-from ..graph.roles import role
+from ..graph.roles import Kind, role
 from ..spec.layout import Layout
 from ..spec.units import Unit
 from ..state.buffer import FlatBuffer
@@ -41,8 +41,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The memory of one rank in a step after the first: static buffers, optimizer state and accumulators are there.
-    (An accumulator that ``.grad`` shows in a wider dtype does not stay: one such is counted too many.)
+    """The memory of one rank in a step after the first: static buffers and optimizer state are there, accumulators
+    come to be in backward (Note [Accumulator memory]). Where a step has several backwards, it is of one behind the
+    first, and accumulators are there from its forward on.
     """
 
     entries: tuple[Entry, ...]
@@ -73,6 +74,8 @@ class Ledger:
     """
     reserved: int = 0
     """Bytes of the segments that those are cut from, of which none is given back."""
+    first: bool = True
+    """Whether it is of a step's first microbatch: accumulators come to be in its backward."""
     occasions: tuple[Entry, ...] = ()
     """What is there at most besides a step: while the model is initialised, while it is saved."""
 
@@ -133,6 +136,7 @@ def ledger(
     fixed: int = 0,
     on_host: Sequence[Entry] = (),
     waiting: int = 0,
+    rounds: int = 1,
     stands: Mapping[str, str] | None = None,
 ) -> Ledger:
     """Fills in the ledger.
@@ -150,6 +154,7 @@ def ledger(
         fixed: bytes that are taken before the first tensor (:func:`mfsdp.costs.measure.fixed`).
         on_host: what is in memory of the host instead of the device's.
         waiting: how many other microbatches' activations are there while one is computed.
+        rounds: how many backwards a step has.
         stands: of modules whose parameters programs would read as they read those of another one, which one that is.
 
     Raises:
@@ -173,8 +178,9 @@ def ledger(
         for name, n in p.slots.items():
             slots[name] = max(n, slots.get(name, 0))
     trains = any(p.phase == "backward" for p in programs)
-    staying = gradients - plain if trains else 0
-    tensors = [*mains, *stepped, *lasts, codes, *narrow, other, inputs, *(added if trains else ()), *slots.values()]
+    first = rounds == 1 and not waiting and not any(p.phase == "overlapped" for p in programs)
+    staying = gradients - plain if trains and not first else 0
+    tensors = [*mains, *stepped, *lasts, codes, *narrow, other, inputs, *(added if staying else ()), *slots.values()]
     lasting = fixed + sum(tensors)
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
@@ -189,7 +195,7 @@ def ledger(
     for p in programs:
         pooled = sum(p.slots.values())
         live[p.phase], after[p.phase] = {}, {}
-        for row in lines(p, fusion.fused(p) if fused else ()):
+        for row in lines(p, fusion.fused(p) if fused else (), accumulators=first):
             base = lasting - pooled + others
             live[p.phase][row.node.name], after[p.phase][row.node.name] = base + row.top, base + row.live
             if base + row.top > peak:
@@ -208,7 +214,7 @@ def ledger(
     ]
     if where is None:
         entries += [
-            Entry("gradients", staying if optimizer == "none" else gradients, "accumulators, from step to step"),
+            Entry("gradients", staying if optimizer == "none" else gradients, "accumulators, until zero_grad"),
             Entry(
                 "temporaries",
                 0 if optimizer == "none" else temporaries,
@@ -220,11 +226,13 @@ def ledger(
     else:
         program, node, used = where
         still = _saved(program, node) if program.phase in ("backward", "overlapped") else 0
+        found = (n for n in program.find(Kind.ACCUMULATE) if first and not n > node)
+        some = sum(accumulator(program, n) for n in found)
         entries += [
-            Entry("gradients", staying, "accumulators, from step to step"),
+            Entry("gradients", staying + some, "accumulators, until zero_grad"),
             Entry("activations saved by forward", still, "still there"),
             Entry("activations in flight", others, f"of {waiting} more microbatches in the pipeline"),
-            Entry("temporaries", used - still, "what the lines around the peak hold"),
+            Entry("temporaries", used - still - some, "what the lines around the peak hold"),
         ]
         phase, line = program.phase, node.name
     padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states * (not host))
@@ -232,7 +240,7 @@ def ledger(
     there_are = tuple(e for e in entries if e.nbytes)
     return Ledger(
         there_are, peak, phase, line, padding, live, after, lasting, at_step, tuple(beside),
-        tuple(filter(None, tensors)), tuple(filter(None, works if optimizer != "none" else ())),
+        tuple(filter(None, tensors)), tuple(filter(None, works if optimizer != "none" else ())), first=first,
     )  # fmt: skip
 
 
@@ -302,10 +310,12 @@ def _casting(programs: Sequence[Program]) -> dict[Read, Unit]:
     found: dict[Read, Unit] = {}
     for p in programs:
         for node in p.nodes:
-            if node.target is ops.all_gather and (r := role(node)) is not None:
+            if node.target in (ops.all_gather, ops.kept_cast) and (r := role(node)) is not None:
                 source: Any = node.args[0]
                 unit = p.unit(r.unit)
-                if source.meta["val"].dtype is not node.meta["val"].dtype and unit.spec.precision.wire is None:
+                if node.target is ops.kept_cast or (
+                    source.meta["val"].dtype is not node.meta["val"].dtype and unit.spec.precision.wire is None
+                ):
                     found[unit.fqn, unit.layout] = unit
     return found
 

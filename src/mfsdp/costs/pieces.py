@@ -73,6 +73,7 @@ class Pieces:
         self.programs, self.owners = cache(programs), owners
         self.place = {path: i for i, path in enumerate(order)}
         self.parts, self.clock = cache(self._parts), cache(self._clock)
+        self.gradients = cache(lambda piece: _gradients(self.events[piece]))
         self.events: list[Events] = []
         self.made: dict[object, int] = {}
         self.states: list[Left] = [()]
@@ -124,7 +125,7 @@ class Pieces:
         Args:
             layers: in forward's order.
         """
-        now, live, top, left = 0.0, 0, 0, 0
+        now, live, top, left, gradients = 0.0, 0, 0, 0, 0
         for piece in self._sequence(layers, backward):
             if (piece, left) not in self.took:
                 taken = stretch(self.events[piece], self.states[left])
@@ -133,9 +134,10 @@ class Pieces:
             now += taken.seconds
             top = max(top, live + taken.top)
             live += taken.delta
+            gradients += self.gradients(piece)
         some = self.programs(0)[backward]
-        # what is there at the end of backward is the same, however it came to be
-        begin = some.live + (_delta(some.events) - live if backward else 0)
+        # what is there at the end of backward but accumulators is the same, however it came to be
+        begin = some.live + (_delta(some.events) - _gradients(some.events) - live + gradients if backward else 0)
         return now + drained(self.states[left]), begin + top
 
     def _state(self, left: Left) -> int:
@@ -293,3 +295,7 @@ def _there(event: Event) -> Event:
 
 def _delta(events: Sequence[Event]) -> int:
     return sum(e.delta for e in events)
+
+
+def _gradients(events: Sequence[Event]) -> int:
+    return sum(e.gradients for e in events)

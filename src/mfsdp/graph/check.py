@@ -83,12 +83,17 @@ def one_path(p: Program) -> Iterator[Fault]:
 
 
 def apart(p: Program) -> Iterator[Fault]:
-    """4: source and destination of an accumulate never alias."""
+    """4: source and destination of an accumulate never alias; the source, which may become the destination, is not read
+    or written afterwards.
+    """
     for node in p.nodes:
         if node.target is ops.accumulate:
             shard, gshard = node.args[:2]
             if base_of(shard) is base_of(gshard):  # type: ignore[arg-type]
                 yield node, f"{node.name} adds a buffer to itself"
+            for reader in p.readers(base_of(gshard)):  # type: ignore[arg-type]
+                if reader > node and reader.target is not ops.accumulate:  # which 3 and 14 look at
+                    yield reader, f"{reader.name} uses {base_of(gshard).name} after it was accumulated"  # type: ignore[arg-type]
 
 
 def freed(p: Program) -> Iterator[Fault]:

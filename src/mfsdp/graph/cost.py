@@ -12,7 +12,7 @@ from torch.fx import Node
 from ..spec.formats import coded
 from ..spec.units import Spec
 from . import ops
-from .program import INPUT, SHAPES, STORAGE, Program, is_element, operator, slot_of, view_of
+from .program import INPUT, SHAPES, STORAGE, Program, base_of, is_element, operator, slot_of, view_of
 from .roles import Kind, is_kind, role
 from .sizes import shape_of
 
@@ -67,8 +67,15 @@ class Move(NamedTuple):
 ROOM = -1
 
 
-def lines(program: Program, fused: Sequence[Sequence[Node]] = (), moves: list[Move] | None = None) -> list[Line]:
-    """Every line with its bytes. Full buffers live until their `free`, everything else until its last reader.
+def lines(
+    program: Program,
+    fused: Sequence[Sequence[Node]] = (),
+    moves: list[Move] | None = None,
+    *,
+    accumulators: bool = True,
+) -> list[Line]:
+    """Every line with its bytes. Full buffers live until their `free`, accumulators to the end, everything else until
+    its last reader.
 
     Args:
         program: after any pass.
@@ -76,6 +83,7 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = (), moves: list[Mo
             computed again wherever it is read, has no memory; what a kernel writes takes the place of what it is the
             last to read, if that is as large.
         moves: takes down what comes to be, and what goes, in order.
+        accumulators: whether they come to be here (Note [Accumulator memory]), as in the first backward of a step.
     """
     moves = [] if moves is None else moves
     nodes, output = program.nodes, program.output
@@ -102,6 +110,12 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = (), moves: list[Mo
     allocated = {node: allocation(node) for node in nodes}
     held = allocated | held
     over: dict[Node, Node] = {}
+    for node in program.find(Kind.ACCUMULATE) if accumulators else ():
+        source = bases[node.args[1]]  # type: ignore[index]
+        if becomes(program, node):
+            over[node], last[source] = source, output
+        else:
+            held[node] = allocated[node] = accumulator(program, node)
     frees: dict[Node, list[Node]] = {}
     for owner, reader in last.items():
         if is_kind(owner, Kind.FULL) and not any(is_kind(u, Kind.FREE) for u in owner.users):
@@ -148,7 +162,7 @@ def lines(program: Program, fused: Sequence[Sequence[Node]] = (), moves: list[Mo
             rooms[node.args[0] if node.target in ops.IN_PLACE else node] = taken_too  # type: ignore[index]
         allocates = allocated[node] + taken_too
         top = live + allocates
-        if node not in last and not is_kind(node, Kind.FULL):
+        if node not in last and not is_kind(node, Kind.FULL, Kind.ACCUMULATE):
             gone.append(Move(node, -held[node]))  # nobody reads it
         moves += [Move(node, allocated[node], None, over.get(node)), Move(node, taken_too, ROOM), *gone]
         delta = allocates + sum(move.nbytes for move in gone)
@@ -162,6 +176,20 @@ def _without(owner: Node, part: int, held: dict[Node, int]) -> Move:
     taken = min(held[owner], nbytes(owner.meta["val"][part]))  # nothing, where the owner has no memory
     held[owner] -= taken
     return Move(owner, -taken, part)
+
+
+def accumulator(program: Program, node: Node) -> int:
+    """Bytes of the accumulator that an accumulate stores to."""
+    spec = program.unit(role(node).unit).spec  # type: ignore[union-attr]
+    return spec.main_numel * spec.precision.grad.itemsize
+
+
+def becomes(program: Program, node: Node) -> bool:
+    """Whether what a first accumulate of a step is given becomes the accumulator (Note [Accumulator memory])."""
+    source = base_of(node.args[1])  # type: ignore[arg-type]
+    if source.target not in (ops.bucket, ops.reduce_scatter) or slot_of(source):
+        return False
+    return source.meta["val"].dtype is program.unit(role(node).unit).spec.precision.grad  # type: ignore[union-attr]
 
 
 def room(node: Node) -> int:
@@ -290,7 +318,7 @@ def escapes(node: Node, inside: set[Node]) -> bool:
 
 def allocation(node: Node) -> int:
     """Bytes that the node's value takes when it comes to be: none in a static buffer, where it lasts, on the host."""
-    elsewhere = node.target in (ops.refresh_codes, ops.offload)
+    elsewhere = node.target in (ops.refresh_codes, ops.kept_cast, ops.offload)
     return 0 if slot_of(node) or elsewhere else nbytes(node.meta.get("val"))
 
 

@@ -311,7 +311,7 @@ def text(node: Node) -> str:
     """What a line does, as people read it."""
     if node.target in (ops.wait, ops.free, ops.refresh):
         return f"{_verb(node)} {operand(node.args[0])}"
-    if node.target in (ops.maxima, ops.cast, ops.refresh_codes):
+    if node.target in (ops.maxima, ops.cast, ops.kept_cast, ops.refresh_codes):
         return f"{_verb(node)} {operand(node.args[0])}"
     if node.target is ops.spread:
         return f"spread {operand(node.args[1])}"

@@ -22,6 +22,8 @@ passes rewrite them into:
                                               not finished, and once per optimizer step (Note [Maxima])
     spread(shard, scales, grids, spec) -> flat    for every element of main weights the one scale that is its block's
     cast(shard, spec) -> flat                 the main weights in the dtype that travels, rounded, whoever reads them
+    kept_cast(shard, spec) -> flat            the same, kept until main weights are written (Note [Kept casts]); nobody
+                                              may write to it
     wait(out, inputs)                         out is complete; inputs had to live until now
     free(full)                                the buffer is gone after this line
     bucket(like, holes, spec, slot) -> gfull  room for a unit's gradients; zeros in the holes (start, end, start, ...)
@@ -31,8 +33,10 @@ passes rewrite them into:
                                               follow do nothing; at the next one: what has stayed is added to grads
     reduce_scatter(gfull, spec, lane) -> gshard   sum over ranks; launched, not finished
     all_reduce(gfull, spec, lane)             in place, sum over ranks; launched, not finished
-    accumulate(shard, gshard, offsets, scale) adds scale * gshard to the accumulator that belongs to the shard;
-                                              the parameters at `offsets` have a gradient now
+    accumulate(shard, gshard, offsets, scale, reused)   adds scale * gshard to the accumulator that belongs to the
+                                              shard; the parameters at `offsets` have a gradient now. The first one of a
+                                              step may become the accumulator itself (Note [Accumulator memory]), unless
+                                              a compiler reuses its memory
     collective(source, verb, axis, received, splits, order) -> out   one of another parallelism; launched, not finished
     offload(x) -> host                        a copy of x in host memory, as it lies there; launched, not finished
     reload(host, device) -> x                 and back; launched, not finished
@@ -66,6 +70,7 @@ LIBRARY.define("all_gather(Tensor shard, str spec, int slot=-1) -> Tensor")
 LIBRARY.define("maxima(Tensor shard, str grids, str spec) -> Tensor")
 LIBRARY.define("spread(Tensor shard, Tensor[] scales, str grids, str spec) -> Tensor")
 LIBRARY.define("cast(Tensor shard, str spec) -> Tensor")
+LIBRARY.define("kept_cast(Tensor shard, str spec) -> Tensor")
 LIBRARY.define("wait(Tensor(a!) out, Tensor[] inputs) -> ()", tags=(torch.Tag.flexible_layout,))
 LIBRARY.define("free(Tensor(a!) full) -> ()")
 LIBRARY.define("bucket(Tensor like, int[] holes, str spec, int slot=-1) -> Tensor", tags=(torch.Tag.flexible_layout,))
@@ -84,7 +89,7 @@ LIBRARY.define(
     " -> Tensor",
     tags=(torch.Tag.flexible_layout,),  # a copy made for strides would not be what `wait` keeps
 )
-LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale) -> ()")
+LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale, bool reused=False) -> ()")
 LIBRARY.define("offload(Tensor x) -> Tensor")
 LIBRARY.define("reload(Tensor host, Device device) -> Tensor")
 LIBRARY.define(  # it writes nothing, but says so: compilers leave out what gives nothing, and keep writes in place
@@ -102,6 +107,7 @@ all_gather = _ops.all_gather.default
 maxima = _ops.maxima.default
 spread = _ops.spread.default
 cast = _ops.cast.default
+kept_cast = _ops.kept_cast.default
 wait = _ops.wait.default
 free = _ops.free.default
 bucket = _ops.bucket.default
@@ -130,7 +136,7 @@ LAUNCHED = (*COLLECTIVES, *HOST)
 IN_PLACE = (refresh, all_reduce)
 """Collectives that write to their first argument and have no result."""
 
-SHOWN = (wait, spread, cast, bucket, pack, mm, hold, accumulate, probe, *LAUNCHED)
+SHOWN = (wait, spread, cast, kept_cast, bucket, pack, mm, hold, accumulate, probe, *LAUNCHED)
 """Operations that observers see, under their name and their unit's."""
 
 SLOT = {all_gather: 2, bucket: 3}
@@ -199,6 +205,7 @@ def _(shard: torch.Tensor, scales: list[torch.Tensor], grids: str, spec: str) ->
     return scales[0].new_empty(Spec.decode(spec).main_numel)
 
 
+@torch.library.register_fake("mfsdp::kept_cast")
 @torch.library.register_fake("mfsdp::cast")
 def _(shard: torch.Tensor, spec: str) -> torch.Tensor:
     s = Spec.decode(spec)
@@ -264,7 +271,7 @@ def shape_after(source: torch.Tensor, verb: str, axis: Axis, received: Sequence[
 
 
 @torch.library.register_fake("mfsdp::accumulate")
-def _(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float) -> None: ...
+def _(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float, reused: bool = False) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::probe")

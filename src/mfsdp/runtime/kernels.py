@@ -141,6 +141,13 @@ def cast(run: Run, shard: torch.Tensor, spec: str) -> torch.Tensor:
     return _known(owner(shard)).weights.main.detach().to(Spec.decode(spec).precision.comm, copy=True)  # type: ignore[no-any-return]
 
 
+def kept_cast(run: Run, shard: torch.Tensor, spec: str) -> torch.Tensor:
+    """The same, kept until main weights are written (Note [Kept casts]): nobody may write to it."""
+    if (buffer := owner(shard)) is None:
+        return shard.detach().to(Spec.decode(spec).precision.comm)
+    return buffer.weights.cast()  # type: ignore[no-any-return]
+
+
 def _pairs(r: _Room | _Reduction, full: torch.Tensor, shard: torch.Tensor) -> Pairs:
     """The segments that travel together, as `transport.segments`; those of a static buffer are cut once."""
     if len(r.splits) == 1:
@@ -258,8 +265,12 @@ def all_reduce(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> None:
     run.launch(gfull, summed(gfull, Spec.decode(spec), lane))
 
 
-def accumulate(run: Run, shard: torch.Tensor, gshard: torch.Tensor, offsets: Sequence[int], scale: float) -> None:
-    """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators])."""
+def accumulate(
+    run: Run, shard: torch.Tensor, gshard: torch.Tensor, offsets: Sequence[int], scale: float, reused: bool = False
+) -> None:
+    """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators]), or makes it that; not
+    where a compiler gives its memory to another value afterwards (``reused``).
+    """
     buffer = owner(shard)
     if buffer is None and orphan(shard):
         return  # the model is gone
@@ -268,7 +279,7 @@ def accumulate(run: Run, shard: torch.Tensor, gshard: torch.Tensor, offsets: Seq
     if held and gshard.data_ptr() in held:
         held.remove(gshard.data_ptr())
     else:
-        buffer.gradients.accumulate(gshard, offsets, scale)
+        buffer.gradients.accumulate(gshard.detach() if reused else gshard, offsets, scale)  # an alias: it is shared
 
 
 def _known(buffer: Any) -> Any:
@@ -432,7 +443,7 @@ def _shown(kernel: Callable[..., Any], run: Run, *args: Any) -> Any:
 for _marker in (param, param_grad, returned, free):
     LIBRARY.impl(_marker.__name__, _marker, "CompositeExplicitAutograd")
 _KERNELS = (
-    refresh, refresh_codes, maxima, spread, cast, all_gather, wait, bucket, pack, mm, hold, reduce_scatter,
+    refresh, refresh_codes, maxima, spread, cast, kept_cast, all_gather, wait, bucket, pack, mm, hold, reduce_scatter,
     all_reduce, accumulate, collective, probe, offload, reload,
 )  # fmt: skip
 for _kernel in _KERNELS:

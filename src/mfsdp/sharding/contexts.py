@@ -109,16 +109,17 @@ def overlapped(module: nn.Module) -> Iterator[None]:
             buffer.gradients.overlap = None
 
 
-def free_gradients(module: nn.Module) -> None:
-    """Gives back the memory of gradients that are ``None``, which otherwise stays for the next backward: before an
-    evaluation, or, behind every ``zero_grad``, where the peak is at the start of backward. The next backward makes it
-    anew. What has a gradient keeps it.
+def keep_gradients(module: nn.Module, keep: bool = True) -> None:
+    """Lets the memory of gradients stay where it is when ``zero_grad()`` sets them to ``None``, so that every step
+    finds it at the same address, as a captured step has to. By default it is given back, as FSDP2's is, and the next
+    backward allocates it anew.
 
     Args:
         module: a sharded model, or any of its modules.
+        keep: ``False`` goes back to the default, and gives back what has stayed.
     """
     for buffer in _buffers(module):
-        buffer.gradients.free()
+        buffer.gradients.keeps = keep
 
 
 def synchronize(module: nn.Module) -> None:

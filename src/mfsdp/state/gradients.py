@@ -32,12 +32,17 @@ class Gradients:
     ``.grad`` is set to ``None``; whoever reads a ``.grad`` sees it in ``precision.main``: a wider one is what the
     accumulator becomes until more is accumulated, a narrower one is a copy, whose changes count.
 
+    Note [Accumulator memory]
+    An accumulator exists from the first `accumulate` of a step until ``zero_grad()``, so that it takes no memory where
+    the loss is computed. The first gradient is stored, not added. It becomes the accumulator itself, without a copy,
+    where nobody else has its memory: what a reduce-scatter gives, and, over one rank, the bucket that products were
+    written to. The program does not read it afterwards, and no static buffer is given away.
+
     Note [Steady]
-    Nothing that a step touches moves from step to step, so that it could be replayed. To have no gradient is a flag
-    (``flat`` is ``None``, every ``.grad`` too); the accumulator's memory stays where it is, and the first write of the
-    next step is a store. It is given up for a new one where somebody still has a gradient of before, which he may
-    keep; where the accumulator has become a wider one; where gradients are dropped inside of a backward, by optimizers
-    that step there to save memory; and by `free`.
+    With ``keeps`` the accumulator's memory stays where it is from step to step, so that a step can be captured and
+    replayed: `set` puts it into ``_room``, and the next first gradient is stored there. It is given up for a new one
+    where somebody still has a gradient of before, which he may keep; where the accumulator has become a wider one; and
+    where gradients are dropped inside of a backward, by optimizers that step there to save memory.
 
     Args:
         buffer: whose they are; its weights are there already.
@@ -46,8 +51,9 @@ class Gradients:
     def __init__(self, buffer: FlatBuffer):
         self._of = buffer
         self.flat: torch.Tensor | None = None
+        self._keeps = False
         self._room: torch.Tensor | None = None
-        """The accumulator's memory while there is no gradient."""
+        """The accumulator's memory while there is no gradient, with ``keeps``."""
         self._dtype = buffer.precision.grad
         self.sync = True
         """Whether backward reduces gradients over the outer axis, or at all (`no_sync`)."""
@@ -227,7 +233,7 @@ class Gradients:
         if any(self.hooks.values()):
             pending = self._of_this_backward()
             if pending is None:
-                self._pending = _stored(self._empty(), gshard, scale)
+                self._pending = self._stored(gshard, scale)
             else:
                 pending.add_(gshard, alpha=scale)
             self._arrived |= slots
@@ -289,24 +295,50 @@ class Gradients:
     def _add(self, gshard: torch.Tensor, scale: float) -> None:
         """Adds to the accumulator, or stores in it."""
         total = self._ready()
-        if total is None:
-            self._become(_stored(self._accumulator(), gshard, scale))
-        else:
-            self._become(total.add_(gshard, alpha=scale))
+        self._become(self._stored(gshard, scale) if total is None else total.add_(gshard, alpha=scale))
+
+    def _stored(self, gshard: torch.Tensor, scale: float) -> torch.Tensor:
+        """``scale * gshard`` in the accumulator's dtype: in memory of its own, or in that of ``gshard``, if nobody else
+        has it (Note [Accumulator memory]).
+        """
+        room = self._left()
+        if room is None and self._may_become(gshard):
+            return gshard if scale == 1.0 else gshard.mul_(scale)
+        return scaled(self._empty() if room is None else room, gshard, scale)
+
+    def _may_become(self, gshard: torch.Tensor) -> bool:
+        """Whether it can be the accumulator itself: it has the dtype and all of a storage that nobody else has."""
+        alike = gshard.dtype is self._dtype and gshard.shape == self._of.weights.main.shape
+        plain = type(gshard) is torch.Tensor and not gshard.requires_grad and not gshard.is_inference()
+        if not (alike and plain) or gshard.is_meta:
+            return False
+        return gshard.untyped_storage().nbytes() == gshard.nbytes and not owners.shared(gshard)
 
     def _accumulator(self) -> torch.Tensor:
-        """Room for one: what the last one has left (Note [Steady])."""
+        """Memory for one, of any content."""
+        room = self._left()
+        return self._empty() if room is None else room
+
+    def _left(self) -> torch.Tensor | None:
+        """What the last accumulator has left (Note [Steady]), if nobody has a gradient that lies there."""
         room, self._room = self._room, None
-        return self._empty() if room is None or owners.shared(room) else room
+        return None if room is None or owners.shared(room) else room
 
     def _empty(self) -> torch.Tensor:
         with torch.inference_mode(False):
             return torch.empty_like(self._of.weights.main, dtype=self._dtype)
 
-    def free(self) -> None:
-        """Gives up the memory that stays while there is no gradient; the next backward makes it anew."""
+    @property
+    def keeps(self) -> bool:
+        """Whether the accumulator's memory stays while there is no gradient (Note [Steady]); turned off, it goes."""
+        return self._keeps
+
+    @keeps.setter
+    def keeps(self, value: bool) -> None:
         self.arrive()
-        self._room = None
+        self._keeps = value
+        if not value:
+            self._room = None
 
     def _ready(self) -> torch.Tensor | None:
         """The accumulator in its own dtype, without what was dropped: more may be added."""
@@ -470,7 +502,8 @@ class Gradients:
             if not self._there:
                 self._grads.clear()
                 self._dropped.clear()
-                if self.flat is not None and self.flat.dtype is self._dtype and engine.backward_number() < 0:
+                steady = self._keeps and engine.backward_number() < 0
+                if steady and self.flat is not None and self.flat.dtype is self._dtype:
                     self._room = self.flat
                 self.flat = self._looked = None
             return
@@ -487,12 +520,22 @@ class Gradients:
             mine.copy_(value)
 
 
-def _stored(out: torch.Tensor, gshard: torch.Tensor, scale: float) -> torch.Tensor:
-    """Scales in a dtype that holds both, and rounds once."""
-    wide = torch.promote_types(gshard.dtype, out.dtype)
-    if wide is out.dtype is not gshard.dtype:
-        return out.copy_(gshard).mul_(scale)
-    return torch.mul(gshard.to(wide), scale, out=out)
+def scaled(out: torch.Tensor, x: torch.Tensor, scale: float, *, fused: bool | None = None) -> torch.Tensor:
+    """Writes ``scale * x`` to ``out``, multiplied in a dtype that holds both and rounded once.
+
+    Args:
+        fused: whether a narrower ``x`` is cast and multiplied by one kernel; ``None``: but on the CPU, where torch
+            makes a copy for that, and two passes are faster.
+    """
+    if scale == 1.0:
+        return out.copy_(x)
+    wide = torch.promote_types(x.dtype, out.dtype)
+    if wide is out.dtype is not x.dtype:
+        if fused or (fused is None and out.device.type != "cpu"):
+            # a number, or a tensor without dimensions, would leave it to multiply in the dtype of x
+            return torch.mul(x, torch.full((1,), scale, dtype=wide, device=out.device), out=out)
+        return out.copy_(x).mul_(scale)
+    return torch.mul(x.to(wide), scale, out=out)
 
 
 @dataclass

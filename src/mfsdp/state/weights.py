@@ -2,12 +2,13 @@
 
 Note [Kept casts]
 Where main weights are of another dtype than what travels, a program casts the shard in front of every gather, or, under
-the backend's option ``keep_cast``, gathers a cast that lasts (`Weights.cast`). That is made anew when main weights have
-been written since: versions tell of writes through plain tensors, `Weights.stale` of those through DTensors and flat
-optimizers, and behind the step of any other optimizer it is due (`untraced`). Whoever has got hold of the rows as a
-plain tensor (``to_local()``) may write to them past all of these (``.data``, NumPy, a collective): from then on that
-unit's cast is made for every gather, as without the option. Nothing is communicated for it, so ranks need not agree on
-when. What travels in int8 is quantised from main weights for every gather, and there is no cast.
+the backend's option ``keep_cast``, gathers a cast that lasts (`Weights.cast`); over one rank it reads that. It is made
+anew when main weights have been written since: versions tell of writes through plain tensors, `Weights.stale` of those
+through DTensors and flat optimizers, and behind the step of any other optimizer it is due (`untraced`). Whoever has got
+hold of the rows as a plain tensor (``to_local()``) may write to them past all of these (``.data``, NumPy, a
+collective): from then on that unit's cast is made for every gather, as without the option. Nothing is communicated for
+it, so ranks need not agree on when. What travels in int8 is quantised from main weights for every gather, and there is
+no cast.
 """
 
 from __future__ import annotations
