@@ -24,7 +24,7 @@ demo: $(VENV)/.demo compiler
 	$(BIN)/python examples/demo/train.py $(ARGS)
 
 test: $(VENV)/.test compiler browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not te" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not te and not clients" $(ARGS)
 
 check: $(VENV)/.test
 	@$(MAKE) --no-print-directory -j2 lint types quick
