@@ -136,7 +136,8 @@ def test_sources_on_a_path_are_found_by_name(tmp_path, order):
         if "mfsdp" not in entry.name.replace("megatron_fsdp", ""):
             (tmp_path / entry.name).symlink_to(entry)
     code = f"{FINDS[order]}; assert torch.compile(torch.nn.Linear(2, 2), backend='mfsdp', options={{'lowering': 'eager'}})(torch.ones(2, 2)).sum()"  # noqa: E501
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])}
+    (tmp_path / "mfsdp").symlink_to(ROOT / "src" / "mfsdp")  # without the entry point beside it
+    path = {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run([sys.executable, "-S", "-P", "-c", code], cwd=tmp_path, env={**environment(), **path},
                           capture_output=True, text=True, timeout=200)  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
-from importlib.metadata import Distribution, DistributionFinder
+from importlib.metadata import Distribution, DistributionFinder, EntryPoint
 from os import PathLike
 from pathlib import Path
 from typing import Any
+
+_ENTRY = EntryPoint("mfsdp", "mfsdp.compiler.backend:mfsdp", "torch_dynamo_backends")
 
 
 class _Sources(Distribution):
@@ -22,7 +23,7 @@ class _Sources(Distribution):
     def __init__(self, version: str):
         self._texts = {
             "METADATA": f"Metadata-Version: 2.1\nName: mfsdp\nVersion: {version}\n",
-            "entry_points.txt": "[torch_dynamo_backends]\nmfsdp = mfsdp.compiler.backend:mfsdp\n",
+            "entry_points.txt": f"[{_ENTRY.group}]\n{_ENTRY.name} = {_ENTRY.value}\n",
             "top_level.txt": "mfsdp\n",
         }
 
@@ -47,19 +48,10 @@ class _Finder(DistributionFinder):
 
 
 def register(version: str) -> None:
-    """Registers the backend. Where torch has looked at all entry points already, it is also told directly.
-    Private in torch (``torch._dynamo.backends.registry``); tried on 2.11 and 2.13, of 2.11 to 2.15 that are supported.
+    """Registers the backend. Where torch has looked at all entry points already, ours is put among those that it knows.
+    Private in torch (``torch._dynamo.backends.registry._BACKENDS``); tried on 2.13, of 2.11 to 2.15 that are supported.
     """
     sys.meta_path.append(_Finder(version))
-    if "torch._dynamo.backends.registry" in sys.modules:
-        from torch._dynamo import register_backend
-
-        with suppress(AssertionError):  # it is there, from its entry point
-            register_backend(_backend, name="mfsdp")
-
-
-def _backend(*args: Any, **kwargs: Any) -> Any:
-    """`mfsdp.compiler.backend.mfsdp`, imported by the first call."""
-    from .compiler.backend import mfsdp
-
-    return mfsdp(*args, **kwargs)
+    registry = sys.modules.get("torch._dynamo.backends.registry")
+    if registry is not None:
+        registry._BACKENDS.setdefault(_ENTRY.name, _ENTRY)
