@@ -51,7 +51,6 @@ def trained(how: str) -> list[weakref.ref[Any]]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    assert slots.sizes()
     buffers = buffers_of(model, True)
     there = [t.untyped_storage() for b in buffers for t in (b.weights.main, b.weights.source)]
     return [weakref.ref(each) for each in (*buffers, *there, *(s.storage for s in slots._slots.values()))]
@@ -77,7 +76,6 @@ def test_static_buffers_of_a_model_stay_while_there_is_another():
         other = mfsdp.fully_shard(torch.nn.Linear(4, 4))
         trained("plain")
         live()
-        assert slots.sizes()
         del other
         live()
         assert not slots.sizes()
