@@ -227,7 +227,7 @@ def _body(stretch: Stretch, dying: list[int], compile: Compile, kwargs: Mapping[
 
 
 def _shown(stretch: Stretch) -> str:
-    compute = [n.name for n in stretch.nodes if not is_view(n)]
+    compute = [n.name for n in stretch.nodes if not is_view(n)] or [n.name for n in stretch.nodes]
     return f"from {compute[0]} to {compute[-1]}"
 
 

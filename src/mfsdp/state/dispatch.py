@@ -41,11 +41,15 @@ def _handler_of(func: Any) -> Handler:
         return _lists if _is_elementwise(one) and one not in _BY_NAME else _refuse
     if name.startswith(("_fused_adam", "_fused_sgd", "_fused_adagrad")):
         return _lists
-    return _elementwise if _is_elementwise(name) or torch.Tag.pointwise in func.tags else _refuse
+    if torch.Tag.pointwise in func.tags or name in _ELEMENTWISE:
+        return _elementwise
+    return _elementwise if name.endswith("_backward") and _is_elementwise(name) else _refuse
 
 
 def _is_elementwise(name: str) -> bool:
-    """Whether an operator, or the derivative of one, works element by element; torch tags some overloads only."""
+    """Whether an operator, or what it is the derivative of, works element by element in some overload. torch tags
+    derivatives in part, and no lists.
+    """
     if name in _ELEMENTWISE or f"{name}_" in _ELEMENTWISE:
         return True
     packet = getattr(aten, name.removesuffix("_backward"), None)
