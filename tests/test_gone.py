@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,12 +22,11 @@ from tests.models import GPT, Block
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def none_of_others() -> Iterator[None]:
-    gc.collect()
-    slots.forget()
-    yield
-    slots.forget()
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Callable[..., Any]]:
+    """Calls a function in a process where no other test has left a model, whose static buffers would stay."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result(timeout=200)
 
 
 def live() -> dict[int, int]:
@@ -58,9 +59,7 @@ def trained(how: str) -> list[weakref.ref[Any]]:
     return [weakref.ref(each) for each in (*buffers, *there, *(s.storage for s in slots._slots.values()))]
 
 
-@pytest.mark.parametrize("world", [1, 4])
-@pytest.mark.parametrize("how", ["plain", "flat", "streamed", "kept casts", "lasts"])
-def test_a_model_that_is_gone_leaves_nothing(world, how):
+def gone(world: int, how: str) -> None:
     with mfsdp.fake_ranks(world, rank=world - 1) if world > 1 else nullcontext():
         for _ in range(2):  # the first time fills caches of torch's
             before = live()
@@ -73,7 +72,13 @@ def test_a_model_that_is_gone_leaves_nothing(world, how):
         assert not slots.sizes() and not ahead._under_way and not inflight._unfinished
 
 
-def test_static_buffers_of_a_model_stay_while_there_is_another():
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("how", ["plain", "flat", "streamed", "kept casts", "lasts"])
+def test_a_model_that_is_gone_leaves_nothing(alone, world, how):
+    alone(gone, world, how)
+
+
+def another() -> None:
     with mfsdp.fake_ranks(4):
         other = mfsdp.fully_shard(torch.nn.Linear(4, 4))
         trained("plain")
@@ -82,6 +87,10 @@ def test_static_buffers_of_a_model_stay_while_there_is_another():
         del other
         live()
         assert not slots.sizes()
+
+
+def test_static_buffers_of_a_model_stay_while_there_is_another(alone):
+    alone(another)
 
 
 class Pool:
@@ -97,3 +106,4 @@ def test_a_pool_goes_behind_its_static_buffer():
     del static, pool
     slots._make(CPU, "t9", 128)
     assert seen == [True]
+    slots.forget()
