@@ -138,6 +138,7 @@ def raced(out: Path, *given: str) -> dict[str, Any]:
     return gpu.race(args)
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_does_not_end_the_race(stand_in):
     found = raced(
         stand_in, "--contenders", "plain,mfsdp,megatron-v1,fsdp2-whole,fsdp2-layers", "--world", "2", "--limit", "4",

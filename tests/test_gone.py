@@ -72,6 +72,7 @@ def gone(world: int, how: str) -> None:
         assert not slots.sizes() and not ahead._under_way and not inflight._unfinished
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("how", ["plain", "flat", "streamed", "kept casts", "lasts"])
 def test_a_model_that_is_gone_leaves_nothing(alone, world, how):
@@ -89,6 +90,7 @@ def another() -> None:
         assert not slots.sizes()
 
 
+@pytest.mark.slow
 def test_static_buffers_of_a_model_stay_while_there_is_another(alone):
     alone(another)
 

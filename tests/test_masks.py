@@ -214,6 +214,7 @@ def test_bounds_hold_all_elements():
         assert bool((low <= mask).all()) and bool((mask <= high).all()), choices
 
 
+@pytest.mark.slow
 def test_long_masks_take_no_memory():
     """131,072 tokens: 16 GiB."""
     length = 2**17
@@ -306,6 +307,7 @@ def ids() -> torch.Tensor:
     return torch.randint(67, (2, T))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families(name):
     """Whatever the version of transformers builds a mask for: in the end attention is causal, or has its window."""
@@ -352,6 +354,7 @@ def test_padding_is_seen():
     torch.testing.assert_close(plain, mine, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_groups_of_queries_are_not_repeated_in_16_bits():
     torch.manual_seed(0)
     model = llama().bfloat16()
@@ -363,6 +366,7 @@ def test_groups_of_queries_are_not_repeated_in_16_bits():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_programs_have_causal_attention(again):
     """`trace` and with it `explain`: equal layers are outlined after masks were left out."""
@@ -388,6 +392,7 @@ def _square(node: fx.Node) -> bool:
     return tuple(node.meta["val"].shape[-2:]) == (T, T)
 
 
+@pytest.mark.slow
 def test_explain_says_what_a_mask_costs():
     kwargs = {"input_ids": ids(), "attention_mask": torch.ones_like(ids())}
     report = mfsdp.explain(llama(), kwargs=kwargs, world=2, units=["LlamaDecoderLayer"], hardware="h100", suggest=False)
@@ -397,6 +402,7 @@ def test_explain_says_what_a_mask_costs():
     )
 
 
+@pytest.mark.slow
 def test_compiled_by_the_backend():
     """Losses and gradients of a sharded model, against the model alone."""
     torch.manual_seed(0)

@@ -63,6 +63,7 @@ def raises(*args: Any, **kwargs: Any) -> Any:
     raise Spoiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_step_goes_on_without(name, monkeypatch, tmp_path, said):
     torch._dynamo.reset()
