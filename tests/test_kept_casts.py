@@ -12,78 +12,10 @@ from torch import nn
 
 import mfsdp
 from mfsdp.state import weights
-from tests.parity import whole
+from tests.writes import COUNTED, PAST
 
 BF16 = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 HALF = mfsdp.MixedPrecisionPolicy(main_params_dtype=torch.float32, param_comm_dtype=torch.bfloat16)
-
-
-def _past_versions(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.to_local().data.mul_(0.5)
-
-
-def _numpy(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.detach().to_local().numpy()[...] += 0.25
-
-
-def _broadcast(model: nn.Module) -> None:
-    for p in model.parameters():
-        rows = p.to_local()
-        rows.data.fill_(1.0 + dist.get_rank())
-        if p.sharding.local().numel:
-            rows.data.div_(3)
-
-
-@torch.no_grad()
-def _in_place(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.mul_(0.75)
-
-
-@torch.no_grad()
-def _foreach(model: nn.Module) -> None:
-    torch._foreach_add_(list(model.parameters()), 0.125)
-
-
-def _data(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data.add_(0.5)
-
-
-def _copied(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data = p.data * 2
-
-
-def _loaded(model: nn.Module) -> None:
-    model.load_state_dict({k: whole(v) * 1.5 for k, v in model.state_dict().items()})
-
-
-def _summoned(model: nn.Module) -> None:
-    with mfsdp.summon_full_params(model):
-        for p in model.parameters():
-            p.data.sub_(0.25)
-
-
-@torch.no_grad()
-def _one_row(model: nn.Module) -> None:
-    """Only one rank's rows change, of one unit."""
-    param = list(model.parameters())[-1]
-    mask = torch.zeros(param.shape)
-    mask[0] = 1
-    param.add_(mask)
-
-
-@torch.no_grad()
-def _swapped(model: nn.Module) -> None:
-    """As averages of weights are swapped in and out."""
-    kept = [p.detach().clone() for p in model.parameters()]
-    for p in model.parameters():
-        p.copy_(p * 0.5)
-    for p, k in zip(model.parameters(), kept, strict=True):
-        p.lerp_(k, 0.5)
 
 
 @torch.no_grad()
@@ -106,19 +38,6 @@ class Own(torch.optim.Optimizer):
                 p._local_tensor.data.sub_(p.grad._local_tensor, alpha=group["lr"])
 
 
-WRITES = (
-    _in_place,
-    _foreach,
-    _data,
-    _copied,
-    _loaded,
-    _summoned,
-    _one_row,
-    _swapped,
-    _past_versions,
-    _numpy,
-    _broadcast,
-)
 STEPS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "own": lambda p: Own(p, lr=0.01),
@@ -169,7 +88,7 @@ def compared(policy: Any, lowering: str, how: str) -> tuple[list[str], list[int]
             step(name)
         for o in optimizers if how == "compiled" else ():
             o.register_step_post_hook(_hook)
-        for write in WRITES:
+        for write in (*COUNTED, *PAST[:3]):
             for m in models:
                 write(m)
             step(write.__name__)

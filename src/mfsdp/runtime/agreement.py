@@ -13,8 +13,9 @@ one word of eight bytes, a hash of the collectives' texts with the paths of thei
 * Over NCCL words are gathered in front of the program's own collectives, on the same stream, and the host looks at them
   once they are there: at once in a program's first run, one or a few programs later in all others.
 
-A bit of the word is not of what is run, but of how (Note [Borders]): whether this rank has to gather anew what was
-launched ahead of a program. It may differ where the host waits for answers anyway; elsewhere that is an error too.
+A bit of the word is not of what is run, but of how: whether this rank has to gather anew what was launched ahead of a
+program (Note [Borders]), or lasts (Note [Rows written unseen]). It may differ where the host waits for answers anyway;
+elsewhere that is an error too.
 
 Five more are the number of steps that optimizers have taken on what the group shares, modulo 32. A rank that has left
 a step out (an exception that it swallowed) would train on with shards of another step than the others', in collectives
@@ -68,7 +69,7 @@ class Words:
 
 
 ANEW = 1 << 62
-"""The bit of a word that says: this rank gathers anew what was launched ahead."""
+"""The bit of a word that says: this rank gathers anew what was launched ahead, or lasts."""
 
 STEPS = 31 << 57
 """The bits of a word that say how often optimizers have stepped on this rank."""
@@ -184,7 +185,7 @@ class Said:
     """For the messages of what was announced; never that of another announcement that they could meet."""
     answers: Answers
     anew: bool = False
-    """Whether this rank gathers anew what was launched ahead; once it is checked, whether any does."""
+    """Whether this rank gathers anew what was launched ahead, or lasts; once it is checked, whether any does."""
     steps: int = 0
     """The bits of its word that say how often optimizers had stepped."""
     checked: bool = False
@@ -233,7 +234,8 @@ class Company:
     """Announcements that have not been compared."""
 
     def announce(self, words: Words, anew: bool = False) -> Said:
-        """Tells the other ranks what comes next, and whether this one gathers anew what was launched ahead of it.
+        """Tells the other ranks what comes next, and whether this one gathers anew what was launched ahead of it, or
+        lasts.
 
         Raises:
             Apart: ranks have gone apart before.
@@ -308,14 +310,15 @@ class Company:
         )
 
     def gone_apart(self, anew: bool, other: int) -> None:
-        """Raises: some ranks gather anew what others take (law 63)."""
+        """Raises: some ranks gather anew what others take as it is (law 63)."""
         me = self.wire.me
         writer, taker = (me, other) if anew else (other, me)
         self.lose(
-            f"mfsdp: between an optimizer's step and the forward behind it rank {writer} has written to its weights, "
-            f"and rank {taker} has not (law 63): the step had launched forward's first gathers. Where the host does "
-            "not wait for other ranks, write on all of them together, or build the optimizer with "
-            "mfsdp.fully_shard_optimizer(optimizer, ahead=False)."
+            f"mfsdp: rank {writer} has written to its rows of weights, and rank {taker} has not (law 63), since an "
+            "optimizer's step launched forward's first gathers, or since parameters that last were gathered. Where the "
+            "host does not wait for other ranks, write on all of them together, through the parameter itself "
+            "(param.copy_(...), under no_grad); and behind a step, if one rank has to write alone, build the optimizer "
+            "with mfsdp.fully_shard_optimizer(optimizer, ahead=False)."
         )
 
     def stepped_apart(self, other: int) -> None:

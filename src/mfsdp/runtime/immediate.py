@@ -19,8 +19,9 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     buffer = owner(source)
     if buffer is not None and buffer.unit.outermost.half:
         raise unfinished(buffer.unit.outermost)
+    unseen = buffer is not None and buffer.weights.unseen()
     due = buffer is not None and buffer.weights.due()
-    over: tuple[str, ...] = s.gathering if s.gathers or due else ()
+    over: tuple[str, ...] = s.gathering if s.gathers or s.kept else ()
     carried: tuple[str, ...] = ()
     if s.loose:  # as programs do (Note [Standing in])
         loose = buffer.unit.outermost.loose
@@ -30,8 +31,10 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
                 for end in buffer.weights.refresh():
                     end()
         over, carried = (loose.group,) if s.gathers else (), s.meets
-    with runs.announced(gather_of(source), *over, meets=s.meets, carried=carried):
+    with runs.announced(gather_of(source), *over, meets=s.meets, carried=carried, anew=unseen and not s.loose):
         if s.kept:
+            if buffer is not None and not s.loose and runs.current().written(s.gathering, unseen):
+                buffer.weights.stale = True
             for end in buffer.weights.refresh():
                 end()
         flat = _given(source.detach(), s) if s.gathers else source.detach().to(s.precision.comm)

@@ -169,6 +169,8 @@ def marked(
             here.looking = probes.begin(here, buffers)
         model = met(buffers) if heads else None
         anew = model is not None and model.anew
+        lasting = [b for b in dict.fromkeys(buffers) if b is not None and b.spec.kept and not brings]
+        unseen = {group for b in lasting if b.weights.unseen() for group in b.spec.gathering}
         loose = model_of.loose if model_of is not None and model_of.loose else None
         if loose:
             here.loose = True
@@ -178,13 +180,15 @@ def marked(
             if loose:  # its own collectives are announced one by one
                 owned = {group for buffer in buffers if buffer is not None for group in buffer.spec.meets}
                 told = {group: words for group, words in told.items() if group not in owned}
-            here.announce(told, model.group if anew and model is not None else "")
+            here.announce(told, unseen | {model.group} if anew and model is not None else unseen)
         step = model_of.ahead if model_of is not None else None
         if step is not None and (trains or brings):
             step.open += 1 if trains else -1
         with runs.inside(here):
             if model is not None:
                 model.decide(here, anew)
+            if lasting and not loose:
+                _gather_again(here, lasting, unseen)
             if ahead.any_under_way():
                 ahead.make_room(rooms or {})
             slots.reserve(rooms or {})
@@ -200,3 +204,12 @@ def marked(
 
     program._boxed_call = True  # type: ignore[attr-defined]
     return program
+
+
+def _gather_again(run: runs.Run, buffers: Sequence[Any], unseen: Collection[str]) -> None:
+    """Makes parameters that last due where any rank has written to them unseen, over the groups ``unseen`` this one."""
+    for over in dict.fromkeys(buffer.spec.gathering for buffer in buffers):
+        if run.written(over, any(group in unseen for group in over)):
+            for buffer in buffers:
+                if buffer.spec.gathering == over:
+                    buffer.weights.stale = True

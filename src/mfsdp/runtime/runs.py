@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from typing import Any
@@ -82,16 +82,16 @@ class Run:
 
     # in step
 
-    def announce(self, sequences: Mapping[str, Words], anew: str = "") -> None:
-        """Tells the ranks of groups what this one is about to run; those of the group ``anew`` also that it gathers
-        anew what was launched ahead.
+    def announce(self, sequences: Mapping[str, Words], anew: Collection[str] = ()) -> None:
+        """Tells the ranks of groups what this one is about to run; those of the groups ``anew`` also that it gathers
+        anew what was launched ahead, or lasts.
         """
         for name, words in sequences.items():
             company = company_of(name)
             if company is not None:
                 self.waits += 1
                 try:
-                    said = company.announce(words, name == anew)
+                    said = company.announce(words, name in anew)
                     if company.standing:
                         said.check()
                 except Apart as error:  # where the host does not wait for answers it hears of it here
@@ -126,8 +126,8 @@ class Run:
                 self.tags[other] = self.tags[group]
 
     def anew(self, group: str, here: bool) -> bool:
-        """Whether what was launched ahead is gathered anew: where the host waits for answers anyway, if any rank of the
-        group says so; elsewhere if this one does, which then makes sure that the others do.
+        """Whether what was launched ahead, or lasts, is gathered anew: where the host waits for answers anyway, if any
+        rank of the group says so; elsewhere if this one does, which then makes sure that the others do.
 
         Raises:
             Apart: they do not.
@@ -143,6 +143,18 @@ class Run:
                 said.check()
             except Apart as error:
                 said.company.lost_with(self.all(), str(error))
+        return here
+
+    def written(self, over: Sequence[str], here: bool) -> bool:
+        """Whether any rank has written unseen to parameters that last and are gathered over these groups (Note [Rows
+        written unseen]). Ranks of two axes ask along one, then along the other. ``here``: whether this one has.
+        """
+        for i, group in enumerate(over):
+            company = company_of(group)
+            if i and company is not None and company.wire.prompt:
+                self.said = [said for said in self.said if said.company is not company]
+                self.announce({group: operation("weights written unseen")}, [group] if here else ())
+            here = self.anew(group, here)
         return here
 
     def tag(self, group: str) -> int:
@@ -371,16 +383,19 @@ def in_program() -> bool:
 
 
 @contextmanager
-def announced(what: str, *over: str, meets: Sequence[str] = (), carried: Sequence[str] = ()) -> Iterator[None]:
+def announced(
+    what: str, *over: str, meets: Sequence[str] = (), carried: Sequence[str] = (), anew: bool = False
+) -> Iterator[None]:
     """Around collectives of no program: tells the ranks of groups what this one is about to do. Inside of something
     that has been announced it is part of that. ``meets``: other groups whose ranks may wait for this one later;
-    ``carried``: others that it communicates over, whose ranks are in the first that is told, and stand in for it.
+    ``carried``: others that it communicates over, whose ranks are in the first that is told, and stand in for it;
+    ``anew``: as for `Run.announce`, all of ``over``.
     """
     if not over or any(group in current().tags for group in over):
         yield
         return
     run = Run(what, meets=meets)
-    run.announce(dict.fromkeys(over, operation(what, optional=bool(carried))))
+    run.announce(dict.fromkeys(over, operation(what, optional=bool(carried))), over if anew else ())
     run.carry(over[0], carried)
     _here.runs.append(run)
     try:

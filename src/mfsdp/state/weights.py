@@ -9,6 +9,15 @@ hold of the rows as a plain tensor (``to_local()``) may write to them past all o
 collective): from then on that unit's cast is made for every gather, as without the option. Nothing is communicated for
 it, so ranks need not agree on when. What travels in int8 is quantised from main weights for every gather, and there is
 no cast.
+
+Note [Rows written unseen]
+Parameters that last (strategies 1 and 2, HFSDP) are gathered when main weights have been written, which is a
+collective. Writes through DTensors count on every rank, those through plain tensors (``to_local()``, ``.data``, NumPy,
+DLPack) at most on the rank that has written. Once somebody has had rows as a plain tensor, the shard's checksum tells
+(`Weights.unseen`): reading gathers nothing. A rank that finds such a write says so in the word that it sends anyway
+(`agreement.ANEW`), and all gather again; where the host does not wait for words (NCCL), ranks that have written only
+here and there are an error. The checksum costs a pass over the shard where a program begins, and on CUDA a wait for the
+device, on ranks that have given rows out.
 """
 
 from __future__ import annotations
@@ -20,6 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..runtime import ahead, devices, immediate, owners, runs
+from ..runtime.checksums import checksum
 from ..runtime.transport import End
 from ..spec.units import Spec
 from .lasting import Lasting
@@ -57,6 +67,8 @@ class Weights:
         self._cast: torch.Tensor | None = None
         """This rank's shard in the dtype that travels, [layout.shard_numel], once a program has asked for it."""
         self._exposed = False
+        self._sum: torch.Tensor | None = None
+        """Of ``main``, once rows are out, as it was when somebody looked last (Note [Rows written unseen])."""
         self._writes = 0
         """Of ``main``, past its version."""
         self._cast_due = True
@@ -95,6 +107,8 @@ class Weights:
     @exposed.setter
     def exposed(self, value: bool) -> None:
         self._of.gradients.arrive()
+        if not self._exposed and self._of.spec.kept:
+            self._sum = checksum(self.main)
         self._exposed = value
         if ahead.any_under_way():
             ahead.showing(self._of)
@@ -149,6 +163,16 @@ class Weights:
             return False
         return self.stale or self.main._version != self._version or bool(ahead.of([self._of]))
 
+    def unseen(self) -> bool:
+        """Whether this rank has written to main weights since the source was filled in ways that other ranks may not
+        know of, which makes the source due (Note [Rows written unseen]).
+        """
+        if not self._of.spec.kept or self.stale or ahead.of([self._of]):
+            return False
+        if self._sum is not None and not torch.equal(self._sum, now := checksum(self.main)):
+            self._sum, self.stale = now, True
+        return self.due()
+
     def refresh(self) -> list[End]:
         """Launches the gather into the source if it is due; gives what has to be called before it may be read."""
         if not self.due():
@@ -159,7 +183,10 @@ class Weights:
         if not self.has_room:
             self.source.untyped_storage().resize_(self.source.nbytes)
         with torch.no_grad():
-            ends = immediate.replicate(main.clone() if self.exposed else main, self.source.detach(), self._of.spec)
+            if self.exposed:
+                main = main.clone()
+                self._sum = checksum(main)
+            ends = immediate.replicate(main, self.source.detach(), self._of.spec)
         self.overtake()
         self.stale, self._version = False, -1  # still due, should nobody come to wait
 
