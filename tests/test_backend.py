@@ -169,23 +169,10 @@ def test_one_process_without_a_process_group(sharded, monkeypatch):
 
 
 @pytest.mark.slow
-def test_evaluation_between_steps():
-    model = mfsdp.fully_shard(GPT(), units=[Block])
-    run = torch.compile(model, backend="mfsdp", options=EAGER)
-    ids = torch.randint(31, (2, 8))
-    losses = []
-    for _ in range(2):
-        losses.append(step(run, ids))
-        with torch.no_grad():
-            losses.append(run(ids).square().mean())
-    assert all(torch.equal(losses[0], x) for x in losses), "nothing was updated in between"
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lowering", "marked"),
     [
-        ("eager", False), ("eager", True), ("eager and dump", False), ("eager and dump", True),
+        ("eager", False), ("eager and dump", True),
         pytest.param("inductor", True, marks=pytest.mark.inductor),
     ],
 )  # fmt: skip
@@ -234,13 +221,12 @@ def test_pieces_of_a_sharded_model_are_not_said_to_be_unsharded(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("other", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_a_sharded_model_compiled_by_another_backend_is_named(monkeypatch, other):
+def test_a_sharded_model_compiled_by_another_backend_is_named(monkeypatch):
     monkeypatch.setattr(kernels, "_told", False)
     torch.manual_seed(0)
     reference = MLP()
     model = mfsdp.fully_shard(copy.deepcopy(reference), units=["up"])
-    run = torch.compile(model, backend=other)
+    run = torch.compile(model, backend="aot_eager")
     x = torch.randn(2, 24)
     with pytest.warns(UserWarning, match=r"unit '\(root\)' of MLP.* compiled by another backend") as seen:
         for _ in range(2):
@@ -324,18 +310,18 @@ def unsharded(name: str, lowering: str) -> tuple[float, float, int]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["mlp", "gpt", "gpt_checkpointed", "twice", "unused", "frozen", "lora", "llama"])
+@pytest.mark.parametrize("name", ["mlp", "gpt_checkpointed", "twice", "unused", "frozen"])
 def test_unsharded_models_average_their_gradients(two_ranks, name):
-    layers = {"mlp": 3, "gpt": 4, "gpt_checkpointed": 4, "llama": 4}
+    layers = 4 if name == "gpt_checkpointed" else 3
     for loss, grads, calls in two_ranks.run(unsharded, name, "eager"):
         assert loss == 0 and grads < 1e-6
-        assert calls <= layers.get(name, 3), "one all-reduce per layer, not per parameter"
+        assert calls <= layers, "one all-reduce per layer, not per parameter"
 
 
 @pytest.mark.dist
 @pytest.mark.inductor
 def test_unsharded_under_inductor(two_ranks):
-    for loss, grads, _ in two_ranks.run(unsharded, "gpt", "inductor", timeout=300):
+    for loss, grads, _ in two_ranks.run(unsharded, "mlp", "inductor", timeout=300):
         assert loss < 1e-5 and grads < 1e-4
 
 
@@ -380,7 +366,7 @@ def test_one_rank_writes_the_listings(two_ranks, tmp_path):
 def bf16(lowering: str) -> tuple[float, str]:
     """bf16 compute over fp32 main weights, against a reference that does the same by hand."""
     torch.manual_seed(0)
-    reference = GPT(tied=False)
+    reference = GPT(tied=False, layers=1)
     model = mfsdp.fully_shard(
         copy.deepcopy(reference), units=[Block], mp_policy=mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
     )

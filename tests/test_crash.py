@@ -91,7 +91,7 @@ def test_killed_at_every_file_operation_and_in_the_middle_of_files(tmp_path, way
 @pytest.mark.parametrize("blocking", [True, False])
 def test_ranks_that_are_killed_at_random_resume_and_lose_nothing(tmp_path, blocking):
     counts = killed_and_resumed(tmp_path, 2, blocking)
-    assert counts.pop("step") > 4 and counts == {"kills": 2, "resumes": 2, "losses": 0}
+    assert counts.pop("step") >= 4 and counts == {"kills": 2, "resumes": 2, "losses": 0}
 
 
 @pytest.mark.parametrize("harm", ["truncated", "missing", "flipped"])

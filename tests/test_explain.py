@@ -7,7 +7,8 @@ import json
 import threading
 import weakref
 from dataclasses import replace
-from itertools import combinations
+from functools import cache
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +31,7 @@ from mfsdp.costs.simulate import simulate
 from mfsdp.graph import cost, listing
 from mfsdp.graph.program import Program, operator
 from mfsdp.graph.roles import role
+from mfsdp.planning import explain as explaining
 from mfsdp.spec import hardware
 from mfsdp.spec.hardware import Group, Hardware, Link, host_copy, transfer
 from tests.models import GPT, Block, llama
@@ -448,7 +450,10 @@ def test_dropout_that_is_computed_again_is_a_line():
 
 @pytest.fixture(scope="module")
 def steps() -> list[bench_clock.Step]:
-    return bench_clock.compare(json.loads((ROOT / "examples/bench/results/results.json").read_text()))
+    """One trace serves all depths."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explaining, "trace", cache(explaining.trace))
+        return bench_clock.compare(json.loads((ROOT / "examples/bench/results/results.json").read_text()))
 
 
 @pytest.mark.slow
@@ -499,11 +504,11 @@ def held(name: str, lowering: str, strategy: int, plan: mfsdp.Plan | None = None
     model, ids, unit = built(name)
     sharding = {"units": [unit], "strategy": strategy, **({} if plan is None else {"plan": plan})}
     sharding |= {"reshard_after_forward": False} if name == "gathered" else {}
-    given = {"world": dist.get_world_size(), "options": {"lowering": lowering}, "hardware": PLAIN, **sharding}
-    told = mfsdp.explain(model, (ids,), suggest=False, **given)
+    given = {"world": dist.get_world_size(), "options": {"lowering": lowering, "check": False}, "hardware": PLAIN}
+    told = mfsdp.explain(model, (ids,), suggest=False, **given, **sharding)
     mfsdp.runtime.slots.forget()
     mfsdp.fully_shard(model, **sharding)
-    run = compiled(model, lowering)
+    run = compiled(model, lowering, check=False)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -527,7 +532,6 @@ def held(name: str, lowering: str, strategy: int, plan: mfsdp.Plan | None = None
     ("lowering", "strategy", "model", "off"),
     [
         ("eager", 2, "gpt", 0.002),
-        ("eager", 3, "gpt", 0.002),
         ("eager", 3, "llama", 0.002),
         ("eager", 3, "gathered", 0.002),
         pytest.param("inductor", 3, "llama", 0.02, marks=pytest.mark.inductor),
@@ -564,11 +568,10 @@ def test_a_report_says_it_in_words():
     [({"world": 1}, 0), ({"world": 8}, 2), ({"mesh_shape": (2, 4)}, 4), ({"world": 8, "strategy": 0}, 2)],
 )
 def test_what_no_ledger_counts_is_named_on_cuda(arguments, communicators):
-    report = toy(**arguments, suggest=False)
+    report, elsewhere = toy(**arguments, hardware=["h100", PLAIN])
     line = next(x for x in report.summary().splitlines() if x.startswith("not counted: the CUDA context, "))
     assert report.communicators == communicators and "cuBLAS's workspaces" in line
     assert (f"NCCL's buffers for {communicators} communicators" in line) == (communicators > 0)
-    elsewhere = toy(**arguments, suggest=False, hardware=PLAIN)
     assert not elsewhere.uncounted and "not counted" not in elsewhere.summary()
 
 
@@ -604,24 +607,24 @@ def one_forward_one_backward(stages: int, microbatches: int, f: float, b: float)
     return max(ended.values()), held
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(4, 8), (4, 2), (2, 1), (1, 3)])
-def test_a_pipeline_of_equal_stages(stages, microbatches):
-    options = {"options": {"lowering": "eager"}, "units": [Block], "world": 2, "hardware": PLAIN, "suggest": False}
+def test_a_pipeline_of_equal_stages():
+    given = {"options": {"lowering": "eager"}, "units": [Block], "world": 2, "hardware": PLAIN, "optimizer": "none"}
     model = GPT(width=64, layers=2, tied=False)
-    ids = torch.zeros(64, 8, dtype=torch.long)
-    given = {**options, "microbatches": microbatches, "optimizer": "none"}
-    found = mfsdp.explain(model, (ids,), stages=stages, **given)
-    forward, backward = (view.seconds for view in found.views)
-    step, held = one_forward_one_backward(stages, microbatches, forward, backward)
-    assert found.step == pytest.approx(step)
-    assert found.bubble == pytest.approx(step * (stages - 1) / (microbatches + stages - 1))
-    alone = mfsdp.explain(model, (ids,), **given)
-    one = (found.stages[0] - alone.peak) / max(1, held[0] - 1)
-    assert found.stages == pytest.approx([alone.peak + (n - 1) * one for n in held])
-    there = next(e.nbytes for e in alone.ledger.entries if e.name == "activations saved by forward")
-    assert there <= one < 1.5 * there or held[0] == 1, "some of them have gone at the peak"
-    assert sum(e.nbytes for e in found.ledger.entries) == found.peak == found.stages[0]
-    assert found.ranks == 2 * stages and found.slowed < 1e-9
+    many, deep = [1, 2, 3, 8], [1, 2, 4]
+    table = mfsdp.explain(model, (torch.zeros(64, 8, dtype=torch.long),), microbatches=many, stages=deep, **given)
+    reports = dict(zip(product(many, deep), table, strict=True))
+    for microbatches, stages in ((8, 4), (2, 4), (1, 2), (3, 1)):
+        found, alone = reports[microbatches, stages], reports[microbatches, 1]
+        forward, backward = (view.seconds for view in found.views)
+        step, held = one_forward_one_backward(stages, microbatches, forward, backward)
+        assert found.step == pytest.approx(step)
+        assert found.bubble == pytest.approx(step * (stages - 1) / (microbatches + stages - 1))
+        one = (found.stages[0] - alone.peak) / max(1, held[0] - 1)
+        assert found.stages == pytest.approx([alone.peak + (n - 1) * one for n in held])
+        there = next(e.nbytes for e in alone.ledger.entries if e.name == "activations saved by forward")
+        assert there <= one < 1.5 * there or held[0] == 1, "some of them have gone at the peak"
+        assert sum(e.nbytes for e in found.ledger.entries) == found.peak == found.stages[0]
+        assert found.ranks == 2 * stages and found.slowed < 1e-9
 
 
 def test_what_no_pipeline_can_be():
@@ -645,10 +648,11 @@ def test_a_straggler_and_what_a_token_costs(tmp_path):
     prices.write_text('{"H100": 2.5, "a100": 1}')
     options = {"options": {"lowering": "eager"}, "units": [Block], "suggest": False, "world": 4}
     ids = torch.zeros(8, 8, dtype=torch.long)
-    report = mfsdp.explain(model, (ids,), prices=prices, **options)
+    table = mfsdp.explain(model, (ids,), prices=prices, hardware=["h100", "a100"], **options)
+    report, _ = table
     assert report.cost == pytest.approx(2.5 * 4 * report.step / 3600 / (64 * 4) * 1e6)
     assert "per million tokens, at 2.5 for a rank and hour" in report.summary()
-    assert "per million" in str(mfsdp.explain(model, (ids,), prices=prices, hardware=["h100", "a100"], **options))
+    assert "per million" in str(table)
     for wrong, message in (({"h100": 0}, "prices of h100: give positive"), ({"a100": 1}, "not of H100 SXM: add it")):
         with pytest.raises(ValueError, match=message):
             mfsdp.explain(model, (ids,), prices=wrong, **options)
@@ -702,10 +706,10 @@ def test_a_limit_on_memory_is_named():
 
 @pytest.mark.slow
 def test_a_table_of_combinations(tmp_path):
-    found = toy(world=[8, 64], options={"prefetch": [0, 1]}, strategy=[2, 3], hardware=["h100", PLAIN])
-    assert len(list(found)) == 16
+    found = toy(world=[8], options={"prefetch": [0, 1]}, strategy=[2, 3], hardware=["h100", PLAIN])
+    assert len(list(found)) == 8
     lines = str(found).splitlines()
-    assert lines[0].split()[:4] == ["world", "hardware", "prefetch", "strategy"] and len(lines) == 17
+    assert lines[0].split()[:4] == ["world", "hardware", "prefetch", "strategy"] and len(lines) == 9
     assert sum("best that fits" in line for line in lines) == 1
     best = found.reports[found.best]
     assert best.fits and best.step == min(r.step for r in found)
@@ -726,15 +730,16 @@ def test_a_sharded_model_is_explained_as_it_is():
         for block in m.blocks:
             mfsdp.fully_shard(block, device="meta", reshard_after_forward=False, strategy=3)
         mfsdp.fully_shard(m, device="meta", mp_policy=mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16))
-    first = mfsdp.explain(model, (ids,), world=4, suggest=False)
+    given = {"world": 4, "options": {"lowering": "eager", "check": False}, "suggest": False}
+    first = mfsdp.explain(model, (ids,), **given)
     model.blocks[0].set_reshard_after_forward(True)
-    second = mfsdp.explain(model, (ids,), world=4, suggest=False)
+    second = mfsdp.explain(model, (ids,), **given)
     assert first.listing("backward").count("all_gather") + 1 == second.listing("backward").count("all_gather")
     with torch.device("meta"):
         plain = GPT(tied=True)
     whole = mfsdp.fully_shard(GPT(tied=True), units=[Block])
-    named = mfsdp.explain(plain, (ids,), world=4, units=[Block], suggest=False)
-    assert mfsdp.explain(whole, (ids,), world=4, suggest=False).listing("forward") == named.listing("forward")
+    named = mfsdp.explain(plain, (ids,), units=[Block], **given)
+    assert mfsdp.explain(whole, (ids,), **given).listing("forward") == named.listing("forward")
     with pytest.raises(ValueError, match="sharded already; leave out units"):
         mfsdp.explain(whole, (ids,), units=[Block])
 
@@ -790,13 +795,15 @@ def test_nothing_is_kept_and_nothing_is_changed():
 def test_what_does_not_fit_gets_suggestions_that_do():
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
     machine = replace(PLAIN, memory=2_100_000, flops={"f32": 1e12})
-    found = {p: mfsdp.explain(model, (torch.empty(4, 256),), units=[nn.Linear], hardware=machine, world=8,
-                              options={"prefetch": p, "reduce_lag": p}) for p in (0, 2)}  # fmt: skip
-    machine = replace(machine, memory=(found[0].peak + found[2].peak) // 2)
-    report = mfsdp.explain(model, (torch.empty(4, 256),), units=[nn.Linear], hardware=machine, world=8,
-                           options={"prefetch": 2, "reduce_lag": 2})  # fmt: skip
+    given = {"units": [nn.Linear], "world": 8}
+    options = {p: {"prefetch": p, "reduce_lag": p} for p in (0, 2)}
+    x = torch.empty(4, 256)
+    peaks = [
+        mfsdp.explain(model, (x,), hardware=machine, options=o, suggest=False, **given).peak for o in options.values()
+    ]
+    report = mfsdp.explain(model, (x,), hardware=replace(machine, memory=sum(peaks) // 2), options=options[2], **given)
     assert not report.fits and report.suggestions
-    assert all(s.peak <= machine.memory for s in report.suggestions)
+    assert all(s.peak <= sum(peaks) // 2 for s in report.suggestions)
 
 
 @pytest.mark.slow
@@ -805,7 +812,7 @@ def test_many_small_kernels_cost_no_more_than_they_are():
 
     class Chain(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(600):
+            for _ in range(150):
                 x = torch.sin(x) + 1
             return x
 
@@ -834,14 +841,14 @@ def test_experts_of_hugging_face():
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
     with torch.device("meta"):
         model = MixtralForCausalLM(config)
     ids = torch.zeros(2, 16, dtype=torch.long)
     report = mfsdp.explain(model, (), {"input_ids": ids, "labels": ids}, units=["MixtralDecoderLayer"], suggest=False)
-    experts = 2 * (32 * 2 * 48 + 48 * 32) * 2  # two layers, two experts for a token
+    experts = (32 * 2 * 48 + 48 * 32) * 2  # two experts for a token
     grouped = sum(x.flops for x in report.views[0].lines if "grouped_mm" in x.name)
     assert grouped == 2 * 32 * experts
 
@@ -851,7 +858,8 @@ def test_hugging_face_and_tokens():
     with torch.device("meta"):
         model = llama()
     ids = torch.zeros(2, 16, dtype=torch.long)
-    report = mfsdp.explain(model, (), {"input_ids": ids, "labels": ids}, world=8, units=["LlamaDecoderLayer"])
+    given = {"input_ids": ids, "labels": ids}
+    report = mfsdp.explain(model, (), given, world=8, units=["LlamaDecoderLayer"], suggest=False)
     assert report.tokens == 32 and report.tokens_per_second == pytest.approx(32 * 8 / report.step)
     matrices = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n)
     assert 1 < report.flops / (6 * 32 * matrices) < 1.2, "six operations per weight and token, and attention"
@@ -877,18 +885,15 @@ def test_bad_arguments(kwargs, message):
         toy(**kwargs)
 
 
-def measured() -> tuple[str, float, float]:
-    machine = mfsdp.measure()
-    return machine.name, machine.inside.bandwidth, machine.flops["f32"]
-
-
 @pytest.mark.dist
-def test_this_machine(two_ranks):
-    alone, (first, second) = measured(), two_ranks.run(measured)
-    assert alone[0] == "this machine, one process: links as fast as memory"
-    assert first[0] == second[0] == "this machine, 2 ranks" and first[1] == second[1], "ranks agree on their link"
-    assert all(1e7 < x[1] < 1e12 and x[2] > 1e8 for x in (alone, first, second))
-    assert toy(hardware="this", suggest=False).machine.name == alone[0]
+def test_this_machine(two_ranks, monkeypatch):
+    alone, (first, second) = mfsdp.measure(), two_ranks.run(mfsdp.measure)
+    assert alone.name == "this machine, one process: links as fast as memory"
+    assert first.name == second.name == "this machine, 2 ranks"
+    assert first.inside.bandwidth == second.inside.bandwidth, "ranks agree on their link"
+    assert all(1e7 < x.inside.bandwidth < 1e12 and x.flops["f32"] > 1e8 for x in (alone, first, second))
+    monkeypatch.setattr(explaining, "measure", lambda: alone)
+    assert toy(hardware="this", suggest=False).machine == alone
 
 
 def test_hardware_from_files(tmp_path):

@@ -16,6 +16,20 @@ from tests.fuzz.trial import Court, judged
 FOUND: list[Case] = json.loads(Path(__file__).with_name("fuzz").joinpath("found.json").read_text())
 """Each finding once: its name, the seed that showed it, and the case that was left when it was made small."""
 
+TESTED = {
+    "test_agreement.py": (
+        "layers differ, compiled",
+        "order differs, compiled",
+        "a step of the optimizer left out by one rank",
+    ),
+    "test_given_up.py": ("given up",),
+    "test_reads.py": ("functional_call", "functional_call compiled", "functional_call behind a graph break"),
+    "test_writes.py": ("codebook", "clamped", "max_norm"),
+}
+"""Findings that have tests of their own, by file: they are not tried again here, where a refusal costs other ranks."""
+
+TRIED = [f for f in FOUND if not any(f["finding"] in findings for findings in TESTED.values())]
+
 
 @pytest.fixture(scope="module")
 def court() -> Iterator[Court]:
@@ -24,7 +38,7 @@ def court() -> Iterator[Court]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("seed", (3, 4, 6, 7, 9))
+@pytest.mark.parametrize("seed", (6, 7))
 def test_fixed_seeds_are_right(court, seed):
     verdict = court.try_(draw(seed))
     assert verdict.outcome == "right", f"{verdict.text}\n{verdict.trace}"
@@ -32,7 +46,7 @@ def test_fixed_seeds_are_right(court, seed):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("found", FOUND, ids=lambda f: f["finding"])
+@pytest.mark.parametrize("found", TRIED, ids=lambda f: f["finding"])
 def test_what_was_found_is_right_or_refused(court, found):
     verdict = court.try_(found["case"])
     assert verdict.outcome in ("right", "refused"), f"{verdict.text}\n{verdict.trace}"
@@ -70,7 +84,7 @@ def test_programs_are_python_and_need_nothing_of_ours_but_mfsdp(found):
 
 @pytest.mark.slow
 def test_every_smaller_case_is_a_program_and_refers_to_nothing_that_is_gone():
-    for seed in range(6):
+    for seed in range(2):
         for case in smaller(draw(seed)):
             compile(program(case), "smaller", "exec")
             names = {b["name"] for b in each(case["blocks"])}

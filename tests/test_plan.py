@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from mfsdp import pipeline
 from mfsdp.compiler import capture, cutting
 from mfsdp.compiler.cutting import Treatment
 from mfsdp.compiler.planner import ALLOWED, WAYS, Planner, Setting
+from mfsdp.compiler.tracing import Programs
 from mfsdp.costs import clock, fusion
 from mfsdp.costs.folding import Event, drained, folded, runs, stretch
 from mfsdp.costs.simulate import simulate
@@ -35,7 +35,7 @@ from mfsdp.spec.choices import Choice
 from mfsdp.spec.config import Options
 from mfsdp.spec.hardware import Hardware, Link, Transfer
 from mfsdp.spec.plans import nbytes_of
-from tests.models import GPT, Block, Unlike, llama
+from tests.models import GPT, Block, Unlike
 from tests.test_explain import PLAIN, built, held
 from tests.toys import BF16
 
@@ -44,19 +44,23 @@ SLOW = {
 }  # fmt: skip
 
 
-def planner(
-    model: nn.Module,
-    ids: torch.Tensor,
-    lowering: str = "eager",
-    units: Any = (Block,),
-    machine: Any = SLOW,
-    **more: Any,
-) -> Planner:
+def traced(
+    model: nn.Module, ids: torch.Tensor, lowering: str = "eager", units: Any = (Block,), **sharding: Any
+) -> Programs:
     with torch.device("meta"):
-        programs = mfsdp.trace(model, (ids,), world=8, units=list(units), lowering=lowering)
+        return mfsdp.trace(model, (ids,), world=8, units=list(units), lowering=lowering, **sharding)
+
+
+def planner_of(programs: Programs, lowering: str = "eager", machine: Any = SLOW, **more: Any) -> Planner:
     assert programs.capture is not None
     options = Options(lowering=lowering)
     return Planner.of(programs.capture, buffers_of(programs.model), options, machine_of(machine), **more)
+
+
+def planner(
+    model: nn.Module, ids: torch.Tensor, lowering: str = "eager", units: Any = (Block,), **more: Any
+) -> Planner:
+    return planner_of(traced(model, ids, lowering, units), lowering, **more)
 
 
 def gpt(layers: int, vocabulary: int = 64, **more: Any) -> tuple[nn.Module, torch.Tensor]:
@@ -67,17 +71,14 @@ def gpt(layers: int, vocabulary: int = 64, **more: Any) -> tuple[nn.Module, torc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [2, 5])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("layers", "recompute"), [(2, False), (5, True)])
 def test_a_joint_graph_cut_again_gives_the_programs_that_compiling_gives(layers, recompute):
-    model, ids = gpt(layers, recompute=recompute)
-    with torch.device("meta"):
-        programs = mfsdp.trace(model, (ids,), world=8, units=[Block], lowering="inductor")
-    found = Planner.of(programs.capture, buffers_of(programs.model), Options(), machine_of("h100"))
+    programs = traced(*gpt(layers, recompute=recompute), "inductor")
+    found = planner_of(programs, "inductor", "h100")
     again = found._programs({}, ())
     for a, b in zip(programs, again, strict=True):
         for p in (a, b):
-            pipeline.run(p, listings=False)
+            pipeline.run(p, checked=False, listings=False)
         assert [(n.name, str(n.target), str(n.args)) for n in a.nodes] == [
             (n.name, str(n.target), str(n.args)) for n in b.nodes
         ]
@@ -87,8 +88,8 @@ def test_a_joint_graph_cut_again_gives_the_programs_that_compiling_gives(layers,
 @pytest.mark.parametrize(
     ("states", "depth", "lag", "apart"),
     [
-        ("S" * 9, 1, 1, ()), ("R" * 10 + "S" * 3, 2, 2, ()), ("R" * 4 + "G" * 4, 0, 0, ()), ("OS" * 6, 1, 1, ()),
-        ("OR" * 4, 0, 0, ()), ("S" * 8, 1, 1, ("tokens", "head")),
+        ("R" * 10 + "S" * 3, 2, 2, ()), ("R" * 4 + "G" * 4, 0, 0, ()), ("OS" * 6, 1, 1, ()),
+        ("S" * 8, 1, 1, ("tokens", "head")),
     ],
 )  # fmt: skip
 def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag, apart):
@@ -106,7 +107,7 @@ def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag,
     table = pipeline.table(depth, lag, wide=True, pace=found.pace)
     whole = []
     for program in found._programs(cutting.treatments(setting.choices), ()):
-        pipeline.run(program, passes=table, listings=False)
+        pipeline.run(program, passes=table, checked=False, listings=False)
         times = clock.times(program, found.machine)
         seconds = max(span.end for span in simulate(program, times))
         top = peak(lines(program, fusion.fused(program))) - sum(program.slots.values())
@@ -122,34 +123,34 @@ def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rate", "every"), [(200e9, 1), (200e9, 2), (2e7, 1)])
-def test_copies_that_do_not_come_to_rest_within_few_layers_are_scored_in_all_of_them(rate, every):
+def test_copies_that_do_not_come_to_rest_within_few_layers_are_scored_in_all_of_them():
     """Of a host behind a slow link each layer leaves one copy more behind."""
-    model, _ = gpt(17)
-    machine = SLOW | {"host": {"bandwidth": rate, "latency": 1e-7}}
-    found = planner(model, torch.zeros(16, 32, dtype=torch.long), "inductor", machine=machine)
-    (kind,) = found.kinds
-    setting = Setting((replace(kind, offloaded=(every, 17), recomputed=17),), 0, 0)
-    treated, repeats = found._shortened(setting, beside=1)
-    assert repeats and len(treated) < 17
-    few = found._folded(treated, setting)
-    rest = all(part.rests(r.borders(part.backward, 1, 1)) for part in few for r in repeats)
-    assert rest is (rate > 2e7)
-    parts = found._folded(cutting.treatments(setting.choices), setting)
-    whole = found._total(setting, [p.play() for p in parts], found._slots(parts), parts[0].host)
-    score = found.score(setting)
-    assert (score.peak, score.host) == (whole.peak, whole.host)
-    assert score.seconds == pytest.approx(whole.seconds, rel=1e-9)
+    model, _ = gpt(13)
+    programs = traced(model, torch.zeros(16, 32, dtype=torch.long), "inductor")
+    for rate, spaces in ((200e9, (1, 2)), (2e7, (1,))):
+        found = planner_of(programs, "inductor", SLOW | {"host": {"bandwidth": rate, "latency": 1e-7}})
+        (kind,) = found.kinds
+        for every in spaces:
+            setting = Setting((replace(kind, offloaded=(every, 13), recomputed=13),), 0, 0)
+            treated, repeats = found._shortened(setting, beside=1)
+            assert repeats and len(treated) < 13
+            few = found._folded(treated, setting)
+            rest = all(part.rests(r.borders(part.backward, 1, 1)) for part in few for r in repeats)
+            assert rest is (rate > 2e7)
+            parts = found._folded(cutting.treatments(setting.choices), setting)
+            whole = found._total(setting, [p.play() for p in parts], found._slots(parts), parts[0].host)
+            score = found.score(setting)
+            assert (score.peak, score.host) == (whole.peak, whole.host)
+            assert score.seconds == pytest.approx(whole.seconds, rel=1e-9)
 
 
 @pytest.mark.slow
 def test_what_goes_to_the_host_fits_it():
     """Without a bound the same budget takes more of it; with one too small for anything, nothing goes there."""
     model, _ = gpt(9)
-    ids, found = torch.zeros(16, 32, dtype=torch.long), [0]
+    programs, found = traced(model, torch.zeros(16, 32, dtype=torch.long)), [0]
     for most in (lambda: 0, lambda: found[-1] // 3, lambda: 1):
-        machine = SLOW | {"host_memory": most()}
-        given = planner(model, ids, machine=machine, allow=("offload",))
+        given = planner_of(programs, machine=SLOW | {"host_memory": most()}, allow=("offload",))
         free, floor = given.score(given.top).peak, given.score(given.floor)
         assert given.best(free) == given.top and floor.host <= (most() or floor.host)
         found.append(floor.host)
@@ -161,17 +162,14 @@ def test_what_goes_to_the_host_fits_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"mp_policy": BF16}, {"mp_policy": BF16, "strategy": 1}])
+@pytest.mark.parametrize("more", [{"mp_policy": BF16}, {"mp_policy": BF16, "strategy": 1}])
 def test_few_layers_account_for_all(more, monkeypatch):
     """What is there throughout a step, which the ledger reads from programs: casts that stay from step to step, too."""
-    model, ids = gpt(11)
-    with torch.device("meta"):
-        traced = mfsdp.trace(model, (ids,), world=8, units=[Block], **more)
-    made = partial(Planner.of, traced.capture, buffers_of(traced.model), Options(lowering="eager"), machine_of(SLOW))
-    few = made()
+    programs = traced(*gpt(9), **more)
+    few = planner_of(programs)
     monkeypatch.setattr(Planner, "_few", lambda self, choice: choice.layers)
-    every = made()
-    assert len(few.cuts) == 1 and len(next(iter(few.cuts))) < 11
+    every = planner_of(programs)
+    assert len(few.cuts) == 1 and len(next(iter(few.cuts))) < 9
     for a, b in ((few.account, every.account), (few.streamed, every.streamed)):
         changed = few.slots - every.slots
         assert (a.at_step - changed, a.lasting - changed, a.host) == (b.at_step, b.lasting, b.host)
@@ -180,22 +178,20 @@ def test_few_layers_account_for_all(more, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("chosen", "off"),
-    [
+def test_pieces_say_about_what_a_step_takes():
+    """Seconds closer than memory, whose peak depends on rooms for what is gathered, and on when copies come back."""
+    model, _ = gpt(9)
+    found = planner(model, torch.zeros(16, 32, dtype=torch.long), "inductor")
+    (kind,) = found.kinds
+    ways = ((0, 0), (1, 1), (2, 2))
+    told: tuple[tuple[dict[str, Any], float], ...] = (
         ({"recomputed": 4}, 1e-3),
         ({"recomputed": 6, "gathered": 5}, 1e-3),
         ({"gathered": 9, "recomputed": 2}, 5e-3),
         ({"offloaded": (1, 9)}, 1e-3),
         ({"offloaded": (2, 7), "recomputed": 4, "gathered": 3}, 3e-2),
-    ],
-)
-def test_pieces_say_about_what_a_step_takes(chosen, off):
-    """Seconds closer than memory, whose peak depends on rooms for what is gathered, and on when copies come back."""
-    model, _ = gpt(9)
-    found = planner(model, torch.zeros(16, 32, dtype=torch.long), "inductor")
-    (kind,) = found.kinds
-    for depth, lag in ((0, 0), (1, 1), (2, 2)):
+    )
+    for (chosen, off), (depth, lag) in product(told, ways):
         setting = Setting((replace(kind, **chosen),), depth, lag)
         about, score = found.estimate(setting), found.score(setting)
         assert about is not score and about.host == pytest.approx(score.host, rel=0.02)
@@ -204,14 +200,13 @@ def test_pieces_say_about_what_a_step_takes(chosen, off):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [(0, 9), (3, 0), (3, 9)])
-def test_pieces_of_layers_that_are_written_out_begin_where_they_do(again):
+def test_pieces_of_layers_that_are_written_out_begin_where_they_do():
     """Too few for calls: backward computes single lines of each again far ahead of the rest."""
     with torch.device("meta"):
         model = Unlike("AAA" + 9 * "B", 64)
     found = planner(model, torch.zeros(16, 3, 64), "inductor", ["layers.*"])
     assert [len(found.calls.intersection(kind.layers)) for kind in found.kinds] == [0, 9]
-    for depth, lag in ((0, 0), (1, 1)):
+    for again, (depth, lag) in product(((0, 9), (3, 0), (3, 9)), ((0, 0), (1, 1))):
         chosen = tuple(replace(kind, recomputed=n) for kind, n in zip(found.kinds, again, strict=True))
         about, score = (get(Setting(chosen, depth, lag)) for get in (found.estimate, found.score))
         assert about.seconds == pytest.approx(score.seconds, rel=0.06)
@@ -252,15 +247,13 @@ SMALL = Hardware(
 )
 """A machine so slow that small models keep it busy."""
 
-TOYS = {"gpt": [Block], "llama": ["LlamaDecoderLayer"], "experts": ["layers.*"], "unlike": ["layers.*", "head"]}
+TOYS = {"gpt": [Block], "experts": ["layers.*"], "unlike": ["layers.*", "head"]}
 
 
 def toy_model(name: str) -> nn.Module:
     torch.manual_seed(3)
     if name == "gpt":
         return GPT(width=64, layers=3, vocabulary=64, length=32)
-    if name == "llama":
-        return llama(3, width=64)
     if name == "unlike":
         return Unlike("ABA")
     model = Mixtral(width=32, hidden=48, layers=3)
@@ -288,12 +281,13 @@ def toy(name: str) -> Planner:
 
 
 def every(found: Planner) -> list[Setting]:
-    """All settings of a model of few layers, also those that the planner does not look at."""
+    """Settings of a model of few layers: none, one and all of each kind, also where the planner does not look."""
+    counts = {kind: sorted({0, 1, len(kind.layers)}) for kind in found.kinds}
     treated = [
         [
             replace(kind, recomputed=r, gathered=k, saved=level)
-            for r in range(len(kind.layers) + 1)
-            for k in range(len(kind.layers) + 1)
+            for r in counts[kind]
+            for k in counts[kind]
             for level in (found.trails[kind.name, kind.layers] if r else [()])
         ]
         for kind in found.kinds
@@ -307,13 +301,8 @@ def every(found: Planner) -> list[Setting]:
     ]
 
 
-APART = pytest.mark.xfail(
-    strict=True, reason="since accumulators exist from backward on, one budget's best plan is missed: 9.6% slower"
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=APART) if n == "experts" else n for n in TOYS])
+@pytest.mark.parametrize("name", ["gpt", "unlike"])
 def test_the_planner_is_within_two_percent_of_the_best_at_every_budget(name):
     """Also where layers are of several kinds, and units of unlike sizes."""
     found = toy(name)
@@ -326,6 +315,19 @@ def test_the_planner_is_within_two_percent_of_the_best_at_every_budget(name):
         assert best is not None and found.score(best).peak <= budget
         oracle = min(s.seconds for s in scores if s.peak <= budget)
         assert found.score(best).seconds <= 1.02 * oracle, (budget, best)
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(strict=True, reason="since accumulators exist from backward on, this plan is missed: 9.6% slower")
+def test_the_one_budget_of_experts_whose_best_plan_is_missed():
+    """Of the 41 budgets that every setting was scored for."""
+    found = toy("experts")
+    dense, sparse = found.kinds
+    few = [found.trails[kind.name, kind.layers][0] for kind in found.kinds]
+    chosen = replace(dense, recomputed=1, saved=few[0]), replace(sparse, gathered=1, recomputed=1, saved=few[1])
+    better = found.score(Setting(chosen, 0, 0, True))
+    best = found.best(better.peak)
+    assert best is not None and found.score(best).seconds <= 1.02 * better.seconds
 
 
 @pytest.fixture(scope="module")
@@ -355,17 +357,16 @@ def test_layers_that_backward_does_not_come_to_are_left_as_they_are():
 def test_what_is_planned_is_what_is_explained(planned, tmp_path: Path):
     model, ids = gpt(3)
     assert planned.floor < planned.peak <= planned.memory < planned.top
-    told = mfsdp.explain(
-        model, (ids,), world=8, units=[Block], hardware=SLOW, plan=planned, options={"lowering": "eager"}
-    )
+    given = {"world": 8, "units": [Block], "options": {"lowering": "eager"}, "suggest": False}
+    told = mfsdp.explain(model, (ids,), hardware=SLOW, plan=planned, **given)
     assert f"{told.step:.12f}" == f"{planned.step:.12f}" and told.peak == planned.peak
     (kind,) = planned.choices
     away = replace(planned, choices=(replace(kind, recomputed=0, saved=(), offloaded=(1, 3)),))
-    given = {"world": 8, "units": [Block], "plan": away, "options": {"lowering": "eager"}, "suggest": False}
-    there = mfsdp.explain(model, (ids,), hardware=SLOW, **given)
+    given["plan"] = away
+    there, elsewhere = mfsdp.explain(model, (ids,), hardware=[SLOW, "a100"], **given)
     score = planner(model, ids, inputs=ids.nbytes).score(Setting(away.choices, **away.options))
     assert score.host and f"{there.step:.12f}" == f"{score.seconds:.12f}" and there.peak == score.peak
-    assert mfsdp.explain(model, (ids,), hardware="a100", **given).peak == there.peak, "copies stand where they stood"
+    assert elsewhere.peak == there.peak, "copies stand where they stood"
     given["options"] = {"lowering": "eager", "prefetch": "auto"}
     auto = mfsdp.explain(model, (ids,), hardware={**SLOW, "host": {"bandwidth": 1e9, "latency": 1e-6}}, **given)
     for view in auto.views:
@@ -478,11 +479,10 @@ def hand_made(world: int, layers: int, **chosen: Any) -> mfsdp.Plan:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [3, 5])
-def test_a_plan_is_followed_bit_for_bit(layers):
-    want = steps(made(layers=layers))
-    for chosen in ({"recomputed": layers}, {"recomputed": 2, "saved": ("up",), "gathered": 1}, {"gathered": layers}):
-        got = steps(made(layers=layers, plan=hand_made(1, layers, **chosen)))
+def test_a_plan_is_followed_bit_for_bit():
+    want = steps(made(layers=5))
+    for chosen in ({"recomputed": 5}, {"recomputed": 2, "saved": ("up",), "gathered": 1}, {"gathered": 5}):
+        got = steps(made(layers=5, plan=hand_made(1, 5, **chosen)))
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), chosen
         torch._dynamo.reset()
 
@@ -526,7 +526,7 @@ def test_a_plan_of_several_kinds_is_followed_bit_for_bit(name):
 
 @pytest.mark.slow
 def test_a_profile_knows_what_the_optimizer_takes():
-    model, ids = gpt(2)
+    programs = traced(*gpt(2))
 
     class Told:
         optimizer = 0.25
@@ -534,7 +534,7 @@ def test_a_profile_knows_what_the_optimizer_takes():
         def given(self, program: Any) -> dict[str, Any]:
             return {}
 
-    found, known = planner(model, ids, machine=SMALL), planner(model, ids, machine=SMALL, profile=Told())
+    found, known = (planner_of(programs, machine=SMALL, profile=profile) for profile in (None, Told()))
     more = known.score(known.plain).seconds - found.score(found.plain).seconds
     assert more == pytest.approx(0.25 - found.steps(None))
     assert known.steps(1.0) >= 0.25 > found.steps(1.0), "streamed state is stepped as long"
@@ -542,7 +542,7 @@ def test_a_profile_knows_what_the_optimizer_takes():
 
 def test_a_plan_that_is_not_followed_says_so(monkeypatch):
     """Blocks that are compiled one by one have other paths in their graphs."""
-    model = made(plan=hand_made(1, 3, recomputed=3))
+    model = made(layers=2, plan=hand_made(1, 2, recomputed=2))
     for block in model.blocks:
         block.compile(backend="mfsdp", options={"lowering": "eager"})
     told: list[str] = []
@@ -552,7 +552,7 @@ def test_a_plan_that_is_not_followed_says_so(monkeypatch):
     assert told and all("Compile that one" in text for text in told)
     torch._dynamo.reset()
     told.clear()
-    steps(made(plan=hand_made(1, 3, recomputed=3)), 1)
+    steps(made(layers=2, plan=hand_made(1, 2, recomputed=2)), 1)
     assert not [text for text in told if "not followed" in text]
 
 
@@ -567,8 +567,8 @@ def test_several_microbatches_in_one_program_follow_it_too():
         sum(out.square().mean() for out in outs).backward()
         return [*outs, *(p.grad.full_tensor() for p in model.parameters())]
 
-    plan = hand_made(1, 3, recomputed=2, gathered=1)
-    assert all(map(torch.equal, both(), both(plan=plan)))
+    plan = hand_made(1, 2, recomputed=1, gathered=1)
+    assert all(map(torch.equal, both(layers=2), both(layers=2, plan=plan)))
 
 
 def test_what_buys_nothing_is_not_chosen():
@@ -578,8 +578,8 @@ def test_what_buys_nothing_is_not_chosen():
 
 def test_dropout_that_is_computed_again_is_the_same_dropout():
     """Law 54: of a plan, as of torch's own checkpoint."""
-    want = steps(made(Dropped))
-    got = steps(made(Dropped, plan=hand_made(1, 3, recomputed=3)))
+    want = steps(made(Dropped, 2))
+    got = steps(made(Dropped, 2, plan=hand_made(1, 2, recomputed=2)))
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
@@ -630,8 +630,8 @@ def test_ranks_follow_one_plan_and_compute_the_same_bits(two_ranks):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_step_holds_what_its_plan_says(two_ranks):
-    """Of budgets from the least to the most: live bytes are within 3% of the plan, and within the budget. Copies to the
-    host, too, stand where the plan's hardware has put them, whatever this is.
+    """Live bytes are within 3% of the plan, and within the budget. Copies to the host, too, stand where the plan's
+    hardware has put them, whatever this is.
     """
     model, ids, unit = built("gpt")
     with torch.device("meta"):
@@ -643,13 +643,12 @@ def test_a_step_holds_what_its_plan_says(two_ranks):
     )
     floor, free = found.score(found.floor).peak, found.top
     assert floor < 0.9 * found.score(free).peak
-    for share in (0.0, 0.4, 1.0):
-        budget = int(floor + share * (found.score(free).peak - floor))
-        best = found.best(budget)
-        assert best is not None
-        peak, options = found.score(best).peak, {"prefetch": best.prefetch, "reduce_lag": best.reduce_lag}
-        plan = mfsdp.Plan("GPT", 2, "", budget, 0.0, peak, 0, 0, 0, best.choices, options, {}, machine=PLAIN)
-        for most, told, text in two_ranks.run(held, "gpt", "eager", 3, plan):
-            assert told == plan.peak <= plan.memory, text
-            assert abs(plan.peak / most - 1) < 0.03, f"{plan.peak} planned, {most} held\n{plan.choices}\n{text}"
-            assert most <= plan.memory + 64, f"{most} held, of {plan.memory}: more than the loss, its gradient, scalars"
+    budget = int(floor + 0.4 * (found.score(free).peak - floor))
+    best = found.best(budget)
+    assert best is not None
+    peak, options = found.score(best).peak, {"prefetch": best.prefetch, "reduce_lag": best.reduce_lag}
+    plan = mfsdp.Plan("GPT", 2, "", budget, 0.0, peak, 0, 0, 0, best.choices, options, {}, machine=PLAIN)
+    for most, told, text in two_ranks.run(held, "gpt", "eager", 3, plan):
+        assert told == plan.peak <= plan.memory, text
+        assert abs(plan.peak / most - 1) < 0.03, f"{plan.peak} planned, {most} held\n{plan.choices}\n{text}"
+        assert most <= plan.memory + 64, f"{most} held, of {plan.memory}: more than the loss, its gradient, scalars"

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import hypothesis.strategies as st
@@ -27,15 +28,29 @@ from tests.ranks import collectives_told, here
 
 BF16 = {"dtype": torch.bfloat16}
 
+Layers = tuple[tuple[str, int | None], ...]
+"""Recipes of a model's layers, and how wide each is inside."""
+
+EVERY: Layers = tuple((recipe, None) for recipe in RECIPES)
+
+
+def built(layers: Layers, width: int = 128) -> nn.Sequential:
+    return nn.Sequential(*(Pair(width, recipe, hidden) for recipe, hidden in layers)).to(**BF16)
+
 
 def programs(model: nn.Module, width: int = 128, lowering: str = "eager", **sharding: Any) -> list[Program]:
     sharding = {"units": [Pair], **({} if "mesh_shape" in sharding else {"world": 2}), **sharding}
     return list(mfsdp.trace(model, (torch.empty(4, width, **BF16),), lowering=lowering, **sharding))
 
 
-def traced(recipe: str, **more: Any) -> list[Program]:
+@cache
+def _traced(lowering: str, layers: Layers, **sharding: Any) -> list[Program]:
     with torch.device("meta"):
-        return programs(stack(recipe).to(**BF16), **more)
+        return programs(built(layers), lowering=lowering, **sharding)
+
+
+def traced(lowering: str = "eager", layers: Layers = EVERY, **sharding: Any) -> list[Program]:
+    return [p.copy() for p in _traced(lowering, layers, **sharding)]
 
 
 def gathered(p: Program, codes: bool) -> int:
@@ -79,20 +94,20 @@ def test_maxima_of_parts_are_maxima_of_the_whole(block, data):
 
 
 @pytest.mark.parametrize("lowering", ["eager", "inductor"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_fp8_weights_travel_in_half_the_bytes(recipe, lowering):
-    for p in traced(recipe, lowering=lowering):
-        plain, coded = p.copy(), p.copy()
+def test_fp8_weights_travel_in_half_the_bytes(lowering):
+    """Of every recipe, each in a unit of its own."""
+    for p in traced(lowering):
+        plain, coded = p.copy(), p
         pipeline.run(plain, passes=pipeline.table(codes=False))
         stages = pipeline.run(coded)
-        assert "2 units in one byte per element" in stages["quantize"].listing
+        assert f"{len(RECIPES)} units in one byte per element" in stages["quantize"].listing
         assert 2 * gathered(coded, True) == gathered(plain, False)
         reading = [n for n in coded.nodes if n.target is ops.maxima]
-        assert len(reading) == 2, "maxima of all blocks of a unit are one node"
+        assert len(reading) == len(RECIPES), "maxima of all blocks of a unit are one node"
 
 
 def test_no_code_is_saved_for_backward():
-    forward, backward = traced("rowwise")
+    forward, backward = traced()
     pipeline.run(forward)
     assert not [r for r in forward.results() if isinstance(r, torch.fx.Node) and r.meta["val"].dtype.itemsize == 1]
     assert all(n.meta["val"].dtype.itemsize > 1 for n in backward.nodes if n.op == "placeholder")
@@ -151,30 +166,29 @@ def test_what_cannot_travel_in_one_byte_says_why(way, why):
 
 @pytest.mark.slow
 def test_off_and_int8_say_so():
-    forward, _ = traced("rowwise")
+    forward, _ = traced()
     assert "16 bits: off" in pipeline.run(forward, passes=pipeline.table(codes=False))["quantize"].listing
-    forward, _ = traced("rowwise", mp_policy=mfsdp.MixedPrecisionPolicy(param_comm_dtype="int8"))
+    int8 = mfsdp.MixedPrecisionPolicy(param_comm_dtype="int8")
+    with torch.device("meta"):
+        forward, _ = programs(stack("rowwise", layers=1).to(**BF16), mp_policy=int8)
     assert "int8 was asked for by name" in pipeline.run(forward)["quantize"].listing
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "kinds"), [("tensorwise", 1), ("rowwise", 2)])
 @pytest.mark.parametrize(
-    "sharding",
+    ("recipe", "kinds", "sharding"),
     [
-        {"strategy": 1},
-        {"strategy": 2},
-        {"mesh_shape": (2, 2), "outer_strategy": "optim"},
-        {"mesh_shape": (2, 2), "outer_strategy": "optim", "strategy": 2},
+        ("rowwise", 2, {"strategy": 1}),
+        ("tensorwise", 1, {"mesh_shape": (2, 2), "outer_strategy": "optim"}),
     ],
 )
 def test_what_lasts_are_codes(recipe, kinds, sharding):
     """One byte per element lasts and travels; a second recipe of backward's own lasts beside it."""
     model = stack(recipe).to(**BF16)
     sharding = sharding if "mesh_shape" in sharding else {"world": 2, **sharding}
-    told = mfsdp.explain(model, (torch.empty(4, 128, **BF16),), units=[Pair], **sharding)
+    told = mfsdp.explain(model, (torch.empty(4, 128, **BF16),), units=[Pair], suggest=False, **sharding)
     keys: dict[str, set[str]] = {}
-    for p in traced(recipe, **sharding):
+    for p in traced(layers=((recipe, None),) * 2, **sharding):
         pipeline.run(p)
         for node in p.find(Kind.CODES):
             spec = p.unit(node.meta["mfsdp"].unit).spec
@@ -196,14 +210,14 @@ def test_weights_of_fp8_have_a_buffer_of_their_own():
 # Ranks
 
 
-def trained(options: dict[str, Any], recipe: str, width: int, hidden: int | None, **sharding: Any) -> tuple[Any, ...]:
+def trained(options: dict[str, Any], layers: Layers, width: int, **sharding: Any) -> tuple[Any, ...]:
     """Losses and weights after three steps of two microbatches; what was sent; how often maxima went over ranks."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     rank = torch.distributed.get_rank()
     if "mesh" in sharding:
         sharding["mesh"] = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_outer", "dp_shard"))
-    model = mfsdp.fully_shard(stack(recipe, width, hidden=hidden).to(**BF16), units=[Pair], **sharding)
+    model = mfsdp.fully_shard(built(layers, width), units=[Pair], **sharding)
     run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", **options})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, sums = [], []
@@ -222,7 +236,7 @@ def trained(options: dict[str, Any], recipe: str, width: int, hidden: int | None
     return losses, weights, sums.count("all_reduce")
 
 
-def lasting(recipe: str, strategy: int) -> list[dict[str, int]]:
+def lasting() -> list[dict[str, int]]:
     """Bytes that gathers of FP8 weights bring in a step of three microbatches, and that last, with the pass and
     without; meanwhile weights are read and written in every other way, and values stay the same.
     """
@@ -233,7 +247,7 @@ def lasting(recipe: str, strategy: int) -> list[dict[str, int]]:
     for on in (True, False):
         torch.manual_seed(0)
         torch._dynamo.reset()
-        model = mfsdp.fully_shard(stack(recipe).to(**BF16), units=[Pair], strategy=strategy)
+        model = mfsdp.fully_shard(stack("tensorwise").to(**BF16), units=[Pair], strategy=2)
         run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", "quantize": on})
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         buffers = [unit._mfsdp_unit.buffers[1] for unit in model]
@@ -292,72 +306,71 @@ def lasting(recipe: str, strategy: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("recipe", "strategy"), [("tensorwise", 2), pytest.param("rowwise", 1, marks=pytest.mark.slow)]
-)
-def test_codes_last_and_are_gathered_once_per_step(two_ranks, recipe, strategy):
-    kinds = 1 if recipe == "tensorwise" else 2
-    for on, off in two_ranks.run(lasting, recipe, strategy):
+def test_codes_last_and_are_gathered_once_per_step(two_ranks):
+    for on, off in two_ranks.run(lasting):
         assert off == {"moved": 2 * 2**17, "lasts": 2 * 2**17}, "two units in 16 bits, once"
-        assert on == {"moved": kinds * 2**17, "lasts": kinds * 2**17}
+        assert on == {"moved": 2**17, "lasts": 2**17}
 
 
-def on_and_off(recipe: str, width: int, hidden: int | None, options: dict[str, Any], **sharding: Any) -> list[int]:
+def on_and_off(layers: Layers, options: dict[str, Any], width: int = 128, **sharding: Any) -> list[int]:
     """How often maxima went over ranks in the last step, with the pass and without."""
-    on = trained({**options}, recipe, width, hidden, **sharding)
-    off = trained({**options, "quantize": False}, recipe, width, hidden, **sharding)
+    on = trained({**options}, layers, width, **sharding)
+    off = trained({**options, "quantize": False}, layers, width, **sharding)
     assert on[0] == off[0], (on[0], off[0])
     for a, b in zip(on[1], off[1], strict=True):
         assert torch.equal(a, b)
     return [on[2], off[2]]
 
 
+ROWWISE: Layers = (("rowwise", None),) * 2
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_value_is_the_same(two_ranks, recipe):
-    for on, off in two_ranks.run(on_and_off, recipe, 128, None, {}):
+def test_every_value_is_the_same(two_ranks):
+    """With the recipes that the next test does not have."""
+    layers = (("rowwise, tensorwise", None), ("128x128", None), ("1x128", None))
+    for on, off in two_ranks.run(on_and_off, layers, {}):
         assert (on, off) == (1, 0), "one all-reduce per step, for all units and both directions"
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [1, 2, 3])
-@pytest.mark.parametrize(("recipe", "hidden"), [("rowwise", 40), ("tensorwise", 2), ("mxfp8", 32), ("rowwise", 2)])
-def test_uneven_rows_and_ranks_without_any(three_ranks, recipe, hidden, strategy):
-    three_ranks.run(on_and_off, recipe, 32 if recipe == "mxfp8" else 24, hidden, {}, strategy=strategy)
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"prefetch": 0}, {"prefetch": 2, "pool": False}, {"keep_cast": False}])
-def test_whatever_the_schedule(two_ranks, options):
-    two_ranks.run(on_and_off, "rowwise", 128, None, options)
+@pytest.mark.parametrize(("strategy", "options"), [(3, {"keep_cast": False}), (1, {"prefetch": 0})])
+def test_uneven_rows_and_ranks_without_any(three_ranks, strategy, options):
+    layers = (("rowwise", 40), ("tensorwise", 2), ("mxfp8", 32), ("rowwise", 2))
+    three_ranks.run(on_and_off, layers, options, 32, strategy=strategy, timeout=300)
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "sharding",
+    ("options", "sharding"),
     [
-        {"mesh": None},
-        {"mesh": None, "outer_strategy": "optim"},
-        {"mesh": None, "outer_strategy": "optim", "strategy": 2},
-        {"strategy": 2},
-        {"strategy": 1, "mp_policy": mfsdp.MixedPrecisionPolicy(main_params_dtype=None)},
-        {"mp_policy": mfsdp.MixedPrecisionPolicy(main_params_dtype=None)},
-        {"mp_policy": mfsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)},
+        (
+            {"prefetch": 2, "pool": False},
+            {"mp_policy": mfsdp.MixedPrecisionPolicy(main_params_dtype=None, grad_comm_dtype=torch.bfloat16)},
+        ),
+        ({}, {"outer_strategy": "optim"}),
+        (
+            {},
+            {
+                "outer_strategy": "optim",
+                "strategy": 2,
+                "mp_policy": mfsdp.MixedPrecisionPolicy(main_params_dtype=None),
+            },
+        ),
     ],
 )
-def test_whatever_the_strategy(four_ranks, sharding):
-    four_ranks.run(on_and_off, "1x128", 128, None, {}, **sharding)
+def test_two_levels(four_ranks, options, sharding):
+    four_ranks.run(on_and_off, ROWWISE, options, mesh=None, **sharding)
 
 
 @pytest.mark.dist
 @pytest.mark.inductor
 @pytest.mark.slow
-@pytest.mark.parametrize(("lowering", "strategy"), [("inductor", 3), ("inductor", 2), ("whole", 2)])
+@pytest.mark.parametrize(("lowering", "strategy"), [("inductor", 3), ("whole", 2)])
 def test_every_value_is_the_same_under_inductor(two_ranks, lowering, strategy):
-    two_ranks.run(on_and_off, "rowwise", 128, None, {"lowering": lowering}, strategy=strategy, timeout=500)
+    two_ranks.run(on_and_off, ROWWISE, {"lowering": lowering}, strategy=strategy, timeout=500)
 
 
 def written(how: str) -> str:
@@ -396,8 +409,8 @@ def test_a_write_of_one_rank_alone_is_told(two_fresh_ranks, how):
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_a_write_that_nobody_is_told_of_is_found(two_fresh_ranks):
-    assert two_fresh_ranks.run(written, "hidden") == ["", ""]
+def test_a_write_that_nobody_is_told_of_is_found(two_ranks):
+    assert two_ranks.run(written, "hidden") == ["", ""]
 
 
 # torchao
@@ -416,8 +429,9 @@ def torchao_model(recipe: str, width: int = 64) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    ("recipe", "lowering"), [("tensorwise", "inductor"), ("rowwise", "eager"), ("rowwise_with_gw_hp", "inductor")]
+)
 def test_torchao(recipe, lowering):
     pytest.importorskip("torchao")
     for p in programs(torchao_model(recipe), 64, lowering, units=["0"]):
@@ -438,7 +452,7 @@ def torchao_trained(recipe: str, backend: str) -> list[torch.Tensor]:
         run = model
     else:
         mfsdp.fully_shard(model, units=["0"])
-        run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", "quantize": backend == "on"})
+        run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(3):
         x = torch.randn(16, 64, generator=torch.Generator().manual_seed(10 * step + rank)).to(here(), **BF16)
@@ -448,22 +462,20 @@ def torchao_trained(recipe: str, backend: str) -> list[torch.Tensor]:
     return [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
 
 
-def tensor_parallel_alike(recipe: str, plan: str, dump: str) -> None:
+def tensor_parallel_alike(dump: str) -> None:
     """Two by two, with the pass and without, and beside a whole model."""
-    from torch.distributed.tensor import parallel
-    from torchao.float8 import float8_tensor_parallel
+    from torch.distributed.tensor.parallel import parallelize_module
+    from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
-    styles = float8_tensor_parallel if plan else parallel
-    columns, rows = getattr(styles, f"{plan}ColwiseParallel"), getattr(styles, f"{plan}RowwiseParallel")
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     losses: list[list[float]] = []
     for how in ("on", "off", "whole"):
         torch.manual_seed(0)
         torch._dynamo.reset()
-        model: Any = torchao_model(recipe)
+        model: Any = torchao_model("tensorwise")
         run = model
         if how != "whole":
-            parallel.parallelize_module(model, mesh["tp"], {"0.1": columns(), "0.3": rows()})
+            parallelize_module(model, mesh["tp"], {"0.1": Float8ColwiseParallel(), "0.3": Float8RowwiseParallel()})
             mfsdp.fully_shard(model, units=["0"], mesh=mesh["dp_shard"])
             options = {"lowering": "eager", "quantize": how == "on", "dump": f"{dump}/{how}"}
             run = torch.compile(model, backend="mfsdp", options=options)
@@ -483,27 +495,25 @@ def tensor_parallel_alike(recipe: str, plan: str, dump: str) -> None:
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "plan"), [("tensorwise", ""), ("tensorwise", "Float8"), ("rowwise", "")])
-def test_torchao_beside_tensor_parallelism(four_ranks, tmp_path, recipe, plan):
+def test_torchao_beside_tensor_parallelism(four_ranks, tmp_path):
     """A scale of the whole weight: its maxima go over data-parallel ranks, and by DTensor over tensor-parallel ones."""
     pytest.importorskip("torchao")
-    four_ranks.run(tensor_parallel_alike, recipe, plan, str(tmp_path))
+    four_ranks.run(tensor_parallel_alike, str(tmp_path))
     listings = [path.read_text() for path in tmp_path.glob("on/*.quantize.txt")]
     assert len(listings) == 2 and all("2 units in one byte per element" in text for text in listings)
-    scales = [line for text in listings for line in text.splitlines() if "max, tp" in line and "f64[]" in line]
-    assert bool(scales) is (recipe == "tensorwise")
+    assert [line for text in listings for line in text.splitlines() if "max, tp" in line and "f64[]" in line]
 
 
 def torchao_alike(recipe: str) -> int:
-    on, off, fsdp2 = (torchao_trained(recipe, backend) for backend in ("on", "off", "fsdp2"))
-    for a, b, c in zip(on, off, fsdp2, strict=True):
-        assert torch.equal(a, b) and torch.equal(a, c)
-    return len(on)
+    ours, theirs = (torchao_trained(recipe, backend) for backend in ("mfsdp", "fsdp2"))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+    return len(ours)
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_with_gw_hp"])
 def test_torchao_trains_as_under_fsdp2(two_ranks, recipe):
     pytest.importorskip("torchao")
     assert two_ranks.run(torchao_alike, recipe) == [6, 6]
