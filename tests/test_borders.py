@@ -799,7 +799,5 @@ def test_ranks_that_do_not_wait_for_words_raise():
     for mine in (True, False):
         words = Words("mine forward", ("all_gather u0",))
         company = Company("g", Wire([words.digest | agreement.ANEW * (not mine)]))
-        with pytest.raises(
-            Apart, match=rf"rank {1 - mine:d} has written to its rows .*rank {mine:d} has not"
-        ):
+        with pytest.raises(Apart, match=rf"rank {1 - mine:d} has written to its rows .*rank {mine:d} has not"):
             company.announce(words, mine).check()
