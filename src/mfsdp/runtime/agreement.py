@@ -21,6 +21,9 @@ Five more are the number of steps that optimizers have taken on what the group s
 a step out (an exception that it swallowed) would train on with shards of another step than the others', in collectives
 that are all alike.
 
+The rest of a word is mixed with what has been loaded into the weights that the group shares: of state dicts names, and
+some values of whole tensors. One that a rank alone has loaded would leave some weights old and some new.
+
 Words that differ are an error on every rank, which then tell each other what they meant through the store.
 
 A rank that an exception takes out of a program has not launched what the others wait for. It says so in the store, and
@@ -75,6 +78,9 @@ STEPS = 31 << 57
 """The bits of a word that say how often optimizers have stepped on this rank."""
 
 HOW = ANEW | STEPS
+
+LOADS = (1 << 57) - 2
+"""The bits of a word that are mixed with what has been loaded on this rank."""
 
 
 _known: dict[int, Words] = {}
@@ -188,6 +194,8 @@ class Said:
     """Whether this rank gathers anew what was launched ahead, or lasts; once it is checked, whether any does."""
     steps: int = 0
     """The bits of its word that say how often optimizers had stepped."""
+    loads: int = 0
+    """What its word is mixed with."""
     checked: bool = False
 
     def check(self) -> None:
@@ -199,11 +207,11 @@ class Said:
         if self.checked:
             return
         self.checked = True
-        answers = self.company.meet(self) if self.company.standing else self.answers.wait()
+        answers = self.company.meet(self) if self.company.standing else self.heard()
         mine, anew = self.words.digest, self.anew
         for other, theirs in zip(self.company.wire.ranks, answers, strict=True):
             if theirs & ~HOW != mine:
-                self.company.differ(self.words, other, theirs & ~HOW)
+                self.company.differ(self, other, theirs & ~HOW)
             if theirs & STEPS != self.steps:
                 self.company.stepped_apart(other)
             if bool(theirs & ANEW) is not anew:
@@ -211,6 +219,10 @@ class Said:
                     self.company.gone_apart(anew, other)
                 self.anew = True
         self.company.known.add(mine)
+
+    def heard(self) -> list[int]:
+        """Every rank's word, by rank, without what this rank has loaded."""
+        return [theirs ^ self.loads for theirs in self.answers.wait()]
 
 
 @dataclass(eq=False)
@@ -225,6 +237,10 @@ class Company:
     """Announcements so far, the same on all ranks."""
     steps: int = 0
     """Of optimizers so far, on what the group shares."""
+    loads: int = 0
+    """A number of all state dicts that have been loaded into what the group shares."""
+    loaded: str = "no state dict"
+    """The last of them, for people."""
     left: Left | None = None
     lost: str = ""
     """Why nothing can be run any more."""
@@ -245,7 +261,7 @@ class Company:
         if self.lost:
             raise Apart(self.lost)
         self._look_back()
-        said = Said(self, words, *self._say(words, anew), anew, self._stepped)
+        said = Said(self, words, *self._say(words, anew), anew, self._stepped, self.loads)
         self._open.append(said)
         if not self.wire.prompt and words.digest not in self.known:
             said.check()
@@ -253,7 +269,11 @@ class Company:
 
     def _say(self, words: Words, anew: bool) -> tuple[int, Answers]:
         self.count += 1
-        return self._tag(words), self.wire.exchange(words.digest | ANEW * anew | self._stepped)
+        return self._tag(words), self.wire.exchange(words.digest ^ self.loads | ANEW * anew | self._stepped)
+
+    def load(self, what: str, digest: int) -> None:
+        """Counts a state dict that is loaded into what the group shares."""
+        self.loads, self.loaded = (self.loads * 0x9E3779B1 + digest) & LOADS, what
 
     @property
     def _stepped(self) -> int:
@@ -265,7 +285,7 @@ class Company:
         in what may not be left out.
         """
         while True:
-            answers = said.answers.wait()
+            answers = said.heard()
             there = {theirs & ~HOW for theirs in answers}
             optional = [word for word in there if word & 1]
             if len(there) == 1 or not optional or len({theirs & STEPS for theirs in answers}) > 1:
@@ -278,7 +298,7 @@ class Company:
             if known is None:  # of a model that is not here
                 return answers
             words, stand_in = known
-            stand_in(Said(self, words, self._tag(words), said.answers, steps=said.steps, checked=True))
+            stand_in(Said(self, words, self._tag(words), said.answers, False, said.steps, said.loads, checked=True))
             said.tag, said.answers = self._say(said.words, said.anew)
 
     def _tag(self, words: Words) -> int:
@@ -293,9 +313,13 @@ class Company:
             self._open.popleft()
             said.check()
 
-    def differ(self, mine: Words, other: int, theirs: int) -> None:
-        """Raises an error that says what both ranks are about to run."""
-        me = self.wire.me
+    def differ(self, said: Said, other: int, theirs: int) -> None:
+        """Raises an error that says what both ranks are about to run, or have loaded."""
+        me, mine = self.wire.me, said.words
+        self.wire.tell(f"loads/{self.name}/{me}", json.dumps([said.loads, self.loaded]))
+        loads, loaded = json.loads(self.wire.ask(f"loads/{self.name}/{other}", PATIENCE) or "[null, null]")
+        if loaded is not None and loads != said.loads:
+            self.loaded_apart(other, loaded)
         self.wire.tell(f"words/{mine.digest}", json.dumps([mine.name, *mine.lines]))
         if theirs in _known:
             name, lines = _known[theirs].name, list(_known[theirs].lines)
@@ -330,6 +354,15 @@ class Company:
             f"mfsdp: rank {me} has taken {self.steps} steps of its optimizers, and rank {other} {theirs} (law 66): "
             "their shards are of different weights. An optimizer's step can be left out only on all ranks together; an "
             "exception that one rank catches in front of it has to end the run on all."
+        )
+
+    def loaded_apart(self, other: int, loaded: str) -> None:
+        """Raises: ranks have loaded different state dicts (law 69)."""
+        self.lose(
+            f"mfsdp: rank {self.wire.me} and rank {other} have loaded different state dicts (law 69), at last "
+            f"{self.loaded}, and {loaded}: some weights would be old and some new. Every rank has to load, and the "
+            "same values. For one that only rank 0 has: torch.distributed.checkpoint.state_dict.set_model_state_dict("
+            "model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)), on all ranks."
         )
 
     def lose(self, text: str) -> None:

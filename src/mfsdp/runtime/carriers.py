@@ -55,6 +55,14 @@ def count_step(names: Iterable[str]) -> None:
             company.steps += 1
 
 
+def count_load(names: Iterable[str], what: str, digest: int) -> None:
+    """Counts a state dict that is loaded, once in each group that shares what it is loaded into (law 69)."""
+    for name in set(names):
+        company = company_of(name)
+        if company is not None:
+            company.load(what, digest)
+
+
 def _made(name: str, device: str) -> Transport:
     group = groups.process_group(name)
     found = _transports.get((name, device))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..graph import ops
+from ..state import statedicts
 from ..state import transformer_engine as te
 from ..state.buffer import FlatBuffer, Ref, UnitState, refs
 from . import clients, eager, fsdp2
@@ -248,6 +249,7 @@ def _subclass(
                 f"{type(self).__name__} is sharded: parameters cannot be swapped, "
                 "torch.__future__.set_swap_module_params_on_conversion(False) loads into them"
             )
+        statedicts.loaded(self, state_dict, prefix)
         if metadata.get("assign_to_params_buffers"):  # parameters are pieces of flat buffers: they get the values
             for name in refs(self):
                 param, value = self._parameters[name], state_dict.get(prefix + name)

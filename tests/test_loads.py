@@ -1,0 +1,104 @@
+"""A state dict that some ranks load, and others do not, or another one (law 69)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+
+import mfsdp
+from mfsdp.runtime.agreement import Company
+from tests.parity import whole
+
+Load = Callable[[nn.Module, dict[str, torch.Tensor]], None]
+
+
+def _by_one(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
+    if dist.get_rank() == 0:
+        model.load_state_dict(full)
+
+
+def _parts(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
+    mine = [name for i, name in enumerate(full) if i % 2 == dist.get_rank()]
+    model.load_state_dict({name: full[name] for name in mine}, strict=False)
+
+
+def _others(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict({name: value + dist.get_rank() for name, value in full.items()})
+
+
+def _layer_by_one(model: Any, full: dict[str, torch.Tensor]) -> None:
+    if dist.get_rank() == 1:
+        model[0].load_state_dict({"weight": full["0.weight"], "bias": full["0.bias"]})
+
+
+def _alike(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
+    model.load_state_dict(full)
+    model.load_state_dict({name: value.double() for name, value in full.items()}, assign=dist.get_rank() == 0)
+    model.load_state_dict({name: 1 * value for name, value in model.state_dict().items()})
+
+
+def _broadcast(model: nn.Module, full: dict[str, torch.Tensor]) -> None:
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, dict(full) if dist.get_rank() == 0 else {}, options=options)
+
+
+APART: tuple[Load, ...] = (_by_one, _parts, _others, _layer_by_one)
+TOGETHER: tuple[Load, ...] = (_alike, _broadcast)
+
+
+def loaded(load: Load, compiled: bool, trained: bool, strategy: int) -> str:
+    """What forward says behind a load; ``""`` if it gives what the unsharded model gives that all ranks have loaded."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")  # one that is not lost yet
+    model = mfsdp.fully_shard(copy.deepcopy(reference), mesh=mesh, units=[nn.Linear], strategy=strategy)
+    run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"}) if compiled else model
+    x = torch.randn(2, 6)
+    if trained:
+        run(x).sum().backward()
+    full = {name: whole(value) * 2 + 1 for name, value in model.state_dict().items()}
+    load(model, full)
+    reference.load_state_dict(full)
+    try:
+        out = run(x)
+        out.sum().backward()  # without shards nothing is communicated before
+        torch.testing.assert_close(out, reference(x))
+    except (AssertionError, RuntimeError) as error:
+        return str(error)
+    finally:
+        torch._dynamo.reset()
+    return ""
+
+
+def all_of_it() -> dict[str, str]:
+    said = {}
+    for compiled, trained, strategy in ((True, True, 3), (False, False, 3), (True, False, 2), (False, True, 0)):
+        for load in (*APART, *TOGETHER):
+            said[f"{load.__name__} {compiled} {strategy}"] = loaded(load, compiled, trained, strategy)
+    own, Company.load = Company.load, lambda self, what, digest: None  # type: ignore[method-assign, assignment]
+    said["mutated"] = loaded(_by_one, True, True, 3)
+    Company.load = own  # type: ignore[method-assign]
+    return said
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_ranks_that_have_not_loaded_alike_are_told_on_all(two_fresh_ranks):
+    for said in two_fresh_ranks.run(all_of_it):
+        assert "not close" in said.pop("mutated"), "what is compared here is told by nothing else"
+        for name, text in said.items():
+            if name.startswith(("_alike", "_broadcast")):
+                assert not text, (name, text)
+            else:
+                assert "have loaded different state dicts (law 69)" in text and "broadcast_from_rank0" in text, (
+                    name,
+                    text,
+                )
