@@ -102,3 +102,73 @@ def test_ranks_that_have_not_loaded_alike_are_told_on_all(two_fresh_ranks):
                     name,
                     text,
                 )
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, 0.1, foreach=False),
+    "foreach": lambda p: torch.optim.NAdam(p, 0.1, foreach=True),
+    "fused": lambda p: torch.optim.AdamW(p, 0.1, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "flat": lambda p: mfsdp.fully_shard_optimizer(torch.optim.AdamW(p, 0.1)),
+    "streamed": lambda p: mfsdp.fully_shard_optimizer(torch.optim.AdamW(p, 0.1), offload="state"),
+}
+
+
+class Scaled(nn.Module):
+    """With parameters of no and of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(6, 9), nn.Linear(9, 1), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh()) * self.scale
+
+
+def plain_state(name: str, alone: bool) -> tuple[float, str]:
+    """How far a step is from the unsharded one's, behind a load of the unsharded optimizer's state; what is refused."""
+    torch.manual_seed(0)
+    reference = Scaled().double()
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model = mfsdp.fully_shard(copy.deepcopy(reference), mesh=mesh, units=[nn.Linear])
+    theirs = OPTIMIZERS["adamw" if name in ("flat", "streamed") else name](reference.parameters())
+    ours = OPTIMIZERS[name](model.parameters())
+    x = torch.randn(3, 6).double()
+
+    def step(*pairs: Any) -> None:
+        for m, optimizer in pairs:
+            optimizer.zero_grad()
+            m(x).square().mean().backward()
+            optimizer.step()
+
+    step((reference, theirs), (reference, theirs))
+    model.load_state_dict(reference.state_dict())
+    wrong = copy.deepcopy(theirs.state_dict())
+    wrong["state"][1] = {k: v[:3] if v.dim() else v for k, v in wrong["state"][1].items()}
+    try:
+        ours.load_state_dict(wrong)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    if not alone or dist.get_rank() == 0:
+        ours.load_state_dict(copy.deepcopy(theirs.state_dict()))  # torch shares "step"
+    try:
+        step((reference, theirs), (model, ours))
+    except RuntimeError as error:
+        return 0.0, str(error)
+    pairs = zip(reference.parameters(), model.parameters(), strict=True)
+    return max(float((a - b.full_tensor()).abs().max()) for a, b in pairs), refused
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_of_an_unsharded_optimizer_is_cut(two_ranks, name):
+    for far, refused in two_ranks.run(plain_state, name, False):
+        assert far < 1e-8 and "is [3" in refused and "full_state_dict=True" in refused
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_state_that_one_rank_loads_is_told(two_fresh_ranks):
+    for _, told in two_fresh_ranks.run(plain_state, "adamw", True):
+        assert "have loaded different state dicts (law 69)" in told

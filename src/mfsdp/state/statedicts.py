@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..runtime import carriers, devices, immediate, owners
-from . import names
+from ..runtime import devices, immediate, owners
+from . import loads, names
 from . import transformer_engine as te
 from .buffer import refs
 from .sharded import Sharding
@@ -127,21 +127,11 @@ def _agree(here: Iterable[str], shardings: Iterable[Sharding]) -> None:
 
 
 def loaded(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-    """Counts what a module has loaded of a state dict, for other ranks to compare (law 69): names, and of whole
-    tensors, which every rank has to give alike, some values.
-    """
+    """Counts what a module loads of a state dict, for other ranks to compare."""
     for name, ref in refs(module).items():
         param, value = module._parameters.get(name), state.get(prefix + name)
         if param is not None and value is not None:
-            digest = zlib.crc32(f"{prefix}{name}".encode())
-            if type(value) in (torch.Tensor, torch.nn.Parameter) and value.numel() and value.device.type != "meta":
-                few = value.detach().reshape(-1)[:: max(value.numel() // FEW, 1)].to("cpu", param.dtype)
-                digest = zlib.crc32(few.contiguous().view(torch.uint8).numpy().tobytes(), digest)
-            carriers.count_load(ref.buffer.spec.meets, f"{prefix}{name}", digest)
-
-
-FEW = 64
-"""About so many values of a tensor are compared."""
+            loads.count(ref.buffer.spec.meets, f"{prefix}{name}", value, param.dtype)
 
 
 # Names

@@ -35,6 +35,7 @@ import torch
 from ..runtime import hosts
 from .sharded import Sharding
 from .tensors import ShardedDTensor
+from .untraced import cut_whole_state
 
 ALIGNED = 256
 """Bytes that the tensors of a block start at multiples of."""
@@ -324,7 +325,8 @@ def load(theirs: Callable[[Any, dict[str, Any]], Any], optimizer: Any, state_dic
     device of the weights, where it need not fit. Where others have hooks in front of it, they see what they expect.
     Private in torch (``_optimizer_load_state_dict_pre_hooks``); tried on 2.13, not on the others of 2.11 to 2.15.
     """
-    if not optimizer._optimizer_load_state_dict_pre_hooks:
+    if all(hook is cut_whole_state for hook in optimizer._optimizer_load_state_dict_pre_hooks.values()):
+        state_dict = cut_whole_state(optimizer, state_dict) or state_dict
         stays = {
             key: {name: _Stays(v) if isinstance(v, ShardedDTensor) else v for name, v in state.items()}
             for key, state in state_dict["state"].items()

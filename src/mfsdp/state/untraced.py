@@ -14,7 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from ..runtime.carriers import count_step
+from . import loads
 from . import transformer_engine as te
+from .tensors import ShardedDTensor
 
 
 def left_alone(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,8 +40,9 @@ def _tell(name: str, compiled: bool) -> None:
 
 @functools.cache
 def refuse_elsewhere() -> None:
-    """Gives every optimizer that gets sharded parameters a hook that raises when its step is compiled from outside, and
-    one that tells weights of a step: fused optimizers write by address, which no version shows.
+    """Gives every optimizer that gets sharded parameters a hook that raises when its step is compiled from outside, one
+    that tells weights of a step (fused optimizers write by address, which no version shows), and one that cuts the
+    state of an unsharded optimizer that is loaded into it.
 
     torch has no hook where optimizers are made: ``torch.optim.Optimizer.add_param_group`` is wrapped, once, when the
     first model is sharded. The hook is the optimizer's own, so that no other one's step is touched.
@@ -53,6 +56,7 @@ def refuse_elsewhere() -> None:
         if _refuse not in hooks.values() and any(hasattr(p, "_mfsdp_owner") for p in self.param_groups[-1]["params"]):
             self.register_step_pre_hook(_skipped(_refuse))
             self.register_step_post_hook(_skipped(_tells_weights))
+            self.register_load_state_dict_pre_hook(cut_whole_state)
 
     Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
 
@@ -73,6 +77,44 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
             "cannot trace. Call it outside of what is compiled, or compile it by "
             "mfsdp.fully_shard_optimizer(optimizer, compile=True)."
         )
+
+
+@torch.no_grad()
+def cut_whole_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    """What an optimizer loads, with whole tensors cut as their parameters are.
+
+    Raises:
+        ValueError: a tensor has neither the shape of its parameter, nor is it a number.
+    """
+    kept = [key for group in state_dict["param_groups"] for key in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if len(kept) != len(params):
+        return None  # torch says so
+    state = dict(state_dict["state"])
+    for key, param in zip(kept, params, strict=True):
+        if key in state and isinstance(param, ShardedDTensor):
+            state[key] = {name: _cut(param, name, value) for name, value in state[key].items()}
+    return {**state_dict, "state": state}
+
+
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+"""State of torch's optimizers that is one number, also of a parameter that is one."""
+
+
+def _cut(param: ShardedDTensor, name: str, value: Any) -> Any:
+    if type(value) is not torch.Tensor or name in _NUMBERS or (not value.dim() and param.dim()):
+        return value
+    path = param.sharding.layout.slots[param.sharding.slot].name
+    if value.shape != param.shape:
+        raise ValueError(
+            f"mfsdp: {name} of {path} is {list(value.shape)} in the optimizer's state dict, the parameter is "
+            f"{list(param.shape)}. Load what an optimizer of the whole model gives, or use set_optimizer_state_dict of "
+            "torch.distributed.checkpoint.state_dict with StateDictOptions(full_state_dict=True), or mfsdp.Checkpoints."
+        )
+    owner = getattr(param, "_mfsdp_owner", None)
+    if owner is not None:
+        loads.count(owner.spec.meets, f"{name} of {path}", value, value.dtype)
+    return torch.empty_like(param.detach(), dtype=value.dtype).copy_(value)
 
 
 def _tells_weights(optimizer: Any, args: Any, kwargs: Any) -> None:
