@@ -18,7 +18,7 @@ from mfsdp.compiler import order
 from mfsdp.graph.check import LawError
 from mfsdp.graph.program import Phase
 from tests.cuda_code import Place, Written, write
-from tests.models import CASES, MLP, Case, floats
+from tests.models import CASES, GPT, MLP, Block, Case, floats, mixtral, tokens
 from tests.test_generated_code import launches, of_code, of_listing, uncommented
 
 pytestmark = [
@@ -31,10 +31,17 @@ bf16, f32 = torch.bfloat16, torch.float32
 WIDE = Case(lambda: MLP(23, 1031), floats(32, 23), ["up"])
 """Rows so long and so odd that Inductor pads them, and an odd parameter before another."""
 
+
+def one_layer() -> torch.nn.Module:
+    model: Any = mixtral()
+    del model.model.layers[1:]
+    return model  # type: ignore[no-any-return]
+
+
 MODELS: dict[str, tuple[Case, dict[str, Any]]] = {
-    "gpt, fp32": (CASES["gpt"], {}),
+    "gpt, fp32": (Case(lambda: GPT(layers=1), tokens(31, 2, 8), [Block]), {}),
     "llama, bf16": (CASES["llama"], {"compute_dtype": bf16, "grad_comm_dtype": bf16}),
-    "mixtral, fp32 gradients": (CASES["mixtral"], {"compute_dtype": bf16}),
+    "mixtral, fp32 gradients": (Case(one_layer, tokens(67, 1, 5), ["MixtralDecoderLayer"]), {"compute_dtype": bf16}),
     "mlp, fp32 gathers": (WIDE, {"compute_dtype": bf16, "param_comm_dtype": f32, "grad_comm_dtype": bf16}),
 }
 LLAMA, MLP_ = "llama, bf16", "mlp, fp32 gathers"

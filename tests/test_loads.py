@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,38 @@ def plain_state(name: str, alone: bool) -> tuple[float, str]:
         return 0.0, str(error)
     pairs = zip(reference.parameters(), model.parameters(), strict=True)
     return max(float((a - b.full_tensor()).abs().max()) for a, b in pairs), refused
+
+
+def called_alone(folder: str, what: str) -> str:
+    """What a rank is told where rank 0 alone saves or loads, and the other goes on."""
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model = mfsdp.fully_shard(nn.Linear(4, 4), mesh=mesh)
+    checkpoints = mfsdp.Checkpoints(folder)
+    checkpoints.save(0, model)
+    mfsdp.save_safetensors(model, f"{folder}/files")
+    try:
+        if dist.get_rank() == 0:
+            if what == "files":
+                mfsdp.load_safetensors(model, f"{folder}/files")
+            else:
+                checkpoints.save(1, model, blocking=what == "save") if "save" in what else checkpoints.load(model)
+        model(torch.ones(2, 4))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def each_alone(folder: str) -> list[tuple[str, str]]:
+    return [(what, called_alone(f"{folder}/{what}", what)) for what in ("save", "save behind", "load", "files")]
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_what_one_rank_saves_or_loads_alone_is_told_on_all(two_fresh_ranks, tmp_path):
+    for said in two_fresh_ranks.run(each_alone, str(tmp_path), timeout=60):
+        for what, text in said:
+            words = "law 69" if what == "files" else f"law 13.*Checkpoints.{what.split()[0]}"
+            assert re.search(words, text), (what, text)
 
 
 @pytest.mark.dist

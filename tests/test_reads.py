@@ -45,6 +45,10 @@ def _kind(m: Penalised) -> torch.Tensor:
 PENALTIES = [_all, _biases, _twice, _child, _named, _kind]
 
 
+def _every(m: Penalised) -> torch.Tensor:
+    return _all(m) + _biases(m) + _twice(m) + _child(m) + _named(m) + _kind(m)
+
+
 class Penalised(nn.Module):
     """A penalty on parameters inside of forward; some are tied, one is frozen, one ignored."""
 
@@ -83,11 +87,21 @@ def penalised(penalty: Any, how: str, strategy: int) -> float:
     return worst
 
 
+def named(given: Any) -> str:
+    return getattr(given, "__name__", str(given)).strip("_")
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["eager", "plain"])
-@pytest.mark.parametrize("penalty", PENALTIES, ids=lambda f: f.__name__.strip("_"))
-def test_parameters_inside_of_forward(two_ranks, penalty, how):
-    for strategy in (1, 3):
+@pytest.mark.parametrize(
+    ("penalty", "how", "strategies"),
+    [
+        *((penalty, "plain", (1, 3)) for penalty in PENALTIES),
+        (_every, "eager", (1, 3)), (_biases, "eager", (1,)), (_kind, "eager", (3,)),
+    ],
+    ids=named,
+)  # fmt: skip
+def test_parameters_inside_of_forward(two_ranks, penalty, how, strategies):
+    for strategy in strategies:
         assert max(two_ranks.run(penalised, penalty, how, strategy)) < 1e-5
 
 
@@ -261,15 +275,20 @@ def returning(what: Any, how: str, strategy: int, reshard: bool) -> float:
     return worst
 
 
+LAST, CUT, KEPT = (1, True), (3, True), (3, False)
+"""Strategies, and whether forward cuts parameters again."""
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("what", "how"),
+    ("what", "how", "ways"),
     [
-        *((what, how) for what in RETURNED for how in ("eager", "plain")),
-        pytest.param(RETURNED[-1], "inductor", marks=pytest.mark.inductor),
+        *((what, "plain", (LAST, CUT, KEPT)) for what in RETURNED),
+        (_views, "eager", (CUT, KEPT)), (_frozen, "eager", (CUT,)), (_other, "eager", (LAST, KEPT)),
+        pytest.param(_other, "inductor", (CUT,), marks=pytest.mark.inductor),
     ],
-    ids=lambda given: getattr(given, "__name__", given).strip("_"),
-)
-def test_parameters_that_forward_returns(two_ranks, what, how):
-    for strategy, reshard in ((1, True), (3, True), (3, False))[how == "inductor" :]:
+    ids=named,
+)  # fmt: skip
+def test_parameters_that_forward_returns(two_ranks, what, how, ways):
+    for strategy, reshard in ways:
         assert max(two_ranks.run(returning, what, how, strategy, reshard, timeout=300)) < 1e-5, (strategy, reshard)

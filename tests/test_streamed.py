@@ -81,14 +81,9 @@ def test_the_same_bits_on_one_rank(name):
 
 def on_ranks() -> list[str]:
     """What is not the same."""
-    cases = [(name, 3, None) for name in ("adamw", "adamw foreach", "adamw fused", "sgd", "plain sgd")]
-    cases += [("adamw", 3, lambda number, step: (number + step) % 3 == 0), ("adamw", 0, None), ("sgd", 1, None)]
+    missing = lambda number, step: (number + step) % 3 == 0  # noqa: E731
+    cases = [("adamw fused", 3, None), ("adamw", 3, missing), ("adamw foreach", 0, None), ("sgd", 1, None)]
     return [f"{name}, strategy {strategy}" for name, strategy, missing in cases if not steps(name, strategy, missing)]
-
-
-@pytest.mark.dist
-def test_the_same_bits_on_two_ranks(two_ranks):
-    assert two_ranks.run(on_ranks) == [[]] * 2
 
 
 @pytest.mark.dist
@@ -179,13 +174,8 @@ def trains() -> list[str]:
     return wrong
 
 
-@pytest.mark.slow
-def test_who_looks_sees_the_step_that_was():
-    assert trains() == []
-
-
 @pytest.mark.dist
-def test_who_looks_sees_the_step_that_was_on_two_ranks(two_ranks):
+def test_who_looks_sees_the_step_that_was(two_ranks):
     assert two_ranks.run(trains) == [[], []]
 
 

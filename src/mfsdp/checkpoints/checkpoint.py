@@ -29,8 +29,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from ..runtime import groups
-from ..state.buffer import half_loaded
+from ..runtime import groups, runs
+from ..state.buffer import half_loaded, shared_over
 from . import files
 from .errors import CheckpointError, cause_of, together
 from .manifest import MANIFEST, faults_of
@@ -122,7 +122,9 @@ class Checkpoints:
                 Nothing is left of it; training may go on. Not ``blocking``: raised by the future, by :meth:`wait`, or
                 by the next save, which then is not begun; on every rank, and once.
             ValueError: there is one of that step.
+            RuntimeError: other ranks do something else, and are told too.
         """
+        runs.all_call(f"Checkpoints.save of step {step}", shared_over(model))
         self._join()
         if self.path(step).exists():
             raise ValueError(f"Checkpoints: there is a checkpoint of step {step} in {self.folder}")
@@ -221,7 +223,9 @@ class Checkpoints:
                 of another model: names what is missing, or has other sizes. Nothing has been loaded. Or they could not
                 be read all the same: a part has been loaded, and the model refuses to compute until it is loaded whole.
             ValueError: there is no complete checkpoint of that step, or it was saved without something of ``more``.
+            RuntimeError: other ranks do something else, and are told too.
         """
+        runs.all_call("Checkpoints.load", shared_over(model))
         self._join()
         there = self.steps()
         if step is None and not there:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..runtime import devices, groups, immediate
+from ..runtime.carriers import count_load
 from ..state import names
-from ..state.buffer import half_loaded
+from ..state.buffer import half_loaded, shared_over
 from ..state.tensors import ShardedDTensor
 from . import files
 
@@ -23,7 +25,8 @@ from . import files
 def load_safetensors(
     model: nn.Module, path: str | os.PathLike[str], *, rename: Callable[[str], str] | None = None, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Reads weights into a model: every rank the rows that it holds, straight from the files. No communication.
+    """Reads weights into a model: every rank the rows that it holds, straight from the files. No communication; all
+    ranks must call it, and the next program says so if some have not.
 
     Args:
         model: sharded (by FSDP2 too) or not, or sharded in parts; values are cast to the dtypes that it has.
@@ -59,6 +62,7 @@ def load_safetensors(
     ]
     if wrong:
         raise ValueError(f"load_safetensors: shapes differ: {files.some(wrong)}")
+    count_load(shared_over(model), f"{len(found)} tensors of safetensors files", zlib.crc32("".join(found).encode()))
     by_file: dict[Path, list[tuple[str, torch.Tensor]]] = {}
     for entry, tensor in found.values():
         by_file.setdefault(entry.file, []).append((entry.name, tensor))

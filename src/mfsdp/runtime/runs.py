@@ -404,6 +404,16 @@ def announced(
         _here.runs.pop()
 
 
+def all_call(what: str, over: Sequence[str]) -> None:
+    """Makes sure that all ranks of some groups are about to do something that other libraries communicate for.
+
+    Raises:
+        Apart: some do something else.
+    """
+    with announced(what, *over):
+        current().agree()
+
+
 @contextmanager
 def inside(run: Run) -> Iterator[None]:
     """Around a program: an exception ends the run."""

@@ -236,6 +236,12 @@ def half_loaded(model: nn.Module, what: str) -> Iterator[None]:
         outermost.half.clear()
 
 
+def shared_over(model: nn.Module) -> tuple[str, ...]:
+    """Names of the groups of all ranks that the sharded parts of a model are shared with."""
+    buffers = (ref.buffer for module in model.modules() for ref in refs(module).values())
+    return tuple(dict.fromkeys(group for buffer in buffers for group in buffer.spec.meets))
+
+
 def refs(module: nn.Module) -> dict[str, Ref]:
     """The sharded parameters that the module itself owns."""
     return cast(dict[str, Ref], module.__dict__.get("_mfsdp_refs", {}))
