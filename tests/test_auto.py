@@ -33,9 +33,9 @@ SLOW = Hardware("slow", {"f32": 1e12}, 10**12, 1e12, Link(2e9, 1e-6), Link(2e9, 
 class Uneven(nn.Module):
     """Small units between large ones: what is one unit ahead of a large one computes too little to hide it."""
 
-    def __init__(self, wide: int = 512, narrow: int = 16):
+    def __init__(self) -> None:
         super().__init__()
-        sizes = [wide, wide, narrow, narrow, narrow, wide, wide]
+        sizes = [512, 512, 16, 16, 16, 512, 512]
         self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -134,13 +135,21 @@ def test_explain_a_hugging_face_configuration(capsys, tmp_path):
         (["explain", "no.such.module:f"], "No module named 'no'"),
         (["explain", "nothing.json"], "there is no file nothing.json"),
         (["explain", "pyproject.toml:f"], "No module named 'pyproject'"),
-        (["explain", "tests.test_command:factory", "--world", "many"], "'many': invalid literal"),
+        (["explain", "tests.test_command:factory", "--world", "many"], "many: give whole numbers"),
         (["explain", "tests.test_command:factory", "--hardware", "abacus"], "neither a file nor one of"),
         (["explain", "tests.test_command:factory", "--units", "Conv2d"], "'Conv2d' matches no module"),
         (["explain", "tests.test_command:factory", "--reshard-after-forward", "perhaps"], "write true or false"),
         (["explain", "tests.test_command:factory", "--world", "2,4", "--html", "a.html"], "are of one step"),
         (["explain", "tests.test_command:factory", "--plot", "a.png"], "--plot draws several"),
         (["explain", "tests.test_command:needy"], "cannot be called without arguments"),
+        (["explain", "tests.test_command:factory", "--world", "abc"], "--world abc: give whole numbers"),
+        (["explain", "nothing:here", "--html", "no/such/a.html"], "--html no/such/a.html: there is no folder no/such"),
+        (["explain", "nothing:here", "--trace", "docs"], "--trace docs: is a folder"),
+        (
+            ["plan", "nothing:here", "--memory", "70"],
+            "70 bytes hold no step of any model; did you mean 70GB?",
+        ),
+        (["plan", "nothing:here", "--memory", "70GB", "--save", "no/plan.json"], "there is no folder no"),
         (["explain", "tests.test_command:wrong"], "gives a dict: return a model, or"),
         (["show", "nowhere"], "there is no folder nowhere; MFSDP_DUMP=nowhere"),
         (["show", "docs"], "docs holds no listings"),
@@ -212,3 +221,9 @@ def test_artifacts_and_logs_for_torchs_own_tools(tmp_path):
     traces = "".join(p.read_text() for p in (tmp_path / "trace").iterdir())
     assert "mfsdp_graph0_forward_0_capture" in traces and "; mfsdp  Sequential  stream  backward" in traces
     assert "graph0 backward stream" in out.stderr and "graph0 forward: Sequential, Schedule(" in out.stderr
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--version"])
+    assert capsys.readouterr().out.strip() == importlib.metadata.version("mfsdp")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..spec.hardware import KNOWN
-from .parsing import command, dtype_of
+from .parsing import command, dtype_of, writable
 
 
 def plan(commands: Any) -> None:
@@ -41,25 +41,38 @@ def _plan(args: argparse.Namespace) -> None:
     from ..planning.plan import plan
     from ..spec.config import MixedPrecisionPolicy
 
+    memory = _budget(args.memory)
+    writable("--save", args.save)
     model, inputs, named, layers = model_of(args.model, args.batch, args.length)
     more: dict[str, Any] = {}
     if units := args.units.split("+") if args.units and args.units != "auto" else args.units or layers:
         more["units"] = units
     if args.strategy:
-        more["strategy"] = _several(args.strategy, _strategy)
+        more["strategy"] = _several("strategy", args.strategy, _strategy)
     if args.compute_dtype != "none":
         more["mp_policy"] = MixedPrecisionPolicy(compute_dtype=dtype_of(args.compute_dtype))
     if args.allow is not None:
         more["allow"] = tuple(args.allow.split(","))
     if args.mesh_shape:
-        more["mesh_shape"] = _several(args.mesh_shape, _shape)
+        more["mesh_shape"] = _several("mesh_shape", args.mesh_shape, _shape)
     found = plan(
-        model, inputs, named, memory=int(args.memory) if args.memory.isdigit() else args.memory, world=args.world,
+        model, inputs, named, memory=memory, world=args.world,
         hardware=args.hardware, microbatches=args.microbatches, optimizer=args.optimizer, **more,
     )  # fmt: skip
     print(found)
     if args.save:
         found.save(args.save)
+        print(f"mfsdp: wrote {args.save}", file=sys.stderr)
+
+
+def _budget(text: str) -> int:
+    from ..spec.plans import nbytes_of
+
+    nbytes = nbytes_of(int(text) if text.isdigit() else text, "--memory ")
+    if nbytes < 10**5:
+        unit = f"; did you mean {text}GB?" if text.isdigit() else ""
+        raise ValueError(f"--memory {text}: {nbytes} bytes hold no step of any model{unit}")
+    return nbytes
 
 
 def explain(commands: Any) -> None:
@@ -102,6 +115,8 @@ def _explain(args: argparse.Namespace) -> None:
 
     if args.html:
         charts.bokeh.resources  # noqa: B018  (raises before minutes have gone by)
+    for flag in ("html", "trace", "plot"):
+        writable(f"--{flag}", getattr(args, flag))
     model, inputs, named, layers = model_of(args.model, args.batch, args.length)
     several: dict[str, Any] = {}
     kinds: dict[str, Callable[[str], Any]] = {
@@ -110,22 +125,22 @@ def _explain(args: argparse.Namespace) -> None:
     }  # fmt: skip
     for name, kind in kinds.items():
         if getattr(args, name) is not None:
-            several[name] = _several(getattr(args, name), kind)
-    units = _several(args.units, lambda text: text if text == "auto" else text.split("+")) if args.units else layers
+            several[name] = _several(name, getattr(args, name), kind)
+    units = _several("units", args.units, _classes) if args.units else layers
     if units:
         several["units"] = units
     if args.compute_dtype != "none":
         several["mp_policy"] = MixedPrecisionPolicy(compute_dtype=dtype_of(args.compute_dtype))
     options = {
-        n: _several(getattr(args, n), kind)
+        n: _several(n, getattr(args, n), kind)
         for n, kind in (("prefetch", _depth), ("reduce_lag", int), ("max_unsharded", int))
         if getattr(args, n)
     }
-    shape = _several(args.mesh_shape, _shape) if args.mesh_shape else None
+    shape = _several("mesh_shape", args.mesh_shape, _shape) if args.mesh_shape else None
     found = explain(
-        model, inputs, named, world=_several(args.world, int) if args.world else None, mesh_shape=shape,
-        hardware=_several(args.hardware, str), options=options, optimizer=args.optimizer, kernels=args.kernels,
-        prices=args.prices, stepping=args.stepping, **several,
+        model, inputs, named, world=_several("world", args.world, int) if args.world else None, mesh_shape=shape,
+        hardware=_several("hardware", args.hardware, str), options=options, optimizer=args.optimizer,
+        kernels=args.kernels, prices=args.prices, stepping=args.stepping, **several,
     )  # fmt: skip
     if isinstance(found, Comparison):
         if args.html or args.trace or args.listing:
@@ -133,6 +148,7 @@ def _explain(args: argparse.Namespace) -> None:
         print(found)
         if args.plot:
             found.plot(args.plot)
+            print(f"mfsdp: wrote {args.plot}", file=sys.stderr)
         return
     if args.plot:
         raise ValueError("--plot draws several: give some values with commas, as --prefetch 0,1,2")
@@ -140,14 +156,21 @@ def _explain(args: argparse.Namespace) -> None:
     for wanted, write in ((args.html, found.html), (args.trace, found.trace)):
         if wanted:
             write(wanted)
+            print(f"mfsdp: wrote {wanted}", file=sys.stderr)
 
 
-def _several(text: str, kind: Callable[[str], Any]) -> Any:
+def _several(name: str, text: str, kind: Callable[[str], Any]) -> Any:
     try:
         values = [kind(x) for x in text.split(",")]
     except ValueError as error:
-        raise ValueError(f"{text!r}: {error}") from error
+        wanted: dict[Any, str] = {int: "give whole numbers", float: "give numbers", _shape: "give outer x shard: 128x8"}
+        why = wanted.get(kind, str(error))
+        raise ValueError(f"--{name.replace('_', '-')} {text}: {why}") from error
     return values if len(values) > 1 else values[0]
+
+
+def _classes(text: str) -> str | list[str]:
+    return text if text == "auto" else text.split("+")
 
 
 def _depth(text: str) -> int | str:
