@@ -250,6 +250,9 @@ def test_backward_twice_through_one_graph(held, strategy):
     run = torch.compile(model, backend="mfsdp", options=EAGER)
     x = torch.randn(2, 4)
     for m in (run, reference):
+        if not held:
+            m(x).sum().backward()  # compiled without a word of what is to come
+            m.zero_grad()
         loss = m(x).square().sum()
         with mfsdp.no_sync(model, hold=True) if held and m is run else contextlib.nullcontext():
             loss.backward(retain_graph=True)
