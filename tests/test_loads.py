@@ -205,3 +205,33 @@ def test_state_of_an_unsharded_optimizer_is_cut(two_ranks, name):
 def test_state_that_one_rank_loads_is_told(two_fresh_ranks):
     for _, told in two_fresh_ranks.run(plain_state, "adamw", True):
         assert "have loaded different state dicts (law 69)" in told
+
+
+def adapter(folder: str) -> float:
+    """How far weights are from those of an adapter that is read into a sharded model, by state dict and from a file."""
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))
+    model = get_peft_model(base, LoraConfig(r=3, target_modules=["0", "1"], init_lora_weights=False))
+    first = {name: value.clone() for name, value in get_peft_model_state_dict(model).items()}
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder)
+    dist.barrier()
+    mfsdp.fully_shard(model, units=[nn.Linear], mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
+    worst = 0.0
+    for factor in (2.0, 1.0):
+        if factor == 1.0:
+            model.load_adapter(folder, "default")
+        else:
+            set_peft_model_state_dict(model, {name: factor * value for name, value in first.items()})
+        now = get_peft_model_state_dict(model)
+        worst = max(worst, *(float((whole(now[name]) - factor * value).abs().max()) for name, value in first.items()))
+    model(torch.ones(2, 8)).sum().backward()
+    return worst
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_adapters_are_read_into_shards(three_ranks, tmp_path):
+    assert three_ranks.run(adapter, str(tmp_path)) == [0.0] * 3

@@ -8,6 +8,7 @@ to do with no sharded tensor goes on to torch's own.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,10 +25,20 @@ from .sharded import Sharding
 from .tensors import ShardedDTensor
 
 
-@functools.cache
 def teach() -> None:
-    """Puts our functions before torch's, and original names before those of torch.compile's wrappers; once, when
-    something is sharded.
+    """Puts our functions before torch's and peft's, if it is imported; when something is sharded.
+
+    Private in peft (``_reshard_dtensor_values_for_load``); tried with 0.21.
+    """
+    _teach_torch()
+    peft = sys.modules.get("peft.utils.save_and_load")
+    if hasattr(peft, "_reshard_dtensor_values_for_load"):
+        _ask_first(peft, "_reshard_dtensor_values_for_load", _keep_adapters)
+
+
+@functools.cache
+def _teach_torch() -> None:
+    """Puts our functions before torch's, and original names before those of torch.compile's wrappers.
 
     Private in torch (``_distribute_tensors``, ``_broadcast_state_dict``, ``_distribute_state_dict``, ``_get_fqns``);
     tried on 2.12 to 2.15, not on the others of 2.11 to 2.15.
@@ -97,6 +108,14 @@ def _keep_whole(
     for key, (mine, value) in ours.items():
         local[key] = mine.copy_(_fitting(key, mine, value))
     return theirs({k: v for k, v in full.items() if k not in ours}, local, *rest, **more)
+
+
+def _keep_adapters(theirs: Callable[..., Any], model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Of an adapter peft cuts whole tensors into even chunks: ours stay whole, and are cut where they are copied."""
+    params = dict(model.named_parameters())
+    ours = {name for name in state if isinstance(params.get(name), ShardedDTensor)}
+    others = theirs(model, {name: value for name, value in state.items() if name not in ours})
+    return {name: value if name in ours else others[name] for name, value in state.items()}
 
 
 def _fitting(name: str, mine: ShardedDTensor, whole: torch.Tensor) -> torch.Tensor:
