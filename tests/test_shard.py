@@ -455,3 +455,24 @@ def test_units_are_ordered_as_modules_are():
     model = nn.Sequential(Vision(4, 4), Text(4, 4), Vision(4, 4))
     for units in (["Vision", "Text"], ["Text", "Vision"], {Text, Vision}):
         assert claims.match(model, units) == [*model, model]
+
+
+@pytest.mark.parametrize("built", ["outside", "inside"])
+def test_inside_of_inference_mode(built):
+    """A model is sharded there, trains behind it, and shows its state there."""
+    torch.manual_seed(0)
+    model, reference = nn.Linear(6, 4), nn.Linear(6, 4)
+    with torch.inference_mode():
+        model = nn.Linear(6, 4) if built == "inside" else model
+        model.load_state_dict(reference.state_dict())
+        mfsdp.fully_shard(model)
+    with torch.inference_mode():
+        for name, value in model.state_dict().items():
+            assert not value.is_inference() and torch.equal(value.full_tensor(), reference.get_parameter(name))
+        assert torch.equal(model.weight.detach().full_tensor(), reference.weight)
+        model.load_state_dict({name: 2 * value for name, value in reference.state_dict().items()})
+    x = torch.ones(3, 6)
+    out = model(x)
+    out.sum().backward()
+    torch.testing.assert_close(out, 2 * reference(x))
+    assert torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 3.0))

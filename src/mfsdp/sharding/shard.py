@@ -188,7 +188,7 @@ def fully_shard(
     statedicts.teach()
     kinds = {(p.is_meta, te.quantised(p) or torchao.wrapped(p)) for claim in claims for p in claim.owners}
     keep = len({is_meta for is_meta, _ in kinds}) > 1 or any(quantised for _, quantised in kinds)
-    with Undo(placement.cut == 1, keep) as undo:
+    with torch.inference_mode(False), Undo(placement.cut == 1, keep) as undo:  # what is made here trains
         for param in ignored:
             ignore(param, undo)
         for claim in claims:

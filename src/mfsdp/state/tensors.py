@@ -89,6 +89,9 @@ def _native(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
 
+_DETACHES = (torch.Tensor.detach, torch.detach)
+
+
 class ShardedDTensor(DTensor):
     """A DTensor whose local tensor is the range of rows that its `Sharding` gives this rank.
 
@@ -120,6 +123,9 @@ class ShardedDTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_inference_mode_enabled() and func in _DETACHES:  # an inference tensor shares no version
+            with torch.inference_mode(False), torch.no_grad():
+                return _native(func, args, kwargs or {})
         if not torch.is_grad_enabled() and outside.plainly_native(func, args, kwargs, ShardedDTensor):  # optimizers
             return _native(func, args, kwargs or {})
         return outside.call(func, args, kwargs or {}, ShardedDTensor, _native, _DISPATCHES)
