@@ -136,7 +136,7 @@ def test_parity_of_inductors_code(four_ranks):
 def hole() -> str:
     """Sequence parallel, and norms left out of the plan."""
     reset()
-    mesh = two_by_two((1, 2))
+    mesh = two_by_two()
     _, model = twin(lambda: Llama(layers=1))
     assert isinstance(model, Llama)
     tensor_parallel(model.bfloat16(), mesh["tp"], norms=False)
@@ -150,8 +150,8 @@ def hole() -> str:
     return ""
 
 
-def test_norms_that_the_plan_leaves_out_are_named(two_ranks):
-    for said in two_ranks.run(hole):
+def test_norms_that_the_plan_leaves_out_are_named(four_ranks):
+    for said in four_ranks.run(hole):
         assert said.count("gradients of") == 3
         for name in ("layers.0.attention_norm.weight", "layers.0.ffn_norm.weight", "norm.weight"):
             assert f"gradients of {name} over tp" in said
