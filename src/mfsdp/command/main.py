@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import re
 import sys
 from collections.abc import Sequence
 
+from .. import __version__
 from . import conversion, explanation, listings, measuring
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; 0 if all went well, 1 for what the user can mend, with a line that says what."""
     parser = argparse.ArgumentParser(prog="mfsdp", description="Sharded training as a compiler: tools around it.")
-    parser.add_argument("--version", action="version", version=importlib.metadata.version("mfsdp"))
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
     for add in (
         explanation.explain,
