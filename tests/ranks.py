@@ -15,6 +15,7 @@ import faulthandler
 import gc
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -149,8 +150,11 @@ def _serve(rank: int, world: int, backend: str, folder: str, pipe: Any, environm
         except BaseException:
             answer = (False, traceback.format_exc())
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         gc.collect()
         gc.freeze()  # half a million objects of imported packages, a quarter of a second each time
+        if "mfsdp.runtime.slots" in sys.modules:  # what a test leaves behind uses no static buffer of the next one
+            sys.modules["mfsdp.runtime.slots"].forget()
         pipe.send(answer)
 
 
