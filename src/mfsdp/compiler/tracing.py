@@ -244,5 +244,7 @@ def _settings(model: nn.Module, meta: nn.Module) -> None:
             mine.respec(reshard=theirs.spec.reshard, hold=theirs.spec.hold)
             if theirs.unit.divides:
                 mine.respec(divide=theirs.spec.divide)
+            if theirs.precision != mine.precision:
+                mine.widen()
             for param, trains in zip(mine.params, theirs.trains, strict=True):
                 param.requires_grad_(trains)

@@ -115,7 +115,7 @@ def _shard(accelerator: Accelerator, model: nn.Module) -> None:
         _checkpoint(model, blocks)
     asked = {
         "units": [name for name, m in model.named_modules() if m in blocks] or "auto",
-        "mp_policy": _policy(accelerator, model),
+        "mp_policy": _policy(accelerator),
         "reshard_after_forward": plugin.reshard_after_forward,
         "ignored_params": utils.get_parameters_from_modules(plugin.ignored_modules, model, accelerator.device),
         "offload_policy": plugin.cpu_offload,
@@ -161,20 +161,13 @@ def _checkpoint(model: nn.Module, blocks: set[nn.Module]) -> None:
             model.set_submodule(name, checkpoint_wrapper(module))
 
 
-def _policy(accelerator: Accelerator, model: nn.Module) -> MixedPrecisionPolicy:
-    """The plugin's. With mixed precision what trains has main weights in fp32, as in accelerate; what is frozen keeps
-    its dtype.
-    """
+def _policy(accelerator: Accelerator) -> MixedPrecisionPolicy:
+    """The plugin's. With mixed precision what trains has main weights in fp32, as in accelerate."""
     given = accelerator.state.fsdp_plugin.mixed_precision_policy
     policy = policy_of(given) if given is not None else MixedPrecisionPolicy(main_params_dtype=None)
     if isinstance(given, MixedPrecisionPolicy) or accelerator.mixed_precision == "no":
         return policy
-    if not any(not p.requires_grad and p.dtype.itemsize < 4 for p in model.parameters()):
-        return replace(policy, main_params_dtype=torch.float32)
-    for param in model.parameters():
-        if param.requires_grad and param.dtype.itemsize < 4:
-            param.data = param.data.float()
-    return policy
+    return replace(policy, main_params_dtype=torch.float32)
 
 
 def _mesh(accelerator: Accelerator) -> dict[str, Any]:

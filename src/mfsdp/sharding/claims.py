@@ -116,7 +116,8 @@ class Claim:
         for param, places in self.owners.items():
             admission.wide_enough(self.fqn_of(param), param, policy)
             code = all(coded(module, name) for module, name in places)
-            kinds.setdefault((policy.resolve(param.dtype), param.requires_grad, code), []).append(param)
+            precision = policy.resolve(param.dtype, param.requires_grad or te.quantised(param))
+            kinds.setdefault((precision, param.requires_grad, code), []).append(param)
         for (precision, trainable, _), params in kinds.items():
             pieces = [piece_of(self.fqn_of(p), p, self.owners[p][0][0], mesh) for p in params]
             shapes = [piece.local if piece else tuple(p.shape) for p, piece in zip(params, pieces, strict=True)]

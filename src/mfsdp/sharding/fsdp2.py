@@ -48,8 +48,8 @@ def policy_of(given: Any) -> MixedPrecisionPolicy:
 class _OwnDtype(MixedPrecisionPolicy):
     """Sends gradients in the dtype that their parameters have."""
 
-    def resolve(self, dtype: torch.dtype) -> Precision:
-        return replace(super().resolve(dtype), grad_comm=dtype)
+    def resolve(self, dtype: torch.dtype, trains: bool = True) -> Precision:
+        return replace(super().resolve(dtype, trains), grad_comm=dtype)
 
 
 def _reduces_in_own_dtype() -> bool:

@@ -55,7 +55,8 @@ class MixedPrecisionPolicy:
 
     Args:
         main_params_dtype: main weights and the optimizer. ``None``: the model's own dtype. A model wider than
-            this (float64) keeps its own, so that nothing is lost by wrapping.
+            this (float64) keeps its own, so that nothing is lost by wrapping. Frozen parameters keep theirs until one
+            of their unit is to train (``requires_grad_()``).
         main_grads_dtype: accumulated gradients. ``None``: float32 when compute is 16 bit or lower, else the
             compute dtype.
         grad_comm_dtype: gradients on the wire. ``None``: ``main_grads_dtype``. What an all-reduce (``no_shard``, HSDP's
@@ -130,9 +131,9 @@ class MixedPrecisionPolicy:
             )
         object.__setattr__(self, name, value)
 
-    def resolve(self, dtype: torch.dtype) -> Precision:
-        """Dtypes and formats for a parameter whose own dtype is ``dtype``."""
-        main = self.main_params_dtype or dtype
+    def resolve(self, dtype: torch.dtype, trains: bool = True) -> Precision:
+        """Dtypes and formats for a parameter whose own dtype is ``dtype``, that trains or is frozen."""
+        main = (self.main_params_dtype if trains else None) or dtype
         if dtype.itemsize > main.itemsize:
             main = dtype
         compute = self.compute_dtype or dtype

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..runtime import owners
 from ..runtime.ahead import Ahead
 from ..runtime.probes import Health
 from ..runtime.standing import LeftOut, Loose
@@ -90,7 +91,7 @@ class FlatBuffer:
         """The spec as markers carry it."""
         self.weights = Weights(self, device)
         self.gradients = Gradients(self)
-        self.weights.source.requires_grad_(trainable)
+        self._own_source()
         home = weakref.ref(self)
         slots = range(len(layout.slots))
         self.pieces = tuple(pieces) or (None,) * len(slots)
@@ -166,11 +167,36 @@ class FlatBuffer:
                     )
                 )
 
+    def _own_source(self) -> None:
+        """Makes what programs read known as this buffer's."""
+        source = self.weights.source.requires_grad_()  # nobody may register a hook otherwise
+        owners.own(source, self)
+        self.gradients.watch(source)
+        source.requires_grad_(self.trainable)
+
+    def widen(self) -> None:
+        """Gives parameters that were frozen when the model was sharded the main weights of those that train. Views of
+        the former ones are views of the model no more.
+        """
+        main = self.unit.policy.resolve(self.precision.main).main
+        if main is self.precision.main:
+            return
+        self.precision = replace(self.precision, main=main)
+        self.respec(precision=self.precision)
+        former = self.weights.source
+        self.weights.widen(main)
+        if self.weights.source is not former:
+            self._own_source()
+        for slot, param in enumerate(self.params):
+            param.take_rows(self.weights.view(self.weights.main, slot))
+
     def set_trains(self, slot: int, trains: bool) -> None:
         """Freezes or unfreezes a parameter; compiled graphs that read it recompile. A buffer in which any parameter
         trains reduces whole gradients, with zeros for those that do not.
         """
         self.gradients.arrive()
+        if trains:
+            self.widen()
         self.trains[slot] = trains
         self.gradients.slots.clear()
         self.trainable = any(self.trains)

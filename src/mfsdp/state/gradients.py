@@ -101,7 +101,9 @@ class Gradients:
         self.slots: dict[tuple[int, ...], frozenset[int]] = {}
         """Those that train, by where they start, as they were asked for; emptied when one is frozen or unfrozen."""
         self._index = {slot.offset: i for i, slot in enumerate(buffer.layout.slots)}
-        source = buffer.weights.source
+
+    def watch(self, source: torch.Tensor) -> None:
+        """Is told when a backward through it is done."""
         done = weakref.WeakMethod(self._backward_done)  # a tensor's hooks are no garbage to Python
         source.register_post_accumulate_grad_hook(lambda source: (done() or _nobody)(source))
         self._node = engine.accumulation_node(source)

@@ -91,6 +91,13 @@ class ShardedParameter(ShardedDTensor):
         self.requires_grad = requires_grad  # type: ignore[method-assign]
         return self
 
+    def take_rows(self, rows: torch.Tensor) -> None:
+        """Becomes a view of other rows, perhaps in another dtype; who holds the parameter sees them."""
+        now = ShardedDTensor(rows, self._sharding)
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.data.__set__(self, now)  # type: ignore[attr-defined]
+        self._local_tensor, self._spec = now._local_tensor, now._spec
+
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:  # type: ignore[override]
         """``hook(grad)``, once per backward that reduces, with the reduced gradient that is about to be added to
         ``.grad``, a DTensor; it may return another one. What `no_sync` holds back is in it when it is reduced.

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..runtime import ahead, devices, immediate, owners, runs
+from ..runtime import ahead, devices, immediate, runs
 from ..runtime.checksums import checksum
 from ..runtime.transport import End
 from ..spec.units import Spec
@@ -85,8 +85,16 @@ class Weights:
         """Those that an initialiser has written."""
         self.initialised = False
         """Whether initialisers are through; what has been written since is real."""
-        owners.own(self.source, buffer)
-        self.source.requires_grad_()  # nobody may register a hook otherwise
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Moves ``main`` to memory of its own, in a wider dtype. What has been read of it (a backward to come) stays."""
+        for early in ahead.of([self._of]):
+            early.drop()
+        with torch.inference_mode(False), torch.no_grad():
+            self.main = self.main.detach().to(dtype)
+        if not self.spec.kept:
+            self.source = self.main
+        self._cast, self._exposed, self._sum, self.stale = None, False, None, True
 
     @property
     def stale(self) -> bool:
