@@ -357,12 +357,13 @@ class Company:
         )
 
     def loaded_apart(self, other: int, loaded: str) -> None:
-        """Raises: ranks have loaded different state dicts (law 69)."""
+        """Raises: ranks have loaded different state dicts, or drawn different values (law 69)."""
         self.lose(
             f"mfsdp: rank {self.wire.me} and rank {other} have loaded different state dicts (law 69), at last "
             f"{self.loaded}, and {loaded}: some weights would be old and some new. Every rank has to load, and the "
-            "same values. For one that only rank 0 has: torch.distributed.checkpoint.state_dict.set_model_state_dict("
-            "model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)), on all ranks."
+            "same values; what is drawn anew (nn.init) needs the same seed on all. For a state dict that only rank 0 "
+            "has: torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, options=StateDictOptions("
+            "full_state_dict=True, broadcast_from_rank0=True)), on all ranks."
         )
 
     def lose(self, text: str) -> None:

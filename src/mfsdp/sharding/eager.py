@@ -210,6 +210,8 @@ def scope(module: nn.Module, own: bool) -> Scope | Cover | None:
         return None if hooks is None else Cover(hooks)
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    if own:
+        _tell_of_plain(module)
     return Scope(
         module.__dict__["_mfsdp_unit"], f"{type(module).__name__}.forward{line}, called from {_caller()},", own
     )
@@ -241,7 +243,7 @@ def read(module: nn.Module, name: str, ref: Ref) -> torch.Tensor:
     if _transformed():
         raise NotImplementedError(
             f"mfsdp: {type(module).__name__}.{name} of unit {ref.unit.fqn!r} is sharded, and torch.func (grad, vmap, "
-            "...) cannot transform what gathers it. Give the call whole values of all parameters: "
+            "...) and forward-mode AD cannot transform what gathers it. Give the call whole values of all parameters: "
             "torch.func.functional_call(model, {name: p.full_tensor() for name, p in model.named_parameters()}, args)."
         )
     if again and not ref.unit.kept:
@@ -313,8 +315,9 @@ def _drop(ticket: Ticket) -> None:
 
 
 def _transformed() -> bool:
-    """Whether a ``torch.func`` transform is running. Private in torch; tried on 2.13."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    """Whether a ``torch.func`` transform is running, or forward-mode AD. Private in torch; tried on 2.11 to 2.14."""
+    level = torch.autograd.forward_ad._current_level
+    return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _recomputing() -> bool:
@@ -404,6 +407,26 @@ def _warn(unit: UnitState, place: str) -> None:
         f"or call the model through torch.compile(model, backend='mfsdp').{data}",
         stacklevel=2,
     )
+
+
+def _tell_of_plain(root: nn.Module) -> None:
+    """Warns of parameters whose gradients nobody averages, once for each of them."""
+    unit: UnitState = root.__dict__["_mfsdp_unit"]
+    if unit.fqn != "(root)" or unit.ranks == 1 or not torch.is_grad_enabled():
+        return
+    plain = [
+        name
+        for name, p in nn.Module.named_parameters(root)
+        if type(p) is nn.Parameter and p.requires_grad and not hasattr(p, "_mfsdp_ignored")
+    ]
+    if plain and plain[0] not in _warned:
+        _warned.add(plain[0])
+        warnings.warn(
+            f"mfsdp: {', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''} of {unit.outermost.name} came behind "
+            "fully_shard and are not sharded. Compiled code averages their gradients over ranks; this forward is not "
+            "compiled, and each rank goes on with its own. Make them before fully_shard, or compile the model",
+            stacklevel=2,
+        )
 
 
 def _scalars_are_captured() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -232,7 +233,29 @@ def _subclass(
         for name, ref in refs(self).items():  # of a copy
             ref.buffer.place(self._parameters, name, ref.slot)
 
+    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") != "copy":
+            raise TypeError(
+                f"mfsdp: a sharded {base.__name__} cannot be pickled (torch.save(model)): its class was made for it, "
+                "and its rows are of one rank. Save values: mfsdp.save_safetensors, mfsdp.Checkpoints, or "
+                "torch.distributed.checkpoint.save(model.state_dict(), ...), on all ranks"
+            )
+        return base.__reduce_ex__(self, protocol)
+
+    def __delattr__(self: nn.Module, name: str) -> None:
+        if name in refs(self):
+            raise _too_late(base, name)
+        base.__delattr__(self, name)
+
     def register_parameter(self: nn.Module, name: str, param: nn.Parameter | None, **more: Any) -> None:
+        if gone := [n for n in refs(self) if n not in self._parameters and name.startswith(f"{n}_")]:
+            own: dict[str, Any] = {n: ref.buffer.params[ref.slot] for n, ref in refs(self).items()}
+            rest = dict(self._parameters)
+            self._parameters.clear()
+            self._parameters.update(own | rest)
+            raise _too_late(base, gone[0])
+        if getattr(param, "_mfsdp_owner", None) is not None and name not in refs(self):
+            raise _too_late(base, name)
         if name in refs(self) and param is not (now := self._parameters.get(name)):
             ref: Any = refs(self)[name]
             if now is not ref.buffer.params[ref.slot] and te.wrapped_again(now, param):
@@ -278,6 +301,8 @@ def _subclass(
         "forward": functools.wraps(base.forward)(own_code(forward, base.__name__)),
         "__init__": functools.wraps(base.__init__)(__init__),
         "__setstate__": __setstate__,
+        "__reduce_ex__": __reduce_ex__,
+        "__delattr__": __delattr__,
         "register_parameter": register_parameter,
         "_load_from_state_dict": _load_from_state_dict,
         "_apply": _apply,
@@ -297,6 +322,14 @@ def _subclass(
         )
     bases = (FSDPModule, base) if is_unit else (base,)
     return cast(type[nn.Module], type(base.__name__, bases, space))
+
+
+def _too_late(base: type[nn.Module], name: str) -> RuntimeError:
+    """The error of weight_norm, spectral_norm, pruning and parametrizations, and of ties, behind `fully_shard`."""
+    return RuntimeError(
+        f"mfsdp: {base.__name__}.{name}: sharded, it stays where and what it is; nothing was changed. Tie weights, and "
+        "apply weight_norm, spectral_norm, pruning and parametrizations, or remove them, before fully_shard"
+    )
 
 
 def _parameters(

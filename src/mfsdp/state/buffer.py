@@ -23,6 +23,7 @@ from .gradients import Gradients
 from .parameters import ShardedParameter
 from .pieces import Piece
 from .placement import Placement
+from .refused import refuse_inputs
 from .sharded import Sharding
 from .tensors import carry_attributes
 from .untraced import refuse_elsewhere
@@ -81,6 +82,7 @@ class FlatBuffer:
         pieces: Sequence[Piece | None] = (),
     ):
         refuse_elsewhere()
+        refuse_inputs()
         self.unit, self.layout, self.placement, self.precision = unit, layout, placement, precision
         self.trains = [trainable] * len(layout.slots)
         """Which parameters require gradients; Dynamo reads it where they are read."""

@@ -10,9 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..runtime import immediate
+from . import loads, refused
 from .rows import RowShard, StridedRowShard
 from .sharded import Sharding
 from .tensors import Handler, ShardedDTensor, dispatched_by
+from .weights import Weights
 
 aten = torch.ops.aten
 
@@ -28,8 +30,13 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = kwargs.get("out", args[0])
         for tensor in written if isinstance(written, (list, tuple)) else (written,):
             if isinstance(tensor, ShardedDTensor) and tensor._mfsdp_written is not None:
+                if isinstance(tensor._mfsdp_written, Weights):
+                    tensor._mfsdp_written.refuse_if_read()
                 tensor._mfsdp_written.stale = True
-    return handler(func, args, kwargs)
+    try:
+        return handler(func, args, kwargs)
+    except NotImplementedError as error:
+        raise refused.explained(error) from None
 
 
 def _handler_of(func: Any) -> Handler:
@@ -192,6 +199,10 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if like:
         return ShardedDTensor(part.clone(), target._sharding)
     target._local_tensor.copy_(part)
+    buffer = None if target._mfsdp_written is None or target._sharding.home is None else target._sharding.home()
+    if buffer is not None:  # other seeds on other ranks would make replicas differ
+        what = f"values that {func._schema.name.removeprefix('aten::')} has drawn for {buffer.path}"
+        loads.count(buffer.copies(target._sharding.slot), what, drawn, drawn.dtype)
     return target
 
 
@@ -351,9 +362,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedDT
         shape[shape.index(-1)] = x.numel() // known if known else 0
     if tuple(shape) != tuple(x.shape):
         raise NotImplementedError(
-            f"{func}: a sharded tensor cannot be viewed as {tuple(args[1])}; use .full_tensor() or .to_local(). "
-            "DistributedDataParallel has no place around a sharded model, which averages gradients itself; "
-            "mfsdp.save_safetensors saves one."
+            f"{func}: a sharded tensor cannot be viewed as {tuple(args[1])}; use .full_tensor() or .to_local()"
         )
     return x.beside(x._local_tensor)
 

@@ -323,6 +323,8 @@ class _Runs:
     def step(self, optimizer: Optimizer) -> None:
         """The optimizer's own step, on runs."""
         members = _members(optimizer)
+        for buffer in members:
+            buffer.weights.refuse_if_read()
         if members != self.members or not all(self._untouched(optimizer, run) for run in self.runs):
             self._build(optimizer, members)
         if self.streams is not None:

@@ -26,12 +26,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
+
+from . import refused
 
 aten = torch.ops.aten
 
@@ -115,6 +117,9 @@ def call(
         differentiates: whether autograd can differentiate that.
     """
     way = way_of(function)
+    if function is torch.autograd.grad:
+        return refused.asked(partial(native, function, args, kwargs), args, kwargs)
+    refused.node_of(getattr(function, "__name__", ""), args)
     if way is Way.NATIVE and not (torch.is_grad_enabled() and _into_plain(function, args, sharded)):
         return native(function, args, kwargs)
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 from ..runtime.carriers import count_step
 from . import loads
 from . import transformer_engine as te
+from .refused import refuse_blocks
 from .tensors import ShardedDTensor
 
 
@@ -54,6 +55,7 @@ def refuse_elsewhere() -> None:
         add(self, param_group)
         hooks = self._optimizer_step_pre_hooks
         if _refuse not in hooks.values() and any(hasattr(p, "_mfsdp_owner") for p in self.param_groups[-1]["params"]):
+            refuse_blocks(self)
             self.register_step_pre_hook(_skipped(_refuse))
             self.register_step_post_hook(_skipped(_tells_weights))
             self.register_load_state_dict_pre_hook(cut_whole_state)
@@ -71,6 +73,9 @@ def hooked(optimizer: Any) -> bool:
 
 def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
     te.steps_plainly(optimizer)
+    for owner in dict.fromkeys(getattr(p, "_mfsdp_owner", None) for g in optimizer.param_groups for p in g["params"]):
+        if owner is not None:
+            owner.weights.refuse_if_read()
     if _compiling():
         raise RuntimeError(
             f"mfsdp: torch.compile around {type(optimizer).__name__}.step: its parameters are sharded, which Dynamo "

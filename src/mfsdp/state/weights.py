@@ -86,8 +86,16 @@ class Weights:
         self.initialised = False
         """Whether initialisers are through; what has been written since is real."""
 
+    def refuse_if_read(self) -> None:
+        """Raises a RuntimeError while gathered parameters are kept: forwards would go on with the former values."""
+        if self._of.unit.kept:
+            raise RuntimeError(
+                f"mfsdp: weights of {self.path} would be written, and its gathered parameters are kept: forwards "
+                "would go on with the former values. Leave mfsdp.unsharded, or call reshard() after unshard(), first"
+            )
+
     def widen(self, dtype: torch.dtype) -> None:
-        """Moves ``main`` to memory of its own, in a wider dtype. What has been read of it (a backward to come) stays."""
+        """Moves ``main`` to memory of its own, in a wider dtype. What a backward has yet to read stays."""
         for early in ahead.of([self._of]):
             early.drop()
         with torch.inference_mode(False), torch.no_grad():

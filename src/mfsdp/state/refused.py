@@ -1,0 +1,133 @@
+"""What autograd and optimizers cannot do with sharded parameters, and would do without a word, or in words of others.
+
+Gradients of sharded parameters come by the backward of what has gathered them (`Weights.source` is the leaf), not by
+the parameters' own accumulation nodes. Those run for computations outside of ``forward`` alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+AS_IT_IS = frozenset(["view_as", "expand_as"])
+"""Functions that show a tensor's accumulation node, given the tensor twice."""
+
+
+def explained(error: NotImplementedError) -> NotImplementedError:
+    """The error of an operator, for whoever has asked for it: an optimizer, or DistributedDataParallel."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        asks = frame.f_locals.get("self")
+        if isinstance(asks, Optimizer):
+            name = type(asks).__name__
+            return NotImplementedError(
+                f"mfsdp: {name} cannot step sharded parameters: its update of one element depends on others "
+                f"({error}). Choose an elementwise optimizer (SGD, Adam, AdamW, Adagrad, RMSprop, ...), or give {name} "
+                "parameters of its own that are not sharded (fully_shard(ignored_params=...))"
+            )
+        if isinstance(asks, torch.nn.parallel.DistributedDataParallel):
+            return NotImplementedError(
+                "mfsdp: DistributedDataParallel has no place around a sharded model, which averages gradients itself: "
+                "leave it out"
+            )
+        frame = frame.f_back
+    return error
+
+
+def refuse_blocks(optimizer: Optimizer) -> None:
+    """Refuses optimizers that keep their state in blocks of low-bit numbers: rows are cut where no block ends.
+
+    Raises:
+        NotImplementedError: it is one of torchao's or bitsandbytes'.
+    """
+    packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
+    if found := packages & {"torchao", "bitsandbytes"}:
+        raise NotImplementedError(
+            f"mfsdp: {found.pop()}'s {type(optimizer).__name__} keeps state in blocks of low-bit numbers, which do not "
+            "end where sharded parameters are cut. Where memory is short: mfsdp.fully_shard_optimizer(optimizer, "
+            'offload="state") of a torch.optim one, or more ranks'
+        )
+
+
+def node_of(name: str, args: tuple[Any, ...]) -> None:
+    """Refuses to show the accumulation node of a parameter, on which a hook would not run.
+
+    Raises:
+        NotImplementedError: the function is given a parameter of a model twice, to get at its node.
+    """
+    if name in AS_IT_IS and len(args) == 2 and args[0] is args[1] and _slot_of(args[0]) and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"mfsdp: the accumulation node of the sharded parameter {_slot_of(args[0])} (register_multi_grad_hook, "
+            "get_gradient_edge, view_as(itself)) does not run when the model's backward does, and nor would a hook on "
+            "it. param.register_post_accumulate_grad_hook(hook) runs when .grad is complete, param.register_hook(hook) "
+            "sees the reduced gradient; both work on sharded parameters"
+        )
+
+
+@functools.cache
+def refuse_inputs() -> None:
+    """Wraps ``torch.autograd.backward``, once: torch has no hook that is told of ``inputs=``."""
+    own = torch.autograd.backward
+
+    @functools.wraps(own)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
+        if inputs is not None:
+            inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+            for_model(tensors, [i for i in inputs if _slot_of(i)], "backward(inputs=...)")
+        own(tensors, *args, **kwargs)
+
+    torch.autograd.backward = backward  # type: ignore[assignment]
+
+
+def asked(call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``torch.autograd.grad``: refuses derivatives by parameters that the outputs depend on through a model."""
+    outputs, inputs = (
+        kwargs.get(name, args[i] if len(args) > i else ()) for i, name in enumerate(("outputs", "inputs"))
+    )
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    for_model(outputs, [i for i in inputs if _slot_of(i)], "torch.autograd.grad(...)")
+    return call()
+
+
+def for_model(outputs: Any, params: list[Any], what: str) -> None:
+    """Refuses to differentiate by sharded parameters that outputs depend on by way of a model's forward.
+
+    Raises:
+        NotImplementedError: they do.
+    """
+    sources = {id(p._mfsdp_owner.weights.source): p for p in params}
+    found = next((sources[id(leaf)] for leaf in _leaves(outputs) if id(leaf) in sources), None) if sources else None
+    if found is not None:
+        raise NotImplementedError(
+            f"mfsdp: {what} asks for the gradient of the sharded parameter {_slot_of(found)}, which autograd does not "
+            "have: the model's backward reduces it and adds it to .grad. Call backward() without inputs, and "
+            "requires_grad_(False) on what is to have no gradient; activations may be inputs"
+        )
+
+
+def _leaves(outputs: Any) -> Iterable[torch.Tensor]:
+    """The leaves that a backward of the outputs would bring gradients to."""
+    given = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+    nodes = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in given]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        nodes += (new := {n for n, _ in node.next_functions} - seen)
+        seen |= new
+
+
+def _slot_of(tensor: Any) -> str:
+    """The name of a parameter of a model, in its unit; else nothing."""
+    owner = getattr(tensor, "_mfsdp_owner", None)
+    return "" if owner is None else str(owner.layout.slots[tensor._sharding.slot].name)

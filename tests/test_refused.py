@@ -1,0 +1,233 @@
+"""What cannot be done to a sharded model says so, in one sentence, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import mfsdp
+from mfsdp.sharding import eager
+
+
+def net(*more: nn.Module, **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return mfsdp.fully_shard(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), *more), **options)
+
+
+def told(call: Callable[[], object]) -> str:
+    with pytest.raises((NotImplementedError, RuntimeError, TypeError)) as error:
+        call()
+    return str(error.value)
+
+
+TOO_LATE: dict[str, Callable[[nn.Sequential], object]] = {
+    "weight_norm": lambda m: nn.utils.weight_norm(m[0]),
+    "spectral_norm": lambda m: nn.utils.spectral_norm(m[0]),
+    "parametrizations.spectral_norm": lambda m: parametrizations.spectral_norm(m[0]),
+    "parametrizations.orthogonal": lambda m: parametrizations.orthogonal(m[0]),
+    "prune": lambda m: prune.l1_unstructured(m[0], "weight", 0.5),
+    "delete": lambda m: delattr(m[0], "weight"),
+    "tie": lambda m: setattr(m[0], "other", m[2].weight),
+}
+
+
+@pytest.mark.parametrize("how", TOO_LATE)
+def test_parametrized_too_late(how):
+    model, x = net(), torch.randn(2, 8)
+    before, names = model(x), list(model.state_dict())
+    assert "before fully_shard" in told(lambda: TOO_LATE[how](model))
+    assert list(model.state_dict()) == names and [n for n, _ in model.named_parameters()] == names
+    assert not list(model[0].buffers()) and not model[0]._forward_pre_hooks
+    assert torch.equal(model(x), before)
+
+
+def test_old_weight_norm_is_removed():
+    model, x = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8))), torch.randn(2, 8)
+    want = model(x)
+    mfsdp.fully_shard(model)
+    nn.utils.remove_weight_norm(model[0])
+    assert torch.equal(model(x), want)
+
+
+def test_models_are_copied_not_pickled():
+    model = net()
+    for save in (torch.save, pickle.dump):
+        for what in (model, model[0], torch.compile(model, backend="mfsdp")):
+            text = told(lambda save=save, what=what: save(what, io.BytesIO()))
+            assert "save_safetensors" in text and "cannot be pickled" in text
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(torch.ones(1, 8)), model(torch.ones(1, 8))) and copy.copy(model)[0] is model[0]
+
+
+HOOKS: dict[str, Callable[[nn.Sequential], object]] = {
+    "multi": lambda m: torch.autograd.graph.register_multi_grad_hook(list(m.parameters()), lambda g: None),
+    "edge": lambda m: torch.autograd.graph.get_gradient_edge(m[0].weight),
+    "view": lambda m: m[0].weight.view_as(m[0].weight),
+    "expand": lambda m: m[0].weight.expand_as(m[0].weight),
+}
+
+
+@pytest.mark.parametrize("how", HOOKS)
+def test_hooks_that_would_never_run(how):
+    model = net()
+    assert "register_post_accumulate_grad_hook" in told(lambda: HOOKS[how](model))
+    with torch.no_grad():
+        assert model[0].weight.view_as(model[0].weight) is not None, "what has no node is a view"
+
+
+@pytest.mark.parametrize("lowering", ["none", "eager"])
+def test_gradients_asked_for(lowering):
+    """Of parameters by way of the model they are refused; of activations, and outside of forward, they are there."""
+    model = net()
+    run = model if lowering == "none" else torch.compile(model, backend="mfsdp", options={"lowering": lowering})
+    params, x = list(model.parameters()), torch.randn(2, 8, requires_grad=True)
+    asks: list[Callable[[torch.Tensor], object]] = [
+        lambda loss: loss.backward(inputs=params),
+        lambda loss: loss.backward(inputs=params[0]),
+        lambda loss: torch.autograd.backward([loss], None, None, False, None, [x, *params]),
+        lambda loss: torch.autograd.grad(loss, params),
+        lambda loss: torch.autograd.grad(loss, [x, params[1]], allow_unused=True),
+        lambda loss: torch.autograd.grad(outputs=[loss], inputs=params[1]),
+    ]
+    for ask in asks:
+        loss = run(x).sum()
+        text = told(lambda ask=ask, loss=loss: ask(loss))
+        assert "asks for the gradient of the sharded parameter" in text
+        assert all(p.grad is None for p in params) and x.grad is None
+        loss.backward()
+        assert all(p.grad is not None for p in params), "nothing was lost"
+        model.zero_grad()
+        x.grad = None
+    run(x).sum().backward(inputs=[x])
+    assert x.grad is not None and all(p.grad is None for p in params)
+    assert torch.autograd.grad(run(x).sum(), x)[0].shape == x.shape
+    penalty = model[0].weight.square().sum()
+    assert torch.equal(
+        torch.autograd.grad(penalty, model[0].weight)[0].full_tensor(), 2 * model[0].weight.full_tensor()
+    )
+    model[0].weight.square().sum().backward(inputs=[model[0].weight])
+    assert torch.equal(model[0].weight.grad.full_tensor(), 2 * model[0].weight.full_tensor())
+    assert torch.autograd.grad(x.sum(), [x, model[0].weight], allow_unused=True)[1] is None, "it is not used"
+
+
+def test_forward_mode():
+    model = net()
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(torch.ones(2, 8), torch.ones(2, 8))
+        assert "functional_call" in told(lambda: model(x))
+    assert model(torch.ones(2, 8)).shape == (2, 8)
+
+
+@pytest.mark.parametrize("optimizer", ["LBFGS", "Adafactor", "Muon"])
+def test_optimizers_that_are_not_elementwise(optimizer):
+    model = net()
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    params = [p for p in model.parameters() if p.dim() == 2] if optimizer == "Muon" else model.parameters()
+    steps = getattr(torch.optim, optimizer)(params)
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(2, 8)).sum()
+        loss.backward()
+        return loss
+
+    closure()
+    text = told(lambda: steps.step(closure))
+    assert text.startswith(f"mfsdp: {optimizer} cannot step sharded parameters") and "elementwise" in text
+    assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+    with pytest.raises(NotImplementedError, match="use .full_tensor") as own:
+        model[0].weight.detach().sort()
+    assert optimizer not in str(own.value), "nobody steps"
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_optimizers_with_low_bit_state(name):
+    low_bit = pytest.importorskip("torchao.optim")
+    model = net()
+    assert 'offload="state"' in told(lambda: getattr(low_bit, name)(model.parameters()))
+    getattr(low_bit, name)(nn.Linear(8, 8).parameters())
+
+
+WRITES: dict[str, Callable[[nn.Sequential, torch.optim.Optimizer], object]] = {
+    "in place": lambda m, _: m.state_dict()["0.weight"].mul_(2),
+    "step": lambda m, o: o.step(),
+    "load": lambda m, _: m.load_state_dict({k: v.full_tensor() for k, v in m.state_dict().items()}),
+}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("how", WRITES)
+def test_writes_while_parameters_are_kept(how, flat):
+    model, x = net(), torch.randn(2, 8)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    if flat:
+        optimizer = mfsdp.fully_shard_optimizer(optimizer)
+    model(x).sum().backward()
+    before = model(x)
+    with mfsdp.unsharded(model):
+        assert "Leave mfsdp.unsharded" in told(lambda: WRITES[how](model, optimizer))
+        assert torch.equal(model(x), before) and not optimizer.state
+    model.unshard()
+    assert "reshard()" in told(lambda: WRITES[how](model, optimizer))
+    model.reshard()
+    assert torch.equal(model(x), before)
+    WRITES[how](model, optimizer)
+    assert torch.equal(model(x), before) == (how == "load")
+
+
+def drawn(strategy: int, mesh: tuple[int, ...], each: bool, lowering: str) -> str:
+    """What is said where ranks draw with seeds of their own."""
+    names = ("dp_replicate", "dp_shard")[-len(mesh) :]
+    model = net(strategy=strategy, mesh=dist.init_device_mesh("cpu", mesh, mesh_dim_names=names))
+    run = torch.compile(model, backend="mfsdp", options={"lowering": lowering}) if lowering != "none" else model
+    torch.manual_seed(1 + each * dist.get_rank())
+    nn.init.normal_(model[0].weight)
+    try:
+        run(torch.ones(2, 8)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("strategy", "mesh"), [(0, (2,)), (3, (2, 1))])
+def test_replicas_drawn_with_other_seeds(two_fresh_ranks, strategy, mesh):
+    for lowering in ("none", "eager"):
+        assert two_fresh_ranks.run(drawn, strategy, mesh, False, lowering) == ["", ""]
+        for text in two_fresh_ranks.run(drawn, strategy, mesh, True, lowering):
+            assert "needs the same seed" in text and "normal_" in text
+        two_fresh_ranks.stop()
+    assert two_fresh_ranks.run(drawn, 3, (2,), True, "none") == ["", ""], "every rank has rows of its own"
+
+
+def behind(kind: str) -> list[str]:
+    layer = nn.Linear(8, 8)
+    if kind == "ignored":
+        model = net(layer, ignored_params=set(layer.parameters()))
+    else:
+        model = net().append(layer)
+    if kind == "frozen":
+        layer.requires_grad_(False)
+    eager._warned.clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+    return [str(w.message) for w in seen if "came behind fully_shard" in str(w.message)]
+
+
+@pytest.mark.dist
+def test_layers_that_came_behind(two_ranks):
+    for kind, count in (("ignored", 0), ("frozen", 0), ("plain", 1)):
+        for texts in two_ranks.run(behind, kind):
+            assert len(texts) == count, (kind, texts)
+            assert not count or "3.weight, 3.bias of Sequential" in texts[0]
