@@ -17,6 +17,7 @@ from .. import pipeline
 from ..costs.depth import Auto
 from ..costs.pace import Pace
 from ..graph import copies, listing, ops
+from ..graph.cost import nbytes
 from ..graph.program import GIVEN, READ, Phase, Program, first_launches, group_of, lane_of, slot_of
 from ..graph.roles import Kind, role
 from ..reports import dump
@@ -333,15 +334,21 @@ def _tell_unsharded(capture: Capture, inputs: Sequence[Any]) -> None:
 
 _copied: set[str] = set()
 
+NEGLIGIBLE = 100
+"""What forward saves of parameters is told where it is more than one part in so many of them."""
+
 
 def _tell_copies(program: Program) -> None:
-    """Says once of every operator that forward saves what it has made of parameters."""
-    made = {how for _, how in copies.copies(program)} - {copies.ALONE}
-    if not made <= _copied:
+    """Says once of every operator that forward saves what it has made of parameters, if it is much beside them."""
+    found = [(node, how) for node, how in copies.copies(program) if how != copies.ALONE]
+    made = {how for _, how in found}
+    whole = sum(u.layout.full_numel * u.spec.precision.compute.itemsize for u in program.units)
+    if not made <= _copied and NEGLIGIBLE * sum(nbytes(node.meta["val"]) for node, _ in found) > whole:
+        _copied.update(made)
         log.warning(
-            "mfsdp: %s: %s. They stay until backward, of every layer and on every rank: checkpoint such layers, or let "
-            "the operator's backward make them again.",
+            "mfsdp: %s: %s (the first is %s). They stay until backward, of every layer and on every rank: checkpoint "
+            "such layers, or let the operator's backward make them again.",
             program.name,
             copies.told(program),
+            found[0][0].name,
         )
-    _copied.update(made)
