@@ -108,7 +108,7 @@ def test_gradients_asked_for(lowering):
         assert all(p.grad is not None for p in params), "nothing was lost"
         model.zero_grad()
         x.grad = None
-    run(x).sum().backward(inputs=[x])
+    run(x).sum().backward(inputs=(t for t in [x]))
     assert x.grad is not None and all(p.grad is None for p in params)
     assert torch.autograd.grad(run(x).sum(), x)[0].shape == x.shape
     penalty = model[0].weight.square().sum()

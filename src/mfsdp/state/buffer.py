@@ -183,10 +183,10 @@ class FlatBuffer:
         main = self.unit.policy.resolve(self.precision.main).main
         if main is self.precision.main:
             return
-        self.precision = replace(self.precision, main=main)
-        self.respec(precision=self.precision)
         former = self.weights.source
         self.weights.widen(main)
+        self.precision = replace(self.precision, main=main)
+        self.respec(precision=self.precision)
         if self.weights.source is not former:
             self._own_source()
         for slot, param in enumerate(self.params):

@@ -200,9 +200,9 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return ShardedDTensor(part.clone(), target._sharding)
     target._local_tensor.copy_(part)
     buffer = None if target._mfsdp_written is None or target._sharding.home is None else target._sharding.home()
-    if buffer is not None:  # other seeds on other ranks would make replicas differ
+    if buffer is not None and (replicas := buffer.copies(target._sharding.slot)):  # alike only if seeds are
         what = f"values that {func._schema.name.removeprefix('aten::')} has drawn for {buffer.path}"
-        loads.count(buffer.copies(target._sharding.slot), what, drawn, drawn.dtype)
+        loads.count(replicas, what, drawn, drawn.dtype)
     return target
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from enum import Enum
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ def call(
     """
     way = way_of(function)
     if function is torch.autograd.grad:
-        return refused.asked(partial(native, function, args, kwargs), args, kwargs)
+        refused.derivatives(*args, **kwargs)
     refused.node_of(getattr(function, "__name__", ""), args)
     if way is Way.NATIVE and not (torch.is_grad_enabled() and _into_plain(function, args, sharded)):
         return native(function, args, kwargs)

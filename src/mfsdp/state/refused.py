@@ -7,8 +7,9 @@ the parameters' own accumulation nodes. Those run for computations outside of ``
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -74,35 +75,31 @@ def node_of(name: str, args: tuple[Any, ...]) -> None:
 def refuse_inputs() -> None:
     """Wraps ``torch.autograd.backward``, once: torch has no hook that is told of ``inputs=``."""
     own = torch.autograd.backward
+    signature = inspect.signature(own)
 
     @functools.wraps(own)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        inputs = kwargs.get("inputs", args[4] if len(args) > 4 else None)
-        if inputs is not None:
-            inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-            for_model(tensors, [i for i in inputs if _slot_of(i)], "backward(inputs=...)")
-        own(tensors, *args, **kwargs)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        if (inputs := given.arguments.get("inputs")) is not None:
+            given.arguments["inputs"] = inputs = _several(inputs)
+            _by_way_of_a_model(given.arguments["tensors"], inputs, "backward(inputs=...)")
+        own(*given.args, **given.kwargs)
 
     torch.autograd.backward = backward  # type: ignore[assignment]
 
 
-def asked(call: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``torch.autograd.grad``: refuses derivatives by parameters that the outputs depend on through a model."""
-    outputs, inputs = (
-        kwargs.get(name, args[i] if len(args) > i else ()) for i, name in enumerate(("outputs", "inputs"))
-    )
-    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
-    for_model(outputs, [i for i in inputs if _slot_of(i)], "torch.autograd.grad(...)")
-    return call()
+def derivatives(outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
+    """Refuses what ``torch.autograd.grad`` would not find, given its arguments."""
+    _by_way_of_a_model(outputs, _several(inputs), "torch.autograd.grad(...)")
 
 
-def for_model(outputs: Any, params: list[Any], what: str) -> None:
+def _by_way_of_a_model(outputs: Any, inputs: tuple[Any, ...], what: str) -> None:
     """Refuses to differentiate by sharded parameters that outputs depend on by way of a model's forward.
 
     Raises:
         NotImplementedError: they do.
     """
-    sources = {id(p._mfsdp_owner.weights.source): p for p in params}
+    sources = {id(p._mfsdp_owner.weights.source): p for p in inputs if _slot_of(p)}
     found = next((sources[id(leaf)] for leaf in _leaves(outputs) if id(leaf) in sources), None) if sources else None
     if found is not None:
         raise NotImplementedError(
@@ -112,10 +109,14 @@ def for_model(outputs: Any, params: list[Any], what: str) -> None:
         )
 
 
+def _several(given: Any) -> tuple[Any, ...]:
+    """One tensor or edge, or several, as autograd takes them."""
+    return (given,) if isinstance(given, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(given)
+
+
 def _leaves(outputs: Any) -> Iterable[torch.Tensor]:
     """The leaves that a backward of the outputs would bring gradients to."""
-    given = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
-    nodes = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in given]
+    nodes = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in _several(outputs)]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
