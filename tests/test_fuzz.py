@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz import words
-from tests.fuzz.cases import APART, EDGES, TRAINED_ON, Case, draw, each, features, minimised, smaller
+from tests.fuzz.cases import (
+    APART,
+    ASKED_BETWEEN,
+    EDGES,
+    TRAINED_ON,
+    WRITTEN_BETWEEN,
+    Case,
+    draw,
+    each,
+    features,
+    minimised,
+    smaller,
+)
 from tests.fuzz.program import program
 from tests.fuzz.trial import Court, judged
 
@@ -57,6 +69,17 @@ def test_a_seed_gives_one_case_and_every_edge_comes_often_enough():
     assert drawn[:20] == [draw(seed) for seed in range(20)] and len({repr(c) for c in drawn}) == 400
     for edge in EDGES:
         assert sum(any(f.split(":")[0] == edge for f in features(c)) for c in drawn) >= 3, edge
+
+
+def test_what_is_done_between_steps_comes_often_enough():
+    drawn = [draw(seed) for seed in range(1500)]
+    assert {c["written"] for c in drawn if "written" in c} == set(WRITTEN_BETWEEN)
+    assert {c["asked"] for c in drawn if "asked" in c} == set(ASKED_BETWEEN)
+    for key in ("written", "asked", "mixed"):
+        assert sum(key in c for c in drawn) >= 75 and not any("fault" in c for c in drawn if key in c), key
+    assert sum(b["kind"] == "views" for c in drawn for b in c["blocks"]) >= 50
+    for case in drawn[:300]:
+        compile(program(case), "between", "exec")
 
 
 def test_one_case_in_ten_has_a_fault_and_nothing_at_the_edge():

@@ -54,6 +54,34 @@ PENALTIES = (
 )
 """Of one parameter ``p``, outside of forward; ``out`` is what forward gave."""
 
+WRITTEN_BETWEEN = (
+    "p.mul_(0.9)",
+    "p.detach().mul_(0.9)",
+    "p.copy_(p * 0.9)",
+    "p.lerp_(torch.zeros_like(p), 0.1)",
+    "p.data = p.data * 0.9",
+    "torch._foreach_mul_([p], 0.9)",
+    "rows(p).mul_(0.9)",
+    "rows(p).data.mul_(0.9)",
+    "rows(p.data).view(-1)[:].mul_(0.9)",
+    "torch.mul(rows(p), 0.9, out=rows(p))",
+    "torch._foreach_mul_([rows(p.detach())], 0.9)",
+    "torch.from_dlpack(rows(p.detach())).mul_(0.9)",
+    "rows(p.detach()).numpy().__imul__(0.9)",
+)
+"""What every rank does to each parameter ``p`` behind a step; ``rows`` are this rank's, as a plain tensor."""
+
+ASKED_BETWEEN = (
+    "p.detach().max()",
+    "p.detach().abs().sum()",
+    "p.detach().norm()",
+    "p.detach().square().mean()",
+    "(p.detach() > 0.1).any()",
+    "p.detach().isfinite().all()",
+    "(p.detach() * 2 - p.detach().clone()).clamp(-1, 1)",
+)
+"""What is computed with each parameter there."""
+
 EDGES = (*EDGE_BLOCKS, "penalty", "returned", "retain", "functional", "data", "given_up", "partly_meta")
 """What must be right or refused in words; a case has one of them at most."""
 
@@ -135,6 +163,7 @@ def _drawn(seed: int) -> Case:
         _edge(r, case, r.choice(EDGES), names)
     if "meta" in case:  # calls of their own draw in the order of the calls
         case.pop("calls", None)
+    _between(random.Random(f"between {seed}"), case)
     _cut_inside(random.Random(-seed), case["blocks"])
     _no_batch_norm(case["blocks"], bool({"saved", "fault"} & case.keys()) or "compute_dtype" in case.get("policy", {}))
     if "meta" in case:  # what is drawn in another dtype is another number
@@ -142,6 +171,25 @@ def _drawn(seed: int) -> Case:
             block.pop("dtype", None)
     _no_experts(case["blocks"], "compute_dtype" in case.get("policy", {}))
     return case
+
+
+def _between(r: random.Random, case: Case) -> None:
+    """What people do between steps, and to parameters; nothing in cases that something goes wrong in."""
+    written, asked, mixed, views = (r.random() < share for share in (0.15, 0.1, 0.1, 0.08))
+    narrow = "bfloat16" in [*case.get("policy", {}).values(), *(b.get("dtype") for b in each(case["blocks"]))]
+    if {"fault", "given_up", "partly_meta"} & case.keys():
+        return
+    if written:
+        how = r.choice(WRITTEN_BETWEEN)
+        case["written"] = how if not (narrow and "numpy" in how) else WRITTEN_BETWEEN[0]
+        case["under"] = r.choice(("no_grad", "no_grad", "inference_mode"))
+    if asked:
+        case["asked"] = r.choice(ASKED_BETWEEN)
+    if mixed and case.get("zero") not in ("model", "run"):
+        case["mixed"] = True
+    if views and not narrow and "meta" not in case:
+        block = {"name": "views", "kind": "views", "residual": True}
+        case["blocks"].insert(0, block | ({"unit": True} if r.random() < 0.5 else {}))
 
 
 def _cut_inside(r: random.Random, blocks: list[Case]) -> None:
@@ -504,6 +552,8 @@ def _changed(case: Case, change: Callable[[Case], object]) -> Case:
         names.add(block["name"])
         kept.append(block)
     out["blocks"] = kept
+    if "written" not in out:
+        out.pop("under", None)
     for key in ("toggle", "partly_meta"):
         if key in out and out[key] not in names:
             out.pop(key)

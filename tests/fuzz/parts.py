@@ -116,6 +116,22 @@ class Mixture(nn.Module):
         return torch.einsum("bte,eij,btj->bti", F.softmax(self.router(x), -1), self.stacked, x)
 
 
+class Views(nn.Module):
+    """Autograd saves views of its parameters in other dtypes, conjugate ones too."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight, self.turn = nn.Parameter(torch.empty(width, 2)), nn.Parameter(torch.empty(width, 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight), nn.init.normal_(self.turn)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.view_as_complex(self.weight) * torch.view_as_complex(self.turn).conj()
+        return x * turned.real + turned.imag
+
+
 class Scale(nn.Module):
     """A parameter without dimensions, one with one row, one with one column."""
 
@@ -323,6 +339,11 @@ def uncompiled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def whole(t: Any) -> Any:
     """The global value of what may be sharded; gradients pass."""
     return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def rows(p: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of what may be sharded, as a plain tensor over the same memory."""
+    return p.to_local() if isinstance(p, DTensor) else p.detach()
 
 
 def same(faults: list[str], what: str, mine: Any, theirs: Any, bound: float, floor: float = 1e-12) -> None:

@@ -26,6 +26,7 @@ BUILT = {
     "weight_norm": "WeightNorm({width})",
     "recurrent": "Recurrent({width})",
     "reader": "Reader({width})",
+    "views": "Views({width})",
     "hole": "Hole({width})",
     "codebook": "Codebook({width})",
     "clamped": "Clamped({width})",
@@ -264,9 +265,13 @@ def _ready(case: Case) -> list[str]:
     fuse = case.get("fuse", "")
     more = f", {fuse}" if "=" in fuse else ""
     make = OPTIMIZERS[case["optimizer"]]
-    lines += [f"optimizer = {make.format('model.parameters()', more)}"]
+    ours, its = "model.parameters()", "reference.parameters()"
+    if case.get("mixed"):
+        lines += ["extra = {m: nn.Parameter(torch.ones(3)) for m in (model, reference)}"]
+        ours, its = (f"[*{m}.parameters(), extra[{m}]]" for m in ("model", "reference"))
+    lines += [f"optimizer = {make.format(ours, more)}"]
     lines += ["mfsdp.fully_shard_optimizer(optimizer)"] if fuse == "flat" else []
-    lines += [f"theirs = {make.format('reference.parameters()', '')}"]
+    lines += [f"theirs = {make.format(its, '')}"]
     if case.get("hook"):
         lines += ["for m in (model, reference):"]
         lines += ["    next(p for p in m.parameters() if p.requires_grad).register_hook(lambda g: 2 * g)"]
@@ -306,12 +311,28 @@ def _steps(case: Case) -> list[str]:
     lines += [f"theirs.zero_grad({'set_to_none=False' if way == 'zeros' else ''})"]
     if case.get("saved"):
         lines += ["if step == 0:", "    saved_and_loaded(model, optimizer, world)"]
+    lines += _between(case, limit)
     if case.get("eval"):
         out = "[0]" if "returned" in case else ""
         lines += ["model.eval(), reference.eval()", "with torch.no_grad():"]
         lines += [f"    same(faults, f'step {{step}}: eval', run(x){out}, reference(y){out}, {limit})"]
         lines += ["model.train(), reference.train()"]
     return [f"for step in range({case['steps']}):"] + [f"    {line}" for line in _swallowed(case, lines)]
+
+
+def _between(case: Case, limit: float) -> list[str]:
+    """What is done to parameters behind a step."""
+    lines = []
+    if "written" in case:
+        lines += [f"with torch.{case['under']}():", "    for m in (model, reference):"]
+        lines += ["        for p in m.parameters():", f"            {case['written']}"]
+    if "asked" in case:
+        lines += ["named = dict(reference.named_parameters())", "for n, p in model.named_parameters():"]
+        lines += ["    if p.numel():", f"        found, p = {case['asked']}, named[n]"]
+        lines += [f"        same(faults, f'step {{step}}: asked of {{n}}', found, {case['asked']}, {limit})"]
+    if case.get("mixed"):
+        lines += [f"same(faults, f'step {{step}}: what is not sharded', extra[model], extra[reference], {limit})"]
+    return lines
 
 
 def _backward(case: Case, limit: float) -> list[str]:
@@ -354,6 +375,8 @@ def _loss(call: str, model: str, x: str, name: str, case: Case) -> list[str]:
     lines = [f"{out} = {call}({x})", f"{name} = (out.double() - 0.5).square().mean()"]
     if "returned" in case:
         lines += [f"{name} = {name} + whole(extra).double().square().mean()"]
+    if case.get("mixed"):
+        lines += [f"{name} = {name} + 0.1 * extra[{model}].square().sum().double()"]
     if "penalty" in case:
         of, over = case["penalty"]["of"], {"all": "", "first": "[:1]", "last": "[-1:]"}[case["penalty"]["over"]]
         lines += [f"for p in list({model}.parameters()){over}:", f"    {name} = {name} + 0.1 * whole({of}).double()"]
