@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from torch import nn
 
 import mfsdp
 from mfsdp.command import main as command
+from mfsdp.command import progress
+from mfsdp.spec import telling
 from tests.models import llama
 
 ROOT = Path(__file__).parent.parent
@@ -161,6 +164,19 @@ def test_what_cannot_be_is_a_line(capsys, monkeypatch, args, message):
     assert command.main(args) == 1
     err = capsys.readouterr().err
     assert err.startswith("mfsdp: ") and message in err
+
+
+def test_long_work_says_what_it_has_come_to(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.chdir(ROOT)
+    assert command.main(["explain", "tests.test_command:factory", "--world", "2", "--compute-dtype", "none"]) == 0
+    err = capsys.readouterr().err
+    assert re.search(r"^mfsdp: \d+ s, tracing Sequential$", err, re.M) and "simulating step 1 of 1" in err
+    assert command.main(["plan", "tests.test_command:factory", "--memory", "1GB", "--compute-dtype", "none"]) == 0
+    assert re.search(r"planning: \d+ settings estimated, \d+ simulated", capsys.readouterr().err)
+    with telling.listening(lambda what: 1 / 0):
+        telling.doing("something")  # what only tells ends nothing
+    assert not telling._listeners
 
 
 def dump(folder: Path, prefetch: int) -> None:

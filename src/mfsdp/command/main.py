@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
+from ..spec.telling import listening
 from . import conversion, explanation, listings, measuring
+from .progress import Progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         add(commands)
     args = parser.parse_args(argv)
     try:
-        args.run(args)
+        with listening(Progress()):
+            args.run(args)
     except BrokenPipeError:  # head, less
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError, RuntimeError, ImportError, re.error) as error:

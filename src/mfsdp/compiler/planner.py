@@ -35,6 +35,7 @@ from ..graph.roles import Kind, role
 from ..spec.choices import Choice, Choices
 from ..spec.config import Options
 from ..spec.hardware import Hardware, Transfer, host_copy
+from ..spec.telling import doing
 from ..state.buffer import FlatBuffer
 from . import cutting
 from .capture import Capture
@@ -462,6 +463,7 @@ class Planner:
         if all(len(kind.layers) <= FEW for kind in self.kinds):
             return self.score(setting)
         if setting not in self.estimates:
+            self._doing()
             self.estimates[setting] = self._estimate(setting)
         return self.estimates[setting]
 
@@ -556,8 +558,12 @@ class Planner:
         layers, nor within some more: then it is of all layers.
         """
         if setting not in self.scores:
+            self._doing()
             self.scores[setting] = self._score(setting)
         return self.scores[setting]
+
+    def _doing(self) -> None:
+        doing(f"planning: {len(self.estimates)} settings estimated, {len(self.scores)} simulated")
 
     @_uncollected()
     def _score(self, setting: Setting) -> Score:

@@ -33,6 +33,7 @@ from ..sharding.module import FSDPModule
 from ..spec.config import PLANNED, Options
 from ..spec.hardware import KNOWN, Hardware, undisturbed
 from ..spec.hardware import hardware as find_hardware
+from ..spec.telling import doing
 from ..state.buffer import FlatBuffer, refs
 from ..state.mesh import TENSOR
 from ..state.pieces import sizes_along
@@ -164,8 +165,9 @@ def explain(
     traces: dict[tuple[Any, ...], Programs] = {}
     known: _Known = {}
     reports = []
-    for q, price in zip(questions, costs, strict=True):
+    for number, (q, price) in enumerate(zip(questions, costs, strict=True), 1):
         if q.traced not in traces:
+            doing(f"tracing {type(model).__name__}")
             traces[q.traced] = trace(
                 model, args, kwargs, world=q.world, mesh_shape=q.mesh_shape, lowering=q.options.lowering,
                 together=q.schedule.together, **q.sharding,
@@ -175,6 +177,7 @@ def explain(
             q = replace(q, options=q.options.following(capture.plan.options))
         if capture is not None and capture.plan is not None and capture.plan.optimizer == "host" and stepping is None:
             steps["stepping"] = "offloaded"
+        doing(f"simulating step {number} of {len(questions)}")
         reports.append(_report(traces[q.traced], q, (args, dict(kwargs or {})), steps, profile, known=known))
         reports[-1].price = price
     if varied:
@@ -183,6 +186,7 @@ def explain(
     if suggest:
         programs = traces[questions[0].traced]
         for text, changed in _ideas(questions[0], report):
+            doing(f"trying {text}")
             other = _report(programs, changed, (args, dict(kwargs or {})), steps, profile, listings=False)
             if other.fits and (not report.fits or other.step < report.step * (1 - GAIN)):
                 report.suggestions.append(Suggestion(text, other.step, other.peak))

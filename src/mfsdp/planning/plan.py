@@ -21,6 +21,7 @@ from ..sharding.module import FSDPModule
 from ..spec.choices import numbered
 from ..spec.config import PLANNED, Options
 from ..spec.plans import DoesNotFit, Plan, Point, Price, nbytes_of
+from ..spec.telling import doing
 from .explain import buffers_of, machine_of, unsharded
 
 BUDGETS = 8
@@ -91,6 +92,7 @@ def plan(
     found: list[tuple[Score, Setting, Planner, nn.Module, dict[str, Any]]] = []
     why = ""
     for asked in _combinations(mesh_shape, sharding):
+        doing(f"tracing {type(model).__name__}")
         programs = trace(model, args, kwargs, world=world, lowering=chosen.lowering, **asked)
         if programs.capture is None or programs.capture.joint is None or programs.model is None:
             raise ValueError(f"plan: {type(model).__name__} is not trained: nothing requires gradients")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 log = logging.getLogger("mfsdp")
@@ -34,3 +35,22 @@ def only_tells(missing: str, otherwise: T, tell: Callable[P, T], *args: P.args, 
             log.warning("mfsdp: without %s: %s. The run goes on; please report this.", missing, text)
             log.debug("mfsdp: without %s", missing, exc_info=True)
         return otherwise
+
+
+_listeners: list[Callable[[str], None]] = []
+
+
+def doing(what: str) -> None:
+    """Tells who listens what long work has come to."""
+    for listen in _listeners:
+        only_tells("progress", None, listen, what)
+
+
+@contextmanager
+def listening(listen: Callable[[str], None]) -> Iterator[None]:
+    """Inside of the ``with`` long work calls ``listen(what)`` every now and then."""
+    _listeners.append(listen)
+    try:
+        yield
+    finally:
+        _listeners.remove(listen)
