@@ -199,6 +199,9 @@ def test_diff_is_of_what_is_done(capsys, tmp_path):
     (tmp_path / "b").write_text((tmp_path / "b").read_text().replace("x, y", "y, x"))
     text = shown(capsys, "diff", *files)
     assert text.count("\n-") == text.count("\n+") - 1 == 1 and "+* | |  addmm" in text
+    for name in "ab":
+        (tmp_path / name).write_text(f"; peak {name}\n; the same")
+    assert shown(capsys, "diff", *files).splitlines()[2:] == ["-; peak a", "+; peak b"]
 
 
 def test_show_and_diff(capsys, tmp_path, monkeypatch):
@@ -224,6 +227,7 @@ def test_show_and_diff(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in shown(capsys, "show", str(tmp_path / "a"))
     assert command.main(["show", str(tmp_path / "a"), "--stage", "nothing"]) == 1
+    assert "no listing after nothing in" in capsys.readouterr().err
 
 
 def test_artifacts_and_logs_for_torchs_own_tools(tmp_path):

@@ -57,7 +57,8 @@ def _show(args: argparse.Namespace) -> None:
                 shown = True
                 print("\n".join(_coloured(path.read_text().splitlines())))
     if not shown:
-        raise ValueError(f"no listing of phase {args.phase!r} after {args.stage!r} in {args.folder}")
+        of, after = f" of {args.phase}" if args.phase else "", f" after {args.stage}" if args.stage else ""
+        raise ValueError(f"no listing{of}{after} in {args.folder}")
 
 
 def _diff(args: argparse.Namespace) -> None:
@@ -84,9 +85,14 @@ def _changes(one: Path, other: Path, live: bool) -> Iterator[str]:
     a, b = one.read_text().splitlines(), other.read_text().splitlines()
     mine, theirs = (lines if live else list(_done(lines)) for lines in (a, b))
     groups = list(difflib.SequenceMatcher(None, mine, theirs, autojunk=False).get_grouped_opcodes(3))
-    if groups:
+    before, after = ([line for line in lines if line.startswith("; peak")] for lines in (a, b))
+    changed = not live and before != after
+    if groups or changed:
         yield f"--- {one}"
         yield f"+++ {other}"
+    if changed:
+        yield from (f"-{line}" for line in before)
+        yield from (f"+{line}" for line in after)
     for group in groups:
         (_, a1, _, b1, _), (_, _, a2, _, b2) = group[0], group[-1]
         yield f"@@ -{a1 + 1},{a2 - a1} +{b1 + 1},{b2 - b1} @@"

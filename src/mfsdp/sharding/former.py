@@ -21,8 +21,8 @@ def no_optimizer(module: nn.Module) -> None:
     """Refuses when an optimizer holds a parameter of the module: it would go on stepping on the old ones."""
     if (holder := optimizer_of(module)) is not None:
         raise ValueError(
-            f"fully_shard: a {type(holder).__name__} holds parameters of this module; build the optimizer after "
-            "fully_shard, from model.parameters()"
+            f"fully_shard: an optimizer ({type(holder).__name__}) holds parameters of this module; build the optimizer "
+            "after fully_shard, from model.parameters()"
         )
 
 
