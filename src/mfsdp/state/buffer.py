@@ -84,6 +84,8 @@ class FlatBuffer:
         refuse_elsewhere()
         refuse_inputs()
         self.unit, self.layout, self.placement, self.precision = unit, layout, placement, precision
+        self._main = unit.policy.resolve(precision.main).main
+        """The dtype of main weights that train."""
         self.trains = [trainable] * len(layout.slots)
         """Which parameters require gradients; Dynamo reads it where they are read."""
         self.trainable = self.born_trainable = trainable
@@ -180,12 +182,11 @@ class FlatBuffer:
         """Gives parameters that were frozen when the model was sharded the main weights of those that train. Views of
         the former ones are views of the model no more.
         """
-        main = self.unit.policy.resolve(self.precision.main).main
-        if main is self.precision.main:
+        if self._main is self.precision.main:
             return
         former = self.weights.source
-        self.weights.widen(main)
-        self.precision = replace(self.precision, main=main)
+        self.weights.widen(self._main)
+        self.precision = replace(self.precision, main=self._main)
         self.respec(precision=self.precision)
         if self.weights.source is not former:
             self._own_source()
