@@ -251,7 +251,7 @@ def test_an_optimizer_from_before_wrapping(build):
     model = MLP()
     optimizer = build(model.parameters(), lr=0.1)
     before = snapshot(model)
-    with pytest.raises(ValueError, match=rf"a {build.__name__} holds parameters.*after fully_shard"):
+    with pytest.raises(ValueError, match=rf"an optimizer \({build.__name__}\) holds parameters.*after fully_shard"):
         mfsdp.fully_shard(model, units=["up"])
     assert snapshot(model) == before
     del optimizer
