@@ -131,6 +131,25 @@ def test_a_policy_of_its_own():
         assert not model.weight.full_tensor().any()
 
 
+def test_what_is_not_done_is_not_half_done(monkeypatch):
+    model = mfsdp.fully_shard(nn.Linear(4, 4).to(BF16).requires_grad_(False))
+    buffer = model.weight._mfsdp_owner
+    former = buffer.weights.source.untyped_storage()._cdata
+
+    def full(dtype: torch.dtype) -> None:
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(RuntimeError, match="must be a bool"):
+        model.weight.requires_grad = 1
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(buffer.weights, "widen", full)
+        model.weight.requires_grad_(True)
+    assert not model.weight.requires_grad and buffer.trains == [False, False] and model.weight.dtype is BF16
+    model.weight.requires_grad_(True)
+    others = [torch.empty(buffer.layout.shard_numel) for _ in range(2000)]
+    assert all(t.untyped_storage()._cdata != former for t in others), "or another tensor would be taken for a shard"
+
+
 def test_what_it_takes_is_estimated():
     x = torch.randn(2, 12, dtype=BF16)
     sizes = []

@@ -98,6 +98,7 @@ def test_gradients_asked_for(lowering):
         lambda loss: torch.autograd.grad(loss, params),
         lambda loss: torch.autograd.grad(loss, [x, params[1]], allow_unused=True),
         lambda loss: torch.autograd.grad(outputs=[loss], inputs=params[1]),
+        lambda loss: torch.no_grad()(torch.autograd.grad)(loss, params, allow_unused=True),
     ]
     for ask in asks:
         loss = run(x).sum()
@@ -149,6 +150,13 @@ def test_optimizers_that_are_not_elementwise(optimizer):
     assert optimizer not in str(own.value), "nobody steps"
 
 
+def test_who_asks_in_a_closure():
+    """What a closure does is not the optimizer's."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters())
+    assert told(lambda: optimizer.step(lambda: model[0].weight.detach().sort())).startswith("aten.sort")
+
+
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
 def test_optimizers_with_low_bit_state(name):
     low_bit = pytest.importorskip("torchao.optim")
@@ -177,11 +185,41 @@ def test_writes_while_parameters_are_kept(how, flat):
         assert "Leave mfsdp.unsharded" in told(lambda: WRITES[how](model, optimizer))
         assert torch.equal(model(x), before) and not optimizer.state
     model.unshard()
-    assert "reshard()" in told(lambda: WRITES[how](model, optimizer))
-    model.reshard()
-    assert torch.equal(model(x), before)
     WRITES[how](model, optimizer)
+    assert not model._mfsdp_unit.kept and not model._mfsdp_unit.full, "let go of"
     assert torch.equal(model(x), before) == (how == "load")
+
+
+def unshards(lowering: str, flat: bool) -> tuple[bool, int]:
+    """FSDP2's explicit prefetch: ``unshard()`` in front of every forward, and no ``reshard()``."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model = mfsdp.fully_shard(copy.deepcopy(reference))
+    run = model if lowering == "none" else torch.compile(model, backend="mfsdp", options={"lowering": lowering})
+    optimizers: list[Any] = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    if flat:
+        mfsdp.fully_shard_optimizer(optimizers[0])
+    for step in range(3):
+        model.unshard()
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        for m in (run, reference):
+            m(x).square().sum().backward()
+        for p in reference.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    close = [
+        torch.allclose(p.full_tensor(), q) for p, q in zip(model.parameters(), reference.parameters(), strict=True)
+    ]
+    return all(close), len(eager._here.tickets)
+
+
+@pytest.mark.dist
+def test_unshard_in_front_of_every_forward(two_ranks):
+    for lowering, flat in (("none", False), ("none", True), ("eager", False), ("eager", True)):
+        assert two_ranks.run(unshards, lowering, flat) == [(True, 0)] * 2, (lowering, flat)
 
 
 def drawn(strategy: int, mesh: tuple[int, ...], each: bool, lowering: str) -> str:

@@ -114,14 +114,14 @@ class FSDPModule(fsdp2.Spelling):
     def unshard(self, async_op: bool = False) -> fsdp2.Unsharding | None:
         """Gathers the unit's own parameters for uncompiled code, and keeps them until :meth:`reshard`.
 
-        Compiled graphs are not affected: they gather when they need to. The values are those of the moment: call
-        :meth:`reshard` before the optimizer steps.
+        Compiled graphs are not affected: they gather when they need to. The values are those of the moment: an
+        optimizer's step, or any other write to the sharded parameters, lets go of them as :meth:`reshard` does.
 
         Args:
             async_op: ``True`` gives a handle whose ``wait()`` returns at once: they are there already.
         """
         unit = self._mfsdp_unit
-        unit.kept = True
+        unit.kept, unit.reshard = True, self.reshard
         for index, buffer in enumerate(unit.buffers):
             if index not in unit.full:
                 unit.full[index] = eager.gather(buffer)

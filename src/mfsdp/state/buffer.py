@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..runtime import owners
 from ..runtime.ahead import Ahead
@@ -184,11 +185,13 @@ class FlatBuffer:
         """
         if self._main is self.precision.main:
             return
+        self.gradients.arrive()
         former = self.weights.source
         self.weights.widen(self._main)
         self.precision = replace(self.precision, main=self._main)
         self.respec(precision=self.precision)
         if self.weights.source is not former:
+            self._former = StorageWeakRef(former.untyped_storage())  # keeps its address, by which `owners` knows it
             self._own_source()
         for slot, param in enumerate(self.params):
             param.take_rows(self.weights.view(self.weights.main, slot))
@@ -198,8 +201,6 @@ class FlatBuffer:
         trains reduces whole gradients, with zeros for those that do not.
         """
         self.gradients.arrive()
-        if trains:
-            self.widen()
         self.trains[slot] = trains
         self.gradients.slots.clear()
         self.trainable = any(self.trains)
@@ -244,6 +245,8 @@ class UnitState:
     """Eager path: parameters of gathered buffers, by index of the buffer."""
     kept: bool = False
     """Whether `unshard()` asked to keep them."""
+    reshard: Callable[[], None] = lambda: None
+    """Lets go of them then."""
     ranks: int = 1
     """How many ranks' losses are averaged, also where fewer hold its parameters."""
     divides: bool = False

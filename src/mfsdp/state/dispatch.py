@@ -31,7 +31,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor in written if isinstance(written, (list, tuple)) else (written,):
             if isinstance(tensor, ShardedDTensor) and tensor._mfsdp_written is not None:
                 if isinstance(tensor._mfsdp_written, Weights):
-                    tensor._mfsdp_written.refuse_if_read()
+                    tensor._mfsdp_written.before_write()
                 tensor._mfsdp_written.stale = True
     try:
         return handler(func, args, kwargs)

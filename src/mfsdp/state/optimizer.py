@@ -324,7 +324,7 @@ class _Runs:
         """The optimizer's own step, on runs."""
         members = _members(optimizer)
         for buffer in members:
-            buffer.weights.refuse_if_read()
+            buffer.weights.before_write()
         if members != self.members or not all(self._untouched(optimizer, run) for run in self.runs):
             self._build(optimizer, members)
         if self.streams is not None:

@@ -49,7 +49,7 @@ class Way(Enum):
 
 _CASTS = frozenset(["bfloat16", "clone", "contiguous", "copy", "cpu", "cuda", "double", "float", "half", "to", "type"])
 _QUESTIONS = frozenset(["allclose", "dim", "equal", "is_same_size", "isclose", "item", "size", "stride"])
-_NATIVE = _CASTS | _QUESTIONS | frozenset(["alias", "backward", "detach", "grad"])
+_NATIVE = _CASTS | _QUESTIONS | frozenset(["alias", "backward", "detach"])
 _NORMS = frozenset(["_foreach_norm", "linalg_vector_norm", "norm"])
 _REDUCTIONS = _NORMS | frozenset(["all", "amax", "amin", "any", "count_nonzero", "max", "mean", "min", "sum"])
 _OTHER = frozenset(
@@ -68,7 +68,7 @@ def way_of(function: Callable[..., Any]) -> Way:
     Private in torch (names, ``_schema``, ``torch.utils._pytree``); tried on 2.11 to 2.15.
     """
     name = getattr(function, "__name__", "")
-    if function in _VIEWS or name in _OTHER:
+    if function in _VIEWS or name in _OTHER or function is torch.autograd.grad:
         return Way.OTHER
     if name in _REDUCTIONS:
         return Way.REDUCTION
@@ -119,6 +119,7 @@ def call(
     way = way_of(function)
     if function is torch.autograd.grad:
         refused.derivatives(*args, **kwargs)
+        return native(function, args, kwargs)
     refused.node_of(getattr(function, "__name__", ""), args)
     if way is Way.NATIVE and not (torch.is_grad_enabled() and _into_plain(function, args, sharded)):
         return native(function, args, kwargs)

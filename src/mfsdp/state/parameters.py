@@ -83,9 +83,11 @@ class ShardedParameter(ShardedDTensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
+        if self._mfsdp_owner is not None and value is True:
+            self._mfsdp_owner.widen()  # which may find no memory
+        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
         if self._mfsdp_owner is not None:
             self._mfsdp_owner.set_trains(self._sharding.slot, value)
-        torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedParameter:
         self.requires_grad = requires_grad  # type: ignore[method-assign]

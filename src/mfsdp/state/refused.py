@@ -21,10 +21,17 @@ AS_IT_IS = frozenset(["view_as", "expand_as"])
 
 
 def explained(error: NotImplementedError) -> NotImplementedError:
-    """The error of an operator, for whoever has asked for it: an optimizer, or DistributedDataParallel."""
+    """The error of an operator, for whoever has asked for it: an optimizer, or DistributedDataParallel. Not for one in
+    whose step somebody else asks (a closure).
+    """
     frame: FrameType | None = sys._getframe()
+    between = set[str]()
     while frame is not None:
+        between.add(str(frame.f_globals.get("__name__")))
         asks = frame.f_locals.get("self")
+        own = {base.__module__ for base in type(asks).__mro__}
+        if not all(name in own or name.partition(".")[0] in ("torch", "mfsdp") for name in between):
+            asks = None
         if isinstance(asks, Optimizer):
             name = type(asks).__name__
             return NotImplementedError(

@@ -75,7 +75,7 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
     te.steps_plainly(optimizer)
     for owner in dict.fromkeys(getattr(p, "_mfsdp_owner", None) for g in optimizer.param_groups for p in g["params"]):
         if owner is not None:
-            owner.weights.refuse_if_read()
+            owner.weights.before_write()
     if _compiling():
         raise RuntimeError(
             f"mfsdp: torch.compile around {type(optimizer).__name__}.step: its parameters are sharded, which Dynamo "

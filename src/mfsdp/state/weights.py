@@ -86,13 +86,20 @@ class Weights:
         self.initialised = False
         """Whether initialisers are through; what has been written since is real."""
 
-    def refuse_if_read(self) -> None:
-        """Raises a RuntimeError while gathered parameters are kept: forwards would go on with the former values."""
-        if self._of.unit.kept:
+    def before_write(self) -> None:
+        """Lets go of gathered parameters that ``unshard()`` keeps: the next forward gathers what is written now.
+
+        Raises:
+            RuntimeError: inside of `mfsdp.unsharded`, where forwards would go on with the former values.
+        """
+        unit = self._of.unit
+        if unit.kept and unit.open:
             raise RuntimeError(
-                f"mfsdp: weights of {self.path} would be written, and its gathered parameters are kept: forwards "
-                "would go on with the former values. Leave mfsdp.unsharded, or call reshard() after unshard(), first"
+                f"mfsdp: weights of {self.path} would be written while its gathered parameters are kept: forwards "
+                "would go on with the former values. Leave mfsdp.unsharded first"
             )
+        if unit.kept:
+            unit.reshard()
 
     def widen(self, dtype: torch.dtype) -> None:
         """Moves ``main`` to memory of its own, in a wider dtype. What a backward has yet to read stays."""
