@@ -4,12 +4,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MINUTES ?= 10
-FAST := not dist and not inductor and not slow and not gpu and not te
+FAST := not exhaustive and not dist and not inductor and not slow and not gpu and not te
 
 help:
 	@echo "make demo     train a small language model on two processes (under 8 minutes, installation included)"
 	@echo "make test     all tests"
 	@echo "make check    lint, types and fast tests, for people who work on mfsdp"
+	@echo "make exhaustive  the sweeps of which make test runs a sample: hours, before a release"
 	@echo "make goldens  accept the listings as they are now; read the diff"
 	@echo "make fuzz     random modules, sharded at random, against their unsharded selves (MINUTES=10)"
 	@echo "make bench    steps side by side on a slow link (root, Linux); results in bench-out"
@@ -24,7 +25,10 @@ demo: $(VENV)/.demo compiler
 	$(BIN)/python examples/demo/train.py $(ARGS)
 
 test: $(VENV)/.test compiler browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not te and not clients" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not exhaustive and not gpu and not te and not clients" $(ARGS)
+
+exhaustive: $(VENV)/.test compiler
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m exhaustive $(ARGS)
 
 check: $(VENV)/.test
 	@$(MAKE) --no-print-directory -j2 lint types quick
@@ -101,4 +105,4 @@ clean:
 	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out parallel-out gpu-record bench-gpu-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test check lint types quick goldens fuzz bench bench-mixture gpu bench-gpu te matrix compiler browser clean
+.PHONY: help demo test exhaustive check lint types quick goldens fuzz bench bench-mixture gpu bench-gpu te matrix compiler browser clean
