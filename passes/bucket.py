@@ -30,10 +30,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from mfsdp.graph import ops
-from mfsdp.graph.cost import nbytes, size
-from mfsdp.graph.program import Program, base_of
-from mfsdp.graph.roles import Kind, Role
+from mfsdp.ir import ops
+from mfsdp.ir.byte_costs import nbytes, size
+from mfsdp.ir.program import Program, base_of
+from mfsdp.ir.roles import Kind, Role
 
 aten = torch.ops.aten
 

@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mfsdp.graph import ops
-from mfsdp.graph.program import AXIS, SHAPES, Program, base_of, is_functional_collective, mutates
-from mfsdp.graph.roles import Kind, Lane, Role
-from mfsdp.spec.units import Axis
+from mfsdp.config.units import Axis
+from mfsdp.ir import ops
+from mfsdp.ir.program import AXIS, SHAPES, Program, base_of, is_functional_collective, mutates
+from mfsdp.ir.roles import Kind, Lane, Role
 
 functional = torch.ops._c10d_functional
 REDUCTIONS = ("sum", "avg", "max", "min")

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from mfsdp.graph import ops
-from mfsdp.graph.program import Program, base_of, by_module
-from mfsdp.graph.roles import Kind, Lane, role
+from mfsdp.ir import ops
+from mfsdp.ir.program import Program, base_of, by_module
+from mfsdp.ir.roles import Kind, Lane, role
 
 
 def defer(p: Program, *, lag: int = 1) -> None:

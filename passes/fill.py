@@ -31,10 +31,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from mfsdp.graph import ops
-from mfsdp.graph.cost import nbytes, size
-from mfsdp.graph.program import Program, mutates, operator
-from mfsdp.graph.roles import Kind, is_kind, role
+from mfsdp.ir import ops
+from mfsdp.ir.byte_costs import nbytes, size
+from mfsdp.ir.program import Program, mutates, operator
+from mfsdp.ir.roles import Kind, is_kind, role
 
 
 def fill(p: Program, *, most: int | None = None) -> None:

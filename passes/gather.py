@@ -41,10 +41,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from mfsdp.graph import copies, ops
-from mfsdp.graph.program import Program
-from mfsdp.graph.roles import Kind, Lane, Role
-from mfsdp.spec.units import Unit
+from mfsdp.config.units import Unit
+from mfsdp.ir import ops, saved_copies
+from mfsdp.ir.program import Program
+from mfsdp.ir.roles import Kind, Lane, Role
 
 prims, aten = torch.ops.prims, torch.ops.aten
 
@@ -55,7 +55,7 @@ def gather(p: Program, *, keep_cast: bool = False) -> None:
     Args:
         keep_cast: whether casts of shards last until main weights are written.
     """
-    gathered, kept = 0, copies.told(p)
+    gathered, kept = 0, saved_copies.told(p)
     for unit, params in p.by_unit(Kind.PARAM).items():
         markers = [n for n in params if n.target is ops.param]
         if markers:

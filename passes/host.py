@@ -22,11 +22,10 @@ and in backward, from what is needed last backwards:
     <-----o                           wait relu_back
 
 Why: the link to the host works while compute does, and memory goes as soon as a copy is complete. Only launches and
-waits move; every value stays bitwise equal.
-Needs: launches and waits in the graphs, which are put there where the joint graph is cut (`compiler.leaving`); the
-places of the others, `prefetch` and `defer`.
-Costs: the time of copies that compute is too short for: a copy that is not complete when forward ends is waited for
-there. What comes back takes its memory from its launch on.
+waits move; every value stays bitwise equal. Needs: launches and waits in the graphs, which are put there where the
+joint graph is cut (`compiler.activation_offload`); the places of the others, `prefetch` and `defer`. Costs: the time of
+copies that compute is too short for: a copy that is not complete when forward ends is waited for there. What comes back
+takes its memory from its launch on.
 
 A copy is launched behind its value, and behind the pointwise compute that follows, which a compiler fuses with it. It
 is waited for where a clock says that it is complete, behind the last reader of the value. What comes back is launched
@@ -41,12 +40,12 @@ from collections.abc import Callable, Mapping
 
 from torch.fx import Node
 
-from mfsdp.graph import ops
-from mfsdp.graph.cost import nbytes, size
-from mfsdp.graph.program import Program, base_of, view_of
-from mfsdp.graph.quantised import pointwise
-from mfsdp.graph.roles import Kind, role
-from mfsdp.spec.telling import only_tells
+from mfsdp.config.best_effort import only_tells
+from mfsdp.ir import ops
+from mfsdp.ir.byte_costs import nbytes, size
+from mfsdp.ir.fp8_patterns import pointwise
+from mfsdp.ir.program import Program, base_of, view_of
+from mfsdp.ir.roles import Kind, role
 
 Pace = Callable[[Program], Mapping[Node, float]]
 """Says how long compute stands at each line of a program, and how long each copy takes, in seconds."""

@@ -35,9 +35,9 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from mfsdp.graph import ops
-from mfsdp.graph.program import Program, is_functional_collective, mutates, view_of
-from mfsdp.graph.roles import Kind, is_kind, role
+from mfsdp.ir import ops
+from mfsdp.ir.program import Program, is_functional_collective, mutates, view_of
+from mfsdp.ir.roles import Kind, is_kind, role
 
 Level = tuple[int, int]
 """Units and waits on the longest ways to a node."""

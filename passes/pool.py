@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from mfsdp.graph import ops
-from mfsdp.graph.cost import becomes, lines, nbytes, peak, size
-from mfsdp.graph.program import Program, slot_of
-from mfsdp.graph.roles import Kind
+from mfsdp.ir import ops
+from mfsdp.ir.byte_costs import becomes, lines, nbytes, peak, size
+from mfsdp.ir.program import Program, slot_of
+from mfsdp.ir.roles import Kind
 
 FAMILIES = {"p": Kind.FULL, "g": Kind.GFULL}
 """What the names of slots begin with: of gathered parameters, of gradients."""

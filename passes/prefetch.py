@@ -37,10 +37,10 @@ from collections.abc import Callable
 
 from torch.fx import Node
 
-from mfsdp.graph import ops
-from mfsdp.graph.cost import nbytes, size
-from mfsdp.graph.program import Program, by_module
-from mfsdp.graph.roles import Kind
+from mfsdp.ir import ops
+from mfsdp.ir.byte_costs import nbytes, size
+from mfsdp.ir.program import Program, by_module
+from mfsdp.ir.roles import Kind
 
 LIMITED = "mfsdp_limited"
 """``meta`` key of launches that a limit keeps from being earlier."""

@@ -24,7 +24,7 @@ and in backward, where gradients are this rank's own, and where they are summed 
     * . .                           accumulate u1_grad, u1_gshard, 1/8
 
 Why: the first line of a program that finds something says which unit it was, and the rank that finds it says whose data
-    (`mfsdp.runtime.probes`). Under ``check_replicas`` the same look at weights compares them.
+    (`mfsdp.runtime.runtime_checks`). Under ``check_replicas`` the same look at weights compares them.
 Needs: `bucket` and `defer`: gradients are looked at when they are complete.
 Costs: a call for each line, which in all but one of so many steps returns at once. What is looked at is in memory
     until then.
@@ -39,11 +39,11 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from mfsdp.graph import ops
-from mfsdp.graph.program import GIVEN, INPUT, Program, is_element, mutates
-from mfsdp.graph.quantised import pointwise
-from mfsdp.graph.roles import Kind, Role, role
-from mfsdp.spec.units import Unit
+from mfsdp.config.units import Unit
+from mfsdp.ir import ops
+from mfsdp.ir.fp8_patterns import pointwise
+from mfsdp.ir.program import GIVEN, INPUT, Program, is_element, mutates
+from mfsdp.ir.roles import Kind, Role, role
 
 
 def probe(p: Program, *, finite: bool = False, replicas: bool = False) -> None:

@@ -19,7 +19,7 @@ After, every rank casts its own rows, and one byte per element travels:
 
 Why: half the bytes of every gather, half the gathered memory, and a cast of this rank's rows only. All values are
     bitwise those of before: maxima are exact, whoever takes them, and scales and casts stay the model's own operators.
-Needs: parameters that are read as codes of one byte and in no other way (`mfsdp.graph.quantised`), all parameters of
+Needs: parameters that are read as codes of one byte and in no other way (`mfsdp.ir.fp8_patterns`), all parameters of
     the buffer in one way: `fully_shard` gives FP8 weights a flat buffer of their own. What crosses rows is a maximum
     of magnitudes, nothing else (law 46).
 Costs: one small all-reduce per optimizer step (`maxima`), and a scale per element of the shard while it is cast.
@@ -42,12 +42,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from mfsdp.graph import ops
-from mfsdp.graph.program import Program
-from mfsdp.graph.quantised import SCALE, Code, Dims, Operand, Read, blocks, reads
-from mfsdp.graph.roles import Kind, Lane, Role
-from mfsdp.spec.grid import Grid, encode
-from mfsdp.spec.units import Unit
+from mfsdp.config.block_grid import Grid, encode
+from mfsdp.config.units import Unit
+from mfsdp.ir import ops
+from mfsdp.ir.fp8_patterns import SCALE, Code, Dims, Operand, Read, blocks, reads
+from mfsdp.ir.program import Program
+from mfsdp.ir.roles import Kind, Lane, Role
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -38,10 +38,10 @@ from functools import reduce as fold
 import torch
 from torch.fx import Node
 
-from mfsdp.graph import ops
-from mfsdp.graph.program import Program, base_of
-from mfsdp.graph.roles import Kind, Lane, Role, is_kind
-from mfsdp.spec.units import Unit
+from mfsdp.config.units import Unit
+from mfsdp.ir import ops
+from mfsdp.ir.program import Program, base_of
+from mfsdp.ir.roles import Kind, Lane, Role, is_kind
 
 aten = torch.ops.aten
 

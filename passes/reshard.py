@@ -15,9 +15,9 @@ are outputs of forward then, and are freed when autograd lets go of them.
 
 from __future__ import annotations
 
-from mfsdp.graph import ops
-from mfsdp.graph.program import Program
-from mfsdp.graph.roles import Kind, Role, role
+from mfsdp.ir import ops
+from mfsdp.ir.program import Program
+from mfsdp.ir.roles import Kind, Role, role
 
 
 def reshard(p: Program) -> None:

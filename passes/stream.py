@@ -15,9 +15,9 @@ writes is kept until then (laws 10 and 11).
 
 from __future__ import annotations
 
-from mfsdp.graph import ops
-from mfsdp.graph.program import Program, lane_of
-from mfsdp.graph.roles import role
+from mfsdp.ir import ops
+from mfsdp.ir.program import Program, lane_of
+from mfsdp.ir.roles import role
 
 
 def stream(p: Program) -> None:

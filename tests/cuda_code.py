@@ -27,10 +27,10 @@ from torch.utils import _triton
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import lowering, masks, order, tracing
+from mfsdp.compiler import attention_masks, lowering, schedule_check, tracing
 from mfsdp.compiler.capture import Capture
-from mfsdp.graph import ops
-from mfsdp.graph.program import Phase, Program, view_of
+from mfsdp.ir import ops
+from mfsdp.ir.program import Phase, Program, view_of
 from tests.models import Case
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ Place = tuple[int, int]
 class Written:
     """A program, and what Inductor has made of it."""
 
-    operations: list[order.Operation]
+    operations: list[schedule_check.Operation]
     listing: str
     reads: list[Place]
     """Parameters that matrix products read where they lie."""
@@ -86,7 +86,7 @@ def written(
         def transform(graph: fx.GraphModule, phase: Phase) -> None:
             program = capture.program(graph, phase)
             text = pipeline.run(program, passes=passes)[-1].listing
-            out[phase] = Written(order.listed(program), text, reads(program))
+            out[phase] = Written(schedule_check.listed(program), text, reads(program))
 
         def compile(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
             mine = out["backward" if kwargs.get("is_backward") else "forward"]
@@ -112,7 +112,7 @@ def plain(model: nn.Module, kwargs: dict[str, Any]) -> dict[Phase, Written]:
         return lowering._nothing(graph, example)
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        masks.fold(gm, ["" for _ in inputs])
+        attention_masks.fold(gm, ["" for _ in inputs])
         fakes = tracing._on_cpu(gm, inputs)
         with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
             compile_fx.compile_fx(gm, fakes, inner_compile=inner)

@@ -27,10 +27,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mfsdp.runtime import devices, kernels, observers, runs
-from mfsdp.runtime.mirror import Mirror
+from mfsdp.runtime import devices, execution, instrumentation, kernels
+from mfsdp.runtime.fake_transport import Mirror
 from mfsdp.runtime.transport import End, Pairs, Turn
-from mfsdp.state.tensors import ShardedDTensor
+from mfsdp.state.sharded_dtensor import ShardedDTensor
 
 CYCLES = 2_000_000
 """That a collective sleeps on a GPU: about a millisecond."""
@@ -376,7 +376,7 @@ class Streams(TorchDispatchMode):
         if func.namespace == "mfsdp":
             kernel = getattr(kernels, func._schema.name.removeprefix("mfsdp::"))
             with self:
-                return kernel(runs.current(), *args, **kwargs)
+                return kernel(execution.current(), *args, **kwargs)
         if self.now.of is not None:
             if func is torch.ops.aten.copy_.default:
                 self._late("copy", self.now, args[:1], args[1:2], lambda outs, reads: outs[0].copy_(reads[0]))
@@ -425,7 +425,7 @@ class Streams(TorchDispatchMode):
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: self._record_stream(tensor, stream))
         monkeypatch.setattr(Loopback, "streams", self)
         self._watches = True
-        with observers.observed(self):
+        with instrumentation.observed(self):
             yield self
         self._watches = False
         if self.races:

@@ -153,8 +153,10 @@ def _serve(rank: int, world: int, backend: str, folder: str, pipe: Any, environm
         torch._dynamo.utils.counters.clear()
         gc.collect()
         gc.freeze()  # half a million objects of imported packages, a quarter of a second each time
-        if "mfsdp.runtime.slots" in sys.modules:  # what a test leaves behind uses no static buffer of the next one
-            sys.modules["mfsdp.runtime.slots"].forget()
+        if (
+            "mfsdp.runtime.static_buffers" in sys.modules
+        ):  # what a test leaves behind uses no static buffer of the next one
+            sys.modules["mfsdp.runtime.static_buffers"].forget()
         pipe.send(answer)
 
 
@@ -201,7 +203,7 @@ def collectives_told(told: Callable[[str, str], object]) -> Iterator[None]:
     """Calls something for every collective that is launched inside of the ``with``: ``"gather"``, ``"scatter"`` or
     ``"all_reduce"``, and its group.
     """
-    from mfsdp.runtime.runs import Run
+    from mfsdp.runtime.execution import Run
 
     own = {kind: getattr(Run, kind) for kind in ("gather", "scatter", "all_reduce")}
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.testing._internal.two_tensor import TwoTensor
 
 import mfsdp
-from mfsdp.state.sharded import local_mesh
+from mfsdp.state.shard_spec import local_mesh
 from tests.models import GPT, MLP, Block
 from tests.test_shard import snapshot
 

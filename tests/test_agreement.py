@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
-from mfsdp.runtime import agreement, groups
-from mfsdp.runtime.agreement import Apart, Company, Words
+from mfsdp.runtime import desync, groups
+from mfsdp.runtime.desync import Apart, Company, Words
 from tests.parity import averaged, error, whole
 from tests.ranks import here
 
@@ -327,7 +327,7 @@ class Trips(Layers):
 
 def swallowed(phase: str, who: list[int], pause: float) -> tuple[str, float]:
     """Some ranks raise inside of a program, catch it, and go on with the next batch."""
-    agreement.PATIENCE = pause
+    desync.PATIENCE = pause
     torch.manual_seed(0)
     reference = Trips(4)
     model = mfsdp.fully_shard(copy.deepcopy(reference), units=["layers.*"], mesh=throwaway())
@@ -350,7 +350,7 @@ def swallowed(phase: str, who: list[int], pause: float) -> tuple[str, float]:
     try:
         text = said(steps)
     finally:
-        agreement.PATIENCE, _trips["now"] = 10.0, False
+        desync.PATIENCE, _trips["now"] = 10.0, False
     if text != "no error":
         return text, 0.0
     reference(x).sum().backward()
@@ -457,9 +457,9 @@ def test_words_that_nobody_waits_for_are_looked_at_when_they_are_there():
 
 
 def test_words_are_waited_for_when_too_many_are_under_way():
-    wire = Wire([None] + [5] + [None] * agreement.BEHIND * 2)
+    wire = Wire([None] + [5] + [None] * desync.BEHIND * 2)
     company, mine = Company("g", wire), Words("mine", ("all_gather u1",))
-    for _ in range(agreement.BEHIND + 2):
+    for _ in range(desync.BEHIND + 2):
         company.announce(mine)
     with pytest.raises(Apart, match="something that it does not explain"):
         company.announce(mine)

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.costs import fusion
-from mfsdp.costs.allocator import Caching, replayed
-from mfsdp.graph import ops
-from mfsdp.graph.cost import Move, lines, peak, size
+from mfsdp.cost_model import fusion
+from mfsdp.cost_model.caching_allocator import Caching, replayed
+from mfsdp.ir import ops
+from mfsdp.ir.byte_costs import Move, lines, peak, size
 from tests.models import GPT, Block
 from tests.test_explain import PLAIN, toy
 

@@ -15,12 +15,12 @@ from torch._dynamo.utils import counters
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.costs import clock, depth, measure
-from mfsdp.costs.depth import DEPTHS, WITHIN, Auto
-from mfsdp.costs.simulate import simulate
-from mfsdp.sharding import blocks
-from mfsdp.spec.config import Options
-from mfsdp.spec.hardware import KNOWN, Hardware, Link
+from mfsdp.config.hardware import KNOWN, Hardware, Link
+from mfsdp.config.options import Options
+from mfsdp.cost_model import auto_prefetch, machine, op_cost
+from mfsdp.cost_model.auto_prefetch import DEPTHS, WITHIN, Auto
+from mfsdp.cost_model.timeline import simulate
+from mfsdp.sharding import auto_wrap
 from mfsdp.state.mesh import local_mesh
 from tests.models import Block, llama, peft
 from tests.parity import whole
@@ -55,7 +55,7 @@ def seconds(program: Any, machine: Hardware, ahead: int, **knobs: Any) -> float:
     """What the clock says of a whole pipeline with a fixed depth."""
     twin = program.copy()
     pipeline.run(twin, passes=pipeline.table(ahead, **knobs), listings=False)
-    return max(s.end for s in simulate(twin, clock.times(twin, machine)))
+    return max(s.end for s in simulate(twin, op_cost.times(twin, machine)))
 
 
 def told(program: Any, auto: Auto, **knobs: Any) -> tuple[str, list[str]]:
@@ -79,7 +79,7 @@ def test_the_depth_is_the_smallest_that_is_as_good_as_the_best(limit, lag):
         before = program.copy()
         pipeline.run(before, upto="reduce", listings=False)
         names = [n.name for n in before.nodes]
-        tried = depth._Tried(before, auto, SLOW)
+        tried = auto_prefetch._Tried(before, auto, SLOW)
         assert {d: tried.seconds(d) for d in reversed(DEPTHS)} == found, "the same program, not nearly the same"
         right = next(d for d in DEPTHS if found[d] <= min(found.values()) * (1 + WITHIN))
         assert auto(before)[0] == right and [n.name for n in before.nodes] == names, "looking changes nothing"
@@ -141,13 +141,13 @@ def test_a_gpu_is_known_by_its_name(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (1, 7 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert measure.here() == replace(KNOWN["h200"], memory=7 << 30)
+    assert machine.here() == replace(KNOWN["h200"], memory=7 << 30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert measure.here() == replace(KNOWN["h200"], memory=7 << 30, ranks_per_node=4)
+    assert machine.here() == replace(KNOWN["h200"], memory=7 << 30, ranks_per_node=4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GB200")
-    assert measure.here() == replace(KNOWN["gb200"], memory=7 << 30), "which is no B200: 72 of them are linked"
+    assert machine.here() == replace(KNOWN["gb200"], memory=7 << 30), "which is no B200: 72 of them are linked"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
-    assert measure.here() is None
+    assert machine.here() is None
 
 
 @pytest.mark.parametrize("value", ["automatic", -1, True, None, 1.0])
@@ -182,7 +182,7 @@ def test_what_ranks_have_alike():
             given = {"world": 4, "units": [nn.Linear], **more}
             found = getattr(mfsdp.trace(Uneven(), (torch.empty(rows, 512),), **given), program)
         pipeline.run(found, upto="reduce", listings=False)
-        return depth.alike(found, options)
+        return auto_prefetch.alike(found, options)
 
     assert key() == key(rows=64)
     others = [key(program="forward"), key(units=None), key(world=8), key(options=replace(options, reduce_lag=2))]
@@ -213,7 +213,7 @@ def decided(folder: str, rank_of_slow: int, lengths: tuple[int, int]) -> dict[st
     torch._dynamo.reset()
     counters.clear()
     asked: list[str] = []
-    depth.here = lambda: None  # type: ignore[assignment]
+    auto_prefetch.here = lambda: None  # type: ignore[assignment]
     of_run = Auto.of_run.__func__  # type: ignore[attr-defined]
 
     def known(cls: Any, options: Options, inputs: Any) -> Any:
@@ -245,7 +245,7 @@ def decided(folder: str, rank_of_slow: int, lengths: tuple[int, int]) -> dict[st
         grads = steps(run, torch.randn(lengths[dist.get_rank()], 16))
     finally:
         Auto.of_run, Auto._best, pipeline.run = classmethod(of_run), best, run_passes  # type: ignore[assignment, method-assign]
-        depth.here = measure.here  # type: ignore[assignment]
+        auto_prefetch.here = machine.here  # type: ignore[assignment]
     hits = counters["aot_autograd"].get("autograd_cache_hit", 0)
     return {"asked": asked, "hits": hits, "notes": notes, "grads": [g.double().sum().item() for g in grads]}
 
@@ -381,7 +381,7 @@ def test_lists_of_equal_modules_where_there_is_no_plan():
 
 def test_nothing_repeated_is_one_unit_and_says_so(monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(blocks.log, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(auto_wrap.log, "warning", lambda text, *values: said.append(text % values))
     layer = nn.Linear(8, 8)
     assert chosen(nn.ModuleList([layer, layer])) == [], "it is there once"
     assert chosen(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))) == []

@@ -19,8 +19,8 @@ from torch._dynamo.backends.debugging import boxed_nop
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.compiler import backend, lowering
+from mfsdp.config.options import Options
 from mfsdp.runtime import kernels
-from mfsdp.spec.config import Options
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import averaged, batches, error
 

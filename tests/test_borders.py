@@ -21,9 +21,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import mfsdp
-from mfsdp.runtime import agreement, ahead, observers, slots
-from mfsdp.runtime.agreement import Apart, Company, Words
-from mfsdp.runtime.runs import Run
+from mfsdp.runtime import desync, instrumentation, static_buffers, step_prefetch
+from mfsdp.runtime.desync import Apart, Company, Words
+from mfsdp.runtime.execution import Run
 from tests.parity import whole
 from tests.ranks import collectives_told, here
 from tests.test_kept_casts import BF16, HALF
@@ -190,8 +190,8 @@ def test_generated_code_takes_them_too(two_ranks):
 
 def stale(how: str) -> list[str]:
     """Which writes are noticed by the comparison, if nothing else looks for them."""
-    own, seen = ahead.Early.usable, []
-    ahead.Early.usable = lambda early: True  # type: ignore[method-assign]
+    own, seen = step_prefetch.Early.usable, []
+    step_prefetch.Early.usable = lambda early: True  # type: ignore[method-assign]
     try:
         for write in WRITES:
             pair = Pair()
@@ -205,7 +205,7 @@ def stale(how: str) -> list[str]:
             except AssertionError:
                 seen.append(write.__name__)
     finally:
-        ahead.Early.usable = own  # type: ignore[method-assign]
+        step_prefetch.Early.usable = own  # type: ignore[method-assign]
     return seen
 
 
@@ -279,7 +279,7 @@ def told(prefetch: int, models: tuple[int, ...] = (0,), **sharding: Any) -> tupl
             counts.append(launched.count("gather"))
     seen = Told()
     step = ADAM.adam
-    with observers.observed(seen):
+    with instrumentation.observed(seen):
 
         def noted(params: Any, *args: Any, **kwargs: Any) -> Any:
             seen.append(f"step of {len(params)}")
@@ -447,15 +447,15 @@ def _looked_at(pair: Pair) -> None:
         mfsdp.norms(m)
 
 
-def _own(pair: Pair) -> list[ahead.Early]:
+def _own(pair: Pair) -> list[step_prefetch.Early]:
     """What the first model has under way."""
-    return ahead.of(r.buffer for m in pair.models[0].modules() for r in getattr(m, "_mfsdp_refs", {}).values())
+    return step_prefetch.of(r.buffer for m in pair.models[0].modules() for r in getattr(m, "_mfsdp_refs", {}).values())
 
 
 def _copied(pair: Pair) -> None:
     """The copy has nothing under way, and what it does is its own."""
     twin = copy.deepcopy(pair.models[0])
-    assert not ahead.of(r.buffer for m in twin.modules() for r in getattr(m, "_mfsdp_refs", {}).values())
+    assert not step_prefetch.of(r.buffer for m in twin.modules() for r in getattr(m, "_mfsdp_refs", {}).values())
     run = torch.compile(twin, backend="mfsdp", options={"lowering": "eager"})
     optimizer = mfsdp.fully_shard_optimizer(torch.optim.SGD(twin.parameters(), lr=1.0))
     run(torch.randn(3, 6)).square().mean().backward()
@@ -635,13 +635,13 @@ def test_several_optimizers(two_ranks):
 def in_turns() -> tuple[list[int], int]:
     """Two models that train in turns over the same static buffers; what they take, and static buffers in use."""
     pairs = [Pair(), Pair()]
-    before = sum(slots.misses.values())
+    before = sum(static_buffers.misses.values())
     out = []
     for i in range(3):
         for pair in pairs:
             out.append(pair.step(f"turn {i}"))
     assert all(pair.equal() for pair in pairs)
-    return out, sum(slots.misses.values()) - before
+    return out, sum(static_buffers.misses.values()) - before
 
 
 @pytest.mark.dist
@@ -747,15 +747,15 @@ def gone() -> tuple[bool, bool, bool]:
     pair = Pair()
     pair.step()
     pair.step()
-    before = ahead.any_under_way()
+    before = step_prefetch.any_under_way()
     main = weakref.ref(pair.models[0].first._mfsdp_unit.buffers[0].weights.main)
     other = Pair()
     pair = None  # type: ignore[assignment]
     torch._dynamo.reset()
     gc.collect()
     other.step()
-    left = [early for early in ahead._under_way if early.buffer() is None]
-    vacant = all(s.vacant() for (_, name), s in slots._slots.items() if name.startswith("g"))
+    left = [early for early in step_prefetch._under_way if early.buffer() is None]
+    vacant = all(s.vacant() for (_, name), s in static_buffers._slots.items() if name.startswith("g"))
     assert vacant
     return before, main() is None, not left
 
@@ -770,7 +770,7 @@ def destroyed() -> bool:
     pair = Pair()
     pair.step()
     pair.step()
-    assert ahead.any_under_way()
+    assert step_prefetch.any_under_way()
     store = dist.distributed_c10d._get_default_store()
     rank, world = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
@@ -798,6 +798,6 @@ def test_ranks_that_do_not_wait_for_words_raise():
 
     for mine in (True, False):
         words = Words("mine forward", ("all_gather u0",))
-        company = Company("g", Wire([words.digest | agreement.ANEW * (not mine)]))
+        company = Company("g", Wire([words.digest | desync.ANEW * (not mine)]))
         with pytest.raises(Apart, match=rf"rank {1 - mine:d} has written to its rows .*rank {mine:d} has not"):
             company.announce(words, mine).check()

@@ -10,9 +10,9 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.graph import ops
-from mfsdp.graph.program import Program, base_of
-from mfsdp.graph.roles import Kind
+from mfsdp.ir import ops
+from mfsdp.ir.program import Program, base_of
+from mfsdp.ir.roles import Kind
 from tests.models import CASES, GPT, Block, Case
 
 

@@ -10,10 +10,10 @@ import torch
 
 import mfsdp
 from mfsdp import MixedPrecisionPolicy, pipeline
-from mfsdp.graph import ops
-from mfsdp.graph.check import LAWS, LawError, check
-from mfsdp.graph.program import Program
-from mfsdp.graph.roles import Kind, Lane, Role
+from mfsdp.ir import ops
+from mfsdp.ir.program import Program
+from mfsdp.ir.roles import Kind, Lane, Role
+from mfsdp.ir.verifier import LAWS, LawError, check
 from tests.fp8 import Coded
 from tests.toys import toy2
 

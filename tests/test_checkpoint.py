@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import mfsdp
 from examples.bench.bench import peak_of
-from mfsdp.state.placement import STRATEGIES
+from mfsdp.state.sharding_plan import STRATEGIES
 from tests.models import CASES, GPT, Block
 from tests.parity import averaged, batches, error
 from tests.ranks import here

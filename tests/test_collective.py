@@ -16,9 +16,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import mfsdp
 from examples.parallel.model import Layer, Llama, tensor_parallel
 from mfsdp import LawError, pipeline
-from mfsdp.graph import listing, ops
-from mfsdp.graph.program import Program, base_of, is_functional_collective, view_of
-from mfsdp.graph.roles import Lane, role
+from mfsdp.ir import ops, printer
+from mfsdp.ir.program import Program, base_of, is_functional_collective, view_of
+from mfsdp.ir.roles import Lane, role
 from tests.parallel import next_token, reset, tokens
 
 
@@ -57,7 +57,7 @@ def test_all_are_ours_and_have_a_lane(mesh):
             between = p.nodes[p.nodes.index(wait) : p.nodes.index(min(readers))]
             computing = [n.name for n in between if role(n) is None and view_of(n) is None]
             assert not computing, f"{launch.name} is waited for before {computing}"
-    text = listing.render(backward, "stream")
+    text = printer.render(backward, "stream")
     assert "; C G R T " in text and ", tp" in text
 
 
@@ -132,4 +132,4 @@ def test_what_is_not_known_stays(mesh):
     left = [n for n in inference.nodes if is_functional_collective(n)]
     assert len(left) == 1 and "product" in str(left[0].args)
     (ours,) = (n for n in inference.nodes if n.target is ops.collective)
-    assert listing.text(ours).endswith("max, world")
+    assert printer.text(ours).endswith("max, world")

@@ -18,9 +18,9 @@ import transformers
 from torch import nn
 
 import mfsdp
-from mfsdp.command import main as command
-from mfsdp.command import progress
-from mfsdp.spec import telling
+from mfsdp.cli import main as command
+from mfsdp.cli import progress
+from mfsdp.config import best_effort
 from tests.models import llama
 
 ROOT = Path(__file__).parent.parent
@@ -174,9 +174,9 @@ def test_long_work_says_what_it_has_come_to(capsys, monkeypatch):
     assert re.search(r"^mfsdp: \d+ s, tracing Sequential$", err, re.M) and "simulating step 1 of 1" in err
     assert command.main(["plan", "tests.test_command:factory", "--memory", "1GB", "--compute-dtype", "none"]) == 0
     assert re.search(r"planning: \d+ settings estimated, \d+ simulated", capsys.readouterr().err)
-    with telling.listening(lambda what: 1 / 0):
-        telling.doing("something")  # what only tells ends nothing
-    assert not telling._listeners
+    with best_effort.listening(lambda what: 1 / 0):
+        best_effort.doing("something")  # what only tells ends nothing
+    assert not best_effort._listeners
 
 
 def dump(folder: Path, prefetch: int) -> None:

@@ -15,11 +15,11 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import mfsdp
-from mfsdp.state import compiled, untraced
-from mfsdp.state import optimizer as optimizer_
-from mfsdp.state.numbers import CannotRecord
-from mfsdp.state.optimizer import fully_shard_optimizer
-from mfsdp.state.recorded import Grows, record, settings
+from mfsdp.state import compiled_step, optimizer_hooks
+from mfsdp.state import flat_optimizer as optimizer_
+from mfsdp.state.flat_optimizer import fully_shard_optimizer
+from mfsdp.state.step_tracer import Grows, record, settings
+from mfsdp.state.symbolic_numbers import CannotRecord
 from tests.parity import error, scaled_steps, whole
 from tests.test_optimizer import OPTIMIZERS, fill, groups, sharded
 
@@ -71,7 +71,7 @@ def test_a_recording_does_what_the_step_does(name, dtype):
         param.grad, group["lr"] = torch.randn(9, dtype=dtype), 0.1 / (1 + number)
         state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in optimizer.state.get(param, {}).items()}
         mine, gradient = param.detach().clone(), param.grad.clone()
-        counters = {k: float(v) for k, v in state.items() if compiled.is_counter(v)}
+        counters = {k: float(v) for k, v in state.items() if compiled_step.is_counter(v)}
         values = [*settings(group)[1], *counters.values()]
         found = next((r for r in recordings if r.holds(*values)), None)
         if found is None:
@@ -101,7 +101,7 @@ def test_numbers_may_be_numpys_and_stand_in_lists():
     group = {"lr": np.float64(0.1), "betas": [0.9, 0.99], "foreach": None, "params": []}
     plain = {**group, "lr": 0.1, "betas": (0.9, 0.99)}
     assert settings(group) == settings(plain) and settings(plain)[1] == [0.1, 0.9, 0.99]
-    assert [compiled._static(v) for v in group.values()] == [compiled._static(v) for v in plain.values()]
+    assert [compiled_step._static(v) for v in group.values()] == [compiled_step._static(v) for v in plain.values()]
 
 
 class Refused(torch.optim.Optimizer):
@@ -170,7 +170,7 @@ def test_a_step_that_is_compiled_from_outside():
     with pytest.raises(RuntimeError, match=r"mfsdp\.fully_shard_optimizer\(optimizer, compile=True\)"):
         torch.compile(optimizer.step, backend="eager")()
     flat = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
-    untraced._tell.cache_clear()
+    optimizer_hooks._tell.cache_clear()
     step = torch.compile(flat.step, backend="eager")
     with pytest.warns(UserWarning, match="leaves the step of AdamW on flat tensors as it is"):
         step()
@@ -286,8 +286,8 @@ def test_decisions_that_never_end_are_told(monkeypatch):
     monkeypatch.setattr(optimizer_, "KNOWN", {Fickle})
     model = mfsdp.fully_shard(nn.Linear(4, 4))
     optimizer = fully_shard_optimizer(Fickle(model.parameters()), compile=True)
-    before, limit = compiled.MANY, 2
-    compiled.MANY = limit
+    before, limit = compiled_step.MANY, 2
+    compiled_step.MANY = limit
     try:
         for step in range(limit + 1):
             optimizer.param_groups[0]["lr"] = float(step)
@@ -301,7 +301,7 @@ def test_decisions_that_never_end_are_told(monkeypatch):
                     optimizer.step()
             assert not torch.equal(kept, whole(weight))
     finally:
-        compiled.MANY = before
+        compiled_step.MANY = before
 
 
 def test_no_tensor_is_kept_alive():

@@ -20,7 +20,7 @@ import mfsdp
 from examples.bench.bench import peak_of
 from mfsdp.checkpoints import files
 from mfsdp.checkpoints.files import INDEX
-from mfsdp.command import main as command
+from mfsdp.cli import main as command
 from tests.crashes import Run
 from tests.models import MLP, llama
 from tests.parity import whole

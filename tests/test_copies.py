@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.compiler import backend
-from mfsdp.graph.copies import copies
+from mfsdp.ir.saved_copies import copies
 
 LIBRARY = torch.library.Library("mfsdp_copies", "DEF")
 LIBRARY.define("linear(Tensor x, Tensor w) -> (Tensor, Tensor, Tensor)")

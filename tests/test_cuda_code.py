@@ -14,9 +14,9 @@ import pytest
 import torch
 
 import mfsdp
-from mfsdp.compiler import order
-from mfsdp.graph.check import LawError
-from mfsdp.graph.program import Phase
+from mfsdp.compiler import schedule_check
+from mfsdp.ir.program import Phase
+from mfsdp.ir.verifier import LawError
 from tests.cuda_code import Place, Written, write
 from tests.models import CASES, GPT, MLP, Block, Case, floats, mixtral, tokens
 from tests.test_generated_code import launches, of_code, of_listing, uncommented
@@ -128,8 +128,8 @@ def unaligned(code: str) -> list[str]:
 
 def in_order(program: Written, code: str) -> bool:
     """Whether code does what the listing says, matrix products among it, where it says so."""
-    order.compare(program.operations, code)
-    made = order.written(code)
+    schedule_check.compare(program.operations, code)
+    made = schedule_check.written(code)
     same = len(made) == len(program.operations) and all(a.same(b) for a, b in zip(program.operations, made))
     return same and of_listing(program.listing) == of_code(uncommented(code))
 

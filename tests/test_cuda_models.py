@@ -13,7 +13,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.graph.program import Phase
+from mfsdp.ir.program import Phase
 from tests.cuda_code import Written, plain, written
 from tests.test_generated_code import uncommented
 

@@ -18,8 +18,8 @@ from torch import nn
 
 import mfsdp
 from mfsdp.runtime import devices
-from mfsdp.sharding.fill import device_of, move_buffers
-from mfsdp.sharding.undo import Undo
+from mfsdp.sharding.commit import device_of, move_buffers
+from mfsdp.sharding.rollback import Undo
 
 ROOT = Path(__file__).parent.parent
 

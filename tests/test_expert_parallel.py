@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import mfsdp
 from examples.parallel.model import Experts, Mixtral, MixtureLayer, expert_parallel, tensor_parallel
 from mfsdp import pipeline
-from mfsdp.graph.program import Program, is_functional_collective
+from mfsdp.ir.program import Program, is_functional_collective
 from tests.parallel import graphs, next_token, reset, tokens, trained_alike, twin
 from tests.parity import compiled, error
 from tests.ranks import here

@@ -25,15 +25,15 @@ import mfsdp
 from examples.bench import clock as bench_clock
 from examples.bench.bench import peak_of
 from mfsdp import pipeline
-from mfsdp.costs import clock, fusion
-from mfsdp.costs.ledger import STEPPING
-from mfsdp.costs.simulate import simulate
-from mfsdp.graph import cost, listing
-from mfsdp.graph.program import Program, operator
-from mfsdp.graph.roles import role
+from mfsdp.config import hardware
+from mfsdp.config.hardware import Group, Hardware, Link, host_copy, transfer
+from mfsdp.cost_model import fusion, op_cost
+from mfsdp.cost_model.memory_model import STEPPING
+from mfsdp.cost_model.timeline import simulate
+from mfsdp.ir import byte_costs, printer
+from mfsdp.ir.program import Program, operator
+from mfsdp.ir.roles import role
 from mfsdp.planning import explain as explaining
-from mfsdp.spec import hardware
-from mfsdp.spec.hardware import Group, Hardware, Link, host_copy, transfer
 from tests.models import GPT, Block, llama
 from tests.parity import compiled
 from tests.toys import BF16, Toy2, toy2
@@ -70,7 +70,7 @@ def spec_of(world: int, outer: int = 1, outer_stride: int = 0) -> Any:
 
 def spans(program: Any, times: dict[str, float], machine: Hardware = PLAIN) -> dict[str, tuple[float, float, float]]:
     """Start, end and exposed, by line."""
-    estimates = clock.times(program, machine, measured=times)
+    estimates = op_cost.times(program, machine, measured=times)
     assert set(times) <= {n.name for n in estimates}
     return {s.node.name: (s.start, s.end, s.exposed) for s in simulate(program, estimates)}
 
@@ -116,7 +116,7 @@ def attention_seconds(machine: Hardware, masked: bool = False, causal: bool = Fa
         mask = torch.empty(2, 1, 4096, 4096, dtype=torch.bfloat16)
     found = 0.0
     for program in mfsdp.trace(model, (q, k, v, mask), world=1):
-        lines = [x for x in clock.times(program, machine).items() if "attention" in str(x[0].target)]
+        lines = [x for x in op_cost.times(program, machine).items() if "attention" in str(x[0].target)]
         assert len(lines) == 1, "one line each way"
         found += 16 * lines[0][1].seconds
     return found
@@ -153,12 +153,12 @@ def test_attention_is_known_by_its_arguments(kind, backward):
     def factor(mask: Any, causal: bool) -> float:
         values = {"is_causal": causal, "attn_bias": mask, "dropout_p": 0.0}
         args = [values.get(a.name, some) for a in target._schema.arguments if not a.kwarg_only]
-        return clock._attention(graph.call_function(target, tuple(args)))
+        return op_cost._attention(graph.call_function(target, tuple(args)))
 
-    assert factor(None, True) == clock.CAUSAL and factor(None, False) == clock.UNMASKED
+    assert factor(None, True) == op_cost.CAUSAL and factor(None, False) == op_cost.UNMASKED
     if kind != "flash":
-        assert factor(some, False) == clock.MASKED
-    assert clock._attention(graph.call_function(aten.mm.default, (some, some))) == 1
+        assert factor(some, False) == op_cost.MASKED
+    assert op_cost._attention(graph.call_function(aten.mm.default, (some, some))) == 1
 
 
 def test_without_prefetch_all_of_it_is_exposed_and_with_enough_compute_only_the_first():
@@ -172,7 +172,7 @@ def test_without_prefetch_all_of_it_is_exposed_and_with_enough_compute_only_the_
 def test_two_groups_share_the_link_and_moving_bytes_takes_the_processor():
     program = toy2("backward")
     pipeline.run(program)
-    busy = {n.name: 1e-3 for n in clock.times(program, PLAIN) if n.name.startswith(("mm", "sum", "threshold"))}
+    busy = {n.name: 1e-3 for n in op_cost.times(program, PLAIN) if n.name.startswith(("mm", "sum", "threshold"))}
     link = Link(1e9, 0.0, cpu=0.5e-9)
     slowed = spans(program, busy, Hardware("", {"bf16": 1e12}, 1, 1e12, link, link, reached=1, reached_bandwidth=1))
     alone = spans(program, busy)
@@ -189,7 +189,7 @@ def test_short_kernels_wait_for_their_launches_unless_the_host_is_ahead():
 
     def seconds(machine: Hardware, fused: bool = True) -> list[float]:
         """Of addmm, relu, addmm, relu."""
-        return [t.seconds for t in clock.times(program, machine, fused=fused).values() if t.seconds]
+        return [t.seconds for t in op_cost.times(program, machine, fused=fused).values() if t.seconds]
 
     quick = replace(PLAIN, flops={"bf16": 1e20}, bandwidth=1e20, kernel=1e-6)
     assert seconds(quick) == [1e-6] * 4
@@ -234,16 +234,16 @@ def test_seventy_two_ranks_that_are_linked():
     rack = mfsdp.spec.hardware.KNOWN["gb200"]
     assert (rack.ranks_per_node, rack.linked) == (4, 72)
     n = 1e9
-    inside, _ = clock.groups(spec_of(8), rack)
+    inside, _ = op_cost.groups(spec_of(8), rack)
     assert inside == Group(8, 1, 8) and transfer("all_gather", n, inside, rack).link == "inside"
-    whole, _ = clock.groups(spec_of(72), rack)
+    whole, _ = op_cost.groups(spec_of(72), rack)
     assert transfer("all_gather", n, whole, rack).moving == pytest.approx(71 / 72 * n / (900e9 * 0.85))
-    straddling, outer = clock.groups(spec_of(8, 5, 8), replace(rack, domain=36))
+    straddling, outer = op_cost.groups(spec_of(8, 5, 8), replace(rack, domain=36))
     assert straddling == Group(8, 2, 4), "the fifth: ranks 32 to 39"
     assert outer == Group(5, 2, 1), "ranks 0, 8, 16, 24 and 32"
-    late, _ = clock.groups(spec_of(3, 512, 3), replace(rack, domain=512))
+    late, _ = op_cost.groups(spec_of(3, 512, 3), replace(rack, domain=512))
     assert late == Group(3, 2, 1), "the 171st: ranks 510 to 512"
-    two, _ = clock.groups(spec_of(144), rack)
+    two, _ = op_cost.groups(spec_of(144), rack)
     assert two == Group(144, 2, 72)
     assert transfer("all_gather", n, two, rack).moving == pytest.approx(143 / 144 * n / (900e9 * 0.85))
 
@@ -260,7 +260,7 @@ def test_fused_neighbours_read_and_write_once():
         program = mfsdp.trace(Chain(), (x, x.clone()), train=False).inference
     moved = {}
     for fused in (True, False):
-        times = clock.times(program, PLAIN, fused=fused)
+        times = op_cost.times(program, PLAIN, fused=fused)
         moved[fused] = sum(t.seconds for t in times.values()) * 1e12 / 4e6
     assert moved[True] == pytest.approx(3) and moved[False] == pytest.approx(7)
 
@@ -279,8 +279,8 @@ def test_a_fused_kernel_holds_what_is_read_outside():
     runs = fusion.fused(program)
     assert [[r.name for r in run] for run in runs] == [["relu", "mul", "add"], ["add_1"]]
     # mm, relu, mul, add, mm_1, add_1: mm is kept, from which both kernels compute relu
-    assert [row.top // n for row in cost.lines(program)] == [1, 2, 2, 3, 3, 3]
-    assert [row.top // n for row in cost.lines(program, runs)] == [1, 1, 1, 2, 3, 2]
+    assert [row.top // n for row in byte_costs.lines(program)] == [1, 2, 2, 3, 3, 3]
+    assert [row.top // n for row in byte_costs.lines(program, runs)] == [1, 1, 1, 2, 3, 2]
 
 
 def test_each_result_of_one_operator_goes_by_itself():
@@ -302,7 +302,7 @@ def test_each_result_of_one_operator_goes_by_itself():
     x, n = torch.empty(256, 256, device="meta"), 4 * 256 * 256
     for module, tops, left in ((Anew(), [3, 3, 3, 4, 5, 4], 3), (Both(), [3, 3, 4, 3, 5], 3)):
         program = mfsdp.trace(module, (x, torch.empty(3, 256, 256, device="meta")), train=False).inference
-        rows = cost.lines(program, fusion.fused(program))
+        rows = byte_costs.lines(program, fusion.fused(program))
         assert [row.top // n for row in rows] == tops, [row.node.name for row in rows]
         assert rows[-1].live // n == left
 
@@ -316,18 +316,18 @@ def test_what_inductor_only_calls_has_memory():
     program = mfsdp.trace(Chain(), (x,), train=False).inference
     runs = fusion.fused(program)
     assert [[r.name for r in run] for run in runs] == [["relu"], ["mul"]]
-    assert [row.top // n for row in cost.lines(program, runs)] == [1, 2, 1]
+    assert [row.top // n for row in byte_costs.lines(program, runs)] == [1, 2, 1]
 
 
 @pytest.mark.slow
 def test_what_shares_storage_is_held_once():
     """Attention's backward reads three slices of one product, and its result, of which the next product read a view."""
     program = mfsdp.trace(GPT(), (torch.zeros(2, 8, dtype=torch.long),), units=[Block]).backward
-    held, shared = cost.saved(program)
+    held, shared = byte_costs.saved(program)
     slices = [n for n in program.nodes if n.name.startswith("select") and n.op == "placeholder"]
     assert len(slices) == 3 * len({shared.get(n, n) for n in slices}) > 0
     product = next(held[n] for n in slices if n in held)
-    assert product == 3 * cost.nbytes(slices[0].meta["val"])
+    assert product == 3 * byte_costs.nbytes(slices[0].meta["val"])
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -347,9 +347,9 @@ def test_backward_begins_with_what_forward_leaves_of_gathered_layers(world, comm
     forward, backward = programs.forward, programs.backward
     for program in programs:
         pipeline.run(program, listings=False)
-    left = cost.lines(forward)[-1].live - sum(forward.slots.values())
-    tangent = cost.nbytes(forward.results()[0].meta["val"])  # what is returned is saved too, for relu's backward
-    assert left == sum(cost.saved(backward)[0].values()) - tangent > 0
+    left = byte_costs.lines(forward)[-1].live - sum(forward.slots.values())
+    tangent = byte_costs.nbytes(forward.results()[0].meta["val"])  # what is returned is saved too, for relu's backward
+    assert left == sum(byte_costs.saved(backward)[0].values()) - tangent > 0
 
 
 def test_what_forward_returned_is_not_written_over():
@@ -368,7 +368,7 @@ def test_what_forward_returned_is_not_written_over():
     for both in (False, True):
         program = mfsdp.trace(Square(both), (x, x.clone().requires_grad_()), lowering="inductor").backward
         runs = fusion.fused(program)
-        before_the_product = [row for row in cost.lines(program, runs) if not fusion.flops(row.node)]
+        before_the_product = [row for row in byte_costs.lines(program, runs) if not fusion.flops(row.node)]
         assert max(row.top for row in before_the_product) // n == 1 + both
 
 
@@ -379,7 +379,7 @@ def test_views_of_the_batch_are_the_callers():
 
     x = torch.empty(256, 256)
     program = mfsdp.trace(Product(), (x, x.clone().requires_grad_())).backward
-    assert {n.name: size for n, size in cost.saved(program)[0].items()} == {"t": 0, "tangents_1": 4 * 256 * 256}
+    assert {n.name: size for n, size in byte_costs.saved(program)[0].items()} == {"t": 0, "tangents_1": 4 * 256 * 256}
 
 
 def test_narrow_products_are_priced_at_their_operands():
@@ -390,7 +390,7 @@ def test_narrow_products_are_priced_at_their_operands():
     a, one = torch.empty(512, 512, device="meta", dtype=torch.float8_e4m3fn), torch.ones((), device="meta")
     program = mfsdp.trace(Scaled(), (a, a.clone(), one), train=False).inference
     machine = replace(PLAIN, flops={"f32": 1.0, "bf16": 2.0, "f8": 4.0})
-    assert sum(t.seconds for t in clock.times(program, machine).values()) == 2 * 512**3 / 4
+    assert sum(t.seconds for t in op_cost.times(program, machine).values()) == 2 * 512**3 / 4
 
 
 def test_operations_are_counted():
@@ -428,10 +428,10 @@ def test_operations_are_those_that_torch_counts(recompute):
         want = counted(program)
         pipeline.run(program)
         assert fusion.total_flops(program) == want > 0
-    again = [x for x in cost.lines(programs.backward) if listing.text(x.node).startswith("flash_attention")]
-    assert len(again) == (4 if recompute else 2) and all("_backward" in listing.text(x.node) for x in again[1::2])
-    assert all(clock.times(programs.backward, PLAIN)[x.node].flops > 0 for x in again)
-    assert all(x.top - x.live + x.delta >= 0 and cost.allocation(x.node) > 0 for x in again), "it fills memory"
+    again = [x for x in byte_costs.lines(programs.backward) if printer.text(x.node).startswith("flash_attention")]
+    assert len(again) == (4 if recompute else 2) and all("_backward" in printer.text(x.node) for x in again[1::2])
+    assert all(op_cost.times(programs.backward, PLAIN)[x.node].flops > 0 for x in again)
+    assert all(x.top - x.live + x.delta >= 0 and byte_costs.allocation(x.node) > 0 for x in again), "it fills memory"
 
 
 def test_dropout_that_is_computed_again_is_a_line():
@@ -441,11 +441,11 @@ def test_dropout_that_is_computed_again_is_a_line():
 
     model = nn.Sequential(Dropping(8, 8), Dropping(8, 8))
     for program in list(mfsdp.trace(model, (torch.ones(4, 8),), world=4)):
-        texts = [listing.text(x.node) for x in cost.lines(program)]
+        texts = [printer.text(x.node) for x in byte_costs.lines(program)]
         assert sum("native_dropout" in text for text in texts) >= 1, texts
         assert "run_" not in " ".join(texts)
         pipeline.run(program)
-        listing.render(program, "end")
+        printer.render(program, "end")
 
 
 @pytest.fixture(scope="module")
@@ -818,12 +818,12 @@ def test_many_small_kernels_cost_no_more_than_they_are():
 
     program = mfsdp.trace(Chain(), (torch.ones(4, requires_grad=True),)).backward
     looked = []
-    original = clock.base_of
+    original = op_cost.base_of
     try:
-        clock.base_of = lambda node: looked.append(node) or original(node)
-        clock.times(program, PLAIN)
+        op_cost.base_of = lambda node: looked.append(node) or original(node)
+        op_cost.times(program, PLAIN)
     finally:
-        clock.base_of = original
+        op_cost.base_of = original
     assert len(looked) < 10 * len(program.nodes)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from mfsdp.runtime import observers, slots
+from mfsdp.runtime import instrumentation, static_buffers
 from mfsdp.state.mesh import axes
 from tests.models import GPT, Block
 
@@ -39,10 +39,10 @@ LOWERINGS = [
 
 @pytest.fixture
 def eight() -> Iterator[None]:
-    slots.forget()
+    static_buffers.forget()
     with mfsdp.fake_ranks(WORLD, rank=3):
         yield
-    slots.forget()
+    static_buffers.forget()
 
 
 class Counted:
@@ -51,16 +51,16 @@ class Counted:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.operations: Counter[str] = Counter()
         self.missed: list[str] = []
-        room = slots.room
+        room = static_buffers.room
 
         def noted(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             out = room(slot, numel, dtype, device)
-            static = slots._slots.get((device, slot))
+            static = static_buffers._slots.get((device, slot))
             if slot and (static is None or out.untyped_storage().data_ptr() != static.storage.data_ptr()):
                 self.missed.append(slot)
             return out
 
-        monkeypatch.setattr(slots, "room", noted)
+        monkeypatch.setattr(static_buffers, "room", noted)
 
     def program(self, outline: Any, run: Any, args: list[Any]) -> Any:
         return run(args)
@@ -89,7 +89,7 @@ def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place
     counted, reserved, static = Counted(monkeypatch), [], []
     for _ in range(4):
         counted.operations.clear()
-        with observers.observed(counted):
+        with instrumentation.observed(counted):
             loss = run(ids).float().square().mean()
             loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -97,7 +97,7 @@ def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place
         optimizer.zero_grad()
         assert torch.isfinite(loss) and torch.isfinite(norm)
         del loss
-        static.append(slots.sizes())
+        static.append(static_buffers.sizes())
         reserved.append(torch.cuda.memory_reserved() if device == "cuda" else 0)
     assert not counted.missed, "a static buffer was still in use"
     assert static[1] == static[-1] and len(set(reserved[2:])) == 1, f"memory grows: {static}, {reserved}"
@@ -113,14 +113,16 @@ def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place
 def test_a_program_says_which_static_buffers_it_needs(eight, monkeypatch):
     """Before it begins: on a GPU they are made then."""
     reserved: list[dict[str, int]] = []
-    monkeypatch.setattr(slots, "reserve", lambda rooms: reserved.append({name: n for (_, name), n in rooms.items()}))
+    monkeypatch.setattr(
+        static_buffers, "reserve", lambda rooms: reserved.append({name: n for (_, name), n in rooms.items()})
+    )
     torch.manual_seed(0)
     model = mfsdp.fully_shard(GPT(tied=False, width=64), units=[Block])
     run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager"})
     loss = run(torch.randint(31, (4, 8))).square().mean()
-    assert len(reserved) == 1 and reserved[0] == slots.sizes()
+    assert len(reserved) == 1 and reserved[0] == static_buffers.sizes()
     loss.backward()
-    assert len(reserved) == 2 and {**reserved[0], **reserved[1]} == slots.sizes()
+    assert len(reserved) == 2 and {**reserved[0], **reserved[1]} == static_buffers.sizes()
     assert {name[0] for name in reserved[1]} == {"p", "g"}
 
 
@@ -191,7 +193,7 @@ def test_operations_are_called_after_the_unit_that_they_are_of(eight):
     """Also where equal layers share a program."""
     model = mfsdp.fully_shard(Layers(), units=["layers.*"])
     run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager"})
-    with observers.observed(names := Names()):
+    with instrumentation.observed(names := Names()):
         run(torch.ones(2, 16)).sum().backward()
     for verb, order in (("all_gather", (0, 1, 2)), ("accumulate", (2, 1, 0))):
         assert [n for n in names.seen if n.startswith(verb)][:3] == [f"{verb} layers.{i}" for i in order]

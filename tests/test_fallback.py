@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mfsdp
-from mfsdp.runtime import immediate
+from mfsdp.runtime import sync_collectives
 from mfsdp.sharding import eager
 from tests.models import GPT, Block
 from tests.parity import averaged, error, whole
@@ -278,8 +278,8 @@ def regions(units: list[str] | None, compiled: bool, again: bool, reentrant: boo
     model = mfsdp.fully_shard(copy.deepcopy(reference), units=units, strategy=strategy)
     run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"}) if compiled else model
     warnings.simplefilter("ignore")
-    gathers, gather = [], immediate.gather_now
-    immediate.gather_now = lambda *a: (gathers.append(1), gather(*a))[1]
+    gathers, gather = [], sync_collectives.gather_now
+    sync_collectives.gather_now = lambda *a: (gathers.append(1), gather(*a))[1]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     worst = 0.0
     try:
@@ -297,7 +297,7 @@ def regions(units: list[str] | None, compiled: bool, again: bool, reentrant: boo
                 optimizer.step()
                 optimizer.zero_grad()
     finally:
-        immediate.gather_now = gather
+        sync_collectives.gather_now = gather
     left = [
         u for u in model.modules() if isinstance(u, mfsdp.FSDPModule) and (u._mfsdp_unit.full or u._mfsdp_unit.open)
     ]

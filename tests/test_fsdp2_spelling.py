@@ -18,8 +18,8 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from mfsdp.sharding import fsdp2
-from mfsdp.sharding.fsdp2 import cast_floats, with_casts
+from mfsdp.sharding import fsdp2_api
+from mfsdp.sharding.fsdp2_api import cast_floats, with_casts
 from tests.models import GPT, MLP, Block, llama
 from tests.parity import averaged, compiled, error, whole
 
@@ -43,8 +43,8 @@ def test_policies_of_torch():
 @pytest.mark.parametrize("newer", [False, True])
 def test_without_reduce_dtype_gradients_are_sent_as_this_version_of_fsdp2_sends_them(newer, monkeypatch):
     """Up to 2.14 in ``param_dtype``, from 2.15 on in the parameter's own dtype."""
-    assert fsdp2._reduces_in_own_dtype() == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15))
-    monkeypatch.setattr(fsdp2, "_reduces_in_own_dtype", lambda: newer)
+    assert fsdp2_api._reduces_in_own_dtype() == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15))
+    monkeypatch.setattr(fsdp2_api, "_reduces_in_own_dtype", lambda: newer)
     given = fsdp.MixedPrecisionPolicy(BF16)
     for model, wire in (
         (MLP(), F32 if newer else BF16),
@@ -54,7 +54,7 @@ def test_without_reduce_dtype_gradients_are_sent_as_this_version_of_fsdp2_sends_
         own = model.up.weight.dtype
         p = mfsdp.fully_shard(model, mp_policy=given)._mfsdp_unit.buffers[0].precision
         assert (p.main, p.compute, p.grad_comm) == (own, BF16, wire)
-    said = fsdp2.policy_of(fsdp.MixedPrecisionPolicy(BF16, F32))
+    said = fsdp2_api.policy_of(fsdp.MixedPrecisionPolicy(BF16, F32))
     assert said.resolve(F64).grad_comm is F32
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import mfsdp
-from mfsdp.runtime import ahead, inflight, slots
+from mfsdp.runtime import inflight, static_buffers, step_prefetch
 from mfsdp.sharding.module import buffers_of
 from tests.models import GPT, Block
 
@@ -53,10 +53,10 @@ def trained(how: str) -> list[weakref.ref[Any]]:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    assert bool(slots.sizes()) is dist.is_initialized(), "over one rank buckets become accumulators"
+    assert bool(static_buffers.sizes()) is dist.is_initialized(), "over one rank buckets become accumulators"
     buffers = buffers_of(model, True)
     there = [t.untyped_storage() for b in buffers for t in (b.weights.main, b.weights.source)]
-    return [weakref.ref(each) for each in (*buffers, *there, *(s.storage for s in slots._slots.values()))]
+    return [weakref.ref(each) for each in (*buffers, *there, *(s.storage for s in static_buffers._slots.values()))]
 
 
 def gone(world: int, how: str) -> None:
@@ -65,11 +65,11 @@ def gone(world: int, how: str) -> None:
             before = live()
             left = trained(how)
             live()
-            ahead.complete([])  # what was launched for a forward that does not come: as the next program does
+            step_prefetch.complete([])  # what was launched for a forward that does not come: as the next program does
         after = live()
         assert not any(each() is not None for each in left)
         assert sum(n for key, n in after.items() if key not in before) == 0
-        assert not slots.sizes() and not ahead._under_way and not inflight._unfinished
+        assert not static_buffers.sizes() and not step_prefetch._under_way and not inflight._unfinished
 
 
 @pytest.mark.slow
@@ -84,10 +84,10 @@ def another() -> None:
         other = mfsdp.fully_shard(torch.nn.Linear(4, 4))
         trained("plain")
         live()
-        assert slots.sizes()
+        assert static_buffers.sizes()
         del other
         live()
-        assert not slots.sizes()
+        assert not static_buffers.sizes()
 
 
 @pytest.mark.slow
@@ -101,11 +101,11 @@ class Pool:
 
 def test_a_pool_goes_behind_its_static_buffer():
     """One that grows: on a GPU its memory stayed reserved otherwise."""
-    static = slots._make(CPU, "t9", 64)
+    static = static_buffers._make(CPU, "t9", 64)
     storage, seen = weakref.ref(static.storage), list[bool]()
-    pool = slots._pools[CPU, "t9"] = Pool()  # type: ignore[assignment]
+    pool = static_buffers._pools[CPU, "t9"] = Pool()  # type: ignore[assignment]
     weakref.finalize(pool, lambda: seen.append(storage() is None))
     del static, pool
-    slots._make(CPU, "t9", 128)
+    static_buffers._make(CPU, "t9", 128)
     assert seen == [True]
-    slots.forget()
+    static_buffers.forget()

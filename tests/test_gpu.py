@@ -15,9 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.graph import cost, ops
-from mfsdp.graph.program import Program
-from mfsdp.runtime import slots
+from mfsdp.ir import byte_costs, ops
+from mfsdp.ir.program import Program
+from mfsdp.runtime import static_buffers
 from tests.models import GPT, Block, Lumpy
 from tests.parity import averaged, error
 from tests.ranks import Ranks
@@ -145,22 +145,22 @@ def test_streamed_state_has_the_same_bits_in_less_memory():
 def test_static_buffers_lie_in_pools_of_their_own():
     """A world of one gathers nothing, so the other ranks are torch's fakes."""
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-    slots.forget()
-    slots.misses.clear()
+    static_buffers.forget()
+    static_buffers.misses.clear()
     try:
         _, model, ids = pair()
         run = torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager"})
         for _ in range(3):
             step(run, ids)
-        assert {name[0] for name in slots.sizes()} == {"p", "g"} and not slots.misses
-        for key, static in slots._slots.items():
-            segments, storage = slots._pools[key].snapshot(), static.storage
+        assert {name[0] for name in static_buffers.sizes()} == {"p", "g"} and not static_buffers.misses
+        for key, static in static_buffers._slots.items():
+            segments, storage = static_buffers._pools[key].snapshot(), static.storage
             inside = [s for s in segments if s["address"] <= storage.data_ptr() < s["address"] + s["total_size"]]
             assert len(inside) == 1, f"{key} is not in its pool: {segments}"
             assert inside[0]["allocated_size"] < storage.nbytes() + 512, "and nothing else is"
     finally:
         dist.destroy_process_group()
-        slots.forget()
+        static_buffers.forget()
 
 
 def test_a_static_buffer_that_grows_gives_its_memory_back():
@@ -168,10 +168,10 @@ def test_a_static_buffer_that_grows_gives_its_memory_back():
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     for size in (2**26, 2**27):
-        slots.reserve({(gpu, "t9"): size})
+        static_buffers.reserve({(gpu, "t9"): size})
         assert torch.cuda.memory_reserved() - before == size
-    slots.forget()
-    del slots._pools[gpu, "t9"]
+    static_buffers.forget()
+    del static_buffers._pools[gpu, "t9"]
     assert torch.cuda.memory_reserved() == before
 
 
@@ -182,7 +182,7 @@ def test_the_peak_is_the_listings(monkeypatch):
 
     def noted(program: Program, **kwargs: Any) -> Any:
         stages = run_pipeline(program, **kwargs)
-        planned.append(cost.peak(cost.lines(program)))
+        planned.append(byte_costs.peak(byte_costs.lines(program)))
         return stages
 
     monkeypatch.setattr(pipeline, "run", noted)

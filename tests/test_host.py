@@ -25,14 +25,14 @@ from mfsdp import pipeline
 from mfsdp.compiler import lowering
 from mfsdp.compiler.capture import Capture
 from mfsdp.compiler.tracing import Programs
-from mfsdp.costs import clock
-from mfsdp.costs.pace import Pace
-from mfsdp.costs.simulate import simulate
-from mfsdp.graph import cost, ops
-from mfsdp.graph.program import LAYER, Program, storage_of
-from mfsdp.graph.roles import Kind, Lane, is_kind, role
-from mfsdp.runtime import hosts, kernels, rooms, runs
-from mfsdp.spec.hardware import hardware
+from mfsdp.config.hardware import hardware
+from mfsdp.cost_model import op_cost
+from mfsdp.cost_model.offload_schedule import Pace
+from mfsdp.cost_model.timeline import simulate
+from mfsdp.ir import byte_costs, ops
+from mfsdp.ir.program import LAYER, Program, storage_of
+from mfsdp.ir.roles import Kind, Lane, is_kind, role
+from mfsdp.runtime import activation_host, execution, host_memory, kernels
 from tests.loopback import Stream, Streams
 from tests.models import GPT, Block
 from tests.parity import compiled
@@ -111,9 +111,9 @@ def interrupted(run: nn.Module, model: nn.Module) -> Iterator[torch.Tensor]:
         out.float().square().mean().backward()
     del out
     for way in ("offload", "reload"):
-        real, calls = getattr(rooms, way), itertools.count()
+        real, calls = getattr(activation_host, way), itertools.count()
         third = lambda *args: _fails() if next(calls) == 2 else real(*args)  # noqa: B023, E731
-        with mock.patch.object(rooms, way, third), suppress(ZeroDivisionError):
+        with mock.patch.object(activation_host, way, third), suppress(ZeroDivisionError):
             run(batch(2)).float().square().mean().backward()
         assert next(calls) in (0, 3), "one was launched behind those two, where any was"
     run(batch(3))
@@ -137,12 +137,12 @@ def bits(kind: str, lowering: str, hows: tuple[How, ...], *paths: str) -> tuple[
         run = compiled(model, lowering)
         torch.manual_seed(1)
         for how in hows:
-            rooms._rooms.clear()
+            activation_host._rooms.clear()
             found += [loss.detach().clone() for loss in how(run, model)]
             found += [p.grad.to_local().clone() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
             model.zero_grad()
-            assert gc.collect() >= 0 and rooms.taken() == 0
-            sizes.append(sum(rooms.sizes()))
+            assert gc.collect() >= 0 and activation_host.taken() == 0
+            sizes.append(sum(activation_host.sizes()))
     return found, sizes
 
 
@@ -225,13 +225,13 @@ def peak(step: Callable[[], None]) -> int:
 def held(kind: str, *paths: str) -> tuple[int, int]:
     """The peak of a step, and what lies on the host between forward and backward."""
     torch._dynamo.reset()
-    rooms._rooms.clear()
+    activation_host._rooms.clear()
     model = mfsdp.fully_shard(build(kind), units=[Block])
     there = []
 
     def step() -> None:
         loss = run(batch()).float().square().mean()
-        there.append(rooms.taken())
+        there.append(activation_host.taken())
         loss.backward()
 
     with offloaded(*paths, least=1):
@@ -256,16 +256,16 @@ def test_the_peak_falls_by_what_has_moved(kind):
 
 def shipped(x: torch.Tensor) -> torch.Tensor:
     """A tensor's copy on the host, complete."""
-    out, end = rooms.offload(x)
+    out, end = activation_host.offload(x)
     end()
     return out
 
 
 def test_a_copy_lies_as_what_it_is_of():
-    rooms._rooms.clear()
+    activation_host._rooms.clear()
     x = torch.arange(240.0).view(4, 5, 12).transpose(0, 2)[2:9, :, 1:]
     there = shipped(x)
-    back, end = rooms.reload(there, x.device)
+    back, end = activation_host.reload(there, x.device)
     end()
     assert torch.equal(there, x) and torch.equal(back, x) and there.stride() == back.stride() == x.stride()
     version = there._version
@@ -274,32 +274,32 @@ def test_a_copy_lies_as_what_it_is_of():
 
 
 def test_rooms_are_taken_as_long_as_somebody_has_them():
-    rooms._rooms.clear()
+    activation_host._rooms.clear()
     first, second = shipped(torch.ones(1000)), shipped(torch.zeros(1000))
-    assert rooms.sizes() == [4000, 4000] and rooms.taken() == 8000 and first.sum() == 1000
+    assert activation_host.sizes() == [4000, 4000] and activation_host.taken() == 8000 and first.sum() == 1000
     view = first[5:]
     del first, second
-    assert rooms.taken() == 4000
+    assert activation_host.taken() == 4000
     third = shipped(torch.zeros(990))
-    assert rooms.sizes() == [4000, 4000] and view.sum() == 995 and third.sum() == 0, "in what the second had"
+    assert activation_host.sizes() == [4000, 4000] and view.sum() == 995 and third.sum() == 0, "in what the second had"
     del view, third
-    assert rooms.taken() == 0
+    assert activation_host.taken() == 0
 
 
 def test_rooms_that_are_not_needed_again_go():
     """Of lengths that never come back; those of every step stay."""
-    rooms._rooms.clear()
+    activation_host._rooms.clear()
     for length in range(1000, 9000, 500):
         kept = [shipped(torch.ones(n)) for n in (10, length)]
         del kept
-    assert len(rooms.sizes()) < 8 and rooms.sizes()[0] == 40
+    assert len(activation_host.sizes()) < 8 and activation_host.sizes()[0] == 40
 
 
 def test_copies_are_waited_for():
     """On a slow link: what is waited for is complete, and a run that is left by an exception has waited, too."""
     x = torch.ones(2**16)
-    run = runs.Run("a program")
-    with hosts.at_rate(1e6):
+    run = execution.Run("a program")
+    with host_memory.at_rate(1e6):
         begun = time.perf_counter()
         out = kernels.offload(run, x)
         assert time.perf_counter() - begun < 0.1
@@ -332,29 +332,29 @@ def test_streams_of_a_device_do_not_race(monkeypatch):
 
 def test_a_room_that_is_still_read_is_not_written(monkeypatch):
     """Only the stream that has read it has waited for the copy back when another stream gets its room."""
-    rooms._rooms.clear()
+    activation_host._rooms.clear()
     streams = Streams()
     with streams.watched(monkeypatch):
         for number, fetched in ((7, True), (8, False)):
             with streams.on(Stream(number, f"stream {number}")), streams:
-                there, end = rooms.offload(torch.ones(100))
+                there, end = activation_host.offload(torch.ones(100))
                 end()
                 if fetched:
-                    _, end = rooms.reload(there, torch.device("cpu"))
+                    _, end = activation_host.reload(there, torch.device("cpu"))
                     end()
             del there, end
-    assert rooms.sizes() == [400]
+    assert activation_host.sizes() == [400]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to pinned memory need a GPU")
 def test_copies_of_a_device():
     x = torch.arange(2.0**20, device="cuda").view(1024, 1024).t()
-    out, end = rooms.offload(x)
+    out, end = activation_host.offload(x)
     end()
     torch.cuda.synchronize()
     assert out.is_pinned() and torch.equal(out, x.cpu())
-    back, end = rooms.reload(out, x.device)
+    back, end = activation_host.reload(out, x.device)
     end()
     assert torch.equal(back, x) and back.stride() == x.stride()
 
@@ -375,8 +375,8 @@ def test_gpt_with_its_first_block_on_the_host(golden):
     for program, without in zip(traced("blocks.0"), traced(), strict=True):
         golden(f"gpt_host.{program.phase}", pipeline.run(program)["host"].listing)
         pipeline.run(without, listings=False)
-        lasts.append([cost.lines(p)[-1 if p.phase == "forward" else 0].live for p in (without, program)])
-        assert cost.on_host(program) == 2**22 and cost.on_host(without) == 0
+        lasts.append([byte_costs.lines(p)[-1 if p.phase == "forward" else 0].live for p in (without, program)])
+        assert byte_costs.on_host(program) == 2**22 and byte_costs.on_host(without) == 0
     for before, after in lasts:
         assert before - after == 2**22, "less in memory when forward ends, and when backward begins"
 
@@ -443,14 +443,14 @@ def test_clock_of_copies():
     assert forward is not None
     machine = hardware({"like": "h100", "host": {"bandwidth": 1e9, "latency": 1e-3}})
     pipeline.run(forward, listings=False)
-    times = clock.times(forward, machine)
+    times = op_cost.times(forward, machine)
     launches = [n for n in forward.nodes if n.target is ops.offload]
     assert {times[n].transfer.link for n in launches} == {"host"}  # type: ignore[union-attr]
     spans = {span.node: span for span in simulate(forward, times)}
     last = -1.0
     for n in launches:
         assert spans[n].lane is Lane.HOST and spans[n].start >= last - 1e-12
-        assert spans[n].end - spans[n].start == pytest.approx(1e-3 + cost.nbytes(n.meta["val"]) / 1e9)
+        assert spans[n].end - spans[n].start == pytest.approx(1e-3 + byte_costs.nbytes(n.meta["val"]) / 1e9)
         last = spans[n].end
     exposed = sum(span.exposed for n, span in spans.items() if n.target is ops.wait)
     assert exposed > 0.5 * last
@@ -463,7 +463,7 @@ def test_microbatches_that_take_turns():
     programs = traced("blocks.0", together=2)
     for program in programs:
         pipeline.run(program, passes=pipeline.table(turns=True), listings=False)
-        assert cost.on_host(program) == 2**23
+        assert byte_costs.on_host(program) == 2**23
 
 
 @pytest.mark.slow
@@ -476,7 +476,7 @@ def test_layers_that_a_plan_offloads():
     forward, backward = mfsdp.trace(model, (ids,), world=4, units=[Block], plan=plan)
     for program, target in ((forward, ops.offload), (backward, ops.reload)):
         layers = {role(n).unit for n in program.nodes if n.target is target}  # type: ignore[union-attr]
-        assert layers == {"blocks.0", "blocks.2"} and cost.on_host(program) == 2 * 2**22
+        assert layers == {"blocks.0", "blocks.2"} and byte_costs.on_host(program) == 2 * 2**22
 
 
 class Layers(nn.Module):

@@ -15,10 +15,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from mfsdp.runtime import devices, formats, groups, hosts, immediate, inflight, native, runs
-from mfsdp.runtime.carriers import carried_by
+from mfsdp.runtime import (
+    c10d_transport,
+    comm_formats,
+    devices,
+    execution,
+    groups,
+    host_memory,
+    inflight,
+    sync_collectives,
+)
+from mfsdp.runtime.c10d_transport import Native
 from mfsdp.runtime.inflight import InFlight
-from mfsdp.runtime.native import Native
+from mfsdp.runtime.transport_registry import carried_by
 from mfsdp.sharding.module import buffers_of
 from tests.loopback import Loopback, Race, Stream, Streams
 
@@ -51,9 +60,9 @@ def words_over_nccl(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
             streams.collective("gather of words", "g", [out], [mine], lambda outs, reads: outs[0].copy_(reads[0]))
         )
 
-    monkeypatch.setattr(native, "_all_gather", gather)
+    monkeypatch.setattr(c10d_transport, "_all_gather", gather)
     monkeypatch.setattr(devices, "collective_device", lambda group: torch.device("cpu"))
-    answers = native.Answers(SimpleNamespace(name="g", size=4, group=None), 17)  # type: ignore[arg-type]
+    answers = c10d_transport.Answers(SimpleNamespace(name="g", size=4, group=None), 17)  # type: ignore[arg-type]
     torch.empty(4)  # whoever comes next
     assert not answers.ready()
     assert answers.wait() == [17] * 4 and answers.ready()
@@ -61,7 +70,7 @@ def words_over_nccl(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def copy_to_the_host(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     there = torch.empty(N)
-    end = hosts.copy([(there, torch.ones(N).mul_(3))], "out")
+    end = host_memory.copy([(there, torch.ones(N).mul_(3))], "out")
     end.landed()
     assert (there == 3).all()
 
@@ -71,7 +80,7 @@ def copy_to_the_device(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Non
     side = Stream(7, "side 7")
     with streams.on(side):
         room = torch.empty(N)
-        end = hosts.copy([(room, torch.ones(N))], "in")
+        end = host_memory.copy([(room, torch.ones(N))], "in")
     end()
     assert (room.view(2, -1) == 1).all()
     streams.default.wait_stream(side)
@@ -80,16 +89,16 @@ def copy_to_the_device(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def copy_that_nobody_waits_for(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     there = torch.empty(N)
-    hosts.copy([(there, torch.ones(N))], "out")
+    host_memory.copy([(there, torch.ones(N))], "out")
     streams.sides["out"].run()
     streams.host.join(streams.sides["out"].clock)
-    hosts.copy([(torch.empty(N), torch.ones(N))], "out")()
+    host_memory.copy([(torch.empty(N), torch.ones(N))], "out")()
     assert (there == 1).all() and not inflight._unfinished
 
 
 def gather_of_a_cast(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
     full = torch.empty(4 * N, dtype=torch.bfloat16)
-    end = runs.current().gather([(full, torch.ones(N).bfloat16())], groups.default_group())
+    end = execution.current().gather([(full, torch.ones(N).bfloat16())], groups.default_group())
     torch.empty(N, dtype=torch.bfloat16)
     end()
     assert (full == 1).all()
@@ -108,18 +117,20 @@ def ended_elsewhere(launch: Callable[[], Any]) -> Callable[[Streams, pytest.Monk
 
 
 def gathered() -> Any:
-    return runs.current().gather([(torch.empty(4 * N), torch.ones(N))], groups.default_group())
+    return execution.current().gather([(torch.empty(4 * N), torch.ones(N))], groups.default_group())
 
 
 def gathered_in_int8() -> Any:
     full = torch.empty(4 * N, dtype=torch.bfloat16)
-    end = formats.gather(runs.current(), [(full, torch.ones(N))], groups.default_group(), "int8")
+    end = comm_formats.gather(execution.current(), [(full, torch.ones(N))], groups.default_group(), "int8")
     return kept_by_the_caller(end, full)
 
 
 def reduced_in_int8() -> Any:
     shard = torch.empty(N)
-    end = formats.scatter(runs.current(), [(torch.ones(4 * N), shard)], torch.float32, groups.default_group(), "int8")
+    end = comm_formats.scatter(
+        execution.current(), [(torch.ones(4 * N), shard)], torch.float32, groups.default_group(), "int8"
+    )
     return kept_by_the_caller(end, shard)
 
 
@@ -129,7 +140,7 @@ def summed_wide() -> Any:
         precision=SimpleNamespace(grad_wire=None),
     )  # fmt: skip
     tensor = torch.ones(N + 1, dtype=torch.bfloat16)
-    return kept_by_the_caller(immediate.summed(tensor, s, 0), tensor)  # type: ignore[arg-type]
+    return kept_by_the_caller(sync_collectives.summed(tensor, s, 0), tensor)  # type: ignore[arg-type]
 
 
 def kept_by_the_caller(end: Any, out: torch.Tensor) -> Any:
@@ -155,7 +166,7 @@ def summed_wide_over_nccl(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Native, "prompt", True)
     with carried_by(lambda group, kind: Native(group)), streams.on(Stream(7, "side 7")):
         pairs = [(torch.ones(4 * N, dtype=torch.bfloat16), torch.empty(N))]
-        end = runs.current().scatter(pairs, torch.float32, groups.default_group())
+        end = execution.current().scatter(pairs, torch.float32, groups.default_group())
     end()
     assert (pairs[0][1].view(2, -1) == 4).all()
     KEPT.extend(pairs[0])
@@ -232,7 +243,13 @@ def carelessly(stream: Any, device: torch.device, work: Any, *operands: object, 
 def test_each_place_that_holds_nothing_is_found(monkeypatch, name):
     """The fault itself of the first run on two GPUs, and its like."""
     module, what = CASES[name][1].split(".")
-    places = {"native": native, "hosts": hosts, "runs": runs, "formats": formats, "immediate": immediate}
+    places = {
+        "native": c10d_transport,
+        "hosts": host_memory,
+        "runs": execution,
+        "formats": comm_formats,
+        "immediate": sync_collectives,
+    }
     monkeypatch.setattr(places[module], what, Careless if what == "InFlight" else carelessly)
     with pytest.raises((Race, AssertionError)):
         run(name, monkeypatch)
@@ -301,11 +318,11 @@ def test_nothing_else_uses_other_streams():
         for what, _ in launches(ast.parse(path.read_text())):
             found.setdefault(str(path.relative_to(SOURCES)), set()).add(what)
     assert found == {
-        "costs/measure.py": {"non_blocking"},  # synchronises
+        "cost_model/machine.py": {"non_blocking"},  # synchronises
         "runtime/devices.py": {"Stream", "set_stream"},
-        "runtime/hosts.py": {"non_blocking"},  # inside of `beside`
+        "runtime/host_memory.py": {"non_blocking"},  # inside of `beside`
         "runtime/inflight.py": {"record_event", "wait_event"},
-        "runtime/native.py": {"async_op", "async_ops", "non_blocking"},  # called by `Run`; words inside of `beside`
-        "runtime/probes.py": {"non_blocking"},  # on the current stream
+        "runtime/c10d_transport.py": {"async_op", "async_ops", "non_blocking"},  # `Run` calls it
+        "runtime/runtime_checks.py": {"non_blocking"},  # on the current stream
         "runtime/transport.py": {"async_op"},  # called by `Run`
     }

@@ -15,16 +15,16 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.costs import clock
-from mfsdp.graph import cost, ops
-from mfsdp.runtime import formats, groups, immediate, runs
-from mfsdp.runtime.carriers import carried_by
-from mfsdp.runtime.gloo import Gloo
-from mfsdp.runtime.native import Native
-from mfsdp.spec.formats import coded
-from mfsdp.spec.hardware import hardware
-from mfsdp.spec.units import Spec
-from mfsdp.state.placement import STRATEGIES
+from mfsdp.config.comm_formats import coded
+from mfsdp.config.hardware import hardware
+from mfsdp.config.units import Spec
+from mfsdp.cost_model import op_cost
+from mfsdp.ir import byte_costs, ops
+from mfsdp.runtime import comm_formats, execution, groups, sync_collectives
+from mfsdp.runtime.c10d_transport import Native
+from mfsdp.runtime.gloo_transport import Gloo
+from mfsdp.runtime.transport_registry import carried_by
+from mfsdp.state.sharding_plan import STRATEGIES
 from tests.models import CASES, MLP, Lumpy
 from tests.parity import batches, compiled
 from tests.test_strategies import TWO_LEVELS, sharding
@@ -36,9 +36,9 @@ BOTH = {"param_comm_dtype": "int8", "grad_comm_dtype": "int8"}
 def through(x: torch.Tensor, dtype: torch.dtype = F32) -> torch.Tensor:
     """What is read of rows that are written."""
     messages = torch.empty(x.shape[0], coded(x.shape[1]), dtype=torch.uint8)
-    formats.write(x, messages)
+    comm_formats.write(x, messages)
     out = torch.empty(x.shape, dtype=dtype)
-    formats.read(messages, out)
+    comm_formats.read(messages, out)
     return out
 
 
@@ -87,7 +87,7 @@ def test_what_is_not_finite_stays_so():
 def test_large_rows_are_written_piece_by_piece(monkeypatch):
     x = torch.randn(2, 1000)
     want = through(x)
-    monkeypatch.setattr(formats, "AT_ONCE", 300)
+    monkeypatch.setattr(comm_formats, "AT_ONCE", 300)
     assert torch.equal(through(x), want)
 
 
@@ -166,12 +166,12 @@ def test_what_travels_is_counted(strategy):
         for program in (traced.forward, traced.backward):
             text = pipeline.run(program)[-1].listing
             machine = hardware("h100")
-            times = clock.times(program, machine)
+            times = op_cost.times(program, machine)
             for node in program.nodes:
                 if node.target in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
-                    sent.setdefault(wire, []).append(cost.travels(node))
+                    sent.setdefault(wire, []).append(byte_costs.travels(node))
                     assert times[node].transfer.moving > 0
-                    assert (f", int8 {cost.size(cost.travels(node))}" in text) == (wire == "int8")
+                    assert (f", int8 {byte_costs.size(byte_costs.travels(node))}" in text) == (wire == "int8")
             assert ("reduce int8" in text) == (wire == "int8") and ("gather int8" in text) == (wire == "int8")
             waits = [times[n].seconds for n in program.nodes if n.target is ops.wait]
             assert all((seconds > 0) == (wire == "int8") for seconds in waits)
@@ -189,7 +189,7 @@ def test_memory_of_what_travels():
     pipeline.run(backward)
     gather, sums = ([n for n in backward.nodes if n.target is op] for op in (ops.all_gather, ops.reduce_scatter))
     for node, factor in [(n, 5 / 4) for n in gather] + [(n, 2) for n in sums]:
-        assert cost.room(node) == factor * cost.travels(node)
+        assert byte_costs.room(node) == factor * byte_costs.travels(node)
 
 
 # On ranks
@@ -198,18 +198,18 @@ def test_memory_of_what_travels():
 def carried(kind: str) -> tuple[bool, bool, bool]:
     """Gathers and sums of two segments of uneven ends, by hand; whether all ranks have the same."""
     with carried_by(lambda group, device: Native(group)) if kind == "native" else nullcontext():
-        group, me, world, run = groups.default_group(), dist.get_rank(), dist.get_world_size(), runs.current()
+        group, me, world, run = groups.default_group(), dist.get_rank(), dist.get_world_size(), execution.current()
         sizes = (300, 16)
         shards = [torch.randn(n, generator=torch.Generator().manual_seed(me)) for n in sizes]
         fulls = [torch.empty(world * n, dtype=BF16) for n in sizes]
-        formats.gather(run, list(zip(fulls, shards, strict=True)), group, "int8")()
+        comm_formats.gather(run, list(zip(fulls, shards, strict=True)), group, "int8")()
         right = True
         for full, n in zip(fulls, sizes, strict=True):
             every = [torch.randn(n, generator=torch.Generator().manual_seed(r)) for r in range(world)]
             right &= torch.equal(full, torch.cat([rounded(x) for x in every]).to(BF16))
         sums = [torch.empty(n) for n in sizes]
         mine = [torch.randn(world * n, generator=torch.Generator().manual_seed(9 + me)).to(BF16) for n in sizes]
-        formats.scatter(run, list(zip(mine, sums, strict=True)), F32, group, "int8")()
+        comm_formats.scatter(run, list(zip(mine, sums, strict=True)), F32, group, "int8")()
         added = True
         for total, n in zip(sums, sizes, strict=True):
             every = [torch.randn(world * n, generator=torch.Generator().manual_seed(9 + r)).to(BF16)[me * n :][:n]
@@ -386,7 +386,7 @@ def exact_outside() -> list[str]:
         wrong += [f"summoned {n}" for n, p in model.named_parameters() if not torch.equal(p, plain.get_parameter(n))]
     for module in (model, model.up, model.down):
         (buffer,) = module._mfsdp_unit.buffers
-        seen = immediate.gather_now(buffer.weights.source, buffer.text)
+        seen = sync_collectives.gather_now(buffer.weights.source, buffer.text)
         every = [torch.empty_like(seen) for _ in range(dist.get_world_size())]
         dist.all_gather(every, seen)
         if not all(torch.equal(x, seen) for x in every):
@@ -478,7 +478,7 @@ def on_two_levels(place: str) -> tuple[bool, bool, float]:
     optimizer.zero_grad()
     run(data[dist.get_rank()]).square().mean().backward()
     seen = torch.cat([
-        immediate.gather_now(b.weights.source, b.text) for m in (model, model.up, model.down)
+        sync_collectives.gather_now(b.weights.source, b.text) for m in (model, model.up, model.down)
         for b in m._mfsdp_unit.buffers
     ])  # fmt: skip
     values = torch.cat([p.full_tensor().flatten() for p in model.parameters()])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mfsdp
-from mfsdp.graph import ops
+from mfsdp.ir import ops
 from mfsdp.state import weights
 from tests.models import MLP
 from tests.parity import compiled

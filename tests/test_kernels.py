@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.costs import clock, fusion, kernels
-from mfsdp.costs.kernels import Kernels
-from mfsdp.graph import ops
-from mfsdp.spec.hardware import KNOWN
+from mfsdp.config.hardware import KNOWN
+from mfsdp.cost_model import fusion, kernel_timings, op_cost
+from mfsdp.cost_model.kernel_timings import Kernels
+from mfsdp.ir import ops
 from tests.models import GPT, Block
 from tests.toys import toy2
 
@@ -32,8 +32,8 @@ def traced(lowering: str = "eager", layers: int = 4) -> tuple[nn.Module, list[An
 
 
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "LEAST", 1e-9)
-    monkeypatch.setattr(kernels, "ROUNDS", 1)
+    monkeypatch.setattr(kernel_timings, "LEAST", 1e-9)
+    monkeypatch.setattr(kernel_timings, "ROUNDS", 1)
 
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -41,24 +41,26 @@ def test_all_of_the_models_kernels_are_measured_and_equal_layers_once(monkeypatc
     quick(monkeypatch)
     fused = lowering != "eager"
     model, programs = traced(lowering)
-    found = kernels.measure(programs, fused=fused)
-    again = kernels.measure(traced(lowering, layers=6)[1], fused=fused, known=found)
+    found = kernel_timings.measure(programs, fused=fused)
+    again = kernel_timings.measure(traced(lowering, layers=6)[1], fused=fused, known=found)
     assert again.seconds == found.seconds, "more layers have no other kernels"
     for program in programs:
         known = found.of(program, fused)
-        estimates = clock.times(program, KNOWN["h100"], fused=fused)
+        estimates = op_cost.times(program, KNOWN["h100"], fused=fused)
         unknown = {n for n, t in estimates.items() if n.name not in known and t.transfer is None and t.seconds}
         sharding = (ops.wait, ops.bucket, ops.pack, ops.accumulate)
         assert all(n.target in sharding for n in unknown), unknown
         products = [n for n in program.nodes if n.target is ops.mm]
         assert all(n.name in known for n in products) and bool(products) == (program.phase == "backward")
-        distinct = {kernels.key([n]) for n in products}
+        distinct = {kernel_timings.key([n]) for n in products}
         assert len(distinct) <= len(products) / 3, "wherever in a bucket they are written"
-        times = clock.times(program, replace(KNOWN["h100"], launch=0.0, dispatch=0.0), fused=fused, measured=known)
+        times = op_cost.times(program, replace(KNOWN["h100"], launch=0.0, dispatch=0.0), fused=fused, measured=known)
         for run in fusion.together(program, fused):
             if run[0].name in known:
                 whole = sum(times[n].seconds for n in run)
-                assert whole == pytest.approx(found.seconds[kernels.key(run)]), "lines share what their kernel takes"
+                assert whole == pytest.approx(found.seconds[kernel_timings.key(run)]), (
+                    "lines share what their kernel takes"
+                )
     found.save(tmp_path / "a.json")
     assert Kernels.load(tmp_path / "a.json") == found
     slow = Kernels(found.hardware, dict.fromkeys(found.seconds, 1.0))
@@ -73,7 +75,7 @@ def test_a_gpu_runs_its_own_attention():
     device, seen = torch.device("cpu"), set()
     for program in traced(layers=2)[1]:
         for node in program.nodes:
-            found = kernels.attention(node, device)
+            found = kernel_timings.attention(node, device)
             if found is None:
                 assert "attention" not in str(node.target)
                 continue
@@ -88,7 +90,7 @@ def test_a_gpu_runs_its_own_attention():
 def test_a_kernel_is_what_it_reads():
     forward = toy2()
     pipeline.run(forward)
-    keys = [kernels.key(run) for run in fusion.together(forward, True)]
+    keys = [kernel_timings.key(run) for run in fusion.together(forward, True)]
     assert "aten.addmm.default(bf16[1024], bf16[256,1024], bf16[1024,1024]/1,1024)" in keys, keys
     assert len(set(keys)) < len(keys), "two layers are alike"
 
@@ -106,6 +108,6 @@ def test_what_is_refused(tmp_path, text, message):
     with pytest.raises(ValueError, match=message):
         Kernels.load(tmp_path / "a.json")
     with pytest.raises(ValueError, match="measured on abacus, this is .*: give another file"):
-        kernels.measure([], known=Kernels("abacus"))
+        kernel_timings.measure([], known=Kernels("abacus"))
     with pytest.raises(ValueError, match="profile= and kernels= were both given"):
         mfsdp.explain(nn.Linear(2, 2), (torch.zeros(1, 2),), profile=object(), kernels=Kernels("abacus"))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mfsdp.spec.layout import ALIGN, Layout, plan
+from mfsdp.config.layout import ALIGN, Layout, plan
 from tests.model_shapes import LAYERS, WORLDS
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.graph import cost, listing
+from mfsdp.ir import byte_costs, printer
 from tests.models import GPT, Block
 from tests.toys import toy2
 
@@ -85,12 +85,12 @@ def test_the_text_is_the_same_every_time():
 
 def test_unfolded_shows_every_unit():
     program = toy2()
-    assert "like u0" in listing.render(program, "capture")
-    assert "like u0" not in listing.render(program, "capture", fold=False)
+    assert "like u0" in printer.render(program, "capture")
+    assert "like u0" not in printer.render(program, "capture", fold=False)
 
 
 @pytest.mark.parametrize(
     ("n", "text"), [(0, "0B"), (512, "512B"), (264192, "258K"), (2113536, "2.02M"), (3 * 2**29, "1.50G")]
 )
 def test_sizes(n, text):
-    assert cost.size(n) == text
+    assert byte_costs.size(n) == text

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
-from mfsdp.runtime.agreement import Company
+from mfsdp.runtime.desync import Company
 from tests.parity import whole
 
 Load = Callable[[nn.Module, dict[str, torch.Tensor]], None]

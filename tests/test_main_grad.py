@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import mfsdp
-from mfsdp.runtime import immediate
-from mfsdp.sharding.lending import MainGrads
+from mfsdp.runtime import sync_collectives
+from mfsdp.sharding.te_eager import MainGrads
 from tests.engine_doubles import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
 from tests.test_optimizer import whole
 
@@ -175,7 +175,7 @@ def kept(keeps: bool) -> None:
         return out
 
     with (
-        patch.object(immediate, "gather_now", watched(immediate.gather_now, gathered)),
+        patch.object(sync_collectives, "gather_now", watched(sync_collectives.gather_now, gathered)),
         patch.object(MainGrads, "_zeros", watched(MainGrads._zeros, buckets)),
         patch.object(kind, "_get_weight_tensors", lends),
     ):

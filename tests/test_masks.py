@@ -14,8 +14,8 @@ from torch import fx, nn
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import masks
-from mfsdp.graph.program import operator
+from mfsdp.compiler import attention_masks
+from mfsdp.ir.program import operator
 from tests.test_materialize import Largest
 
 T = 64
@@ -102,12 +102,12 @@ class Folding:
 
     def __call__(self, gm: fx.GraphModule, inputs: Any) -> Any:
         names = [n.name.removeprefix("l_").removesuffix("_") for n in gm.graph.find_nodes(op="placeholder")]
-        self.notes += masks.fold(gm, names)
+        self.notes += attention_masks.fold(gm, names)
         for body in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
             body.graph.lint()
             self.nodes += body.graph.nodes
-            found = body.graph.find_nodes(op="call_function", target=masks.ATTENTION)
-            self.calls += [masks._arguments(node) for node in found]
+            found = body.graph.find_nodes(op="call_function", target=attention_masks.ATTENTION)
+            self.calls += [attention_masks._arguments(node) for node in found]
         return gm
 
 
@@ -167,8 +167,8 @@ def told(model: nn.Module, dynamic: bool | None = None, **inputs: Any) -> Foldin
 
 def test_tiles_tell_what_elements_tell():
     """Every border lies somewhere in a tile; lengths are no multiples of tiles."""
-    length = 3 * masks.TILE + 17
-    borders = [(offset, length) for offset in (-masks.TILE - 1, -1, 0, 1, masks.TILE)]
+    length = 3 * attention_masks.TILE + 17
+    borders = [(offset, length) for offset in (-attention_masks.TILE - 1, -1, 0, 1, attention_masks.TILE)]
     for offset, window in [*borders, (0, length - 1), (0, length + 1)]:
 
         def mask(x: torch.Tensor, offset: int = offset, window: int = window) -> torch.Tensor:
@@ -183,7 +183,7 @@ def test_tiles_tell_what_elements_tell():
 def test_bounds_hold_all_elements():
     """Random comparisons, sums and choices: what bounds say of a tile holds for each element of it."""
     generator = torch.Generator().manual_seed(0)
-    length = 2 * masks.TILE + 5
+    length = 2 * attention_masks.TILE + 5
 
     def pick(n: int) -> int:
         return int(torch.randint(n, (), generator=generator))
@@ -202,15 +202,18 @@ def test_bounds_hold_all_elements():
         seen: list[Any] = []
 
         def backend(gm: fx.GraphModule, inputs: Any, seen: list[Any] = seen) -> Any:
-            (node,) = gm.graph.find_nodes(op="call_function", target=masks.ATTENTION)
-            seen += masks._Values({}).bounds(masks._arguments(node)["attn_mask"])
+            (node,) = gm.graph.find_nodes(op="call_function", target=attention_masks.ATTENTION)
+            seen += attention_masks._Values({}).bounds(attention_masks._arguments(node)["attn_mask"])
             return gm
 
         torch._dynamo.reset()
         model = Attention(lambda x, choices=choices: mask_of(x, choices), heads=1)
         torch.compile(model, backend=backend, fullgraph=True)(torch.randn(1, length, 24))
         mask = mask_of(batch(), choices)
-        low, high = (x.expand(3, 3).repeat_interleave(masks.TILE, 0).repeat_interleave(masks.TILE, 1) for x in seen)
+        low, high = (
+            x.expand(3, 3).repeat_interleave(attention_masks.TILE, 0).repeat_interleave(attention_masks.TILE, 1)
+            for x in seen
+        )
         low, high = low[:length, :length], high[:length, :length]
         assert bool((low <= mask).all()) and bool((mask <= high).all()), choices
 
@@ -356,7 +359,7 @@ def test_groups_of_queries_are_not_repeated_in_16_bits():
     model = llama().bfloat16()
     backend = told(model, input_ids=ids())
     assert all(call["enable_gqa"] for call in backend.calls) and "enable_gqa=True" in backend.notes[0]
-    assert not any(masks._name(node) == "expand" and "hidden_states" in node.name for node in backend.nodes)
+    assert not any(attention_masks._name(node) == "expand" and "hidden_states" in node.name for node in backend.nodes)
 
 
 @pytest.mark.slow

@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
-from mfsdp.spec.config import Options
-from mfsdp.state.placement import STRATEGIES, strategy_name
+from mfsdp.config.options import Options
+from mfsdp.state.sharding_plan import STRATEGIES, strategy_name
 from tests.models import MLP
 from tests.parity import averaged, error
 

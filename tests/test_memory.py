@@ -13,8 +13,8 @@ from torch import nn
 
 import mfsdp
 from examples.bench.bench import peak_of
-from mfsdp.costs.ledger import ledger as account
-from mfsdp.runtime import slots
+from mfsdp.cost_model.memory_model import ledger as account
+from mfsdp.runtime import static_buffers
 from tests.models import GPT, Block
 from tests.parity import compiled
 from tests.ranks import collectives_told
@@ -28,7 +28,7 @@ def live() -> dict[int, int]:
     """Bytes of every storage that some tensor of this process holds, by address; without vacant static buffers."""
     gc.collect()
     found = {}
-    free = {static.storage.data_ptr() for static in slots._slots.values() if static.vacant()}
+    free = {static.storage.data_ptr() for static in static_buffers._slots.values() if static.vacant()}
     for x in gc.get_objects():
         if issubclass(type(x), torch.Tensor) and hasattr(x, "untyped_storage") and x.device.type == "cpu":
             if type(x) not in (torch.Tensor, nn.Parameter):

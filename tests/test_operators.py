@@ -12,8 +12,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 import mfsdp
-from mfsdp.state.sharded import Sharding
-from mfsdp.state.tensors import ShardedDTensor
+from mfsdp.state.shard_spec import Sharding
+from mfsdp.state.sharded_dtensor import ShardedDTensor
 from tests.parity import whole
 
 pytestmark = pytest.mark.dist

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp.state.optimizer import fully_shard_optimizer
+from mfsdp.state.flat_optimizer import fully_shard_optimizer
 from tests.models import CASES, GPT, Block
 from tests.parity import error, whole
 from tests.ranks import here

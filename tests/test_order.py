@@ -12,9 +12,9 @@ from torch._inductor import config as inductor_config
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import lowering, order
-from mfsdp.compiler.order import Operation, compare, listed, written
-from mfsdp.graph.check import LawError
+from mfsdp.compiler import lowering, schedule_check
+from mfsdp.compiler.schedule_check import Operation, compare, listed, written
+from mfsdp.ir.verifier import LawError
 from tests.toys import toy2
 
 
@@ -39,7 +39,7 @@ def code_of(phase: str) -> tuple[list[Operation], list[str]]:
 @pytest.fixture
 def told(monkeypatch) -> list[str]:
     out: list[str] = []
-    monkeypatch.setattr(order.log, "warning", lambda text, *words: out.append(text % words))
+    monkeypatch.setattr(schedule_check.log, "warning", lambda text, *words: out.append(text % words))
     return out
 
 
@@ -111,7 +111,7 @@ def test_an_operation_that_is_gone_is_an_error(verb):
 def test_code_that_is_not_in_python_is_not_compared(monkeypatch):
     expected, _ = code_of("backward")
     said: list[str] = []
-    monkeypatch.setattr(order.log, "info", said.append)
+    monkeypatch.setattr(schedule_check.log, "info", said.append)
     compare(expected, "cpp_wrapper_src = 'void call();'")
     assert "was not compared" in said[0]
 

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from mfsdp.config.layout import plan
 from mfsdp.planning.explain import explain
 from mfsdp.reports import charts, chrome, layouts, page
-from mfsdp.spec.layout import plan
 from tests.toys import BF16, Toy2
 
 EVIL = "<img src=x onerror=alert(1)>&\"'</script>"

@@ -167,7 +167,7 @@ def test_what_the_tutorial_asks_before_it_runs(capsys):
 
 
 def test_commands_of_the_tutorial_are_there():
-    from mfsdp.command.main import main
+    from mfsdp.cli.main import main
 
     lines = [line for line in "".join(blocks("TUTORIAL.md", "")).splitlines() if line.startswith("mfsdp ")]
     assert len(lines) == 2

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from mfsdp.spec.layout import plan
-from mfsdp.state.pieces import Piece, runs_of
-from mfsdp.state.sharded import Sharding
+from mfsdp.config.layout import plan
+from mfsdp.state.shard_spec import Sharding
+from mfsdp.state.tp_shards import Piece, runs_of
 
 NOBODY: Any = None
 

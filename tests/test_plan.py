@@ -20,21 +20,21 @@ from torch import nn
 import mfsdp
 from examples.parallel.model import Layer, Mixtral
 from mfsdp import pipeline
-from mfsdp.compiler import capture, cutting
-from mfsdp.compiler.cutting import Treatment
+from mfsdp.compiler import capture, joint_graph
+from mfsdp.compiler.joint_graph import Treatment
 from mfsdp.compiler.planner import ALLOWED, WAYS, Planner, Setting
 from mfsdp.compiler.tracing import Programs
-from mfsdp.costs import clock, fusion
-from mfsdp.costs.folding import Event, drained, folded, runs, stretch
-from mfsdp.costs.simulate import simulate
-from mfsdp.graph.cost import lines, peak
+from mfsdp.config.hardware import Hardware, Link, Transfer
+from mfsdp.config.layer_choices import Choice
+from mfsdp.config.options import Options
+from mfsdp.config.plans import nbytes_of
+from mfsdp.cost_model import fusion, op_cost
+from mfsdp.cost_model.extrapolate import Event, drained, folded, runs, stretch
+from mfsdp.cost_model.timeline import simulate
+from mfsdp.ir.byte_costs import lines, peak
 from mfsdp.planning.explain import buffers_of, machine_of
 from mfsdp.planning.plan import _prices
 from mfsdp.reports.page import render as page_of
-from mfsdp.spec.choices import Choice
-from mfsdp.spec.config import Options
-from mfsdp.spec.hardware import Hardware, Link, Transfer
-from mfsdp.spec.plans import nbytes_of
 from tests.models import GPT, Block, Unlike
 from tests.test_explain import PLAIN, built, held
 from tests.toys import BF16
@@ -106,9 +106,9 @@ def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag,
     assert repeats and len(treated) < len(states)
     table = pipeline.table(depth, lag, wide=True, pace=found.pace)
     whole = []
-    for program in found._programs(cutting.treatments(setting.choices), ()):
+    for program in found._programs(joint_graph.treatments(setting.choices), ()):
         pipeline.run(program, passes=table, checked=False, listings=False)
-        times = clock.times(program, found.machine)
+        times = op_cost.times(program, found.machine)
         seconds = max(span.end for span in simulate(program, times))
         top = peak(lines(program, fusion.fused(program))) - sum(program.slots.values())
         whole.append((f"{1e6 * seconds:.6f}", top, program.slots))
@@ -137,7 +137,7 @@ def test_copies_that_do_not_come_to_rest_within_few_layers_are_scored_in_all_of_
             few = found._folded(treated, setting)
             rest = all(part.rests(r.borders(part.backward, 1, 1)) for part in few for r in repeats)
             assert rest is (rate > 2e7)
-            parts = found._folded(cutting.treatments(setting.choices), setting)
+            parts = found._folded(joint_graph.treatments(setting.choices), setting)
             whole = found._total(setting, [p.play() for p in parts], found._slots(parts), parts[0].host)
             score = found.score(setting)
             assert (score.peak, score.host) == (whole.peak, whole.host)
@@ -585,7 +585,7 @@ def test_dropout_that_is_computed_again_is_the_same_dropout():
 
 def test_treatments_name_every_layer():
     choice = Choice("Block", ("a", "b", "c"), gathered=1, recomputed=2, saved=("up",))
-    assert cutting.treatments((choice,)) == {
+    assert joint_graph.treatments((choice,)) == {
         "a": Treatment(True, ("up",), False), "b": Treatment(True, ("up",), False), "c": Treatment(False, (), True),
     }  # fmt: skip
 

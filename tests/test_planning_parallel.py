@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import mfsdp
 from examples.parallel.model import Experts, Layer, Llama, Mixtral, MixtureLayer, expert_parallel, tensor_parallel
 from mfsdp import pipeline
-from mfsdp.costs import clock
-from mfsdp.graph import listing, ops
-from mfsdp.graph.program import Program
-from mfsdp.graph.roles import Lane
-from mfsdp.spec.hardware import hardware
+from mfsdp.config.hardware import hardware
+from mfsdp.cost_model import op_cost
+from mfsdp.ir import ops, printer
+from mfsdp.ir.program import Program
+from mfsdp.ir.roles import Lane
 from tests.parallel import reset, tokens
 from tests.test_transformers_parallel import build, parallelized
 
@@ -68,7 +68,7 @@ def ran(model: nn.Module) -> list[Program]:
 
 def text(program: Program) -> list[str]:
     """Its lines, but not the names of values, which the outermost frame gives."""
-    return [line for line in listing.render(program, "capture").split("\n") if line and not line.startswith("; mfsdp")]
+    return [line for line in printer.render(program, "capture").split("\n") if line and not line.startswith("; mfsdp")]
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_ranks_beside_tensor_parallelism_are_no_neighbours(eight):
     forward, _ = mfsdp.trace(cut("tensor"), (IDS.to("meta"),))
     pipeline.run(forward)
     machine = hardware({"like": "h100", "name": "fours", "ranks_per_node": 4})
-    times = clock.times(forward, machine)
+    times = op_cost.times(forward, machine)
     links = {n.target: times[n].transfer.link for n in forward.nodes if n.target in (ops.all_gather, ops.collective)}
     assert links == {ops.all_gather: "between", ops.collective: "inside"}
     assert {u.spec.stride for u in forward.units} == {2}

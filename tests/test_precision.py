@@ -16,10 +16,10 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.graph import cost, ops
-from mfsdp.spec.config import Precision
-from mfsdp.spec.units import Spec
-from mfsdp.state.placement import STRATEGIES
+from mfsdp.config.options import Precision
+from mfsdp.config.units import Spec
+from mfsdp.ir import byte_costs, ops
+from mfsdp.state.sharding_plan import STRATEGIES
 from tests.models import CASES, MLP, Several
 from tests.parity import batches, compiled, error
 from tests.test_strategies import TWO_LEVELS, sharding
@@ -200,7 +200,7 @@ def test_native_sums_take_no_room(strategy):
         backward = mfsdp.trace(model, (x,), world=4, strategy=strategy, mp_policy=policy).backward
         listings[how] = pipeline.run(backward)[-1].listing
         (sums,) = (n for n in backward.nodes if n.target in (ops.reduce_scatter, ops.all_reduce))
-        peaks[how] = cost.room(sums)
+        peaks[how] = byte_costs.room(sums)
     assert peaks["native"] == 0 < peaks["wide"]
     assert "sum f32" in listings["wide"] and "sum bf16" in listings["native"]
 

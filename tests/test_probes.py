@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from mfsdp.spec.config import Options
+from mfsdp.config.options import Options
 from tests.ranks import here
 
 

@@ -17,12 +17,12 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.graph import ops
-from mfsdp.graph.cost import nbytes
-from mfsdp.graph.program import Program
-from mfsdp.graph.roles import Kind
-from mfsdp.runtime import grids
-from mfsdp.spec.grid import Digit, Grid, decode, encode
+from mfsdp.config.block_grid import Digit, Grid, decode, encode
+from mfsdp.ir import ops
+from mfsdp.ir.byte_costs import nbytes
+from mfsdp.ir.program import Program
+from mfsdp.ir.roles import Kind
+from mfsdp.runtime import block_scales
 from tests.fp8 import RECIPES, Coded, Pair, stack
 from tests.ranks import collectives_told, here
 
@@ -78,13 +78,13 @@ def test_maxima_of_parts_are_maxima_of_the_whole(block, data):
         whole[data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, k - 1))] = torch.nan
     cuts = sorted(data.draw(st.lists(st.integers(0, n), max_size=3)))
     parts = list(zip([0, *cuts], [*cuts, n], strict=True))
-    found = torch.stack([grids.largest(whole[a:b], a, grid) for a, b in parts]).amax(0).view(torch.float32)
+    found = torch.stack([block_scales.largest(whole[a:b], a, grid) for a, b in parts]).amax(0).view(torch.float32)
     blocks = whole.abs().view(n // rows, rows, k // columns, columns)
     want = blocks.amax((1, 3))
     torch.testing.assert_close(found, want.reshape(-1), rtol=0, atol=0, equal_nan=True)
     out = torch.empty(n, k)
     for a, b in parts:
-        grids.spread(found, out[a:b], a, grid)
+        block_scales.spread(found, out[a:b], a, grid)
     everywhere = want[:, None, :, None].expand_as(blocks).reshape(n, k)
     torch.testing.assert_close(out, everywhere, rtol=0, atol=0, equal_nan=True)
     assert decode(encode((grid, grid))) == (grid, grid) and decode("") == ()
@@ -240,7 +240,7 @@ def lasting() -> list[dict[str, int]]:
     """Bytes that gathers of FP8 weights bring in a step of three microbatches, and that last, with the pass and
     without; meanwhile weights are read and written in every other way, and values stay the same.
     """
-    from mfsdp.runtime.runs import Run
+    from mfsdp.runtime.execution import Run
 
     rank, found, seen = torch.distributed.get_rank(), [], []
     own = Run.gather

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from mfsdp.runtime import devices, runs, slots
-from mfsdp.runtime.agreement import Left
-from mfsdp.runtime.carriers import carried_by
-from mfsdp.runtime.mirror import Mirror
+from mfsdp.runtime import devices, execution, static_buffers
+from mfsdp.runtime.desync import Left
+from mfsdp.runtime.fake_transport import Mirror
 from mfsdp.runtime.transport import End, Pairs, Turn
+from mfsdp.runtime.transport_registry import carried_by
 from mfsdp.state.weights import Weights
 from tests.loopback import Loopback, Race, Stream, Streams
 from tests.models import GPT, Block
@@ -38,10 +38,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(autouse=True)
 def four() -> Iterator[None]:
-    slots.forget()
+    static_buffers.forget()
     with mfsdp.fake_ranks(4, rank=1):
         yield
-    slots.forget()
+    static_buffers.forget()
 
 
 class Broken(nn.Module):
@@ -133,21 +133,21 @@ def given_up(setup: Setup, streams: Streams | None, first: int = 3, compiled: bo
     class Full(Exception):
         pass
 
-    wait, seen = runs.Run.wait, 0
+    wait, seen = execution.Run.wait, 0
 
-    def full(run: runs.Run, out: torch.Tensor) -> None:
+    def full(run: execution.Run, out: torch.Tensor) -> None:
         nonlocal seen
         seen += 1
         if seen == first:
             raise Full
         wait(run, out)
 
-    runs.Run.wait = full  # type: ignore[method-assign]
+    execution.Run.wait = full  # type: ignore[method-assign]
     try:
         with pytest.raises(Full):
             setup.loss()
     finally:
-        runs.Run.wait = wait  # type: ignore[method-assign]
+        execution.Run.wait = wait  # type: ignore[method-assign]
     run = setup.run if compiled else setup.model
     run(setup.batch()).float().square().mean().backward()
 
@@ -183,7 +183,7 @@ WAYS: dict[str, tuple[Way, dict[str, Any]]] = {
 def trained(way: str, place: str, device: str, streams: Streams | None = None) -> list[torch.Tensor]:
     """Weights and static buffers' use after three steps."""
     torch._dynamo.reset()
-    slots.forget()
+    static_buffers.forget()
     do, options = WAYS[way]
     setup = Setup(device, place, options, broken=way == "graph break", flat=way.startswith("launched"))
     for _ in range(3):
@@ -296,9 +296,11 @@ def test_gathers_over_two_axes_wait_for_each_other_not_for_compute(monkeypatch):
 
 @pytest.mark.slow
 def test_static_buffers_of_all_streams_together_are_found(monkeypatch):
-    room = slots.room
+    room = static_buffers.room
     monkeypatch.setattr(
-        slots, "room", lambda slot, numel, dtype, device: _on_the_default_stream(room, slot, numel, dtype, device)
+        static_buffers,
+        "room",
+        lambda slot, numel, dtype, device: _on_the_default_stream(room, slot, numel, dtype, device),
     )
     with pytest.raises(Race, match="all_gather|collective"):
         two_models(monkeypatch)
@@ -323,18 +325,18 @@ def test_gradients_that_nobody_follows_are_found(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "accumulated"])
 def test_waits_that_do_not_wait_are_found(monkeypatch, way):
-    monkeypatch.setattr(runs.Run, "wait", lambda run, out: run.pending.pop(out.untyped_storage().data_ptr()))
+    monkeypatch.setattr(execution.Run, "wait", lambda run, out: run.pending.pop(out.untyped_storage().data_ptr()))
     with pytest.raises(Race, match="does not wait for collective over"):
         check(monkeypatch, way, "optim_grads_params", "cpu")
 
 
 @pytest.mark.slow
 def test_gathers_launched_ahead_that_nobody_waits_for_are_found(monkeypatch):
-    def adopt(run: runs.Run, early: Any) -> torch.Tensor:
+    def adopt(run: execution.Run, early: Any) -> torch.Tensor:
         run.launch(early.out)
         return early.out
 
-    monkeypatch.setattr(runs.Run, "adopt", adopt)
+    monkeypatch.setattr(execution.Run, "adopt", adopt)
     with pytest.raises(Race, match="does not wait for collective over"):
         check(monkeypatch, "launched ahead", "optim_grads_params", "cpu")
 
@@ -365,7 +367,7 @@ def test_sources_that_count_as_filled_too_early_are_found(monkeypatch):
 
 @pytest.mark.slow
 def test_a_rank_that_swallows_an_exception_is_out_of_step(monkeypatch):
-    monkeypatch.setattr("mfsdp.runtime.agreement.PATIENCE", 0.1)
+    monkeypatch.setattr("mfsdp.runtime.desync.PATIENCE", 0.1)
     monkeypatch.setattr(Loopback, "alike", False)
     with carried_by(Loopback), pytest.raises(RuntimeError, match=r"out of step \(law 50\)"):
         trained("given up", "optim_grads_params", "cpu")

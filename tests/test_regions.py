@@ -18,8 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import layers, lowering, order, regions
-from mfsdp.graph.program import STORAGE, Program
+from mfsdp.compiler import layer_match, lowering, outlining, schedule_check
+from mfsdp.ir.program import STORAGE, Program
 from tests.models import CASES, GPT, Block
 from tests.parity import batches, build, compiled, whole
 
@@ -29,23 +29,23 @@ NEVER = 1 << 30
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     out: list[str] = []
-    monkeypatch.setattr(regions.log, "info", lambda text, *words: out.append(text % words))
+    monkeypatch.setattr(outlining.log, "info", lambda text, *words: out.append(text % words))
     return out
 
 
 def programs(model: nn.Module, x: torch.Tensor, least: int = 4, **more: Any) -> list[Program]:
-    before, regions.LEAST = regions.LEAST, least
+    before, outlining.LEAST = outlining.LEAST, least
     try:
         with torch.device("meta"):
             return list(mfsdp.trace(copy.deepcopy(model), (x,), world=2, **{"lowering": "inductor", **more}))
     finally:
-        regions.LEAST = before
+        outlining.LEAST = before
 
 
 def schedule(program: Program) -> list[str]:
     """What a program communicates, once all passes have run, and their laws been checked."""
     pipeline.run(program, listings=False)
-    return [re.sub(r"\b(?!u\d)[a-z]\w*", "_", operation.text) for operation in order.listed(program)]
+    return [re.sub(r"\b(?!u\d)[a-z]\w*", "_", operation.text) for operation in schedule_check.listed(program)]
 
 
 def ids() -> torch.Tensor:
@@ -60,7 +60,7 @@ def test_programs_are_flat_and_follow_the_same_schedule(told, train, recompute):
     flat, once = (programs(model, ids(), least, units=[Block], train=train) for least in (NEVER, 4))
     assert [p.phase for p in flat] == [p.phase for p in once] == (["forward", "backward"] if train else ["inference"])
     for a, b in zip(flat, once, strict=True):
-        assert not any(n.op == "get_attr" or n.target is regions.CALL for n in b.nodes)
+        assert not any(n.op == "get_attr" or n.target is outlining.CALL for n in b.nodes)
         assert not any(isinstance(m, torch.fx.GraphModule) for m in b.gm.children()), "caches could not write that down"
         assert schedule(a) == schedule(b)
     assert not told
@@ -84,7 +84,7 @@ def test_every_layer_has_its_own_values():
 @pytest.mark.slow
 def test_few_layers_are_not_worth_it(monkeypatch):
     calls = []
-    monkeypatch.setattr(layers.Layer, "body", lambda self: calls.append(self))
+    monkeypatch.setattr(layer_match.Layer, "body", lambda self: calls.append(self))
     programs(GPT(layers=3), ids(), units=[Block])
     assert not calls
 
@@ -192,8 +192,8 @@ def test_where_torch_cannot_cut_it_the_graph_is_captured_flat(monkeypatch, told)
     def raises(joint: Any) -> None:
         raise AssertionError("not with this torch")
 
-    monkeypatch.setattr(regions, "writes", raises)
-    monkeypatch.setattr(regions.log, "warning", regions.log.info)
+    monkeypatch.setattr(outlining, "writes", raises)
+    monkeypatch.setattr(outlining.log, "warning", outlining.log.info)
     once = programs(GPT(layers=4), ids(), units=[Block])
     assert told == ["mfsdp: layers are captured one by one: AssertionError: not with this torch"]
     assert [len(p.nodes) for p in once] == [len(p.nodes) for p in flat]
@@ -203,7 +203,7 @@ def test_where_torch_cannot_cut_it_the_graph_is_captured_flat(monkeypatch, told)
 
 @pytest.mark.slow
 def test_what_cannot_be_looked_at_is_captured_as_it_is(monkeypatch, told):
-    monkeypatch.setattr(regions, "unfit", lambda alike: 1 / 0)
+    monkeypatch.setattr(outlining, "unfit", lambda alike: 1 / 0)
     forward, _ = programs(GPT(layers=4), ids(), units=[Block])
     assert told == ["mfsdp: layers are captured one by one: ZeroDivisionError: division by zero"]
     assert schedule(forward)
@@ -299,8 +299,8 @@ def differences(expected: dict[str, int]) -> list[str]:
     """
     out: list[str] = []
     called: list[str] = []
-    call, least_ = layers.Layer.call, regions.LEAST
-    layers.Layer.call = lambda self, name, moved: (called.append(name), call(self, name, moved))[1]  # type: ignore[method-assign, assignment, func-returns-value]
+    call, least_ = layer_match.Layer.call, outlining.LEAST
+    layer_match.Layer.call = lambda self, name, moved: (called.append(name), call(self, name, moved))[1]  # type: ignore[method-assign, assignment, func-returns-value]
     for name, count in expected.items():
         torch.manual_seed(0)
         if name in CASES:
@@ -313,7 +313,7 @@ def differences(expected: dict[str, int]) -> list[str]:
         for least in (NEVER, 2):
             twin = copy.deepcopy(model)
             torch._dynamo.reset()  # or the first one's code would serve both
-            regions.LEAST = least
+            outlining.LEAST = least
             called.clear()
             run, losses = compiled(twin, "eager"), []
             for step in range(2):
@@ -331,7 +331,7 @@ def differences(expected: dict[str, int]) -> list[str]:
         for a, b in zip(*runs, strict=True):
             same = all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))
             out += [] if same else [name]
-    layers.Layer.call, regions.LEAST = call, least_  # type: ignore[method-assign]
+    layer_match.Layer.call, outlining.LEAST = call, least_  # type: ignore[method-assign]
     return out
 
 

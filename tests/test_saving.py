@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from mfsdp import CheckpointError, Checkpoints
-from mfsdp.runtime import watch
+from mfsdp.runtime import watchdog
 from tests.crashes import Run
 from tests.test_watch import logged
 
@@ -34,7 +34,7 @@ def beside(folder: str) -> tuple[bool, bool, list[int], list[str]]:
     if dist.get_rank() == 1:
         slowly(1)
     with logged() as texts:
-        watch.settle(0.3, False, None)
+        watchdog.settle(0.3, False, None)
         try:
             saving = checkpoints.save(1, **run.parts, blocking=False)
             run.train(3)

@@ -20,13 +20,13 @@ from torch.utils import _pytree as pytree
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.compiler import backend
-from mfsdp.graph import cost, listing, ops
-from mfsdp.graph.program import Program, slot_of
-from mfsdp.graph.roles import Kind
+from mfsdp.config.hardware import hardware
+from mfsdp.ir import byte_costs, ops, printer
+from mfsdp.ir.program import Program, slot_of
+from mfsdp.ir.roles import Kind
 from mfsdp.passes.bucket import bucket
 from mfsdp.reports.profile import Outline
-from mfsdp.runtime import devices, groups, kernels, programs, runs, slots
-from mfsdp.spec.hardware import hardware
+from mfsdp.runtime import compiled_program, devices, execution, groups, kernels, static_buffers
 from mfsdp.state.gradients import Gradients
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import batches, compiled, whole
@@ -55,10 +55,10 @@ def unsharded_bytes(p: Program) -> int:
     live = most = 0
     for n in p.nodes:
         if n.target is ops.all_gather:
-            live += cost.nbytes(n.meta["val"])
+            live += byte_costs.nbytes(n.meta["val"])
             most = max(most, live)
         elif n.target is ops.free:
-            live -= cost.nbytes(n.args[0].meta["val"])
+            live -= byte_costs.nbytes(n.args[0].meta["val"])
     return most
 
 
@@ -75,12 +75,12 @@ def test_a_gather_is_launched_so_many_units_ahead(depth, phase):
     waits = {n.args[0]: n for n in program.find(Kind.WAIT)}
     for i, launch in enumerate(launches):
         if i < depth:
-            assert launch < next(n for n in program.nodes if cost.is_line(n) and "mfsdp" not in n.meta)
+            assert launch < next(n for n in program.nodes if byte_costs.is_line(n) and "mfsdp" not in n.meta)
         else:
             assert waits[launches[i - depth]] < launch
             before = [n for n in program.nodes if waits[launches[i - depth]] < n < launch]
             assert all("mfsdp" in n.meta for n in before), "nothing is computed between that wait and the launch"
-    assert listing.schedule(program).in_flight >= min(depth, len(launches) - 1)
+    assert printer.schedule(program).in_flight >= min(depth, len(launches) - 1)
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_prefetch_hides_what_it_can():
         forward, backward = gpt()
         for p in (forward, backward):
             pipeline.run(p, passes=pipeline.table(depth=depth, lag=depth))
-        exposed[depth] = [listing.schedule(p).exposed for p in (forward, backward)]
+        exposed[depth] = [printer.schedule(p).exposed for p in (forward, backward)]
     assert exposed[0] == [5, 10], "without it every collective is exposed"
     # Forward: the first gather. Backward: the last reduction; its first gather hides behind the loss.
     assert exposed[1] == [1, 1]
@@ -103,7 +103,7 @@ def test_the_limit_on_unsharded_bytes_is_kept(share, phase):
     program = gpt()[phase]
     pipeline.run(program, passes=pipeline.table(depth=0))
     needed = unsharded_bytes(program)
-    block = max(cost.nbytes(n.meta["val"]) for n in gathers(program))
+    block = max(byte_costs.nbytes(n.meta["val"]) for n in gathers(program))
     limit = int(needed + (share - 1) * block)
     program = gpt()[phase]
     pipeline.run(program, passes=pipeline.table(depth=3, limit=limit))
@@ -267,7 +267,7 @@ def test_explain_shows_what_the_hardware_does():
 def test_identical_layers_need_one_slot_more_than_the_depth(depth):
     for program in gpt():
         pipeline.run(program, passes=pipeline.table(depth=depth))
-        largest = max(cost.nbytes(n.meta["val"]) for n in gathers(program) if "u0" not in n.name)
+        largest = max(byte_costs.nbytes(n.meta["val"]) for n in gathers(program) if "u0" not in n.name)
         of_blocks = [s for s, b in program.slots.items() if s.startswith("p") and b == largest]
         assert len(of_blocks) <= depth + 1
 
@@ -275,7 +275,7 @@ def test_identical_layers_need_one_slot_more_than_the_depth(depth):
 def test_the_root_has_a_slot_of_its_own_size():
     forward, _ = gpt()
     pipeline.run(forward)
-    sizes = {n.name: cost.nbytes(n.meta["val"]) for n in gathers(forward)}
+    sizes = {n.name: byte_costs.nbytes(n.meta["val"]) for n in gathers(forward)}
     for n in gathers(forward):
         assert forward.slots[slot_of(n)] >= sizes[n.name]
     assert sum(forward.slots.values()) == unsharded_bytes(forward)
@@ -287,11 +287,11 @@ def test_a_free_gives_back_what_is_in_no_slot():
         for program in gpt():
             pipeline.run(program, passes=pipeline.table(slots=on))
             static = sum(program.slots.values())
-            for row in cost.lines(program):
+            for row in byte_costs.lines(program):
                 assert row.live >= static
                 if row.node.target is ops.free:
                     full = row.node.args[0]
-                    assert row.delta == (0 if slot_of(full) else -cost.nbytes(full.meta["val"]))
+                    assert row.delta == (0 if slot_of(full) else -byte_costs.nbytes(full.meta["val"]))
 
 
 @pytest.mark.slow
@@ -303,49 +303,56 @@ def test_kept_parameters_have_no_slot():
 
 def test_static_buffers_are_reused_unless_somebody_holds_them():
     cpu = torch.device("cpu")
-    first = slots.room("t0", 100, torch.float32, cpu)
+    first = static_buffers.room("t0", 100, torch.float32, cpu)
     address = first.data_ptr()
-    second = slots.room("t0", 100, torch.float32, cpu)
-    assert second.data_ptr() != address and slots.misses["t0"] == 1, "the first is still in use, and that is counted"
+    second = static_buffers.room("t0", 100, torch.float32, cpu)
+    assert second.data_ptr() != address and static_buffers.misses["t0"] == 1, (
+        "the first is still in use, and that is counted"
+    )
     del first, second
-    third = slots.room("t0", 50, torch.bfloat16, cpu)
+    third = static_buffers.room("t0", 50, torch.bfloat16, cpu)
     assert third.data_ptr() == address and third.shape == (50,) and third.dtype is torch.bfloat16
     del third
-    assert slots.sizes()["t0"] == 400
-    larger = slots.room("t0", 200, torch.float32, cpu)
-    assert slots.sizes()["t0"] == 800 and larger.numel() == 200
-    del slots._slots[cpu, "t0"]
+    assert static_buffers.sizes()["t0"] == 400
+    larger = static_buffers.room("t0", 200, torch.float32, cpu)
+    assert static_buffers.sizes()["t0"] == 800 and larger.numel() == 200
+    del static_buffers._slots[cpu, "t0"]
 
 
 def test_a_static_buffer_that_grows_is_freed_first(monkeypatch):
     empty, there = torch.empty, []
-    slots.room("t0", 100, torch.float32, torch.device("cpu"))
-    monkeypatch.setattr(torch, "empty", lambda *args, **more: (there.append(slots.sizes()), empty(*args, **more))[1])
-    assert slots.room("t0", 200, torch.float32, torch.device("cpu")).numel() == 200
-    assert "t0" not in there[0] and slots._slots.pop((torch.device("cpu"), "t0")).storage.nbytes() == 800
+    static_buffers.room("t0", 100, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(
+        torch, "empty", lambda *args, **more: (there.append(static_buffers.sizes()), empty(*args, **more))[1]
+    )
+    assert static_buffers.room("t0", 200, torch.float32, torch.device("cpu")).numel() == 200
+    assert "t0" not in there[0] and static_buffers._slots.pop((torch.device("cpu"), "t0")).storage.nbytes() == 800
 
 
 def test_views_that_stay_do_not_keep_a_static_buffer_taken():
     """They are made once for each dtype, and go with the buffer."""
     cpu, halves = torch.device("cpu"), lambda flat, at: [flat[:at], flat[at:]]
-    first = slots.room("t2", 100, torch.float32, cpu)
-    views = slots.views(first, halves, 60)
-    assert slots.views(first, halves, 60) is views and slots.views(first, halves, 50) is not views
+    first = static_buffers.room("t2", 100, torch.float32, cpu)
+    views = static_buffers.views(first, halves, 60)
+    assert static_buffers.views(first, halves, 60) is views and static_buffers.views(first, halves, 50) is not views
     views[1].fill_(7)
-    assert first[60:].eq(7).all() and not slots._slots[cpu, "t2"].vacant()
+    assert first[60:].eq(7).all() and not static_buffers._slots[cpu, "t2"].vacant()
     address = first.data_ptr()
     del first
     with torch.inference_mode():
-        second = slots.room("t2", 50, torch.bfloat16, cpu)
+        second = static_buffers.room("t2", 50, torch.bfloat16, cpu)
     assert second.data_ptr() == address and not second.is_inference()
-    assert [v.dtype for v in slots.views(second, halves, 60)] == [torch.bfloat16] * 2
+    assert [v.dtype for v in static_buffers.views(second, halves, 60)] == [torch.bfloat16] * 2
     own = torch.empty(100)
-    assert slots.views(own, halves, 60)[0].data_ptr() == own.data_ptr(), "memory of its own is cut anew"
+    assert static_buffers.views(own, halves, 60)[0].data_ptr() == own.data_ptr(), "memory of its own is cut anew"
     del second
-    assert slots._slots[cpu, "t2"].vacant() and slots.room("t2", 100, torch.float32, cpu).data_ptr() == address
-    gone = StorageWeakRef(slots._slots[cpu, "t2"].storage)
+    assert (
+        static_buffers._slots[cpu, "t2"].vacant()
+        and static_buffers.room("t2", 100, torch.float32, cpu).data_ptr() == address
+    )
+    gone = StorageWeakRef(static_buffers._slots[cpu, "t2"].storage)
     del views
-    slots.forget()
+    static_buffers.forget()
     assert gone.expired()
 
 
@@ -357,20 +364,20 @@ def test_static_buffers_of_a_device_have_pools(monkeypatch):
         asked.append((slot, device.type))
         return nullcontext()
 
-    monkeypatch.setattr(slots, "_pool", pool)
-    monkeypatch.setattr(slots, "_slots", {})
+    monkeypatch.setattr(static_buffers, "_pool", pool)
+    monkeypatch.setattr(static_buffers, "_slots", {})
     monkeypatch.setattr(devices, "current_stream", lambda device: None)
     cpu, meta = torch.device("cpu"), torch.device("meta")  # which stands for a GPU
-    slots.reserve({(meta, "p0"): 400, (meta, "g0"): 800, (cpu, "p0"): 400})
+    static_buffers.reserve({(meta, "p0"): 400, (meta, "g0"): 800, (cpu, "p0"): 400})
     assert asked == [("p0", "meta"), ("g0", "meta")], "on the CPU they are made as they are used"
     for slot, numel in (("p0", 100), ("p0", 50), ("g0", 200), ("", 1000)):
-        assert slots.room(slot, numel, torch.float32, meta).shape == (numel,)
-    slots.reserve({(meta, "p0"): 200})
-    assert len(asked) == 2 and slots.sizes() == {"p0": 400, "g0": 800}
-    slots.reserve({(meta, "p0"): 1200})
-    assert asked[2:] == [("p0", "meta")] and slots.sizes() == {"p0": 1200, "g0": 800}
+        assert static_buffers.room(slot, numel, torch.float32, meta).shape == (numel,)
+    static_buffers.reserve({(meta, "p0"): 200})
+    assert len(asked) == 2 and static_buffers.sizes() == {"p0": 400, "g0": 800}
+    static_buffers.reserve({(meta, "p0"): 1200})
+    assert asked[2:] == [("p0", "meta")] and static_buffers.sizes() == {"p0": 1200, "g0": 800}
     monkeypatch.setattr(devices, "current_stream", lambda device: Stream(7))
-    slots.reserve({(meta, "p0"): 400})
+    static_buffers.reserve({(meta, "p0"): 400})
     assert asked[3:] == [("p0@7", "meta")], "another stream has its own"
 
 
@@ -381,10 +388,10 @@ def test_pools_are_made_once_for_a_buffer(monkeypatch):
     monkeypatch.setattr(torch.cuda, "MemPool", lambda: made.append(object()) or made[-1])
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "use_mem_pool", lambda pool, device: used.append((pool, device)) or nullcontext())
-    monkeypatch.setattr(slots, "_pools", {})
+    monkeypatch.setattr(static_buffers, "_pools", {})
     gpu = torch.device("cuda", 1)
     for slot, device in (("p0", gpu), ("p0", gpu), ("g0", gpu), ("p0", torch.device("cpu"))):
-        with slots._pool(slot, device):
+        with static_buffers._pool(slot, device):
             pass
     first, second = made
     assert used == [(first, gpu), (first, gpu), (second, gpu)]
@@ -406,14 +413,14 @@ def test_a_static_buffer_belongs_to_a_stream(monkeypatch):
     addresses: dict[int, set[int]] = {0: set(), 7: set(), 8: set()}
     for number in (0, 7, 8, 7, 0, 8):
         monkeypatch.setattr(devices, "current_stream", lambda device, number=number: Stream(number))
-        buffer = slots.room("t1", 100, torch.float32, cpu)
+        buffer = static_buffers.room("t1", 100, torch.float32, cpu)
         addresses[number].add(buffer.data_ptr())
         del buffer
     assert all(len(own) == 1 for own in addresses.values()), "each has its own, and keeps it"
     assert len(set.union(*addresses.values())) == 3
-    assert {"t1", "t1@7", "t1@8"} <= set(slots.sizes())
+    assert {"t1", "t1@7", "t1@8"} <= set(static_buffers.sizes())
     for name in ("t1", "t1@7", "t1@8"):
-        del slots._slots[cpu, name]
+        del static_buffers._slots[cpu, name]
 
 
 def test_whoever_called_backward_waits_for_the_stream_of_its_gradients(monkeypatch):
@@ -482,7 +489,7 @@ def slots_over_time() -> tuple[list[dict[str, int]], dict[str, int], int]:
     """Bytes of static buffers after each of five steps, evaluation in between; the largest that a listing plans; how
     many buffers were not in the slot that they have.
     """
-    slots.forget()
+    static_buffers.forget()
     planned: dict[str, int] = {}
     run_pipeline = pipeline.run
 
@@ -493,16 +500,16 @@ def slots_over_time() -> tuple[list[dict[str, int]], dict[str, int], int]:
         return stages
 
     spilt = 0
-    room, patience, cached = slots.room, slots.PATIENCE, functorch_config.enable_autograd_cache
+    room, patience, cached = static_buffers.room, static_buffers.PATIENCE, functorch_config.enable_autograd_cache
 
     def watched(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         nonlocal spilt
         out = room(slot, numel, dtype, device)
         if slot:
-            spilt += out.untyped_storage().data_ptr() != slots._slots[device, slot].storage.data_ptr()
+            spilt += out.untyped_storage().data_ptr() != static_buffers._slots[device, slot].storage.data_ptr()
         return out
 
-    pipeline.run, slots.room, slots.PATIENCE = noted, watched, 1.0
+    pipeline.run, static_buffers.room, static_buffers.PATIENCE = noted, watched, 1.0
     functorch_config.enable_autograd_cache = False  # programs from a cache are not planned
     try:
         torch.manual_seed(0)
@@ -516,10 +523,10 @@ def slots_over_time() -> tuple[list[dict[str, int]], dict[str, int], int]:
                 with torch.no_grad():
                     run(ids)
             loss.backward()
-            seen.append(slots.sizes())
-            addresses.append(sorted(s.storage.data_ptr() for s in slots._slots.values()))
+            seen.append(static_buffers.sizes())
+            addresses.append(sorted(s.storage.data_ptr() for s in static_buffers._slots.values()))
     finally:
-        pipeline.run, slots.room, slots.PATIENCE = run_pipeline, room, patience
+        pipeline.run, static_buffers.room, static_buffers.PATIENCE = run_pipeline, room, patience
         functorch_config.enable_autograd_cache = cached
     assert all(a == addresses[1] for a in addresses[1:]), "the same storage from the second step on"
     return seen, planned, spilt
@@ -603,9 +610,9 @@ def abandoned() -> float:
     group = groups.default_group()
     mine, whole = torch.full((1 << 16,), float(dist.get_rank())), torch.empty(2 << 16)
     for _ in range(3):
-        runs.current().gather([(whole, mine)], group)  # an exception kept whoever launched it from waiting
+        execution.current().gather([(whole, mine)], group)  # an exception kept whoever launched it from waiting
         gc.collect()
-    runs.current().gather([(whole, mine)], group)()
+    execution.current().gather([(whole, mine)], group)()
     return whole.sum().item()
 
 
@@ -617,14 +624,16 @@ def interrupted() -> tuple[int, list[int]]:
     buffer = model._mfsdp_unit.buffers[0]
 
     def fails(args: list[Any]) -> None:
-        kernels.all_gather(runs.current(), buffer.weights.source.detach(), buffer.spec.encode(), 0)
+        kernels.all_gather(execution.current(), buffer.weights.source.detach(), buffer.spec.encode(), 0)
         raise ValueError("out of memory")
 
     for _ in range(3):
         with pytest.raises(ValueError, match="out of memory"):
-            programs.marked(Outline("MLP", "forward", ()), fails)([])
+            compiled_program.marked(Outline("MLP", "forward", ()), fails)([])
     run(x).sum().backward()
-    return len(runs.current().pending), [s.vacant() for (_, name), s in slots._slots.items() if name == "p0"]
+    return len(execution.current().pending), [
+        s.vacant() for (_, name), s in static_buffers._slots.items() if name == "p0"
+    ]
 
 
 @pytest.mark.dist

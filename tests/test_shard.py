@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import mfsdp
-from mfsdp.sharding import claims, fill
-from mfsdp.sharding.former import no_optimizer
-from mfsdp.state.sharded import local_mesh
+from mfsdp.sharding import commit, unit_assignment
+from mfsdp.sharding.stale_optimizers import no_optimizer
+from mfsdp.state.shard_spec import local_mesh
 from tests.models import GPT, MLP, Adapted, Block, Frozen, LoRA
 
 
@@ -277,7 +277,7 @@ def test_an_optimizer_over_an_old_list_is_seen_in_the_first_backward(compile):
 def test_plain_references_to_parameters_do_not_start_a_search(monkeypatch):
     """The search through all objects is slow; it starts only when somebody besides the module holds a parameter."""
     searched = []
-    monkeypatch.setattr("mfsdp.sharding.former._optimizer_of", lambda params: searched.append(params))
+    monkeypatch.setattr("mfsdp.sharding.stale_optimizers._optimizer_of", lambda params: searched.append(params))
     for build in (MLP, GPT, LoRA, Frozen):
         mfsdp.fully_shard(build(), units=[nn.Linear])
     assert not searched
@@ -291,8 +291,8 @@ class Fails:
     """A flat buffer for which there is no memory, after so many."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-        self.real, self.left = fill.FlatBuffer, after
-        monkeypatch.setattr(fill, "FlatBuffer", self)
+        self.real, self.left = commit.FlatBuffer, after
+        monkeypatch.setattr(commit, "FlatBuffer", self)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         self.left -= 1
@@ -454,7 +454,7 @@ def test_units_are_ordered_as_modules_are():
 
     model = nn.Sequential(Vision(4, 4), Text(4, 4), Vision(4, 4))
     for units in (["Vision", "Text"], ["Text", "Vision"], {Text, Vision}):
-        assert claims.match(model, units) == [*model, model]
+        assert unit_assignment.match(model, units) == [*model, model]
 
 
 @pytest.mark.parametrize("built", ["outside", "inside"])

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mfsdp
-from mfsdp.spec.layout import plan
-from mfsdp.state.sharded import Sharding, local_mesh
-from mfsdp.state.tensors import ShardedDTensor
+from mfsdp.config.layout import plan
+from mfsdp.state.shard_spec import Sharding, local_mesh
+from mfsdp.state.sharded_dtensor import ShardedDTensor
 from tests.models import MLP
 from tests.parity import averaged, error, whole
 

@@ -12,7 +12,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mfsdp
-from mfsdp.runtime import slots
+from mfsdp.runtime import static_buffers
 from tests.models import GPT, MLP, Block
 from tests.parity import compiled
 
@@ -20,13 +20,13 @@ from tests.parity import compiled
 @pytest.fixture
 def four() -> Iterator[None]:
     """One of four ranks, with one thread: several add up an embedding's gradient in any order."""
-    slots.forget()
+    static_buffers.forget()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with mfsdp.fake_ranks(4, rank=1):
         yield
     torch.set_num_threads(threads)
-    slots.forget()
+    static_buffers.forget()
 
 
 def buffers_of(model: torch.nn.Module) -> list[Any]:
@@ -45,7 +45,7 @@ def test_addresses_and_values_stay_over_twenty_steps(four, lowering, strategy):
     run, ids = compiled(model, lowering), torch.randint(31, (4, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     seen = []
-    slots.misses.clear()
+    static_buffers.misses.clear()
     for _ in range(22):
         loss = run(ids).float().square().mean()
         loss.backward()
@@ -53,14 +53,14 @@ def test_addresses_and_values_stay_over_twenty_steps(four, lowering, strategy):
         grads = [p.grad.to_local() for p in model.parameters()]
         flats = [t for b in buffers_of(model) for t in (b.weights.main, b.weights.source, b.gradients.flat)]
         seen.append((
-            [t.data_ptr() for t in (*grads, *flats)], [s.storage.data_ptr() for s in slots._slots.values()],
+            [t.data_ptr() for t in (*grads, *flats)], [s.storage.data_ptr() for s in static_buffers._slots.values()],
             loss.item(), [g.double().sum().item() for g in grads],
         ))  # fmt: skip
         del loss, grads, flats
         optimizer.zero_grad()
         assert all(p.grad is None for p in model.parameters())
     assert all(step == seen[2] for step in seen[3:]), "but for the first two, which make what stays"
-    assert not slots.misses and any(seen[2][3])
+    assert not static_buffers.misses and any(seen[2][3])
 
 
 @pytest.mark.parametrize("lowering", ["none", "eager"])

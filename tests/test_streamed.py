@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import mfsdp
-from mfsdp.costs import ledger as ledgers
-from mfsdp.costs.estimate import streamed
-from mfsdp.graph.cost import size
-from mfsdp.runtime import hosts, slots
-from mfsdp.state import optimizer as flat
+from mfsdp.cost_model import memory_model as ledgers
+from mfsdp.cost_model.estimate import streamed
+from mfsdp.ir.byte_costs import size
+from mfsdp.runtime import host_memory, static_buffers
+from mfsdp.state import flat_optimizer as flat
 from tests.parity import scaled_steps, whole
 from tests.test_optimizer import OPTIMIZERS, fill, groups, sharded
 
@@ -63,7 +63,7 @@ def steps(name: str, strategy: int, missing: Any = None) -> bool:
     for m in models:
         next(m.parameters()).requires_grad_(False)
     optimizers = pair(name, models)
-    with hosts.at_rate(2e7):
+    with host_memory.at_rate(2e7):
         for step in range(5):
             fill(models, step, lambda number, step: number == 0 or (missing is not None and missing(number, step)))
             for o in optimizers:
@@ -129,7 +129,7 @@ def trains() -> list[str]:
         if not both.alike():
             wrong.append(what)
 
-    with hosts.at_rate(1e6):  # some 0.2 s for a block's state
+    with host_memory.at_rate(1e6):  # some 0.2 s for a block's state
         both.step(), both.step(), both.step()
         check("steps that nobody looks at")
         for o in both.optimizers:
@@ -192,7 +192,7 @@ def through_checkpoints(folder: str) -> bool:
     anew = pair("adamw", others)
     for m, o, name in ((models[1], optimizers[1], "0"), (others[0], anew[0], "1"), (others[1], anew[1], "1")):
         weights, moments = get_state_dict(m, o)
-        with hosts.at_rate(1e6):
+        with host_memory.at_rate(1e6):
             dcp.load({"m": weights, "o": moments}, checkpoint_id=f"{folder}/{name}")
         set_state_dict(m, o, model_state_dict=weights, optim_state_dict=moments)
     every, right = [models[1], *others], True
@@ -257,7 +257,7 @@ def test_hooks_see_all_of_it():
     for o in optimizers:
         o.register_step_pre_hook(look)
         o.register_step_post_hook(look)
-    with hosts.at_rate(1e6):
+    with host_memory.at_rate(1e6):
         for step in range(3):
             step_both(models, optimizers, step)
     assert len(seen[0]) == len(seen[1]) > 0 and all(map(torch.equal, *seen))
@@ -285,7 +285,7 @@ def test_pickled_as_if_it_were_not_streamed(tmp_path):
     for step in range(2):
         step_both(models, optimizers, step)
     for o, name in zip(optimizers, "ab", strict=True):
-        with hosts.at_rate(1e6):
+        with host_memory.at_rate(1e6):
             torch.save(o.state_dict(), tmp_path / name)
     states = [torch.load(tmp_path / name, weights_only=True) for name in "ab"]
     kinds = [[type(v) for s in state["state"].values() for v in s.values()] for state in states]
@@ -306,7 +306,7 @@ def test_who_keeps_state_that_is_replaced_has_it_whole():
     optimizer.step()
     first = copy.deepcopy(optimizer.state_dict())
     optimizer.step()
-    with hosts.at_rate(1e4):  # the last store begins when the one before it has taken its time
+    with host_memory.at_rate(1e4):  # the last store begins when the one before it has taken its time
         optimizer.step()
     kept = dict(optimizer.state.items())
     optimizer.load_state_dict(first)
@@ -433,7 +433,7 @@ def test_copies_that_fail_are_told(direction, monkeypatch):
         step_both(models, optimizers, step)
     assert alike(models, optimizers)
     saved = copy.deepcopy((models[0].state_dict(), optimizers[0].state_dict()))
-    copied, calls = hosts.copy, []
+    copied, calls = host_memory.copy, []
 
     def fails(pairs: Any, towards: str, after: Any = ()) -> Any:
         calls.append(towards)
@@ -443,7 +443,7 @@ def test_copies_that_fail_are_told(direction, monkeypatch):
 
     fill(models, 2)
     with monkeypatch.context() as patched:
-        patched.setattr(hosts, "copy", fails)
+        patched.setattr(host_memory, "copy", fails)
         if direction == "in":
             with pytest.raises(RuntimeError, match="doesn't match"):
                 for _ in range(3):
@@ -471,20 +471,20 @@ def raising_alone() -> str:
     """A load fails on one rank, in a step that launches gathers."""
     both = Together()
     both.step(), both.step()
-    copied = hosts.copy
+    copied = host_memory.copy
 
     def fails(pairs: Any, direction: Any, after: Any = ()) -> Any:
         if direction == "in" and dist.get_rank() == 1:
             pairs = [(pairs[0][0], torch.empty(0)[:, None])]
         return copied(pairs, direction, after)
 
-    hosts.copy = fails
+    host_memory.copy = fails
     try:
         both.step(), both.step()
     except RuntimeError:
         pass
     finally:
-        hosts.copy = copied
+        host_memory.copy = copied
     try:
         both.step(), both.step()
     except RuntimeError as error:
@@ -555,7 +555,7 @@ def test_memory_is_what_the_ledger_says(name, monkeypatch):
     """On the device: two rooms, and what a foreach step holds besides, of one unit instead of all of them."""
     found = {}
     for stepping in ("whole", "flat", "offloaded"):
-        monkeypatch.setattr(slots, "_slots", {})  # each makes its own
+        monkeypatch.setattr(static_buffers, "_slots", {})  # each makes its own
         for module in (flat, ledgers):
             monkeypatch.setattr(module, "TOGETHER", 0)
         measured, said = found[stepping] = peak(name, stepping)
@@ -600,7 +600,7 @@ def test_time_is_what_the_clock_says(between):
 
     def measured(rate: float) -> float:
         took = []
-        with hosts.at_rate(rate):
+        with host_memory.at_rate(rate):
             for _ in range(6):
                 begun = time.perf_counter()
                 optimizer.step()

@@ -16,12 +16,12 @@ from torch._inductor.codecache import compiled_fx_graph_hash
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import lowering, order, stitched
-from mfsdp.compiler.stretches import Step, Stretch, Uncut, base, cut, scheduled
+from mfsdp.compiler import lowering, schedule_check, stitched
+from mfsdp.compiler.subgraphs import Step, Stretch, Uncut, base, cut, scheduled
 from mfsdp.compiler.tracing import Programs
-from mfsdp.graph.check import LawError
-from mfsdp.graph.program import Program
-from mfsdp.runtime.observers import observed
+from mfsdp.ir.program import Program
+from mfsdp.ir.verifier import LawError
+from mfsdp.runtime.instrumentation import observed
 from tests.models import CASES, GPT, Block
 from tests.parity import batches, build, compiled, whole
 
@@ -112,17 +112,17 @@ def test_every_value_is_there_when_it_is_read_and_nothing_is_read_once_dead(phas
 def test_the_driver_is_the_listing(phase):
     """Law 16, which cannot be broken by a compiler here; a driver that is written wrongly is noticed."""
     found = program(4, phase)
-    expected, (out, _) = order.listed(found, driven=True), steps(found)
+    expected, (out, _) = schedule_check.listed(found, driven=True), steps(found)
     text = stitched.driver(found.gm.graph, out, {s: "Body0" for s in out if isinstance(s, Stretch)})
-    order.compare(expected, text, driven=True)
+    schedule_check.compare(expected, text, driven=True)
     lines = text.splitlines()
     a, b = [i for i, line in enumerate(lines) if "Kernels.all_gather" in line or "Kernels.reduce_scatter" in line][:2]
     lines[a], lines[b] = lines[b], lines[a]
     with pytest.raises(LawError, match="law 16"):
-        order.compare(expected, "\n".join(lines), driven=True)
+        schedule_check.compare(expected, "\n".join(lines), driven=True)
     del lines[a]
     with pytest.raises(LawError, match="law 16"):
-        order.compare(expected, "\n".join(lines), driven=True)
+        schedule_check.compare(expected, "\n".join(lines), driven=True)
 
 
 def test_what_stretches_cannot_hold_is_compiled_as_one_graph(monkeypatch):
@@ -130,7 +130,7 @@ def test_what_stretches_cannot_hold_is_compiled_as_one_graph(monkeypatch):
     monkeypatch.setattr(stitched.log, "info", lambda text, *words: told.append(text % words))
     found = program(4, "inference")
     node = next(n for n in found.nodes if n.target is torch.ops.aten.embedding.default)
-    monkeypatch.setattr("mfsdp.compiler.stretches._symbolic", lambda value: value is node.meta["val"])
+    monkeypatch.setattr("mfsdp.compiler.subgraphs._symbolic", lambda value: value is node.meta["val"])
     with pytest.raises(Uncut, match=f"the size of {node.name} is not known"):
         cut(found.gm)
     one = stitched.stitched(lambda *_, **__: "whole", lambda *_, **__: "each")

@@ -18,7 +18,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.graph.copies import copies
+from mfsdp.ir.saved_copies import copies
 from mfsdp.sharding import eager
 from mfsdp.state import transformer_engine
 from tests.test_optimizer import fill, whole

@@ -13,26 +13,26 @@ import torch.nn.functional as F
 from torch import nn
 
 import mfsdp
-from mfsdp.costs import fusion
-from mfsdp.costs.depth import Auto
-from mfsdp.spec import telling
-from mfsdp.spec.config import Options
-from mfsdp.spec.hardware import KNOWN
+from mfsdp.config import best_effort
+from mfsdp.config.hardware import KNOWN
+from mfsdp.config.options import Options
+from mfsdp.cost_model import fusion
+from mfsdp.cost_model.auto_prefetch import Auto
 from tests.models import GPT, Block
 
 SPOILED = {
     "outline": "mfsdp.compiler.backend.outline",
-    "clock": "mfsdp.costs.clock.times",
-    "one line's time": "mfsdp.costs.clock._time",
-    "formulas": "mfsdp.costs.fusion._attention",
+    "clock": "mfsdp.cost_model.op_cost.times",
+    "one line's time": "mfsdp.cost_model.op_cost._time",
+    "formulas": "mfsdp.cost_model.fusion._attention",
     "notes on copies": "mfsdp.compiler.backend._tell_copies",
-    "schedule": "mfsdp.graph.listing.schedule",
-    "listing": "mfsdp.graph.listing.render",
-    "summary": "mfsdp.graph.listing.summary",
-    "lines": "mfsdp.graph.listing.text",
-    "operands": "mfsdp.graph.listing.operand",
-    "bytes": "mfsdp.graph.cost.lines",
-    "ledger": "mfsdp.costs.estimate.ledger",
+    "schedule": "mfsdp.ir.printer.schedule",
+    "listing": "mfsdp.ir.printer.render",
+    "summary": "mfsdp.ir.printer.summary",
+    "lines": "mfsdp.ir.printer.text",
+    "operands": "mfsdp.ir.printer.operand",
+    "bytes": "mfsdp.ir.byte_costs.lines",
+    "ledger": "mfsdp.cost_model.estimate.ledger",
     "estimate": "mfsdp.reports.dump.estimate",
     "page": "mfsdp.reports.page.render",
     "artifacts": "mfsdp.compiler.backend.dump.artifacts",
@@ -53,10 +53,10 @@ def said() -> Iterator[list[str]]:
     found: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda r: found.append(f"{r.getMessage()}{r.exc_info or ''}")  # type: ignore[method-assign]
-    telling._said.clear()
-    telling.log.addHandler(handler)
+    best_effort._said.clear()
+    best_effort.log.addHandler(handler)
     yield found
-    telling.log.removeHandler(handler)
+    best_effort.log.removeHandler(handler)
 
 
 def raises(*args: Any, **kwargs: Any) -> Any:
@@ -92,13 +92,13 @@ def test_what_decides_by_an_estimate_takes_the_default(monkeypatch, said):
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     with torch.device("meta"):
         program = mfsdp.trace(model, (torch.empty(64, 64),), world=4, units=[nn.Linear]).forward
-    monkeypatch.setattr("mfsdp.costs.depth.simulate", raises)
+    monkeypatch.setattr("mfsdp.cost_model.auto_prefetch.simulate", raises)
     assert Auto(KNOWN["h100"])(program)[0] == Options.prefetch == 1
     assert len(said) == 1 and "prefetch='auto', depth 1 is taken" in said[0]
 
 
 def test_the_same_error_is_said_once(said):
-    assert [telling.only_tells("colours", 3, raises) for _ in range(2)] == [3, 3]
+    assert [best_effort.only_tells("colours", 3, raises) for _ in range(2)] == [3, 3]
     assert said == ["mfsdp: without colours: Spoiled: . The run goes on; please report this."]
 
 

@@ -18,15 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import together as together_
-from mfsdp.graph import listing, ops
-from mfsdp.graph.check import LawError, check
-from mfsdp.graph.merge import merge
-from mfsdp.graph.program import Program, view_of
-from mfsdp.graph.roles import Kind, role
+from mfsdp.compiler import microbatches as together_
+from mfsdp.config.hardware import Hardware, Link
+from mfsdp.ir import ops, printer
+from mfsdp.ir.merge import merge
+from mfsdp.ir.program import Program, view_of
+from mfsdp.ir.roles import Kind, role
+from mfsdp.ir.verifier import LawError, check
 from mfsdp.passes import fill
-from mfsdp.runtime import immediate, observers
-from mfsdp.spec.hardware import Hardware, Link
+from mfsdp.runtime import instrumentation, sync_collectives
 from tests.models import GPT, Block
 from tests.parallel import graphs, next_token, reset, tokens
 from tests.parity import compiled, error
@@ -89,7 +89,7 @@ def test_one_program_for_both(model, golden):
     two = programs(model, both)
     assert [p.phase for p in two] == ["forward", "backward"]
     for alone, p in zip(one, two, strict=True):
-        golden(f"mixture.together.{p.phase}", listing.render(p, "stream"))
+        golden(f"mixture.together.{p.phase}", printer.render(p, "stream"))
         for kind in (Kind.FULL, Kind.GSHARD):
             assert len(p.find(kind)) == len(alone.find(kind)), "one gather and one reduction for both"
         assert len(exposed(p)) <= 1
@@ -100,7 +100,7 @@ def test_a_backward_beside_a_forward(model, golden):
     forward, backward = programs(model, step)
     merged = merge(backward, forward)
     check(merged)
-    golden("mixture.overlapped", listing.render(merged, "overlapped"))
+    golden("mixture.overlapped", printer.render(merged, "overlapped"))
     assert len(exposed(merged)) <= 2
     for part, prefix in ((backward, "b_"), (forward, "")):
         names = [prefix + n.name for n in part.nodes if n.op == "call_function"]
@@ -210,7 +210,7 @@ def test_it_runs_as_it_is_written(model):
     step(run)
     with mfsdp.overlapped(model):
         step(run)
-        with observers.observed(order):
+        with instrumentation.observed(order):
             run(torch.randn(4, 8))
     assert order.seen == names
 
@@ -318,8 +318,8 @@ def test_schedules_that_call_what_is_in_a_unit(monkeypatch):
         torch.compile(plan, backend="mfsdp", options=options)(model, torch.ones(2, 8), torch.ones(2, 8)).backward()
         assert [[len(p.find(kind)) for kind in (Kind.FULL, Kind.GSHARD)] for p in seen] == [[2, 0], [2, 2]]
         for name in ("gather_now", "reduce_now"):
-            real = getattr(immediate, name)
-            monkeypatch.setattr(immediate, name, lambda *args, r=real, n=name: (counts.append(n), r(*args))[1])
+            real = getattr(sync_collectives, name)
+            monkeypatch.setattr(sync_collectives, name, lambda *args, r=real, n=name: (counts.append(n), r(*args))[1])
         with pytest.warns(UserWarning, match="outside of a compiled graph"):
             for layer in model:
                 layer.unshard()

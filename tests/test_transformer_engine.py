@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.graph.copies import copies
+from mfsdp.ir.saved_copies import copies
 from tests.engine_doubles import FusedAdam, GroupedTensor, Linear, QuantizedTensor
 from tests.test_optimizer import fill, whole
 from tests.test_shard import snapshot

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 import mfsdp
-from mfsdp.runtime import groups, native, runs
-from mfsdp.runtime.carriers import carried_by, transport_of
-from mfsdp.runtime.immediate import summed
-from mfsdp.runtime.mirror import Mirror
-from mfsdp.runtime.native import Native
-from mfsdp.spec.config import Precision
-from mfsdp.spec.layout import plan
+from mfsdp.config.layout import plan
+from mfsdp.config.options import Precision
+from mfsdp.runtime import c10d_transport, execution, groups
+from mfsdp.runtime.c10d_transport import Native
+from mfsdp.runtime.fake_transport import Mirror
+from mfsdp.runtime.sync_collectives import summed
+from mfsdp.runtime.transport_registry import carried_by, transport_of
 from mfsdp.state.mesh import axes
-from mfsdp.state.placement import Placement
+from mfsdp.state.sharding_plan import Placement
 from tests.models import GPT, Block, Lumpy
 
 pytestmark = pytest.mark.dist
@@ -37,10 +37,10 @@ def uneven_exchange() -> tuple[bool, bool, bool]:
     same = []
     for line in lines:
         out = torch.empty_like(want)
-        line.all_to_all(out, sent, received, counts[me], runs.current())()
+        line.all_to_all(out, sent, received, counts[me], execution.current())()
         same.append(torch.equal(out, want))
     even, mine = torch.empty(world * counts[me][me], 3), sent.split(counts[me])[me]
-    Mirror(group).all_to_all(even, sent, [counts[me][me]] * world, counts[me], runs.current())()
+    Mirror(group).all_to_all(even, sent, [counts[me][me]] * world, counts[me], execution.current())()
     return *same, torch.equal(even, mine.repeat(world, 1))
 
 
@@ -53,13 +53,13 @@ def segments_at_once() -> tuple[bool, bool]:
     group, me, world = groups.default_group(), dist.get_rank(), dist.get_world_size()
     shards = [torch.randn(n) for n in (5, 1, 8)]
     fulls = [torch.empty(world * s.numel()) for s in shards]
-    runs.current().gather(list(zip(fulls, shards, strict=True)), group)()
+    execution.current().gather(list(zip(fulls, shards, strict=True)), group)()
     wanted = [torch.empty_like(f) for f in fulls]
     for want, shard in zip(wanted, shards, strict=True):
         dist.all_gather_into_tensor(want, shard)
     parts = [torch.empty_like(s) for s in shards]
     mine = [f * (me + 1) for f in fulls]
-    runs.current().scatter(list(zip(mine, parts, strict=True)), torch.float32, group)()
+    execution.current().scatter(list(zip(mine, parts, strict=True)), torch.float32, group)()
     sums = [m.clone() for m in mine]
     for total in sums:
         dist.all_reduce(total)
@@ -85,7 +85,7 @@ def narrow(numel: int) -> bool:
     place = Placement.of("no_shard", "no_shard", axes(None, None, torch.device("cpu")), "cpu")
     spec = place.spec(plan([("w", (numel,))], 1), Precision(f32, bf16, bf16, bf16, f32), True)
     assert spec.sum(2) is f32
-    with runs.announced("a sum", *spec.meets):
+    with execution.announced("a sum", *spec.meets):
         summed(mine, spec, 2)()
     return torch.equal(mine, first.to(torch.bfloat16))
 
@@ -132,7 +132,7 @@ def reductions(grad_sum: str) -> list[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", told("all to all", dist.all_to_all_single))
-        patch.setattr(native, "scatter_one", told("reduce-scatter", native.scatter_one))
+        patch.setattr(c10d_transport, "scatter_one", told("reduce-scatter", c10d_transport.scatter_one))
         by_hand(grad_sum, True, True)
     return called
 

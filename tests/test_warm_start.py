@@ -17,11 +17,11 @@ from torch._dynamo.utils import counters
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import artifact
+from mfsdp.compiler import compile_cache
 from mfsdp.compiler.capture import Capture, sources
+from mfsdp.config.options import Options
 from mfsdp.reports.profile import Outline
-from mfsdp.runtime.agreement import Company
-from mfsdp.spec.config import Options
+from mfsdp.runtime.desync import Company
 from tests.parity import whole
 from tests.toys import offloaded
 
@@ -110,18 +110,18 @@ def test_a_restart_is_warm_and_a_cold_rank_does_not_matter(two_fresh_ranks, tmp_
 @pytest.mark.slow
 def test_every_source_file_counts(tmp_path):
     """Also those that are reached through a link."""
-    home = Path(artifact.__file__).parent.parent
+    home = Path(compile_cache.__file__).parent.parent
     copied = tmp_path / "mfsdp"
     shutil.copytree(home, copied)
-    before = artifact.sources(copied)
-    assert before == artifact.sources(home)
+    before = compile_cache.sources(copied)
+    assert before == compile_cache.sources(home)
     files = sorted(copied.rglob("*.py"))
     assert copied / "passes" / "gather.py" in files and len(files) > 100
     for path in files:
         text = path.read_text()
         path.write_text(f"{text}# 1\n")
-        artifact.sources.cache_clear()
-        assert artifact.sources(copied) != before, path
+        compile_cache.sources.cache_clear()
+        assert compile_cache.sources(copied) != before, path
         path.write_text(text)
 
 
@@ -131,7 +131,7 @@ def captured(options: Options, **sharding: Any) -> str:
     model = mfsdp.fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), **{"units": ["0"], **sharding})
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        keys.append(artifact.key_of(Capture(inputs, sources(gm)), options, pipeline.chosen(options), gm))
+        keys.append(compile_cache.key_of(Capture(inputs, sources(gm)), options, pipeline.chosen(options), gm))
         return lambda *args: (torch.zeros(2, 6),)
 
     torch._dynamo.reset()
@@ -151,7 +151,7 @@ def test_every_option_and_layout_counts():
         "keep_cast": False, "interleave": True, "max_activations": 5, "quantize": False,
         "check_finite": 3, "check_replicas": 3, "memory": 10**9,
     }  # fmt: skip
-    assert set(changed) | set(artifact.OF_THE_RUN) == {f.name for f in fields(Options)}, (
+    assert set(changed) | set(compile_cache.OF_THE_RUN) == {f.name for f in fields(Options)}, (
         "a new option has to change the key"
     )
     keys = [captured(Options(**{name: value})) for name, value in changed.items()]
@@ -165,6 +165,6 @@ def test_every_option_and_layout_counts():
 
 def test_what_cannot_be_kept_is_compiled_anew():
     """Nothing of it reaches the user, and AOTAutograd is not told that there is a key."""
-    made = artifact.Artifact(lambda args: args, {"outline": Outline("toy", "forward", ())}, "a program")
+    made = compile_cache.Artifact(lambda args: args, {"outline": Outline("toy", "forward", ())}, "a program")
     made.keep()
     assert not hasattr(made, "_fx_graph_cache_key")

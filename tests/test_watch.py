@@ -22,8 +22,8 @@ from torch import nn
 
 import mfsdp
 from mfsdp.compiler import backend
-from mfsdp.runtime import groups, runs, watch
-from mfsdp.spec.config import Options
+from mfsdp.config.options import Options
+from mfsdp.runtime import execution, groups, watchdog
 from tests.ranks import here
 
 # What is said
@@ -39,7 +39,7 @@ def state(rank: int, count: int = 3, at: int = 5, **more: Any) -> dict[str, Any]
 
 def test_a_report_names_who_has_not_come():
     late = {3: state(3, count=2, name="", place="", at=-1), 5: state(5, at=2), 6: None}
-    assert watch.report(state(0), late, 7, watch.Settings()).splitlines() == [
+    assert watchdog.report(state(0), late, 7, watchdog.Settings()).splitlines() == [
         "mfsdp: rank 0 has waited 12 s at wait layers.1 of GPT forward, run 7 of it",
         "    wait_1 = wait u1_full",
         "  4 of 7 ranks have come",
@@ -54,7 +54,7 @@ def test_a_report_names_who_has_not_come():
 
 def test_a_report_of_many_ranks_is_short():
     late: Any = {r: state(r, count=1) for r in [*range(1, 900), 950]}
-    lines = watch.report(state(0), late, 1000, watch.Settings(raises=True)).splitlines()
+    lines = watchdog.report(state(0), late, 1000, watchdog.Settings(raises=True)).splitlines()
     assert len(lines) < 20 and lines[-2:] == ["  nor have ranks 5-899, 950", "  The run ends (on_stall='raise')."]
 
 
@@ -71,7 +71,7 @@ def test_a_report_of_many_ranks_is_short():
     ],
 )
 def test_who_has_come(theirs, come):
-    assert watch.has_come(state(0), theirs) is come
+    assert watchdog.has_come(state(0), theirs) is come
 
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "long", float("nan")])
@@ -83,8 +83,8 @@ def test_bad_options(value):
 
 
 def test_alone_nobody_watches():
-    watch.begin()
-    assert watch._watch is None
+    watchdog.begin()
+    assert watchdog._watch is None
 
 
 class Event:
@@ -97,14 +97,14 @@ class Event:
 
 
 def test_on_a_device_a_program_waits_until_what_is_behind_it_is_there(monkeypatch):
-    first, second = (runs.Run(name) for name in ("forward", "backward"))
+    first, second = (execution.Run(name) for name in ("forward", "backward"))
     events = Event(), Event()
-    runs._behind.extend(zip((first, second), events, strict=True))  # type: ignore[arg-type]
-    assert runs.waiting() == [(-1, first)]
+    execution._behind.extend(zip((first, second), events, strict=True))  # type: ignore[arg-type]
+    assert execution.waiting() == [(-1, first)]
     events[0].here = True
-    assert runs.waiting() == [(-1, second)]
+    assert execution.waiting() == [(-1, second)]
     events[1].here = True
-    assert runs.waiting() == [] and not runs._behind
+    assert execution.waiting() == [] and not execution._behind
 
 
 def test_restarted_processes_do_not_hear_those_before(monkeypatch):
@@ -131,7 +131,7 @@ def logged() -> Iterator[list[str]]:
         yield texts
     finally:
         logging.getLogger("mfsdp").removeHandler(handler)
-        watch.settle(watch.PATIENCE, False, None)
+        watchdog.settle(watchdog.PATIENCE, False, None)
 
 
 def late_batch(seconds: float) -> None:
@@ -152,7 +152,7 @@ def trained(
     losses = []
     for step in range(3):
         if step == 2:
-            watch.settle(options.get("patience", 0.5), raises, options.get("dump"))
+            watchdog.settle(options.get("patience", 0.5), raises, options.get("dump"))
             late(dist.get_rank())
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(here())
         loss = run(x).square().mean()
@@ -259,7 +259,7 @@ def stopped() -> list[str]:
     with logged() as texts:
         other = None
         if dist.get_rank() == 0:
-            other = threading.Timer(watch.ANSWERS + 4, os.kill, (pids[1], signal.SIGCONT))
+            other = threading.Timer(watchdog.ANSWERS + 4, os.kill, (pids[1], signal.SIGCONT))
             other.start()
         trained(late)
         if other is not None:

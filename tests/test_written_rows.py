@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from mfsdp.runtime import runs
+from mfsdp.runtime import execution
 from mfsdp.state.weights import Weights
 from tests.parity import whole
 from tests.ranks import collectives_told
@@ -97,7 +97,7 @@ def test_on_two_axes(four_ranks, strategy, compiled):
 
 def mutated(where: str) -> str:
     """What is wrong where ``Weights.unseen`` finds nothing, or nobody hears what it has found."""
-    kind, name = (Weights, "unseen") if where == "look" else (runs.Run, "written")
+    kind, name = (Weights, "unseen") if where == "look" else (execution.Run, "written")
     own = getattr(kind, name)
     setattr(kind, name, (lambda self: False) if where == "look" else (lambda self, over, here: here))
     try:

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import mfsdp
-from mfsdp.compiler import leaving
+from mfsdp.compiler import activation_offload
 from mfsdp.compiler.capture import Capture
-from mfsdp.compiler.cutting import Treatment
+from mfsdp.compiler.joint_graph import Treatment
 from mfsdp.compiler.tracing import Programs
-from mfsdp.graph.program import Program
+from mfsdp.ir.program import Program
 
 BF16 = mfsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.bfloat16)
 
@@ -30,19 +30,19 @@ class Toy2(nn.Module):
 
 
 @contextmanager
-def offloaded(*layers: str, least: int = leaving.LEAST) -> Iterator[None]:
+def offloaded(*layers: str, least: int = activation_offload.LEAST) -> Iterator[None]:
     """Has what forward saves of layers go to the host, in what is captured meanwhile."""
-    before, size = Capture.__init__, leaving.LEAST
+    before, size = Capture.__init__, activation_offload.LEAST
 
     def begin(self: Capture, *args: Any, **kwargs: Any) -> None:
         before(self, *args, **kwargs)
         self.treated |= dict.fromkeys(layers, Treatment(offloaded=True))
 
-    Capture.__init__, leaving.LEAST = begin, least  # type: ignore[method-assign]
+    Capture.__init__, activation_offload.LEAST = begin, least  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Capture.__init__, leaving.LEAST = before, size  # type: ignore[method-assign]
+        Capture.__init__, activation_offload.LEAST = before, size  # type: ignore[method-assign]
 
 
 @cache

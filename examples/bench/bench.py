@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import mfsdp
 import mfsdp.runtime
-from mfsdp.costs.measure import lost
+from mfsdp.cost_model.machine import lost
 
 sys.path.insert(0, str(Path(__file__).parent))
 from variants import Contender, contenders, fresh_gpt

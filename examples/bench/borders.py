@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import mfsdp
-from mfsdp.runtime.carriers import carried_by
-from mfsdp.runtime.mirror import Mirror
+from mfsdp.runtime.fake_transport import Mirror
 from mfsdp.runtime.transport import End
+from mfsdp.runtime.transport_registry import carried_by
 
 SECONDS = 0.0
 """That a collective takes."""

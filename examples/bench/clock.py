@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import mfsdp
+from mfsdp.config.hardware import Hardware, Link
 from mfsdp.planning.explain import Calibration
-from mfsdp.spec.hardware import Hardware, Link
 
 sys.path.insert(0, str(Path(__file__).parent))
 from variants import fresh_gpt, shard

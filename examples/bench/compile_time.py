@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import regions
+from mfsdp.compiler import outlining
 
 WIDTH, BATCH, TOKENS = 384, 2, 256
 
@@ -34,7 +34,7 @@ def first_call(kind: str, layers: int) -> dict[str, float]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     if kind == "flat":
-        regions.LEAST = sys.maxsize
+        outlining.LEAST = sys.maxsize
     torch.manual_seed(0)
     model: Any = GPT(layers, WIDTH)
     options = {"lowering": "whole"} if kind == "whole" else {}

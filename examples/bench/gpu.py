@@ -37,8 +37,8 @@ from typing import Any
 
 import torch
 
-from mfsdp.costs.measure import here
-from mfsdp.spec.hardware import KNOWN, hardware
+from mfsdp.config.hardware import KNOWN, hardware
+from mfsdp.cost_model.machine import here
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_row import CONTENDERS, MODELS

@@ -303,7 +303,7 @@ def kernels(step: Callable[[], Any], count: int) -> list[tuple[float, int, str]]
 def explained(row: Row) -> dict[str, Any]:
     """What `mfsdp.explain` tells, by contender."""
     import mfsdp
-    from mfsdp.costs.measure import here
+    from mfsdp.cost_model.machine import here
 
     machine = row.hardware or here() or mfsdp.measure()
     model = build(row, "meta")

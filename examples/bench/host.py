@@ -20,14 +20,14 @@ from torch.fx import Node
 
 import mfsdp
 from mfsdp.compiler.stitched import Stitched, driver
-from mfsdp.compiler.stretches import Stretch, cut
-from mfsdp.graph import ops
+from mfsdp.compiler.subgraphs import Stretch, cut
+from mfsdp.ir import ops
 from mfsdp.reports.profile import Outline, Outlined
-from mfsdp.runtime import programs as running
-from mfsdp.runtime.carriers import carried_by
-from mfsdp.runtime.mirror import Mirror
-from mfsdp.runtime.native import Native
+from mfsdp.runtime import compiled_program as running
+from mfsdp.runtime.c10d_transport import Native
+from mfsdp.runtime.fake_transport import Mirror
 from mfsdp.runtime.transport import End
+from mfsdp.runtime.transport_registry import carried_by
 
 WIDTH = 8
 

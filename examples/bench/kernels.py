@@ -1,7 +1,7 @@
 """Steps of one process, predicted and measured: ``python examples/bench/kernels.py``.
 
-Compute alone, on this machine: with every kernel measured by itself (`mfsdp.costs.kernels`), and with kernels
-estimated from what `mfsdp.measure` finds. Communication is for clock.py.
+Compute alone, on this machine: with every kernel measured by itself (`mfsdp.cost_model.kernel_timings`), and with
+kernels estimated from what `mfsdp.measure` finds. Communication is for clock.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.costs import kernels
+from mfsdp.cost_model import kernel_timings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from variants import fresh_gpt
@@ -64,7 +64,7 @@ def compared(make: Any, lowering: str, machine: mfsdp.Hardware) -> tuple[float, 
     programs = list(mfsdp.trace(model, args, kwargs, world=1, units=units, lowering=lowering))
     for program in programs:
         pipeline.run(program)
-    found = kernels.measure(programs, fused=lowering != "eager")
+    found = kernel_timings.measure(programs, fused=lowering != "eager")
     given = {"world": 1, "units": units, "hardware": machine, "options": {"lowering": lowering}, "suggest": False}
     known, guessed = (
         sum(view.seconds for view in mfsdp.explain(model, args, kwargs, kernels=k, **given).views)

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import mfsdp
-from mfsdp.graph.program import Program
+from mfsdp.ir.program import Program
 
 MICROBATCHES, LAYERS, WIDTH, HEAD = 4, 4, 256, 64
 

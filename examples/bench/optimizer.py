@@ -15,8 +15,8 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import mfsdp
-from mfsdp.runtime import hosts
-from mfsdp.state import optimizer as flat_
+from mfsdp.runtime import host_memory
+from mfsdp.state import flat_optimizer as flat_
 
 
 class Block(nn.Module):
@@ -73,7 +73,7 @@ def streamed(rank: int, world: int, layers: int, width: int, rounds: int, rates:
     for _ in range(rounds + 1):
         for name, (optimizer, together, rate) in found.items():
             flat_.TOGETHER = together
-            with hosts.at_rate(rate or float("inf")):
+            with host_memory.at_rate(rate or float("inf")):
                 begun = time.perf_counter()
                 optimizer.step()
                 steps[name].append(time.perf_counter() - begun)

@@ -29,9 +29,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.costs import kernels
-from mfsdp.graph.program import Program
-from mfsdp.runtime import hosts, slots
+from mfsdp.cost_model import kernel_timings
+from mfsdp.ir.program import Program
+from mfsdp.runtime import host_memory, static_buffers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench import peak_of, step, timed_step
@@ -80,12 +80,12 @@ class Measured:
     profile.
     """
 
-    kernels: kernels.Kernels
+    kernels: kernel_timings.Kernels
     fused: bool
     factors: dict[str, float] = field(default_factory=dict)
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What :func:`mfsdp.costs.clock.times` takes."""
+        """What :func:`mfsdp.cost_model.op_cost.times` takes."""
         factor = self.factors.get(program.phase, 1.0)
         return {"measured": {name: factor * s for name, s in self.kernels.of(program, self.fused).items()}}
 
@@ -126,9 +126,9 @@ class Bench:
 
 def measured(bench: Bench, machine: mfsdp.Hardware, plans: Iterable[mfsdp.Plan]) -> Measured:
     """Kernels of the programs that plans give, on all ranks at once: cores share what is between them and memory."""
-    profile = Measured(kernels.Kernels(kernels.here(torch.device("cpu"))), bench.args.lowering != "eager")
+    profile = Measured(kernel_timings.Kernels(kernel_timings.here(torch.device("cpu"))), bench.args.lowering != "eager")
     for programs in (bench.programs(1), *(bench.programs(2, plan) for plan in plans)):
-        profile.kernels = kernels.measure(programs, fused=profile.fused, known=profile.kernels)
+        profile.kernels = kernel_timings.measure(programs, fused=profile.fused, known=profile.kernels)
     alone = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ranks", "dp_shard"))["dp_shard"]
     entry, optimizer = bench.contender(mesh=alone)
     step(entry, optimizer, bench.ids)
@@ -210,7 +210,7 @@ def worker(args: argparse.Namespace) -> None:
     machine = replace(machine, host=replace(machine.host, bandwidth=args.host))
     if rank == 0:
         print(machine, flush=True)
-    with hosts.at_rate(args.host):
+    with host_memory.at_rate(args.host):
         found = settings(bench, machine)
         run(bench, found)
     if rank == 0:
@@ -250,7 +250,7 @@ def run(bench: Bench, rows: list[Row]) -> None:
     data = [torch.randint(1024, bench.ids.shape) for _ in range(2)]
     running = []
     for row in rows:
-        slots.forget()
+        static_buffers.forget()
         gc.collect()
         before = resident()
         entry, optimizer = bench.contender(plan=row.plan)

@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from .checkpoints.convert import convert
     from .checkpoints.errors import CheckpointError
     from .checkpoints.safetensors import load_safetensors, save_safetensors
-    from .compiler.together import together
+    from .compiler.microbatches import together
     from .compiler.tracing import trace
-    from .costs.measure import measure
-    from .graph.check import LawError
+    from .config.hardware import Hardware
+    from .config.options import MixedPrecisionPolicy
+    from .config.plans import Plan
+    from .cost_model.machine import measure
+    from .ir.verifier import LawError
     from .planning.explain import explain
     from .planning.plan import plan
     from .reports.profile import profile, ranges
@@ -27,13 +30,10 @@ if TYPE_CHECKING:
     from .sharding.contexts import keep_gradients, no_sync, overlapped, summon_full_params, synchronize, unsharded
     from .sharding.module import FSDPModule
     from .sharding.shard import fully_shard
-    from .spec.config import MixedPrecisionPolicy
-    from .spec.hardware import Hardware
-    from .spec.plans import Plan
-    from .state.digest import checksum
+    from .state.checksum import checksum
+    from .state.flat_optimizer import fully_shard_optimizer
     from .state.norms import check_finite, norms
-    from .state.optimizer import fully_shard_optimizer
-    from .state.replicas import check_replicas
+    from .state.replica_check import check_replicas
 
 __version__ = "0.1.0"
 
@@ -41,21 +41,21 @@ _WHERE = {
     "CheckpointError": "checkpoints.errors",
     "Checkpoints": "checkpoints.checkpoint",
     "FSDPModule": "sharding.module",
-    "Hardware": "spec.hardware",
-    "LawError": "graph.check",
-    "MixedPrecisionPolicy": "spec.config",
-    "Plan": "spec.plans",
+    "Hardware": "config.hardware",
+    "LawError": "ir.verifier",
+    "MixedPrecisionPolicy": "config.options",
+    "Plan": "config.plans",
     "check_finite": "state.norms",
-    "check_replicas": "state.replicas",
-    "checksum": "state.digest",
+    "check_replicas": "state.replica_check",
+    "checksum": "state.checksum",
     "convert": "checkpoints.convert",
     "explain": "planning.explain",
     "fake_ranks": "runtime.groups",
     "keep_gradients": "sharding.contexts",
     "fully_shard": "sharding.shard",
-    "fully_shard_optimizer": "state.optimizer",
+    "fully_shard_optimizer": "state.flat_optimizer",
     "load_safetensors": "checkpoints.safetensors",
-    "measure": "costs.measure",
+    "measure": "cost_model.machine",
     "no_sync": "sharding.contexts",
     "norms": "state.norms",
     "overlapped": "sharding.contexts",
@@ -67,7 +67,7 @@ _WHERE = {
     "save_safetensors": "checkpoints.safetensors",
     "summon_full_params": "sharding.contexts",
     "synchronize": "sharding.contexts",
-    "together": "compiler.together",
+    "together": "compiler.microbatches",
     "trace": "compiler.tracing",
     "unsharded": "sharding.contexts",
 }

@@ -1,6 +1,6 @@
 """``python -m mfsdp``: the command line."""
 
-from .command.main import main
+from .cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

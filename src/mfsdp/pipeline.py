@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .graph import cost, listing
-from .graph.check import LawError, check
-from .graph.program import Program
+from .config.best_effort import only_tells
+from .config.options import Options
+from .ir import byte_costs, printer
+from .ir.program import Program
+from .ir.verifier import LawError, check
 from .passes.bucket import bucket
 from .passes.collective import collective
 from .passes.defer import defer
@@ -25,15 +27,13 @@ from .passes.quantize import quantize
 from .passes.reduce import reduce
 from .passes.reshard import reshard
 from .passes.stream import stream
-from .spec.config import Options
-from .spec.telling import only_tells
 
 Pass = Callable[[Program], None]
 
 Table = tuple[tuple[str, Pass], ...]
 
 Decide = Callable[[Program], tuple[int, str]]
-"""Says how far ahead a program's gathers are to be launched, and why (`mfsdp.costs.depth.Auto`)."""
+"""Says how far ahead a program's gathers are to be launched, and why (`mfsdp.cost_model.auto_prefetch.Auto`)."""
 
 
 def table(
@@ -53,7 +53,7 @@ def table(
     """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes), ``pool``,
     ``keep_cast``, ``interleave``, ``max_activations`` (bytes), ``quantize``, and whether there are ``check_finite`` and
     ``check_replicas``. Instead of a depth it takes what
-    decides it for each program, `mfsdp.costs.depth.Auto`.
+    decides it for each program, `mfsdp.cost_model.auto_prefetch.Auto`.
     ``wide`` is for programs that run elsewhere than they were traced (`passes.bucket`). ``pace`` says how long
     everything takes, where something goes to the host (`passes.host`).
     """
@@ -258,8 +258,8 @@ def _listing(program: Program, name: str, before: str | None) -> tuple[str, str]
     """The listing after a pass, and the summary with which the next one is compared."""
 
     def rendered() -> tuple[str, str]:
-        rows = cost.lines(program)
-        return listing.render(program, name, before, rows=rows), listing.summary(rows)
+        rows = byte_costs.lines(program)
+        return printer.render(program, name, before, rows=rows), printer.summary(rows)
 
     return only_tells(f"the listing after {name}", ("", ""), rendered)
 
@@ -289,6 +289,6 @@ def _check(program: Program, stage: str) -> None:
     try:
         check(program)
     except LawError as broken:
-        around = only_tells("the listing around the fault", "", listing.around, program, broken.node)
+        around = only_tells("the listing around the fault", "", printer.around, program, broken.node)
         broken.args = (f"mfsdp: after {stage}: {broken.args[0]}\n{around}",)
         raise

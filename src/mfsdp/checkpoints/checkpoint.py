@@ -29,8 +29,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from ..runtime import groups, runs
-from ..state.buffer import half_loaded, shared_over
+from ..runtime import execution, groups
+from ..state.flat_buffer import half_loaded, shared_over
 from . import files
 from .errors import CheckpointError, cause_of, together
 from .manifest import MANIFEST, faults_of
@@ -124,7 +124,7 @@ class Checkpoints:
             ValueError: there is one of that step.
             RuntimeError: other ranks do something else, and are told too.
         """
-        runs.all_call(f"Checkpoints.save of step {step}", shared_over(model))
+        execution.all_call(f"Checkpoints.save of step {step}", shared_over(model))
         self._join()
         if self.path(step).exists():
             raise ValueError(f"Checkpoints: there is a checkpoint of step {step} in {self.folder}")
@@ -225,7 +225,7 @@ class Checkpoints:
             ValueError: there is no complete checkpoint of that step, or it was saved without something of ``more``.
             RuntimeError: other ranks do something else, and are told too.
         """
-        runs.all_call("Checkpoints.load", shared_over(model))
+        execution.all_call("Checkpoints.load", shared_over(model))
         self._join()
         there = self.steps()
         if step is None and not there:

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..runtime import devices, groups, immediate
-from ..runtime.carriers import count_load
-from ..state import names
-from ..state.buffer import half_loaded, shared_over
-from ..state.tensors import ShardedDTensor
+from ..runtime import devices, groups, sync_collectives
+from ..runtime.transport_registry import count_load
+from ..state import parameter_names
+from ..state.flat_buffer import half_loaded, shared_over
+from ..state.sharded_dtensor import ShardedDTensor
 from . import files
 
 
@@ -43,7 +43,7 @@ def load_safetensors(
             model is left as it was.
     """
     model = getattr(model, "_orig_mod", model)
-    there = files.entries(Path(path), lambda name: names.original(rename(name) if rename else name))
+    there = files.entries(Path(path), lambda name: parameter_names.original(rename(name) if rename else name))
     wanted = _tensors(model)
     aliases = {id(t): [n for n, other in wanted.items() if other is t] for t in wanted.values()}
     missing = [n for n, t in wanted.items() if not any(alias in there for alias in aliases[id(t)])]
@@ -143,7 +143,7 @@ def save_safetensors(
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers under all of their original names."""
     state = model.state_dict(keep_vars=True)
-    names.restore(state)
+    parameter_names.restore(state)
     return {n: t for n, t in state.items() if isinstance(t, torch.Tensor)}
 
 
@@ -186,6 +186,6 @@ def _raise_everywhere(failure: str, folder: Path) -> None:
     if groups.initialized() and groups.world() > 1:
         group = groups.default_group()
         device = devices.collective_device(group)
-        failed = immediate.reduced(failed.to(device), "max", group)
+        failed = sync_collectives.reduced(failed.to(device), "max", group)
     if failed.item():
         raise OSError(f"save_safetensors: rank 0 could not write to {folder}: {failure or 'see the error of rank 0'}")

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.checkpoint.storage import WriteResult
 
 from ..runtime import groups
-from ..state.buffer import Ref, refs
+from ..state.flat_buffer import Ref, refs
 from . import files, manifest
 from .errors import CheckpointError, first_ends, in_words, together
 from .writing import Sums, Writer

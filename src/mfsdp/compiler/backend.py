@@ -14,24 +14,24 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from .. import pipeline
-from ..costs.depth import Auto
-from ..costs.pace import Pace
-from ..graph import copies, listing, ops
-from ..graph.cost import nbytes
-from ..graph.program import GIVEN, READ, Phase, Program, first_launches, group_of, lane_of, slot_of
-from ..graph.roles import Kind, role
+from ..config.best_effort import only_tells
+from ..config.options import PLANNED, Options
+from ..config.plans import DoesNotFit, Plan
+from ..cost_model.auto_prefetch import Auto
+from ..cost_model.offload_schedule import Pace
+from ..ir import ops, printer, saved_copies
+from ..ir.byte_costs import nbytes
+from ..ir.program import GIVEN, READ, Phase, Program, first_launches, group_of, lane_of, slot_of
+from ..ir.roles import Kind, role
 from ..reports import dump
 from ..reports.dump import Dump
 from ..reports.profile import Outline, outline
-from ..runtime import groups, owners, programs, watch
-from ..runtime.ahead import First
-from ..sharding import writes
-from ..spec.config import PLANNED, Options
-from ..spec.plans import DoesNotFit, Plan
-from ..spec.telling import only_tells
-from . import branches, lowering, masks, order, regions
-from .artifact import Artifact, key_of
+from ..runtime import buffer_registry, compiled_program, groups, watchdog
+from ..runtime.step_prefetch import First
+from ..sharding import mutation_check
+from . import attention_masks, control_flow, lowering, outlining, schedule_check
 from .capture import Capture, path_of, sources
+from .compile_cache import Artifact, key_of
 from .stitched import Stitched
 
 log = logging.getLogger("mfsdp")
@@ -52,7 +52,7 @@ def mfsdp(
     Args:
         gm: what Dynamo traced.
         example_inputs: its inputs, real tensors.
-        options: see :class:`mfsdp.spec.config.Options`.
+        options: see :class:`mfsdp.config.options.Options`.
         mode: ``torch.compile``'s mode; only the default is supported.
 
     Raises:
@@ -74,23 +74,23 @@ def mfsdp(
         pace = Pace(plan.machine, fused) if plan and plan.machine else Pace.of_run(example_inputs, fused)
         passes = pipeline.chosen(chosen, decide=decide, pace=pace)
         _whole_budget(gm)
-        branches.hoist(gm)
-        writes.traced(gm, example_inputs)
+        control_flow.hoist(gm)
+        mutation_check.traced(gm, example_inputs)
         names = sources(gm)
         _no_pieces(example_inputs, names)
     except (ValueError, TypeError, RuntimeError) as error:
         return _raise(error)
-    watch.settle(chosen.patience, chosen.on_stall == "raise", chosen.folder)
+    watchdog.settle(chosen.patience, chosen.on_stall == "raise", chosen.folder)
     capture = Capture(example_inputs, names)
-    capture.notes = masks.fold(gm, capture.input_names)
+    capture.notes = attention_masks.fold(gm, capture.input_names)
     for text in capture.notes:
         log.info("mfsdp: %s: %s", capture.name, text)
     if chosen.memory is not None:
-        from . import planned  # the only reason to load it
+        from . import memory_option  # the only reason to load it
 
-        machine = planned.this_machine()
+        machine = memory_option.this_machine()
         pace = pace or Pace(machine, fused)
-        capture.decide = partial(planned.decide, options=chosen, inputs=example_inputs, machine=machine)
+        capture.decide = partial(memory_option.decide, options=chosen, inputs=example_inputs, machine=machine)
     if not capture.shards:
         _tell_unsharded(capture, example_inputs)
     number = next(_graphs)
@@ -111,11 +111,11 @@ def mfsdp(
         )
         for stage in stages:
             log.debug("mfsdp: graph%d %s %s: %.1f ms", number, phase, stage.name, 1e3 * stage.seconds)
-        schedule = only_tells("the schedule in the log", None, listing.schedule, program)
+        schedule = only_tells("the schedule in the log", None, printer.schedule, program)
         log.info("mfsdp: graph%d %s: %s, %s", number, phase, program.name, schedule)
         only_tells("artifacts of tlparse", None, dump.artifacts, number, phase, stages)
         sequences = collectives(program)
-        operations, driven = order.listed(program), order.listed(program, driven=True)
+        operations, driven = schedule_check.listed(program), schedule_check.listed(program, driven=True)
         show = None
         if dumped is not None and groups.rank() == 0:
             show = only_tells("files in dump=", None, dumped.add, program, stages)
@@ -135,9 +135,9 @@ def mfsdp(
             if show is not None:
                 only_tells("code in dump=", None, show, code)
             if chosen.check and isinstance(compiled, Stitched):
-                order.compare(driven, compiled.driver, driven=True)
+                schedule_check.compare(driven, compiled.driver, driven=True)
             elif chosen.check and code:
-                order.compare(operations, code)
+                schedule_check.compare(operations, code)
             out = Artifact(compiled, marks, f"{phase} of {program.name}", decide.found if decide is not None else {})
             if key:
                 out.keep()
@@ -149,7 +149,7 @@ def mfsdp(
     key = "" if shown or chosen.memory is not None else key_of(capture, chosen, passes, gm, (decide, pace))
     compile = lowering.LOWERINGS[chosen.lowering]
     try:
-        return regions.captured(  # type: ignore[no-any-return]
+        return outlining.captured(  # type: ignore[no-any-return]
             gm, lambda: compile(gm, example_inputs, capture, transform, key), lambda: capture.cut
         )
     except Exception as error:
@@ -175,7 +175,7 @@ def following(chosen: Options, given: Mapping[str, Any] | None, inputs: Sequence
 
 def _plan_of(inputs: Sequence[Any]) -> Plan | None:
     """That of the model whose parameters are among a graph's inputs, if it has one."""
-    return next((b.unit.outermost.plan for t in inputs if (b := owners.owner(t)) is not None), None)
+    return next((b.unit.outermost.plan for t in inputs if (b := buffer_registry.owner(t)) is not None), None)
 
 
 def collectives(program: Program) -> dict[str, list[str]]:
@@ -194,12 +194,12 @@ def collectives(program: Program) -> dict[str, list[str]]:
         if r is None or node.target not in (*ops.OURS, ops.accumulate):
             continue
         unit = program.unit(r.unit)
-        path = programs.PATH.format(unit.name) if unit.name in told else unit.fqn
-        line = only_tells("lines of the listing", str(node.target), listing.text, node)
+        path = compiled_program.PATH.format(unit.name) if unit.name in told else unit.fqn
+        line = only_tells("lines of the listing", str(node.target), printer.text, node)
         spec, text = unit.spec, f"{line}  unit '{path}' of {program.name}"
         if node.target is ops.accumulate:
             for group in spec.meets:
-                gradient = only_tells("lines of the listing", "", listing.operand, node.args[2])
+                gradient = only_tells("lines of the listing", "", printer.operand, node.args[2])
                 out.setdefault(group, []).append(f"{text}  of {gradient}")
         else:
             once = node.target in (ops.refresh, ops.refresh_codes, ops.maxima)
@@ -340,7 +340,7 @@ NEGLIGIBLE = 100
 
 def _tell_copies(program: Program) -> None:
     """Says once of every operator that forward saves what it has made of parameters, if it is much beside them."""
-    found = [(node, how) for node, how in copies.copies(program) if how != copies.ALONE]
+    found = [(node, how) for node, how in saved_copies.copies(program) if how != saved_copies.ALONE]
     made = {how for _, how in found}
     whole = sum(u.layout.full_numel * u.spec.precision.compute.itemsize for u in program.units)
     if not made <= _copied and NEGLIGIBLE * sum(nbytes(node.meta["val"]) for node, _ in found) > whole:
@@ -349,6 +349,6 @@ def _tell_copies(program: Program) -> None:
             "mfsdp: %s: %s (the first is %s). They stay until backward, of every layer and on every rank: checkpoint "
             "such layers, or let the operator's backward make them again.",
             program.name,
-            copies.told(program),
+            saved_copies.told(program),
             found[0][0].name,
         )

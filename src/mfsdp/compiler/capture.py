@@ -14,8 +14,11 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed.tensor import DTensor
 
-from ..graph import ops
-from ..graph.program import (
+from ..config.layout import plan
+from ..config.options import Precision
+from ..config.units import Spec, Unit
+from ..ir import ops
+from ..ir.program import (
     AXIS,
     GIVEN,
     INPUT,
@@ -28,15 +31,12 @@ from ..graph.program import (
     is_functional_collective,
     storage_of,
 )
-from ..graph.roles import Kind, Role, mark, role
-from ..graph.sizes import expect, shape_of
-from ..runtime import groups, owners
-from ..spec.config import Precision
-from ..spec.layout import plan
-from ..spec.units import Spec, Unit
-from ..state.buffer import FlatBuffer, UnitState
-from . import cutting, regions
-from .leaving import leave
+from ..ir.roles import Kind, Role, mark, role
+from ..ir.symbolic_sizes import expect, shape_of
+from ..runtime import buffer_registry, groups
+from ..state.flat_buffer import FlatBuffer, UnitState
+from . import joint_graph, outlining
+from .activation_offload import leave
 
 log = logging.getLogger("mfsdp")
 
@@ -54,7 +54,7 @@ class Capture:
         self.inputs = len(inputs)
         self.wrapped = any(isinstance(t, DTensor) for t in inputs)
         """Whether an input is a DTensor, of which graphs have several placeholders."""
-        buffers = [b for t in inputs if (b := owners.owner(t)) is not None]
+        buffers = [b for t in inputs if (b := buffer_registry.owner(t)) is not None]
         units = {b.unit for b in buffers}
         roots = {u.outermost for u in units}
         one_root = len(roots) == 1 and sum(u.fqn == "(root)" for u in units) <= 1
@@ -63,7 +63,9 @@ class Capture:
         self.input_names = [_readable(n, root.inputs if root else ()) for n in names]
         self.shards: dict[int, Unit] = {}
         """Index of an input that is a shard -> its unit."""
-        self.whole = {i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and owners.read_by(t) is not None}
+        self.whole = {
+            i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and buffer_registry.read_by(t) is not None
+        }
         """Indices of inputs that are shards, or parameters that the eager path has gathered."""
         self.given = {
             i: "buffer" if re.search(r"_(?:modules|buffers)\[", n) else "argument"
@@ -75,7 +77,7 @@ class Capture:
         """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
         self.plan = root.plan if root else None
         """What the model is to follow."""
-        self.treated = cutting.treatments(self.plan.choices) if self.plan is not None else {}
+        self.treated = joint_graph.treatments(self.plan.choices) if self.plan is not None else {}
         """What becomes of layers where the joint graph is cut, by path (Note [Cuts])."""
         self.decide: Callable[[Capture], None] | None = None
         """Chooses that, where the joint graph is there."""
@@ -83,7 +85,7 @@ class Capture:
         """Of the backend, as far as that has been chosen with it."""
         self.keeps = False
         """Whether the joint graph is to be kept, in ``joint``, to be cut again."""
-        self.joint: cutting.Joint | None = None
+        self.joint: joint_graph.Joint | None = None
         self.returned = 0
         """How many results of forward are for its caller, once it is cut."""
         self.cut = False
@@ -95,7 +97,7 @@ class Capture:
     def _names(self, inputs: Sequence[Any], names: Sequence[str]) -> None:
         seen: dict[UnitState, list[FlatBuffer]] = {}
         for i, tensor in enumerate(inputs):
-            buffer = owners.owner(tensor)
+            buffer = buffer_registry.owner(tensor)
             if buffer is None:
                 continue
             same = seen.setdefault(buffer.unit, [])
@@ -170,15 +172,15 @@ class Capture:
         Called for each kind of layers (Note [Regions]), without inputs, and then for the graph that calls them.
         """
         if not inputs:
-            regions.writes(joint)
-            body = cutting.Body(cutting.copied(joint), dict(kwargs))
-            return cutting.cut(body, cutting.Treatment())
+            outlining.writes(joint)
+            body = joint_graph.Body(joint_graph.copied(joint), dict(kwargs))
+            return joint_graph.cut(body, joint_graph.Treatment())
         self.label(joint)
         return_copies(joint, kwargs["num_fwd_outputs"])
-        cutting.name_layers(joint)
+        joint_graph.name_layers(joint)
         self._tell_unfollowed(joint)
         if self.keeps or self.decide is not None:
-            self.joint = cutting.Joint(joint, inputs, kwargs)
+            self.joint = joint_graph.Joint(joint, inputs, kwargs)
         if self.decide is not None:
             self.cut = True  # what it raises is not about how layers are captured
             self.decide(self)
@@ -203,13 +205,13 @@ class Capture:
         self, joint: fx.GraphModule, inputs: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cuts a joint graph that has roles, as is chosen for its layers."""
-        gathered = cutting.vary(joint, self.treated)
+        gathered = joint_graph.vary(joint, self.treated)
         self.shards = {i: _respecified(unit, gathered.get(unit.name)) for i, unit in self.shards.items()}
-        cutting.recompute_parameters(joint)
-        regions.borders(joint)
+        joint_graph.recompute_parameters(joint)
+        outlining.borders(joint)
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         self.cut, self.returned = True, kwargs["num_fwd_outputs"]
-        inner = regions.inline(forward, backward)
+        inner = outlining.inline(forward, backward)
         results: Any = forward.graph.output_node().args[0]
         given = {n.name: n for n in results if isinstance(n, fx.Node)} | inner
         saved = {n: given[n.name] for n in backward.graph.find_nodes(op="placeholder") if n.name in given}
@@ -218,7 +220,7 @@ class Capture:
                 node.meta["val"] = source.meta["val"]
                 node._rename(source.name)
                 node.target = node.name
-            regions.inline(backward)
+            outlining.inline(backward)
             self.label_markers(forward)
             self.label_markers(backward)
         note_storages(saved, results[: kwargs["num_fwd_outputs"]])
@@ -230,7 +232,7 @@ class Capture:
         """The program of a forward, backward or inference graph."""
         if phase == "inference":
             self.cut = True
-            regions.inline(gm)
+            outlining.inline(gm)
             self.label(gm)
             return_copies(gm)
         read = {r.unit for n in gm.graph.nodes if (r := role(n)) is not None}

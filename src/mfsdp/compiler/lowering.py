@@ -24,11 +24,11 @@ from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from ..graph import ops
-from ..graph.program import Phase
+from ..ir import ops
+from ..ir.program import Phase
 from .capture import Capture, Partitioner
+from .compile_workers import parallel
 from .stitched import kept, stitched
-from .workers import parallel
 
 Run = Callable[[list[Any]], Any]
 """A compiled graph: takes its arguments as one list."""

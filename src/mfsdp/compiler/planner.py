@@ -22,32 +22,33 @@ from typing import Any
 from torch import fx
 
 from .. import pipeline
-from ..costs import clock
-from ..costs.estimate import optimizer_seconds
-from ..costs.folding import Folded, folded, runs
-from ..costs.ledger import Ledger, ledger
-from ..costs.pace import Pace
-from ..costs.pieces import AWAY, PARTS, WHOLE, Both, Layer, Pieces
-from ..graph import ops
-from ..graph.cost import nbytes
-from ..graph.program import Program, is_element
-from ..graph.roles import Kind, role
-from ..spec.choices import Choice, Choices
-from ..spec.config import Options
-from ..spec.hardware import Hardware, Transfer, host_copy
-from ..spec.telling import doing
-from ..state.buffer import FlatBuffer
-from . import cutting
+from ..config.best_effort import doing
+from ..config.hardware import Hardware, Transfer, host_copy
+from ..config.layer_choices import Choice, Choices
+from ..config.options import Options
+from ..cost_model import op_cost
+from ..cost_model.estimate import optimizer_seconds
+from ..cost_model.extrapolate import Folded, folded, runs
+from ..cost_model.layer_model import AWAY, PARTS, WHOLE, Both, Layer, Pieces
+from ..cost_model.memory_model import Ledger, ledger
+from ..cost_model.offload_schedule import Pace
+from ..ir import ops
+from ..ir.byte_costs import nbytes
+from ..ir.program import Program, is_element
+from ..ir.roles import Kind, role
+from ..state.flat_buffer import FlatBuffer
+from . import joint_graph
 from .capture import Capture
-from .cutting import Treatment
-from .layers import layer_of
+from .joint_graph import Treatment
+from .layer_match import layer_of
 
 ALLOWED = ("gathered", "recompute", "offload", "optimizer", "prefetch")
 """What a plan may choose."""
 
 WAYS = (((0, 0),), ((1, 0), (0, 1), (1, 1)), ((2, 1), (1, 2), (2, 2)))
 """How far ahead a plan may gather, and let reductions lag behind: by the memory that it takes. Where the last of some
-is nothing worth, neither are the others of them, nor what is behind them. (Of more: `mfsdp.costs.depth.DEPTHS`.)
+is nothing worth, neither are the others of them, nor what is behind them. (Of more:
+`mfsdp.cost_model.auto_prefetch.DEPTHS`.)
 """
 
 WORTH = 0.01
@@ -183,12 +184,12 @@ class Planner:
         profile: Any = None,
     ) -> Planner:
         """For a capture that has kept its joint graph: what is there throughout a step follows from the programs as
-        they are without a plan. Arguments as for :func:`mfsdp.costs.ledger.ledger`.
+        they are without a plan. Arguments as for :func:`mfsdp.cost_model.memory_model.ledger`.
         """
         known = getattr(profile, "optimizer", 0.0)
         steps = partial(optimizer_seconds, buffers, plain, optimizer, machine, measured=known)
         found = Planner(capture, options, machine, _NOTHING, _NOTHING, steps, rounds, allow, profile)
-        treated = cutting.treatments(found.kinds)
+        treated = joint_graph.treatments(found.kinds)
         few = {path: treated[path] for kind in found.kinds for path in found._few(kind)}
         programs = [laid.program for laid in found._laid(few, found.plain)]
         account = partial(
@@ -199,7 +200,7 @@ class Planner:
         return found
 
     @property
-    def joint(self) -> cutting.Joint:
+    def joint(self) -> joint_graph.Joint:
         assert self.capture.joint is not None, "nothing was kept to be cut again"
         return self.capture.joint
 
@@ -220,7 +221,7 @@ class Planner:
     @cached_property
     def calls(self) -> set[str]:
         """Layers that can be left out."""
-        return cutting.removable(self.joint.graph)
+        return joint_graph.removable(self.joint.graph)
 
     # settings
 
@@ -426,11 +427,11 @@ class Planner:
 
     def _computed(self, choice: Choice, backward: Program) -> dict[str, tuple[float, int]]:
         """Operators of layers that backward computes again: their seconds, and bytes of what they give."""
-        behind, times = cutting.differentiated(backward.gm), self._times(backward)
+        behind, times = joint_graph.differentiated(backward.gm), self._times(backward)
         found: dict[str, tuple[float, int]] = {}
         for node in backward.nodes:
-            own = node not in behind and layer_of(cutting.described(node)) in choice.layers
-            if own and (name := cutting.operator_of(node)):
+            own = node not in behind and layer_of(joint_graph.described(node)) in choice.layers
+            if own and (name := joint_graph.operator_of(node)):
                 seconds, taken = found.get(name, (0.0, 0))
                 results = [x.meta["val"] for x in node.users if is_element(x)] or node.meta["val"]
                 found[name] = seconds + times[node].seconds, taken + nbytes(results)
@@ -440,17 +441,17 @@ class Planner:
         """Programs of a layer, cut as it is treated; of all layers that cannot be left out, where they are not traced
         once for all.
         """
-        pair = next((p for p in cutting.pairs(self.joint.graph) if p.path == choice.layers[0]), None)
+        pair = next((p for p in joint_graph.pairs(self.joint.graph) if p.path == choice.layers[0]), None)
         if pair is None:
             others = {path for kind in self.kinds for path in kind.layers[1:] if path in self.calls}
             return self._programs(dict.fromkeys(choice.layers, treatment), others)
         with self.joint.settings():
-            forward, backward = (Program(gm, "backward", []) for gm in cutting.cut(pair.body, treatment))
+            forward, backward = (Program(gm, "backward", []) for gm in joint_graph.cut(pair.body, treatment))
         forward.returned = pair.body.options["num_fwd_outputs"]
         return forward, backward
 
-    def _times(self, program: Program) -> dict[fx.Node, clock.Time]:
-        return clock.times(_Bare(program), self.machine, fused=self.fused)
+    def _times(self, program: Program) -> dict[fx.Node, op_cost.Time]:
+        return op_cost.times(_Bare(program), self.machine, fused=self.fused)
 
     def _seconds(self, program: Program) -> float:
         """Of all kernels."""
@@ -513,7 +514,7 @@ class Planner:
                 replace(c, recomputed=len(c.layers), saved=level[min(way, len(level)) - 1])
                 for c, level in zip(choices, levels, strict=True)
             )
-        treated = cutting.treatments(choices)
+        treated = joint_graph.treatments(choices)
         few = {path: treated[path] for choice in choices for path in self._few(choice)}
         forward, backward = self._folded(few, Setting(choices, depth, lag))
         return forward, backward
@@ -543,13 +544,13 @@ class Planner:
     @cached_property
     def owners(self) -> dict[str, str]:
         """The layer that reads a unit's parameters, by its name."""
-        return cutting.owners(self.joint.graph)
+        return joint_graph.owners(self.joint.graph)
 
     @cached_property
     def order(self) -> list[str]:
         """Paths of all layers, in forward's order."""
         known = {path for kind in self.kinds for path in kind.layers}
-        return [path for path in cutting.ordered(self.joint.graph) if path in known]
+        return [path for path in joint_graph.ordered(self.joint.graph) if path in known]
 
     # scores
 
@@ -574,7 +575,7 @@ class Planner:
             if not leaves or all(part.rests(r.borders(part.backward, 1, 1)) for part in parts for r in repeats):
                 break
         else:
-            parts, repeats = self._folded(cutting.treatments(setting.choices), setting), []
+            parts, repeats = self._folded(joint_graph.treatments(setting.choices), setting), []
         parts = tuple(self._unfolded(part, repeats) for part in parts)
         away = next(part.host for part in parts if not part.backward)
         return self._total(setting, [part.play() for part in parts], self._slots(parts), away)
@@ -632,7 +633,7 @@ class Planner:
             beside: how many periods more to keep at either end of a run than it takes.
         """
         border = self.border(setting.prefetch, setting.reduce_lag)
-        treated = cutting.treatments(setting.choices)
+        treated = joint_graph.treatments(setting.choices)
         kept: dict[str, Treatment] = {}
         repeats: list[Repeat] = []
         for choice in setting.choices:
@@ -691,10 +692,10 @@ class Planner:
         key = frozenset(without)
         with self.joint.settings():
             if key not in self.graphs:
-                self.graphs[key] = cutting.copied(self.joint.graph)
-                done = cutting.without(self.graphs[key], without)
+                self.graphs[key] = joint_graph.copied(self.joint.graph)
+                done = joint_graph.without(self.graphs[key], without)
                 assert done, "a layer that cannot be left out"
-            cut = capture.divide(cutting.copied(self.graphs[key]), self.joint.inputs, self.joint.options)
+            cut = capture.divide(joint_graph.copied(self.graphs[key]), self.joint.inputs, self.joint.options)
             return capture.program(cut[0], "forward"), capture.program(cut[1], "backward")
 
     # searches
@@ -833,11 +834,11 @@ def _seconds(before: Score, after: Score) -> Any:
 
 class _Laid:
     """A program after all passes but those that launch and give places, which can be done over and over: launches of
-    gathers move past what the passes between them do (`mfsdp.costs.depth`).
+    gathers move past what the passes between them do (`mfsdp.cost_model.auto_prefetch`).
 
     Args:
         program: behind the first of its passes (`_passes`).
-        first: whether accumulators come to be in it (:attr:`mfsdp.costs.ledger.Ledger.first`).
+        first: whether accumulators come to be in it (:attr:`mfsdp.cost_model.memory_model.Ledger.first`).
     """
 
     def __init__(self, program: Program, options: Options, wide: bool, pace: Pace, first: bool):
@@ -852,7 +853,7 @@ class _Laid:
         p.move(self.order, p.output)
         pipeline.rewrite(p, _passes(replace(self.options, prefetch=depth), self.wide, pace)[2])
         known = profile.given(p) if profile is not None else {}
-        times = clock.times(p, pace.machine, fused=pace.fused, memo=self.memo, **known)
+        times = op_cost.times(p, pace.machine, fused=pace.fused, memo=self.memo, **known)
         return folded(p, times, pace.fused, self.memo, accumulators=self.first)
 
 

@@ -20,12 +20,12 @@ from torch import fx
 from torch._guards import TracingContext
 from torch.fx import Node
 
-from ..graph import ops
-from ..graph.program import STORAGE, is_element
-from ..graph.roles import Kind, is_kind, role
-from ..runtime import kernels, runs
-from .stretches import Step, Stretch, Uncut, cut, is_view
-from .workers import handed_out
+from ..ir import ops
+from ..ir.program import STORAGE, is_element
+from ..ir.roles import Kind, is_kind, role
+from ..runtime import execution, kernels
+from .compile_workers import handed_out
+from .subgraphs import Step, Stretch, Uncut, cut, is_view
 
 log = logging.getLogger("mfsdp")
 
@@ -53,7 +53,7 @@ class Stitched:
         constants: Mapping[str, torch.Tensor],
     ):
         self.driver, self.bodies, self.dying, self.constants = driver, bodies, dying, constants
-        self._names: dict[str, Any] = {"torch": torch, "Current": runs.current, **constants}
+        self._names: dict[str, Any] = {"torch": torch, "Current": execution.current, **constants}
         self._names |= {"Plain": kernels, "Shown": kernels.SHOWN}
         self._names |= {name: partial(self._first, name) for name in bodies}
         exec(compile(driver, "<mfsdp driver>", "exec"), self._names)

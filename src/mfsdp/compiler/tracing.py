@@ -21,16 +21,16 @@ from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
-from ..graph.program import Phase, Program
-from ..sharding import writes
-from ..sharding.blueprint import blueprint
+from ..ir.program import Phase, Program
+from ..sharding import mutation_check
+from ..sharding.meta_clone import blueprint
 from ..sharding.module import FSDPModule, own_code
 from ..sharding.shard import fully_shard
-from ..state.buffer import refs
+from ..state.flat_buffer import refs
 from ..state.mesh import TENSOR
-from ..state.pieces import sizes_along
-from ..state.sharded import local_mesh
-from . import masks, regions
+from ..state.shard_spec import local_mesh
+from ..state.tp_shards import sizes_along
+from . import attention_masks, outlining
 from .capture import Capture, sources
 from .lowering import CAPTURES
 
@@ -125,11 +125,11 @@ def trace(
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         try:
-            writes.traced(gm, inputs)
+            mutation_check.traced(gm, inputs)
         except RuntimeError as error:
             return partial(_refuse, error)
         capture = found[0].capture = Capture(inputs, sources(gm), name)
-        capture.keeps, capture.notes = True, masks.fold(gm, capture.input_names)
+        capture.keeps, capture.notes = True, attention_masks.fold(gm, capture.input_names)
         fakes = _on_cpu(gm, inputs)
 
         def keep(graph: torch.fx.GraphModule, phase: Phase) -> None:
@@ -138,7 +138,7 @@ def trace(
             found[0].all.append(program)
 
         with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            regions.captured(gm, lambda: CAPTURES[lowering](gm, fakes, capture, keep), lambda: capture.cut)
+            outlining.captured(gm, lambda: CAPTURES[lowering](gm, fakes, capture, keep), lambda: capture.cut)
         return _stop
 
     def to_meta(x: Any) -> Any:

@@ -37,12 +37,12 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compiler.together import settings
-from ..sharding.former import optimizer_of
-from ..sharding.fsdp2 import policy_of
+from ..compiler.microbatches import settings
+from ..config.options import MixedPrecisionPolicy, Options
+from ..sharding.fsdp2_api import policy_of
 from ..sharding.module import FSDPModule
 from ..sharding.shard import fully_shard
-from ..spec.config import MixedPrecisionPolicy, Options
+from ..sharding.stale_optimizers import optimizer_of
 from . import environment
 
 log = logging.getLogger("mfsdp")

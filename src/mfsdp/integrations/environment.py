@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..spec.config import Options
+from ..config.options import Options
 
 OPTIONS, SHARDING = "MFSDP_OPTIONS", "MFSDP_SHARDING"
 

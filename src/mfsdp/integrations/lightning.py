@@ -39,10 +39,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ..checkpoints.reading import Planner, Reader
+from ..config.options import MixedPrecisionPolicy, Options
 from ..sharding.contexts import no_sync, synchronize
 from ..sharding.module import FSDPModule
 from ..sharding.shard import fully_shard
-from ..spec.config import MixedPrecisionPolicy, Options
 from ..state.mesh import FOLDED, OTHERS
 
 

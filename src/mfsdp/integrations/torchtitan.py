@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.options import MixedPrecisionPolicy
 from ..sharding.shard import fully_shard
-from ..spec.config import MixedPrecisionPolicy
 
 LOWERINGS = {"inductor": "inductor", "mfsdp": "inductor", "aot_eager": "eager", "eager": "eager"}
 """What ``--compile.backend`` means to us, as the option ``lowering``."""

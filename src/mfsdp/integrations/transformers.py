@@ -32,13 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed import DistributedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from ..runtime import devices, groups, immediate
+from ..config.options import MixedPrecisionPolicy
+from ..runtime import devices, groups, sync_collectives
 from ..sharding import materialize
 from ..sharding.module import FSDPModule
 from ..sharding.shard import fully_shard
-from ..spec.config import MixedPrecisionPolicy
-from ..state.buffer import Ref, refs
-from ..state.tensors import ShardedDTensor
+from ..state.flat_buffer import Ref, refs
+from ..state.sharded_dtensor import ShardedDTensor
 from . import environment
 
 PLANNED = ("module", "units", "mesh", "dp_mesh_dims", "device", "reshard_after_forward", "param_init_fn")
@@ -285,7 +285,7 @@ def _rest(own: Callable[..., Any], self: Any, missing_keys: set[str], *args: Any
 def _agree(model: nn.Module, reading: _Reading, lacks: list[str]) -> None:
     group = groups.default_group()
     here = torch.tensor([bool(reading.unlike), len(lacks), -len(lacks)], device=devices.collective_device(group))
-    unlike, most, least = immediate.reduced(here, "max", group).tolist()
+    unlike, most, least = sync_collectives.reduced(here, "max", group).tolist()
     if unlike:
         said = ", ".join(reading.unlike) or "see the errors of other ranks"
         raise ValueError(

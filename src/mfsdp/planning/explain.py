@@ -18,25 +18,25 @@ from torch.utils import _pytree as pytree
 from .. import pipeline
 from ..checkpoints.saving import copied
 from ..compiler.tracing import Programs, trace
-from ..costs.depth import Auto, always
-from ..costs.estimate import Schedule, estimate
-from ..costs.facts import Facts, Suggestion
-from ..costs.kernels import Kernels
-from ..costs.ledger import OPTIMIZER_STATES, STEPPING, Entry, check_names
-from ..costs.measure import measure
-from ..costs.pace import Pace
-from ..graph.program import Program
-from ..graph.roles import Kind
+from ..config.best_effort import doing
+from ..config.hardware import KNOWN, Hardware, undisturbed
+from ..config.hardware import hardware as find_hardware
+from ..config.options import PLANNED, Options
+from ..cost_model.auto_prefetch import Auto, always
+from ..cost_model.estimate import Schedule, estimate
+from ..cost_model.kernel_timings import Kernels
+from ..cost_model.machine import measure
+from ..cost_model.memory_model import OPTIMIZER_STATES, STEPPING, Entry, check_names
+from ..cost_model.offload_schedule import Pace
+from ..cost_model.step_data import Facts, Suggestion
+from ..ir.program import Program
+from ..ir.roles import Kind
 from ..reports.report import Comparison, Report
 from ..sharding import materialize
 from ..sharding.module import FSDPModule
-from ..spec.config import PLANNED, Options
-from ..spec.hardware import KNOWN, Hardware, undisturbed
-from ..spec.hardware import hardware as find_hardware
-from ..spec.telling import doing
-from ..state.buffer import FlatBuffer, refs
+from ..state.flat_buffer import FlatBuffer, refs
 from ..state.mesh import TENSOR
-from ..state.pieces import sizes_along
+from ..state.tp_shards import sizes_along
 
 GAIN = 0.01
 """What a suggestion has to promise: a part of the step."""
@@ -53,7 +53,7 @@ class Calibration:
     optimizer: float
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What :func:`mfsdp.costs.clock.times` takes."""
+        """What :func:`mfsdp.cost_model.op_cost.times` takes."""
         return {"compute": self.backward if program.phase == "backward" else self.forward}
 
 
@@ -65,7 +65,7 @@ class _Measured:
     fused: bool = True
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What :func:`mfsdp.costs.clock.times` takes."""
+        """What :func:`mfsdp.cost_model.op_cost.times` takes."""
         return {"measured": self.kernels.of(program, self.fused)}
 
 
@@ -118,8 +118,8 @@ def explain(
         world: ranks; by default 8, and of a model that is sharded beside another parallelism those that it is sharded
             over (`trace`).
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
-        hardware: a name in :data:`mfsdp.spec.hardware.KNOWN`, a JSON file, ``"this"`` (:func:`mfsdp.measure`), or a
-            :class:`mfsdp.spec.hardware.Hardware`.
+        hardware: a name in :data:`mfsdp.config.hardware.KNOWN`, a JSON file, ``"this"`` (:func:`mfsdp.measure`), or a
+            :class:`mfsdp.config.hardware.Hardware`.
         microbatches: of one step, by default as many as are ``together``; gradients are reduced in each of their
             backwards.
         together: how many of them `mfsdp.together` has in one program.
@@ -129,11 +129,11 @@ def explain(
         slowest: how many times as long the slowest rank computes; the others wait for it in every collective.
         prices: of a rank and an hour, by name of the hardware: a mapping, or a JSON file with one.
         options: those of the backend.
-        optimizer: a name in :data:`mfsdp.costs.ledger.OPTIMIZER_STATES`.
+        optimizer: a name in :data:`mfsdp.cost_model.memory_model.OPTIMIZER_STATES`.
         stepping: how it steps: ``"whole"``, on all parameters at once; ``"flat"``, by :func:`fully_shard_optimizer`;
             ``"offloaded"``, by that with ``offload="state"``. By default as the model's plan says, or ``"whole"``.
-        profile: of :func:`mfsdp.profile`, of the same programs: measured times instead of estimates.
-        kernels: measured on the hardware, :class:`mfsdp.costs.kernels.Kernels` or their file (`mfsdp measure
+        profile: of :func:`mfsdp.profile`, of the same programs: measured times instead of estimates. kernels: measured
+        on the hardware, :class:`mfsdp.cost_model.kernel_timings.Kernels` or their file (`mfsdp measure
             --kernels`): for the lines that are in it, instead of estimates.
         suggest: whether to look for changes that make the step faster.
         **sharding: arguments of :func:`mfsdp.fully_shard`; none if the model is sharded already.

@@ -13,15 +13,15 @@ from torch.utils import _pytree as pytree
 
 import mfsdp
 
-from ..compiler.planned import refusal
+from ..compiler.memory_option import refusal
 from ..compiler.planner import ALLOWED, Planner, Score, Setting
 from ..compiler.tracing import trace
-from ..costs.ledger import OPTIMIZER_STATES
+from ..config.best_effort import doing
+from ..config.layer_choices import numbered
+from ..config.options import PLANNED, Options
+from ..config.plans import DoesNotFit, Plan, Point, Price, nbytes_of
+from ..cost_model.memory_model import OPTIMIZER_STATES
 from ..sharding.module import FSDPModule
-from ..spec.choices import numbered
-from ..spec.config import PLANNED, Options
-from ..spec.plans import DoesNotFit, Plan, Point, Price, nbytes_of
-from ..spec.telling import doing
 from .explain import buffers_of, machine_of, unsharded
 
 BUDGETS = 8

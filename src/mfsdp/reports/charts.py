@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..costs.facts import WHY, Facts, Line, seconds
-from ..graph.cost import size
+from ..cost_model.step_data import WHY, Facts, Line, seconds
+from ..ir.byte_costs import size
 from .chrome import LANES, memory
 
 KINDS = {
@@ -32,7 +32,8 @@ KERNEL = {
     "launch": "too small: starting it decides its time",
     "measured": "measured",
 }
-"""What decides a kernel's time, in words; :data:`mfsdp.costs.facts.WHY` is the same for waits and collectives."""
+"""What decides a kernel's time, in words; :data:`mfsdp.cost_model.step_data.WHY` is the same for waits and collectives.
+"""
 
 BANDS = ("#5f6f81", "#7f8ea0", "#9fabb9", "#bcc5cf", "#d3d9e0", "#b8ad9a", "#cfc6b6", "#e2dccf")
 """Memory that lasts, from the bottom up."""

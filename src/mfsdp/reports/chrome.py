@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..costs.facts import Facts, Line
+from ..cost_model.step_data import Facts, Line
 
 LANES = {"C": "Compute", "G": "Gather", "R": "Reduce", "O": "Outer", "T": "Tensor", "A": "All-to-all", "H": "Host"}
 

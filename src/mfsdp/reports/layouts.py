@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..spec.layout import Layout
-from ..spec.units import Unit
+from ..config.layout import Layout
+from ..config.units import Unit
 from .charts import BOX_COLUMNS, TIP, bokeh, columns, figure, label, ticks
 
 PARAMETERS = ("#8fb4dd", "#f0c98a", "#9fd0b4", "#cdb2e2", "#eeb0a8", "#a8d5dc", "#d9cf9a", "#c3c9d1")

@@ -16,9 +16,9 @@ from typing import Any
 
 from jinja2 import Environment
 
-from ..costs.facts import WHY, Facts, View
-from ..graph.cost import size
-from ..spec.units import Unit
+from ..config.units import Unit
+from ..cost_model.step_data import WHY, Facts, View
+from ..ir.byte_costs import size
 from .charts import amount, bokeh, brief, charts, rows
 from .layouts import layout_chart
 

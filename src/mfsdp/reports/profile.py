@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..costs import clock
-from ..costs.facts import Facts, seconds
-from ..graph import listing, ops
-from ..graph.cost import is_line
-from ..graph.program import Program
-from ..graph.roles import role
-from ..runtime import observers
-from ..spec.hardware import KNOWN
-from ..spec.telling import only_tells
+from ..config.best_effort import only_tells
+from ..config.hardware import KNOWN
+from ..cost_model import op_cost
+from ..cost_model.step_data import Facts, seconds
+from ..ir import ops, printer
+from ..ir.byte_costs import is_line
+from ..ir.program import Program
+from ..ir.roles import role
+from ..runtime import instrumentation
 
 _OPERATIONS = {x: x._schema.name.split("::")[1] for x in ops.SHOWN}
 """Names under which `runtime` shows them."""
@@ -66,7 +66,7 @@ class Outline:
 
 def outline(program: Program) -> Outline:
     """The outline of a program that is about to be lowered."""
-    times = only_tells("estimates in profiles", {}, clock.times, program, KNOWN["h100"])
+    times = only_tells("estimates in profiles", {}, op_cost.times, program, KNOWN["h100"])
     units = {u.name: u.fqn for u in program.units}
     lines = []
     for node in program.nodes:
@@ -75,7 +75,7 @@ def outline(program: Program) -> Outline:
             unit = units.get(r.unit, r.unit) if r is not None else ""
             weight = known.seconds if known is not None else 0.0
             operation = _OPERATIONS.get(node.target, "")  # type: ignore[call-overload]
-            text = only_tells("lines of the listing", node.name, listing.text, node)
+            text = only_tells("lines of the listing", node.name, printer.text, node)
             lines.append(Outlined(node.name, text, unit, operation, weight))
     return Outline(program.name, program.phase, tuple(lines))
 
@@ -141,7 +141,7 @@ class profile(AbstractContextManager["profile"]):
 
     def __enter__(self) -> profile:
         self._begin()
-        observing = observers.observed(self)
+        observing = instrumentation.observed(self)
         observing.__enter__()
         self._observing = observing
         self._marks.append(_now())
@@ -227,8 +227,8 @@ class profile(AbstractContextManager["profile"]):
     """Its kernels ran beside transfers: what these take from computation is in their times."""
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What :func:`mfsdp.costs.clock.times` takes: measured lines, or, if the program has others (those of another
-        lowering), what all of them take together.
+        """What :func:`mfsdp.cost_model.op_cost.times` takes: measured lines, or, if the program has others (those of
+        another lowering), what all of them take together.
         """
         mine = [x for x in self.lines if x.phase == program.phase]
         kernels = {x.line.name: x.seconds for x in mine if x.line.operation not in _ELSEWHERE}
@@ -289,7 +289,7 @@ class ranges(AbstractContextManager["ranges"]):
         self._observing: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> ranges:
-        observing = observers.observed(self)
+        observing = instrumentation.observed(self)
         observing.__enter__()
         self._observing = observing
         return self

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..costs.facts import WHY, Facts, seconds
-from ..graph.cost import size
+from ..cost_model.step_data import WHY, Facts, seconds
+from ..ir.byte_costs import size
 from . import chrome, page
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..spec.units import Axis
+from ..config.units import Axis
 
 
 def process_group(name: str) -> dist.ProcessGroup:

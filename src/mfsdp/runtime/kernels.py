@@ -1,4 +1,4 @@
-"""The kernels behind `graph.ops`, each with the run that it is part of, which keeps what they have under way.
+"""The kernels behind `ir.ops`, each with the run that it is part of, which keeps what they have under way.
 
 What they need of a unit's spec is resolved once for each (spec, slot) or (spec, lane), and views of a static buffer are
 made once for each place in it.
@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from ..graph.ops import LIBRARY, shape_after
-from ..spec import grid
-from ..spec.units import Axis, Spec
-from . import formats, rooms, runs, slots, standing
-from . import grids as grids_of
-from .immediate import gather_now, packed, scattered, summed
-from .owners import orphan, owner, path
-from .runs import Run
+from ..config import block_grid
+from ..config.units import Axis, Spec
+from ..ir.ops import LIBRARY, shape_after
+from . import activation_host, comm_formats, execution, join, static_buffers
+from . import block_scales as grids_of
+from .buffer_registry import orphan, owner, path
+from .execution import Run
+from .sync_collectives import gather_now, packed, scattered, summed
 from .transport import Pairs, parts
 
 # What is resolved once
@@ -85,7 +85,7 @@ def refresh(run: Run, source: torch.Tensor) -> None:
         run.adopt(early)
         return
     buffer = owner(source)
-    run.launch(source, *(standing.refresh(run, buffer) if run.loose else buffer.weights.refresh()))
+    run.launch(source, *(join.refresh(run, buffer) if run.loose else buffer.weights.refresh()))
 
 
 def refresh_codes(run: Run, code: torch.Tensor, source: torch.Tensor, key: str, back: bool, spec: str) -> torch.Tensor:
@@ -109,17 +109,17 @@ def all_gather(run: Run, shard: torch.Tensor, spec: str, slot: int = -1) -> torc
     sent = shard.view(torch.uint8) if quantised else shard
     if sent.dtype is not r.dtype and r.wire is None:
         sent = shard.detach().to(r.dtype) if (buffer := owner(shard)) is None else buffer.weights.cast()
-    full = slots.room(r.slot, r.numel, r.dtype, shard.device)
+    full = static_buffers.room(r.slot, r.numel, r.dtype, shard.device)
     if run.loose:
-        standing.gather(run, _known(owner(shard)))
-    run.launch(full, formats.gather(run, _pairs(r, full, sent), r.group, r.wire))
+        join.gather(run, _known(owner(shard)))
+    run.launch(full, comm_formats.gather(run, _pairs(r, full, sent), r.group, r.wire))
     return full.view(shard.dtype) if quantised else full
 
 
 def maxima(run: Run, shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
     """Launches what is due of a unit's maxima (Note [Maxima]), and of those of the program's other units."""
     weights = _known(owner(shard)).weights
-    out = torch.empty(sum(g.numel for g in grid.decode(grids)), device=shard.device)
+    out = torch.empty(sum(g.numel for g in block_grid.decode(grids)), device=shard.device)
     run.launch(out, *weights.maxima.read(grids, out, run.measured))
     return out
 
@@ -128,7 +128,7 @@ def spread(run: Run, shard: torch.Tensor, scales: Sequence[torch.Tensor], grids:
     """For every element of the main weights the scale of its block, [main_numel]; 1 where no parameter is."""
     weights = _known(owner(shard)).weights
     out = torch.ones(Spec.decode(spec).main_numel, dtype=scales[0].dtype, device=shard.device)
-    for scale, one in zip(scales, grid.decode(grids), strict=True):
+    for scale, one in zip(scales, block_grid.decode(grids), strict=True):
         rows, first = weights.rows(out, one.offset)
         grids_of.spread(scale.contiguous().view(-1), rows, first, one)
     return out
@@ -152,7 +152,7 @@ def _pairs(r: _Room | _Reduction, full: torch.Tensor, shard: torch.Tensor) -> Pa
     """The segments that travel together, as `transport.segments`; those of a static buffer are cut once."""
     if len(r.splits) == 1:
         return [(full, shard)]
-    return list(zip(slots.views(full, parts, r.splits, r.ranks), parts(shard, r.splits, 1), strict=True))
+    return list(zip(static_buffers.views(full, parts, r.splits, r.ranks), parts(shard, r.splits, 1), strict=True))
 
 
 def wait(run: Run, out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
@@ -170,13 +170,13 @@ def free(full: torch.Tensor) -> None:
 def bucket(run: Run, like: torch.Tensor, holes: Sequence[int], spec: str, slot: int = -1) -> torch.Tensor:
     """Room for a unit's gradients, [full_numel] in the dtype that travels; zeros in the holes, nothing elsewhere."""
     r = _room(spec, slot, "g")
-    gfull = slots.room(r.slot, r.numel, r.dtype, like.device)
+    gfull = static_buffers.room(r.slot, r.numel, r.dtype, like.device)
     if run.held:
         run.held.discard(gfull.data_ptr())
     if run.loose:
         run.reducing[gfull.data_ptr()] = _known(owner(like))
     if holes:
-        torch._foreach_zero_(slots.views(gfull, _holes, tuple(holes)))  # type: ignore[arg-type]
+        torch._foreach_zero_(static_buffers.views(gfull, _holes, tuple(holes)))  # type: ignore[arg-type]
     return gfull
 
 
@@ -187,7 +187,7 @@ def _holes(gfull: torch.Tensor, holes: Sequence[int]) -> list[torch.Tensor]:
 def pack(run: Run, gfull: torch.Tensor, grads: Sequence[torch.Tensor], offsets: Sequence[int], scale: float) -> None:
     """Copies gradients to their places, cast and scaled."""
     if grads:
-        places = slots.views(gfull, _places, tuple(offsets), tuple(map(_shape, grads)))
+        places = static_buffers.views(gfull, _places, tuple(offsets), tuple(map(_shape, grads)))
         torch._foreach_copy_(places, grads)  # type: ignore[arg-type]
         if scale != 1.0:
             torch._foreach_mul_(places, scale)  # type: ignore[call-overload]
@@ -210,7 +210,7 @@ def mm(
     b: torch.Tensor,
 ) -> None:
     """Writes ``a @ b`` to its place, in the dtype of that."""
-    (place,) = slots.views(gfull, _place, offset, tuple(size), tuple(stride))
+    (place,) = static_buffers.views(gfull, _place, offset, tuple(size), tuple(stride))
     if place.dtype is a.dtype:
         torch.mm(a, b, out=place)
     else:
@@ -249,8 +249,8 @@ def reduce_scatter(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> torch
             run.launch(gshard)
             return gshard
     if run.loose:
-        return standing.reduce_scatter(run, gfull, gshard, Spec.decode(spec), lane)
-    run.launch(gshard, formats.scatter(run, _pairs(r, gfull, gshard), r.sum, r.group, r.wire))
+        return join.reduce_scatter(run, gfull, gshard, Spec.decode(spec), lane)
+    run.launch(gshard, comm_formats.scatter(run, _pairs(r, gfull, gshard), r.sum, r.group, r.wire))
     return gshard
 
 
@@ -260,7 +260,7 @@ def all_reduce(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> None:
         run.launch(gfull)
         return
     if run.loose:
-        standing.all_reduce(run, gfull, Spec.decode(spec), lane)
+        join.all_reduce(run, gfull, Spec.decode(spec), lane)
         return
     run.launch(gfull, summed(gfull, Spec.decode(spec), lane))
 
@@ -323,14 +323,14 @@ def probe(
 
 def offload(run: Run, x: torch.Tensor) -> torch.Tensor:
     """Launches the copy of a tensor to host memory, where it lies as it does here (Note [Rooms on the host])."""
-    out, end = rooms.offload(x)
+    out, end = activation_host.offload(x)
     run.copy(out, end)
     return out
 
 
 def reload(run: Run, x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Launches the copy of what lies on the host to a device."""
-    out, end = rooms.reload(x, device)
+    out, end = activation_host.reload(x, device)
     run.copy(out, end)
     return out
 
@@ -397,7 +397,7 @@ def _apart(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 def param(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torch.Tensor:
     """The marker's own meaning: gathers the unit and copies one parameter out."""
-    if not runs.in_program():
+    if not execution.in_program():
         _warn_of_another_backend(path(shard))
     full = gather_now(shard, spec)
     n = torch.Size(shape).numel()
@@ -426,7 +426,7 @@ def param_grad(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) 
     s = Spec.decode(spec)
     gfull = packed([grad], [offset], s, grad.device)
     if s.gathers:
-        with runs.announced(f"reduction of {path(shard)} at {offset}", s.group):
+        with execution.announced(f"reduction of {path(shard)} at {offset}", s.group):
             gfull = scattered(gfull, s, 0)
     return gfull.to(shard.dtype).mul_(1 / s.divide)
 
@@ -447,7 +447,7 @@ _KERNELS = (
     all_reduce, accumulate, collective, probe, offload, reload,
 )  # fmt: skip
 for _kernel in _KERNELS:
-    LIBRARY.impl(_kernel.__name__, runs.dispatched(_kernel), "CompositeExplicitAutograd")
+    LIBRARY.impl(_kernel.__name__, execution.dispatched(_kernel), "CompositeExplicitAutograd")
 
 SHOWN = SimpleNamespace(**{k.__name__: partial(_shown, k) for k in _KERNELS})
 """The same for programs that somebody looks at (Note [Names])."""

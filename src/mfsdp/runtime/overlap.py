@@ -4,7 +4,7 @@ Note [Turns]
 What experts exchange in one program travels while the other computes. Neither program is changed: each runs in a thread
 of its own, one of them at a time, and the turn goes over wherever a program would wait for a collective of another
 parallelism. So the order of the two together follows from theirs, the same on every rank and under every lowering: the
-backward up to its first such wait, the forward up to its first, the backward up to its next, and so on (`graph.merge`
+backward up to its first such wait, the forward up to its first, the backward up to its next, and so on (`ir.merge`
 writes it down). Their static buffers are apart.
 
 A backward may wait if gradients are all that it gives, through accumulators (Note [Accumulators]), and nobody wants to
@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from . import devices, slots
-from .observers import one_by_one
+from . import devices, static_buffers
+from .instrumentation import one_by_one
 
 log = logging.getLogger("mfsdp")
 
@@ -107,7 +107,7 @@ class Overlap:
         waiting, self._waiting = self._waiting, None
         for buffer in waiting.buffers if waiting is not None else ():
             buffer.gradients.due = None
-        slots.forget_beside()
+        static_buffers.forget_beside()
 
     def _taken(self) -> _Waiting | None:
         """What waits, for whoever runs it now.
@@ -207,7 +207,7 @@ def _beside(waiting: _Waiting, forward: Callable[[Turn], Any]) -> Any:
 
     def beside() -> None:
         try:
-            with slots.beside():
+            with static_buffers.beside():
                 waiting.run(partial(turns.give, 0))
         finally:
             turns.leave(0)

@@ -8,9 +8,9 @@ from typing import cast
 
 from torch import nn
 
-from ..runtime import ahead
+from ..runtime import step_prefetch
 from ..runtime.overlap import Overlap
-from ..state.buffer import FlatBuffer, refs
+from ..state.flat_buffer import FlatBuffer, refs
 from .module import FSDPModule, buffers_of
 
 
@@ -135,7 +135,7 @@ def synchronize(module: nn.Module) -> None:
         ValueError: nothing of the module is sharded.
     """
     found = _sharded(module, "synchronize")
-    ahead.complete(found)
+    step_prefetch.complete(found)
 
 
 @contextmanager

@@ -33,13 +33,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..runtime import engine, immediate, owners
-from ..spec.source import ours
-from ..state.buffer import FlatBuffer, Ref, UnitState
-from ..state.pieces import here
+from ..config.own_source import ours
+from ..runtime import buffer_registry, engine, sync_collectives
+from ..state.flat_buffer import FlatBuffer, Ref, UnitState
+from ..state.tp_shards import here
 from ..state.transformer_engine import Lent
-from . import writes
-from .lending import Loans, MainGrads
+from . import mutation_check
+from .te_eager import Loans, MainGrads
 
 
 class _Thread(threading.local):
@@ -62,14 +62,14 @@ class Ticket:
 
     def __init__(self, buffer: FlatBuffer, full: torch.Tensor | None):
         self.buffer, self.full = buffer, full
-        self.watch: writes.Watch | None = None
+        self.watch: mutation_check.Watch | None = None
         self.loans = Loans(buffer)
 
     def storage(self) -> torch.Tensor:
         if self.full is None and self.buffer.unit in _here.again:
             self.full = next((t.full for t in _here.tickets.values() if t.buffer is self.buffer), None)
         if self.full is None:
-            self.full = immediate.gather_now(self.buffer.weights.source, self.buffer.text)
+            self.full = sync_collectives.gather_now(self.buffer.weights.source, self.buffer.text)
         return self.full
 
 
@@ -131,7 +131,7 @@ class _Gather(torch.autograd.Function):
         there = {slot: grad for slot, grad in enumerate(grads) if grad is not None}
         gfull, offsets = ctx.main_grads.packed(there)
         if gfull is not None:
-            immediate.reduce_now(buffer.weights.source, gfull, offsets, buffer.text)
+            sync_collectives.reduce_now(buffer.weights.source, gfull, offsets, buffer.text)
         return None, None, None, None
 
 
@@ -262,12 +262,12 @@ def _whole(unit: UnitState, index: int, place: str) -> Sequence[torch.Tensor]:
 
 def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
     """All parameters of a buffer, whole, with autograd; one collective."""
-    full = immediate.gather_now(buffer.weights.source, buffer.text)
+    full = sync_collectives.gather_now(buffer.weights.source, buffer.text)
     ticket = _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
     with torch.enable_grad():  # whoever reads them next may want gradients
         params = _Gather.apply(buffer.weights.source, buffer, full, ticket.loans.main_grads)  # type: ignore[no-untyped-call]
-    ticket.watch = writes.Watch(buffer, params)
-    owners.own_whole(params, buffer)
+    ticket.watch = mutation_check.Watch(buffer, params)
+    buffer_registry.own_whole(params, buffer)
     return params  # type: ignore[no-any-return]
 
 
@@ -287,7 +287,7 @@ def check(unit: UnitState, place: str) -> None:
             slot = ticket.watch.written()
             if slot is not None:
                 ticket.buffer.weights.stale = True  # it may have been written to where it lasts
-                raise writes.refuse(ticket.buffer, slot, place)
+                raise mutation_check.refuse(ticket.buffer, slot, place)
 
 
 def release(unit: UnitState) -> None:

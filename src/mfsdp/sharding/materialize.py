@@ -25,8 +25,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..runtime import groups
-from ..state.buffer import FlatBuffer, Ref, refs
-from ..state.tensors import carry_attributes
+from ..state.flat_buffer import FlatBuffer, Ref, refs
+from ..state.sharded_dtensor import carry_attributes
 
 Init = Callable[[nn.Module], object]
 

@@ -11,18 +11,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..graph import ops
-from ..state import statedicts
+from ..ir import ops
+from ..state import state_dict_hooks
 from ..state import transformer_engine as te
-from ..state.buffer import FlatBuffer, Ref, UnitState, refs
-from . import clients, eager, fsdp2
-from .undo import Undo
+from ..state.flat_buffer import FlatBuffer, Ref, UnitState, refs
+from . import eager, fsdp2_api, hf_overrides
+from .rollback import Undo
 
 Casts = tuple[torch.dtype | None, torch.dtype | None]
 """What floating-point arguments of a unit's forward are cast to, and its results."""
 
 
-class FSDPModule(fsdp2.Spelling):
+class FSDPModule(fsdp2_api.Spelling):
     """What a module is, besides itself, once it is a unit. Method names are FSDP2's.
 
     It is no ``torch.distributed.fsdp.FSDPModule``: who finds one reaches for the state behind it, and there is none
@@ -111,7 +111,7 @@ class FSDPModule(fsdp2.Spelling):
         for buffer in buffers_of(self, recurse=True):
             buffer.gradients.forget()
 
-    def unshard(self, async_op: bool = False) -> fsdp2.Unsharding | None:
+    def unshard(self, async_op: bool = False) -> fsdp2_api.Unsharding | None:
         """Gathers the unit's own parameters for uncompiled code, and keeps them until :meth:`reshard`.
 
         Compiled graphs are not affected: they gather when they need to. The values are those of the moment: an
@@ -125,7 +125,7 @@ class FSDPModule(fsdp2.Spelling):
         for index, buffer in enumerate(unit.buffers):
             if index not in unit.full:
                 unit.full[index] = eager.gather(buffer)
-        return fsdp2.Unsharding() if async_op else None
+        return fsdp2_api.Unsharding() if async_op else None
 
     def reshard(self) -> None:
         """Lets go of what :meth:`unshard` gathered.
@@ -198,7 +198,7 @@ def _subclass(
 
     Cached, so that equal layers keep equal types and Dynamo's guards stay the same.
     """
-    call = fsdp2.with_casts(base.forward, entering, leaving)
+    call = fsdp2_api.with_casts(base.forward, entering, leaving)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A graph break inside of a `try` makes Dynamo run this frame as plain Python, where the scope is opened.
@@ -272,7 +272,7 @@ def _subclass(
                 f"{type(self).__name__} is sharded: parameters cannot be swapped, "
                 "torch.__future__.set_swap_module_params_on_conversion(False) loads into them"
             )
-        statedicts.loaded(self, state_dict, prefix)
+        state_dict_hooks.loaded(self, state_dict, prefix)
         if metadata.get("assign_to_params_buffers"):  # parameters are pieces of flat buffers: they get the values
             for name in refs(self):
                 param, value = self._parameters[name], state_dict.get(prefix + name)
@@ -310,7 +310,7 @@ def _subclass(
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         **{name: _property(name) for name in names},
-        **clients.overrides(base),
+        **hf_overrides.overrides(base),
         **te.overrides(base, _dtypes, eager.lend),
     }
     if base.named_parameters is nn.Module.named_parameters and base.parameters is nn.Module.parameters:

@@ -25,10 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..runtime import groups
-from ..state.buffer import refs
+from ..state.flat_buffer import refs
 from ..state.mesh import TENSOR
-from ..state.pieces import Piece
-from .undo import Undo
+from ..state.tp_shards import Piece
+from .rollback import Undo
 
 
 def piece_of(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh | None) -> Piece | None:

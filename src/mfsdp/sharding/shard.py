@@ -12,22 +12,22 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..config.options import MixedPrecisionPolicy
+from ..config.plans import Plan
 from ..runtime import groups as groups_of
-from ..runtime import watch
-from ..spec.config import MixedPrecisionPolicy
-from ..spec.plans import Plan
-from ..state import statedicts, torchao
+from ..runtime import watchdog
+from ..state import state_dict_hooks, torchao
 from ..state import transformer_engine as te
-from ..state.buffer import Outermost, UnitState, refs
+from ..state.flat_buffer import Outermost, UnitState, refs
 from ..state.mesh import TENSOR, Axes, axes
-from ..state.pieces import Piece, has_groups, here, over_tensor_ranks
-from ..state.placement import OUTER, Placement, strategy_name
-from . import admission, alike, blocks, codes, engines, fsdp2, materialize, parallel
-from .claims import Claim, UnitLike, claim_parameters, described, match
-from .fill import device_of, fill, ignore, move_buffers
-from .former import no_optimizer
+from ..state.sharding_plan import OUTER, Placement, strategy_name
+from ..state.tp_shards import Piece, has_groups, here, over_tensor_ranks
+from . import auto_wrap, cross_rank_check, fp8_weights, fsdp2_api, materialize, parallel, te_modules, validate
+from .commit import device_of, fill, ignore, move_buffers
 from .module import FSDPModule, own_class, swap_class
-from .undo import Undo
+from .rollback import Undo
+from .stale_optimizers import no_optimizer
+from .unit_assignment import Claim, UnitLike, claim_parameters, described, match
 
 Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
 
@@ -69,7 +69,7 @@ def fully_shard(
         units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
             number); each match becomes a unit, what no unit claims belongs to ``module``. ``None``: one unit.
             ``"auto"``: the blocks of the model's own plan, else the modules that it has several of, and its embedding
-            apart from its head, where that is worth a gather (:mod:`mfsdp.sharding.blocks`). A module that is called
+            apart from its head, where that is worth a gather (:mod:`mfsdp.sharding.auto_wrap`). A module that is called
             ``auto`` is ``units=["auto"]``.
         mesh: ``DeviceMesh``, 1-D or (outer, shard); or a larger one with axes named ``dp_shard`` and, for two levels,
             ``dp_outer`` or ``dp_replicate`` (other names: :mod:`mfsdp.state.mesh`). An axis ``cp`` is part
@@ -103,7 +103,7 @@ def fully_shard(
             are meant, as in ``units``. Ranks that leave one out take part in its gathers and reductions, with zeros.
             A unit that any rank has used in a backward has gradients on every rank, for all of its parameters; one
             that none has used has none. Every collective of such a model is announced to all ranks before it is
-            launched (:mod:`mfsdp.runtime.standing`), which costs an answer of all of them each time. Without it ranks
+            launched (:mod:`mfsdp.runtime.join`), which costs an answer of all of them each time. Without it ranks
             that differ are an error that names unit and ranks. Branches of ``torch.cond`` do not need it.
         plan: of :func:`mfsdp.plan`, for this model over as many ranks. What compiles the model follows it: which layers
             are computed again, stay gathered after forward, or go to the host, and how far ahead to gather. (Uncompiled
@@ -125,8 +125,8 @@ def fully_shard(
     strategy = strategy_name(strategy)
     if outer_strategy not in OUTER:
         raise ValueError(f"outer_strategy={outer_strategy!r}: choose one of {OUTER}")
-    policy = fsdp2.policy_of(mp_policy)
-    fsdp2.reshards(reshard_after_forward)
+    policy = fsdp2_api.policy_of(mp_policy)
+    fsdp2_api.reshards(reshard_after_forward)
     if plan is not None and not isinstance(plan, Plan):
         raise ValueError(f"fully_shard: plan={plan!r}: give what mfsdp.plan has made, or mfsdp.Plan.load(path)")
     if plan is not None and reshard_after_forward is not True:
@@ -134,7 +134,7 @@ def fully_shard(
             f"fully_shard: plan= and reshard_after_forward={reshard_after_forward} were both given: the plan chooses "
             "which units stay gathered; leave one out"
         )
-    fsdp2.no_offload(offload_policy, shard_placement_fn)
+    fsdp2_api.no_offload(offload_policy, shard_placement_fn)
     given = _modules(module)
     for m in given:
         if isinstance(m, FSDPModule):
@@ -144,7 +144,7 @@ def fully_shard(
     if len(given) > 1 and units:
         raise ValueError("fully_shard: several modules are one unit; leave out units=")
     root = given[0] if len(given) == 1 else nn.ModuleList(given)
-    admission.at_rest(root)
+    validate.at_rest(root)
     no_optimizer(root)
     auto, ignored = isinstance(units, str) and units == "auto", set(ignored_params or ())
     roots = match(root, None if auto else units)
@@ -154,7 +154,7 @@ def fully_shard(
     found = axes(mesh, dp_mesh_dims, target)
     placement = Placement.of(strategy, outer_strategy, found, target.type)
     if auto:
-        units = blocks.auto(claims[0], policy, placement)
+        units = auto_wrap.auto(claims[0], policy, placement)
         claims = claim_parameters(root, match(root, units), ignored)
     optional = _optional(root, may_be_unused, claims)
     sharding = {
@@ -183,9 +183,9 @@ def fully_shard(
             f"strategy {strategy}, outer {outer_strategy}, reshard_after_forward {reshard_after_forward}, {policy}, "
             f"may be unused: {', '.join(claim.fqn for claim in claims if claim.module in optional) or 'none'}"
         )
-        alike.compare(groups, *described(claims, options, values=not sync_module_states))
+        cross_rank_check.compare(groups, *described(claims, options, values=not sync_module_states))
     synced = groups if sync_module_states else []
-    statedicts.teach()
+    state_dict_hooks.teach()
     kinds = {(p.is_meta, te.quantised(p) or torchao.wrapped(p)) for claim in claims for p in claim.owners}
     keep = len({is_meta for is_meta, _ in kinds}) > 1 or any(quantised for _, quantised in kinds)
     with torch.inference_mode(False), Undo(placement.cut == 1, keep) as undo:  # what is made here trains
@@ -206,15 +206,15 @@ def fully_shard(
                 casts = entering, policy.output_dtype if owner in given else None
                 swap_class(owner, units_of[claim.module], owner in heads, casts, undo)
         parallel.adapt(root.modules(), undo)
-        engines.adapt(root, undo)
-        codes.tell(root)
+        te_modules.adapt(root, undo)
+        fp8_weights.tell(root)
         if target.type != "meta":
             move_buffers(root, target, undo)
         cut = {name: None for p in pieces for name in (*p.cut_by, *p.copied_by)} if target.type != "meta" else {}
         materialize.materialize(root, target, list(dict.fromkeys([*groups, *placement.beside, *cut])), param_init_fn)
         for kept in map(here, dict.fromkeys(root.buffers()) if synced else ()):
-            kept.copy_(alike.of_first_rank(kept, [*synced, *placement.beside], target))
-    watch.begin()
+            kept.copy_(cross_rank_check.of_first_rank(kept, [*synced, *placement.beside], target))
+    watchdog.begin()
     _name(root, units_of[root], outermost)
     _divide_alike(root, placement)
     if loose:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..runtime import immediate
-from . import loads, refused
-from .rows import RowShard, StridedRowShard
-from .sharded import Sharding
-from .tensors import Handler, ShardedDTensor, dispatched_by
+from ..runtime import sync_collectives
+from . import load_count, unsupported
+from .shard_placement import RowShard, StridedRowShard
+from .shard_spec import Sharding
+from .sharded_dtensor import Handler, ShardedDTensor, dispatched_by
 from .weights import Weights
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         return handler(func, args, kwargs)
     except NotImplementedError as error:
-        raise refused.explained(error) from None
+        raise unsupported.explained(error) from None
 
 
 def _handler_of(func: Any) -> Handler:
@@ -202,7 +202,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     buffer = None if target._mfsdp_written is None or target._sharding.home is None else target._sharding.home()
     if buffer is not None and (replicas := buffer.copies(target._sharding.slot)):  # alike only if seeds are
         what = f"values that {func._schema.name.removeprefix('aten::')} has drawn for {buffer.path}"
-        loads.count(replicas, what, drawn, drawn.dtype)
+        load_count.count(replicas, what, drawn, drawn.dtype)
     return target
 
 
@@ -267,7 +267,7 @@ def _all_reduce(partial: torch.Tensor, op: str, sharding: Sharding) -> torch.Ten
         return torch.view_as_complex(_all_reduce(torch.view_as_real(total), op, sharding))
     with sharding.announced(f"{op} of a tensor {list(sharding.shape)} over ranks"):
         for group in sharding.over:
-            total = immediate.reduced(total, op, group)
+            total = sync_collectives.reduced(total, op, group)
     return total.bool() if partial.dtype is torch.bool else total
 
 

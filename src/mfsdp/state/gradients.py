@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..runtime import devices, engine, immediate, owners, runs
+from ..config.layout import Slot
+from ..runtime import buffer_registry, devices, engine, execution, sync_collectives
 from ..runtime.overlap import Overlap
 from ..runtime.transport import segments
-from ..spec.layout import Slot
-from .holding import holding, reach_zero_grad
-from .tensors import ShardedDTensor
+from .sharded_dtensor import ShardedDTensor
+from .unreduced_gradients import holding, reach_zero_grad
 
 if TYPE_CHECKING:
-    from .buffer import FlatBuffer
+    from .flat_buffer import FlatBuffer
 
 GradHook = Callable[[torch.Tensor], torch.Tensor | None]
 PostHook = Callable[[torch.Tensor], None]
@@ -218,7 +218,7 @@ class Gradients:
         if mine not in self._ballots:  # once: the host waits where it brings something to a device
             votes = [slot in mine for slot in range(len(self._of.layout.slots))]
             self._ballots[mine] = torch.tensor(votes, device=self._of.weights.main.device)
-        self._votes.append(immediate.on_any_rank(self._ballots[mine], self._of.spec))
+        self._votes.append(sync_collectives.on_any_rank(self._ballots[mine], self._of.spec))
 
     def accumulate(self, gshard: torch.Tensor, offsets: Iterable[int], scale: float) -> None:
         """Adds ``scale * gshard`` ([shard_numel]) in the accumulator's dtype; the first write is a store. Does nothing
@@ -314,7 +314,7 @@ class Gradients:
         plain = type(gshard) is torch.Tensor and not gshard.requires_grad and not gshard.is_inference()
         if not (alike and plain) or gshard.is_meta:
             return False
-        return gshard.untyped_storage().nbytes() == gshard.nbytes and not owners.shared(gshard)
+        return gshard.untyped_storage().nbytes() == gshard.nbytes and not buffer_registry.shared(gshard)
 
     def _accumulator(self) -> torch.Tensor:
         """Memory for one, of any content."""
@@ -324,7 +324,7 @@ class Gradients:
     def _left(self) -> torch.Tensor | None:
         """What the last accumulator has left (Note [Steady]), if nobody has a gradient that lies there."""
         room, self._room = self._room, None
-        return None if room is None or owners.shared(room) else room
+        return None if room is None or buffer_registry.shared(room) else room
 
     def _empty(self) -> torch.Tensor:
         with torch.inference_mode(False):
@@ -384,8 +384,8 @@ class Gradients:
                     'backend. Call torch.compile(model, backend="mfsdp") instead'
                 )
             groups = self._of.spec.meets if self._of.spec.replica or self._of.spec.outer > 1 else ()
-            with runs.announced(f"reduction of {self._of.path}", *groups):
-                rest = immediate.reduce_rest(source.grad, self._of.text)
+            with execution.announced(f"reduction of {self._of.path}", *groups):
+                rest = sync_collectives.reduce_rest(source.grad, self._of.text)
             self.accumulate(rest, self._index, 1.0)
             source.grad = None
         for gradients in (self._pending, self.flat):

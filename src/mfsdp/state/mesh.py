@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..runtime import groups
-from .pieces import has_groups, over_tensor_ranks
-from .sharded import local_mesh
+from .shard_spec import local_mesh
+from .tp_shards import has_groups, over_tensor_ranks
 
 SHARD = ("dp_shard", "shard", "dp_shard_cp", "fsdp")
 OUTER = ("dp_outer", "dp_replicate", "replicate")

@@ -28,15 +28,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..runtime import ahead, devices, immediate, runs
+from ..config.units import Spec
+from ..runtime import devices, execution, step_prefetch, sync_collectives
 from ..runtime.checksums import checksum
 from ..runtime.transport import End
-from ..spec.units import Spec
-from .lasting import Lasting
-from .maxima import Maxima
+from .amax import Maxima
+from .persistent_fp8 import Lasting
 
 if TYPE_CHECKING:
-    from .buffer import FlatBuffer
+    from .flat_buffer import FlatBuffer
 
 
 class Weights:
@@ -103,7 +103,7 @@ class Weights:
 
     def widen(self, dtype: torch.dtype) -> None:
         """Moves ``main`` to memory of its own, in a wider dtype. What a backward has yet to read stays."""
-        for early in ahead.of([self._of]):
+        for early in step_prefetch.of([self._of]):
             early.drop()
         with torch.inference_mode(False), torch.no_grad():
             self.main = self.main.detach().to(dtype)
@@ -133,8 +133,8 @@ class Weights:
         if not self._exposed and self._of.spec.kept:
             self._sum = checksum(self.main)
         self._exposed = value
-        if ahead.any_under_way():
-            ahead.showing(self._of)
+        if step_prefetch.any_under_way():
+            step_prefetch.showing(self._of)
 
     @property
     def history(self) -> tuple[int, int]:
@@ -184,13 +184,13 @@ class Weights:
         """
         if not self._of.spec.kept:
             return False
-        return self.stale or self.main._version != self._version or bool(ahead.of([self._of]))
+        return self.stale or self.main._version != self._version or bool(step_prefetch.of([self._of]))
 
     def unseen(self) -> bool:
         """Whether this rank has written to main weights since the source was filled in ways that other ranks may not
         know of, which makes the source due (Note [Rows written unseen]).
         """
-        if not self._of.spec.kept or self.stale or ahead.of([self._of]):
+        if not self._of.spec.kept or self.stale or step_prefetch.of([self._of]):
             return False
         if self._sum is not None and not torch.equal(self._sum, now := checksum(self.main)):
             self._sum, self.stale = now, True
@@ -200,7 +200,7 @@ class Weights:
         """Launches the gather into the source if it is due; gives what has to be called before it may be read."""
         if not self.due():
             return []
-        for early in ahead.of([self._of]):
+        for early in step_prefetch.of([self._of]):
             early.drop()
         version, main = self.main._version, self.main.detach()
         if not self.has_room:
@@ -209,7 +209,7 @@ class Weights:
             if self.exposed:
                 main = main.clone()
                 self._sum = checksum(main)
-            ends = immediate.replicate(main, self.source.detach(), self._of.spec)
+            ends = sync_collectives.replicate(main, self.source.detach(), self._of.spec)
         self.overtake()
         self.stale, self._version = False, -1  # still due, should nobody come to wait
 
@@ -271,8 +271,8 @@ class Weights:
 
     def gather(self) -> torch.Tensor:
         """The full main weights, [full_numel] in ``precision.main``; a collective."""
-        with runs.announced(f"gather of main weights of {self._of.path}", *self._of.spec.meets):
-            return immediate.gather_main(self.main, self._of.spec)
+        with execution.announced(f"gather of main weights of {self._of.path}", *self._of.spec.meets):
+            return sync_collectives.gather_main(self.main, self._of.spec)
 
     def scatter(self, full: torch.Tensor) -> None:
         """Keeps this rank's part of full main weights."""

@@ -1,0 +1,268 @@
+"""``mfsdp explain`` and ``mfsdp plan``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..config.hardware import KNOWN
+from .arguments import command, dtype_of, writable
+
+
+def plan(commands: Any) -> None:
+    text = (
+        "the fastest training step that fits a budget of memory; without process groups, GPUs or memory for the model"
+    )
+    add = command(commands, "plan", text, _plan)
+    add("model", help="package.module:factory (gives a model, or (model, args, kwargs)), or a Hugging Face config.json")
+    add("--memory", required=True, help="bytes that a rank may take, or a text: 70GB, 64GiB")
+    add("--world", type=int, help="ranks (default: 8)")
+    add("--mesh-shape", help="outer x shard ranks instead: 128x8; several with commas: the best of them")
+    add("--hardware", default="h100", help=f"{', '.join(KNOWN)}, or a JSON file (default: h100)")
+    add("--microbatches", type=int, default=1, help="of one step (default: 1)")
+    add("--units", help="classes or name patterns, joined by +; auto (default for Hugging Face models: their layers)")
+    add("--strategy", help="0 to 3 (default: 3); several with commas: the best of them")
+    add("--compute-dtype", default="bfloat16", help="(default: bfloat16; 'none': the model's own)")
+    add("--optimizer", default="adamw", help="(default: adamw)")
+    add("--allow", help="what may be chosen, with commas: gathered,recompute,offload,optimizer,prefetch (default: all)")
+    add("--batch", type=int, default=1, help="sequences per rank (default: 1)")
+    add("--length", type=int, default=4096, help="tokens per sequence (default: 4096)")
+    add("--save", help="write the plan, for fully_shard(model, plan=mfsdp.Plan.load(path))")
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from ..config.options import MixedPrecisionPolicy
+    from ..planning.plan import plan
+
+    memory = _budget(args.memory)
+    writable("--save", args.save)
+    model, inputs, named, layers = model_of(args.model, args.batch, args.length)
+    more: dict[str, Any] = {}
+    if units := args.units.split("+") if args.units and args.units != "auto" else args.units or layers:
+        more["units"] = units
+    if args.strategy:
+        more["strategy"] = _several("strategy", args.strategy, _strategy)
+    if args.compute_dtype != "none":
+        more["mp_policy"] = MixedPrecisionPolicy(compute_dtype=dtype_of(args.compute_dtype))
+    if args.allow is not None:
+        more["allow"] = tuple(args.allow.split(","))
+    if args.mesh_shape:
+        more["mesh_shape"] = _several("mesh_shape", args.mesh_shape, _shape)
+    found = plan(
+        model, inputs, named, memory=memory, world=args.world,
+        hardware=args.hardware, microbatches=args.microbatches, optimizer=args.optimizer, **more,
+    )  # fmt: skip
+    print(found)
+    if args.save:
+        found.save(args.save)
+        print(f"mfsdp: wrote {args.save}", file=sys.stderr)
+
+
+def _budget(text: str) -> int:
+    from ..config.plans import nbytes_of
+
+    nbytes = nbytes_of(int(text) if text.isdigit() else text, "--memory ")
+    if nbytes < 10**5:
+        unit = f"; did you mean {text}GB?" if text.isdigit() else ""
+        raise ValueError(f"--memory {text}: {nbytes} bytes hold no step of any model{unit}")
+    return nbytes
+
+
+def explain(commands: Any) -> None:
+    text = "what a training step will do, cost and hold; without process groups, GPUs or memory for the model"
+    add = command(commands, "explain", text, _explain)
+    add("model", help="package.module:factory (gives a model, or (model, args, kwargs)), or a Hugging Face config.json")
+    add("--world", help="ranks (default: 8); as all that follows, several with commas give a table: 8,64,512")
+    add("--mesh-shape", help="outer x shard ranks instead: 128x8")
+    add("--hardware", default="h100", help=f"{', '.join(KNOWN)}, or a JSON file (default: h100)")
+    add("--microbatches", help="of one step (default: as many as are together)")
+    add("--together", help="microbatches in one program, mfsdp.together (default: 1)")
+    add("--overlapped", help="true or false: backwards beside the next forward, mfsdp.overlapped (default: false)")
+    add("--stages", help="of a pipeline, of which the model is one (default: 1)")
+    add("--slowest", help="how many times as long the slowest rank computes (default: 1)")
+    add("--prices", help='a JSON file, of a rank and an hour: {"h100": 2.5}')
+    add("--units", help="classes or name patterns, joined by +; auto (default for Hugging Face models: their layers)")
+    add("--strategy", help="0 to 3 (default: 3)")
+    add("--outer-strategy", help="no_shard or optim")
+    add("--reshard-after-forward", help="true or false (default: true)")
+    add("--compute-dtype", default="bfloat16", help="(default: bfloat16; 'none': the model's own)")
+    add("--prefetch", help="units ahead, or auto (default: 1)")
+    add("--reduce-lag", help="reductions in flight (default: 1)")
+    add("--max-unsharded", help="bytes of gathered parameters")
+    add("--optimizer", default="adamw", help="(default: adamw)")
+    add("--kernels", help="a file of mfsdp measure --kernels: their times instead of estimates")
+    add("--stepping", help="flat (fully_shard_optimizer), offloaded (its state on the host), or whole")
+    add("--batch", type=int, default=1, help="sequences per rank (default: 1)")
+    add("--length", type=int, default=4096, help="tokens per sequence (default: 4096)")
+    add("--listing", action="store_true", help="print the listings too")
+    add("--html", help="write the report, one page")
+    add("--trace", help="write the simulated step as a Chrome trace")
+    add("--plot", help="of several: draw them")
+
+
+def _explain(args: argparse.Namespace) -> None:
+    from ..config.options import MixedPrecisionPolicy
+    from ..planning.explain import explain
+    from ..reports import charts
+    from ..reports.report import Comparison
+
+    if args.html:
+        charts.bokeh.resources  # noqa: B018  (raises before minutes have gone by)
+    for flag in ("html", "trace", "plot"):
+        writable(f"--{flag}", getattr(args, flag))
+    model, inputs, named, layers = model_of(args.model, args.batch, args.length)
+    several: dict[str, Any] = {}
+    kinds: dict[str, Callable[[str], Any]] = {
+        "strategy": _strategy, "outer_strategy": str, "reshard_after_forward": _truth,
+        "microbatches": int, "together": int, "overlapped": _truth, "stages": int, "slowest": float,
+    }  # fmt: skip
+    for name, kind in kinds.items():
+        if getattr(args, name) is not None:
+            several[name] = _several(name, getattr(args, name), kind)
+    units = _several("units", args.units, _classes) if args.units else layers
+    if units:
+        several["units"] = units
+    if args.compute_dtype != "none":
+        several["mp_policy"] = MixedPrecisionPolicy(compute_dtype=dtype_of(args.compute_dtype))
+    options = {
+        n: _several(n, getattr(args, n), kind)
+        for n, kind in (("prefetch", _depth), ("reduce_lag", int), ("max_unsharded", int))
+        if getattr(args, n)
+    }
+    shape = _several("mesh_shape", args.mesh_shape, _shape) if args.mesh_shape else None
+    found = explain(
+        model, inputs, named, world=_several("world", args.world, int) if args.world else None, mesh_shape=shape,
+        hardware=_several("hardware", args.hardware, str), options=options, optimizer=args.optimizer,
+        kernels=args.kernels, prices=args.prices, stepping=args.stepping, **several,
+    )  # fmt: skip
+    if isinstance(found, Comparison):
+        if args.html or args.trace or args.listing:
+            raise ValueError("--html, --trace and --listing are of one step: give one value of each")
+        print(found)
+        if args.plot:
+            found.plot(args.plot)
+            print(f"mfsdp: wrote {args.plot}", file=sys.stderr)
+        return
+    if args.plot:
+        raise ValueError("--plot draws several: give some values with commas, as --prefetch 0,1,2")
+    print(found if args.listing else found.summary())
+    for wanted, write in ((args.html, found.html), (args.trace, found.trace)):
+        if wanted:
+            write(wanted)
+            print(f"mfsdp: wrote {wanted}", file=sys.stderr)
+
+
+def _several(name: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        values = [kind(x) for x in text.split(",")]
+    except ValueError as error:
+        wanted: dict[Any, str] = {int: "give whole numbers", float: "give numbers", _shape: "give outer x shard: 128x8"}
+        why = wanted.get(kind, str(error))
+        raise ValueError(f"--{name.replace('_', '-')} {text}: {why}") from error
+    return values if len(values) > 1 else values[0]
+
+
+def _classes(text: str) -> str | list[str]:
+    return text if text == "auto" else text.split("+")
+
+
+def _depth(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _strategy(text: str) -> str | int:
+    return int(text) if text.isdigit() else text
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError("write true or false")
+    return text.lower() == "true"
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(x) for x in text.split("x"))
+
+
+def model_of(target: str, batch: int, length: int) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[str] | None]:
+    """The model, its inputs, and the names of its layers, if it says them."""
+    path = Path(target)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        return _hugging_face(path, batch, length)
+    where, colon, name = target.partition(":")
+    if not colon:
+        raise ValueError(f"{target!r}: give package.module:factory, or the path of a Hugging Face config.json")
+    import torch
+
+    sys.path.insert(0, os.getcwd())
+    factory = getattr(importlib.import_module(where), name, None)
+    if not callable(factory):
+        raise ValueError(f"{target!r}: {where} has no function {name!r}")
+    try:
+        with torch.device("meta"):
+            made = factory()
+    except TypeError as error:
+        raise ValueError(f"{target!r} cannot be called without arguments: {error}") from error
+    if isinstance(made, torch.nn.Module):
+        return made, (torch.zeros(batch, length, dtype=torch.long),), {}, None
+    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
+        raise ValueError(f"{target!r} gives a {type(made).__name__}: return a model, or (model, args, kwargs)")
+    model, args, kwargs = (*made, {})[:3]
+    return model, tuple(args), dict(kwargs), None
+
+
+def _hugging_face(path: Path, batch: int, length: int) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[str] | None]:
+    import torch
+
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        kind = json.loads(path.read_text()).get("model_type")
+        import transformers
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    except ImportError as error:
+        raise ImportError(f"{path} is a Hugging Face configuration (pip install transformers): {error}") from error
+    if not kind:
+        raise ValueError(f"{path} is no Hugging Face configuration: it has no model_type")
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    config.use_cache = False
+    named = (config.architectures or [""])[0]
+    try:
+        make = getattr(transformers, named, None) or transformers.AutoModelForCausalLM.from_config
+        with torch.device("meta"):
+            model = make(config)
+        inputs = _inputs_of(model, batch, length)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} does not say enough of a {named or kind} to make it and its inputs: {error}. Give "
+            "package.module:factory instead, a function that returns (model, args, kwargs)"
+        ) from error
+    return model, (), inputs, sorted(model._no_split_modules or []) or None
+
+
+def _inputs_of(model: Any, batch: int, length: int) -> dict[str, Any]:
+    """A batch for a model of transformers: tokens or images, and labels if it takes some."""
+    import torch
+
+    name, config = model.main_input_name, model.config
+    if name == "pixel_values":
+        side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
+        inputs = {name: torch.zeros(batch, config.num_channels, side, side)}
+    elif name == "input_ids":
+        inputs = {name: torch.zeros(batch, length, dtype=torch.long)}
+    else:
+        raise ValueError(f"its input is called {name}")
+    if "labels" in inspect.signature(model.forward).parameters:
+        one = type(model).__name__.endswith(("ForSequenceClassification", "ForImageClassification"))
+        inputs["labels"] = torch.zeros((batch,) if one else (batch, length), dtype=torch.long)
+    return inputs

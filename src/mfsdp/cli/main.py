@@ -1,0 +1,40 @@
+"""The command line: ``python -m mfsdp``, or the script ``mfsdp``. Commands import what they need when they run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..config.best_effort import listening
+from . import convert, explain, measure, show
+from .progress import Progress
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; 0 if all went well, 1 for what the user can mend, with a line that says what."""
+    parser = argparse.ArgumentParser(prog="mfsdp", description="Sharded training as a compiler: tools around it.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for add in (
+        explain.explain,
+        explain.plan,
+        measure.measure,
+        show.show,
+        show.diff,
+        convert.convert,
+    ):
+        add(commands)
+    args = parser.parse_args(argv)
+    try:
+        with listening(Progress()):
+            args.run(args)
+    except BrokenPipeError:  # head, less
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError, RuntimeError, ImportError, re.error) as error:
+        print(f"mfsdp: {str(error).removeprefix('mfsdp: ')}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,175 @@
+"""What forward saves of layers goes to the host: forward and backward are told where the joint graph has been cut.
+
+Note [Leaving]
+Forward's results behind those for its caller are backward's arguments. Where a saved value is to lie on the host,
+forward gives the copy there instead, and backward takes that and fetches it:
+
+    addmm_host = offload addmm              ->      addmm_back = reload addmm_host
+    wait addmm_host                                 wait addmm_back
+
+It has to be here, where both graphs are in hand: AOTAutograd makes backward's example inputs from its arguments as soon
+as it has them, and to say later that one of them lies on another device is too late. Where copies are launched and
+waited for is a pass's business (`mfsdp.passes.host`); here they are launched last and fetched where they are read.
+
+A storage goes whole and once: of q, k and v, which are parts of one product, that product goes, and backward takes the
+parts again. What stays is what is the caller's, or returned to it; parameters and what hangs on them alone (law 47);
+the state of a generator; and what is too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx import Node
+
+from ..ir import ops
+from ..ir.byte_costs import nbytes
+from ..ir.program import GIVEN, INPUT, LAYER, STORAGE, is_element, mutates, operator, storage_of, view_of
+from ..ir.roles import Kind, Lane, Role, mark, role
+
+LEAST = 2**16
+"""Bytes of a storage that is worth a copy: what a link moves in the time that it takes to begin, an eighth of it."""
+
+
+def leave(
+    forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, leaves: Callable[[Node], bool]
+) -> dict[str, int]:
+    """Has saved values lie on the host between forward and backward, in place. Code is not made anew: passes are still
+    to come.
+
+    Args:
+        forward, backward: the graphs of a joint graph, with layers written out.
+        outputs: how many of forward's first results are for its caller.
+        leaves: says of the node that owns a storage whether it is to go.
+
+    Returns:
+        Bytes that went, by name of the value.
+    """
+    output = forward.graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    arguments = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
+    returned = {storage_of(r) for r in results[:outputs] if isinstance(r, Node)}
+    staying = returned | _alone(forward)
+    found: dict[Node, list[Node]] = {}
+    for result in results[outputs:]:
+        if isinstance(result, Node) and result.name in arguments:
+            found.setdefault(storage_of(result), []).append(result)
+    gone: dict[str, int] = {}
+    unread: list[Node] = []
+    for owner, views in found.items():
+        if owner in staying or not leaves(owner) or not _movable(forward, owner, views):
+            continue
+        readers = sorted({user for view in views for user in arguments[view.name].users})
+        if not readers:
+            continue
+        host = _launch(forward, owner)
+        _fetch(backward, owner, host, {view: arguments[view.name] for view in views}, readers[0])
+        first = results.index(views[0])
+        host.meta |= {key: True for key in _UNCHECKED if key in views[0].meta}
+        results[first] = host
+        _drop(output, results, {i for i, r in enumerate(results) if i >= outputs and r in views})
+        gone[owner.name] = nbytes(owner.meta["val"])
+        unread += (n for view in views for n in _chain(owner, view))
+    output.args = (tuple(results),)
+    for view in sorted(set(unread), reverse=True):  # or it would hold its storage for as long as it stands there
+        if not view.users:
+            forward.graph.erase_node(view)
+    return gone
+
+
+_UNCHECKED = ("saved_tensor_with_no_vc_check",)
+"""``meta`` keys of results that autograd saves in another way, which stand last. Private in torch; tried on 2.13."""
+
+
+def _alone(forward: fx.GraphModule) -> set[Node]:
+    """What hangs on parameters alone."""
+    found: set[Node] = set()
+    for node in forward.graph.nodes:
+        inputs = node.all_input_nodes
+        if node.target is ops.param or (node.op == "call_function" and inputs and found.issuperset(inputs)):
+            found.add(node)
+    return found
+
+
+def _movable(forward: fx.GraphModule, owner: Node, views: Sequence[Node]) -> bool:
+    """Whether a storage can go, and backward can take its parts again."""
+    value = owner.meta.get("val")
+    if owner.op != "call_function" or role(owner) is not None or not isinstance(value, torch.Tensor):
+        return False
+    maker = owner.args[0] if is_element(owner) else owner
+    if operator(maker)[0] is not maker.target:  # type: ignore[arg-type, union-attr]
+        return False  # draws random numbers again, and gives the generator's state
+    inputs = [n.meta.get("val") for n in forward.graph.find_nodes(op="placeholder")]
+    devices = {v.device.type for v in inputs if isinstance(v, torch.Tensor)}
+    there = value.device.type == "cpu" and devices != {"cpu"}
+    known = all(len(n.all_input_nodes) == 1 and not mutates(n) for view in views for n in _chain(owner, view))
+    return known and not there and value.layout is torch.strided and not value.is_complex() and nbytes(value) >= LEAST
+
+
+def _chain(owner: Node, view: Node) -> list[Node]:
+    """The views that lead from the owner of a storage to one of it."""
+    out: list[Node] = []
+    while view is not owner:
+        out.append(view)
+        view = view_of(view)  # type: ignore[assignment]
+    return out[::-1]
+
+
+def _launch(forward: fx.GraphModule, owner: Node) -> Node:
+    """The copy, launched last of all."""
+    r = Role(Kind.OFFLOAD, owner.meta.get(LAYER) or "host", Lane.HOST)
+    with forward.graph.inserting_before(forward.graph.output_node()):
+        host = forward.graph.call_function(ops.offload, (owner,), name=f"{owner.name}_host")
+        wait = forward.graph.call_function(ops.wait, (host, [owner]))
+    host.meta["val"] = _fake(ops.offload, owner.meta["val"])
+    mark(wait, Role(Kind.WAIT, r.unit, Lane.HOST))
+    return mark(host, r)
+
+
+def _fetch(backward: fx.GraphModule, owner: Node, host: Node, taken: Mapping[Node, Node], before: Node) -> None:
+    """Has backward take the copy instead of views of it.
+
+    Args:
+        taken: its arguments, by the view that each is.
+        before: who reads one of them first.
+    """
+    graph, former = backward.graph, next(iter(taken.values()))
+    with graph.inserting_before(former):
+        argument = graph.placeholder(host.name)
+    number, *_ = former.meta[STORAGE]
+    argument.meta = {k: v for k, v in former.meta.items() if k not in (INPUT, GIVEN)}
+    argument.meta |= {"val": host.meta["val"], STORAGE: (number, None, False)}
+    mark(argument, role(host))  # type: ignore[arg-type]
+    there = role(host).unit  # type: ignore[union-attr]
+    with graph.inserting_before(before):
+        value = graph.call_function(ops.reload, (argument, owner.meta["val"].device), name=f"{owner.name}_back")
+        wait = graph.call_function(ops.wait, (value, [argument]))
+        value.meta["val"] = _fake(ops.reload, argument.meta["val"], owner.meta["val"].device)
+        mark(value, Role(Kind.RELOAD, there, Lane.HOST))
+        mark(wait, Role(Kind.WAIT, there, Lane.HOST))
+        copies = {owner: value}
+        for view, former in taken.items():
+            for node in _chain(owner, view):
+                if node not in copies:
+                    copies[node] = graph.node_copy(node, copies.__getitem__)
+                    copies[node].meta = dict(node.meta)
+            former.replace_all_uses_with(copies[view])
+    for former in taken.values():
+        graph.erase_node(former)
+
+
+def _fake(target: Any, *args: Any) -> torch.Tensor:
+    """What an operation gives of a fake tensor."""
+    with args[0].fake_mode, torch.no_grad():
+        return target(*args)  # type: ignore[no-any-return]
+
+
+def _drop(output: Node, results: list[Any], numbers: Collection[int]) -> None:
+    """Leaves results out, and what AOTAutograd says of each. Private in torch (``desc``); tried on 2.13."""
+    said = output.meta.get("desc")
+    if isinstance(said, (list, tuple)) and len(said) == len(results):
+        output.meta["desc"] = [x for i, x in enumerate(said) if i not in numbers]
+    results[:] = [r for i, r in enumerate(results) if i not in numbers]

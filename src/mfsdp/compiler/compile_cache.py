@@ -1,0 +1,177 @@
+"""What torch's caches keep of a compiled program, so that a restart runs neither the passes nor a compiler.
+
+Note [Warm starts]
+AOTAutograd's cache keeps, for a graph that Dynamo has traced, where Inductor's cache has the code of its forward and of
+its backward. On a hit neither the passes nor a lowering run. So what we put into Inductor's cache is an `Artifact`: the
+code, and all that the backend has found out about the program (names, what ranks compare, which arguments are shards).
+
+The key says everything that decides what the passes do: torch's own key (the traced graph with the specs in it, its
+inputs, torch's version and settings), and `key_of`: every source file of this package, the options, the units with
+their layouts. Where something could not be said in it (passes of the user's own, DTensors of other parallelisms), or
+listings are to be written, the graph is compiled anew. Each rank looks for itself: what ranks run is compared when they
+run it (Note [In step]), never while they compile.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.compiler._cache as torch_cache
+from torch import fx
+from torch._inductor.codecache import FxGraphCache, InductorCacheArtifact
+from torch._inductor.output_code import CompiledFxGraph, CompiledFxGraphConstants
+from torch.distributed.tensor import DTensor
+
+from ..config.options import Options
+from ..cost_model.auto_prefetch import Key, agree
+from ..pipeline import Table
+from ..runtime import compiled_program, groups
+from .capture import Capture
+from .compile_workers import afterwards
+from .stitched import Stitched, part
+
+log = logging.getLogger("mfsdp")
+
+
+class Artifact:
+    """A compiled program, as the backend returns it and as Inductor's cache gives it back, whose entries are
+    ``CompiledFxGraph``s: what it asks those for and is not here, the first of ours answers. Private in torch
+    (``FxGraphCache``, ``CompiledFxGraph``); tried on 2.11, 2.13 and 2.15, not on the others of 2.11 to 2.15.
+
+    Args:
+        code: what runs it.
+        marks: the arguments of `programs.marked` besides.
+        about: a line for the log.
+        decided: the depths of prefetching that ranks have agreed on for the graph (Note [One depth for all]).
+    """
+
+    _triton_bundle = guards_expr = extern_libs_key = None
+
+    def __init__(self, code: Any, marks: Mapping[str, Any], about: str, decided: Mapping[Key, int] | None = None):
+        self.code, self.marks, self.about, self.decided = code, marks, about, dict(decided or {})
+        self._boxed_call = True  # of its own: torch's wrappers copy what an object has
+        self._run = compiled_program.marked(run=code, **marks)
+
+    def __call__(self, args: list[Any]) -> Any:
+        return self._run(args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "code" not in self.__dict__ or not self._bodies:
+            raise AttributeError(name)
+        return getattr(self._bodies[0], name)
+
+    @property
+    def _bodies(self) -> Sequence[Any]:
+        return list(self.code.bodies.values()) if isinstance(self.code, Stitched) else [self.code]
+
+    def keep(self) -> None:
+        """Puts it into Inductor's cache under what it contains; AOTAutograd asks for the key. What cannot be kept is
+        compiled anew the next time.
+        """
+        if not self._bodies or not all(isinstance(body, CompiledFxGraph) for body in self._bodies):
+            return
+        try:
+            content = pickle.dumps(self)
+        except Exception as error:
+            log.info("mfsdp: %s cannot be kept in the cache: %s: %s", self.about, type(error).__name__, error)
+            return
+        key = "f" + hashlib.sha256(content).hexdigest()[:51]
+        afterwards(lambda: _store(key, pickle.dumps(self)))  # with the kernels
+        self._fx_graph_cache_key = key
+        self._fx_graph_cache_debug_lines: list[str] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        code, state = self.code, {"marks": self.marks, "about": self.about, "decided": self.decided}
+        if isinstance(code, Stitched):
+            frozen = {name: _frozen(body) for name, body in code.bodies.items()}
+            return {"code": (code.driver, frozen, code.dying, code.constants), **state}
+        return {"code": _frozen(code), **state}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        code = state.pop("code")
+        self.__init__(Stitched(*code) if isinstance(code, tuple) else code, **state)  # type: ignore[misc]
+
+    def after_deserialization(self, constants: Any) -> str:
+        """Loads the code.
+
+        Raises:
+            OSError: some of it is gone, or other ranks have decided otherwise; the cache takes that for a miss.
+        """
+        for key, depth in self.decided.items():
+            if (other := agree(key, depth)) != depth:
+                raise OSError(f"prefetch was {depth} here, and is {other} on other ranks")
+        for body in self._bodies:
+            loaded, _ = FxGraphCache.cache_hit_post_compile(body, {}, CompiledFxGraphConstants())
+            if loaded is None:
+                raise OSError("code that a program calls is not in the cache")
+        return str(self._bodies[0].cache_key)
+
+    def post_compile(self, inputs: Sequence[Any], constants: Any, kwargs: Any) -> None:
+        """What is done to compiled code in the process that will run it."""
+        for body in self._bodies:
+            with part([]):
+                body.post_compile([], CompiledFxGraphConstants(), kwargs)
+        log.info("mfsdp: %s, from the cache", self.about)
+
+
+def _store(key: str, content: bytes) -> None:
+    """Puts an entry into Inductor's cache, and among what ``save_cache_artifacts`` takes along. Private in torch
+    (``_write_to_local_cache``, ``CacheArtifactRecorder``, before ``CacheArtifactManager``); tried on 2.11, 2.13, 2.15.
+    """
+    kind = InductorCacheArtifact.type()
+    if hasattr(torch_cache, "CacheArtifactRecorder"):
+        torch_cache.CacheArtifactRecorder(kind, key).record(content)
+    else:
+        torch_cache.CacheArtifactManager.record_artifact(kind, key, content)
+    FxGraphCache._write_to_local_cache(key, content)
+
+
+def _frozen(body: CompiledFxGraph) -> CompiledFxGraph:
+    """A copy that can be pickled."""
+    out = copy.copy(body)
+    out.prepare_for_serialization()
+    return out
+
+
+OF_THE_RUN: dict[str, Any] = {"passes": None, "patience": None, "on_stall": "report"}
+"""Options that a program does not hang on; passes are told apart from them."""
+
+
+def key_of(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule, decide: Any = None) -> str:
+    """What decides what the backend makes of a graph and is not in torch's own key; ``""``: not to be cached.
+    ``decide``: what decides how far to prefetch, and where copies stand, and says all that it goes by.
+    """
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    functions = [(name, getattr(function, "func", function)) for name, function in passes]
+    rows = [(name, f"{getattr(f, '__module__', '')}.{getattr(f, '__qualname__', '')}") for name, f in functions]
+    own = all(text.startswith("mfsdp.") for _, text in rows)
+    if not own or capture.wrapped or any(isinstance(v, DTensor) for v in values):
+        return ""
+    axes = sorted({name for unit in capture.units for name in unit.spec.groups if name})
+    facts = (
+        sources(), platform.python_version(), replace(options, **OF_THE_RUN), rows, groups.world(),
+        [groups.axis_of(name) for name in axes], capture.name, capture.inputs, capture.input_names,
+        sorted(capture.shards.items()), sorted(capture.whole), sorted(capture.plain.items(), key=lambda item: item[0]),
+        decide, sorted(capture.treated.items()),
+    )  # fmt: skip
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+@functools.cache
+def sources(folder: Path = Path(__file__).parent.parent) -> str:
+    """A hash of every source file below a folder; of this package."""
+    files = (Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names)
+    found = hashlib.sha256()
+    for path in sorted(file for file in files if file.suffix == ".py"):
+        found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
+    return found.hexdigest()

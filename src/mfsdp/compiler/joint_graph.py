@@ -1,0 +1,472 @@
+"""A joint graph, cut as layers are to be: computed again in backward, kept gathered, left out.
+
+Note [Cuts] Where forward ends and backward begins is decided on the joint graph, by torch's partitioner, which obeys
+tags: what is tagged to be computed again is not saved. So what a plan chooses for layers (`mfsdp.config.layer_choices`)
+is tags and nothing else, put there before it cuts. A layer that AOTAutograd has traced once for many (Note [Regions])
+has been cut by then; its joint graph is kept, cut again with tags, once for each way in which layers of its kind are
+treated, and calls of those take the place of the calls that were there (`vary`).
+
+A layer that is computed again saves what it is given, and what its operators give that are named in ``saved``: matrix
+products, attention. A layer's own checkpoints stay as they are.
+
+For planning the joint graph is kept whole (`Joint`) and cut as often as needed: what it gives is what compiling with
+those choices gives, node for node. And layers can be left out (`without`): of equal layers, one behind the other, a few
+say what many cost (`mfsdp.cost_model.extrapolate`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, tracing
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..config.layer_choices import Choice, Choices, numbered
+from ..config.units import Spec
+from ..cost_model.fusion import flops
+from ..ir import ops
+from ..ir.program import LAYER, is_element
+from ..ir.program import operator as operator_in
+from ..ir.roles import Kind, role
+from .layer_match import CALL, class_of, fqn, layer_of
+
+BODY = "mfsdp_body"
+"""``meta`` key of forward's graph of a layer: what it was cut from."""
+
+Cut = tuple[fx.GraphModule, fx.GraphModule]
+
+
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A layer's joint graph, before it was cut, and the arguments of who cuts it."""
+
+    joint: fx.GraphModule
+    options: Mapping[str, Any]
+    cuts: dict[Treatment, Cut] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What becomes of a layer where it is cut."""
+
+    again: bool = False
+    saved: tuple[str, ...] = ()
+    gathered: bool | None = None
+    """``None``: as the units say themselves."""
+    offloaded: bool = False
+    """Whether what forward saves goes to the host, of which its cut knows nothing (`leaving`)."""
+
+    @property
+    def cut(self) -> Treatment:
+        """What its cut knows of it."""
+        return replace(self, offloaded=False)
+
+
+def treatments(choices: Choices) -> dict[str, Treatment]:
+    """By path of a layer."""
+    out = {}
+    for path, choice, number in numbered(choices):
+        again = choice.recomputes(number)
+        saved = choice.saved if again else ()
+        out[path] = Treatment(again, saved, choice.gathers(number), choice.offloads(number))
+    return out
+
+
+class Joint:
+    """A joint graph that can be cut more than once. Private in torch (``TracingContext``, the partitioner and its
+    configuration); tried on 2.13, there in 2.11 to 2.15.
+
+    Args:
+        joint: with roles, before anything is tagged; it is copied.
+        inputs: the partitioner's arguments.
+        options: the same.
+    """
+
+    def __init__(self, joint: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]):
+        self.graph, self.inputs, self.options = copied(joint), inputs, dict(options)
+        self.context, self.config = TracingContext.try_get(), functorch_config.get_config_copy()
+
+    def kinds(self) -> list[Choice]:
+        """Equal layers that are not computed again already, in the order in which forward runs them: nothing is chosen
+        for them.
+        """
+        found: dict[Any, list[str]] = {}
+        for path, (key, name) in _texts(self.graph).items():
+            found.setdefault((name, key), []).append(path)
+        return [Choice(name, tuple(paths)) for (name, _), paths in found.items()]
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """What was set when the graph was traced."""
+        with tracing(self.context), functorch_config.patch(**self.config), _use_lazy_graph_module(True):
+            yield
+
+
+def _texts(joint: fx.GraphModule) -> dict[str, tuple[Any, str]]:
+    """What equal layers have in common, and the name of their class, by path. Not of those that backward does not come
+    to: nothing is saved of them, or gathered again.
+    """
+    calls = {pair.path: (pair.body, class_of(pair.body.joint.graph.nodes)) for pair in pairs(joint)}
+    behind, nodes = differentiated(joint), dict[str, list[fx.Node]]()
+    reached = {node.meta.get(LAYER, "") for node in behind}
+    for node in joint.graph.nodes:
+        path = node.meta.get(LAYER, "")
+        if path and path not in calls and node.op == "call_function" and node not in behind:
+            nodes.setdefault(path, []).append(node)
+    flat = {
+        path: (tuple((str(n.target), _shape(n)) for n in own), class_of(own))
+        for path, own in nodes.items()
+        if path in reached and not any("recompute" in n.meta for n in own)
+    }
+    both = {**calls, **flat}
+    return {path: both[path] for path in ordered(joint) if path in both}
+
+
+def ordered(joint: fx.GraphModule) -> list[str]:
+    """Paths of layers, in the order in which forward begins them."""
+    return list(dict.fromkeys(path for n in joint.graph.nodes if (path := n.meta.get(LAYER))))
+
+
+def _shape(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return (tuple(map(str, value.shape)), value.dtype) if isinstance(value, torch.Tensor) else None
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph of its own, of the same graphs in it."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    twin = _LazyGraphModule(gm, graph)  # no code is written until it is called
+    twin.meta = dict(gm.meta)
+    return twin
+
+
+def owners(joint: fx.GraphModule) -> dict[str, str]:
+    """The layer that reads a unit's parameters, by the unit's name."""
+    out = {n: p.path for p in pairs(joint) for x in p.inputs if (n := _shard_of(x))}
+    for node in joint.graph.find_nodes(op="call_function", target=ops.param):
+        if (r := role(node)) is not None and (path := layer_of(node)):
+            out[r.unit] = path
+    return out
+
+
+def _shard_of(node: Any) -> str:
+    """The unit whose shard is given to a call; ``""`` for another thing."""
+    r = role(node) if isinstance(node, fx.Node) else None
+    return r.unit if r is not None and r.kind is Kind.SHARD else ""
+
+
+def name_layers(joint: fx.GraphModule) -> None:
+    """Notes of every node of a joint graph in which layer it is, which AOTAutograd hands on in several ways."""
+    for node in joint.graph.nodes:
+        if node.op == "call_function" and node.target is not ops.param:
+            path = node.meta.get("custom", {}).get(LAYER) if node.target is CALL else layer_of(node)
+            if path:
+                node.meta[LAYER] = path
+
+
+def vary(joint: fx.GraphModule, treated: Mapping[str, Treatment]) -> dict[str, bool]:
+    """Has layers computed again, kept gathered or not, in place, before the graph is cut.
+
+    Args:
+        joint: whose nodes have layers.
+        treated: by path of a layer; others stay as they are.
+
+    Returns:
+        Whether units stay gathered, by name, of those that have been told here.
+    """
+    gathered: dict[str, bool] = {}
+    done: dict[tuple[Body, Treatment], str] = {}
+    for pair in list(pairs(joint)):
+        treatment = treated.get(pair.path, Treatment()).cut
+        if treatment != Treatment():
+            if treatment.gathered is not None:
+                gathered |= dict.fromkeys(filter(None, map(_shard_of, pair.inputs)), treatment.gathered)
+            pair.swap(treatment, done)
+    behind = differentiated(joint)
+    marked: dict[str, list[fx.Node]] = {}
+    for node in joint.graph.nodes:
+        path = layer_of(node) if node.target is ops.param else node.meta.get(LAYER, "")
+        if path in treated and node.op == "call_function" and node.target is not CALL and node not in behind:
+            marked.setdefault(path, []).append(node)
+    for number, (path, nodes) in enumerate(marked.items(), 1):
+        if treated[path].again:
+            tag(nodes, number, treated[path].saved)
+        if (whole := treated[path].gathered) is not None:
+            gathered |= {r.unit: whole for n in nodes if n.target is ops.param and (r := role(n)) is not None}
+    for node in joint.graph.nodes:
+        if node.target in (ops.param, ops.param_grad) and (r := role(node)) is not None and r.unit in gathered:
+            _respecify(node, gathered[r.unit])
+    joint.graph.lint()
+    return gathered
+
+
+def _respecify(marker: fx.Node, gathered: bool) -> None:
+    *rest, text = marker.args
+    marker.args = (*rest, replace(Spec.decode(text), reshard=not gathered).encode())  # type: ignore[arg-type]
+
+
+def differentiated(joint: fx.GraphModule) -> set[fx.Node]:
+    """What runs in backward: what hangs on tangents."""
+    out: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            if "tangents" in node.name:
+                out.add(node)
+        elif not out.isdisjoint(node.all_input_nodes):
+            out.add(node)
+    return out
+
+
+def tag(nodes: Collection[fx.Node], number: int, saved: Sequence[str]) -> None:
+    """Has forward's operators of a layer computed again, but for those that are saved: an operator and all its elements
+    together, or the partitioner computes it again all the same.
+    """
+    kept = {node for node in nodes if operator_of(node) in saved}
+    for node in nodes:
+        if node.target is ops.param or "recompute" in node.meta:
+            continue
+        keep = node in kept or (is_element(node) and node.args[0] in kept)
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        node.meta["ac_graph_id"] = number
+
+
+_LAST_REGION = 1 << 30
+"""Above every checkpoint region's number: a tagged node that a checkpointed region reads is no boundary of it."""
+
+
+def recompute_parameters(joint: fx.GraphModule) -> None:
+    """Tags markers, and every node all of whose inputs are tagged (views, casts), to be computed again in backward.
+
+    Otherwise the partitioner would save what a marker gives: the whole parameter. Markers of a unit that stays gathered
+    (``reshard_after_forward=False``) are tagged the other way: save.
+    """
+    tagged: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target is ops.param:
+            if Spec.decode(node.args[3]).reshard:
+                tagged.add(node)
+            else:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        elif node.all_input_nodes and tagged.issuperset(node.all_input_nodes):
+            tagged.add(node)
+    for node in tagged:
+        node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        node.meta["ac_graph_id"] = _LAST_REGION
+
+
+def operator_of(node: fx.Node) -> str:
+    """The name of a matrix product or an attention in its layer: the path of its module there, and ``attention`` for
+    one of those; ``""`` for anything else. Private in torch (``nn_module_stack``).
+    """
+    if node.op != "call_function" or not flops(node):
+        return ""
+    met = described(node)
+    stack = met.meta.get("nn_module_stack") or {}
+    inner = next(reversed([path for path, _ in stack.values()]), "")
+    parts = [fqn(inner).removeprefix(layer_of(met)).strip(".")]
+    parts += ["attention"] if "attention" in str(operator_in(node)[0]) else []
+    return ".".join(filter(None, parts))
+
+
+def described(node: fx.Node) -> fx.Node:
+    """Who says where a node was met: one of its elements, where the partitioner has wrapped it, as it does with what
+    draws random numbers and is computed again. Private in torch (``nn_module_stack``).
+    """
+    told = any(key in node.meta for key in ("nn_module_stack", "fwd_nn_module_stack"))
+    return node if told else next(filter(is_element, node.users), node)
+
+
+@dataclass(eq=False)
+class Pair:
+    """A call of a layer's forward, and that of its backward."""
+
+    gm: fx.GraphModule
+    forward: fx.Node
+    backward: fx.Node
+    body: Body
+    saved: list[fx.Node | None]
+    """Elements of forward's results that backward is given, in order."""
+
+    @property
+    def path(self) -> str:
+        return self.forward.meta.get(LAYER, "")  # type: ignore[no-any-return]
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        return self.forward.args[2:]
+
+    @property
+    def tangents(self) -> tuple[Any, ...]:
+        return self.backward.args[2 + len(self.saved) :]
+
+    def results(self) -> dict[int, fx.Node]:
+        """Elements of forward's results that are for others than backward."""
+        end = self.body.options["num_fwd_outputs"]
+        return {e.args[1]: e for e in self.forward.users if is_element(e) and e.args[1] < end}  # type: ignore[operator, misc]
+
+    def swap(self, treatment: Treatment, done: dict[tuple[Body, Treatment], str]) -> None:
+        """Calls graphs instead that are cut otherwise.
+
+        Args:
+            done: names of graphs that are there already.
+        """
+        forward, backward = cut(self.body, treatment)
+        key = (self.body, treatment)
+        if key not in done:
+            done[key] = f"_way_{len(done)}"
+        names = [f"{call.args[0].target}{done[key]}" for call in (self.forward, self.backward)]  # type: ignore[union-attr]
+        end = self.body.options["num_fwd_outputs"]
+        gives = _values(forward)
+        called = self._call(self.forward, names[0], forward, self.inputs)
+        saved: list[fx.Node] = []
+        with self.gm.graph.inserting_after(called):
+            for i in reversed(range(end, len(gives))):
+                element = self.gm.graph.call_function(operator.getitem, (called, i))
+                element.meta = {k: v for k, v in self.forward.meta.items() if k != LAYER} | {"val": gives[i]}
+                saved.insert(0, element)
+        back = self._call(self.backward, names[1], backward, (*saved, *self.tangents))
+        for old, new in ((self.backward, back), (self.forward, called)):
+            for element in list(old.users):
+                if element not in self.saved:
+                    element.replace_input_with(old, new)
+            for node in (*self.saved, old) if old is self.forward else (old,):
+                if node is not None:
+                    self.gm.graph.erase_node(node)
+
+    def _call(self, old: fx.Node, name: str, body: fx.GraphModule, given: Sequence[Any]) -> fx.Node:
+        if not hasattr(self.gm, name):
+            self.gm.add_submodule(name, body)
+        with self.gm.graph.inserting_before(old):
+            attribute = self.gm.graph.get_attr(name)
+            attribute.meta = dict(old.args[0].meta)  # type: ignore[union-attr]
+            call = self.gm.graph.call_function(CALL, (attribute, name, *given))
+        call.meta = {**old.meta, "val": tuple(_values(body))}
+        return call
+
+
+def _values(gm: fx.GraphModule) -> list[Any]:
+    results: Any = gm.graph.output_node().args[0]
+    return [r.meta.get("val") if isinstance(r, fx.Node) else None for r in results]
+
+
+def pairs(gm: fx.GraphModule) -> Iterator[Pair]:
+    """Calls of layers in a joint graph, forward's with backward's, in forward's order."""
+    for call in gm.graph.find_nodes(op="call_function", target=CALL):
+        body = getattr(gm, str(call.args[0].target)).meta.get(BODY)
+        if body is None:
+            continue
+        end, total = body.options["num_fwd_outputs"], len(_values(getattr(gm, str(call.args[0].target))))
+        elements = {e.args[1]: e for e in call.users if is_element(e)}
+        saved = [elements.get(i) for i in range(end, total)]
+        back = {u for e in saved if e is not None for u in e.users if u.target is CALL}
+        if len(back) == 1:
+            yield Pair(gm, call, back.pop(), body, saved)
+
+
+def cut(body: Body, treatment: Treatment) -> Cut:
+    """A layer's joint graph, cut as it is to be treated; calls of one body share what they call."""
+    if treatment not in body.cuts:
+        joint = copied(body.joint)
+        if treatment.gathered is not None:
+            for node in joint.graph.nodes:
+                if node.target in (ops.param, ops.param_grad):
+                    _respecify(node, treatment.gathered)
+        if treatment.again:
+            behind = differentiated(joint)
+            nodes = [n for n in joint.graph.nodes if n.op == "call_function" and n not in behind]
+            tag(nodes, 1, treatment.saved)
+        recompute_parameters(joint)
+        forward, backward = min_cut_rematerialization_partition(joint, (), **body.options)
+        forward.meta[BODY] = body
+        body.cuts[treatment] = forward, backward
+    return body.cuts[treatment]
+
+
+def removable(joint: fx.GraphModule) -> set[str]:
+    """Layers that can be left out (`without`) with nobody the wiser: equal ones, each called once and right behind the
+    other. Where anything runs between them (another kind of layers, a dropout), or somebody else reads what one of them
+    gives, few do not say what many cost.
+    """
+    order = list(dict.fromkeys(path for n in joint.graph.nodes if (path := n.meta.get(LAYER))))
+    found: set[str] = set()
+    for calls in _by_body(joint).values():
+        paths = [pair.path for pair in calls]
+        start = order.index(paths[0])
+        if order[start : start + len(paths)] == paths and without(copied(joint), paths[1:]):
+            found.update(paths)
+    return found
+
+
+def without(joint: fx.GraphModule, paths: Collection[str]) -> bool:
+    """Leaves layers out, in place: what one of them is given its successor is given instead, and its predecessor's
+    backward what its own is. Each stands between two others like it, and gives all that it gives to the next one.
+
+    Returns:
+        Whether it could be done; if not, the graph is of no use.
+    """
+    for calls in _by_body(joint).values():
+        chain = _chain(calls)
+        for pair in calls:
+            if pair.path in paths and not _leave_out(joint, pair, chain):
+                return False
+    joint.graph.lint()
+    return True
+
+
+def _by_body(joint: fx.GraphModule) -> dict[Body, list[Pair]]:
+    """Calls of each layer's graph, in forward's order."""
+    found: dict[Body, list[Pair]] = {}
+    for pair in pairs(joint):
+        found.setdefault(pair.body, []).append(pair)
+    return found
+
+
+def _chain(calls: Sequence[Pair]) -> dict[int, int]:
+    """Which arguments of a call are which results of the call before it; none, if that is not so of all of them."""
+    links: list[dict[int, int]] = []
+    for a, b in itertools.pairwise(calls):
+        given = {e: j for j, e in a.results().items()}
+        links.append({q: given[x] for q, x in enumerate(b.inputs) if x in given})
+    return links[0] if links and all(link == links[0] for link in links) else {}
+
+
+def _leave_out(joint: fx.GraphModule, pair: Pair, chain: Mapping[int, int]) -> bool:
+    results, tangents = pair.results(), pair.tangents
+    end = pair.body.options["num_fwd_outputs"]
+    if not chain or len(tangents) != end or not set(results) <= set(chain.values()):
+        return False
+    for place, j in chain.items():
+        if j in results:
+            results[j].replace_all_uses_with(pair.inputs[place], delete_user_cb=lambda u: u is not pair.backward)
+    output = joint.graph.output_node()
+    for element in list(pair.backward.users):
+        if not is_element(element):
+            return False
+        q: Any = element.args[1]
+        if q in chain:
+            element.replace_all_uses_with(tangents[chain[q]])
+            continue
+        for user in list(element.users):
+            if user is output:
+                output.args = (tuple(None if r is element else r for r in output.args[0]),)  # type: ignore[union-attr]
+            elif user.target is torch.ops.aten.add.Tensor and len(user.all_input_nodes) == 2:
+                user.replace_all_uses_with(next(n for n in user.all_input_nodes if n is not element))
+            else:
+                return False
+    for node in (*pair.backward.users, pair.backward, *pair.forward.users, pair.forward):
+        joint.graph.erase_node(node)
+    return True

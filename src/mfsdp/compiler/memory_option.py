@@ -1,0 +1,129 @@
+"""The option ``memory``: a plan that is made while a model is compiled, and what to do where none fits."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from ..config.hardware import Hardware
+from ..config.options import Options
+from ..config.plans import DoesNotFit
+from ..cost_model.machine import here, measure
+from ..ir.byte_costs import nbytes, size
+from ..runtime import buffer_registry, groups
+from . import joint_graph
+from .capture import Capture
+from .planner import Planner, Setting
+
+log = logging.getLogger("mfsdp")
+
+RUNNING = ("gathered", "recompute", "offload", "prefetch")
+"""What may be chosen (`planner.ALLOWED`) of what is being compiled; the optimizer is there already, and not known."""
+
+
+LEFT = {
+    "recompute": "layers computed again", "offload": "activations on the host",
+    "optimizer": "optimizer state on the host", "prefetch": "prefetch and reduce_lag of 0",
+}  # fmt: skip
+"""What takes less memory where it is allowed, in words."""
+
+
+def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: Hardware) -> None:
+    """Chooses for a program that is being compiled, by the option ``memory``: what the first rank that gets here has
+    chosen holds for all of them.
+
+    Raises:
+        DoesNotFit: nothing fits.
+    """
+    assert isinstance(options.memory, int)
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    buffers = list({id(b): b for x in tensors if (b := buffer_registry.owner(x)) is not None}.values())
+    others = [x for x in tensors if buffer_registry.owner(x) is None]
+    plain = sum(nbytes(x) for x in others if isinstance(x, nn.Parameter) and x.requires_grad)
+    planner = Planner.of(
+        capture, buffers, options, machine, other=sum(nbytes(x) for x in others), plain=plain, allow=RUNNING
+    )
+    joint = [f"{kind.name} {len(kind.layers)}" for kind in planner.kinds]
+    units = [f"{u.name} {u.fqn} {u.spec.ranks}" for u in capture.units]
+    key = hashlib.sha256(repr((capture.name, options.memory, joint, units)).encode()).hexdigest()
+    chosen = json.loads(groups.agreed(f"plan/{key}", _text(planner, options.memory)))
+    if "error" in chosen:
+        raise DoesNotFit(chosen["error"])
+    choices = tuple(
+        replace(c, **found | {"saved": tuple(found["saved"]), "offloaded": tuple(found["offloaded"])})
+        for c, found in zip(planner.kinds, chosen["choices"], strict=True)
+    )
+    capture.treated = joint_graph.treatments(choices)
+    capture.options = chosen["options"]
+    log.info("mfsdp: %s: %s", capture.name, chosen["text"])
+    mine = planner.score(Setting(choices, **chosen["options"]))
+    if mine.peak > options.memory:  # of longer sequences than those for which it was decided
+        log.warning(
+            "mfsdp: %s: planned for %s, but what is compiled here takes %s: the plan was made for smaller inputs, "
+            "and ranks have to follow one", capture.name, size(options.memory), size(mine.peak),
+        )  # fmt: skip
+
+
+@cache
+def this_machine() -> Hardware:
+    """What programs run on, as its maker describes it, or measured: then all ranks come here together, as they compile.
+    Private in torch (``unset_fake_temporarily``); tried on 2.13, there in 2.11 to 2.15.
+    """
+    with unset_fake_temporarily():
+        return here() or measure()
+
+
+def refusal(planner: Planner, budget: int) -> str:
+    """Why nothing fits, and what would be cheapest that did."""
+    floor = planner.score(planner.floor)
+    account = planner.streamed if planner.floor.streamed else planner.account
+    steps = account.at_step + planner.changed(planner.floor)
+    where = "at the optimizer" if floor.peak == steps else "in forward or backward"
+    ways = []
+    for name, words in LEFT.items():
+        if name not in planner.allow:
+            fresh = ("scores", "estimates", "played", "pieces", "layers")
+            more = replace(planner, allow=(*planner.allow, name), **{known: {} for known in fresh})  # type: ignore[arg-type]
+            other = more.score(more.floor)
+            if more.fits(other, budget):
+                ways.append((other.seconds - floor.seconds, words))
+    entries = {e.name: e.nbytes for e in planner.account.entries}
+    cut = sum(entries.get(n, 0) for n in ("main weights", "optimizer state", "gradients", "shards in what travels"))
+    missing = floor.peak - budget
+    times = next((2**k for k in range(1, 13) if cut - cut // 2**k >= missing), 0)
+    layers = {path for kind in planner.kinds for path in kind.layers}
+    whole = len(layers) > 1 and layers.isdisjoint(unit.fqn for unit in planner.capture.units)
+    texts = ['layers that are units (units="auto")'] if whole else []
+    texts += [f"{text} ({1e3 * seconds:+.1f} ms)" for seconds, text in sorted(ways)]
+    texts += [f"{times} times as many ranks"] if times else []
+    texts += ["smaller microbatches"]
+    return (
+        f"plan: does not fit {size(budget)}: the least is {size(floor.peak)} ({where}). Cheapest that would make it "
+        f"fit: {', or '.join(texts)}"
+    )
+
+
+def _text(planner: Planner, budget: int) -> str:
+    best = planner.best(budget)
+    if best is None:
+        return json.dumps({"error": refusal(planner, budget)})
+    score = planner.score(best)
+    choices = [
+        {"gathered": c.gathered, "recomputed": c.recomputed, "saved": c.saved, "offloaded": c.offloaded}
+        for c in best.choices
+    ]
+    found = {
+        "choices": choices,
+        "options": {"prefetch": best.prefetch, "reduce_lag": best.reduce_lag},
+        "text": f"{best}: {1e3 * score.seconds:.2f} ms, {size(score.peak)} of {size(budget)}",
+    }
+    return json.dumps(found)

@@ -1,0 +1,244 @@
+"""Equal layers, captured once: AOTAutograd traces and cuts one of them, and the program has all of them.
+
+Note [Regions]
+What AOTAutograd does to a graph (functionalise, differentiate, cut into forward and backward) costs Python per operator
+and grows with depth. So before it runs, each of several equal layers becomes a call of one graph (`outline`), which it
+traces and cuts once (torch's ``invoke_subgraph``). When it has cut the graph around them, the calls are written out
+again (`inline`): passes, laws, listings and costs see one flat program, with every layer's own parameters in it.
+
+A layer is what runs under one numbered module (``layers.3``), as Dynamo notes it on every node. Layers are equal if
+they do the same to tensors of the same shapes, in the same order. What cannot be a call of a graph stays as it is:
+layers that write to what they are given, hand it on, or have sizes that nobody knows yet (`layers.unfit`).
+
+Against a graph that was never outlined two things may differ: numbers in names of values, and what is kept for
+backward, which is decided for one layer and not for all at once. Values do not.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..ir.program import LAYER, base_of
+from ..ir.roles import role
+from ..sharding.mutation_check import storage
+from .layer_match import CALL, Layer, layers, unfit
+
+log = logging.getLogger("mfsdp")
+
+LEAST = 4
+"""Equal layers that are worth it: fewer are as fast one by one."""
+
+NAME, AGAIN = "mfsdp_region", "_again"
+
+
+def outline(gm: fx.GraphModule) -> list[str]:
+    """Makes calls of one graph of equal layers, in a graph that Dynamo has traced, in place.
+
+    Returns:
+        Why layers that are equal have not become calls, a text for each kind of them.
+    """
+    bodies: list[tuple[list[Layer], fx.GraphModule]] = []
+    refused: list[str] = []
+    try:
+        kinds: dict[Any, list[Layer]] = {}
+        for layer in layers(gm):
+            kinds.setdefault(layer.text(), []).append(layer)
+        for alike in (alike for alike in kinds.values() if len(alike) >= LEAST):
+            if reason := unfit(alike):
+                refused.append(f"{len(alike)} equal layers, {alike[0].path} the first of them: {reason}")
+            else:
+                bodies.append((alike, alike[0].body()))
+    except Exception as error:  # of looking; nothing has been changed yet
+        return [f"{type(error).__name__}: {error}"]
+    moved: dict[fx.Node, fx.Node] = {}
+    for number, (alike, body) in enumerate(bodies):
+        name = f"{NAME}_{number}{AGAIN if alike[0].again else ''}"
+        gm.add_submodule(name, body)
+        for layer in alike:
+            layer.call(name, moved)
+    if bodies:
+        gm.recompile()
+    return refused
+
+
+def captured(gm: fx.GraphModule, compile: Callable[[], Any], cut: Callable[[], bool]) -> Any:
+    """Has a graph of Dynamo's compiled with equal layers as calls; as it is, where torch cannot cut it like that.
+
+    Args:
+        compile: compiles the graph.
+        cut: whether it has been cut, or is to be run for inference: what raises then is not about regions.
+    """
+    for refused in outline(gm):
+        log.info("mfsdp: layers are captured one by one: %s", refused)
+    if next(_calls(gm), None) is None:
+        return compile()
+    try:
+        with _trusted():
+            return compile()
+    except Exception as error:
+        if cut():
+            raise
+        log.warning("mfsdp: layers are captured one by one: %s: %s", type(error).__name__, error)
+        log.debug("mfsdp: layers as calls of one graph", exc_info=True)
+    inline(gm)
+    gm.recompile()
+    return compile()
+
+
+@contextmanager
+def _trusted() -> Iterator[None]:
+    """Spares torch finding out at each call whether the graph writes to what it is given, for which it would trace it:
+    it does not (`layers.unfit`). And its advice on calls whose backward it traces more than once. Private in torch
+    (``_supports_training_input_mutation``); tried on 2.13. Where there is no such attribute (of 2.11 to 2.15) tracing
+    calls takes longer.
+    """
+    before = getattr(CALL, "_supports_training_input_mutation", False)
+    CALL._supports_training_input_mutation = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="invoke_subgraph traced multiple backward graphs")
+            yield
+    finally:
+        CALL._supports_training_input_mutation = before
+
+
+def inline(gm: fx.GraphModule, beside: fx.GraphModule | None = None) -> dict[str, fx.Node]:
+    """Writes the calls out again, in place. Its code is not made anew: passes are still to come.
+
+    Args:
+        gm: a graph of Dynamo's or of AOTAutograd's.
+        beside: another, whose names are not used again.
+
+    Returns:
+        What stands for results of calls, by the names that those had.
+    """
+    graph = gm.graph
+    for node in beside.graph.nodes if beside is not None else ():
+        graph._graph_namespace.create_name(node.name, None)
+    found: dict[str, fx.Node] = {}
+    for call in list(_calls(gm)):
+        name, body = _called(gm, call)
+        inputs = body.graph.find_nodes(op="placeholder")
+        held: dict[fx.Node, Any] = dict(zip(inputs, call.args[2:], strict=True))
+        results: Sequence[Any] = ()
+        with graph.inserting_before(call):
+            for node in body.graph.nodes:
+                if node.op == "output":
+                    results = node.args[0]
+                elif node.op == "get_attr":
+                    held[node] = graph.get_attr(_moved(gm, body, f"{name}_{node.target}", node.target))
+                    held[node].meta = dict(node.meta)
+                elif node.op != "placeholder":
+                    held[node] = graph.node_copy(node, held.__getitem__)
+                    held[node].meta = {**node.meta, LAYER: call.meta.get(LAYER, "")}
+        _apart(results, held, call)
+        for element in list(call.users):
+            result = results[element.args[1]]  # type: ignore[index]
+            if isinstance(result, fx.Node):
+                found[element.name] = held[result]
+            element.replace_all_uses_with(held.get(result, result))
+            graph.erase_node(element)
+        graph.erase_node(call)
+    for node in graph.find_nodes(op="get_attr") if found else ():
+        if not node.users:
+            graph.erase_node(node)
+    if found:
+        gm.delete_all_unused_submodules()  # whose graphs, with their nodes, caches could not write down
+    return found
+
+
+def _apart(results: Sequence[Any], held: Mapping[fx.Node, Any], call: fx.Node) -> None:
+    """Gives results of a call fake values of their own: what calls of one graph give shares no storage, though torch
+    notes the same values for what backward reads of all of them. What shares storage inside of a call still does.
+    """
+    storages: dict[int, torch.Tensor] = {}
+    values: dict[fx.Node, torch.Tensor] = {}
+
+    def note(inner: Any, outer: Any) -> None:
+        if isinstance(inner, FakeTensor) and isinstance(outer, FakeTensor):
+            storages.setdefault(storage(inner), outer)
+
+    for inner, outer in held.items():
+        if inner.op == "placeholder" and isinstance(outer, fx.Node):
+            note(inner.meta.get("val"), outer.meta.get("val"))
+    for element in call.users:
+        result, value = results[element.args[1]], element.meta.get("val")  # type: ignore[index]
+        if isinstance(result, fx.Node) and value is not result.meta.get("val"):
+            note(result.meta.get("val"), value)
+            values[result] = value  # type: ignore[assignment]
+    for result in results:
+        value = result.meta.get("val") if isinstance(result, fx.Node) else None
+        if not isinstance(value, FakeTensor) or result.op == "placeholder":
+            continue
+        if result not in values:
+            with value.fake_mode, torch.no_grad():
+                base = storages.get(storage(value))
+                if base is None or base.dtype != value.dtype:
+                    items = value.untyped_storage().nbytes() // value.itemsize
+                    base = storages[storage(value)] = torch.empty(items, dtype=value.dtype, device=value.device)
+                values[result] = base.as_strided(value.shape, value.stride(), value.storage_offset())
+        held[result].meta["val"] = values[result]
+
+
+def borders(gm: fx.GraphModule) -> None:
+    """Makes the borders of calls, in the joint graph around them, what they are between operators.
+
+    What a call only hands through (an argument that backward reads) is read from where it comes from: several calls
+    that keep the same tensor keep it once. And what a checkpoint gives to the next one is kept, as the partitioner does
+    where it sees both.
+    """
+    for call in _calls(gm):
+        _, body = _called(gm, call)
+        given = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[2:], strict=True))
+        results: Any = body.graph.output_node().args[0]
+        for element in list(call.users):
+            if element.target is operator.getitem and results[element.args[1]] in given:
+                element.replace_all_uses_with(given[results[element.args[1]]])
+                gm.graph.erase_node(element)
+        for node in call.all_input_nodes if AGAIN in str(call.args[1]) else ():
+            if node.meta.get("recompute") in _RECOMPUTED and role(base_of(node)) is None:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def writes(joint: fx.GraphModule) -> None:
+    """Looks at the joint graph of a call: torch does not make it functional, and passes expect that it is.
+
+    Raises:
+        NotImplementedError: it writes to a value.
+    """
+    for node in joint.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            raise NotImplementedError(f"{node.target} writes to a value")
+
+
+def _calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    for node in gm.graph.find_nodes(op="call_function", target=CALL):
+        if isinstance(node.args[1], str) and NAME in node.args[1]:
+            yield node
+
+
+def _called(gm: fx.GraphModule, call: fx.Node) -> tuple[str, fx.GraphModule]:
+    """The graph that is called, and its name."""
+    name: Any = call.args[0].target  # type: ignore[union-attr]
+    return name, getattr(gm, name)
+
+
+def _moved(gm: fx.GraphModule, body: fx.GraphModule, name: str, attribute: Any) -> str:
+    """The name under which a graph has what a graph in it has."""
+    if not hasattr(gm, name):
+        setattr(gm, name, getattr(body, attribute))
+    return name

@@ -1,0 +1,208 @@
+"""A plan: the fastest step that fits a budget of memory, what was chosen for it, and what more memory would buy."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .hardware import Hardware
+from .hardware import hardware as parsed
+from .layer_choices import Choice, Choices
+
+FORMAT = 3
+
+
+class DoesNotFit(ValueError):
+    """No step fits the memory that there is."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """About what a change would cost or bring."""
+
+    nbytes: int
+    """More memory at the peak; less, if negative."""
+    seconds: float
+    """A step takes so much longer; less, if negative."""
+    text: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best step that fits another budget."""
+
+    memory: int
+    step: float
+    peak: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What :func:`mfsdp.plan` has chosen. ``print(plan)`` is a price list; :func:`mfsdp.fully_shard` follows it
+    (``plan=``), and what compiles the model after that.
+    """
+
+    model: str
+    """Name of its class."""
+    world: int
+    """Ranks whose losses are averaged."""
+    hardware: str
+    memory: int
+    """Bytes that a rank may take: live bytes, of the device."""
+    step: float
+    """Seconds of a step, as the clock says."""
+    peak: int
+    """Bytes on the device, as the ledger says."""
+    host: int
+    """Bytes of host memory."""
+    floor: int
+    """Bytes on the device that it takes at the least."""
+    top: int
+    """Bytes beyond which more memory is worth nothing."""
+    choices: Choices
+    options: Mapping[str, int]
+    """Of the backend: ``prefetch`` and ``reduce_lag``."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Elements of the parameters of each layer."""
+    sharding: Mapping[str, Any] = field(default_factory=dict)
+    """What was chosen of `fully_shard`'s arguments, where several were given."""
+    made_for: Mapping[str, Any] = field(default_factory=dict)
+    """How the model is sharded that it was made for: strategies, precision, the mesh, how many units."""
+    optimizer: str = "device"
+    """Where the optimizer's state is: ``"device"`` or ``"host"``."""
+    prices: Sequence[Price] = ()
+    curve: Sequence[Point] = ()
+    """What other budgets would give, the smallest first."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of torch and of mfsdp, which it was made with."""
+    machine: Hardware | None = None
+    """By whose clock copies to the host were placed: they stand there too when it compiles, whatever that runs on."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a file that :meth:`load` reads."""
+        Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """The plan in a file.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            return Plan.parse(json.loads(Path(path).read_text()))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"plan: {path} is no JSON: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"plan: {path} is no plan: {error!r}") from error
+
+    @staticmethod
+    def parse(given: dict[str, Any]) -> Plan:
+        """The inverse of what :meth:`save` writes."""
+        if given.get("format") != FORMAT:
+            raise ValueError(f"plan: format {given.get('format')!r}, this reads {FORMAT}: make it anew")
+        known = {f.name: given[f.name] for f in fields(Plan)}
+        choices = [
+            {**c, "layers": tuple(c["layers"]), "saved": tuple(c["saved"]), "offloaded": tuple(c["offloaded"])}
+            for c in known.pop("choices")
+        ]
+        prices, curve = known.pop("prices"), known.pop("curve")
+        machine = known.pop("machine")
+        return Plan(
+            **known, choices=tuple(Choice(**c) for c in choices), prices=tuple(Price(**p) for p in prices),
+            curve=tuple(Point(**p) for p in curve), machine=None if machine is None else parsed(machine),
+        )  # fmt: skip
+
+    def fits(
+        self, model: str, world: int, sizes: Mapping[str, int], classes: Mapping[str, str], sharding: Mapping[str, Any]
+    ) -> None:
+        """Makes sure that it was made for a model.
+
+        Args:
+            model: name of its class.
+            world: ranks.
+            sizes: elements of parameters of every module, by path.
+            classes: names of the modules' classes.
+            sharding: as `made_for`.
+
+        Raises:
+            ValueError: it was made for another one; says what differs.
+        """
+        for choice in self.choices:
+            mine = sum(name == choice.name for name in classes.values())
+            there = all(classes.get(path) == choice.name for path in choice.layers)
+            same = all(self.sizes.get(path, n) == n for path in choice.layers if (n := sizes.get(path, 0)))
+            if not there or mine < len(choice.layers) or world != self.world or not same:
+                raise ValueError(
+                    f"plan: made for {len(choice.layers)} x {choice.name} over {self.world} ranks, this {model} has "
+                    f"{mine}{'' if same else ' of another size'} and {world} ranks: make it anew"
+                )
+
+        unlike = [name for name, value in self.made_for.items() if sharding.get(name) != value]
+        if unlike:
+            theirs, mine_is = (", ".join(f"{n} {x.get(n)}" for n in unlike) for x in (self.made_for, sharding))
+            raise ValueError(
+                f"plan: made for a model sharded with {theirs}, this {model} has {mine_is}: give fully_shard what "
+                "mfsdp.plan was given, or make it anew"
+            )
+
+    def __str__(self) -> str:
+        chosen = [str(c) for c in self.choices if str(c)] or ["all layers as they are"]
+        chosen += [f"prefetch {self.options['prefetch']}, reduce_lag {self.options['reduce_lag']}"]
+        chosen += (
+            ["optimizer state on the host: mfsdp.fully_shard_optimizer(optimizer)"] if self.optimizer == "host" else []
+        )
+        host = f", {_size(self.host)} of host memory" if self.host else ""
+        lines = [
+            f"mfsdp plan  {self.model}  {self.world} ranks  {self.hardware}",
+            f"budget      {_size(self.memory)}; the least is {_size(self.floor)}, from {_size(self.top)} on more buys "
+            "nothing",
+            f"step        {1e3 * self.step:.2f} ms, peak {_size(self.peak)}{host}",
+            *(f"{'chosen' if i == 0 else '':<12}{text}" for i, text in enumerate(chosen)),
+        ]
+        for more in (True, False):
+            found = [p for p in self.prices if (p.nbytes > 0) is more]
+            if found:
+                lines.append("more memory buys, about" if more else "less memory costs, about")
+                lines += [
+                    f"  {_size(abs(p.nbytes)):>9}  {abs(1e3 * p.seconds):8.2f} ms  "
+                    f"{abs(1e3 * p.seconds) / max(abs(p.nbytes) / 2**30, 1e-9):8.2f} ms/GiB  {p.text}"
+                    for p in found
+                ]
+        if self.curve:
+            lines.append("other budgets")
+            lines += [
+                f"  {_size(p.memory):>9}  {1e3 * p.step:8.2f} ms  {_size(p.peak):>9}  {p.text}" for p in self.curve
+            ]
+        return "\n".join(lines)
+
+
+def _size(n: int) -> str:
+    unit, size = ("GiB", 2**30) if n >= 2**30 else ("MiB", 2**20) if n >= 2**20 else ("KiB", 2**10)
+    return f"{n / size:.2f} {unit}"
+
+
+def nbytes_of(memory: Any, what: str = "memory") -> int:
+    """Bytes, from a number or a text: ``70e9``, ``"70GB"``, ``"64GiB"``.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    if isinstance(memory, (int, float)) and not isinstance(memory, bool) and memory >= 1:
+        return int(memory)
+    if isinstance(memory, str):
+        text = memory.strip().upper()
+        unit = next((u for u in sorted(units, key=len, reverse=True) if text.endswith(u)), "")
+        try:
+            number = float(text.removesuffix(unit))
+        except ValueError:
+            number = 0.0
+        if unit and 1 <= number * units[unit] < 2**62:
+            return int(number * units[unit])
+    raise ValueError(f"{what}={memory!r}: give bytes, or a text such as '70GB' or '64GiB'")

@@ -1,0 +1,338 @@
+"""From programs after all passes to what a step takes: the one place where clock, simulation and ledger meet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..config.hardware import Hardware, host_copy
+from ..config.options import Options
+from ..config.own_source import ours
+from ..ir import byte_costs, ops, printer
+from ..ir.byte_costs import size
+from ..ir.merge import beside
+from ..ir.program import Program
+from ..ir.roles import Lane, role
+from ..ir.verifier import check
+from ..pipeline import Stage
+from ..state.flat_buffer import FlatBuffer
+from . import fusion, op_cost
+from .caching_allocator import replayed
+from .memory_model import OPTIMIZER_STATES, Entry, Ledger, ledger
+from .step_data import Facts, Line, View
+from .timeline import Span, simulate
+
+
+def estimate(
+    programs: Sequence[Program],
+    stages: Sequence[Sequence[Stage]],
+    buffers: Sequence[FlatBuffer],
+    inputs: Sequence[torch.Tensor],
+    *,
+    machine: Hardware,
+    options: Options,
+    other: int = 0,
+    plain: int = 0,
+    optimizer: str = "adamw",
+    stepping: str = "whole",
+    profile: Any = None,
+    mesh_shape: tuple[int, ...] | None = None,
+    axes: Mapping[str, int] | None = None,
+    schedule: Schedule | None = None,
+) -> Facts:
+    """Puts a step on the clock and into memory.
+
+    Args:
+        programs: forward and backward, or inference, after all passes. stages: what the passes have said, for each
+        program. buffers: every flat buffer of the model. inputs: a microbatch of one rank. machine: on what. options:
+        those of the backend. other: bytes of what is not sharded. plain: how many of them are parameters that train.
+        optimizer: a name in :data:`mfsdp.cost_model.memory_model.OPTIMIZER_STATES`. stepping: how it steps, one of
+        :data:`mfsdp.cost_model.memory_model.STEPPING`. profile: what knows measured times: ``given(program)``, for
+        :func:`mfsdp.cost_model.op_cost.times`, and ``optimizer``. mesh_shape: of a two-level mesh. axes: of tensor
+        parallelism, and their ranks. schedule: of a step's microbatches; by default there is one.
+    """
+    schedule = schedule or Schedule()
+    fused = options.lowering != "eager"
+    parts = []
+    for program, done in zip(programs, stages, strict=True):
+        known = profile.given(program) if profile is not None else {}
+        times = op_cost.times(program, machine, fused=fused, **known)
+        if schedule.slowest > 1:
+            times = {node: replace(t, seconds=t.seconds * schedule.slowest) for node, t in times.items()}
+        parts.append(_Part(program, tuple(done), times, schedule.rounds))
+    alone = parts
+    if schedule.overlapped:
+        parts = _taking_turns(parts)
+    batch = sum(t.nbytes for t in inputs) * schedule.together * (2 if len(parts) > len(alone) else 1)
+    saved = sum(byte_costs.on_host(part.program) for part in parts if part.program.phase == "forward")
+    away = [Entry("activations", saved, "saved by forward, until backward")] if saved else []
+    accounts = [
+        ledger(
+            [part.program for part in parts], buffers,
+            inputs=batch, other=other, plain=plain, optimizer=optimizer, stepping=stepping, fused=fused,
+            foreach=machine.cuda, fixed=machine.fixed, on_host=away,
+            waiting=schedule.waiting(stage), rounds=schedule.rounds,
+        )
+        for stage in range(schedule.stages)
+    ]  # fmt: skip
+    account = accounts[0]
+    if machine.cuda:
+        held = replayed(
+            account.tensors, [part.program for part in parts], account.temporaries, fused, first=account.first
+        )
+        account = replace(account, blocks=held.most, reserved=held.reserved)
+    now, step, compute, views = 0.0, 0.0, 0.0, []
+    for part in parts:
+        shown = bool(part.stages and part.stages[-1].listing)
+        lines = _lines(part.program, simulate(part.program, part.times), part.times, account, now, shown)
+        view = View(part.program.phase, part.stages, lines, part.program.units, part.runs)
+        views.append(view)
+        now += view.seconds
+        step += view.runs * view.seconds
+        compute += view.runs * sum(t.seconds for t in part.times.values())
+    seconds = getattr(profile, "optimizer", 0.0) or optimizer_seconds(
+        buffers, plain, optimizer, machine, step if stepping == "offloaded" else None
+    )
+    seconds *= schedule.slowest
+    bubble = (schedule.stages - 1) * sum(view.seconds for view in views)
+    ids = next((t for t in inputs if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), None)
+    facts = Facts(
+        name=programs[0].name,
+        world=programs[0].world,
+        mesh_shape=mesh_shape or _mesh_shape(programs[0]),
+        machine=machine,
+        options={f.name: getattr(options, f.name) for f in fields(Options) if f.name not in ("dump", "upto")},
+        views=views,
+        ledger=account,
+        optimizer=seconds,
+        step=step + bubble + seconds,
+        bubble=bubble,
+        stages=[a.peak for a in accounts],
+        compute=compute + seconds,
+        tokens=ids.numel() * schedule.microbatches if ids is not None else 0,
+        flops=(3 if any(p.phase == "backward" for p in programs) else 1)
+        * sum(fusion.total_flops(p) for p in programs if p.phase != "backward")
+        * schedule.rounds,
+        beside=dict(axes or {}),
+        measured=profile is not None,
+        error=HONESTY,
+        schedule=str(schedule),
+    )
+    facts.warnings += _warnings(facts, buffers)
+    if schedule.overlapped and parts is alone:
+        why = "there is one at a time only" if schedule.rounds == 1 else "forward or backward exchanges nothing"
+        facts.warnings.append(f"overlapped: no backward runs beside a forward: {why}")
+    return facts
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a step goes through its microbatches."""
+
+    microbatches: int = 1
+    together: int = 1
+    """How many are in one program (`mfsdp.together`); a divisor."""
+    overlapped: bool = False
+    """Whether each backward but the last runs beside the next forward (`mfsdp.overlapped`)."""
+    stages: int = 1
+    """Of a pipeline, of which the model is one and all are alike: one forward, one backward in turns (1F1B)."""
+    slowest: float = 1.0
+    """How much longer the slowest rank computes than the others, who wait for it in every collective."""
+
+    @property
+    def rounds(self) -> int:
+        """How often forward runs."""
+        return self.microbatches // self.together
+
+    def __str__(self) -> str:
+        words = [f"{self.microbatches} microbatches"]
+        words += [f"{self.together} together"] if self.together > 1 else []
+        words += ["overlapped"] if self.overlapped else []
+        words = words if self.microbatches > 1 else []
+        words += [f"a stage of {self.stages}"] if self.stages > 1 else []
+        words += [f"the slowest rank computes {self.slowest:g} times as long"] if self.slowest > 1 else []
+        return ", ".join(words)
+
+    def waiting(self, stage: int) -> int:
+        """How many rounds' activations a stage keeps besides those of the round it computes: the first the most."""
+        return min(self.stages - stage, self.rounds) - 1
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A program of the step."""
+
+    program: Program
+    stages: tuple[Stage, ...]
+    times: Mapping[Any, op_cost.Time]
+    runs: int
+
+
+def _taking_turns(parts: list[_Part]) -> list[_Part]:
+    """The first forward, each backward beside the next forward, the last backward; as they are if none may wait."""
+    if len(parts) != 2 or parts[0].runs == 1:
+        return parts
+    forward, backward = parts
+    if not all(any(n.target is ops.collective for n in part.program.nodes) for part in parts):
+        return parts
+    program, origins = beside(backward.program, forward.program)
+    known = {**forward.times, **backward.times}
+    times = {node: known[origins[node]] for node in program.nodes if origins.get(node) in known}
+    check(program)
+    shown = bool(forward.stages and forward.stages[-1].listing)
+    stage = Stage("merge", printer.render(program, "merge") if shown else "", 0.0)
+    return [
+        replace(forward, runs=1),
+        _Part(program, (stage,), times, forward.runs - 1),
+        replace(backward, runs=1),
+    ]
+
+
+def _mesh_shape(program: Program) -> tuple[int, ...]:
+    """As far as a program tells: (outer, shard) if both are more than one."""
+    specs = [u.spec for u in program.units]
+    two = next(((s.outer, s.world) for s in specs if s.outer > 1 and s.world > 1), None)
+    return two or (program.world,)
+
+
+HONESTY = (
+    "These are estimates. With compute measured, the same clock was off by 10% at most against 12 measured steps on "
+    "slow links (docs/EXPLAIN.md); how far off its compute is on a GPU has not been measured."
+)
+
+
+def optimizer_seconds(
+    buffers: Sequence[FlatBuffer],
+    plain: int,
+    optimizer: str,
+    machine: Hardware,
+    between: float | None,
+    measured: float = 0.0,
+) -> float:
+    """Bytes: weights and state read and written, gradients read; where state is streamed, which has ``between`` for its
+    first loads and last stores, its copies too. ``measured`` is what a step takes whose state is on the device, if that
+    is known: others take the same for what they compute.
+    """
+    if optimizer == "none":
+        return 0.0
+    states = OPTIMIZER_STATES[optimizer]
+    trained = [b for b in buffers if b.trainable]
+
+    def alone(main: int, gradients: int) -> float:
+        return (2 * main * (1 + states) + gradients) / (machine.bandwidth * machine.reached_bandwidth)
+
+    steps = [alone(b.weights.main.nbytes, b.layout.shard_numel * b.precision.grad.itemsize) for b in trained]
+    rest = alone(plain, plain)
+    if measured:
+        slower = measured / (sum(steps) + rest)
+        steps, rest = [slower * seconds for seconds in steps], slower * rest
+    if between is None:
+        return sum(steps) + rest
+    copies = [host_copy(states * b.weights.main.nbytes, machine) for b in trained]
+    taken = sum(2 * copy.cpu for copy in copies)  # there and back, from whatever computes meanwhile
+    return streamed(steps, [copy.seconds for copy in copies], between) + taken + rest
+
+
+def streamed(steps: Sequence[float], copies: Sequence[float], between: float) -> float:
+    """Seconds of a step whose state comes from the host (Note [Streamed state]), one like it behind it.
+
+    Args:
+        steps: of each run, alone.
+        copies: of each run's state, one way.
+        between: from the end of one step to the begin of the next.
+    """
+    rooms, into, out, now, took = [0.0] * min(2, len(steps)), 0.0, 0.0, 0.0, 0.0
+    turn = 0
+    for _ in range(3):  # until the ends of one step are those of the one before
+        begun, now = now, max(now, out)
+        for i, seconds in enumerate(steps):
+            room, turn = turn % len(rooms), turn + 1
+            now = max(now, rooms[room]) + seconds
+            out = max(out, now) + copies[i]
+            if len(steps) > 2:  # otherwise it stays where it is
+                rooms[room] = into = max(into, out) + copies[(i + 2) % len(steps)]
+        took, now = now - begun, now + between
+    return took
+
+
+def _warnings(facts: Facts, buffers: Sequence[FlatBuffer]) -> list[str]:
+    out = []
+    if not facts.fits:
+        out.append(
+            f"the peak of {size(facts.peak)} is more than the {size(facts.machine.memory)} of {facts.machine.name}: "
+            "mfsdp.plan(memory=...) looks for the fastest step that fits"
+        )
+    saved = next((e.nbytes for e in facts.ledger.entries if e.name.startswith("activations")), 0)
+    if not facts.fits and saved > facts.peak / 2:
+        out.append(
+            f"activations saved by forward are {saved / facts.peak:.0%} of the peak: checkpoint the layers "
+            "(torch.utils.checkpoint), or use smaller microbatches"
+        )
+    for b in buffers:
+        share = b.layout.pad / max(1, b.layout.full_numel)
+        if share > 0.05:
+            out.append(f"unit {b.unit.fqn}: {share:.0%} of its flat buffer is padding; join it with a larger unit")
+            break
+    if len(buffers) == 1 and facts.world > 1:
+        out.append(
+            "the whole model is one unit: nothing can overlap, and all parameters are gathered at once; give units="
+        )
+    return out
+
+
+def _lines(
+    program: Program,
+    spans: Sequence[Span],
+    times: Mapping[Any, op_cost.Time],
+    account: Ledger,
+    offset: float,
+    shown: bool,
+) -> tuple[Line, ...]:
+    rows = byte_costs.lines(program)
+    body = dict(zip([r.node for r in rows], printer.body(program, rows), strict=True)) if shown else {}
+    fqns = {u.name: u.fqn for u in program.units}
+    out = []
+    for span in spans:
+        node, r = span.node, role(span.node)
+        why = span.why
+        if span.lane is not Lane.COMPUTE:
+            t = times[node].transfer
+            assert t is not None
+            why = "latency" if t.fixed > t.moving else "bandwidth"
+        out.append(
+            Line(
+                name=node.name,
+                text=printer.text(node),
+                gutter=body.get(node, ""),
+                unit=fqns.get(r.unit, r.unit) if r is not None else "",
+                lane=span.lane.value,
+                queue=r.lane.value if r is not None else "C",
+                kind=op_cost.kernel_kind(node, times.get(node)),
+                start=offset + span.start,
+                end=offset + span.end,
+                exposed=span.exposed,
+                why=why,
+                live=account.live[program.phase].get(node.name, 0),
+                after=account.after[program.phase].get(node.name, 0),
+                flops=times[node].flops if node in times else 0,
+                source=_source(node.meta.get("stack_trace")),
+            )
+        )
+    return tuple(out)
+
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)')
+
+
+def _source(trace: str | None) -> str:
+    """The innermost line of the model's own code."""
+    frames = [f for f in _FRAME.findall(trace or "") if not ours(f[0])]
+    if not frames:
+        return ""
+    file, line, _, code = frames[-1]
+    return f"{'/'.join(Path(file).parts[-2:])}:{line}  {code.strip()}"

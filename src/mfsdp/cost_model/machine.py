@@ -1,0 +1,179 @@
+"""What this machine can do: as its maker says, or measured."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from ..config.hardware import KNOWN, Hardware, Link
+from ..config.options import SHORT
+from ..ir import ops
+from ..runtime import devices, execution, groups
+
+
+def here() -> Hardware | None:
+    """The GPU of this process as its maker describes it, with the memory that it has and as many ranks a node as
+    torchrun has started (``LOCAL_WORLD_SIZE``); ``None`` if it is none of `KNOWN`. Nothing is measured.
+    """
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    key = max((key for key in KNOWN if key in name), key=len, default=None)  # a GB200 is no B200
+    if key is None:
+        return None
+    known = KNOWN[key]
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    ranks = int(local) if local.isdigit() and int(local) > 0 else known.ranks_per_node
+    return replace(known, ranks_per_node=ranks, memory=int(torch.accelerator.get_memory_info()[1]))
+
+
+def measure() -> Hardware:
+    """Measures the accelerator of this process, or its share of the CPU: matrix products per dtype, memory bandwidth,
+    the smallest kernel, copies to the host; and, if there are several ranks, what connects them (all must call it).
+    Takes a few seconds.
+    """
+    gpu = torch.accelerator.is_available()
+    device = torch.accelerator.current_accelerator() if gpu else torch.device("cpu")
+    assert device is not None
+    width, copied = (8192, 2**30) if gpu else (768, 2**26)
+    flops = {}
+    for dtype, short in SHORT.items():
+        if gpu or dtype is not torch.float16:  # emulated, and slow
+            a = torch.ones(width, width, dtype=dtype, device=device)
+            flops[short] = 2 * width**3 / _best(lambda a=a: a @ a)  # type: ignore[misc]
+    source = torch.ones(copied // 4, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * copied / _best(lambda: target.copy_(source))
+    one = torch.ones(1, device=device)
+    kernel = _best(lambda: [one.add_(1) for _ in range(100)]) / 100
+    if gpu:
+        memory = int(torch.accelerator.get_memory_info()[1])
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // groups.world()
+    if groups.world() == 1:
+        link = Link(bandwidth / 2, 1e-6)
+        name = "this machine, one process: links as fast as memory"
+    else:
+        one = torch.ones(width, width, dtype=torch.bfloat16 if gpu else torch.float32, device=device)
+        link = _link(device, lambda: (one @ one, target.copy_(source)))
+        name = f"this machine, {groups.world()} ranks"
+    return Hardware(
+        name, flops, memory, bandwidth, link, link, reached=1.0, reached_bandwidth=1.0, kernel=kernel,
+        cuda=ops.widens(device), host=_host(device, bandwidth), fixed=fixed(),
+    )  # fmt: skip
+
+
+def fixed() -> int:
+    """Bytes that this process has taken of its GPU beside tensors: context, loaded kernels, communicators' buffers,
+    libraries' workspaces, and what other processes hold there; 0 on the CPU. To be asked behind the first collectives
+    and products, as they make theirs.
+    """
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def _best(function: Callable[[], object], rounds: int = 5) -> float:
+    """Seconds, once warm."""
+    best = float("inf")
+    for _ in range(rounds + 1):
+        begun = time.perf_counter()
+        function()
+        _synchronize()
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def _host(device: torch.device, bandwidth: float, nbytes: int = 2**28) -> Link:
+    """Copies to pinned memory of the host, or back, whichever are slower; of the CPU, whose host is the same memory,
+    what a copy within it reaches, for which it computes nothing else.
+    """
+    if device.type == "cpu":
+        return Link(bandwidth / 2, 0.0, cpu=2 / bandwidth)
+    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    here = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    ways = ((here, there), (there, here))
+    took = max(_best(lambda a=a, b=b: a.copy_(b, non_blocking=True)) for a, b in ways)  # type: ignore[misc]
+    return Link(nbytes / took, 1e-5)
+
+
+def _link(device: torch.device, work: Callable[[], object], nbytes: int = 2**22, rounds: int = 8) -> Link:
+    """What connects the ranks of the default group, measured with gathers of ``nbytes``; the same on all ranks, which
+    must call it together.
+
+    Args:
+        work: a piece of computation, which runs beside gathers to see what they take from it.
+    """
+    ranks, everybody = groups.world(), groups.default_group()
+    shard = torch.zeros(nbytes // ranks, dtype=torch.uint8, device=device)
+    full = shard.new_empty(shard.numel() * ranks)
+
+    def timed(count: int, part: torch.Tensor, whole: torch.Tensor, queued: bool) -> tuple[float, float]:
+        groups.barrier()
+        begun, burnt = time.perf_counter(), time.process_time()
+        ends = []
+        for _ in range(count):
+            end = execution.current().gather([(whole, part)], everybody)
+            if queued:
+                ends.append(end)
+            else:
+                end()
+        for end in ends:
+            end()
+        devices.synchronize(device)
+        return (time.perf_counter() - begun) / count, (time.process_time() - burnt) / count
+
+    timed(rounds, shard, full, True)
+    small = min(timed(rounds, shard[:1], full[:ranks], False)[0] for _ in range(3))
+    alone = min(timed(rounds, shard, full, False)[0] for _ in range(3))
+    queued, burnt = min(timed(rounds, shard, full, True) for _ in range(3))
+    sent = shard.numel() * (ranks - 1)
+    taken = lost([lambda: execution.current().gather([(full, shard)], everybody)] * rounds, work, queued) / rounds
+    taken = max(taken, burnt) if device.type == "cpu" else taken  # no less than what they take alone
+    numbers = torch.tensor([sent / queued, small / (ranks - 1), taken, max(0.0, alone / queued - 1)])
+    rate, hop, taken, restart = groups.broadcast(numbers.double().to(device), everybody).tolist()
+    if device.type == "cpu":
+        return Link(rate, hop, cpu=min(taken, 0.9 * queued) / sent, restart=restart)
+    return Link(rate, hop, slows=min(0.9, taken / queued), restart=restart)
+
+
+def lost(
+    launches: Sequence[Callable[[], Callable[[], None]]], work: Callable[[], object], seconds: float, rounds: int = 7
+) -> float:
+    """Seconds that computation takes longer beside transfers than alone, in turns: on the CPU, whose cores others may
+    want too, of this process, with the threads that move the bytes. As in a program each transfer is launched on its
+    own, and waited for behind a piece of computation that it hides behind: each wakes who moves its bytes. All ranks
+    must call it together.
+
+    Args:
+        launches: each begins a transfer; gives what waits for it.
+        work: a piece of computation, which is done again and again until a transfer is over for sure.
+        seconds: what one transfer takes alone.
+    """
+    now = time.perf_counter if torch.accelerator.is_available() else time.process_time
+
+    def worked(beside: bool) -> float:
+        groups.barrier()
+        begun = now()
+        for launch in launches:
+            end = launch() if beside else None
+            for _ in range(count):
+                work()
+            if end is not None:
+                end()
+        _synchronize()
+        return now() - begun
+
+    count = 1 + int(1.5 * seconds / min(_best(work, 1) for _ in range(3)))
+    both = [(worked(False), worked(True)) for _ in range(rounds)]
+    alone, beside = (median(column) for column in zip(*both, strict=True))
+    return max(0.0, float(beside - alone))
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

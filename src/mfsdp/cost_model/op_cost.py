@@ -1,0 +1,329 @@
+"""What a program costs in time, line by line, on given hardware.
+
+Matrix products take their operations at the rate that the hardware reaches, or their bytes, whichever is longer; a
+GPU's attention takes more or less than a product (:data:`CAUSAL`). All other kernels take bytes: what comes from
+outside of a kernel (:mod:`mfsdp.cost_model.fusion`) is read once, what is read outside of it is written. Collectives:
+see :func:`mfsdp.config.hardware.transfer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from ..config.hardware import Group, Hardware, Transfer, host_copy, transfer
+from ..config.options import SHORT
+from ..config.units import Axis, Spec
+from ..ir import ops
+from ..ir.byte_costs import escapes, nbytes, numel, travels
+from ..ir.program import Program, base_of, lane_of, operator
+from ..ir.roles import Kind, is_kind, role
+from . import fusion
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Time:
+    """What one line takes."""
+
+    seconds: float
+    """Of a kernel; 0 for a collective, which compute does not wait for."""
+    flops: int = 0
+    limit: str = ""
+    """What decides: ``"compute"``, ``"memory"`` or ``"launch"``."""
+    transfer: Transfer | None = None
+    """Of a collective."""
+
+
+def times(
+    program: Program,
+    machine: Hardware,
+    *,
+    fused: bool = True,
+    measured: Mapping[str, float] | None = None,
+    compute: float | None = None,
+    memo: dict[Any, Any] | None = None,
+) -> dict[Node, Time]:
+    """What every line takes.
+
+    Args:
+        program: after any pass.
+        machine: on what.
+        fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
+        measured: seconds by name of a line, which replace estimates.
+        compute: seconds that all kernels together have been measured to take; estimates share them.
+        memo: of earlier calls, since which only places of lines have changed: kernels that stay the same are known.
+    """
+    out: dict[Node, Time] = {}
+    memo = {} if memo is None else memo
+    ahead = _Host(machine.launch if fused else machine.dispatch)
+    for run in fusion.together(program, fused, memo):
+        kernel = tuple(run)
+        if kernel not in memo:
+            memo[kernel] = _kernel(program, run, machine)
+        out.update(ahead.launched({n: _known(n, t, measured or {}) for n, t in memo[kernel].items()}))
+    total = sum(time.seconds for time in out.values())
+    if compute is not None and total > 0:
+        out = {node: replace(time, seconds=time.seconds * compute / total) for node, time in out.items()}
+    return out
+
+
+def _known(node: Node, time: Time, measured: Mapping[str, float]) -> Time:
+    """With what a line was measured to take, if it was."""
+    seconds = measured.get(node.name)
+    if seconds is None or time.transfer is not None or node.target is ops.wait:
+        return time
+    return Time(seconds, time.flops, "measured")
+
+
+class _Host:
+    """Launches kernels one after the other, each when the one before is launched, whatever the device does: a kernel
+    begins when the device is free and the host has come to it. As if nothing was waited for: a wait lets the host get
+    further ahead, so that this is the most that launching costs. A program's first kernel is in time: the host comes
+    from the program before, or a gather is waited for.
+    """
+
+    def __init__(self, launch: float) -> None:
+        self.launch = launch
+        self.ahead = math.inf
+        """Seconds from the host's last launch to when the device has nothing left to do."""
+
+    def launched(self, kernel: dict[Node, Time]) -> dict[Node, Time]:
+        """What its lines take, the first with the time for which the device waits for the host."""
+        busy = sum(time.seconds for time in kernel.values())
+        if not self.launch or not (busy or any(time.transfer for time in kernel.values())):
+            return kernel
+        self.ahead -= self.launch
+        if not busy:
+            return kernel
+        late, self.ahead = max(0.0, -self.ahead), busy + (max(0.0, self.ahead) if self.ahead < math.inf else 0.0)
+        first, time = next(iter(kernel.items()))
+        return {**kernel, first: replace(time, seconds=time.seconds + late, limit="launch")} if late else kernel
+
+
+def _kernel(program: Program, run: Sequence[Node], machine: Hardware) -> dict[Node, Time]:
+    """What the lines of one kernel take."""
+    out: dict[Node, Time] = {}
+    inside, read = set(run), set[Node]()
+    for node in run:
+        out[node] = _time(program, node, inside, read, machine, first=node is run[0])
+        read |= {base_of(a) for a in node.all_input_nodes}
+    return out
+
+
+def _time(program: Program, node: Node, inside: set[Node], read: set[Node], machine: Hardware, first: bool) -> Time:
+    """What a line takes.
+
+    Args:
+        inside: the lines of its kernel.
+        read: what lines before it have read already.
+        first: whether it is the kernel's first.
+    """
+    if node.target is ops.wait:
+        coding = _coding(program, node) / (machine.bandwidth * machine.reached_bandwidth)
+        return Time(coding, limit="memory" if coding else "")
+    if node.target in ops.COLLECTIVES:
+        return Time(0.0, transfer=_transfer(program, node, machine))
+    if node.target in ops.HOST:
+        return Time(0.0, transfer=host_copy(_size(node), machine, back=node.target is ops.reload))
+    moved = _bytes(node, inside, read) / (machine.bandwidth * machine.reached_bandwidth)
+    count = fusion.flops(node)
+    busy = count / (machine.peak(_short(node)) * machine.reached) if count else 0.0
+    busy *= _attention(node) if count and machine.cuda else 1.0
+    launch = machine.kernel if first and moved + busy > 0 else 0.0
+    seconds = max(moved, busy, launch)
+    return Time(seconds, count, "launch" if seconds == launch else "compute" if busy >= moved else "memory")
+
+
+CAUSAL, UNMASKED, MASKED = 0.90, 1.8, 2.86
+"""Seconds of a GPU's attention, forward or backward, relative to a product of as many operations. torch's formulas
+count all pairs of tokens, masked or not. Measured on one H100 80 GB, torch 2.11.0+cu130, on 2026-11-26: 16 layers of
+Llama-3.2-1B (32 heads of 64, 8 of keys and values, bf16, 2 x 4,096 tokens) count 15.4e12 operations, 22.2 ms at 0.7 of
+the peak. With ``is_causal`` they took 20.1 ms: FlashAttention leaves out half of the pairs. With an explicit mask they
+took 63.6 ms, 3.16 times as much: the memory-efficient kernels take all pairs, and read the mask once for each head,
+which is in the figure. ``UNMASKED`` was not measured: FlashAttention on twice as many pairs.
+"""
+
+
+def _attention(node: Node) -> float:
+    """What multiplies the seconds of a line if it is a GPU's attention, else 1."""
+    target, args, kwargs = operator(node)
+    if "attention" not in str(target) or not hasattr(target, "_schema"):
+        return 1.0
+    names = (argument.name for argument in target._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if any(given.get(name) is not None for name in ("attn_mask", "attn_bias", "bias")):
+        return MASKED
+    return CAUSAL if given.get("is_causal") or given.get("custom_mask_type") else UNMASKED
+
+
+def _short(node: Node) -> str:
+    """The dtype in which a product works: that of its narrowest operand, whatever adds up or scales."""
+    values = pytree.tree_leaves([a.meta.get("val") for a in node.all_input_nodes])
+    dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor) and v.dtype.is_floating_point]
+    dtype = min(dtypes, key=lambda d: d.itemsize, default=torch.float32)
+    return SHORT.get(dtype, "f8" if dtype.itemsize == 1 else "f32")
+
+
+def _bytes(node: Node, inside: set[Node], before: set[Node]) -> int:
+    """What the line reads and writes of memory, as a part of its kernel."""
+    if node.target is ops.bucket:
+        holes = node.args[1]
+        return sum(b - a for a, b in zip(holes[::2], holes[1::2], strict=True)) * node.meta["val"].dtype.itemsize  # type: ignore
+    if node.target is ops.kept_cast:
+        return 0  # made once, for all programs of a step
+    if node.target in (ops.hold, ops.probe):
+        return 0  # outside of no_sync, and in most steps, they do nothing
+    if node.target is ops.pack:
+        return 2 * sum(nbytes(g.meta["val"]) for g in node.args[1])  # type: ignore
+    if node.target is ops.accumulate:
+        if node.args[3] == 1.0 and base_of(node.args[1]).target is ops.bucket:  # type: ignore[arg-type]
+            return 0  # it becomes the accumulator
+        return 3 * nbytes(node.args[1].meta["val"])  # type: ignore[union-attr]
+    if node.target is ops.spread:
+        return _size(node) + sum(_size(scale) for scale in node.args[1])  # type: ignore
+    if node.target is aten.embedding.default:
+        return 2 * _size(node)  # rows of the table that are asked for
+    reads = {base_of(a): a for a in node.all_input_nodes}
+    read = sum(min(_size(a), _size(b)) for b, a in reads.items() if b not in inside and b not in before)
+    if node.target is ops.mm:
+        read -= _size(node.args[0])  # type: ignore[arg-type]
+        return read + _written(node)
+    return read + (_size(node) if escapes(node, inside) else 0)
+
+
+def _written(node: Node) -> int:
+    gfull, _, shape, *_ = node.args
+    rows, columns = shape  # type: ignore[misc, union-attr, str-unpack]
+    return int(rows * columns * gfull.meta["val"].dtype.itemsize)  # type: ignore[union-attr, operator]
+
+
+def _size(node: Node) -> int:
+    return nbytes(node.meta.get("val"))
+
+
+def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:
+    if node.target is ops.collective:
+        return _others(node, machine)
+    unit = program.unit(role(node).unit)  # type: ignore[union-attr]
+    spec = unit.spec
+    if node.target in (ops.refresh, ops.refresh_codes):
+        return _refresh(spec, machine, codes=node.target is ops.refresh_codes)
+    lane = lane_of(node)
+    group = groups(spec, machine)[lane // 2]
+    if node.target is ops.maxima:
+        axes = [g for g, ranks in zip(groups(spec, machine), (spec.world, spec.outer), strict=True) if ranks > 1]
+        return _maxima(program, node, axes if spec.kept else [group], machine)
+    if node.target is ops.all_gather:
+        return transfer("all_gather", travels(node), group, machine)
+    kind = "reduce_scatter" if node.target is ops.reduce_scatter else "all_reduce"
+    return transfer(kind, travels(node), group, machine)
+
+
+def _maxima(program: Program, node: Node, over: Sequence[Group], machine: Hardware) -> Transfer:
+    """Maxima of blocks, after an optimizer step: forward's first brings all of them at once (Note [Maxima])."""
+    found = _together([transfer("all_reduce", _size(node), group, machine) for group in over])
+    first = next(n for n in program.nodes if n.target is ops.maxima)
+    return found if node is first and program.phase != "backward" else replace(found, fixed=0.0)
+
+
+WRITE, READ, ADD = 17, 5, 12
+"""Bytes of memory for an element in int8: to write one (a quotient, rounded in place, then a byte), besides what it is
+read from, twice; to read one in float32; and to add that to a sum."""
+
+
+def _coding(program: Program, wait: Node) -> int:
+    """Bytes of memory that writing and reading int8 moves, all of them where it is waited for; parameters that last
+    are not counted.
+    """
+    product = wait.args[0]
+    assert isinstance(product, Node)
+    launches = [product] if wait.args[1] else [u for u in product.users if u.target is ops.all_reduce and u < wait]
+    total = 0
+    for node in launches:
+        if node.target not in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
+            continue
+        spec, source = Spec.decode(node.args[1]).precision, node.args[0]  # type: ignore[arg-type]
+        given = 2 * nbytes(source.meta["val"]) + WRITE * numel(source.meta["val"])  # type: ignore[union-attr]
+        if node.target is ops.all_gather and spec.wire:
+            total += given + numel(node.meta["val"]) * (1 + spec.comm.itemsize)
+        elif node.target is not ops.all_gather and spec.grad_wire:
+            total += given + (READ + ADD) * numel(source.meta["val"])  # type: ignore[union-attr]
+            total += READ * numel(source.meta["val"]) if node.target is ops.all_reduce else 0  # type: ignore[union-attr]
+    return total
+
+
+def _others(node: Node, machine: Hardware) -> Transfer:
+    """A collective of another parallelism; an all-to-all sends as much as a reduce-scatter, to every rank its part."""
+    axis = Axis.decode(node.args[2])  # type: ignore[arg-type]
+    group = Group.of(range(0, axis.ranks * axis.stride, axis.stride), machine.linked)
+    kind = str(node.args[1]).partition(" ")[0]
+    whole = node if kind == "all_gather" else node.args[0]
+    return transfer("reduce_scatter" if kind == "all_to_all" else kind, nbytes(whole.meta["val"]), group, machine)  # type: ignore[union-attr]
+
+
+def _refresh(spec: Spec, machine: Hardware, codes: bool) -> Transfer:
+    """Parameters that last, or codes, after an optimizer step: over the outer axis, then over that of the shards."""
+    shard, outer = groups(spec, machine)
+    parts = []
+
+    def whole(lane: int, ranks: int) -> int:
+        if spec.precision.wire and not codes:
+            return ranks * spec.coded(lane)
+        return ranks * sum(spec.cut(lane)) * (1 if codes else spec.precision.comm.itemsize)
+
+    if spec.outer_optim:
+        parts.append(transfer("all_gather", whole(2, spec.outer), outer, machine))
+    if spec.replica:
+        parts.append(transfer("all_gather", whole(0, spec.world), shard, machine))
+    return _together(parts)
+
+
+def _together(parts: Sequence[Transfer]) -> Transfer:
+    """Several, one behind the other."""
+    link = "between" if any(p.link == "between" for p in parts) else "inside"
+    fixed, moving, cpu, restart = (sum(getattr(p, x) for p in parts) for x in ("fixed", "moving", "cpu", "restart"))
+    return Transfer(fixed, moving, cpu, restart, link)
+
+
+def groups(spec: Spec, machine: Hardware) -> tuple[Group, Group]:
+    """The shard axis and the outer axis, each by the worst of its groups."""
+    shard, outer = _kinds((spec.world, spec.stride), (spec.outer, spec.outer_stride or spec.world), machine.linked)
+    return _worst(shard, machine), _worst(outer, machine)
+
+
+@cache
+def _kinds(shard: tuple[int, int], outer: tuple[int, int], per_node: int) -> tuple[list[Group], list[Group]]:
+    """The groups of the shard axis and of the outer axis that differ; of each axis its ranks, and how far apart. How
+    groups lie on nodes repeats after as many of them as a node has ranks, if not before.
+    """
+
+    def found(axis: tuple[int, int], other: tuple[int, int]) -> list[Group]:
+        (n, step), (others, apart) = axis, other
+        ranks = [range(i * apart, i * apart + n * step, step) for i in range(min(others, per_node))]
+        return list(dict.fromkeys(Group.of(r, per_node) for r in ranks))
+
+    return found(shard, outer), found(outer, shard)
+
+
+def _worst(found: Sequence[Group], machine: Hardware) -> Group:
+    return max(found, key=lambda g: transfer("all_gather", 2**26, g, machine).seconds)
+
+
+def kernel_kind(node: Node, time: Time | None) -> str:
+    """In a word, for colours: what a line is, given what it takes."""
+    if node.target is ops.wait:
+        return "wait"
+    if node.target in ops.LAUNCHED:
+        return "collective"
+    if time is not None and time.flops:
+        return "matrix"
+    return "sharding" if is_kind(node, Kind.PACK, Kind.GFULL, Kind.ACCUMULATE, Kind.HOLD, Kind.CAST) else "other"

@@ -1,0 +1,210 @@
+"""A program on the clock: compute and one queue per process group, side by side.
+
+compute   |addmm|relu|wait....|addmm|
+gather      |u1_full==========|u2_full====|          launched in program order, one at a time per group
+reduce                              |u0_gshard==|    beside it, sharing the link
+
+Collectives of one group run one after the other, in the order of their launches; those of several groups at once share
+the link they have in common evenly. Compute stops at a `wait` until its collective is complete; what it stood still is
+exposed. Where moving bytes takes the processor's time (`Link.cpu`), compute runs slower meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from ..config.hardware import Transfer
+from ..ir import ops
+from ..ir.byte_costs import is_line
+from ..ir.program import Program, base_of, group_of, lane_of
+from ..ir.roles import Lane, role
+from ..passes.prefetch import LIMITED
+from .op_cost import Time
+
+BUSIEST = 0.9
+"""Of the processor's time, what moving bytes takes at most."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One line on the clock, in seconds from the start of the program."""
+
+    node: Node
+    lane: Lane
+    start: float
+    end: float
+    exposed: float = 0.0
+    """Of a wait: how long compute stood still."""
+    why: str = ""
+    """What would have to change for it to be shorter: ``"bandwidth"``, ``"latency"``, ``"compute"`` (too little of it
+    between launch and wait) or ``"memory limit"``; of a kernel, what decides its time."""
+
+
+@dataclass
+class Moving:
+    """A collective under way."""
+
+    node: Node | None
+    transfer: Transfer
+    launched: float
+    fixed: float
+    left: float
+    start: float = -1.0
+    end: float = -1.0
+
+    @staticmethod
+    def of(transfer: Transfer, now: float, node: Node | None = None) -> Moving:
+        """One that is launched now."""
+        return Moving(node, transfer, now, transfer.fixed, transfer.moving)
+
+
+class Links:
+    """The queues; time passes here."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.queues: dict[str, deque[Moving]] = {}
+        self.known: tuple[list[tuple[Moving, int]], float] | None = None
+        """What `_heads` gives, for as long as that stays so."""
+
+    def launch(self, queue: str, moving: Moving) -> None:
+        waiting = self.queues.setdefault(queue, deque())
+        if not waiting:
+            moving.fixed += moving.transfer.restart
+            self.known = None
+        waiting.append(moving)
+
+    def compute(self, seconds: float) -> None:
+        """Lets compute work for so long."""
+        while seconds > 1e-12:
+            heads, rate = self._heads()
+            if not heads:
+                self.now += seconds
+                return
+            seconds -= self._step(heads, seconds / rate) * rate
+
+    def until(self, moving: Moving) -> None:
+        """Lets compute stand still until a collective is complete."""
+        while moving.end < 0:
+            self._step(self._heads()[0], float("inf"))
+
+    def _heads(self) -> tuple[list[tuple[Moving, int]], float]:
+        """What moves, or is about to, and among how many its link is shared; how fast compute is meanwhile."""
+        if self.known is None:
+            heads = [queue[0] for queue in self.queues.values() if queue]
+            for head in heads:
+                if head.start < 0:
+                    head.start = self.now
+            links = [h.transfer.link for h in heads if h.fixed <= 0]
+            shared = [(h, links.count(h.transfer.link) or 1) for h in heads]
+            self.known = shared, self._rate(shared)
+        return self.known
+
+    @staticmethod
+    def _rate(heads: list[tuple[Moving, int]]) -> float:
+        """How fast compute is while bytes move."""
+        taken = sum(h.transfer.cpu / h.transfer.moving / n for h, n in heads if h.fixed <= 0 and h.transfer.moving > 0)
+        return 1.0 - min(BUSIEST, taken)
+
+    def _step(self, heads: list[tuple[Moving, int]], most: float) -> float:
+        """Passes time until something changes, at most so much; how much."""
+        passed = most
+        for h, n in heads:
+            left = h.fixed if h.fixed > 0 else h.left * n
+            if left < passed:
+                passed = left
+        assert passed < float("inf"), "compute waits for what nobody has launched"
+        self.now += passed
+        done = False
+        for h, n in heads:
+            if h.fixed > 0:
+                h.fixed -= passed
+                if h.fixed > 1e-15:
+                    continue
+                h.fixed, self.known = 0.0, None
+            else:
+                h.left -= passed / n
+            if h.left <= 1e-12:
+                h.end, done = self.now, True
+        if done:
+            self.known = None
+            for queue in self.queues.values():
+                while queue and queue[0].end >= 0:
+                    queue.popleft()
+        return passed
+
+
+def simulate(program: Program, times: Mapping[Node, Time]) -> list[Span]:
+    """Every line's place on the clock, in program order.
+
+    Args:
+        program: after any pass.
+        times: what its lines take (:func:`mfsdp.cost_model.op_cost.times`).
+    """
+    links = Links()
+    under_way: dict[Node, Moving] = {}
+    order: list[tuple[Node, Span | Moving]] = []
+    limits = {n for n in program.nodes if LIMITED in n.meta}
+    for node in program.nodes:
+        if not is_line(node) or (node not in times and node.target is not ops.free):
+            continue
+        begun = links.now
+        if node.target is ops.free:
+            order.append((node, Span(node, Lane.COMPUTE, begun, begun)))
+        elif node.target is ops.wait:
+            moving = _awaited(node, under_way)
+            if moving is not None and moving.end < 0:
+                links.until(moving)
+            exposed = links.now - begun
+            links.compute(times[node].seconds)
+            why = _why(moving, node in limits or moving.node in limits) if moving and exposed > 0 else ""
+            order.append((node, Span(node, Lane.COMPUTE, begun, links.now, exposed, why)))
+        elif (transfer := times[node].transfer) is not None:
+            moving = Moving.of(transfer, begun, node)
+            if transfer.seconds > 0:
+                links.launch(queue_of(program, node), moving)
+            else:
+                moving.start = moving.end = begun
+            under_way[base_of(node.args[0]) if node.target in ops.IN_PLACE else node] = moving  # type: ignore[arg-type]
+            order.append((node, moving))
+        else:
+            links.compute(times[node].seconds)
+            order.append((node, Span(node, Lane.COMPUTE, begun, links.now, why=times[node].limit)))
+    for moving in under_way.values():
+        links.until(moving)
+    return [_span(thing) if isinstance(thing, Moving) else thing for _, thing in order]
+
+
+def queue_of(program: Program, node: Node) -> str:
+    """The queue that a collective or a copy stands in: of those in one, each begins when the one before is complete."""
+    if node.target in ops.HOST:
+        return str(node.target)
+    return group_of(program, node) or f"lane {lane_of(node)}"
+
+
+def _awaited(wait: Node, under_way: Mapping[Node, Moving]) -> Moving | None:
+    out = wait.args[0]
+    assert isinstance(out, Node)
+    return under_way.get(out) or under_way.get(base_of(out))
+
+
+def _why(moving: Moving | None, limited: bool) -> str:
+    if moving is None:
+        return ""
+    alone = moving.transfer.seconds
+    if limited:
+        return "memory limit"
+    if moving.end - moving.launched > 1.05 * alone:
+        return "bandwidth"  # it stood behind others, or shared the link with them
+    return "latency" if moving.transfer.fixed > moving.transfer.moving else "compute"
+
+
+def _span(moving: Moving) -> Span:
+    assert moving.node is not None
+    r = role(moving.node)
+    assert r is not None
+    return Span(moving.node, r.lane, moving.start, moving.end)

@@ -1,0 +1,352 @@
+"""What a program costs in bytes, line by line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from ..config.comm_formats import coded
+from ..config.units import Spec
+from . import ops
+from .program import INPUT, SHAPES, STORAGE, Program, base_of, is_element, operator, slot_of, view_of
+from .roles import Kind, is_kind, role
+from .symbolic_sizes import shape_of
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of a fake tensor, or of all tensors in a list. Symbolic sizes count with their hints."""
+    if isinstance(value, (list, tuple)):
+        return sum(nbytes(v) for v in value)
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return numel(value) * value.dtype.itemsize
+
+
+def numel(value: torch.Tensor) -> int:
+    """Elements, symbolic sizes with their hints."""
+    return shape_of(value).numel()
+
+
+@dataclass(frozen=True)
+class Line:
+    """One node that costs something: a kernel, a collective, a wait, a change of memory."""
+
+    node: Node
+    delta: int
+    """Bytes allocated minus bytes freed by it."""
+    live: int
+    """Bytes live after it: gathered buffers, activations, gradients; not what the caller owns."""
+    top: int
+    """Bytes live while it runs: what it reads is still there, what it writes already."""
+
+
+def is_line(node: Node) -> bool:
+    """Views, questions for shapes, constants, placeholders and the output cost nothing and have no line."""
+    if node.target in SHAPES:
+        return False
+    return node.op == "call_function" and view_of(node) is None and hasattr(operator(node)[0], "_schema")
+
+
+class Move(NamedTuple):
+    """A value that comes to be, or goes."""
+
+    node: Node
+    """Whose, all that it gives."""
+    nbytes: int
+    """Less than nothing, where it goes."""
+    part: int | None = None
+    """Only that one of several results; `ROOM`: what a collective takes besides."""
+    place: Node | None = None
+    """Whose memory it takes over."""
+
+
+ROOM = -1
+
+
+def lines(
+    program: Program,
+    fused: Sequence[Sequence[Node]] = (),
+    moves: list[Move] | None = None,
+    *,
+    accumulators: bool = True,
+) -> list[Line]:
+    """Every line with its bytes. Full buffers live until their `free`, accumulators to the end, everything else until
+    its last reader.
+
+    Args:
+        program: after any pass.
+        fused: runs of lines that are one kernel each. What is read only inside of one, or is cheap enough to be
+            computed again wherever it is read, has no memory; what a kernel writes takes the place of what it is the
+            last to read, if that is as large.
+        moves: takes down what comes to be, and what goes, in order.
+        accumulators: whether they come to be here (Note [Accumulator memory]), as in the first backward of a step.
+    """
+    moves = [] if moves is None else moves
+    nodes, output = program.nodes, program.output
+    end = {node: run[-1] for run in fused for node in run}
+    held, shared = saved(program)
+    bases, results = _bases(nodes), _results(nodes)
+    last: dict[Node, Node] = {}
+    apart: dict[tuple[Node, int], Node] = {}
+    for node in nodes:
+        for arg in node.all_input_nodes:
+            owner = bases[arg]
+            last[shared.get(owner, owner)] = end.get(node, node)
+            if arg in results:
+                apart[results[arg]] = end.get(node, node)
+    again = _inlined(nodes, end, bases)
+    for node in reversed(again):  # what they read has to be there when they are computed again
+        for arg in node.all_input_nodes:
+            owner = bases[arg]
+            owner = shared.get(owner, owner)
+            last[owner] = max(last[owner], last[node])
+            if arg in results:
+                apart[results[arg]] = max(apart[results[arg]], last[node])
+    live = sum(program.slots.values()) + sum(held.values())
+    allocated = {node: allocation(node) for node in nodes}
+    held = allocated | held
+    over: dict[Node, Node] = {}
+    for node in program.find(Kind.ACCUMULATE) if accumulators else ():
+        source = bases[node.args[1]]  # type: ignore[index]
+        if becomes(program, node):
+            over[node], last[source] = source, output
+        else:
+            held[node] = allocated[node] = accumulator(program, node)
+    frees: dict[Node, list[Node]] = {}
+    for owner, reader in last.items():
+        if is_kind(owner, Kind.FULL) and not any(is_kind(u, Kind.FREE) for u in owner.users):
+            continue  # nobody frees it
+        if reader is not output and owned(owner):
+            frees.setdefault(reader, []).append(owner)
+    several = dict.fromkeys(owner for owner, _ in apart)
+    for run in fused:
+        inside = set(run)
+        places: dict[int, list[Node]] = {}
+        for owner in frees.get(run[-1], ()):
+            if owner not in inside and owner not in several and not is_kind(owner, Kind.FULL) and _donated(owner):
+                places.setdefault(held[owner], []).append(owner)
+        taken = set()
+        for node in run:
+            if node in again or (len(run) > 1 and node in last and not escapes(node, inside)):
+                held[node] = allocated[node] = 0
+            elif held[node] and places.get(held[node]):
+                taken.add(place := places[held[node]].pop(0))
+                allocated[node], over[node] = 0, place
+        if taken:
+            frees[run[-1]] = [owner for owner in frees[run[-1]] if owner not in taken]
+    parts: dict[Node, list[tuple[Node, int]]] = {}
+    for owner in several:
+        for i in range(len(owner.meta["val"])):
+            if (reader := apart.get((owner, i), owner)) is not last[owner]:  # what nobody reads is gone at once
+                parts.setdefault(reader, []).append((owner, i))
+    out = []
+    rooms: dict[Node, int] = {}
+    for node in nodes:
+        gone = [_without(owner, i, held) for owner, i in parts.get(node, ())]
+        gone += [Move(n, -held[n]) for n in frees.get(node, ())]
+        if bases[node] is not node or not is_line(node):
+            live += sum(move.nbytes for move in gone)
+            moves += gone
+            continue
+        if node.target is ops.wait:
+            launch: Node = node.args[0]  # type: ignore[assignment]
+            gone.append(Move(launch, -rooms.pop(launch, 0), ROOM))
+        taken_too = room(node)
+        if node.target is ops.refresh:
+            taken_too = refreshed(program.unit(role(node).unit).spec)  # type: ignore[union-attr]
+        if taken_too:
+            rooms[node.args[0] if node.target in ops.IN_PLACE else node] = taken_too  # type: ignore[index]
+        allocates = allocated[node] + taken_too
+        top = live + allocates
+        if node not in last and not is_kind(node, Kind.FULL, Kind.ACCUMULATE):
+            gone.append(Move(node, -held[node]))  # nobody reads it
+        moves += [Move(node, allocated[node], None, over.get(node)), Move(node, taken_too, ROOM), *gone]
+        delta = allocates + sum(move.nbytes for move in gone)
+        live += delta
+        out.append(Line(node, delta, live, top))
+    return out
+
+
+def _without(owner: Node, part: int, held: dict[Node, int]) -> Move:
+    """One of several results goes, while others stay."""
+    taken = min(held[owner], nbytes(owner.meta["val"][part]))  # nothing, where the owner has no memory
+    held[owner] -= taken
+    return Move(owner, -taken, part)
+
+
+def accumulator(program: Program, node: Node) -> int:
+    """Bytes of the accumulator that an accumulate stores to."""
+    spec = program.unit(role(node).unit).spec  # type: ignore[union-attr]
+    return spec.main_numel * spec.precision.grad.itemsize
+
+
+def becomes(program: Program, node: Node) -> bool:
+    """Whether what a first accumulate of a step is given becomes the accumulator (Note [Accumulator memory])."""
+    source = base_of(node.args[1])  # type: ignore[arg-type]
+    if source.target not in (ops.bucket, ops.reduce_scatter) or slot_of(source):
+        return False
+    return source.meta["val"].dtype is program.unit(role(node).unit).spec.precision.grad  # type: ignore[union-attr]
+
+
+def room(node: Node) -> int:
+    """Bytes that a collective takes besides what it gives, until it has been waited for: of a sum over ranks that adds
+    up in a wider dtype than what travels as much as is sent, for what arrives; of an all-reduce also the part that it
+    gathers again. In int8: what is sent, and what arrives.
+    """
+    if node.target not in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
+        return 0
+    spec = Spec.decode(node.args[1])  # type: ignore[arg-type]
+    if node.target is ops.all_gather:
+        return (spec.world + 1) * spec.coded(0) if spec.precision.wire else 0
+    sent, lane = node.args[0], node.args[2]
+    assert isinstance(sent, Node) and isinstance(lane, int)
+    if spec.sum(lane) is spec.precision.grad_comm and spec.precision.grad_wire is None:
+        return 0
+    ranks = spec.outer if lane >= 2 else spec.world
+    again = 0 if node.target is ops.reduce_scatter else -(-numel(sent.meta["val"]) // ranks)
+    if spec.precision.grad_wire:
+        return 2 * travels(node) + again * spec.sum(lane).itemsize
+    return nbytes(sent.meta["val"]) + again * spec.precision.grad_comm.itemsize
+
+
+def refreshed(spec: Spec) -> int:
+    """The same of parameters that last: in int8 what is sent and what arrives, over each axis."""
+    over = [(2, spec.outer)] * spec.outer_optim + [(0, spec.world)] * spec.replica
+    return sum((ranks + 1) * spec.coded(lane) for lane, ranks in over) if spec.precision.wire else 0
+
+
+def travels(node: Node) -> int:
+    """Bytes of the whole that an all-gather brings, or that a reduce-scatter or an all-reduce adds up, as they travel:
+    with their scales, where they are in int8.
+    """
+    spec = Spec.decode(node.args[1])  # type: ignore[arg-type]
+    if node.target is ops.all_gather:
+        return spec.world * spec.coded(0) if spec.precision.wire else nbytes(node.meta["val"])
+    sent, lane = node.args[0], node.args[2]
+    assert isinstance(sent, Node) and isinstance(lane, int)
+    if spec.precision.grad_wire is None:
+        return nbytes(sent.meta["val"])
+    ranks = spec.outer if lane >= 2 else spec.world
+    part = spec.coded(lane) if node.target is ops.reduce_scatter else coded(-(-numel(sent.meta["val"]) // ranks))
+    return ranks * part
+
+
+def _donated(node: Node) -> bool:
+    """Whether Inductor may write over the value: its own, or what forward saved and did not return, but not what
+    autograd hands in.
+    """
+    return node.op != "placeholder" or bool(node.meta.get(STORAGE, (0, None, False))[2])
+
+
+READS = 4
+"""What a value that is computed several times may read: Inductor's ``realize_reads_threshold``. Its other rules (heavy
+operations on a CPU, long chains) keep more values than are counted here."""
+
+
+def _bases(nodes: Iterable[Node]) -> dict[Node, Node]:
+    """:func:`base_of` every node."""
+    out: dict[Node, Node] = {}
+    for node in nodes:
+        parent = view_of(node)
+        out[node] = node if parent is None else out[parent]
+    return out
+
+
+def _results(nodes: Iterable[Node]) -> dict[Node, tuple[Node, int]]:
+    """Of operators that give several tensors, each with memory of its own: whose result a node is, or is a view of."""
+    out: dict[Node, tuple[Node, int]] = {}
+    for node in nodes:
+        parent = view_of(node)
+        if parent in out:
+            out[node] = out[parent]
+        elif parent is not None and is_element(node) and view_of(parent) is None and owned(parent):
+            out[node] = parent, node.args[1]  # type: ignore[assignment]
+    return out
+
+
+def _inlined(nodes: Sequence[Node], fused: Mapping[Node, Any], bases: Mapping[Node, Node]) -> dict[Node, int]:
+    """Values that Inductor computes anew wherever they are read, and what they read: elementwise ones, read by nothing
+    but kernels that it writes itself. In program order.
+    """
+    out: dict[Node, int] = {}
+    for node in nodes:
+        if node not in fused or torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+            continue
+        reads = sum(out.get(bases[a], 1) for a in node.all_input_nodes)
+        users = _readers(node)
+        if users and reads <= READS and all(u in fused for u in users):
+            out[node] = reads
+    return out
+
+
+def _readers(node: Node) -> set[Node]:
+    """Who reads the value or a view of it."""
+    found, stack = set[Node](), [node]
+    while stack:
+        for user in stack.pop().users:
+            if view_of(user) is not None:
+                stack.append(user)
+            else:
+                found.add(user)
+    return found
+
+
+def saved(program: Program) -> tuple[dict[Node, int], dict[Node, Node]]:
+    """What forward has saved: bytes of every storage, by the first placeholder that has it, and that one for others."""
+    held: dict[Node, int] = {}
+    shared: dict[Node, Node] = {}
+    first: dict[int, Node] = {}
+    for node in program.nodes:
+        if node.op == "placeholder" and owned(node):
+            number, value, _ = node.meta.get(STORAGE, (-len(held) - 1, node.meta.get("val"), False))
+            owner = first.setdefault(number, node)
+            if owner is node:
+                held[node] = nbytes(value)
+            else:
+                shared[node] = owner
+    return held, shared
+
+
+def escapes(node: Node, inside: set[Node]) -> bool:
+    """Whether somebody outside of a kernel reads the value."""
+    return not _readers(node) <= inside
+
+
+def allocation(node: Node) -> int:
+    """Bytes that the node's value takes when it comes to be: none in a static buffer, where it lasts, on the host."""
+    elsewhere = node.target in (ops.refresh_codes, ops.kept_cast, ops.offload)
+    return 0 if slot_of(node) or elsewhere else nbytes(node.meta.get("val"))
+
+
+def on_host(program: Program) -> int:
+    """Bytes that lie on the host between forward and backward."""
+    return sum(nbytes(node.meta["val"]) for node in program.find(Kind.OFFLOAD))
+
+
+def owned(node: Node) -> bool:
+    """Whether the program itself frees the value: not the caller's inputs."""
+    return not (node.op == "get_attr" or (node.op == "placeholder" and INPUT in node.meta))
+
+
+def peak(rows: Iterable[Line]) -> int:
+    """The largest number of bytes live while any line runs."""
+    return max((row.top for row in rows), default=0)
+
+
+def size(n: int, sign: bool = False) -> str:
+    """Bytes as the listing writes them: ``512B``, ``258K``, ``2.02M``, ``1.50G``."""
+    lead = ("+" if n > 0 else "-" if n < 0 else "") if sign else ""
+    n = abs(n)
+    if n < 2**10:
+        text = f"{n}B"
+    elif n < 2**20:
+        text = f"{n / 2**10:.0f}K"
+    elif n < 2**30:
+        text = f"{n / 2**20:.2f}M"
+    else:
+        text = f"{n / 2**30:.2f}G"
+    return lead + text

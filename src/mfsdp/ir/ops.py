@@ -1,0 +1,303 @@
+"""The operations that programs are made of: schemas, shapes, derivatives. Their kernels are in `runtime`.
+
+Two are markers, the only ones that a model's own trace contains:
+
+    param(shard, offset, shape, spec)         parameter at `offset` of the unit's full buffer
+    param_grad(grad, shard, offset, spec)     its derivative: the gradient belongs to that parameter
+
+Their kernels do what they say, alone (gather the unit, cut one parameter out; reduce one gradient), so that a traced
+program runs before any pass has touched it, and every pass can be compared with the one before. The rest is what
+passes rewrite them into:
+
+    returned(param) -> copy                   what forward returns of a parameter, in memory of its own
+    refresh(source)                           parameters that last are gathered again, if the optimizer has stepped;
+                                              launched, not finished
+    refresh_codes(code, source, key, back, spec) -> codes   the same of quantised weights, one byte per element: from
+                                              this rank's rows of `code` (Note [Codes that last]); a backward reads
+                                              what its forward's weights were; launched, not finished
+    all_gather(shard, spec, slot) -> full     launched, not finished; of main weights in another dtype than the one
+                                              that travels: of their cast, which is kept (Note [Kept casts]); of
+                                              quantised weights, one byte per element: as they are
+    maxima(shard, grids, spec) -> found       the largest magnitude in every block, over all ranks, float32; launched,
+                                              not finished, and once per optimizer step (Note [Maxima])
+    spread(shard, scales, grids, spec) -> flat    for every element of main weights the one scale that is its block's
+    cast(shard, spec) -> flat                 the main weights in the dtype that travels, rounded, whoever reads them
+    kept_cast(shard, spec) -> flat            the same, kept until main weights are written (Note [Kept casts]); nobody
+                                              may write to it
+    wait(out, inputs)                         out is complete; inputs had to live until now
+    free(full)                                the buffer is gone after this line
+    bucket(like, holes, spec, slot) -> gfull  room for a unit's gradients; zeros in the holes (start, end, start, ...)
+    pack(gfull, grads, offsets, scale)        copies gradients to their places
+    mm(gfull, offset, size, stride, a, b)     writes a product to its place, in the dtype of that (`multiplies`)
+    hold(source, grads, offsets)              between synchronisations: grads stay here, and the reductions of them that
+                                              follow do nothing; at the next one: what has stayed is added to grads
+    reduce_scatter(gfull, spec, lane) -> gshard   sum over ranks; launched, not finished
+    all_reduce(gfull, spec, lane)             in place, sum over ranks; launched, not finished
+    accumulate(shard, gshard, offsets, scale, reused)   adds scale * gshard to the accumulator that belongs to the
+                                              shard; the parameters at `offsets` have a gradient now. The first one of a
+                                              step may become the accumulator itself (Note [Accumulator memory]), unless
+                                              a compiler reuses its memory
+    collective(source, verb, axis, received, splits, order) -> out   one of another parallelism; launched, not finished
+    offload(x) -> host                        a copy of x in host memory, as it lies there; launched, not finished
+    reload(host, device) -> x                 and back; launched, not finished
+    probe(value, source, starts, sizes, names, what)   in some steps: is it finite, and is it the same on ranks that
+                                              should have the same; changes nothing (Note [Probes])
+
+``slot`` is the number of a static buffer (`mfsdp.passes.pool`), -1 for memory of its own; ``lane`` says which of the
+spec's process groups carries it: 0 and 1 those of the shard axis, 2 and 3 those of the outer axis. All are stateless
+but `refresh`, `refresh_codes`, `hold` and `accumulate`, whose state is found through the tensor that programs
+read parameters from (Note [Accumulators]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..config import block_grid
+from ..config.units import Axis, Spec
+
+LIBRARY = torch.library.Library("mfsdp", "DEF")
+
+LIBRARY.define("param(Tensor shard, int offset, SymInt[] shape, str spec) -> Tensor")
+LIBRARY.define("param_grad(Tensor grad, Tensor shard, int offset, str spec) -> Tensor")
+LIBRARY.define("returned(Tensor param) -> Tensor")
+LIBRARY.define("refresh(Tensor(a!) source) -> ()")
+LIBRARY.define("refresh_codes(Tensor code, Tensor source, str key, bool back, str spec) -> Tensor")
+LIBRARY.define("all_gather(Tensor shard, str spec, int slot=-1) -> Tensor")
+LIBRARY.define("maxima(Tensor shard, str grids, str spec) -> Tensor")
+LIBRARY.define("spread(Tensor shard, Tensor[] scales, str grids, str spec) -> Tensor")
+LIBRARY.define("cast(Tensor shard, str spec) -> Tensor")
+LIBRARY.define("kept_cast(Tensor shard, str spec) -> Tensor")
+LIBRARY.define("wait(Tensor(a!) out, Tensor[] inputs) -> ()", tags=(torch.Tag.flexible_layout,))
+LIBRARY.define("free(Tensor(a!) full) -> ()")
+LIBRARY.define("bucket(Tensor like, int[] holes, str spec, int slot=-1) -> Tensor", tags=(torch.Tag.flexible_layout,))
+LIBRARY.define(
+    "pack(Tensor(a!) gfull, Tensor[] grads, int[] offsets, float scale) -> ()", tags=(torch.Tag.flexible_layout,)
+)
+LIBRARY.define(
+    "mm(Tensor(a!) gfull, int offset, int[] size, int[] stride, Tensor a, Tensor b) -> ()",
+    tags=(torch.Tag.flexible_layout,),
+)
+LIBRARY.define("hold(Tensor source, Tensor(a!) grads, int[] offsets) -> ()")
+LIBRARY.define("reduce_scatter(Tensor gfull, str spec, int lane) -> Tensor")
+LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec, int lane) -> ()")
+LIBRARY.define(
+    "collective(Tensor source, str verb, str axis, SymInt[] received, SymInt[] splits, Tensor(a!)? order=None)"
+    " -> Tensor",
+    tags=(torch.Tag.flexible_layout,),  # a copy made for strides would not be what `wait` keeps
+)
+LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale, bool reused=False) -> ()")
+LIBRARY.define("offload(Tensor x) -> Tensor")
+LIBRARY.define("reload(Tensor host, Device device) -> Tensor")
+LIBRARY.define(  # it writes nothing, but says so: compilers leave out what gives nothing, and keep writes in place
+    "probe(Tensor(a!) value, Tensor? source, int[] starts, int[] sizes, str names, str what) -> ()",
+    tags=(torch.Tag.flexible_layout,),
+)
+
+_ops = torch.ops.mfsdp
+param = _ops.param.default
+param_grad = _ops.param_grad.default
+returned = _ops.returned.default
+refresh = _ops.refresh.default
+refresh_codes = _ops.refresh_codes.default
+all_gather = _ops.all_gather.default
+maxima = _ops.maxima.default
+spread = _ops.spread.default
+cast = _ops.cast.default
+kept_cast = _ops.kept_cast.default
+wait = _ops.wait.default
+free = _ops.free.default
+bucket = _ops.bucket.default
+pack = _ops.pack.default
+mm = _ops.mm.default
+hold = _ops.hold.default
+reduce_scatter = _ops.reduce_scatter.default
+all_reduce = _ops.all_reduce.default
+accumulate = _ops.accumulate.default
+collective = _ops.collective.default
+probe = _ops.probe.default
+offload = _ops.offload.default
+reload = _ops.reload.default
+
+OURS = (refresh, refresh_codes, maxima, all_gather, reduce_scatter, all_reduce)
+"""Collectives of data parallelism: of a unit."""
+
+COLLECTIVES = (*OURS, collective)
+
+HOST = (offload, reload)
+"""Copies to host memory and back: no other rank takes part."""
+
+LAUNCHED = (*COLLECTIVES, *HOST)
+"""Operations that run beside compute; what they give is waited for."""
+
+IN_PLACE = (refresh, all_reduce)
+"""Collectives that write to their first argument and have no result."""
+
+SHOWN = (wait, spread, cast, kept_cast, bucket, pack, mm, hold, accumulate, probe, *LAUNCHED)
+"""Operations that observers see, under their name and their unit's."""
+
+SLOT = {all_gather: 2, bucket: 3}
+"""Operations that may fill a static buffer, and which of their arguments says so."""
+
+
+def multiplies(product: torch.Tensor, dtype: torch.dtype, wide: bool | None = None) -> bool:
+    """Whether `mm` can write a product to a place of that dtype: its own, or float32 for one of 16 bits if ``wide``;
+    ``None``: if its device can.
+    """
+    narrow = product.dtype in (torch.bfloat16, torch.float16) and dtype is torch.float32
+    return product.dtype is dtype or (narrow and (widens(product.device) if wide is None else wide))
+
+
+def gathered(shard: torch.Tensor, spec: Spec) -> torch.dtype:
+    """What an all-gather of it brings: the dtype of the policy, or bytes that a pass has made of the shard."""
+    return shard.dtype if shard.dtype.itemsize == 1 else spec.precision.comm
+
+
+def widens(device: torch.device) -> bool:
+    """Whether torch multiplies 16-bit matrices into float32 there: on CUDA; not on CPUs, on ROCm not in all builds."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+@torch.library.register_fake("mfsdp::param")
+def _(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torch.Tensor:
+    return shard.new_empty(shape, dtype=Spec.decode(spec).precision.compute)
+
+
+@torch.library.register_fake("mfsdp::param_grad")
+def _(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) -> torch.Tensor:
+    return torch.empty_like(shard)
+
+
+@torch.library.register_fake("mfsdp::returned")
+def _(param: torch.Tensor) -> torch.Tensor:
+    return param.clone()
+
+
+@torch.library.register_fake("mfsdp::refresh")
+def _(source: torch.Tensor) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::hold")
+def _(source: torch.Tensor, grads: torch.Tensor, offsets: list[int]) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::all_gather")
+def _(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
+    s = Spec.decode(spec)
+    return shard.new_empty(s.full_numel, dtype=gathered(shard, s))
+
+
+@torch.library.register_fake("mfsdp::refresh_codes")
+def _(code: torch.Tensor, source: torch.Tensor, key: str, back: bool, spec: str) -> torch.Tensor:
+    return code.new_empty(Spec.decode(spec).source_numel)
+
+
+@torch.library.register_fake("mfsdp::maxima")
+def _(shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
+    return shard.new_empty(sum(g.numel for g in block_grid.decode(grids)), dtype=torch.float32)
+
+
+@torch.library.register_fake("mfsdp::spread")
+def _(shard: torch.Tensor, scales: list[torch.Tensor], grids: str, spec: str) -> torch.Tensor:
+    return scales[0].new_empty(Spec.decode(spec).main_numel)
+
+
+@torch.library.register_fake("mfsdp::kept_cast")
+@torch.library.register_fake("mfsdp::cast")
+def _(shard: torch.Tensor, spec: str) -> torch.Tensor:
+    s = Spec.decode(spec)
+    return shard.new_empty(s.main_numel, dtype=s.precision.comm)
+
+
+@torch.library.register_fake("mfsdp::bucket")
+def _(like: torch.Tensor, holes: list[int], spec: str, slot: int = -1) -> torch.Tensor:
+    s = Spec.decode(spec)
+    return like.new_empty(s.full_numel, dtype=s.precision.grad_comm)
+
+
+@torch.library.register_fake("mfsdp::pack")
+def _(gfull: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], scale: float) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::mm")
+def _(
+    gfull: torch.Tensor, offset: int, size: list[int], stride: list[int], a: torch.Tensor, b: torch.Tensor
+) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::reduce_scatter")
+def _(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
+    s = Spec.decode(spec)
+    return gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
+
+
+@torch.library.register_fake("mfsdp::wait")
+def _(out: torch.Tensor, inputs: list[torch.Tensor]) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::free")
+def _(full: torch.Tensor) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::all_reduce")
+def _(gfull: torch.Tensor, spec: str, lane: int) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::collective")
+def _(
+    source: torch.Tensor,
+    verb: str,
+    axis: str,
+    received: list[int],
+    splits: list[int],
+    order: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return source.new_empty(shape_after(source, verb, Axis.decode(axis), received))
+
+
+def shape_after(source: torch.Tensor, verb: str, axis: Axis, received: Sequence[int]) -> list[int]:
+    """The shape of what a collective of another parallelism gives."""
+    rows, *rest = source.shape or (1,)
+    if verb == "all_gather":
+        return [rows * axis.ranks, *rest]
+    if verb.startswith("reduce_scatter"):
+        return [rows // axis.ranks, *rest]
+    if received:
+        return [sum(received[1:], received[0]), *rest]
+    return list(source.shape)
+
+
+@torch.library.register_fake("mfsdp::accumulate")
+def _(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float, reused: bool = False) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::probe")
+def _(
+    value: torch.Tensor, source: torch.Tensor | None, starts: list[int], sizes: list[int], names: str, what: str
+) -> None: ...
+
+
+@torch.library.register_fake("mfsdp::offload")
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+
+
+@torch.library.register_fake("mfsdp::reload")
+def _(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    shard, ctx.offset, _, ctx.spec = inputs
+    ctx.save_for_backward(shard)
+
+
+def _derivative(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    (shard,) = ctx.saved_tensors
+    return param_grad(grad, shard, ctx.offset, ctx.spec), None, None, None
+
+
+torch.library.register_autograd("mfsdp::param", _derivative, setup_context=_save)

@@ -1,0 +1,100 @@
+"""What forward saves that is as large as a parameter, because it was computed from one.
+
+Memory that sharding was to save comes back that way, once for every layer: a quantised copy that an operator keeps for
+its backward, a weight that is divided by a norm in a buffer. What hangs on parameters alone is computed again in
+backward (`capture.recompute_parameters`), and law 47 says that it is. The rest is told.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .byte_costs import nbytes, size
+from .program import GIVEN, Program, base_of, is_element, operator, storage_of
+from .roles import Kind, is_kind, role
+from .symbolic_sizes import shape_of
+
+ALONE = "from parameters"
+"""How a copy was computed, if from nothing else."""
+
+_TRANSPARENT = {"aten", "prims", "mfsdp", "_c10d_functional", "_c10d_functional_autograd"}
+"""Namespaces of operators that save what a graph says they save."""
+
+
+def copies(p: Program) -> list[tuple[Node, str]]:
+    """What a forward saves of parameters that backward gathers again, and how it was computed: ``"from parameters"``
+    alone; ``"from parameters and buffers or random numbers"``, as many elements as one of the parameters has; or
+    ``"by my::operator"``, which is not torch's own, reads a parameter, and gives something of its shape.
+    """
+    if p.returned is None:
+        return []
+    behind: dict[Node, frozenset[Node]] = {}
+    """The parameters behind every value that no argument of the call is behind."""
+    alone: set[Node] = set()
+    opaque: dict[Node, frozenset[Node]] = {}
+    for node in p.nodes:
+        sources = node.all_input_nodes
+        if _gathered(p, node):
+            behind[node] = frozenset([node])
+            alone.add(node)
+        elif node.op == "get_attr" or node.meta.get(GIVEN) == "buffer":
+            behind[node] = frozenset()
+        elif node.op == "call_function":
+            known = [behind[n] for n in sources if n in behind]
+            if len(known) == len(sources):
+                behind[node] = known[0].union(*known[1:]) if known else frozenset()
+                if known and alone.issuperset(sources) and not _draws(node):
+                    alone.add(node)
+            elif any(known) and _namespace(node) not in _TRANSPARENT and not is_element(node):
+                opaque[node] = frozenset[Node]().union(*known)
+    found = []
+    for node in dict.fromkeys(p.results()[p.returned :]):
+        if not isinstance(node, Node) or _gathered(p, base_of(node)):
+            continue
+        maker: Any = storage_of(node)
+        maker = maker.args[0] if is_element(maker) else maker
+        if node in alone:
+            found.append((node, ALONE))
+        elif any(_numel(node) == _numel(n) for n in behind.get(node, ())):
+            found.append((node, f"{ALONE} and buffers or random numbers"))
+        elif any(sorted(_shape(node)) == sorted(_shape(n)) for n in opaque.get(maker, ()) if len(_shape(n)) > 1):
+            found.append((node, f"by {operator(maker)[0]._schema.name}"))
+    return found
+
+
+def _gathered(p: Program, node: Node) -> bool:
+    """Whether it is a parameter, or several, that are not there between forward and backward."""
+    if not is_kind(node, Kind.PARAM, Kind.FULL):
+        return False
+    spec = p.unit(role(node).unit).spec  # type: ignore[union-attr]
+    return spec.reshard and spec.gathers
+
+
+def _draws(node: Node) -> bool:
+    """Whether it may give other numbers when it is computed again, but for a generator's state, which it gives too."""
+    return operator(node)[0] is not node.target
+
+
+def _namespace(node: Node) -> str:
+    schema = getattr(operator(node)[0], "_schema", None)
+    return "aten" if schema is None else schema.name.partition("::")[0]
+
+
+def _shape(node: Node) -> tuple[int, ...]:
+    value = node.meta.get("val")
+    return tuple(shape_of(value)) if isinstance(value, torch.Tensor) else ()
+
+
+def _numel(node: Node) -> int:
+    return prod(_shape(node))
+
+
+def told(p: Program) -> str:
+    """The same in words; ``""`` if there are none."""
+    found = copies(p)
+    whole, by = sum(nbytes(node.meta["val"]) for node, _ in found), dict.fromkeys(how for _, how in found)
+    return f"forward saves {size(whole)} of parameters' shapes, computed {', '.join(by)}" if found else ""

@@ -1,0 +1,467 @@
+"""The laws that a graph can break, one function each. Run after every pass; a broken one names itself.
+
+A law yields the node at fault and what is wrong with it; :func:`check` raises for the first. The laws and the bugs
+behind them are listed in docs/LAWS.md; the tests break each of them on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import prod
+
+from torch.fx import Node
+
+from ..config.units import Unit
+from . import ops, saved_copies
+from .byte_costs import nbytes
+from .fp8_patterns import pointwise
+from .program import Program, base_of, lane_of, mutates, slot_of, storage_of, view_of
+from .roles import Kind, Role, is_kind, role
+
+Fault = tuple[Node, str]
+
+
+class LawError(AssertionError):
+    """A program breaks a law. It was not run; this is a bug of a pass, not of the model."""
+
+    def __init__(self, law: int, node: Node, text: str):
+        super().__init__(f"{text} (law {law})")
+        self.law, self.node = law, node
+
+
+def check(p: Program) -> None:
+    """Checks every law.
+
+    Raises:
+        LawError: naming the first law broken and the node at fault.
+    """
+    p.graph.lint()
+    for law, function in LAWS:
+        for node, text in function(p):
+            raise LawError(law, node, text)
+
+
+def stored(p: Program) -> Iterator[Fault]:
+    """2: every element of a gradient buffer is written once, by a gradient or by the zeros between them."""
+    for node in p.find(Kind.GFULL):
+        if node.target is not ops.bucket:
+            continue
+        holes: list[int] = node.args[1]  # type: ignore[assignment]
+        spans = [(a, b) for a, b in zip(holes[::2], holes[1::2], strict=True)]
+        spans += [(offset, offset + numel) for _, offset, numel in _written(p, node)]
+        end, last, full = 0, -1, node.meta["val"].numel()
+        for start, stop in sorted(spans):
+            if last < start < end:
+                yield node, f"{node.name}: elements from {start} on are written twice"
+            if start > end:
+                yield node, f"{node.name}: elements {end} to {start} are never written"
+            end, last = max(end, stop), start
+        if end < full:
+            yield node, f"{node.name}: elements {end} to {full} are never written"
+        if end > full:
+            yield node, f"{node.name} is written beyond its end"
+
+
+def _written(p: Program, gfull: Node) -> Iterator[tuple[Node, int, int]]:
+    """What comes to places in a gradient buffer: the node that writes, first element, elements."""
+    for user in p.readers(gfull):
+        if user.target is ops.pack:
+            for grad, offset in zip(user.args[1], user.args[2], strict=True):  # type: ignore[arg-type]
+                yield user, offset, grad.meta["val"].numel()  # type: ignore[misc]
+        elif user.target is ops.mm:
+            yield user, user.args[1], prod(user.args[2])  # type: ignore[misc, arg-type]
+
+
+def one_path(p: Program) -> Iterator[Fault]:
+    """3: a unit's gradient reaches its accumulator once per program."""
+    seen: set[str] = set()
+    for node in p.nodes:
+        if node.target is ops.accumulate:
+            if _unit(node) in seen:
+                yield node, f"{_unit(node)}_grad is accumulated twice"
+            seen.add(_unit(node))
+
+
+def apart(p: Program) -> Iterator[Fault]:
+    """4: source and destination of an accumulate never alias; the source, which may become the destination, is not read
+    or written afterwards.
+    """
+    for node in p.nodes:
+        if node.target is ops.accumulate:
+            shard, gshard = node.args[:2]
+            if base_of(shard) is base_of(gshard):  # type: ignore[arg-type]
+                yield node, f"{node.name} adds a buffer to itself"
+            for reader in p.readers(base_of(gshard)):  # type: ignore[arg-type]
+                if reader > node and reader.target is not ops.accumulate:  # which 3 and 14 look at
+                    yield reader, f"{reader.name} uses {base_of(gshard).name} after it was accumulated"  # type: ignore[arg-type]
+
+
+def freed(p: Program) -> Iterator[Fault]:
+    """5: a buffer is freed once, after its last reader; nothing gathered is alive at the end, once any is freed."""
+    frees = [n for n in p.nodes if n.target is ops.free]
+    dead: dict[Node, Node] = {}
+    for node in frees:
+        owner = base_of(node.args[0])  # type: ignore[arg-type]
+        if owner in dead:
+            yield node, f"{owner.name} is freed twice"
+        dead[owner] = node
+    for owner, free in dead.items():
+        for reader in p.readers(owner):
+            if reader is not free and reader > free:
+                yield reader, f"{owner.name} is read after it is freed"
+    if not frees:
+        return
+    for full in p.find(Kind.FULL):
+        if full not in dead and p.output not in p.readers(full):
+            yield full, f"{full.name} is never freed"
+
+
+def regathered(p: Program) -> Iterator[Fault]:
+    """6: forward saves no view of a gathered buffer, except of units that stay whole on request."""
+    for result in p.results():
+        if not isinstance(result, Node):
+            continue
+        owner = base_of(result)
+        r = role(owner) or role(result)
+        if r is None or r.kind not in (Kind.FULL, Kind.CAST, Kind.PARAM):
+            continue
+        unit = p.unit(r.unit)
+        if unit.spec.reshard and unit.spec.gathers:
+            yield result, f"{result.name} leaves the graph but is a view of {owner.name}"
+
+
+def computed_again(p: Program) -> Iterator[Fault]:
+    """47: forward saves nothing that hangs on parameters alone, except of units that stay whole on request."""
+    for node, how in saved_copies.copies(p):
+        if how == saved_copies.ALONE:
+            yield node, f"{node.name} is saved for backward, and computed from parameters alone"
+
+
+def inside(p: Program) -> Iterator[Fault]:
+    """7: parameters lie inside their unit's full buffer, apart from each other."""
+    params = p.by_unit(Kind.PARAM)
+    for unit in p.units:
+        end = 0
+        for slot in sorted(unit.layout.slots, key=lambda s: (s.offset, s.numel)):
+            if slot.numel and (slot.offset < end or slot.offset + slot.numel > unit.layout.full_numel):
+                yield p.output, f"{unit.name}: {slot.name} overlaps its neighbour or the end"
+            end = max(end, slot.offset + slot.numel)
+        known = {(s.offset, s.numel) for s in unit.layout.slots}
+        for node in params.get(unit, ()):
+            value = node.meta["val"]
+            if node.target is ops.param or view_of(node) is None:
+                continue
+            if (node.args[3], value.numel()) not in known:
+                yield node, f"{node.name} is no parameter of {unit.name}"
+            yield from _own(unit, node)
+
+
+def _own(unit: Unit, param: Node) -> Iterator[Fault]:
+    """A view is of what its own unit gathers, or keeps."""
+    owner = base_of(param)
+    r = role(owner)
+    if r is None or r.unit != unit.name or (r.kind is Kind.FULL) is not unit.spec.gathers:
+        yield param, f"{param.name} is a view of {owner.name}, not of what {unit.name} gathers"
+    while owner.target in (ops.all_gather, ops.refresh_codes) or is_kind(owner, Kind.CAST):
+        owner = base_of(owner.args[0])  # type: ignore[arg-type]
+    if role(owner) != Role(Kind.SHARD, unit.name):
+        yield param, f"{param.name} comes from {owner.name}, not from {unit.name}'s shard"
+
+
+def tied(p: Program) -> Iterator[Fault]:
+    """8: each parameter's gradient comes to its place once, after all its uses."""
+    for gfull in p.find(Kind.GFULL):
+        seen: set[int] = set()
+        for node, offset, _ in _written(p, gfull) if gfull.target is ops.bucket else ():
+            if offset in seen:
+                yield node, f"{gfull.name}: a parameter's gradient is packed twice"
+            seen.add(offset)
+
+
+def slotted(p: Program) -> Iterator[Fault]:
+    """9: a slot holds one buffer at a time, no larger than itself."""
+    busy: dict[str, tuple[Node, Node]] = {}
+    for node in p.nodes:
+        slot = slot_of(node)
+        if not slot:
+            continue
+        if nbytes(node.meta["val"]) > p.slots.get(slot, 0):
+            yield node, f"{node.name} is larger than slot {slot}"
+        holder, end = busy.get(slot, (node, node))
+        if node < end:
+            yield node, f"{node.name} takes slot {slot} from {holder.name}, which is alive"
+        ends = p.readers(node)
+        for launch in node.users:
+            if launch.target is ops.reduce_scatter:
+                ends += [u for u in launch.users if u.target is ops.wait]
+        busy[slot] = (node, max(ends, default=node))
+
+
+def fresh(p: Program) -> Iterator[Fault]:
+    """10: parameters that last are read only after forward has asked for them to be gathered again."""
+    if p.phase in ("backward", "overlapped"):
+        return
+    for source in p.find(Kind.SHARD):
+        if not p.unit(_unit(source)).spec.kept:
+            continue
+        asked = min((u for u in source.users if u.target is ops.refresh), default=None)
+        for reader in p.readers(source):
+            if reader is p.output or reader.target in (ops.param, ops.refresh, ops.wait, *_OF_MAIN):
+                continue  # saved for backward; asks by itself; is the asking; reads main weights
+            if asked is None or reader < asked:
+                yield reader, f"{source.name} is read before it is refreshed"
+
+
+_OF_MAIN = (ops.maxima, ops.spread, ops.cast, ops.refresh_codes, ops.probe)
+"""Operations that find main weights through what parameters are read from."""
+
+
+def finished(p: Program) -> Iterator[Fault]:
+    """11: what a collective, or a copy to or from the host, writes is read only after the wait, and what it reads lives
+    until then.
+    """
+    waits: dict[Node, list[Node]] = {}
+    for node in p.nodes:
+        if node.target is ops.wait:
+            waits.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
+    for node in p.nodes:
+        if node.target not in ops.LAUNCHED:
+            continue
+        product = node.args[0] if node.target in ops.IN_PLACE else node
+        of_it = waits.get(product, [])  # type: ignore[arg-type]
+        wait = next((w for w in of_it if node < w), None)
+        if wait is None and of_it:
+            yield of_it[0], f"{of_it[0].args[0].name} is waited for before it is launched"  # type: ignore[union-attr]
+        if wait is None:
+            yield node, f"{node.name} is never waited for"
+            continue
+        for reader in p.readers(product):  # type: ignore[arg-type]
+            if node < reader < wait:
+                yield reader, f"{product.name} is read before it is waited for"  # type: ignore[union-attr]
+        source = node.args[0]
+        if product is not source and source not in wait.args[1]:  # type: ignore[operator]
+            yield wait, f"{source.name} may be gone before {node.name} has read it"  # type: ignore[union-attr]
+        if product is not source:
+            for writer in p.readers(base_of(source)):  # type: ignore[arg-type]
+                writes = any(base_of(m) is base_of(source) for m in mutates(writer))  # type: ignore[arg-type]
+                if writes and node < writer < wait:
+                    yield writer, f"{source.name} is overwritten while {node.name} reads it"  # type: ignore[union-attr]
+
+
+def joined(p: Program) -> Iterator[Fault]:
+    """14: every gradient is in its buffer when the reduction starts, every reduction reaches its destination, and what
+    gets there has been summed over all ranks.
+    """
+    results = {base_of(r) for r in p.results() if isinstance(r, Node)}
+    for node in p.nodes:
+        if node.target not in (ops.reduce_scatter, ops.all_reduce, ops.probe):
+            continue
+        gfull, did = base_of(node.args[0]), "looked at it" if node.target is ops.probe else "sent it"  # type: ignore[arg-type]
+        for writer, _, _ in _written(p, gfull) if node.target is not ops.probe or gfull.target is ops.bucket else ():
+            if writer > node:
+                yield writer, f"{gfull.name} is written after {node.name} has {did}"
+        if node.target is ops.probe:
+            continue
+        product = gfull if node.target is ops.all_reduce else node
+        onwards = (ops.accumulate, ops.reduce_scatter, ops.all_reduce)
+        if gfull not in results and not any(u.target in onwards and node < u for u in product.users):
+            yield node, f"{node.name} reaches neither an accumulator nor an output"
+    for node in p.nodes:
+        if node.target is ops.accumulate:
+            yield from _over_all_ranks(p, node, node.args[1])  # type: ignore[arg-type]
+            if role(base_of(node.args[0])) != Role(Kind.SHARD, _unit(node)):  # type: ignore[arg-type]
+                yield node, f"{node.name} adds {_unit(node)}'s gradients to {node.args[0].name}"  # type: ignore[union-attr]
+    for i, (unit, _) in p.gradients.items() if p.reduced else ():
+        result = p.results()[i]
+        if isinstance(result, Node):
+            yield from _over_all_ranks(p, p.output, result, unit)
+
+
+def _over_all_ranks(p: Program, end: Node, grads: Node, name: str | None = None) -> Iterator[Fault]:
+    """What ends as a unit's gradient was reduced over each axis of its ranks, once, from that unit's buffer."""
+    name = name or _unit(end)
+    spec, axes, buffer = p.unit(name).spec, [], base_of(grads)
+    while True:
+        axes += [lane_of(n) // 2 for n in p.readers(buffer) if n.target is ops.all_reduce and n < end]
+        if buffer.target is not ops.reduce_scatter:
+            break
+        axes.append(lane_of(buffer) // 2)
+        buffer = base_of(buffer.args[0])  # type: ignore[arg-type]
+    want = [0] * (spec.world > 1) + [1] * (spec.outer > 1)
+    if sorted(axes) != want:
+        yield end, f"{grads.name} is summed over {len(axes)} axes of {name}'s ranks, not over {len(want)}"
+    if buffer.target is not ops.bucket or _unit(buffer) != name:
+        yield end, f"{grads.name} does not come from {name}'s gradient buffer"
+
+
+def everywhere(p: Program) -> Iterator[Fault]:
+    """15: a unit whose gradients are in the captured program reduces all of them in one buffer, and none is lost."""
+    buckets: set[str] = set()
+    of: dict[str, list[Node]] = {}
+    for node in p.nodes:
+        if (r := role(node)) is not None:
+            of.setdefault(r.unit, []).append(node)
+        if node.target is ops.bucket:
+            unit = _unit(node)
+            if unit in buckets:
+                yield node, f"{unit} has two gradient buffers: its reductions would differ from rank to rank"
+            buckets.add(unit)
+    for node in p.find(Kind.GRAD):
+        if _unit(node) in buckets:
+            yield node, f"{node.name} is left out of {_unit(node)}_gfull"
+    for name, offsets in p.trained.items():
+        starts = {slot.offset for slot in p.unit(name).layout.slots if slot.numel}
+        for node, found in _brought(p, name, of.get(name, [])):
+            for offset in offsets ^ (found & starts):
+                what = f"{name}: the gradient of {p.unit(name).offset_name(offset)}"
+                yield node, f"{what} {'is lost' if offset in offsets else 'comes from nowhere'}"
+
+
+def _brought(p: Program, name: str, mine: list[Node]) -> Iterator[tuple[Node, set[int]]]:
+    """Parameters of a unit, whose nodes are given, whose gradients are somewhere on their way, by offset; and where:
+    every stage in turn.
+    """
+    unit, results = p.unit(name), p.results()
+    if not unit.sharded:
+        yield p.output, {o for i, (u, o) in p.gradients.items() if u == name and isinstance(results[i], Node)}
+    elif not p.reduced:
+        yield p.output, {n.args[2] for n in mine if is_kind(n, Kind.GRAD)}  # type: ignore[misc]
+    if p.reduced:
+        buckets = [n for n in mine if n.target is ops.bucket]
+        yield next(iter(buckets), p.output), {o for b in buckets for _, o, numel in _written(p, b) if numel}
+        ends = [n for n in mine if n.target in (ops.accumulate, ops.hold)]
+        for node in ends:
+            yield node, set(node.args[2])  # type: ignore[arg-type]
+        if unit.sharded and not any(n.target is ops.accumulate for n in ends):
+            yield p.output, set()
+
+
+def _unit(node: Node) -> str:
+    r = role(node)
+    assert r is not None, f"{node.name} carries no role"
+    return r.unit
+
+
+def scaled(p: Program) -> Iterator[Fault]:
+    """17: on every gradient path the product of scale factors is 1/divide."""
+    for node in p.nodes:
+        if node.target is ops.accumulate:
+            factor, buffer = float(node.args[3]), node.args[1]  # type: ignore[arg-type]
+        elif node.target is ops.all_reduce and not p.unit(_unit(node)).sharded:
+            factor, buffer = 1.0, node.args[0]
+        else:
+            continue
+        assert isinstance(buffer, Node)
+        while buffer.target is ops.reduce_scatter:
+            buffer = base_of(buffer.args[0])  # type: ignore[arg-type]
+        want = 1 / p.unit(_unit(node)).spec.divide
+        for writer, _, _ in _written(p, base_of(buffer)):
+            got = factor * (float(writer.args[3]) if writer.target is ops.pack else 1.0)  # type: ignore[arg-type]
+            if abs(got - want) > 1e-12 * want:
+                yield writer, f"{_unit(node)}: gradients are scaled by {got:g}, not by {want:g}"
+
+
+def wide(p: Program) -> Iterator[Fault]:
+    """18: parameters and gradients travel in the dtypes that the policy says, and a last reduction gives what it has
+    added up.
+    """
+    for node in p.nodes:
+        if node.target is ops.all_gather:
+            want = ops.gathered(node.args[0].meta["val"], p.unit(_unit(node)).spec)  # type: ignore[union-attr]
+        elif node.target is ops.bucket:
+            want = p.unit(_unit(node)).spec.precision.grad_comm
+        elif node.target is ops.reduce_scatter:
+            want = p.unit(_unit(node)).spec.scattered(lane_of(node))
+        else:
+            continue
+        if node.meta["val"].dtype is not want:
+            yield node, f"{node.name} is {node.meta['val'].dtype}, the policy says {want}"
+
+
+def own_rows(p: Program) -> Iterator[Fault]:
+    """46: a shard of one byte per element is made of this rank's own rows, element by element, and of maxima over all
+    rows, both of the same weights; of nothing else.
+    """
+    for full in (*p.find(Kind.CODES), *p.find(Kind.FULL)):
+        if full.target not in (ops.all_gather, ops.refresh_codes) or full.meta["val"].dtype.itemsize > 1:
+            continue
+        unit, spec = _unit(full), p.unit(_unit(full)).spec
+        if full.target is ops.all_gather and spec.kept:
+            source = full.args[0]
+            if source.target is not ops.refresh_codes or _unit(source) != unit:  # type: ignore[union-attr, arg-type]
+                yield full, f"{full.name} is not gathered from what lasts of {unit}"
+            continue
+        numel = spec.main_numel
+        seen, todo = {full}, [(full.args[0], True)]
+        while todo:
+            node, flat = todo.pop()
+            assert isinstance(node, Node)
+            if node in seen:
+                continue
+            seen.add(node)
+            if node.op == "placeholder":
+                if role(node) != Role(Kind.SHARD, unit):
+                    yield node, f"{full.name} hangs on {node.name}, which may differ from rank to rank"
+                elif not flat:
+                    yield node, f"a scale of {full.name} is computed from this rank's rows alone"
+            elif node.target in (ops.cast, ops.maxima):
+                if role(base_of(node.args[0])) != Role(Kind.SHARD, unit):  # type: ignore[arg-type]
+                    yield node, f"{node.name} is not of {unit}'s weights"
+                if node.target is ops.cast and not flat:
+                    yield node, f"a scale of {full.name} is computed from this rank's rows alone"
+            elif node.target is ops.spread:
+                todo += [(scale, False) for scale in node.args[1]]  # type: ignore[union-attr, misc]
+            else:
+                if flat and not (pointwise(node) and node.meta["val"].numel() == numel):
+                    yield node, f"{node.name}, on the way to {full.name}, mixes elements of this rank's rows"
+                todo += [(source, flat) for source in node.all_input_nodes]
+
+
+def one_way(p: Program) -> Iterator[Fault]:
+    """53: what forward saves goes one way, whole and once: what lies on the host is not on the device too, and is
+    fetched once.
+    """
+    results = [r for r in p.results() if isinstance(r, Node)]
+    gone: set[Node] = set()
+    for node in p.find(Kind.OFFLOAD):
+        if node.op == "placeholder":
+            readers = [u for u in node.users if u.target is not ops.wait]
+            if [u.target for u in readers] != [ops.reload]:
+                yield (readers or [node])[0], f"{node.name} lies on the host, and is not fetched, once, by who reads it"
+            continue
+        source: Node = node.args[0]  # type: ignore[assignment]
+        owner = storage_of(source)
+        if owner is not source:
+            yield node, f"{source.name} is a part of {owner.name}, which does not go whole"
+        if owner.op == "placeholder" or is_kind(owner, Kind.PARAM, Kind.FULL, Kind.CAST):
+            yield node, f"{owner.name} is not forward's own, and goes to the host"
+        if owner in gone:
+            yield node, f"{owner.name} goes to the host twice"
+        if node not in results:
+            yield node, f"{node.name} reaches nobody"
+        gone.add(owner)
+    for result in results:
+        if storage_of(result) in gone:
+            yield result, f"{result.name} stays on the device, though its storage goes to the host"
+
+
+LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
+    (2, stored),
+    (3, one_path),
+    (4, apart),
+    (5, freed),
+    (6, regathered),
+    (7, inside),
+    (8, tied),
+    (9, slotted),
+    (10, fresh),
+    (11, finished),
+    (14, joined),
+    (15, everywhere),
+    (17, scaled),
+    (18, wide),
+    (46, own_rows),
+    (47, computed_again),
+    (53, one_way),
+)
+"""Number (docs/LAWS.md) and function."""

@@ -1,0 +1,214 @@
+"""Gathers and reductions at once, for code that no program covers."""
+
+from __future__ import annotations
+
+import torch
+
+from ..config.units import Spec
+from . import comm_formats, devices, execution, groups
+from .buffer_registry import gather_of, owner, reduction_of, refresh_of, unfinished
+from .inflight import InFlight, beside
+from .transport import End, segments
+
+
+def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
+    """The complete full buffer, in the dtype that the model computes in. Shares the source's storage where nothing
+    has to be gathered or cast.
+    """
+    s = Spec.decode(spec)
+    buffer = owner(source)
+    if buffer is not None and buffer.unit.outermost.half:
+        raise unfinished(buffer.unit.outermost)
+    unseen = buffer is not None and buffer.weights.unseen()
+    due = buffer is not None and buffer.weights.due()
+    over: tuple[str, ...] = s.gathering if s.gathers or s.kept else ()
+    carried: tuple[str, ...] = ()
+    if s.loose:  # as programs do (Note [Standing in])
+        loose = buffer.unit.outermost.loose
+        loose.in_backward()
+        if due:
+            with execution.announced(refresh_of(source), loose.group, meets=s.meets, carried=s.meets):
+                for end in buffer.weights.refresh():
+                    end()
+        over, carried = (loose.group,) if s.gathers else (), s.meets
+    with execution.announced(gather_of(source), *over, meets=s.meets, carried=carried, anew=unseen and not s.loose):
+        if s.kept:
+            if buffer is not None and not s.loose and execution.current().written(s.gathering, unseen):
+                buffer.weights.stale = True
+            for end in buffer.weights.refresh():
+                end()
+        flat = _given(source.detach(), s) if s.gathers else source.detach().to(s.precision.comm)
+        if s.gathers:
+            full = flat.new_empty(s.full_numel, dtype=s.precision.comm)
+            pairs = segments(s.splits, s.world, full, flat)
+            comm_formats.gather(execution.current(), pairs, s.group, s.precision.wire)()
+            flat = full
+    return flat.to(s.precision.compute)
+
+
+def _given(main: torch.Tensor, s: Spec) -> torch.Tensor:
+    """What a gather is given of main weights: their cast, or, for a format of its own, all that they are."""
+    return main if s.precision.wire else main.to(s.precision.comm)
+
+
+def gather_main(main: torch.Tensor, s: Spec) -> torch.Tensor:
+    """All main weights of a unit, [full_numel], as they are, in memory of their own."""
+    flat = main.detach()
+    if s.outer_optim:
+        flat = _whole(flat, s.cut(2), s.outer, s.outer_group)
+    if s.world > 1:
+        flat = _whole(flat, s.splits, s.world, s.group)
+    return flat.clone() if flat.data_ptr() == main.data_ptr() else flat
+
+
+def replicate(main: torch.Tensor, source: torch.Tensor, s: Spec) -> list[End]:
+    """Launches what brings main weights, [main_numel], to the parameters that last, [source_numel]; or bytes that were
+    made of them. Over two axes one gather sends what another brings, and compute waits for neither: on a device a
+    stream beside it does, on the CPU the second is launched when somebody waits.
+    """
+    run, shard, wire = execution.current(), main, None
+    if source.dtype.itemsize > 1:
+        shard, wire = _given(main, s), s.precision.wire
+    if not s.outer_optim:
+        return [comm_formats.gather(run, segments(s.splits, s.world, source, shard), s.group, wire)]
+    part = source.new_empty(s.shard_numel) if s.replica else source
+    arrived = comm_formats.gather(run, segments(s.cut(2), s.outer, part, shard), s.outer_group, wire)
+    if not s.replica:
+        return [arrived]
+
+    def further() -> End:
+        arrived()
+        run.launched += 1
+        return comm_formats.gather(run, segments(s.splits, s.world, source, part), s.group, wire)
+
+    side = devices.side(main.device, "gathers that wait for others")
+    if side is None:
+        return [lambda: further()()]
+    return [beside(side, main.device, further)]
+
+
+def _whole(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str) -> torch.Tensor:
+    full = shard.new_empty(ranks * sum(splits))
+    execution.current().gather(segments(splits, ranks, full, shard), group)()
+    return full
+
+
+def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], spec: str) -> None:
+    """Reduces and accumulates gradients at once, packed ones; ``offsets`` say which parameters have one."""
+    s = Spec.decode(spec)
+    buffer = owner(source)
+    total = gfull if s.ahead == 1 else gfull.mul_(s.ahead)
+    over, carried = s.meets, s.meets[:0]
+    if s.loose:  # as programs do (Note [Standing in])
+        loose = buffer.unit.outermost.loose
+        loose.in_backward()
+        over, carried = () if held_whole(s, buffer.gradients.sync) else (loose.group,), s.meets
+    with execution.announced(reduction_of(source), *over, carried=carried):
+        if s.world > 1:
+            if s.hold and buffer.gradients.hold(total, offsets):
+                return
+            total = scattered(total, s, 0)
+        if s.outer > 1:
+            if buffer.gradients.hold(total, offsets):
+                return
+            total = over_outer(total, s)
+        if s.ranks > 1 and not s.loose:
+            buffer.gradients.vote(offsets)
+    buffer.gradients.accumulate(total, offsets, 1 / (s.divide * s.ahead))
+
+
+def held_whole(s: Spec, sync: bool) -> bool:
+    """Whether gradients are kept back before anything is communicated."""
+    return not sync and (s.hold or s.world == 1) and s.held_numel > 0
+
+
+def reduce_nothing(source: torch.Tensor, spec: str, wanted: bool = True) -> None:
+    """The same without gradients, for a unit that others have used, or that was used before (Note [Standing in]).
+    ``wanted``: whether they accumulate.
+    """
+    gradients = owner(source).gradients
+    with gradients.left_out(wanted):
+        reduce_now(source, packed([], [], Spec.decode(spec), source.device), [], spec)
+    gradients.finish()
+
+
+def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
+    """What markers have left to be reduced: from the source's shape to that of the main weights."""
+    s = Spec.decode(spec)
+    grad = grad.to(s.precision.grad_comm)
+    if s.replica:
+        grad = scattered(grad, s, 0)
+    return over_outer(grad, s) if s.outer > 1 else grad
+
+
+def packed(grads: list[torch.Tensor], offsets: list[int], s: Spec, device: torch.device) -> torch.Tensor:
+    """Gradients at their places among zeros, [full_numel] in the dtype that travels."""
+    gfull = torch.zeros(s.full_numel, dtype=s.precision.grad_comm, device=device)
+    if grads:
+        places = [gfull[o : o + g.numel()].view(g.shape) for g, o in zip(grads, offsets, strict=True)]
+        torch._foreach_copy_(places, grads)
+    return gfull
+
+
+def scattered(gfull: torch.Tensor, s: Spec, lane: int) -> torch.Tensor:
+    """This rank's part of the sum over the ranks of a lane."""
+    gshard = gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
+    pairs = segments(s.cut(lane), s.outer if lane >= 2 else s.world, gfull, gshard)
+    comm_formats.scatter(execution.current(), pairs, s.sum(lane), s.reduces(lane), s.precision.grad_wire)()
+    return gshard
+
+
+def over_outer(gshard: torch.Tensor, s: Spec) -> torch.Tensor:
+    """The sum of shards over the outer axis: in place, or this rank's part of it."""
+    if s.outer_optim:
+        return scattered(gshard, s, 2)
+    summed(gshard, s, 2)()
+    return gshard
+
+
+def summed(tensor: torch.Tensor, s: Spec, lane: int) -> End:
+    """Launches the sum over the ranks of a lane, in place. Libraries add up in what travels: where that is narrower
+    than the sum is to be, or has a format of its own, it is a reduce-scatter, and a gather that is launched when
+    somebody waits. The same bytes. In int8 both are rounded: what is sent, and the sum.
+    """
+    run, group, ranks = execution.current(), s.reduces(lane), s.outer if lane >= 2 else s.world
+    total, wire = s.sum(lane), s.precision.grad_wire
+    if total is tensor.dtype and wire is None:
+        return run.all_reduce(tensor, "sum", group)
+    numel = tensor.numel()
+    part = tensor.new_empty(-(-numel // ranks), dtype=total if wire else tensor.dtype)
+    whole = tensor
+    if numel % ranks:
+        whole = tensor.new_zeros(ranks * part.numel())
+        whole[:numel].copy_(tensor)
+    arrived = comm_formats.scatter(run, [(whole, part)], total, group, wire)
+
+    def end() -> None:
+        arrived()
+        run.launched += 1
+        comm_formats.gather(run, [(whole, part)], group, wire)()
+        if whole is not tensor:
+            tensor.copy_(whole[:numel])
+
+    return InFlight(tensor.device, end)
+
+
+def on_any_rank(here: torch.Tensor, s: Spec) -> torch.Tensor:
+    """Where any rank that trains the unit says yes. ``here``: booleans."""
+    told = here.to(torch.uint8)
+    for group in filter(None, (s.group, s.outer_group)):
+        reduced(told, "max", group)
+    return told
+
+
+def reduced(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
+    """All-reduces a tensor in place and returns it; ``op`` is ``"sum"``, ``"min"`` or ``"max"``."""
+    execution.current().all_reduce(tensor, op, group)()
+    return tensor
+
+
+def gathered(part: torch.Tensor, group: str) -> torch.Tensor:
+    """All ranks' tensors of one size, flat, one behind the other."""
+    out = part.new_empty(groups.process_group(group).size() * part.numel())
+    execution.current().gather([(out, part.reshape(-1))], group)()
+    return out

@@ -1,0 +1,100 @@
+"""Which transport a process group has, for tensors on a device and for words."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+import torch.distributed as dist
+
+from . import groups
+from .c10d_transport import Native
+from .desync import Company, Wire
+from .fake_transport import Mirror
+from .gloo_transport import Gloo
+from .transport import Transport
+
+
+def transport_of(name: str, device: torch.device) -> Transport:
+    """What carries tensors on a device between the ranks of a group."""
+    return _made(name, device.type)
+
+
+def wire_of(name: str) -> Wire | None:
+    """What carries words between the ranks of a group, over the CPU where it can; ``None`` if nobody else is there."""
+    kinds = [kind.partition(":")[0] for kind in dist.get_backend_config(groups.process_group(name)).split(",")]
+    found = _made(name, "cpu" if "cpu" in kinds else kinds[0])
+    return found if isinstance(found, Wire) and len(found.ranks) > 1 else None
+
+
+_companies: dict[str, tuple[weakref.ref[dist.ProcessGroup], Company | None]] = {}
+
+
+def company_of(name: str) -> Company | None:
+    """The ranks of a group, where there is somebody to agree with."""
+    group = groups.process_group(name)
+    found = _companies.get(name)
+    if found is None or found[0]() is not group:
+        line = wire_of(name)
+        found = _companies[name] = (weakref.ref(group), None if line is None else Company(name, line))
+    return found[1]
+
+
+def companies() -> list[Company]:
+    """Of all groups that there are."""
+    return [c for made, c in list(_companies.values()) if c is not None and made() is not None]
+
+
+def count_step(names: Iterable[str]) -> None:
+    """Counts a step of an optimizer, once in each group that shares what it has stepped on (law 66)."""
+    for name in set(names):
+        made, company = _companies.get(name, (None, None))
+        if made is not None and made() is not None and company is not None:  # they have communicated
+            company.steps += 1
+
+
+def count_load(names: Iterable[str], what: str, digest: int) -> None:
+    """Counts a state dict that is loaded, once in each group that shares what it is loaded into (law 69)."""
+    for name in set(names):
+        with suppress(RuntimeError):  # a group that is gone has nobody to compare with
+            if (company := company_of(name)) is not None:
+                company.load(what, digest)
+
+
+def _made(name: str, device: str) -> Transport:
+    group = groups.process_group(name)
+    found = _transports.get((name, device))
+    if found is None or found[0]() is not group:
+        found = _transports[name, device] = (weakref.ref(group), (_stand_in or _make)(group, device))
+    return found[1]
+
+
+_transports: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], Transport]] = {}
+
+
+def _make(group: dist.ProcessGroup, device: str) -> Transport:
+    if dist.get_backend(group) == "fake":
+        return Mirror(group)
+    return Gloo(group) if device == "cpu" and "cpu:gloo" in dist.get_backend_config(group) else Native(group)
+
+
+_stand_in: Callable[[dist.ProcessGroup, str], Transport] | None = None
+
+
+@contextmanager
+def carried_by(make: Callable[[dist.ProcessGroup, str], Transport]) -> Iterator[None]:
+    """Puts something else behind the seam, for all groups, inside of the ``with``."""
+    global _stand_in
+    former, there, met = _stand_in, dict(_transports), dict(_companies)
+    _stand_in = make
+    _transports.clear()
+    _companies.clear()
+    try:
+        yield
+    finally:
+        _stand_in = former
+        for known, before in ((_transports, there), (_companies, met)):
+            known.clear()
+            known.update(before)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""Buffers are made, values taken over, and modules handed their new parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from ..runtime import devices
+from ..state import torchao
+from ..state import transformer_engine as te
+from ..state.flat_buffer import FlatBuffer, Ref, UnitState
+from ..state.sharded_dtensor import carry_attributes
+from ..state.sharding_plan import Placement
+from ..state.tp_shards import here
+from . import cross_rank_check
+from .module import hand_over
+from .rollback import Undo
+from .stale_optimizers import FORMER, forget_former, no_former_optimizer
+from .unit_assignment import Claim
+
+
+def device_of(claims: list[Claim], device: torch.device | str | None) -> torch.device:
+    there = {p.device: name for c in claims for p, name in c.names.items() if p.device.type != "meta"}
+    if len(there) > 1:
+        where = ", ".join(f"{name} on {d}" for d, name in there.items())
+        raise ValueError(
+            f"fully_shard: parameters are on different devices ({where}); move the model to one device first"
+        )
+    asked = None if device is None else torch.device(device)
+    chosen = devices.home() if asked is None or asked == devices.accelerator() else asked
+    devices.alone_on(chosen)
+    devices.told_of_environment(chosen.type)
+    return chosen
+
+
+def ignore(param: nn.Parameter, undo: Undo) -> None:
+    if not hasattr(param, "_mfsdp_ignored"):
+        param._mfsdp_ignored = True  # type: ignore[attr-defined]
+        undo.steps.append(lambda: delattr(param, "_mfsdp_ignored"))
+
+
+def move_buffers(module: nn.Module, device: torch.device, undo: Undo) -> None:
+    """Buffers go where parameters go, tied ones once; those on the meta device get theirs with their values."""
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for m in module.modules():
+        for name, buffer in m._buffers.items():
+            if buffer is None or buffer.is_meta or buffer.device == device:
+                continue
+            if buffer not in moved:
+                moved[buffer] = buffer.to(device)
+            m._buffers[name] = moved[buffer]
+            undo.steps.append(partial(m._buffers.__setitem__, name, buffer))
+
+
+def fill(
+    claim: Claim,
+    unit: UnitState,
+    placement: Placement,
+    device: torch.device,
+    reshard: bool,
+    synced: Sequence[str],
+    undo: Undo,
+) -> None:
+    """Makes the unit's buffers; takes values over, parameter by parameter, and frees the originals."""
+    undo.steps.append(lambda: forget_former(unit))
+    for index, draft in enumerate(claim.drafts):
+        buffer = FlatBuffer(
+            unit, draft.layout, placement, draft.precision,
+            trainable=draft.trainable, reshard=reshard, device=device, pieces=draft.pieces,
+        )  # fmt: skip
+        buffer.gradients.before_first = no_former_optimizer
+        unit.buffers.append(buffer)
+        for slot, entry in enumerate(draft.layout.slots):
+            ref = Ref(buffer, slot, entry.offset, entry.shape, unit, index, draft.pieces[slot])
+            _take_over(claim, draft.params.pop(0), ref, synced, undo)
+
+
+def _take_over(claim: Claim, param: nn.Parameter, ref: Ref, synced: Sequence[str], undo: Undo) -> None:
+    buffer, weights, slot = ref.buffer, ref.buffer.weights, ref.slot
+    carry_attributes(param, buffer.params[slot])
+    with torch.no_grad():
+        if param.is_meta:
+            weights.born_on_meta[slot] = param.dtype
+            weights.view(weights.main, slot).fill_(torch.nan)
+        else:
+            mine = te.precise(torchao.bare(here(param)))
+            over = [*synced, *(ref.piece.copied_by if ref.piece else buffer.placement.beside)] if synced else ()
+            weights.keep(slot, cross_rank_check.of_first_rank(mine, over, weights.main.device) if synced else mine)
+    former = undo.former(param, ref)
+    for owner, name in claim.owners.pop(param):
+        hand_over(owner, name, ref, former, undo)
+    del claim.names[param]
+    FORMER[param] = ref

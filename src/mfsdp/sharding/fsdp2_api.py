@@ -1,0 +1,245 @@
+"""FSDP2's spelling: arguments and methods of torch's ``fully_shard``, as ours, or refused with what to say instead."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed.fsdp as fsdp
+
+from ..config.options import MixedPrecisionPolicy, Precision
+
+
+def policy_of(given: Any) -> MixedPrecisionPolicy:
+    """The policy that was given, ours, torch's, or none. Torch's leaves main weights in the model's own dtype, and
+    sends gradients in ``reduce_dtype``; where that is ``None``, before torch 2.15 in ``param_dtype``, from then on in
+    the parameter's own dtype.
+
+    Raises:
+        ValueError: it is neither.
+        NotImplementedError: it has a ``param_dtype_override_fn``.
+    """
+    if given is None:
+        return MixedPrecisionPolicy()
+    if isinstance(given, fsdp.MixedPrecisionPolicy):
+        if getattr(given, "param_dtype_override_fn", None) is not None:
+            raise NotImplementedError(
+                "MixedPrecisionPolicy(param_dtype_override_fn=...) is not supported: call fully_shard with "
+                "an mp_policy of its own on the modules whose parameters compute in another dtype, before the model's"
+            )
+        own = given.reduce_dtype is None and _reduces_in_own_dtype()
+        return (_OwnDtype if own else MixedPrecisionPolicy)(
+            main_params_dtype=None,
+            compute_dtype=given.param_dtype,
+            grad_comm_dtype=given.reduce_dtype or (None if own else given.param_dtype),
+            output_dtype=given.output_dtype,
+            cast_forward_inputs=given.cast_forward_inputs,
+        )
+    if not isinstance(given, MixedPrecisionPolicy):
+        raise ValueError(
+            f"mp_policy={given!r}: give a mfsdp.MixedPrecisionPolicy, or torch.distributed.fsdp.MixedPrecisionPolicy"
+        )
+    return given
+
+
+class _OwnDtype(MixedPrecisionPolicy):
+    """Sends gradients in the dtype that their parameters have."""
+
+    def resolve(self, dtype: torch.dtype, trains: bool = True) -> Precision:
+        return replace(super().resolve(dtype, trains), grad_comm=dtype)
+
+
+def _reduces_in_own_dtype() -> bool:
+    """Whether FSDP2 does so where ``reduce_dtype`` is ``None``: from torch 2.15 on."""
+    major, minor = torch.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 15)
+
+
+def reshards(given: Any) -> None:
+    """Checks ``reshard_after_forward``.
+
+    Raises:
+        ValueError: it is neither ``True``, ``False`` nor ``None``.
+        NotImplementedError: it is a number of ranks.
+    """
+    if given is None or isinstance(given, bool):
+        return
+    if isinstance(given, int):
+        raise NotImplementedError(
+            f"reshard_after_forward={given}: resharding to a smaller group of ranks after forward is not supported; "
+            "choose True, or False to keep the parameters gathered until backward"
+        )
+    raise ValueError(f"reshard_after_forward={given!r}: choose True, False or None")
+
+
+def no_offload(offload_policy: Any, shard_placement_fn: Any) -> None:
+    """Checks two arguments that change nothing here.
+
+    Raises:
+        NotImplementedError: something is to be offloaded, or placed otherwise.
+    """
+    if offload_policy is not None and type(offload_policy) is not fsdp.OffloadPolicy:
+        raise NotImplementedError(
+            f"offload_policy={type(offload_policy).__name__}: offloading is not supported; strategy 3 shards "
+            "parameters, gradients and optimizer state, on the device that `device` says"
+        )
+    if shard_placement_fn is not None:
+        raise NotImplementedError(
+            "shard_placement_fn: which rows a rank holds is the layout's to choose; parameters are cut into whole rows"
+        )
+
+
+class Unsharding:
+    """What ``unshard(async_op=True)`` gives: the parameters are there already."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+class Spelling:
+    """Methods of FSDP2's ``FSDPModule`` that ask for what is always so, or for what is said elsewhere here."""
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Nothing to do: every backward finishes its reductions."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Nothing to do: compiled backward gathers what it reads, and nothing else."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Nothing to do: reductions are sums, always."""
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Nothing to do: what is gathered lies in static buffers, whose addresses stay (option ``pool``)."""
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """``False`` is always so.
+
+        Raises:
+            NotImplementedError: ``True``.
+        """
+        if enabled:
+            _instead("set_manual_backward_finalization(True)", "every backward finishes its reductions by itself")
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """``True`` is always so.
+
+        Raises:
+            NotImplementedError: ``False``.
+        """
+        if not reshard_after_backward:
+            _instead(
+                "set_reshard_after_backward(False)",
+                "to gather once per optimizer step, shard with strategy='optim_grads'",
+            )
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """``True`` is always so.
+
+        Raises:
+            NotImplementedError: ``False``.
+        """
+        if not enable:
+            _instead("set_separate_reduce_scatter_group(False)", "reductions have a process group of their own, always")
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """What a unit's parameters did not get is sent as zeros, always.
+
+        Raises:
+            NotImplementedError: ``True``, since units that a rank does not use at all are not served.
+        """
+        if reduce_scatter_unused_params:
+            _instead(
+                "set_reduce_scatter_unused_params(True)",
+                "missing gradients of a unit that a rank uses are zeros already; every rank has to use every unit",
+            )
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """``False`` is always so.
+
+        Raises:
+            NotImplementedError: ``True``.
+        """
+        if enable:
+            _instead("set_allocate_memory_from_process_group_for_comm", "buffers are allocated as tensors")
+
+
+def _instead(method: str, words: str) -> NoReturn:
+    raise NotImplementedError(f"{method} is not supported: {words}")
+
+
+_PREFETCH = "the compiler prefetches; torch.compile(..., options={'prefetch': n}) says how far"
+_PASS = "a pass can replace collectives; see mfsdp.passes"
+_ELSEWHERE = {
+    "set_modules_to_forward_prefetch": _PREFETCH,
+    "set_modules_to_backward_prefetch": _PREFETCH,
+    "set_reduce_scatter_max_input_buffers": "torch.compile(..., options={'reduce_lag': n}) says how many are in flight",
+    "finalize_backward": "every backward finishes its reductions by itself; mfsdp.no_sync holds them back",
+    "set_all_reduce_hook": "hooks on parameters, param.register_hook(hook), see the reduced gradient",
+    "set_post_optim_event": "programs wait for what the current stream was given before, the optimizer's step included",
+    "set_custom_all_gather": _PASS,
+    "set_custom_reduce_scatter": _PASS,
+    "set_symm_mem_for_comm": "buffers are allocated as tensors",
+}
+"""Methods that have no meaning here, and what to do instead."""
+
+
+def _refusal(name: str, words: str) -> Callable[..., NoReturn]:
+    def method(self: object, *args: object, **kwargs: object) -> NoReturn:
+        _instead(name, words)
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = f"Raises NotImplementedError: {words}."
+    return method
+
+
+for _name, _words in _ELSEWHERE.items():
+    setattr(Spelling, _name, _refusal(_name, _words))
+
+
+# What enters a unit's forward, and what leaves it
+
+
+def with_casts(
+    forward: Callable[..., Any], entering: torch.dtype | None, leaving: torch.dtype | None
+) -> Callable[..., Any]:
+    """The forward, with floating-point tensors among its arguments, and in its result, cast to dtypes; ``None``: not.
+
+    Containers are walked and, where something in them was cast, made anew: tuples, lists, dicts, dataclasses.
+    """
+    if entering is None and leaving is None:
+        return forward
+
+    def cast(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if entering is not None:
+            args, kwargs = cast_floats(args, entering), cast_floats(kwargs, entering)
+        out = forward(self, *args, **kwargs)
+        return out if leaving is None else cast_floats(out, leaving)
+
+    return cast
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """The value, with tensors of 16, 32 and 64 bit floats as ``dtype``; the same object where nothing changes."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.dtype in _CAST and value.dtype != dtype else value
+    if isinstance(value, (tuple, list)):
+        items = [cast_floats(x, dtype) for x in value]
+        if all(a is b for a, b in zip(items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if value is None:  # Dynamo 2.11 cannot ask a constant whether it is a dataclass
+        return value
+    record = is_dataclass(value) and not isinstance(value, type)
+    if not record and type(value) not in (dict, OrderedDict):
+        return value
+    old = value if isinstance(value, dict) else {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+    new = {k: cast_floats(x, dtype) for k, x in old.items()}
+    if all(new[k] is old[k] for k in new):
+        return value
+    return type(value)(**new) if record else type(value)(new)
+
+
+_CAST = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

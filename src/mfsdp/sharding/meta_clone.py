@@ -1,0 +1,141 @@
+"""A model as it was before it was sharded, for tracing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..runtime import groups
+from ..state import torchao
+from ..state import transformer_engine as te
+from ..state.flat_buffer import UnitState, refs
+from ..state.sharded_dtensor import carry_attributes
+from .module import FSDPModule
+from .parallel import piece_of
+
+
+@dataclass
+class Blueprint:
+    """A model on the meta device as it was before it was sharded, if it was; and how it was."""
+
+    model: nn.Module
+    calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any], list[Any]]]
+    """Which of its modules were given to :func:`fully_shard`, with which arguments, over which ranks ([shard] or
+    [outer, shard]), in order."""
+    twins: dict[int, Any]
+    """What has become of tensors, by ``id``."""
+
+
+def blueprint(model: nn.Module) -> Blueprint:
+    """The plan of a model, which is not changed; parameters require gradients as when they were sharded.
+
+    Raises:
+        ValueError: the model holds something that cannot be copied, or is a part of a unit of several modules.
+    """
+    memo: dict[int, Any] = {}
+    inside = {id(m._parameters) for m in model.modules()}
+    members: dict[UnitState, list[int]] = {}
+    for number, m in enumerate(model.modules()):
+        if isinstance(m, FSDPModule):
+            unit = m._mfsdp_unit
+            members.setdefault(unit, []).append(number)
+            if any(id(params) not in inside for b in unit.buffers for params, _ in b.places.values()):
+                raise ValueError(
+                    f"mfsdp: {type(m).__name__} is one unit with other modules ({unit.fqn!r}), and cannot be traced "
+                    "without them: trace a module around all of them"
+                )
+    for m in model.modules():
+        if "_mfsdp_unit" in m.__dict__:
+            memo[id(m.__dict__["_mfsdp_unit"])] = None
+        if refs(m):
+            memo[id(refs(m))] = {}
+        for ref in refs(m).values():
+            param = ref.buffer.params[ref.slot]
+            if id(param) not in memo:
+                own = ref.unit.policy.compute_dtype is None
+                kind = ref.buffer.precision.compute if own else ref.buffer.precision.main
+                value = torch.empty(ref.shape, dtype=kind, device="meta")
+                twin = nn.Parameter(ref.piece.found(value) if ref.piece else value, ref.buffer.born_trainable)
+                carry_attributes(param, twin)
+                if ref.piece is not None and ref.piece.plain:
+                    twin._mfsdp_piece = ref.piece  # type: ignore[attr-defined]
+                memo[id(param)] = twin
+        pieces = {
+            id(p): piece_of(name, p, m, None)
+            for name, p in m._parameters.items()
+            if p is not None and not p.is_meta and name not in refs(m)
+        }
+        kept = [t for t in m.__dict__.values() if isinstance(t, torch.Tensor)]
+        for tensor in [*m._parameters.values(), *m._buffers.values(), *kept]:
+            if tensor is not None and id(tensor) not in memo:
+                plain: torch.Tensor = (
+                    torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                    if te.quantised(tensor) or torchao.wrapped(tensor)
+                    else tensor.detach().to("meta")
+                )
+                if isinstance(tensor, nn.Parameter):
+                    plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
+                made_of = te.inner(tensor) | torchao.inner(tensor)
+                plain.__dict__.update({k: v for k, v in tensor.__dict__.items() if k not in made_of})
+                piece = pieces.get(id(tensor))
+                if piece is not None and piece.plain:
+                    plain._mfsdp_piece = piece  # type: ignore[attr-defined]
+                memo[id(tensor)] = plain
+    twins = dict(memo)
+    try:
+        with groups.shared_by_copies():
+            out = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"mfsdp: {type(model).__name__} cannot be copied to be traced: {error}") from error
+    modules = list(out.modules())
+    for m in modules:
+        if "forward" in m.__dict__:
+            m.__dict__["forward"] = _rebound(m.__dict__["forward"], memo)
+    calls = []
+    for numbers in members.values():
+        given = [modules[number] for number in numbers]
+        calls += [(call, given) for m in given if (call := m.__dict__.pop("_mfsdp_call", None))]
+    for m in modules:
+        if "_mfsdp_unit" in m.__dict__:
+            m.__class__ = type(m).__bases__[-1]
+            for name in ("_mfsdp_unit", "_mfsdp_refs"):
+                m.__dict__.pop(name, None)
+    calls.sort(key=lambda made: made[0][0])
+    made = [(given if len(given) > 1 else given[0], call, grid) for (_, call, grid), given in calls]
+    return Blueprint(out, made, twins)
+
+
+def _rebound(value: Any, memo: dict[int, Any]) -> Any:
+    """What somebody has put in place of a module's forward, with copies of the modules that it holds on to."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, _rebound(value.__self__, memo))
+    if isinstance(value, functools.partial):
+        words = {k: _rebound(v, memo) for k, v in value.keywords.items()}
+        return functools.partial(_rebound(value.func, memo), *(_rebound(a, memo) for a in value.args), **words)
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        cells = tuple(types.CellType() for _ in value.__closure__)
+        out = types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, cells)
+        out.__kwdefaults__, out.__module__ = value.__kwdefaults__, value.__module__
+        out.__qualname__ = value.__qualname__
+        out.__dict__.update(value.__dict__)
+        memo[id(value)] = out
+        for cell, theirs in zip(cells, value.__closure__, strict=True):
+            with suppress(ValueError):  # an empty one
+                cell.cell_contents = _rebound(theirs.cell_contents, memo)
+        return out
+    if callable(value) and not isinstance(value, (type, nn.Module)) and hasattr(value, "__dict__"):
+        memo[id(value)] = value
+        changed = {k: _rebound(v, memo) for k, v in vars(value).items()}
+        if any(changed[k] is not v for k, v in vars(value).items()):
+            memo[id(value)] = out = copy.copy(value)
+            vars(out).update(changed)
+    return memo.get(id(value), value)

@@ -1,0 +1,194 @@
+"""What forward writes to a sharded parameter is refused: the next gather would bring the old value back.
+
+A gathered parameter lasts as long as one program, or one forward. Writing back what ranks have made of theirs has no
+meaning either: each has seen other data (``max_norm`` renormalises the rows that a batch has asked for). So whoever
+writes is told so by name: `nn.Embedding(max_norm=)` when the model is sharded, a traced model when it is compiled,
+plain Python when the forward ends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx, nn
+
+from ..config.own_source import ours
+from ..ir import ops
+from ..runtime import buffer_registry
+from ..state.flat_buffer import FlatBuffer
+
+
+def refuse_renormalising(module: nn.Module, fqn: str) -> None:
+    """Refuses a module whose forward is known to write to its weight, given the weight's name.
+
+    Raises:
+        ValueError: ``nn.Embedding`` or ``nn.EmbeddingBag`` with ``max_norm``.
+    """
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+        raise ValueError(
+            f"fully_shard: {type(module).__name__}(max_norm={module.max_norm:g}) writes to its parameter {fqn} in "
+            "forward, which would be lost: gathered parameters do not outlive it. Renormalise outside of forward, "
+            "under torch.no_grad(), or pass the parameter in ignored_params (each rank then renormalises the rows of "
+            "its own batch)."
+        )
+
+
+def refuse(buffer: FlatBuffer, slot: int, place: str) -> RuntimeError:
+    """The error for a parameter that forward has written to."""
+    return RuntimeError(
+        f"mfsdp: forward writes to the parameter {buffer.layout.slots[slot].name} of unit {buffer.unit.fqn!r} "
+        f"({place}). It is sharded: the next forward gathers it anew, and what was written is lost. Write to it "
+        "outside of forward, under torch.no_grad(), make it a buffer (register_buffer), or pass it in ignored_params."
+    )
+
+
+# Compiled
+
+
+def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    """Looks for writes in what Dynamo traced; later, functionalisation drops them without a word.
+
+    Args:
+        gm: Dynamo's graph. Dynamo has run it on the fake tensors in ``meta["example_value"]``: their versions count
+            writes, and views share storage with what they are views of.
+        inputs: its inputs, real tensors.
+
+    Raises:
+        RuntimeError: naming the parameter, its unit and the line.
+    """
+    buffers: dict[int, FlatBuffer] = {}
+    for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        buffer = buffer_registry.owner(tensor) if isinstance(tensor, torch.Tensor) else None
+        if buffer is not None:
+            buffers[_storage(node)] = buffer
+    bodies = [m for m in gm.modules() if isinstance(m, fx.GraphModule)] if buffers else []
+    for body in bodies:
+        for marker in body.graph.find_nodes(op="call_function", target=ops.param):
+            writer = _writer(marker)
+            if writer is not None:
+                buffer, offset = buffers[_storage(marker.args[0])], marker.args[1]
+                slot = next(i for i, s in enumerate(buffer.layout.slots) if s.offset == offset and s.numel)
+                raise refuse(buffer, slot, _line(writer) or _line(marker))
+
+
+def _writer(marker: fx.Node) -> fx.Node | None:
+    """The node that writes to what a marker gives, or to a view of it; the marker, if it cannot be told which."""
+    family = [marker]
+    for node in family:
+        family += [u for u in node.users if u not in family and _storage(u) == _storage(marker)]
+    readers = sorted({(user, node) for node in family for user in node.users})
+    uncounted = [user for user, node in readers if _declared(user, node)]
+    if not uncounted and not any(_version(n) for n in family):
+        return None
+    named = [user for user, _ in readers if _IN_PLACE.fullmatch(_name(user)) or "out" in user.kwargs]
+    return min([*uncounted, *named], default=marker)
+
+
+def _declared(node: fx.Node, arg: fx.Node) -> bool:
+    """Whether an operator says that it writes to an argument, in its schema, or by its name if it is one of foreach:
+    versions do not count what these do to fake tensors.
+    """
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None:
+        given = {a.name: v for a, v in zip(schema.arguments, node.args, strict=False)} | dict(node.kwargs)
+        written = [given.get(a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    else:
+        written = [node.args[0]] if re.fullmatch(r"_foreach_.*[^_]_", _name(node)) else []
+    return any(v is arg or (isinstance(v, (list, tuple)) and arg in v) for v in written)
+
+
+_IN_PLACE = re.compile(
+    r"(?!(?:and|or|not|is)_$)[^_].*[^_]_|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)"
+)
+"""Names of operators that write, by torch's convention and Python's, whose ``and_`` is `&`."""
+
+
+def writes_to(node: fx.Node, arg: fx.Node) -> bool:
+    """Whether an operator of Dynamo's writes to an argument, by its schema or its name."""
+    named = _IN_PLACE.fullmatch(_name(node)) is not None and bool(node.args) and node.args[0] is arg
+    return named or _declared(node, arg) or node.kwargs.get("out") is arg
+
+
+def written(node: fx.Node) -> bool:
+    """Whether a value is written to in a graph of Dynamo's, itself or a view of it."""
+    return bool(_version(node)) or any(writes_to(user, node) for user in node.users)
+
+
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _version(node: fx.Node) -> int:
+    value = node.meta.get("example_value")
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
+
+
+def _storage(node: Any) -> int:
+    """Identity of the storage that a node's fake tensor has; 0 for none."""
+    return storage(node.meta.get("example_value")) if isinstance(node, fx.Node) else 0
+
+
+def storage(value: Any) -> int:
+    """Identity of a tensor's storage, fake or not; 0 for none."""
+    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return int(value.untyped_storage()._cdata) if strided else 0
+
+
+def _line(node: fx.Node) -> str:
+    """Where the user's code is that a node comes from."""
+    frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    mine = [f"{file}:{line}" for file, line in frames if not ours(file) and "/torch/" not in file]
+    return mine[-1] if mine else ""
+
+
+# Plain Python
+
+
+class Watch:
+    """What the parameters of a gathered buffer were when forward got them.
+
+    Versions count writes through a tensor and its views. Those through ``.data`` they do not count: for these the
+    values are looked at, in a buffer's first forward with gradients and its first without, unless somebody has written
+    to the shards meanwhile, as one may.
+    """
+
+    def __init__(self, buffer: FlatBuffer, params: Sequence[torch.Tensor]):
+        looked = _looked.setdefault(buffer, set())
+        self.look = torch.is_grad_enabled() not in looked
+        looked.add(torch.is_grad_enabled())
+        self.buffer, self.params, self.version = buffer, params, buffer.weights.main._version
+        if not buffer.spec.kept:
+            buffer.weights.stale = False  # nobody else asks, there: tells of what DTensors write
+        self.before = [self._state(p) for p in params]
+
+    def _state(self, param: torch.Tensor) -> tuple[int, int, int]:
+        version = 0 if param.is_inference() else param._version
+        return version, param.data_ptr(), _fingerprint(param) if self.look else 0
+
+    def written(self) -> int | None:
+        """The first parameter that has been written to since, by slot."""
+        main, spec = self.buffer.weights.main, self.buffer.spec
+        if self.look and not spec.kept and (self.buffer.weights.stale or main._version != self.version):
+            self.look, self.before = False, [(version, place, 0) for version, place, _ in self.before]
+        states = zip(self.params, self.before, strict=True)
+        return next((slot for slot, (p, before) in enumerate(states) if self._state(p) != before), None)
+
+
+_looked: WeakKeyDictionary[FlatBuffer, set[bool]] = WeakKeyDictionary()
+"""Whether values have been looked at, with gradients and without."""
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _fingerprint(tensor: torch.Tensor, step: int = 2**20) -> int:
+    """A number that changes when an element does, or when two change places."""
+    if not tensor.numel():
+        return 0
+    bits = tensor.detach().view(_INTEGERS[tensor.dtype.itemsize]).flatten()
+    weights = torch.arange(1, 2 * min(step, bits.numel()), 2, device=bits.device)
+    sums = [(part * weights[: part.numel()]).sum() for part in bits.split(step)]
+    return hash(tuple(torch.stack(sums).tolist()))

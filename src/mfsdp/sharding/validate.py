@@ -1,0 +1,164 @@
+"""What `fully_shard` takes in: dense parameters of modules at rest. The rest is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.options import MixedPrecisionPolicy
+from ..state import torchao
+from ..state import transformer_engine as te
+from ..state.flat_buffer import UnitState, refs
+from ..state.sharded_parameter import ShardedParameter
+from ..state.tp_shards import here
+from .parallel import is_sum
+
+
+def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
+    """Refuses a parameter that cannot be cut into rows of a flat buffer.
+
+    Raises:
+        ValueError: it is not floating point, has no shape yet, is not strided, is another model's shard, or has a
+            gradient or hooks, which would be lost.
+        NotImplementedError: it is a tensor subclass (TransformerEngine's quantised ones are not meant, `wide_enough`),
+            has sparse gradients, or late ones, or is a piece that does not say of what yet.
+    """
+    _plain(fqn, param)
+    if param.grad is not None:
+        raise ValueError(
+            f"fully_shard: parameter {fqn} has a gradient, which would be lost; call zero_grad() of the model first"
+        )
+    if _hooked(param):
+        raise ValueError(
+            f"fully_shard: parameter {fqn} has hooks, which would be lost; register them after fully_shard, on the "
+            "parameters that the model has then"
+        )
+    if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse and param.requires_grad:
+        raise NotImplementedError(
+            f"fully_shard: {fqn} belongs to {type(owner).__name__}(sparse=True); gradients of sharded parameters are "
+            "dense. Set sparse=False on the module, or pass the parameter in ignored_params"
+        )
+    if te.shards_itself(owner):
+        raise ValueError(
+            f"fully_shard: {fqn} belongs to a {type(owner).__name__} that prepare_te_modules_for_fsdp has prepared for "
+            "torch's first FSDP; leave out that call"
+        )
+    if param.is_meta and te.unplaced(owner) > 1:
+        raise NotImplementedError(
+            f"fully_shard: parameter {fqn} is a piece over {te.unplaced(owner)} ranks of tensor parallelism, which "
+            f"{type(owner).__name__} says of it when it has values only, and it is on the meta device: build the model "
+            "where it will run"
+        )
+    later = getattr(owner, "need_backward_dw", None)  # TransformerEngine's protocol
+    if param.requires_grad and callable(later) and later():
+        raise NotImplementedError(
+            f"fully_shard: the gradient of {fqn} comes by {type(owner).__name__}.backward_dw(), after backward, where "
+            "its unit has been reduced without it. Make the module with delay_wgrad_compute=False (the pass `fill` has "
+            "weights' gradients computed while exchanges travel), or pass the parameter in ignored_params"
+        )
+
+
+def _plain(fqn: str, param: nn.Parameter) -> None:
+    if isinstance(param, ShardedParameter):
+        raise ValueError(
+            f"fully_shard: parameter {fqn} is a shard of unit {_unit_of(param)!r}, hung into a module that is not "
+            "sharded; tie weights before sharding and shard both modules in one call, fully_shard(root, units=[...])"
+        )
+    if nn.parameter.is_lazy(param):
+        raise ValueError(
+            f"fully_shard: parameter {fqn} has no shape yet ({type(param).__name__}); run one forward of the lazy "
+            "module first, on every rank"
+        )
+    local = here(param)
+    if te.grouped(local):
+        raise NotImplementedError(
+            f"fully_shard: parameter {fqn} is a {type(local).__name__} {list(param.shape)}, matrices of several "
+            "experts in one, which its module would not take back as a plain tensor. Make the module with "
+            "single_grouped_weight=False, single_grouped_bias=False (unset NVTE_GROUPED_LINEAR_SINGLE_PARAM)"
+        )
+    if te.quantised(param) or torchao.wrapped(param):
+        return
+    if not _trivial(type(param)) and not _fake(local) and (local is param or type(local) is not torch.Tensor):
+        raise NotImplementedError(
+            f"fully_shard: parameter {fqn} is a {type(param).__name__}, a tensor subclass, of which the flat buffer "
+            "would keep one plain tensor. Shard the model before its weights are converted, or pass the parameter in "
+            "ignored_params"
+        )
+    if not param.is_floating_point():
+        raise ValueError(
+            f"fully_shard: parameter {fqn} is {param.dtype}; only floating-point parameters can be sharded. "
+            "Pass it in ignored_params, or make it a buffer."
+        )
+    if param.layout is not torch.strided:
+        raise ValueError(
+            f"fully_shard: parameter {fqn} has layout {param.layout}; only strided parameters can be sharded. Call "
+            ".to_dense(), or pass it in ignored_params"
+        )
+
+
+def wide_enough(fqn: str, param: torch.Tensor, policy: MixedPrecisionPolicy) -> None:
+    """Refuses to keep main weights of a quantised parameter in its nominal dtype: a step's updates would be lost in it.
+
+    Raises:
+        ValueError: the policy asks for that.
+    """
+    if policy.main_params_dtype is None and te.quantised(param):
+        raise ValueError(
+            f"fully_shard: parameter {fqn} is a {type(param).__name__}, and main_params_dtype=None would keep its main "
+            f"weights in {param.dtype}, which it has in name only. Give mfsdp.MixedPrecisionPolicy(main_params_dtype="
+            "torch.float32), the default, or build the model without quantized_model_init"
+        )
+
+
+def _trivial(kind: Any) -> bool:
+    """Whether tensors of the class behave as ``nn.Parameter``."""
+    return bool(
+        nn.Parameter in kind.__mro__
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+        and kind.__torch_function__ is nn.Parameter.__torch_function__
+    )
+
+
+def _fake(param: torch.Tensor) -> bool:
+    """Whether it stands for a plain tensor. Private in torch (``FakeTensor``); tried on 2.11 to 2.15."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(param, FakeTensor)
+
+
+def _hooked(param: torch.Tensor) -> bool:
+    """Whether somebody has registered a hook. Private in torch (two attributes); tried on 2.11 to 2.15."""
+    hooks = [param._backward_hooks, param._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
+    return any(not is_sum(hook) for found in hooks if found for hook in found.values())
+
+
+def _unit_of(param: ShardedParameter) -> str:
+    unit = getattr(param._mfsdp_owner, "unit", None)
+    return unit.fqn if isinstance(unit, UnitState) else "?"
+
+
+# Modules that were sharded before
+
+
+def at_rest(module: nn.Module) -> None:
+    """Refuses to wrap while a unit below is gathered or has gradients (law 27).
+
+    Raises:
+        ValueError: names the unit, and says what to call.
+    """
+    below = {r.unit: None for m in module.modules() for r in refs(m).values()}
+    for unit in below:
+        if any(b.weights.summoned is not None for b in unit.buffers):
+            raise ValueError(f"fully_shard: unit {unit.fqn!r} is summoned; leave mfsdp.summon_full_params first")
+        if unit.open or unit.kept or unit.full:
+            raise ValueError(
+                f"fully_shard: unit {unit.fqn!r} is gathered; call reshard() on it, or leave mfsdp.unsharded or the "
+                "forward that is running, first"
+            )
+        if any(b.gradients.flat is not None or b.gradients.waits for b in unit.buffers):
+            raise ValueError(
+                f"fully_shard: unit {unit.fqn!r} has gradients; wrap before the first backward, or after "
+                "module.zero_grad()"
+            )

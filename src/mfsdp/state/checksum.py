@@ -1,0 +1,92 @@
+"""A number of a model's weights, to compare runs, replicas and checkpoints by."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, overload
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..runtime import execution, sync_collectives
+from ..runtime.checksums import checksum as of_box
+from .parameter_names import original
+from .shard_spec import Sharding
+from .sharded_dtensor import ShardedDTensor
+from .tp_shards import Piece, here
+
+
+@overload
+def checksum(model: nn.Module, *, each: Literal[False] = False) -> int: ...
+
+
+@overload
+def checksum(model: nn.Module, *, each: Literal[True]) -> dict[str, int]: ...
+
+
+@torch.no_grad()
+def checksum(model: nn.Module, *, each: bool = False) -> int | dict[str, int]:
+    """A number of all weights of a model: another one if any bit of any of them is another, or in another place. The
+    same for any number of ranks, strategy and layout, sharded or not, compiled or not: it is a sum of integers over
+    elements, each mixed with its place. All ranks must call it.
+
+    Every replica adds up what it holds itself (HSDP, ``no_shard``, tensor parallelism's copies), so one that has
+    drifted has another number than the others. Main weights count, in their own dtype: weights of another dtype are
+    other weights. Buffers do not count.
+
+    Costs a pass over the weights, one small collective per group of ranks that cut them, and a wait for the device.
+
+    Args:
+        model: sharded or not, or sharded in parts.
+        each: whether to give the number of every parameter.
+
+    Returns:
+        64 bits, not negative; of all weights, with their names; or by name.
+    """
+    found = {original(name): param for name, param in model.named_parameters()}
+    totals: dict[str, torch.Tensor] = {}
+    over: dict[tuple[str, ...], list[str]] = {}
+    for name, param in found.items():
+        totals[name], groups = _here(param)
+        over.setdefault(groups, []).append(name)
+    for groups, names in over.items():
+        if groups:
+            with execution.announced(f"checksum of {len(names)} parameters", *groups):
+                together = torch.stack([totals[name] for name in names])
+                for group in groups:
+                    together = sync_collectives.reduced(together, "sum", group)
+            totals |= zip(names, together.unbind(), strict=True)
+    numbers = {name: int(total) % 2**64 for name, total in totals.items()}
+    return numbers if each else sum(_named(name, number) for name, number in numbers.items()) % 2**64
+
+
+def _here(param: torch.Tensor) -> tuple[torch.Tensor, tuple[str, ...]]:
+    """What this rank's part of a parameter adds to its number, and the groups whose ranks have the rest."""
+    local = here(param)
+    if isinstance(param, ShardedDTensor):
+        sharding: Sharding = param.sharding
+        parts = [(param.chunk_at(there), there) for there, _, _ in sharding.boxes()]
+        groups, shape = sharding.over, sharding.shape
+    elif isinstance(param, DTensor):
+        piece = Piece.of(param)
+        boxes = piece.boxes((0,) * len(piece.local), piece.local)
+        parts = [(_cut(local, at, sizes), there) for there, at, sizes in boxes]
+        groups, shape = piece.cut_by, piece.shape
+    else:
+        parts, groups, shape = [(local, (0,) * local.dim())], (), tuple(local.shape)
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    for part, there in parts:
+        total += of_box(part, there, shape)
+    return total, groups
+
+
+def _cut(local: torch.Tensor, at: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+    for dim, (start, n) in enumerate(zip(at, sizes, strict=True)):
+        local = local.narrow(dim, start, n)
+    return local
+
+
+def _named(name: str, number: int) -> int:
+    """A number of a parameter and its name."""
+    return int.from_bytes(hashlib.sha256(f"{name} {number}".encode()).digest()[:8])

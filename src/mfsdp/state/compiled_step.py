@@ -1,0 +1,393 @@
+"""The step of a flat optimizer, compiled: one call of a compiled graph for each run.
+
+What the optimizer does to one flat tensor is recorded (`recorded`) and compiled by Inductor, without Dynamo, whose
+guards would take longer than the step of a small run. Runs of one kind share a graph, whatever their lengths: compile
+time does not grow with depth, nor with the number of sizes. Numbers are inputs: a scheduler compiles nothing anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx, optim
+from torch._guards import TracingContext, tracing
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim import Optimizer
+
+from .step_tracer import SETTINGS, Grows, Recording, is_counter, is_setting, record, settings
+from .symbolic_numbers import CannotRecord
+
+log = logging.getLogger("mfsdp")
+
+KNOWN = {
+    optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop,
+    optim.Rprop, optim.SGD,
+}  # fmt: skip
+"""Optimizers whose steps read and write nothing but weights, gradients, state and the settings of groups."""
+
+MANY = 16
+"""How many recordings of one kind there may be, for numbers by which the optimizer's Python decides."""
+
+_SIZES = (2, 1 << 16, 1 << 31)
+"""Lengths from which on graphs are made anew: one element is no dimension to a compiler, few are not worth threads,
+many take wider indices."""
+
+
+class Run(Protocol):
+    """What is stepped."""
+
+    flat: torch.nn.Parameter
+    group: int
+    cast: torch.Tensor | None
+    plan: Any
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The settings of a parameter group in this step."""
+
+    static: Any
+    """What graphs are made for; one object as long as it is the same."""
+    numbers: tuple[float, ...]
+    given: list[torch.Tensor]
+    """Those on devices."""
+
+
+@dataclass(eq=False)
+class _Plan:
+    """How a run is called, as long as it has these state tensors."""
+
+    static: Any
+    tail: torch.dtype | None
+    """Of the cast that is written along."""
+    graphs: list[_Graph]
+    """Of its kind."""
+    weights: torch.Tensor
+    length: int
+    mine: dict[str, Any]
+    """Its state."""
+    rest: list[tuple[str, Any]]
+    """All of that but counters."""
+    tensors: list[torch.Tensor]
+    counters: list[str]
+
+    def fits(self, static: Any) -> bool:
+        if self.static is not static or len(self.mine) != len(self.rest) + len(self.counters):
+            return False
+        for key, value in self.rest:
+            if self.mine.get(key) is not value:
+                return False
+        return all(is_counter(self.mine.get(key)) for key in self.counters)
+
+
+@dataclass(eq=False)
+class _Graph:
+    """A recording, compiled."""
+
+    recording: Recording
+    call: Callable[[list[Any]], Any]
+    only: int | None
+    """The only length that it is good for, if Inductor has made it for one."""
+
+    _last: tuple[float, ...] | None = None
+    """The numbers that it was good for last."""
+
+    def holds(self, values: tuple[float, ...]) -> bool:
+        if values == self._last:
+            return True
+        if not self.recording.holds(*values):
+            return False
+        self._last = values
+        return True
+
+    def numbers(self, values: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, tuple[float, ...]]:
+        """What it reads, and what is in the counters behind the step."""
+        found, count = self.recording.numbers(*values), self.recording.count
+        return torch.tensor(found[:count], dtype=torch.float64, device=device), found[count:]
+
+
+class Steps:
+    """The steps of one optimizer.
+
+    Args:
+        optimizer, base: it, and the class whose step it takes.
+        decoupled: whether it reads ``.decoupled_grad``.
+
+    Raises:
+        NotImplementedError: its step cannot be compiled; the message says why.
+    """
+
+    def __init__(self, optimizer: Optimizer, base: Any, decoupled: bool):
+        self.base, self.decoupled = base, decoupled
+        self._plainly = unhooked(base)
+        self._graphs: dict[Any, list[_Graph]] = {}
+        self._own: set[Any] = set()
+        """What the optimizer has to step itself: kinds and numbers."""
+        self._statics: dict[int, Any] = {}
+        for group in optimizer.param_groups:
+            self._try(optimizer, group)
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        runs: Sequence[Run],
+        state: Mapping[Any, Any],
+        others: Sequence[list[torch.Tensor]],
+        casts: AbstractContextManager[list[Any]],
+        behind: Callable[[Any], None] | None = None,
+    ) -> None:
+        """Takes one step; hooks run once.
+
+        Args:
+            optimizer: its groups hold the weights of runs, which have gradients, and others.
+            runs: what is stepped compiled; the optimizer itself steps those whose state is not there yet.
+            state: of all of them.
+            others: what the optimizer steps itself, by group.
+            casts: around what is compiled; is told which runs are not.
+            behind: called for each run that was stepped compiled.
+        """
+
+        def step(optimizer: Optimizer) -> None:
+            with casts as left:
+                left += self._take(optimizer, runs, state, behind)
+            if not left and not any(others):
+                return
+            every = [group["params"] for group in optimizer.param_groups]
+            for number, group in enumerate(optimizer.param_groups):
+                group["params"] = others[number] + [run.flat for run in left if run.group == number]
+            self._plainly(optimizer)
+            for group, params in zip(optimizer.param_groups, every, strict=True):  # as hooks behind it see them
+                group["params"] = params
+
+        Optimizer.profile_hook_step(step)(optimizer)
+
+    def _take(
+        self, optimizer: Any, runs: Sequence[Run], state: Mapping[Any, Any], behind: Callable[[Any], None] | None
+    ) -> list[Run]:
+        """Steps the runs that can be; gives the others. What has to be compiled is, before any is stepped."""
+        groups = [self._group(optimizer, number) for number in range(len(optimizer.param_groups))]
+        ready, left = [], []
+        for run in runs:
+            call = self._ready(optimizer, run, groups[run.group], state)
+            if call is None:
+                run.plan = None  # the optimizer itself may make new state
+                left.append(run)
+            else:
+                ready.append(call)
+        scale, found = (vars(optimizer).get(name) for name in ("grad_scale", "found_inf"))  # from GradScaler, if fused
+        if found is not None and float(found):
+            return left
+        if scale is not None and ready:
+            torch._foreach_mul_([gradient for *_, gradient in ready], 1.0 / float(scale))
+        known: dict[Any, tuple[torch.Tensor, Sequence[float]]] = {}
+        for run, plan, graph, values, gradient in ready:
+            if (graph, values) not in known:
+                known[graph, values] = graph.numbers(values, gradient.device)
+            numbers, news = known[graph, values]
+            tail = [] if run.cast is None else [run.cast]
+            graph.call([plan.length, numbers, plan.weights, gradient, *plan.tensors, *groups[run.group].given, *tail])
+            for name, new in zip(plan.counters, news):
+                old = plan.mine[name]
+                if isinstance(old, torch.Tensor):
+                    old.fill_(new)
+                else:
+                    plan.mine[name] = type(old)(new)
+            if behind is not None:
+                torch.autograd.graph.increment_version(run.flat)
+                behind(run)
+        if behind is None:
+            torch.autograd.graph.increment_version([run.flat for run, *_ in ready])  # Inductor's code does not
+        return left
+
+    def _group(self, optimizer: Any, number: int) -> _Group:
+        group = optimizer.param_groups[number]
+        simple = (bool, int, float, str, type(None))
+        static = (
+            tuple((k, *_static(v)) for k, v in group.items() if k not in SETTINGS),
+            tuple((k, v) for k, v in vars(optimizer).items() if type(v) in simple and not k.startswith("_")),
+        )
+        if self._statics.get(number) != static:
+            self._statics[number] = static
+        given = [v for v in group.values() if isinstance(v, torch.Tensor) and not is_counter(v)]
+        return _Group(self._statics[number], tuple(settings(group)[1]), given)
+
+    def _ready(self, optimizer: Any, run: Run, group: _Group, state: Mapping[Any, Any]) -> Any:
+        """What a run is called with; compiled, if nothing like it has been. ``None``: the optimizer steps it itself."""
+        gradient = getattr(run.flat, "decoupled_grad", None) if self.decoupled else run.flat.grad
+        if gradient is None:
+            return None
+        plan: _Plan | None = run.plan
+        tail = None if run.cast is None else run.cast.dtype
+        if plan is None or plan.tail is not tail or not plan.fits(group.static):
+            plan = run.plan = self._planned(group.static, tail, run.flat.detach(), gradient, state.get(run.flat, {}))
+        mine = plan.mine
+        values = group.numbers + tuple([float(mine[k]) for k in plan.counters])
+        for graph in plan.graphs:
+            if (graph.only is None or graph.only == plan.length) and graph.holds(values):
+                return run, plan, graph, values, gradient
+        made = self._made(optimizer, optimizer.param_groups[run.group], plan, values, gradient)
+        return None if made is None else (run, plan, made, values, gradient)
+
+    def _planned(
+        self, static: Any, tail: Any, weights: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]
+    ) -> _Plan:
+        counters = [k for k, v in state.items() if is_counter(v)]
+        rest = [(k, v) for k, v in state.items() if k not in counters]
+        kind = (
+            static,
+            tail,
+            bisect(_SIZES, weights.numel()),
+            weights.device,
+            weights.dtype,
+            gradient.dtype,
+            tuple((k, type(v)) if k in counters else (k, *_static(v)) for k, v in state.items()),
+        )
+        tensors = [v for _, v in rest if isinstance(v, torch.Tensor)]
+        graphs = self._graphs.setdefault(kind, [])
+        return _Plan(static, tail, graphs, weights, weights.numel(), state, rest, tensors, counters)
+
+    def _made(
+        self, optimizer: Any, group: Any, plan: _Plan, values: tuple[float, ...], gradient: torch.Tensor
+    ) -> _Graph | None:
+        """Compiles what steps it with these numbers, unless the optimizer has to step it itself."""
+        graphs = plan.graphs
+        if (id(graphs), values) in self._own or id(graphs) in self._own:
+            return None
+        if len(graphs) == MANY:
+            self._own.add(id(graphs))
+            warnings.warn(
+                f"mfsdp: {self.base.__name__} decides by numbers that keep changing: there are {MANY} compiled steps "
+                f"of one kind, and from here on this kind is stepped uncompiled. The last one is good for: "
+                f"{graphs[-1].recording.text.splitlines()[0].split(': ', 1)[1]}",
+                stacklevel=6,
+            )
+            return None
+        try:
+            recording = self._record(optimizer, group, plan.mine, plan.weights, gradient)
+        except Grows:
+            self._own.add((id(graphs), values))
+            return None
+        graphs.append(_lowered(recording, plan.tail))
+        return graphs[-1]
+
+    def _record(
+        self, optimizer: Any, group: Any, state: Any, weights: torch.Tensor, gradient: torch.Tensor
+    ) -> Recording:
+        try:
+            return record(self._plainly, optimizer, self.base, group, state, weights, gradient, self.decoupled)
+        except CannotRecord as why:
+            raise self._refusal(str(why)) from why
+
+    def _refusal(self, why: str) -> NotImplementedError:
+        return NotImplementedError(
+            f"fully_shard_optimizer(compile=True) does not support this {self.base.__name__}: {why}. Leave compile "
+            "out; it steps on flat tensors all the same."
+        )
+
+    def _try(self, optimizer: Any, group: Mapping[str, Any]) -> None:
+        """Records the second step of two elements, to find out now whether it can be."""
+        if group.get("differentiable"):
+            raise self._refusal("differentiable=True")
+        like = next((p for p in group["params"] if hasattr(p, "to_local")), None)
+        if like is None or like.device.type == "meta":
+            return
+        weights, gradient = (torch.zeros(2, dtype=like.dtype, device=like.device) for _ in range(2))
+        param: Any = torch.nn.Parameter(weights.clone())
+        setattr(param, "decoupled_grad" if self.decoupled else "grad", gradient)
+        twin: Any = object.__new__(self.base)
+        vars(twin).update(vars(optimizer))
+        twin.param_groups, twin.state = [{**group, "params": [param]}], defaultdict(dict)
+        with torch.no_grad():
+            self._plainly(twin)
+        self._record(optimizer, group, twin.state.get(param, {}), weights, gradient)
+
+
+def unhooked(base: Any) -> Callable[..., Any]:
+    """An optimizer's own step, without hooks."""
+    return base.step.__wrapped__ if getattr(base.step, "hooked", False) else base.step  # type: ignore[no-any-return]
+
+
+def _static(value: Any) -> tuple[Any, ...]:
+    """What graphs are made for, of a setting or of state."""
+    if is_setting(value):
+        return (float,)
+    if isinstance(value, torch.Tensor):
+        return (torch.Tensor, value.dtype, value.device, value.dim())
+    if isinstance(value, (tuple, list)):
+        return (tuple, *(_static(v) for v in value))
+    return (type(value), value if type(value) in (bool, int, str, type(None)) else _Same(value))
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """Equal to what holds the same object, which lives as long."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _lowered(recording: Recording, tail: torch.dtype | None) -> _Graph:
+    """Compiles a recording with Inductor, whose errors (no C++ compiler) stay as they are; with ``tail``, what it does
+    also casts the weights, into one more argument. Private in torch (``compile_fx_inner`` and what it takes); tried on
+    2.13, not on the others of 2.11 to 2.15.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    mode, length = recording.mode, recording.length
+    inputs = [n.meta["val"] for n in recording.graph.graph.find_nodes(op="placeholder")]
+    with mode:
+        inputs[0] = torch.empty(recording.count, dtype=torch.float64, device=inputs[1].device)
+    functional = torch.func.functionalize(recording.graph, remove="mutations_and_views")
+    gm: fx.GraphModule = make_fx(functional, select_decomp_table(), tracing_mode="symbolic")(*inputs)
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.select_copy.int):
+        node.target = torch.ops.aten.select.int  # of numbers: views that nobody writes to
+    gm.graph.output_node().args = ((),)
+    gm.shape_env = None  # else it is pickled for the key of Inductor's cache, which fails; the inputs have it
+    if tail is not None:
+        _with_cast(gm, tail)
+        with mode:
+            inputs.append(torch.empty((length,), dtype=tail, device=inputs[1].device))
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        gm.graph.placeholder("length").meta["val"] = length
+    gm.graph.lint()
+    gm.recompile()
+    shapes = mode.shape_env
+    before = len(shapes.guards)  # type: ignore[union-attr]
+    with V.set_fake_mode(mode), tracing(TracingContext(mode)), config.patch(size_asserts=False):
+        call: Any = compile_fx_inner(gm, [length, *inputs], is_inference=True, cudagraphs=BoxedBool(False))
+    special = len(shapes.guards) > before  # type: ignore[union-attr]
+    log.debug("mfsdp: an optimizer's step was compiled\n%s", recording.text)
+    return _Graph(
+        recording, getattr(call, "current_callable", None) or call, int(inputs[1].numel()) if special else None
+    )  # type: ignore[arg-type]
+
+
+def _with_cast(gm: fx.GraphModule, dtype: torch.dtype) -> None:
+    """Lets a step also write its weights, in another dtype, to one more argument (Note [Kept casts])."""
+    places = gm.graph.find_nodes(op="placeholder")
+    written = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    value = next((n.args[1] for n in written if n.args[0] is places[1]), places[1])
+    with gm.graph.inserting_after(places[-1]):
+        cast = gm.graph.placeholder("cast")
+    cast.meta["val"] = places[1].meta["val"].to(dtype)
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        narrow = gm.graph.call_function(torch.ops.prims.convert_element_type.default, (value, dtype))
+        narrow.meta["val"] = cast.meta["val"]
+        gm.graph.call_function(torch.ops.aten.copy_.default, (cast, narrow)).meta["val"] = cast.meta["val"]

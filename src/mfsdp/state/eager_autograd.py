@@ -1,0 +1,225 @@
+"""Parameters in computations outside of ``forward``: penalties, temperatures, a head that the loss applies by itself.
+
+Inside of ``forward`` a parameter is whole. Outside of it it is a `ShardedDTensor`, and what a training loop computes
+with it belongs to the loss as much as what the model computes. Every function of torch that is given one comes by here
+(``__torch_function__``), and goes one of two ways when it is to be differentiated:
+
+sharded   elementwise functions of tensors that are cut alike, and reductions to one value: on each rank's rows, and
+          autograd differentiates them as it does for any tensor.
+whole     everything else: parameters are gathered first, and the result is a plain tensor on every rank.
+
+Note [The way out]
+Data parallelism minimises the sum of all ranks' losses over their number (or over the divide factor that was set). A
+value that leaves the sharded world, a whole parameter or a reduction of one, is on every rank, and every rank may make
+something else of it. Its derivative is the sum over ranks of what each of them says, divided like every other gradient;
+the way out takes that sum, so that behind it, on the rows, all ranks go on with the same numbers. ``to_local()`` is no
+way out: what is made of a rank's rows is that rank's own affair, and so is the gradient.
+
+Numbers of Python's that an elementwise function is given have to be the same on all ranks, or every rank's rows would
+be multiplied by something else: they are remembered, and compared at the way out.
+
+What arrives at a parameter is added to its ``.grad``, beside what programs bring (`FlatBuffer.bring`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from enum import Enum
+from functools import cache
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import unsupported
+
+aten = torch.ops.aten
+
+
+class Way(Enum):
+    """What a function of torch does with a tensor."""
+
+    NATIVE = "attributes, casts, copies, writing in place"
+    ELEMENTWISE = "each element by itself"
+    REDUCTION = "one value of all elements, or of those along a dimension"
+    OTHER = "anything else"
+
+
+_CASTS = frozenset(["bfloat16", "clone", "contiguous", "copy", "cpu", "cuda", "double", "float", "half", "to", "type"])
+_QUESTIONS = frozenset(["allclose", "dim", "equal", "is_same_size", "isclose", "item", "size", "stride"])
+_NATIVE = _CASTS | _QUESTIONS | frozenset(["alias", "backward", "detach"])
+_NORMS = frozenset(["_foreach_norm", "linalg_vector_norm", "norm"])
+_REDUCTIONS = _NORMS | frozenset(["all", "amax", "amin", "any", "count_nonzero", "max", "mean", "min", "sum"])
+_OTHER = frozenset(
+    ["__contains__", "__getitem__", "__iter__", "__reversed__", "expand_as", "reshape_as", "view_as"]
+    + ["mvlgamma", "special_multigammaln"]  # elementwise, but their derivatives are not
+)
+_VIEWS = frozenset(getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag"))
+_ATTRIBUTES = frozenset(["__get__", "__set__", "__delete__", "__setitem__"])
+_SYNONYMS = {"truediv": "div", "rtruediv": "div", "rdiv": "div", "divide": "div", "multiply": "mul", "subtract": "sub"}
+_FACTORIES = ("new_", "empty_", "full_", "ones_", "zeros_", "rand_", "randn_", "randint_")
+
+
+@cache
+def way_of(function: Callable[..., Any]) -> Way:
+    """Which kind a function is, as ``__torch_function__`` gets it: told from its name and its operator's schema.
+    Private in torch (names, ``_schema``, ``torch.utils._pytree``); tried on 2.11 to 2.15.
+    """
+    name = getattr(function, "__name__", "")
+    if function in _VIEWS or name in _OTHER or function is torch.autograd.grad:
+        return Way.OTHER
+    if name in _REDUCTIONS:
+        return Way.REDUCTION
+    dunder = name.startswith("__")
+    plain = name.strip("_") if dunder else name
+    plain = _SYNONYMS.get(plain, plain)
+    in_place = name.endswith("_") and not dunder
+    if name in _ATTRIBUTES or in_place or plain in _NATIVE or plain.startswith((*_FACTORIES, "_foreach_", "_fused_")):
+        return Way.NATIVE
+    packet = getattr(aten, plain, None) or (getattr(aten, plain.removeprefix("r"), None) if dunder else None)
+    if packet is None:  # a method that is no operator, or a function written in Python
+        return Way.NATIVE if hasattr(torch.Tensor, name) else Way.OTHER
+    overloads = [getattr(packet, o) for o in packet.overloads()]
+    if any(torch.Tag.pointwise in o.tags and len(o._schema.returns) == 1 for o in overloads):
+        return Way.ELEMENTWISE
+    gives_tensors = any("Tensor" in str(r.type) for o in overloads for r in o._schema.returns)
+    return Way.OTHER if gives_tensors else Way.NATIVE
+
+
+def plainly_native(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, sharded: type[torch.Tensor]
+) -> bool:
+    """Whether `call` without gradients would call it on the sharded tensors as they are, as far as is soon told:
+    optimizers ask a dozen times per parameter and step.
+    """
+    way = way_of(function)
+    if way is Way.ELEMENTWISE and not kwargs:
+        return all(type(a) is sharded or type(a) is float for a in args)
+    return way is Way.NATIVE
+
+
+def call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    sharded: type[torch.Tensor],
+    native: Callable[..., Any],
+    differentiates: bool,
+) -> Any:
+    """Calls a function of torch, some of whose arguments are sharded.
+
+    Args:
+        function: as ``__torch_function__`` gets it.
+        sharded: the class of sharded tensors.
+        native: ``native(function, args, kwargs)`` calls it on them as they are.
+        differentiates: whether autograd can differentiate that.
+    """
+    way = way_of(function)
+    if function is torch.autograd.grad:
+        unsupported.derivatives(*args, **kwargs)
+        return native(function, args, kwargs)
+    unsupported.node_of(getattr(function, "__name__", ""), args)
+    if way is Way.NATIVE and not (torch.is_grad_enabled() and _into_plain(function, args, sharded)):
+        return native(function, args, kwargs)
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    ours: list[Any] = [t for t in tensors if isinstance(t, sharded)]
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
+        if not _fits_whole_only(function, way, tensors, ours):
+            return native(function, args, kwargs)
+    elif differentiates and len(ours) == len(tensors):
+        first = ours[0]._sharding
+        if way is Way.ELEMENTWISE and all(first.same(t._sharding) for t in ours):
+            out = native(function, args, kwargs)
+            out._mfsdp_numbers = _numbers(function, args, kwargs, ours)
+            return out
+        if way is Way.REDUCTION and _of_all(function, args, kwargs):
+            out = native(function, args, kwargs)
+            for t in ours:
+                compare_numbers(t)
+            shardings = [t._sharding for t in ours]
+            values = [out] if isinstance(out, torch.Tensor) else out
+            if values[0].is_floating_point():
+                values = _WayOut.apply(shardings, *values)  # type: ignore[no-untyped-call]
+            return values[0] if isinstance(out, torch.Tensor) else list(values)
+
+    def whole(x: Any) -> Any:
+        return x.full_tensor() if isinstance(x, sharded) else x  # type: ignore[attr-defined]
+
+    return function(*tree_map(whole, args), **tree_map(whole, kwargs))
+
+
+def _into_plain(function: Callable[..., Any], args: tuple[Any, ...], sharded: type[torch.Tensor]) -> bool:
+    """Whether it writes into a plain tensor: that one has to be followed like any other result."""
+    name = getattr(function, "__name__", "")
+    return name.endswith("_") and bool(args) and isinstance(args[0], torch.Tensor) and not isinstance(args[0], sharded)
+
+
+def _fits_whole_only(
+    function: Callable[..., Any], way: Way, tensors: list[torch.Tensor], ours: list[torch.Tensor]
+) -> bool:
+    """Whether a parameter meets plain tensors that its rows do not fit: a product, a broadcast. Optimizers do no such
+    thing, so that what they cannot do with rows is refused, not gathered.
+    """
+    if function in _VIEWS or getattr(function, "__name__", "") in _OTHER or way is Way.NATIVE:
+        return False
+    plain = [t for t in tensors if not any(t is o for o in ours) and t.dim()]
+    if not plain or not any(isinstance(t, torch.nn.Parameter) for t in ours):
+        return False
+    return way is not Way.ELEMENTWISE or any(t.shape != ours[0].shape for t in plain)
+
+
+def _numbers(function: Any, args: Any, kwargs: Any, ours: list[Any]) -> str:
+    """The numbers that made a sharded tensor what it is, ``""`` for none."""
+    mine = [repr(x) for x in tree_leaves((args, kwargs)) if _number(x)]
+    before = [t._mfsdp_numbers for t in ours if t._mfsdp_numbers]
+    return f"{function.__name__}({', '.join([*before, *mine])})" if mine or before else ""
+
+
+def compare_numbers(t: Any) -> None:
+    """Makes sure that all ranks that hold rows of a tensor have computed them with the same numbers.
+
+    Raises:
+        RuntimeError: they have not.
+    """
+    if t._mfsdp_numbers and not t._sharding.same_on_all_ranks(zlib.crc32(t._mfsdp_numbers.encode())):
+        raise RuntimeError(
+            f"mfsdp: ranks have computed with a sharded tensor of shape {tuple(t.shape)} and different numbers, here "
+            f"{t._mfsdp_numbers[:200]}. Each would change its own rows only: apply numbers that differ by rank to the "
+            "result (a sum, a norm, full_tensor())."
+        )
+
+
+def _of_all(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a reduction goes over all elements of every tensor."""
+    given = [a for a in args[1:] if a is not None]
+    order = function.__name__ in _NORMS and len(args) == 2 and given and (given[0] == "fro" or _number(given[0]))
+    named = {k for k, v in kwargs.items() if v is not None} <= {"dtype", "p", "ord"} and kwargs.get("p") != "nuc"
+    return named and (not given or bool(order))
+
+
+def _number(x: Any) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+class _WayOut(torch.autograd.Function):
+    """Values that all ranks have, of sharded tensors (Note [The way out])."""
+
+    @staticmethod
+    def forward(ctx: Any, shardings: list[Any], *values: torch.Tensor) -> Any:  # type: ignore[override]
+        ctx.shardings = shardings
+        return tuple(v.view_as(v) for v in values)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        alike: dict[Any, list[int]] = {}
+        for i, (grad, sharding) in enumerate(zip(grads, ctx.shardings)):
+            alike.setdefault((sharding.trains_over, grad.dtype), []).append(i)
+        out: list[Any] = [None] * len(grads)
+        for members in alike.values():
+            total = ctx.shardings[members[0]].total(torch.stack([grads[i] for i in members]))
+            for i, one in zip(members, total.unbind(), strict=True):
+                out[i] = one
+        return None, *out

@@ -1,0 +1,581 @@
+"""`fully_shard_optimizer`: any elementwise optimizer, stepping on flat tensors instead of hundreds of DTensors.
+
+The parameters of a flat buffer that lie beside each other, belong to one parameter group and have been stepped alike
+are one *run*: a view into the flat main weights, one into the flat gradients, and optimizer state of the same length.
+For the time of ``step()`` the optimizer sees runs instead of parameters. Before and after, everything is as it was:
+``param_groups`` hold the model's parameters, ``state`` their state, as views into that of the runs.
+
+The padding between parameters takes part. Weights, gradients and state are zero there, and stay so under every
+optimizer that leaves a zero weight with zero gradients alone, as torch's elementwise ones do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..runtime.step_prefetch import Departure
+from . import transformer_engine as te
+from .compiled_step import KNOWN, Steps, unhooked
+from .flat_buffer import FlatBuffer
+from .host_state import Hosted, Streams, load
+from .optimizer_hooks import count, hooked, left_alone
+from .sharded_dtensor import ShardedDTensor
+from .sharded_parameter import ShardedParameter
+
+NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
+"""Optimizers of torch whose update of one element depends on others."""
+
+
+def fully_shard_optimizer(
+    optimizer: Optimizer,
+    compile: bool = False,
+    *,
+    use_decoupled_grad: bool = False,
+    ahead: bool = True,
+    offload: bool | str | None = None,
+) -> Optimizer:
+    """Makes an optimizer step on few flat tensors; the same optimizer comes back, with the same state dict.
+
+    Results are those of the optimizer as it was. Parameter groups keep their own settings; parameters without a
+    gradient are left alone; parameters that are not sharded step as before. Call it before schedulers are built.
+
+    Args:
+        optimizer: over parameters of a model that :func:`mfsdp.fully_shard` has sharded; its update is elementwise.
+        use_decoupled_grad: hand gradients over as ``.decoupled_grad`` in ``main_grads_dtype`` (what TransformerEngine's
+            and Apex's fused optimizers read) instead of as ``.grad`` in the dtype of the weights.
+        compile: run the step compiled by Inductor, one graph for each run of a unit. Results are those of the step as
+            it was up to rounding, not bitwise. Numbers (learning rates, step counts) may change in every step and
+            compile nothing anew. The first step of a parameter, which makes its state, is the optimizer's own, and so
+            is the step of parameters that are not sharded. ``torch.compile`` around a step leaves it as it is.
+        ahead: launch what the next forward gathers first, each unit behind its own step (Note [Borders] in
+            ``runtime/step_prefetch.py``). Forward takes it if nothing has written to weights since, and has the same
+            bits. Not with the backend's option ``prefetch=0``. All ranks must choose alike.
+        offload: ``True`` or ``"state"``: state is kept on the host, in pinned memory, and streamed through the device
+            unit by unit while it is stepped (Note [Streamed state] in ``state/host_state.py``). Results are bit for bit
+            those without. For torch's own optimizers; parameters that are not sharded keep theirs on the device, and
+            main weights stay there. ``None``: as the model's plan says (:func:`mfsdp.plan`), or not.
+
+    Raises:
+        TypeError: it is no optimizer.
+        ValueError: it is flat already, has no sharded parameter, or a scheduler has wrapped its ``step``; it is torch's
+            or TransformerEngine's and reads gradients elsewhere; it keeps main weights itself; ``offload`` is none of
+            these.
+        NotImplementedError: its update is not elementwise; or, with ``compile``, it is not one of torch's own, or
+            cannot be compiled (it says why); or, with ``offload``, it is not one of torch's own, or to be compiled too;
+            or main weights are to be moved.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"fully_shard_optimizer: {optimizer!r} is no torch.optim.Optimizer")
+    name = type(optimizer).__name__
+    if isinstance(optimizer, _FlatOptimizer):
+        raise ValueError(f"fully_shard_optimizer: this {name} steps on flat tensors already")
+    if any(base.__name__ in NOT_ELEMENTWISE for base in type(optimizer).__mro__):
+        raise NotImplementedError(
+            f"fully_shard_optimizer does not support {name}: what it does to one element depends on others"
+        )
+    if not any(_ours(p) for g in optimizer.param_groups for p in g["params"]):
+        raise ValueError(f"fully_shard_optimizer: none of the {name}'s parameters is sharded; call fully_shard first")
+    if "step" in vars(optimizer):
+        raise ValueError(f"fully_shard_optimizer: something has wrapped the {name}'s step; build schedulers afterwards")
+    te.understood(optimizer, use_decoupled_grad)
+    base: Any = type(optimizer)
+    if use_decoupled_grad and base.__module__.startswith("torch.optim."):
+        raise ValueError(
+            f"fully_shard_optimizer: torch's {name} reads .grad, and use_decoupled_grad=True puts gradients elsewhere: "
+            "it would not step. Leave out use_decoupled_grad"
+        )
+    if compile and base not in KNOWN:
+        raise NotImplementedError(
+            f"fully_shard_optimizer: {name} cannot be compiled: a recording is vouched for of torch's own "
+            f"{', '.join(sorted(known.__name__ for known in KNOWN))} only, since what others keep where is not known. "
+            "Leave out compile=True"
+        )
+    streamed = _streamed(_planned(optimizer) if offload is None else offload, base, compile)
+    steps = Steps(optimizer, base, use_decoupled_grad) if compile else None
+    vars(optimizer).update(
+        _mfsdp_decoupled=use_decoupled_grad, _mfsdp_compile=compile, _mfsdp_ahead=ahead, _mfsdp_offload=streamed
+    )
+    optimizer._mfsdp_runs = _Runs(base, use_decoupled_grad, steps, ahead, streamed)  # type: ignore[attr-defined]
+    optimizer.__class__ = _subclass(base)
+    return optimizer
+
+
+def _planned(optimizer: Optimizer) -> bool:
+    """Whether a plan of the model has the state on the host."""
+    ours = (p for g in optimizer.param_groups for p in g["params"] if _ours(p))
+    plans = (param._mfsdp_owner.unit.outermost.plan for param in ours)
+    return any(plan is not None and plan.optimizer == "host" for plan in plans)
+
+
+def _streamed(offload: bool | str, base: Any, compile: bool) -> bool:
+    """Whether state is to be streamed; refuses what cannot be."""
+    if offload is False:
+        return False
+    if offload in ("main", "all"):
+        raise NotImplementedError(
+            f"fully_shard_optimizer: offload={offload!r}: main weights stay on the device. Parameters are views into "
+            "them, and programs read them in forward wherever no cast is kept: where they travel as they "
+            'are or in int8, with keep_cast=False, after to_local(). Nothing has been changed. offload="state" moves '
+            "the optimizer's state, the larger part under Adam. Main weights are fewer bytes on more ranks, or in "
+            "MixedPrecisionPolicy(main_params_dtype=torch.bfloat16), which trains differently"
+        )
+    if offload not in (True, "state"):
+        raise ValueError(f'fully_shard_optimizer: offload={offload!r}: choose False, True or "state"')
+    if base not in KNOWN:
+        raise NotImplementedError(
+            f"fully_shard_optimizer: the state of {base.__name__} cannot be streamed: units would be stepped one by "
+            "one, which is known to be the same step of torch's own "
+            f"{', '.join(sorted(known.__name__ for known in KNOWN))} only. Leave out offload"
+        )
+    if compile:
+        raise NotImplementedError(
+            "fully_shard_optimizer: a compiled step knows where state is, and streamed state is in one room after the "
+            "other. Leave out compile=True or offload"
+        )
+    return True
+
+
+class _FlatOptimizer:
+    """What such an optimizer is, besides itself."""
+
+
+@functools.cache
+def _subclass(base: Any) -> Any:
+    def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+        """A step on flat tensors."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        runs = vars(self).get("_mfsdp_runs")
+        if runs is None:  # a copy of one
+            steps = Steps(self, base, self._mfsdp_decoupled) if self._mfsdp_compile else None
+            rest = self._mfsdp_ahead, self._mfsdp_offload
+            runs = self._mfsdp_runs = _Runs(base, self._mfsdp_decoupled, steps, *rest)
+        runs.step(self)
+        count(runs.members)
+        return loss
+
+    def __getstate__(self: Any) -> dict[str, Any]:
+        names = ("_mfsdp_decoupled", "_mfsdp_compile", "_mfsdp_ahead", "_mfsdp_offload")
+        mine = {name: getattr(self, name) for name in names}
+        return {**base.__getstate__(self), **mine}
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        """As the base's; numbers that parameters of a run share are copied, for whoever loads them counts them up."""
+        out: dict[str, Any] = te.saves(base).state_dict(self)
+        out["state"] = {p: {k: _own(v) for k, v in state.items()} for p, state in out["state"].items()}
+        return out
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """As the base's; state that is streamed is not brought to the device."""
+        if self._mfsdp_offload:
+            load(base.load_state_dict, self, state_dict)
+        else:
+            base.load_state_dict(self, state_dict)
+
+    step = left_alone(step)
+    step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
+    space = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict, "__getstate__": __getstate__}
+    space |= {"__module__": base.__module__} | te.loads(base)
+    return type(base.__name__, (_FlatOptimizer, base), space)
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value
+
+
+def _ours(param: Any) -> bool:
+    return isinstance(param, ShardedParameter) and param._mfsdp_owner is not None
+
+
+@dataclass(eq=False)
+class _Run:
+    """Parameters that step together."""
+
+    buffer: FlatBuffer
+    slots: list[int]
+    start: int
+    """First element, in this rank's flat main weights."""
+    flat: nn.Parameter
+    group: int
+    ghost: bool = False
+    """This rank holds no rows of the parameters; one element that is always zero stands for them."""
+    made: dict[str, Any] = field(default_factory=dict)
+    """The state that the parameters' state shows."""
+    shown: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """The parameters' state, by slot."""
+    cast: torch.Tensor | None = None
+    """Its part of a kept cast, which a compiled step writes along."""
+    plan: Any = None
+    """How it is called, compiled (`compiled`)."""
+    hosted: Hosted | None = None
+    """Its state, if that is streamed and there is any."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return self.buffer.path
+
+    def part(self, whole: torch.Tensor, slot: int) -> torch.Tensor:
+        """One parameter's part of a tensor as long as the run."""
+        at = self.buffer.weights.locals[slot]
+        start = at.shard_offset - self.start if at.numel else 0
+        return whole[start : start + at.numel].view(at.shape)
+
+    def gradient(self) -> torch.Tensor:
+        whole = self.buffer.gradients.total()
+        if self.ghost or whole is None:
+            return torch.zeros(1, dtype=self.buffer.precision.grad, device=self.flat.device)
+        length = self.flat.numel()
+        return whole if whole.numel() == length else whole[self.start : self.start + length]
+
+
+Members = dict[FlatBuffer, tuple[tuple[int, int], ...]]
+"""Parameters that have a gradient: slots of a buffer, and the parameter groups they are in."""
+
+
+ALONE = 2
+"""How many units an uncompiled step takes one by one, for their gathers to be launched in between."""
+
+TOGETHER = 64 << 20
+"""Bytes of weights of the others that it steps in one call, unless one run has more: what a foreach step holds besides
+is as large. In smaller parts the host would be what a device waits for."""
+
+
+class _Behind:
+    """What one step launches behind the steps of units (Note [Borders]).
+
+    Args:
+        departures: of each model, in order.
+        runs: what is stepped.
+    """
+
+    def __init__(self, departures: list[Departure], runs: list[_Run]):
+        self.departures = departures
+        self.buffers: dict[FlatBuffer, None] = dict.fromkeys(b for d in departures for b in d.buffers)
+        """Of units that forward wants first, in its order."""
+        self.left = Counter(run.buffer for run in runs if run.buffer in self.buffers)
+        self.stepped: set[FlatBuffer] = set()
+        """Of those, whose step is done."""
+        self.kept: dict[FlatBuffer, Any] = {}
+        """Kept casts that the step writes along."""
+
+    def ordered(self, runs: list[_Run]) -> list[_Run]:
+        """The runs of these units first."""
+        place = {buffer: i for i, buffer in enumerate(self.buffers)}
+        return sorted(runs, key=lambda run: place.get(run.buffer, len(place)))
+
+    def __call__(self, run: _Run) -> None:
+        """A run has been stepped."""
+        buffer = run.buffer
+        if buffer in self.left:
+            self.left[buffer] -= 1
+            if not self.left[buffer]:
+                if self.kept.get(buffer) is None:
+                    buffer.weights.stale = True
+                else:
+                    buffer.weights.written_along()
+                self.stepped.add(buffer)
+                self._launch(self.stepped | (self.buffers.keys() - self.left.keys()))
+
+    def end(self) -> None:
+        """The whole step is done."""
+        self._launch(None)
+
+    def _launch(self, ready: set[FlatBuffer] | None) -> None:
+        for departure in self.departures:
+            departure.launch(ready)
+            if not departure.complete:
+                return
+
+    def abandon(self, error: BaseException) -> None:
+        for departure in self.departures:
+            departure.abandon(error)
+
+
+class _Runs:
+    """The runs of one optimizer.
+
+    Args:
+        base: its class.
+        decoupled, steps, ahead: see `fully_shard_optimizer`.
+        streamed: whether state is on the host.
+    """
+
+    def __init__(self, base: Any, decoupled: bool, steps: Steps | None, ahead: bool, streamed: bool):
+        self.base, self.decoupled, self.steps, self.ahead = base, decoupled, steps, ahead
+        self.streams = Streams() if streamed else None
+        self.members: Members = {}
+        self.runs: list[_Run] = []
+        self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """The optimizer's own step, on runs."""
+        members = _members(optimizer)
+        for buffer in members:
+            buffer.weights.before_write()
+        if members != self.members or not all(self._untouched(optimizer, run) for run in self.runs):
+            self._build(optimizer, members)
+        if self.streams is not None:
+            self.streams.end(self.runs, looked_at=True)  # hooks before the step
+        departures = self._departures(optimizer)
+        if not departures:
+            self._step(optimizer, None, self.runs)
+            return
+        behind = _Behind(departures, self.runs)
+        try:
+            self._step(optimizer, behind, behind.ordered(self.runs))
+            behind.end()
+        except BaseException as error:
+            behind.abandon(error)
+            raise
+
+    def _departures(self, optimizer: Optimizer) -> list[Departure]:
+        """What may be launched behind the steps of units, by model."""
+        if not self.ahead:
+            return []
+        models = {buffer.unit.outermost.ahead: buffer.unit.outermost.name for buffer in self.members}
+        mine = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        found = (ahead.depart(self.members, mine, name) for ahead, name in models.items())
+        return [departure for departure in found if departure is not None]
+
+    def _step(self, optimizer: Optimizer, behind: _Behind | None, runs: list[_Run]) -> None:
+        groups, state = optimizer.param_groups, optimizer.state
+        params = [g["params"] for g in groups]
+        plain = [[p for p in own if not _ours(p)] for own in params]
+        lists = [list(own) for own in plain]
+        along: set[FlatBuffer] = set()
+        watched = hooked(optimizer)
+        at_once = None if watched else behind  # hooks may write to what they see
+        for run in runs:
+            lists[run.group].append(run.flat)
+            if self.decoupled:
+                run.flat.decoupled_grad = run.gradient().to(run.buffer.precision.grad)  # type: ignore[attr-defined]
+            else:
+                run.flat.grad = run.gradient().to(run.flat.dtype)
+        others = [p for own in plain for p in own]
+        self.state.update({p: state[p] for p in others if p in state})
+        try:
+            for group, flats in zip(groups, lists, strict=True):
+                group["params"] = flats
+            optimizer.state = cast(Any, self.state)
+            if self.steps is not None:
+                casts = self._casts(along, at_once)
+                self.steps.step(optimizer, runs, self.state, plain, casts, at_once)
+            elif self.base in KNOWN:
+                Optimizer.profile_hook_step(partial(self._in_parts, plain=plain, runs=runs, behind=at_once))(optimizer)
+            else:
+                self.base.step(optimizer)
+        finally:
+            for group, own in zip(groups, params, strict=True):
+                group["params"] = own
+            optimizer.state = state
+            launched = set() if at_once is None else at_once.stepped
+            for run in self.runs:
+                run.flat.grad = run.flat.decoupled_grad = None  # type: ignore[attr-defined]
+                run.cast = None
+                if run.buffer not in launched and (run.buffer not in along or watched):
+                    run.buffer.weights.stale = True
+            if self.streams is not None:
+                self._show_all(optimizer)  # also what one that was interrupted has made
+        state.update({p: self.state[p] for p in others if p in self.state})
+        self._show_all(optimizer)
+
+    def _show_all(self, optimizer: Optimizer) -> None:
+        """Shows state that a step has made."""
+        shown = [self._show(optimizer, run) for run in self.runs]
+        if any(shown):  # in the order of parameters: runs, and so theirs, differ by rank
+            state = optimizer.state
+            order = {p: state[p] for group in optimizer.param_groups for p in group["params"] if p in state}
+            state.clear()
+            state.update(order)
+
+    def _in_parts(
+        self, optimizer: Optimizer, *, plain: list[list[Any]], runs: list[_Run], behind: _Behind | None
+    ) -> None:
+        """The optimizer's own step, one of torch's, on some runs at a time (`_parts`); on what is not sharded with the
+        last of them.
+        """
+        every = [group["params"] for group in optimizer.param_groups]
+        parts = self._parts(runs, [] if behind is None else list(behind.left)[:ALONE])
+        if self.streams is not None:
+            self.streams.begin(runs)
+        for i, some in enumerate(parts):
+            for number, group in enumerate(optimizer.param_groups):
+                flats = [run.flat for run in some if run.group == number]
+                group["params"] = flats + plain[number] if i == len(parts) - 1 else flats
+            with self._lent(optimizer, some):
+                unhooked(self.base)(optimizer)
+            if behind is not None:
+                for run in some:
+                    behind(run)
+        if self.streams is not None:
+            self.streams.end(runs, looked_at=hooked(optimizer))
+        for group, own in zip(optimizer.param_groups, every, strict=True):  # as hooks behind it see them
+            group["params"] = own
+
+    def _parts(self, runs: list[_Run], early: list[FlatBuffer]) -> list[list[_Run]]:
+        """What is stepped in one call: the runs of each unit that forward wants first, of the others as many as have
+        `TOGETHER` bytes; with streamed state one run, and nothing at last.
+        """
+        if self.streams is not None:
+            return [*([run] for run in runs), []]
+        parts = [[run for run in runs if run.buffer is buffer] for buffer in early]
+        rest, size = list[_Run](), 0
+        for run in runs:
+            if run.buffer not in early:
+                if rest and size + run.flat.nbytes > TOGETHER:
+                    parts.append(rest)
+                    rest, size = [], 0
+                rest.append(run)
+                size += run.flat.nbytes
+        return [*parts, rest]
+
+    def _lent(self, optimizer: Optimizer, runs: list[_Run]) -> AbstractContextManager[None]:
+        """Around one call: the state of its run is on the device."""
+        if self.streams is None or not runs:
+            return nullcontext()
+        (run,) = runs
+        return self.streams.lent(run, self.state, tells=not optimizer.param_groups[run.group].get("fused"))
+
+    @contextmanager
+    def _casts(self, along: set[FlatBuffer], behind: _Behind | None) -> Iterator[list[Any]]:
+        """Around the compiled part of a step: lends runs their parts of casts that are kept (Note [Kept casts]), and
+        takes down whose were written along, all but those of runs that it is given back.
+        """
+        kept = {run.buffer: run.buffer.weights.kept() for run in self.runs}
+        for run in self.runs:
+            whole = None if run.ghost else kept[run.buffer]
+            run.cast = None if whole is None else whole[run.start : run.start + run.flat.numel()]
+        if behind is not None:
+            behind.kept = kept
+        left: list[_Run] = []
+        yield left
+        along.update({buffer for buffer, cast in kept.items() if cast is not None} - {run.buffer for run in left})
+        for buffer in along:
+            buffer.weights.written_along()
+
+    def _untouched(self, optimizer: Optimizer, run: _Run) -> bool:
+        """Whether the parameters' state is what the run shows: nobody has loaded another."""
+        return all(optimizer.state.get(run.buffer.params[s]) is run.shown.get(s) for s in run.slots)
+
+    def _build(self, optimizer: Optimizer, members: Members) -> None:
+        """Makes runs of the parameters that have gradients, with the state that they have."""
+        if self.streams is not None:
+            self.streams.forget(self.runs)
+        self.members, self.runs, self.state = members, [], defaultdict(dict)
+        for buffer, slots in members.items():
+            history = {slot: (group, *_history(optimizer, buffer.params[slot])) for slot, group in slots}
+            for stretch in _stretches(buffer, history):
+                self._add(optimizer, buffer, stretch, history[stretch[0]][0])
+
+    def _add(self, optimizer: Optimizer, buffer: FlatBuffer, slots: list[int], group: int) -> None:
+        ranges = [buffer.weights.locals[s] for s in slots if buffer.weights.locals[s].numel]
+        start = min((at.shard_offset for at in ranges), default=0)
+        end = max((at.shard_offset + at.numel for at in ranges), default=0)
+        main = buffer.weights.main.detach()
+        weights = main[start:end] if ranges else main.new_zeros(1)
+        run = _Run(buffer, slots, start, nn.Parameter(weights), group, ghost=not ranges)
+        self.runs.append(run)
+        given = optimizer.state.get(buffer.params[slots[0]], {})
+        room = self._room(run, {k: v.dtype for k, v in given.items() if isinstance(v, ShardedDTensor)})
+        for key, value in given.items():
+            if isinstance(value, ShardedDTensor):
+                whole = room[key].zero_()
+                for slot in slots:
+                    run.part(whole, slot).copy_(optimizer.state[buffer.params[slot]][key].to_local())
+                self.state[run.flat][key] = whole
+            else:
+                self.state[run.flat][key] = value.clone() if isinstance(value, torch.Tensor) else value
+        if self.state.get(run.flat):
+            self._show(optimizer, run)
+
+    def _room(self, run: _Run, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+        """Memory for state of a run's length, of any content."""
+        numel, device = run.flat.numel(), run.flat.device
+        if self.streams is None:
+            return {key: torch.empty(numel, dtype=dtype, device=device) for key, dtype in dtypes.items()}
+        if dtypes:
+            run.hosted = Hosted(tuple(dtypes.items()), numel, device)
+        return {} if run.hosted is None else run.hosted.tensors
+
+    def _show(self, optimizer: Optimizer, run: _Run) -> bool:
+        """Makes the parameters' state views into the run's, if the optimizer has made it anew; whether it has."""
+        mine = self.state.get(run.flat, {})
+        if len(mine) == len(run.made) and all(run.made.get(key) is value for key, value in mine.items()):
+            return False
+        run.made = dict(mine)
+        for slot in run.slots:
+            param = run.buffer.params[slot]
+            run.shown[slot] = {k: _seen(optimizer, k, v, run, slot, param) for k, v in mine.items()}
+            optimizer.state[param] = run.shown[slot]
+        return True
+
+
+def _seen(optimizer: Optimizer, key: str, value: Any, run: _Run, slot: int, param: ShardedParameter) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    if value.shape != run.flat.shape:
+        raise NotImplementedError(
+            f"fully_shard_optimizer does not support {type(optimizer).__name__}: its state {key!r} is not elementwise"
+        )
+    rows = run.part(value, slot)
+    return ShardedDTensor(rows, param.sharding) if run.hosted is None else run.hosted.show(rows, param.sharding)
+
+
+def _members(optimizer: Optimizer) -> Members:
+    found: dict[FlatBuffer, list[tuple[int, int]]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            if _ours(param):
+                buffer, slot = param._mfsdp_owner, param.sharding.slot
+                if buffer.gradients.has(slot):
+                    found.setdefault(buffer, []).append((slot, number))
+    return {buffer: tuple(sorted(slots)) for buffer, slots in found.items()}
+
+
+def _history(optimizer: Optimizer, param: Any) -> tuple[Any, ...]:
+    """What has to be alike for two parameters to share state: the steps taken, and which state there is."""
+    state = optimizer.state.get(param, {})
+    numbers = [
+        v for v in state.values() if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.dim() == 0)
+    ]
+    scalars = [float(v) for v in numbers]
+    return (tuple(scalars), tuple(k for k, v in state.items() if v is not None))
+
+
+def _stretches(buffer: FlatBuffer, history: dict[int, tuple[Any, ...]]) -> list[list[int]]:
+    """Slots of equal history that lie beside each other in the shard. Those of which this rank holds no rows join the
+    first like them, or are a stretch by themselves.
+    """
+    places = buffer.weights.locals
+    there = sorted((s for s in range(len(places)) if places[s].numel), key=lambda s: places[s].shard_offset)
+    out: list[list[int]] = []
+    before: tuple[Any, ...] | None = None
+    for slot in there:
+        now = history.get(slot)
+        if now is not None:
+            if now == before:
+                out[-1].append(slot)
+            else:
+                out.append([slot])
+        before = now
+    for slot, now in history.items():
+        if not places[slot].numel:
+            like = next((stretch for stretch in out if history[stretch[0]] == now), None)
+            if like is None:
+                out.append([slot])
+            else:
+                like.append(slot)
+    return out

@@ -1,0 +1,221 @@
+"""How one tensor is cut over ranks: which rows are whose, and over which process groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from ..config.layout import Layout, Local
+from ..runtime import execution, groups, sync_collectives
+from .shard_placement import RowShard, StridedRowShard
+from .tp_shards import Box, Piece, concatenated, has_groups
+
+
+def local_mesh(
+    device_type: str, shape: tuple[int, ...], rank: int = 0, numbers: Sequence[int] | None = None
+) -> DeviceMesh:
+    """A mesh without process groups, over one axis or (outer, shard): for one process, or for planning. ``numbers`` are
+    those of its ranks, by default 0, 1, ...
+
+    Private in torch (``_init_backend``, ``_rank``); tried on 2.11 to 2.15.
+    """
+    names = ("dp_outer", "dp_shard")[-len(shape) :]
+    with torch.device("cpu"):  # whatever the default device is
+        ranks = torch.tensor(numbers or range(math.prod(shape))).view(shape)
+        return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+def layout_rank(mesh: DeviceMesh) -> int:
+    """This rank's number in a layout over the mesh: 1-D, or (outer, shard) with the outer ranks side by side."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "fully_shard lets no rank in that is not in the mesh"
+    if mesh.ndim == 1:
+        return int(coordinate[0])
+    outer, shard = coordinate
+    return int(shard) * mesh.size(0) + int(outer)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Who holds what of one tensor. A parameter shares it with its gradient and its optimizer state."""
+
+    layout: Layout
+    slot: int
+    mesh: DeviceMesh
+    copies: DeviceMesh | None = None
+    """Where nothing is cut, and ``mesh`` is this rank alone: the ranks that all hold it whole."""
+    home: Any = field(default=None, compare=False, repr=False)
+    """A weak reference to the flat buffer that the parameter lies in, if it is one of a model."""
+    piece: Piece | None = None
+    """What another parallelism had left of it, which is what is cut here."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.piece.shape if self.piece else self.layout.slots[self.slot].shape
+
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """What DTensors say of it; made once, for optimizers make tensors all the time."""
+        known = self.__dict__.setdefault("_specs", {})
+        if dtype not in known:
+            shape = torch.Size(self.shape)
+            meta = TensorMeta(shape, strides_of(shape), dtype)
+            known[dtype] = DTensorSpec(*self._told, tensor_meta=meta)
+        return known[dtype]  # type: ignore[no-any-return]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_specs"}
+
+    def local(self, rank: int | None = None) -> Local:
+        """The part of a rank, by default of this one."""
+        return self.layout.local(self.slot, self.rank if rank is None else rank)
+
+    @property
+    def rank(self) -> int:
+        return layout_rank(self.mesh)
+
+    @property
+    def groups(self) -> list[str]:
+        """Names of the process groups that hold it between them. Gathering over one after the other gives the layout's
+        order.
+
+        Raises:
+            RuntimeError: the mesh has none (it was made for planning).
+        """
+        try:
+            dims = [dim for dim in range(self.mesh.ndim) if self.mesh.size(dim) > 1]
+            own = [str(self.mesh.get_group(dim).group_name) for dim in dims]
+            return [groups.gathers_of(name, self.mesh.device_type) for name in own]
+        except (RuntimeError, AssertionError, KeyError, IndexError) as error:
+            raise RuntimeError(
+                f"{self.mesh} has no process group: this model was sharded for planning and cannot communicate"
+            ) from error
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """Names of all process groups whose ranks hold parts of it: of data parallelism, then of others."""
+        return (*self.groups, *(self.piece.cut_by if self.piece else ()))
+
+    @property
+    def parts(self) -> int:
+        """How many parts there are of it."""
+        return self.layout.world * (self.piece.parts if self.piece else 1)
+
+    @property
+    def trains_over(self) -> tuple[tuple[str, ...], float]:
+        """Names of the process groups whose ranks have data of their own; what their derivatives' sum is divided by.
+
+        Raises:
+            NotImplementedError: it is a piece, and some of the axes that cut it have the same data, some have not.
+        """
+        buffer = None if self.home is None else self.home()
+        if buffer is None:
+            return tuple(self.groups), float(self.layout.world)
+        spec, others = buffer.spec, buffer.unit.ranks // buffer.spec.ranks
+        names = tuple(filter(None, (spec.group, spec.outer_group)))
+        if others > 1 and self.piece is not None:  # experts: its mesh is one of data, too
+            if self.piece.parts != others:
+                raise NotImplementedError(
+                    f"mfsdp: {self.layout.slots[self.slot].name} is cut into {self.piece.parts} pieces, over ranks of "
+                    f"which {others} have data of their own: a loss cannot be made of it outside of forward"
+                )
+            names += self.piece.cut_by
+        return names, spec.divide
+
+    def total(self, grad: torch.Tensor) -> torch.Tensor:
+        """What all ranks' derivatives of one value come to (Note [The way out]); a collective for each group."""
+        names, divide = self.trains_over
+        total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous()
+        with execution.announced(f"derivatives of {self.layout.slots[self.slot].name}{list(self.shape)}", *names):
+            for name in names:
+                total = sync_collectives.reduced(total, "sum", name)
+        return total.div_(divide).to(grad.dtype)
+
+    def same_on_all_ranks(self, number: int) -> bool:
+        """Whether all ranks that hold it have the same number; a collective."""
+        low_high = torch.tensor([-number, number], device=self.mesh.device_type)
+        with self.announced(f"numbers of {self.layout.slots[self.slot].name}{list(self.shape)}"):
+            for group in self.over:
+                low_high = sync_collectives.reduced(low_high, "max", group)
+        return bool(low_high.sum() == 0)
+
+    def announced(self, what: str) -> AbstractContextManager[None]:
+        """Around collectives over the ranks that hold it: they are compared (`runs.announced`)."""
+        return execution.announced(what, *self.over)
+
+    @cached_property
+    def _told(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """What torch is told: the mesh, and which rows of dimension 0 are here; of a piece as FSDP2 says it."""
+        mesh = self.copies or self.mesh
+        if self.piece is None:
+            return mesh, self._rows()
+        if not (has_groups(mesh) and has_groups(self.piece.mesh)):
+            return self.piece.mesh, self.piece.placements
+        try:
+            both = concatenated(mesh, self.piece.mesh)
+        except (RuntimeError, TypeError, ValueError):  # without names, or not of one mesh: torch cannot show both
+            return self.piece.mesh, self.piece.placements
+        return both, (*self._rows_of(self.piece), *self.piece.placements)
+
+    def _rows(self) -> tuple[Placement, ...]:
+        if self.copies is not None:
+            return (Replicate(),) * self.copies.ndim
+        shape = self.layout.slots[self.slot].shape
+        if self.layout.world == 1 or not shape or self.mesh.get_coordinate() is None:
+            return (Shard(0),) * self.mesh.ndim
+        at, columns = self.local(), max(math.prod(shape[1:]), 1)
+        rows = (at.numel // columns, at.param_offset // columns) if at.shape[1:] == shape[1:] else None
+        return (*(RowShard(rows, last=False) for _ in range(self.mesh.ndim - 1)), RowShard(rows))
+
+    def _rows_of(self, piece: Piece) -> tuple[Placement, ...]:
+        cuts = piece.factor(0) if self.shape and self.copies is None else 1
+        return self._rows() if cuts == 1 else (StridedRowShard(cuts),) * self.mesh.ndim
+
+    def boxes(self, rank: int | None = None) -> list[Box]:
+        """A rank's part as boxes, by default this one's."""
+        chunks = self.layout.chunks(self.slot, self.rank if rank is None else rank)
+        if self.piece is None:
+            return [(offsets, offsets, sizes) for offsets, sizes in chunks]
+        return [box for chunk in chunks for box in self.piece.boxes(*chunk)]
+
+    def same(self, other: Sharding) -> bool:
+        """Whether ranks hold the same rows of tensors of the same shape."""
+        if self is other or other.__dict__.get("_like") is self:
+            return True
+        alike = (
+            self.shape == other.shape
+            and self.piece == other.piece
+            and self.layout.world == other.layout.world
+            and all(
+                (a.param_offset, a.numel) == (b.param_offset, b.numel)
+                for a, b in ((self.local(r), other.local(r)) for r in range(self.layout.world))
+            )
+        )
+        if alike:
+            other.__dict__["_like"] = self  # optimizer state from a pickle is compared in every step
+        return alike
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole tensor."""
+        at = self.local()
+        if not any(whole.stride()) and whole.dim():  # one value everywhere, as derivatives of sums are
+            return whole[(0,) * whole.dim()].expand(at.shape) if whole.numel() else whole.new_empty(at.shape)
+        if self.piece is not None:
+            whole = self.piece.cut(whole)
+        return whole.reshape(-1)[at.param_offset : at.param_offset + at.numel].view(at.shape)
+
+
+def strides_of(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))

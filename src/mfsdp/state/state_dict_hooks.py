@@ -1,0 +1,222 @@
+"""What torch's functions on state dicts need to be told of sharded tensors.
+
+``torch.distributed.checkpoint.state_dict`` cuts whole tensors by torch's even rule; ``dcp.load`` fills what a state
+dict has, which is nothing for an optimizer that has not stepped. A few functions of theirs ask here first. Whatever has
+to do with no sharded tensor goes on to torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..runtime import buffer_registry, devices, sync_collectives
+from . import load_count, parameter_names
+from . import transformer_engine as te
+from .flat_buffer import refs
+from .shard_spec import Sharding
+from .sharded_dtensor import ShardedDTensor
+
+
+def teach() -> None:
+    """Puts our functions before torch's and peft's, if it is imported; when something is sharded.
+
+    Private in peft (``_reshard_dtensor_values_for_load``); tried with 0.21.
+    """
+    _teach_torch()
+    peft = sys.modules.get("peft.utils.save_and_load")
+    if hasattr(peft, "_reshard_dtensor_values_for_load"):
+        _ask_first(peft, "_reshard_dtensor_values_for_load", _keep_adapters)
+
+
+@functools.cache
+def _teach_torch() -> None:
+    """Puts our functions before torch's, and original names before those of torch.compile's wrappers.
+
+    Private in torch (``_distribute_tensors``, ``_broadcast_state_dict``, ``_distribute_state_dict``, ``_get_fqns``);
+    tried on 2.12 to 2.15, not on the others of 2.11 to 2.15.
+    """
+    import torch.distributed._state_dict_utils as utils
+    from torch.distributed.checkpoint import state_dict
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    _ask_first(utils, "_distribute_tensors", _keep_broadcast)
+    _ask_first(state_dict, "_broadcast_state_dict", _keep_numbers)
+    _ask_first(state_dict, "_distribute_state_dict", _keep_whole)
+    _ask_first(state_dict, "_get_fqns", _with_wrappers)
+    _ask_first(DefaultLoadPlanner, "set_up_planner", _ready)
+    parameter_names.keep_original_names()
+
+
+def _ask_first(where: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Replaces a function by ``ours(theirs, *args)``, once."""
+    theirs = getattr(where, name)
+    if getattr(theirs, "_mfsdp", False):
+        return
+
+    @functools.wraps(theirs)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        return ours(theirs, *args, **kwargs)
+
+    asked._mfsdp = True  # type: ignore[attr-defined]
+    setattr(where, name, asked)
+
+
+# Whole tensors, cut
+
+
+@torch.no_grad()
+def _keep_broadcast(theirs: Callable[..., Any], local: dict[str, Any], keys: list[str], *rest: Any, **more: Any) -> Any:
+    """Of pairs (what is here, whole tensor) the first are written, and are what is left."""
+    for key in keys:
+        pair = local.get(key)
+        if isinstance(pair, tuple) and isinstance(pair[0], ShardedDTensor):
+            mine, whole = pair
+            local[key] = mine.copy_(_fitting(key, mine, whole))
+    return theirs(local, keys, *rest, **more)
+
+
+@torch.no_grad()
+def _keep_numbers(theirs: Callable[..., Any], full: Any, local: dict[str, Any], *rest: Any, **more: Any) -> Any:
+    """What has no dimension comes back as plain tensors: of parameters that are numbers."""
+    ours = {key: mine for key, mine in local.items() if isinstance(mine, ShardedDTensor) and not mine.dim()}
+    out = theirs(full, local, *rest, **more)
+    for key, mine in ours.items():
+        if isinstance(local.get(key), torch.Tensor) and local[key] is not mine:
+            local[key] = mine.copy_(local[key])
+    return out
+
+
+@torch.no_grad()
+def _keep_whole(
+    theirs: Callable[..., Any], full: Mapping[str, Any], local: dict[str, Any], *rest: Any, **more: Any
+) -> Any:
+    """Of whole tensors that every rank has, each keeps its rows; nothing is communicated but that all have them."""
+    ours = {
+        key: (mine, value)
+        for key, value in full.items()
+        if isinstance(mine := local.get(key), ShardedDTensor) and torch.is_tensor(value)
+    }
+    _agree(ours, {mine.sharding.over: mine.sharding for mine, _ in ours.values()}.values())
+    for key, (mine, value) in ours.items():
+        local[key] = mine.copy_(_fitting(key, mine, value))
+    return theirs({k: v for k, v in full.items() if k not in ours}, local, *rest, **more)
+
+
+def _keep_adapters(theirs: Callable[..., Any], model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Of an adapter peft cuts whole tensors into even chunks: ours stay whole, and are cut where they are copied."""
+    params = dict(model.named_parameters())
+    ours = {name for name in state if isinstance(params.get(name), ShardedDTensor)}
+    others = theirs(model, {name: value for name, value in state.items() if name not in ours})
+    return {name: value if name in ours else others[name] for name, value in state.items()}
+
+
+def _fitting(name: str, mine: ShardedDTensor, whole: torch.Tensor) -> torch.Tensor:
+    if whole.shape != mine.shape:
+        raise ValueError(f"mfsdp: {name} is {list(whole.shape)} in the state dict, {list(mine.shape)} here")
+    return whole
+
+
+def _agree(here: Iterable[str], shardings: Iterable[Sharding]) -> None:
+    """Makes sure that all ranks give the same names: who gives none would keep what it had.
+
+    Raises:
+        RuntimeError: they do not, on every rank that takes part.
+    """
+    digest = zlib.crc32("\n".join(sorted(here)).encode())
+    for sharding in shardings:
+        for group in sharding.over if sharding.parts > 1 else ():
+            told = torch.tensor([digest, -digest], device=devices.collective_device(group))
+            largest, smallest = sync_collectives.reduced(told, "max", group).tolist()
+            if largest != -smallest:
+                raise RuntimeError(
+                    "mfsdp: full_state_dict=True without broadcast_from_rank0=True, and the ranks give different "
+                    "names: give every rank the whole state dict, or rank 0 alone with broadcast_from_rank0=True"
+                )
+
+
+# What ranks compare
+
+
+def loaded(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+    """Counts what a module loads of a state dict, for other ranks to compare."""
+    for name, ref in refs(module).items():
+        param, value = module._parameters.get(name), state.get(prefix + name)
+        if param is not None and value is not None:
+            load_count.count(ref.buffer.spec.meets, f"{prefix}{name}", value, param.dtype)
+
+
+# Names
+
+
+def _with_wrappers(theirs: Callable[..., Any], model: Any, name: str, *rest: Any, **more: Any) -> Any:
+    """Finds what has its original name (`names`) below wrappers of torch.compile."""
+    return theirs(model, parameter_names.spelled(model, name), *rest, **more)
+
+
+# Checkpoints
+
+
+def _ready(theirs: Callable[..., Any], planner: Any, state: Any, metadata: Any = None, *rest: Any, **more: Any) -> Any:
+    """Looks at what a checkpoint has before it is loaded into a state dict."""
+    there = metadata.state_dict_metadata if metadata is not None and buffer_registry.sharded() else {}
+    if there:
+        _refuse_lost_state(there, state)
+    out = theirs(planner, state, metadata, *rest, **more)
+    if there:
+        _find_wrapped(there, planner)
+        _tell_of_lost_scales(te.lost_scales(there.items(), planner.state_dict))
+    return out
+
+
+def _tell_of_lost_scales(names: list[str]) -> None:
+    if names:
+        warnings.warn(
+            f"mfsdp: the checkpoint has scales of TransformerEngine's DelayedScaling ({names[0]}, {len(names)} in all) "
+            "and the model none yet: they are not loaded, and amax histories begin anew. Run one forward under "
+            "te.autocast(recipe=DelayedScaling()) before state_dict(), and load into that, to keep them.",
+            stacklevel=3,
+        )
+
+
+def _refuse_lost_state(there: Iterable[str], state: Any) -> None:
+    """Raises where a checkpoint has state for an optimizer that has none yet: nobody would read it.
+
+    Raises:
+        ValueError: on every rank; `torch.distributed.checkpoint` wraps it in its own.
+    """
+    for path in _stateless(state):
+        lost = [name for name in there if name.startswith(f"{path}.")]
+        if lost:
+            raise ValueError(
+                f"mfsdp: the checkpoint has optimizer state ({len(lost)} entries under {path!r}), and the optimizer "
+                "that it is loaded into has none before its first step: none of it would be read. Give it its state "
+                "first, torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer), or use "
+                "get_state_dict and set_state_dict, or mfsdp.Checkpoints, which do."
+            )
+
+
+def _stateless(state: Any, path: str = "") -> Iterator[str]:
+    """Where in a state dict there is an optimizer's without state."""
+    if not isinstance(state, Mapping):
+        return
+    if state.get("param_groups") and isinstance(state.get("state"), Mapping) and not state["state"]:
+        yield f"{path}state"
+    for key, value in state.items():
+        yield from _stateless(value, f"{path}{key}.")
+
+
+def _find_wrapped(there: Iterable[str], planner: Any) -> None:
+    """Of checkpoints that were written under a wrapper's names the original ones are read."""
+    wrapped = {parameter_names.original(name): name for name in there if parameter_names.original(name) != name}
+    for name in [n for n in planner.state_dict if n in wrapped and n not in there]:
+        planner.state_dict[wrapped[name]] = planner.state_dict.pop(name)
+        if name in planner.mappings:
+            planner.mappings[wrapped[name]] = planner.mappings.pop(name)

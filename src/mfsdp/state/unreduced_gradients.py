@@ -1,0 +1,51 @@
+"""Gradients that wait for the next synchronisation, and how `zero_grad` reaches them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from .sharded_parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from .gradients import Gradients
+
+holding: weakref.WeakSet[Gradients] = weakref.WeakSet()
+"""Those of which some wait for the next synchronisation."""
+
+
+@functools.cache
+def reach_zero_grad() -> None:
+    """Makes ``zero_grad`` of every optimizer and of every module forget the gradients that wait for a synchronisation.
+
+    Those are not in any ``.grad``, so a step that is given up half-way would leave them for the next one. torch has no
+    hook there; so ``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad`` (which torch.compile's wrapper
+    inherits) are wrapped, once, when the first gradient is held back: a process that never does keeps torch's own. A
+    class whose ``zero_grad`` does not call its parent's is reached if it sets ``.grad`` to ``None`` unasked.
+    """
+
+    def wrapped(zero_grad: Callable[..., None], parameters: Callable[[Any], Iterable[Any]]) -> Callable[..., None]:
+        @torch.compiler.disable
+        @functools.wraps(zero_grad)
+        def run(self: Any, set_to_none: bool = True) -> None:
+            if holding:
+                chosen: dict[Gradients, set[int]] = {}
+                for p in parameters(self):
+                    if isinstance(p, ShardedParameter) and p._mfsdp_owner.gradients in holding:
+                        chosen.setdefault(p._mfsdp_owner.gradients, set()).add(p.sharding.slot)
+                for gradients, slots in chosen.items():
+                    gradients.forget(slots)
+            zero_grad(self, set_to_none)
+
+        return cast(Callable[..., None], run)
+
+    optimizer, module = torch.optim.Optimizer, nn.Module
+    optimizer.zero_grad = wrapped(  # type: ignore[method-assign]
+        optimizer.zero_grad, lambda self: (p for group in self.param_groups for p in group["params"])
+    )
+    module.zero_grad = wrapped(module.zero_grad, nn.Module.parameters)  # type: ignore[method-assign]
