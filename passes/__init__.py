@@ -1,58 +1,58 @@
 """The passes: one verb, one file. Each takes a `Program` and rewrites it in place.
 
-    interleave  microbatches of one program take turns           exchanged: what other parallelisms send
-    collective  what they exchange is launched and waited for     travels while something computes
-    fill        what does not need it runs beside it
+    interleave        alternate the microbatches of one program           other parallelisms' collectives,
+    collective        launch them early, wait for them late                overlapped
+    hide_collectives  move independent compute behind their launches
 
-    quantize weights that the model casts to FP8 are cast before they travel
+    quantize          cast to FP8 before the gather, where the model casts weights to FP8
 
-    gather   parameters come from one all-gather per unit        correct: a program cannot run sharded
-    reshard  what was gathered is freed after its last reader     without these three
-    reduce   gradients leave through one reduce-scatter per unit
+    gather            one all-gather per unit produces its parameters     required: without these three
+    reshard           free the gathered buffer after its last reader      a program cannot run sharded
+    reduce            one reduce-scatter per unit consumes its gradients
 
-    prefetch launches of gathers move up                          fast: launches and waits move,
-    defer    waits for reductions move down                       every value stays bitwise equal
+    prefetch          launch gathers earlier                              speed: launches and waits move,
+    defer             wait for reductions later                           every value stays bitwise equal
 
-    bucket   products write straight into gradient buffers        physical: where values lie
-    probe    in some steps somebody looks at values
-    host     saved activations go to host memory and come back
-    pool     buffers get static slots                             and what carries them
-    stream   lanes get process groups
+    inplace_wgrad     products write into gradient buffers                memory: where values lie
+    insert_checks     look for Inf and NaN, compare replicas
+    schedule_offload  copy saved activations to the host and back
+    plan_memory       assign static buffers
+    assign_groups     assign process groups to lanes
 
-Their order, and its reasons, stand in `mfsdp.pipeline`.
+`mfsdp.pipeline` has their order, with its reasons.
 """
 
 if __name__ != "mfsdp.passes":
     raise ImportError(f"import the passes as mfsdp.passes, not as {__name__}: they would load twice")
 
-from .bucket import bucket
+from .assign_groups import assign_groups
 from .collective import collective
 from .defer import defer
-from .fill import fill
 from .gather import gather
-from .host import host
+from .hide_collectives import hide_collectives
+from .inplace_wgrad import inplace_wgrad
+from .insert_checks import insert_checks
 from .interleave import interleave
-from .pool import pool
+from .plan_memory import plan_memory
 from .prefetch import prefetch
-from .probe import probe
 from .quantize import quantize
 from .reduce import reduce
 from .reshard import reshard
-from .stream import stream
+from .schedule_offload import schedule_offload
 
 __all__ = [
-    "bucket",
+    "assign_groups",
     "collective",
     "defer",
-    "fill",
     "gather",
-    "host",
+    "hide_collectives",
+    "inplace_wgrad",
+    "insert_checks",
     "interleave",
-    "pool",
+    "plan_memory",
     "prefetch",
-    "probe",
     "quantize",
     "reduce",
     "reshard",
-    "stream",
+    "schedule_offload",
 ]

@@ -57,7 +57,7 @@ def test_all_are_ours_and_have_a_lane(mesh):
             between = p.nodes[p.nodes.index(wait) : p.nodes.index(min(readers))]
             computing = [n.name for n in between if role(n) is None and view_of(n) is None]
             assert not computing, f"{launch.name} is waited for before {computing}"
-    text = printer.render(backward, "stream")
+    text = printer.render(backward, "assign_groups")
     assert "; C G R T " in text and ", tp" in text
 
 

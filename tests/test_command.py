@@ -207,7 +207,7 @@ def test_diff_is_of_what_is_done(capsys, tmp_path):
 def test_show_and_diff(capsys, tmp_path, monkeypatch):
     dump(tmp_path / "a", 1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    last = next((tmp_path / "b").glob("*.backward.13.stream.txt"))
+    last = next((tmp_path / "b").glob("*.backward.13.assign_groups.txt"))
     last.write_text(last.read_text().replace("free", "forget", 1) + "; one more line\n")
     text = shown(capsys, "show", str(tmp_path / "a"))
     assert text.count("; mfsdp  Sequential  stream") == 2 and "\x1b" not in text

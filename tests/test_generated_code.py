@@ -97,7 +97,7 @@ def orders(tokens: int, folder: str) -> dict[str, tuple[list[str], list[str]]]:
         with torch.no_grad():
             _, (inference,) = run_and_get_code(lambda: run(x))
     code = {"forward": forward, "backward": backward, "inference": inference}
-    stages = {phase: max(mine.glob(f"*.{phase}.*.stream.txt")).read_text() for phase in code}
+    stages = {phase: max(mine.glob(f"*.{phase}.*.assign_groups.txt")).read_text() for phase in code}
     return {phase: (of_listing(stages[phase]), of_code(uncommented(text))) for phase, text in code.items()}
 
 

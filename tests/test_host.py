@@ -373,7 +373,7 @@ def test_gpt_with_its_first_block_on_the_host(golden):
     """Small norms' statistics stay; q, k and v go as one product; lanes, and the bytes on the host."""
     lasts = []
     for program, without in zip(traced("blocks.0"), traced(), strict=True):
-        golden(f"gpt_host.{program.phase}", pipeline.run(program)["host"].listing)
+        golden(f"gpt_host.{program.phase}", pipeline.run(program)["schedule_offload"].listing)
         pipeline.run(without, listings=False)
         lasts.append([byte_costs.lines(p)[-1 if p.phase == "forward" else 0].live for p in (without, program)])
         assert byte_costs.on_host(program) == 2**22 and byte_costs.on_host(without) == 0

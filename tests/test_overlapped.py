@@ -383,9 +383,9 @@ def test_one_rank_alone_is_told(two_fresh_ranks):
 
 
 def filled() -> list[str]:
-    """Gradients that are others without `fill`."""
+    """Gradients that are others without `hide_collectives`."""
     found = []
-    for passes in (pipeline.PIPELINE, tuple(row for row in pipeline.PIPELINE if row[0] != "fill")):
+    for passes in (pipeline.PIPELINE, tuple(row for row in pipeline.PIPELINE if row[0] != "hide_collectives")):
         _, model = sharded(2, layers=2)
         next_token(compiled(model, "eager", passes=passes), tokens(dist.get_rank())).backward()
         found.append(gradients(model))

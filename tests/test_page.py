@@ -220,7 +220,7 @@ def test_a_box_tells_its_line_and_leads_to_it(opened, report):
     at = opened.locator("#listing .at")
     at.wait_for(timeout=5000)
     assert "wait u0_full" in at.inner_text()
-    assert opened.locator("#stages .on").inner_text() == "stream"
+    assert opened.locator("#stages .on").inner_text() == "assign_groups"
 
 
 @pytest.mark.slow

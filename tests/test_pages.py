@@ -149,7 +149,7 @@ def test_the_tutorial_trains_stops_and_goes_on(two_ranks, tmp_path):
     for out in two_ranks.run(the_tutorial, str(tmp_path), timeout=300):
         assert out["loss"] < 0.6 and abs(out["bf16"] - out["loss"]) < 0.1 and out["dtype"] is torch.bfloat16, out
         assert out["resumed"] and out["loaded"], out
-    seen = "".join(p.read_text() for p in (tmp_path / "seen").glob("graph*.forward.*.stream.txt"))
+    seen = "".join(p.read_text() for p in (tmp_path / "seen").glob("graph*.forward.*.assign_groups.txt"))
     lines = "".join(blocks("TUTORIAL.md", "")).splitlines()
     shown = [line for line in lines if line.startswith(("; ", ". ", "* ", "<-"))]
     assert len(shown) > 3

@@ -56,7 +56,7 @@ def test_every_prefix_of_the_pipeline_gives_the_same_numbers(two_ranks, upto):
         assert worst["loss"] == 0 and worst["average"] == 0
 
 
-@pytest.mark.parametrize(("upto", "bound"), [("reshard", 1e-6), ("bucket", 0)])
+@pytest.mark.parametrize(("upto", "bound"), [("reshard", 1e-6), ("inplace_wgrad", 0)])
 def test_prefixes_of_the_pipeline_with_a_tied_weight(two_ranks, upto, bound):
     """Before `reduce`, each use is reduced by itself: the same sum in another order."""
     for worst in two_ranks.run(gradients, "gpt", "eager", upto=upto):

@@ -41,7 +41,7 @@ def nothing(p: mfsdp.graph.program.Program) -> None:
         ({"passes": (("capture", nothing),)}, "'capture' is there twice"),
         ({"passes": (PIPELINE[4], PIPELINE[3])}, "'gather' has to come before 'reshard': there is nothing to free"),
         ({"passes": PIPELINE[:5], "prefetch": 2}, "option prefetch=2 is for the pass 'prefetch', which is not in"),
-        ({"passes": PIPELINE[:8], "pool": False}, "option pool=False is for the pass 'pool'"),
+        ({"passes": PIPELINE[:8], "pool": False}, "option pool=False is for the pass 'plan_memory'"),
         ({"passes": (*PIPELINE[:6], ("defer", nothing)), "reduce_lag": 0}, "option reduce_lag=0 is for the pass"),
     ],
 )  # fmt: skip
@@ -86,6 +86,6 @@ def test_a_table_is_in_the_dump(tmp_path):
 
 def test_stages_by_name():
     stages = mfsdp.pipeline.run(toy2())
-    assert stages["pool"] is stages[-2]
-    with pytest.raises(KeyError, match="no pass 'polo' has run; there are capture, collective, fill, quantize, gather"):
+    assert stages["plan_memory"] is stages[-2]
+    with pytest.raises(KeyError, match="no pass 'polo' has run; there are capture, collective, hide_collectives, quantize, gather"):
         stages["polo"]

@@ -24,7 +24,7 @@ from mfsdp.config.hardware import hardware
 from mfsdp.ir import byte_costs, ops, printer
 from mfsdp.ir.program import Program, slot_of
 from mfsdp.ir.roles import Kind
-from mfsdp.passes.bucket import bucket
+from mfsdp.passes.inplace_wgrad import inplace_wgrad
 from mfsdp.reports.profile import Outline
 from mfsdp.runtime import compiled_program, devices, execution, groups, kernels, static_buffers
 from mfsdp.state.gradients import Gradients
@@ -194,7 +194,7 @@ def test_products_are_written_in_place():
     stages = {s.name: s for s in pipeline.run(backward)}
     products = [n for n in backward.nodes if n.target is ops.mm]
     assert len(products) == 4 * 4, "four matrices in each of four blocks; embeddings are scattered, and copied"
-    assert "written in place" in stages["bucket"].listing
+    assert "written in place" in stages["inplace_wgrad"].listing
 
 
 def elsewhere(p: Program, device: str) -> Program:
@@ -219,7 +219,7 @@ BF16_COMPUTE = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 def test_narrow_products_are_written_wide_in_place(device, wide):
     p = toy2("backward", mp_policy=BF16_COMPUTE)
     pipeline.run(p, upto="defer")
-    (stage,) = pipeline.run(elsewhere(p, device), passes=(("bucket", partial(bucket, wide=wide)),))[1:]
+    (stage,) = pipeline.run(elsewhere(p, device), passes=(("inplace_wgrad", partial(inplace_wgrad, wide=wide)),))[1:]
     written = wide if wide is not None else device == "cuda"
     assert ("mm u1_gfull@0, threshold_backward.T, relu" in stage.listing) == written
     assert ("mm_1" in stage.listing) != written, "a temporary of 16 bits"

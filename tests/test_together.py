@@ -25,7 +25,7 @@ from mfsdp.ir.merge import merge
 from mfsdp.ir.program import Program, view_of
 from mfsdp.ir.roles import Kind, role
 from mfsdp.ir.verifier import LawError, check
-from mfsdp.passes import fill
+from mfsdp.passes import hide_collectives
 from mfsdp.runtime import instrumentation, sync_collectives
 from tests.models import GPT, Block
 from tests.parallel import graphs, next_token, reset, tokens
@@ -89,7 +89,7 @@ def test_one_program_for_both(model, golden):
     two = programs(model, both)
     assert [p.phase for p in two] == ["forward", "backward"]
     for alone, p in zip(one, two, strict=True):
-        golden(f"mixture.together.{p.phase}", printer.render(p, "stream"))
+        golden(f"mixture.together.{p.phase}", printer.render(p, "assign_groups"))
         for kind in (Kind.FULL, Kind.GSHARD):
             assert len(p.find(kind)) == len(alone.find(kind)), "one gather and one reduction for both"
         assert len(exposed(p)) <= 1
@@ -157,14 +157,14 @@ def test_what_an_exchange_does_not_need_fills_it():
         passes = (("look", lambda p: seen.append(p.copy())), *pipeline.PIPELINE)
         step(torch.compile(model, backend="mfsdp", options={"lowering": "eager", "passes": passes}))
         forward, backward = seen
-        before, after = (behind(backward.copy(), fills) for fills in (lambda p: None, fill))
+        before, after = (behind(backward.copy(), fills) for fills in (lambda p: None, hide_collectives))
         assert not before and len(after) == 4
         assert all(any(name.startswith("mm") for name in names) for names in after.values()), "weights' gradients"
-        none = behind(backward.copy(), partial(fill, most=0))
+        none = behind(backward.copy(), partial(hide_collectives, most=0))
         assert not any("mm" in name for names in none.values() for name in names), "nothing lives longer"
-        some = behind(backward.copy(), partial(fill, most=128))
+        some = behind(backward.copy(), partial(hide_collectives, most=128))
         assert 0 < sum(map(len, some.values())) < sum(map(len, after.values()))
-        shared = behind(forward.copy(), fill)
+        shared = behind(forward.copy(), hide_collectives)
         assert [any("mm" in name for name in names) for names in shared.values()] == [True, True], shared
 
 

@@ -186,7 +186,7 @@ def worker(args: argparse.Namespace) -> None:
         for i in range(0, MICROBATCHES, 2):
             sum(mfsdp.together(run)(data[i : i + 2])).backward()  # type: ignore[union-attr]
 
-    unfilled = tuple(row for row in mfsdp.pipeline.PIPELINE if row[0] != "fill")
+    unfilled = tuple(row for row in mfsdp.pipeline.PIPELINE if row[0] != "hide_collectives")
     contenders: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "FSDP2, eager": (lambda: theirs(False), one_by_one, {}),
         "FSDP2, layers compiled": (lambda: theirs(True), one_by_one, {}),

@@ -13,20 +13,20 @@ from .config.options import Options
 from .ir import byte_costs, printer
 from .ir.program import Program
 from .ir.verifier import LawError, check
-from .passes.bucket import bucket
+from .passes.assign_groups import assign_groups
 from .passes.collective import collective
 from .passes.defer import defer
-from .passes.fill import fill
 from .passes.gather import gather
-from .passes.host import Pace, host
+from .passes.hide_collectives import hide_collectives
+from .passes.inplace_wgrad import inplace_wgrad
+from .passes.insert_checks import insert_checks
 from .passes.interleave import interleave
-from .passes.pool import pool
+from .passes.plan_memory import plan_memory
 from .passes.prefetch import prefetch
-from .passes.probe import probe
 from .passes.quantize import quantize
 from .passes.reduce import reduce
 from .passes.reshard import reshard
-from .passes.stream import stream
+from .passes.schedule_offload import Pace, schedule_offload
 
 Pass = Callable[[Program], None]
 
@@ -54,24 +54,24 @@ def table(
     ``keep_cast``, ``interleave``, ``max_activations`` (bytes), ``quantize``, and whether there are ``check_finite`` and
     ``check_replicas``. Instead of a depth it takes what
     decides it for each program, `mfsdp.cost_model.auto_prefetch.Auto`.
-    ``wide`` is for programs that run elsewhere than they were traced (`passes.bucket`). ``pace`` says how long
-    everything takes, where something goes to the host (`passes.host`).
+    ``wide`` is for programs that run elsewhere than they were traced (`passes.inplace_wgrad`). ``pace`` says how long
+    everything takes, where something goes to the host (`passes.schedule_offload`).
     """
     return (
         *((("interleave", interleave),) if turns else ()),
         ("collective", collective),
-        ("fill", partial(fill, most=most)),
+        ("hide_collectives", partial(hide_collectives, most=most)),
         ("quantize", partial(quantize, on=codes)),
         ("gather", partial(gather, keep_cast=keep_cast)),
         ("reshard", reshard),
         ("reduce", reduce),
         ("prefetch", partial(prefetch, depth=depth, limit=limit)),
         ("defer", partial(defer, lag=lag)),
-        ("bucket", bucket if wide is None else partial(bucket, wide=wide)),
-        ("probe", partial(probe, finite=finite, replicas=replicas)),
-        ("host", partial(host, pace=pace)),
-        ("pool", partial(pool, on=slots)),
-        ("stream", stream),
+        ("inplace_wgrad", inplace_wgrad if wide is None else partial(inplace_wgrad, wide=wide)),
+        ("insert_checks", partial(insert_checks, finite=finite, replicas=replicas)),
+        ("schedule_offload", partial(schedule_offload, pace=pace)),
+        ("plan_memory", partial(plan_memory, on=slots)),
+        ("assign_groups", assign_groups),
     )
 
 
@@ -118,12 +118,12 @@ _KNOBS = {
     "prefetch": "prefetch",
     "max_unsharded": "prefetch",
     "reduce_lag": "defer",
-    "pool": "pool",
+    "pool": "plan_memory",
     "keep_cast": "gather",
-    "max_activations": "fill",
+    "max_activations": "hide_collectives",
     "quantize": "quantize",
-    "check_finite": "probe",
-    "check_replicas": "probe",
+    "check_finite": "insert_checks",
+    "check_replicas": "insert_checks",
 }
 """Options, and the pass that obeys each."""
 
@@ -151,10 +151,10 @@ ORDER: tuple[tuple[str, str, str], ...] = (
     ("interleave", "collective", "a wait stands in front of its first reader, which other microbatches come before"),
     ("interleave", "gather", "markers say which units are read where, and what reads one gathers for all microbatches"),
     ("interleave", "reduce", "a unit is reduced behind its last gradient, of whichever microbatch"),
-    ("collective", "fill", "launches and waits are there only then"),
-    ("fill", "gather", "a unit is gathered where it is read first, wherever that moves"),
-    ("fill", "reduce", "a unit is reduced behind its last gradient, wherever that moves"),
-    ("fill", "quantize", "a unit is gathered where it is read first, wherever that moves"),
+    ("collective", "hide_collectives", "launches and waits are there only then"),
+    ("hide_collectives", "gather", "a unit is gathered where it is read first, wherever that moves"),
+    ("hide_collectives", "reduce", "a unit is reduced behind its last gradient, wherever that moves"),
+    ("hide_collectives", "quantize", "a unit is gathered where it is read first, wherever that moves"),
     ("interleave", "quantize", "microbatches read the same codes, which are gathered once for all of them"),
     ("quantize", "gather", "what is gathered in one byte per element is not gathered in the policy's dtype"),
     ("collective", "reshard", "what another parallelism's collective reads lives until the wait"),
@@ -164,20 +164,24 @@ ORDER: tuple[tuple[str, str, str], ...] = (
     ("reduce", "defer", "there is no reduction to wait for before"),
     (
         "defer",
-        "bucket",
+        "inplace_wgrad",
         "a wait belongs in front of the pack it makes room for, before that buffer moves up",
     ),
-    ("prefetch", "pool", "slots are coloured over the final order of launches and frees"),
-    ("bucket", "probe", "a gradient buffer is looked at when the last product has been written to it"),
-    ("defer", "probe", "a sum is looked at behind its wait, wherever that moves"),
-    ("collective", "host", "a value of another parallelism's collective is complete behind its wait"),
-    ("prefetch", "host", "a clock counts what compute waits for, wherever gathers are launched"),
-    ("defer", "host", "and for reductions, wherever they are waited for"),
-    ("bucket", "host", "a copy is launched behind pointwise compute, and products may have become writes"),
-    ("host", "pool", "a listing shows copies before slots; programs do not depend on it"),
-    ("probe", "pool", "what is looked at is alive until then"),
-    ("bucket", "pool", "slots are coloured over the final lives of gradient buffers"),
-    ("pool", "stream", "a listing shows slots before groups; programs do not depend on it"),
+    ("prefetch", "plan_memory", "slots are coloured over the final order of launches and frees"),
+    ("inplace_wgrad", "insert_checks", "a gradient buffer is looked at when the last product has been written to it"),
+    ("defer", "insert_checks", "a sum is looked at behind its wait, wherever that moves"),
+    ("collective", "schedule_offload", "a value of another parallelism's collective is complete behind its wait"),
+    ("prefetch", "schedule_offload", "a clock counts what compute waits for, wherever gathers are launched"),
+    ("defer", "schedule_offload", "and for reductions, wherever they are waited for"),
+    (
+        "inplace_wgrad",
+        "schedule_offload",
+        "a copy is launched behind pointwise compute, and products may have become writes",
+    ),
+    ("schedule_offload", "plan_memory", "a listing shows copies before slots; programs do not depend on it"),
+    ("insert_checks", "plan_memory", "what is looked at is alive until then"),
+    ("inplace_wgrad", "plan_memory", "slots are coloured over the final lives of gradient buffers"),
+    ("plan_memory", "assign_groups", "a listing shows slots before groups; programs do not depend on it"),
 )
 """Earlier, later, why."""
 
@@ -196,7 +200,7 @@ class Stage:
 
 
 class Stages(list[Stage]):
-    """What the passes did, in order; ``stages["bucket"]`` is that of a pass by name."""
+    """What the passes did, in order; ``stages["inplace_wgrad"]`` is that of a pass by name."""
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):

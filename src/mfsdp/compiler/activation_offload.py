@@ -9,7 +9,8 @@ forward gives the copy there instead, and backward takes that and fetches it:
 
 It has to be here, where both graphs are in hand: AOTAutograd makes backward's example inputs from its arguments as soon
 as it has them, and to say later that one of them lies on another device is too late. Where copies are launched and
-waited for is a pass's business (`mfsdp.passes.host`); here they are launched last and fetched where they are read.
+waited for is a pass's business (`mfsdp.passes.schedule_offload`); here they are launched last and fetched where they
+are read.
 
 A storage goes whole and once: of q, k and v, which are parts of one product, that product goes, and backward takes the
 parts again. What stays is what is the caller's, or returned to it; parameters and what hangs on them alone (law 47);

@@ -37,7 +37,7 @@ Transform = Callable[[fx.GraphModule, Phase], Callable[[Run, str], Run] | None]
 """Runs the pipeline on a graph, in place; what it returns is given the compiled graph and its code, and may wrap it."""
 
 INDUCTOR = {
-    # Order is the schedule's business (`prefetch`, `defer`, `bucket`): Inductor must not move launches or waits.
+    # Order is the schedule's business (`prefetch`, `defer`, `inplace_wgrad`): Inductor must not move launches or waits.
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,

@@ -857,7 +857,7 @@ class _Laid:
         return folded(p, times, pace.fused, self.memo, accumulators=self.first)
 
 
-_OVER_AND_OVER = ("prefetch", "host", "pool")
+_OVER_AND_OVER = ("prefetch", "schedule_offload", "plan_memory")
 
 
 def _passes(options: Options, wide: bool, pace: Pace) -> tuple[pipeline.Table, pipeline.Table, pipeline.Table]:

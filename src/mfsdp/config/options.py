@@ -187,7 +187,7 @@ class Options:
     fits, while the model is compiled, the same on all ranks (:func:`mfsdp.plan`); AdamW is assumed."""
     max_activations: int | None = None
     """Bytes of activations that may live longer at each launch of another parallelism's collective, for what is
-    computed behind it instead of in front (`passes.fill`); ``None``: no limit."""
+    computed behind it instead of in front (`passes.hide_collectives`); ``None``: no limit."""
     pool: bool = True
     """Whether gathered buffers and gradient buffers get static slots."""
     keep_cast: bool = True

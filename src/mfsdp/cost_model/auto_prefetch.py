@@ -32,12 +32,12 @@ from ..ir import ops
 from ..ir.byte_costs import nbytes
 from ..ir.program import Program
 from ..ir.roles import role
-from ..passes.bucket import bucket
+from ..passes.assign_groups import assign_groups
 from ..passes.defer import defer
-from ..passes.host import host
-from ..passes.pool import pool
+from ..passes.inplace_wgrad import inplace_wgrad
+from ..passes.plan_memory import plan_memory
 from ..passes.prefetch import prefetch
-from ..passes.stream import stream
+from ..passes.schedule_offload import schedule_offload
 from ..runtime import buffer_registry, groups
 from ..state.flat_buffer import FlatBuffer
 from . import op_cost
@@ -142,8 +142,8 @@ class _Tried:
         self.auto, self.machine, self.fused = auto, machine, options.lowering != "eager"
         self.copy = program.copy()
         defer(self.copy, lag=options.reduce_lag)
-        bucket(self.copy, wide=auto.wide)
-        stream(self.copy)
+        inplace_wgrad(self.copy, wide=auto.wide)
+        assign_groups(self.copy)
         self.nodes, self.memo = self.copy.nodes[:-1], dict[Any, Any]()
         self.known = auto.profile.given(self.copy) if auto.profile is not None else {}
 
@@ -152,7 +152,7 @@ class _Tried:
         self.copy.move(self.nodes, self.copy.output)
         prefetch(self.copy, depth=depth, limit=self.auto.options.max_unsharded)
         if self.auto.pace is not None:
-            host(self.copy, pace=self.auto.pace)
+            schedule_offload(self.copy, pace=self.auto.pace)
         return self.copy
 
     def seconds(self, depth: int) -> float:
@@ -170,7 +170,7 @@ class _Tried:
 
     def _fits(self, depth: int) -> bool:
         copy = self.launch(depth)
-        pool(copy, on=self.auto.options.pool)
+        plan_memory(copy, on=self.auto.options.pool)
         account = ledger([copy], [], inputs=0, other=self.auto.held, optimizer="none", fused=self.fused)
         return account.peak <= self.machine.memory
 

@@ -33,7 +33,7 @@ from ..ir import ops
 from ..ir.byte_costs import accumulator, lines, nbytes
 from ..ir.program import LAYER, Program, base_of
 from ..ir.roles import role
-from ..passes.pool import FAMILIES, Interval, coloured, intervals
+from ..passes.plan_memory import FAMILIES, Interval, coloured, intervals
 from . import fusion
 from .op_cost import Time
 from .timeline import Links, Moving, queue_of

@@ -216,8 +216,8 @@ class Pieces:
         return self.clock(way, backward, gathered)[stand][2][-1]
 
     def _copies(self, layers: Sequence[Layer], backward: bool) -> dict[int, Copies]:
-        """Copies and waits for them, by the number of the layer in which they stand: about where the pass `host` would
-        place them.
+        """Copies and waits for them, by the number of the layer in which they stand: about where `schedule_offload`
+        would place them.
 
         Args:
             layers: as they run, what comes before all of them first. In forward the last one has the head with it.

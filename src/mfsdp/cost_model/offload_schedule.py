@@ -1,4 +1,4 @@
-"""How long compute stands at each line, for whoever places copies to the host (`mfsdp.passes.host`).
+"""How long compute stands at each line, for whoever places copies to the host (`mfsdp.passes.schedule_offload`).
 
 Ranks on unlike hardware may place them differently: no other rank takes part in a copy. What was measured of kernels is
 not asked: a plan says for which hardware it was made, and copies have to stand where it has put them when it compiles.

@@ -43,9 +43,9 @@ passes rewrite them into:
     probe(value, source, starts, sizes, names, what)   in some steps: is it finite, and is it the same on ranks that
                                               should have the same; changes nothing (Note [Probes])
 
-``slot`` is the number of a static buffer (`mfsdp.passes.pool`), -1 for memory of its own; ``lane`` says which of the
-spec's process groups carries it: 0 and 1 those of the shard axis, 2 and 3 those of the outer axis. All are stateless
-but `refresh`, `refresh_codes`, `hold` and `accumulate`, whose state is found through the tensor that programs
+``slot`` is the number of a static buffer (`mfsdp.passes.plan_memory`), -1 for memory of its own; ``lane`` says which of
+the spec's process groups carries it: 0 and 1 those of the shard axis, 2 and 3 those of the outer axis. All are
+stateless but `refresh`, `refresh_codes`, `hold` and `accumulate`, whose state is found through the tensor that programs
 read parameters from (Note [Accumulators]).
 """
 

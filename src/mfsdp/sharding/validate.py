@@ -55,8 +55,9 @@ def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
     if param.requires_grad and callable(later) and later():
         raise NotImplementedError(
             f"fully_shard: the gradient of {fqn} comes by {type(owner).__name__}.backward_dw(), after backward, where "
-            "its unit has been reduced without it. Make the module with delay_wgrad_compute=False (the pass `fill` has "
-            "weights' gradients computed while exchanges travel), or pass the parameter in ignored_params"
+            "its unit has been reduced without it. Make the module with delay_wgrad_compute=False (the pass "
+            "`hide_collectives` has weights' gradients computed while collectives run), or pass the parameter in "
+            "ignored_params"
         )
 
 

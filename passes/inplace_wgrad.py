@@ -1,4 +1,4 @@
-"""bucket: products are written straight into the gradient buffer.
+"""inplace_wgrad: products are written straight into the gradient buffer.
 
 Before, a gradient is made, and then copied:
 
@@ -38,7 +38,7 @@ from mfsdp.ir.roles import Kind, Role
 aten = torch.ops.aten
 
 
-def bucket(p: Program, *, wide: bool | None = None) -> None:
+def inplace_wgrad(p: Program, *, wide: bool | None = None) -> None:
     """Turns matrix products that end in a gradient buffer into products that write there. ``wide``: whether 16-bit ones
     can be written in float32; ``None``: as the device of the program's tensors can.
     """

@@ -1,4 +1,4 @@
-"""pool: gathered buffers and gradient buffers get static slots.
+"""plan_memory: gathered buffers and gradient buffers get static slots.
 
 Before, every buffer is allocated when it is launched and freed after its last reader. After, with two units:
 
@@ -9,7 +9,7 @@ Before, every buffer is allocated when it is launched and freed after its last r
 
 Why: the same storage serves forward, backward and every step: nothing is allocated or freed on the way, and what is
 needed is known before the first step.
-Needs: the final order of launches and frees (`prefetch`, `defer`, `bucket`).
+Needs: the final order of launches and frees (`prefetch`, `defer`, `inplace_wgrad`).
 Costs: slots stay allocated between steps. A slot is as large as the largest buffer in it.
 
 A gradient buffer that is accumulated as it is, without a reduce-scatter, gets none: it becomes the accumulator.
@@ -42,7 +42,7 @@ class Interval(NamedTuple):
     end: Any
 
 
-def pool(p: Program, *, on: bool = True) -> None:
+def plan_memory(p: Program, *, on: bool = True) -> None:
     """Gives slots to all buffers that begin and end inside of the program.
 
     Args:

@@ -1,4 +1,4 @@
-"""fill: what an exchange does not need, and what does not need it, runs while it travels.
+"""hide_collectives: what an exchange does not need, and what does not need it, runs while it travels.
 
 Before, in the backward of experts, a weight's gradient is computed in front of the launch, as autograd wrote it:
 
@@ -37,7 +37,7 @@ from mfsdp.ir.program import Program, mutates, operator
 from mfsdp.ir.roles import Kind, is_kind, role
 
 
-def fill(p: Program, *, most: int | None = None) -> None:
+def hide_collectives(p: Program, *, most: int | None = None) -> None:
     """Moves launches of other parallelisms' collectives up, and their waits down.
 
     Args:

@@ -1,4 +1,4 @@
-"""stream: lanes become process groups.
+"""assign_groups: lanes become process groups.
 
     . * .  u0_full                = all_gather u0_shard                   bf16[1056768]    on group 0
     >-+-*  u1_gshard              = reduce_scatter u1_gfull, sum          bf16[132096]     on group 1, beside it
@@ -20,7 +20,7 @@ from mfsdp.ir.program import Program, lane_of
 from mfsdp.ir.roles import role
 
 
-def stream(p: Program) -> None:
+def assign_groups(p: Program) -> None:
     """Sends reductions through the second group of their unit."""
     moved = 0
     for node in p.nodes:

@@ -1,4 +1,5 @@
-"""host: what forward saves goes to the host while the next layers compute, and comes back before it is needed.
+"""schedule_offload: what forward saves goes to the host while the next layers compute, and comes back before it is
+needed.
 
 Before, copies are launched when there is nothing left to compute:
 
@@ -51,7 +52,7 @@ Pace = Callable[[Program], Mapping[Node, float]]
 """Says how long compute stands at each line of a program, and how long each copy takes, in seconds."""
 
 
-def host(p: Program, *, lag: int = 1, pace: Pace | None = None) -> None:
+def schedule_offload(p: Program, *, lag: int = 1, pace: Pace | None = None) -> None:
     """Moves launches of copies to the host up and their waits too; of copies back, the launches.
 
     Args:

@@ -1,4 +1,4 @@
-"""probe: in some steps somebody looks at what a unit reads, computes and gives.
+"""insert_checks: in some steps somebody looks at what a unit reads, computes and gives.
 
 Before, a NaN goes from unit to unit, and with the gradients to all ranks:
 
@@ -25,7 +25,7 @@ and in backward, where gradients are this rank's own, and where they are summed 
 
 Why: the first line of a program that finds something says which unit it was, and the rank that finds it says whose data
     (`mfsdp.runtime.runtime_checks`). Under ``check_replicas`` the same look at weights compares them.
-Needs: `bucket` and `defer`: gradients are looked at when they are complete.
+Needs: `inplace_wgrad` and `defer`: gradients are looked at when they are complete.
 Costs: a call for each line, which in all but one of so many steps returns at once. What is looked at is in memory
     until then.
 
@@ -46,7 +46,7 @@ from mfsdp.ir.program import GIVEN, INPUT, Program, is_element, mutates
 from mfsdp.ir.roles import Kind, Role, role
 
 
-def probe(p: Program, *, finite: bool = False, replicas: bool = False) -> None:
+def insert_checks(p: Program, *, finite: bool = False, replicas: bool = False) -> None:
     """Inserts probes, unit by unit.
 
     Args:
