@@ -47,6 +47,9 @@ goldens: $(VENV)/.test
 	$(BIN)/python -m pytest tests/test_listing.py --accept
 	@git --no-pager diff --stat -- tests/goldens || true
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 bench: $(VENV)/.demo compiler
 	$(BIN)/python examples/bench/bench.py $(ARGS)
 
@@ -89,7 +92,7 @@ $(VENV)/bin/python:
 	  { echo "mfsdp needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(VENV)/bin/python pyproject.toml constraints.txt
+$(VENV)/.demo $(VENV)/.test $(VENV)/.docs: $(VENV)/.%: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$*]'
 	@touch $@
 
@@ -102,7 +105,7 @@ browser:
 	  echo "No Chromium found (Debian: apt-get install chromium): tests of the report in a browser are skipped."
 
 clean:
-	rm -rf $(VENV) .cache build dist demo-out bench-out curve-out parallel-out gpu-record bench-gpu-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
+	rm -rf $(VENV) .cache build dist site demo-out bench-out curve-out parallel-out gpu-record bench-gpu-out *.egg-info src/*.egg-info .mypy_cache .ruff_cache .hypothesis .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-.PHONY: help demo test exhaustive check lint types quick goldens fuzz bench bench-mixture gpu bench-gpu te matrix compiler browser clean
+.PHONY: help demo test exhaustive check lint types quick goldens docs fuzz bench bench-mixture gpu bench-gpu te matrix compiler browser clean

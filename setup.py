@@ -22,7 +22,7 @@ PASSES = Path("src", "mfsdp", "passes")
 def long_description() -> str:
     """README.md, with the text of a relative link in the link's place, and no pictures.
 
-    docs/SUPPORTED.md is written as it is called; a link that is called otherwise keeps its target in brackets.
+    docs/guides/supported.md is written as it is called; a link that is called otherwise keeps its target in brackets.
     """
     text = (HERE / "README.md").read_text(encoding="utf-8")
     text = re.sub(r"^!\[[^]]*\]\((?!https?:)[^)]*\)\n+", "", text, flags=re.MULTILINE)

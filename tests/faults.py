@@ -1,4 +1,4 @@
-"""How long it takes until every rank is told of a fault: ``python -m tests.faults``, a table for docs/FAULTS.md.
+"""How long it takes until every rank is told of a fault: ``python -m tests.faults``, a table for docs/guides/faults.md.
 
 The faults are those of `test_agreement`; seconds are counted from where the ranks begin the step that goes wrong, on
 the rank that hears of it last.

@@ -554,8 +554,9 @@ def test_every_law_has_a_mutation():
     laws = {law for law, _ in LAWS}
     broken = {law for law, *_ in MUTATIONS.values()}
     assert laws == broken
-    said = f"{len(laws)} laws, {len(MUTATIONS)} mutations"
-    assert said in (Path(__file__).parent.parent / "docs" / "LAWS.md").read_text(), f"docs/LAWS.md: {said}"
+    said = f"{len(laws)} invariants, {len(MUTATIONS)} mutations"
+    page = Path(__file__).parent.parent / "docs" / "internals" / "invariants.md"
+    assert said in page.read_text(), f"{page}: {said}"
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "inference"])

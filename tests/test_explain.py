@@ -209,7 +209,7 @@ def test_a_restart_is_paid_by_whoever_finds_the_group_idle():
 
 
 def test_collectives_by_formula():
-    h100 = mfsdp.spec.hardware.KNOWN["h100"]
+    h100 = mfsdp.config.hardware.KNOWN["h100"]
     n = 1e9
     inside = transfer("all_gather", n, Group.of(range(8), 8), h100)
     assert inside.moving == pytest.approx(7 / 8 * n / (450e9 * 0.85)) and inside.fixed == pytest.approx(7 * 2e-6)
@@ -231,7 +231,7 @@ def test_collectives_by_formula():
 
 def test_seventy_two_ranks_that_are_linked():
     """An NVL72 rack: its nodes have four ranks, its links do not end there, and some groups straddle racks."""
-    rack = mfsdp.spec.hardware.KNOWN["gb200"]
+    rack = mfsdp.config.hardware.KNOWN["gb200"]
     assert (rack.ranks_per_node, rack.linked) == (4, 72)
     n = 1e9
     inside, _ = op_cost.groups(spec_of(8), rack)
@@ -506,7 +506,7 @@ def held(name: str, lowering: str, strategy: int, plan: mfsdp.Plan | None = None
     sharding |= {"reshard_after_forward": False} if name == "gathered" else {}
     given = {"world": dist.get_world_size(), "options": {"lowering": lowering, "check": False}, "hardware": PLAIN}
     told = mfsdp.explain(model, (ids,), suggest=False, **given, **sharding)
-    mfsdp.runtime.slots.forget()
+    mfsdp.runtime.static_buffers.forget()
     mfsdp.fully_shard(model, **sharding)
     run = compiled(model, lowering, check=False)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -523,7 +523,7 @@ def held(name: str, lowering: str, strategy: int, plan: mfsdp.Plan | None = None
     lasting = [t for w in weights for t in {id(w.main): w.main, id(w.source): w.source}.values()]
     lasting += [v.to_local() for s in optimizer.state.values() for v in s.values() if v.dim()]
     total = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in lasting}.values())
-    total += sum(mfsdp.runtime.slots.sizes().values()) + ids.nbytes
+    total += sum(mfsdp.runtime.static_buffers.sizes().values()) + ids.nbytes
     return total + peak_of(step), told.peak, str(told.ledger)
 
 

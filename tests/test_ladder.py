@@ -116,13 +116,13 @@ def test_no_circles_in_a_room(room):
 
 
 def test_the_page_names_every_file():
-    page = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text()
     rows = {line.split("`")[1].strip("/"): line for line in page.splitlines() if line.startswith("| `")}
     for room, path in everything():
         if (SOURCE / room).is_dir() and path.stem != "__init__":
-            assert f"`{path.stem}`" in rows[room], f"{room}/{path.name} is not in docs/ARCHITECTURE.md"
+            assert f"`{path.stem}`" in rows[room], f"{room}/{path.name} is not in architecture.md"
     for named in re.findall(r"`(\w+/\w+\.py)`", page):
-        assert (SOURCE / named).exists() or (ROOT / named).exists(), f"docs/ARCHITECTURE.md: there is no {named}"
+        assert (SOURCE / named).exists() or (ROOT / named).exists(), f"architecture.md: there is no {named}"
 
 
 @pytest.mark.parametrize("room", [r for r in ROOMS if (SOURCE / r).is_dir()])

@@ -1,4 +1,4 @@
-"""docs/MEGATRON.md: every name of Megatron-FSDP is on it, every name of ours is there, its code runs."""
+"""docs/from_megatron_fsdp.md: every name of Megatron-FSDP is on it, every name of ours is there, its code runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mfsdp.state.sharding_plan import STRATEGIES, strategy_name
 from tests.models import MLP
 from tests.parity import averaged, error
 
-PAGE = Path(__file__).parent.parent / "docs" / "MEGATRON.md"
+PAGE = Path(__file__).parent.parent / "docs" / "from_megatron_fsdp.md"
 VERSION = "0.6.1"
 
 # Names of the package at that version, by section of the page.
@@ -315,7 +315,7 @@ def small() -> nn.Transformer:
 
 def the_pages_code(folder: str, lowering: str) -> dict[str, float]:
     """Largest errors: of losses, of what was loaded, of what was taken over from a checkpoint like theirs."""
-    _, code = blocks("The Quick Start")
+    _, code = blocks("Quick start")
     (migration,) = blocks("Checkpoints")
     if lowering != "inductor":
         code = code.replace('backend="mfsdp"', f'backend="mfsdp", options={{"lowering": "{lowering}"}}')
@@ -383,4 +383,4 @@ def test_the_pages_code_trains_as_the_unsharded_model(two_ranks, tmp_path, lower
 
 
 def test_their_code_is_python():
-    ast.parse(blocks("The Quick Start")[0])
+    ast.parse(blocks("Quick start")[0])

@@ -179,7 +179,7 @@ def test_what_the_project_says_of_itself():
 
 
 def test_relative_links_lead_somewhere():
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     faults = []
     for page in pages:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)

@@ -104,7 +104,7 @@ def test_the_readme_trains_saves_and_loads(two_ranks, tmp_path):
         assert loss < 10 and alike
 
 
-# docs/TUTORIAL.md
+# docs/tutorial.md
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -113,20 +113,20 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def the_tutorial(folder: str) -> dict[str, Any]:
     """Losses of its scripts, and whether what was loaded is what was saved."""
-    script, _, narrow, loop, plain, shared = blocks("TUTORIAL.md")
+    script, _, narrow, loop, plain, shared = blocks("tutorial.md")
     head, tail = script.split("\nfor step in range(STEPS):", 1)
     assert tail.endswith("\ndist.destroy_process_group()\n")
     out: dict[str, Any] = {}
     with here(folder):
-        first = run("TUTORIAL.md", script, dump="seen")
+        first = run("tutorial.md", script, dump="seen")
         out["loss"] = first["mean"].item() / dist.get_world_size()
         line = "mfsdp.fully_shard(model, units=[Block])\n"
         assert head.count(line) == 1
-        second = run("TUTORIAL.md", head.replace(line, narrow) + "\nfor step in range(STEPS):" + tail)
+        second = run("tutorial.md", head.replace(line, narrow) + "\nfor step in range(STEPS):" + tail)
         out["bf16"], out["dtype"] = second["mean"].item() / dist.get_world_size(), second["loss"].dtype
-        stopped = run("TUTORIAL.md", head.replace("STEPS = 40", "STEPS = 25") + "\n" + loop)
+        stopped = run("tutorial.md", head.replace("STEPS = 40", "STEPS = 25") + "\n" + loop)
         assert stopped["start"] == 0 and stopped["checkpoints"].steps() == [10, 20]
-        resumed = run("TUTORIAL.md", head + "\n" + loop)
+        resumed = run("tutorial.md", head + "\n" + loop)
         assert resumed["start"] == 20 and resumed["checkpoints"].steps() == [30, 40]
         want, got = whole(first["model"]), whole(resumed["model"])
         out["resumed"] = all(torch.equal(want[n], got[n]) for n in want)
@@ -150,7 +150,7 @@ def test_the_tutorial_trains_stops_and_goes_on(two_ranks, tmp_path):
         assert out["loss"] < 0.6 and abs(out["bf16"] - out["loss"]) < 0.1 and out["dtype"] is torch.bfloat16, out
         assert out["resumed"] and out["loaded"], out
     seen = "".join(p.read_text() for p in (tmp_path / "seen").glob("graph*.forward.*.assign_groups.txt"))
-    lines = "".join(blocks("TUTORIAL.md", "")).splitlines()
+    lines = "".join(blocks("tutorial.md", "")).splitlines()
     shown = [line for line in lines if line.startswith(("; ", ". ", "* ", "<-"))]
     assert len(shown) > 3
     there = {
@@ -161,15 +161,15 @@ def test_the_tutorial_trains_stops_and_goes_on(two_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_what_the_tutorial_asks_before_it_runs(capsys):
-    script, question = blocks("TUTORIAL.md")[:2]
-    execute("TUTORIAL.md", script[: script.index("\ndef batch")] + question)
+    script, question = blocks("tutorial.md")[:2]
+    execute("tutorial.md", script[: script.index("\ndef batch")] + question)
     assert "on 64 ranks" in capsys.readouterr().out
 
 
 def test_commands_of_the_tutorial_are_there():
     from mfsdp.cli.main import main
 
-    lines = [line for line in "".join(blocks("TUTORIAL.md", "")).splitlines() if line.startswith("mfsdp ")]
+    lines = [line for line in "".join(blocks("tutorial.md", "")).splitlines() if line.startswith("mfsdp ")]
     assert len(lines) == 2
     for line in lines:
         with pytest.raises(SystemExit) as left:
@@ -177,7 +177,7 @@ def test_commands_of_the_tutorial_are_there():
         assert left.value.code == 0
 
 
-# docs/FROM_FSDP2.md
+# docs/from_fsdp2.md
 
 
 class Layer(nn.Module):
@@ -206,11 +206,11 @@ def microbatches(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def both_scripts() -> tuple[list[float], list[float]]:
-    theirs, ours = blocks("FROM_FSDP2.md")
+    theirs, ours = blocks("from_fsdp2.md")
     found = []
     for code in (theirs, ours):
         names: dict[str, Any] = {"build": Layers, "microbatches": microbatches, "losses": []}
-        found.append(run("FROM_FSDP2.md", code, names)["losses"])
+        found.append(run("from_fsdp2.md", code, names)["losses"])
     return found[0], found[1]
 
 
@@ -225,7 +225,7 @@ def test_both_scripts_have_the_same_losses(two_ranks):
 
 def test_calls_of_the_page_are_there():
     """Names in code on the right, and refusals of what the left says is refused."""
-    text = (DOCS / "FROM_FSDP2.md").read_text()
+    text = (DOCS / "from_fsdp2.md").read_text()
     model = mfsdp.fully_shard(MLP())
     methods = [name for name in re.findall(r"`((?:set_|unshard|reshard)\w*)`", text) if name != "set_state_dict"]
     assert len(methods) > 10 and all(hasattr(model, name) for name in methods)
@@ -236,7 +236,7 @@ def test_calls_of_the_page_are_there():
             getattr(model, name)(None)
 
 
-# docs/TROUBLESHOOTING.md
+# docs/guides/troubleshooting.md
 
 
 HOLE = "\x00"
@@ -269,7 +269,7 @@ def texts() -> list[str]:
 
 def quotes() -> list[str]:
     """First cells of its tables, but for those of torch's own words."""
-    page = (DOCS / "TROUBLESHOOTING.md").read_text().partition("\n## Words of torch")[0]
+    page = (DOCS / "guides/troubleshooting.md").read_text().partition("\n## Errors from PyTorch")[0]
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     return [re.sub(r"^\| `+ ?(.*?) ?`+ \|.*$", r"\1", row) for row in rows]
 

@@ -573,7 +573,7 @@ def test_memory_is_what_the_ledger_says(name, monkeypatch):
 
 @pytest.mark.parametrize(("main", "stay"), [(torch.float32, (4, 8, 4, 2)), (torch.bfloat16, (2, 4, 4, 0))])
 def test_bytes_per_element_are_what_the_page_says(main, stay):
-    """What lasts of AdamW where bf16 travels (docs/MEMORY.md): only state goes, but for its two rooms."""
+    """What lasts of AdamW where bf16 travels (docs/guides/memory.md): only state goes, but for its two rooms."""
     for stepping in ("flat", "offloaded"):
         with torch.device("meta"):
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS))).bfloat16()

@@ -109,7 +109,7 @@ def worker(args: argparse.Namespace) -> None:
         if rank == 0:
             print(f"  {name}: first step {compiled:.1f} s", flush=True)
     for name, (entry, optimizer) in running.items():
-        mfsdp.runtime.slots.forget()  # those of others; its own count as they are made
+        mfsdp.runtime.static_buffers.forget()  # those of others; its own count as they are made
         rows[name]["peak"] = peak_of(lambda e=entry, o=optimizer: step(e, o, data[0]))
     for _ in range(args.rounds):
         for name, (entry, optimizer) in running.items():
@@ -196,7 +196,7 @@ def communication(args: argparse.Namespace) -> dict[str, float]:
     units.append(sum(p.numel() for p in model.parameters()) - sum(units))
     shards = [torch.zeros(-(-n // world)) for n in units]
     fulls = [torch.zeros(s.numel() * world) for s in shards]
-    here, everybody = mfsdp.runtime.runs.current(), mfsdp.runtime.groups.default_group()
+    here, everybody = mfsdp.runtime.execution.current(), mfsdp.runtime.groups.default_group()
     best = cpu = float("inf")
     for _ in range(3):
         dist.barrier()

@@ -2,7 +2,7 @@
 
 The demo's model on the demo's text, on two processes, once per contender: same weights at first, same batches, same
 optimizer. Written to ``--out``: one file per contender as it ends (those that are there are not run again), then
-table.md, results.json and curve.png. docs/CURVE.md says what is compared.
+table.md, results.json and curve.png. docs/internals/measurements.md says what is compared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs a program that knows nothing of mfsdp: ``accelerate launch -m mfsdp.launch -m package.train --its arguments``.
 
 ``python -m mfsdp.launch -m module args`` and ``python -m mfsdp.launch script.py args`` import
-:mod:`mfsdp.integrations.accelerate` first, and then run the module or script as Python would.
+`mfsdp.integrations.accelerate` first, and then run the module or script as Python would.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random modules, sharded at random, against their unsharded selves: ``python -m tests.fuzz`` (docs/FUZZ.md).
+"""Random modules, sharded at random, against their unsharded selves: ``python -m tests.fuzz`` (docs/internals/fuzz.md).
 
 cases.py    a case, plain data drawn from a seed; its features; smaller cases
 parts.py    what a program is made of: blocks, comparisons

@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz --minutes 10`` (or ``make fuzz MINUTES=10``); docs/FUZZ.md says what it does."""
+"""``python -m tests.fuzz --minutes 10`` (or ``make fuzz MINUTES=10``); docs/internals/fuzz.md says what it does."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Checkpoints:
 
         Raises:
             CheckpointError: some rank could not write: a full disk, say, or another run that saves to this folder now.
-                Nothing is left of it; training may go on. Not ``blocking``: raised by the future, by :meth:`wait`, or
+                Nothing is left of it; training may go on. Not ``blocking``: raised by the future, by `wait`, or
                 by the next save, which then is not begun; on every rank, and once.
             ValueError: there is one of that step.
             RuntimeError: other ranks do something else, and are told too.
@@ -212,7 +212,7 @@ class Checkpoints:
         that is still being written is waited for.
 
         Args:
-            model, optimizer, more: as in :meth:`save`.
+            model, optimizer, more: as in `save`.
             step: ``None`` for the newest that is complete.
 
         Returns:

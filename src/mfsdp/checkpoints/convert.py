@@ -42,7 +42,7 @@ def convert(
     Nobody holds the model: one file's tensors on the way to safetensors, one tensor on the way back.
 
     Args:
-        source: a folder of `torch.distributed.checkpoint`, of :class:`Checkpoints` (the newest is taken), or with
+        source: a folder of `torch.distributed.checkpoint`, of `Checkpoints` (the newest is taken), or with
             ``.safetensors`` files; or one such file. Checkpoints with a manifest are checked first. Megatron-Core's
             ("torch_dist" and "fsdp_dtensor") are read too, also the newest of its run's folder; tensors that hold all
             layers are written layer by layer, the two halves of a gated ``linear_fc1`` as one.

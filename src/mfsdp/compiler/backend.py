@@ -52,7 +52,7 @@ def mfsdp(
     Args:
         gm: what Dynamo traced.
         example_inputs: its inputs, real tensors.
-        options: see :class:`mfsdp.config.options.Options`.
+        options: see `mfsdp.config.options.Options`.
         mode: ``torch.compile``'s mode; only the default is supported.
 
     Raises:

@@ -300,7 +300,7 @@ def _trained(program: Program) -> dict[str, frozenset[int]]:
 
 
 class Partitioner(CustomPartitionerFn):
-    """:meth:`Capture.partition` for Inductor's ``custom_partitioner_fn``. ``key``: of what the backend makes of the
+    """`Capture.partition` for Inductor's ``custom_partitioner_fn``. ``key``: of what the backend makes of the
     graph, for AOTAutograd's cache.
     """
 

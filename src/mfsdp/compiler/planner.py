@@ -184,7 +184,7 @@ class Planner:
         profile: Any = None,
     ) -> Planner:
         """For a capture that has kept its joint graph: what is there throughout a step follows from the programs as
-        they are without a plan. Arguments as for :func:`mfsdp.cost_model.memory_model.ledger`.
+        they are without a plan. Arguments as for `mfsdp.cost_model.memory_model.ledger`.
         """
         known = getattr(profile, "optimizer", 0.0)
         steps = partial(optimizer_seconds, buffers, plain, optimizer, machine, measured=known)
@@ -838,7 +838,7 @@ class _Laid:
 
     Args:
         program: behind the first of its passes (`_passes`).
-        first: whether accumulators come to be in it (:attr:`mfsdp.cost_model.memory_model.Ledger.first`).
+        first: whether accumulators come to be in it (`mfsdp.cost_model.memory_model.Ledger.first`).
     """
 
     def __init__(self, program: Program, options: Options, wide: bool, pace: Pace, first: bool):

@@ -37,7 +37,7 @@ from .lowering import CAPTURES
 
 @dataclass
 class Programs:
-    """What :func:`trace` gives: programs before any pass. ``inference`` is there when nothing requires gradients."""
+    """What `trace` gives: programs before any pass. ``inference`` is there when nothing requires gradients."""
 
     forward: Program | None = None
     backward: Program | None = None
@@ -79,7 +79,7 @@ def trace(
         lowering: for which: ``"eager"`` has operators as autograd wrote them, ``"inductor"`` Inductor's decompositions.
         together: how many microbatches are in one program, as `mfsdp.together` has them; passes for them are
             ``mfsdp.pipeline.table(turns=True)``.
-        **sharding: arguments of :func:`mfsdp.fully_shard` (``units``, ``mp_policy``, ...).
+        **sharding: arguments of `mfsdp.fully_shard` (``units``, ``mp_policy``, ...).
 
     Raises:
         ValueError: bad arguments, or some of fully_shard's for a model that is sharded already.

@@ -51,7 +51,7 @@ def encode(grids: tuple[Grid, ...]) -> str:
 
 @cache
 def decode(text: str) -> tuple[Grid, ...]:
-    """The inverse of :func:`encode`."""
+    """The inverse of `encode`."""
     return tuple(map(_decode, text.split(";"))) if text else ()
 
 

@@ -28,8 +28,8 @@ def refused(given: Any) -> str:
         return f"for eight bits in blocks of 128 with scales give the string {INT8!r}"
     if name.startswith(("int4", "uint4", "nf4")):
         return (
-            "four bits keep 20 dB of a weight and of a sum of gradients, where int8 keeps 44 (docs/PRECISION.md): too "
-            f"little to train with; give {INT8!r}"
+            "four bits keep 20 dB of a weight and of a sum of gradients, where int8 keeps 44 "
+            f"(docs/guides/precision.md): too little to train with; give {INT8!r}"
         )
     if "fp4" in name or name.startswith("float4"):
         return (
@@ -37,5 +37,8 @@ def refused(given: Any) -> str:
             f"as a format of what travels alone they lose more than {INT8!r}"
         )
     if name.startswith(("fp8", "float8", "mxfp8", "e4m3", "e5m2")):
-        return f"eight bits of floating point keep 32 dB, where {INT8!r} keeps 44 in as many bytes (docs/PRECISION.md)"
+        return (
+            f"eight bits of floating point keep 32 dB, where {INT8!r} keeps 44 in as many bytes "
+            "(docs/guides/precision.md)"
+        )
     return ""

@@ -87,7 +87,7 @@ class Hardware:
     work on all tensors at once, and what no ledger counts takes some of the memory."""
     fixed: int = 0
     """Bytes of ``memory`` that are taken before the first tensor: context, communicators, libraries
-    (:func:`mfsdp.cost_model.machine.fixed`); 0: not known."""
+    (`mfsdp.cost_model.machine.fixed`); 0: not known."""
     host_memory: int = 0
     """Bytes of its host's memory that a rank may pin, which bound what a plan puts there; 0: not known, no bound."""
 
@@ -115,7 +115,7 @@ class Hardware:
         return self.flops.get(dtype) or self.flops.get("f32") or min(self.flops.values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file that :func:`hardware` reads."""
+        """Writes a file that `hardware` reads."""
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
@@ -159,7 +159,7 @@ KNOWN = {
 
 
 def hardware(what: str | os.PathLike[str] | Hardware | Mapping[str, Any]) -> Hardware:
-    """Hardware by name, from a JSON file with the fields of :class:`Hardware`, or as it is.
+    """Hardware by name, from a JSON file with the fields of `Hardware`, or as it is.
 
     A file may say ``"like": "h100"`` and give only what differs.
 

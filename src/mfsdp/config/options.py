@@ -76,7 +76,7 @@ class MixedPrecisionPolicy:
     The string ``"int8"`` is no dtype but a format, lossy, and never a default: blocks of 128 elements, each a byte,
     ``round(x / scale)``, with a scale in float32, the largest magnitude of the block over 127. Nothing else changes:
     main weights, sums over ranks and accumulators are as wide as without it, and checkpoints have main weights as they
-    are. Parameters arrive, and gradients are packed, in ``compute_dtype``. Errors: docs/PRECISION.md.
+    are. Parameters arrive, and gradients are packed, in ``compute_dtype``. Errors: docs/guides/precision.md.
 
     Raises:
         ValueError: a dtype is neither a floating-point ``torch.dtype`` nor, of what travels, ``"int8"``; one role has
@@ -184,7 +184,7 @@ class Options:
     memory: int | str | None = None
     """Bytes of the device that a rank may take, or a text, ``"70GB"``: which layers are computed again, stay gathered,
     or go to the host, how far ahead to gather and how long reductions may lag is then chosen for the fastest step that
-    fits, while the model is compiled, the same on all ranks (:func:`mfsdp.plan`); AdamW is assumed."""
+    fits, while the model is compiled, the same on all ranks (`mfsdp.plan`); AdamW is assumed."""
     max_activations: int | None = None
     """Bytes of activations that may live longer at each launch of another parallelism's collective, for what is
     computed behind it instead of in front (`passes.hide_collectives`); ``None``: no limit."""

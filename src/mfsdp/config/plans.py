@@ -43,7 +43,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """What :func:`mfsdp.plan` has chosen. ``print(plan)`` is a price list; :func:`mfsdp.fully_shard` follows it
+    """What `mfsdp.plan` has chosen. ``print(plan)`` is a price list; `mfsdp.fully_shard` follows it
     (``plan=``), and what compiles the model after that.
     """
 
@@ -84,7 +84,7 @@ class Plan:
     """By whose clock copies to the host were placed: they stand there too when it compiles, whatever that runs on."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file that :meth:`load` reads."""
+        """Writes a file that `load` reads."""
         Path(path).write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
 
     @staticmethod
@@ -103,7 +103,7 @@ class Plan:
 
     @staticmethod
     def parse(given: dict[str, Any]) -> Plan:
-        """The inverse of what :meth:`save` writes."""
+        """The inverse of what `save` writes."""
         if given.get("format") != FORMAT:
             raise ValueError(f"plan: format {given.get('format')!r}, this reads {FORMAT}: make it anew")
         known = {f.name: given[f.name] for f in fields(Plan)}

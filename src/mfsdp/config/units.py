@@ -29,7 +29,7 @@ class Spec:
     reduce_group: str
     """Name of another group over the same ranks, for reductions that run beside gathers; ``""``: there is none."""
     splits: tuple[int, ...]
-    """Elements per rank of each segment (see :class:`mfsdp.config.layout.Segment`)."""
+    """Elements per rank of each segment (see `mfsdp.config.layout.Segment`)."""
     precision: Precision
     divide: float
     """What a sum over ranks is divided by."""
@@ -166,7 +166,7 @@ class Spec:
     @staticmethod
     @cache
     def decode(text: str) -> Spec:
-        """The inverse of :meth:`encode`."""
+        """The inverse of `encode`."""
         world, outer, *groups, splits, precision, divide, flags, strides = text.split(" ")
         stride, outer_stride = map(int, strides.split(","))
         *dtypes, grad_sum, wire, grad_wire = precision.split(",")
@@ -212,7 +212,7 @@ class Axis:
     @staticmethod
     @cache
     def decode(text: str) -> Axis:
-        """The inverse of :meth:`encode`."""
+        """The inverse of `encode`."""
         name, group, ranks, stride = text.split(" ")
         return Axis(name, group, int(ranks), int(stride))
 

@@ -66,7 +66,7 @@ class Auto:
         options: those of the backend: what follows in the pipeline obeys them. Passes of the user's are not asked.
         wide: as in `pipeline.table`.
         held: bytes of what is there whatever a program does: weights, optimizer state, accumulators.
-        profile: what knows measured times: ``given(program)``, for :func:`mfsdp.cost_model.op_cost.times`.
+        profile: what knows measured times: ``given(program)``, for `mfsdp.cost_model.op_cost.times`.
         pace: what places copies to the host, if there are any.
         shared: whether other ranks have to decide alike.
     """

@@ -247,10 +247,10 @@ def folded(
     """A program after all passes as events.
 
     Args:
-        times: what its lines take (:func:`mfsdp.cost_model.op_cost.times`).
+        times: what its lines take (`mfsdp.cost_model.op_cost.times`).
         fused: whether neighbouring kernels fuse.
-        memo: what is known of lines already (:func:`mfsdp.cost_model.fusion.together`).
-        accumulators: whether they come to be here (:func:`mfsdp.ir.byte_costs.lines`).
+        memo: what is known of lines already (`mfsdp.cost_model.fusion.together`).
+        accumulators: whether they come to be here (`mfsdp.ir.byte_costs.lines`).
     """
     pooled = sum(program.slots.values())
     out: list[Event] = []

@@ -53,12 +53,12 @@ class Kernels:
     """By `key`."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file that :meth:`load` reads."""
+        """Writes a file that `load` reads."""
         Path(path).write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Kernels:
-        """Reads a file of :meth:`save`.
+        """Reads a file of `save`.
 
         Raises:
             ValueError: it is none.
@@ -74,7 +74,7 @@ class Kernels:
         return found
 
     def of(self, program: Program, fused: bool) -> dict[str, float]:
-        """Seconds by name of a line, of the kernels that are known: what :func:`mfsdp.cost_model.op_cost.times` takes.
+        """Seconds by name of a line, of the kernels that are known: what `mfsdp.cost_model.op_cost.times` takes.
         Lines of one kernel share them by the bytes of what they give.
         """
         out: dict[str, float] = {}

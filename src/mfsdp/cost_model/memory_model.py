@@ -147,11 +147,11 @@ def ledger(
         inputs: bytes of the batch.
         other: bytes of what is not sharded: buffers, ignored parameters.
         plain: how many of them are parameters that train.
-        optimizer: a name in :data:`OPTIMIZER_STATES`.
-        stepping: one of :data:`STEPPING`.
+        optimizer: a name in `OPTIMIZER_STATES`.
+        stepping: one of `STEPPING`.
         fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
         foreach: whether the optimizer works on all tensors at once (torch's default on CUDA), or on one after another.
-        fixed: bytes that are taken before the first tensor (:func:`mfsdp.cost_model.machine.fixed`).
+        fixed: bytes that are taken before the first tensor (`mfsdp.cost_model.machine.fixed`).
         on_host: what is in memory of the host instead of the device's.
         waiting: how many other microbatches' activations are there while one is computed.
         rounds: how many backwards a step has.

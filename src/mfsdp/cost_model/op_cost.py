@@ -1,9 +1,9 @@
 """What a program costs in time, line by line, on given hardware.
 
 Matrix products take their operations at the rate that the hardware reaches, or their bytes, whichever is longer; a
-GPU's attention takes more or less than a product (:data:`CAUSAL`). All other kernels take bytes: what comes from
-outside of a kernel (:mod:`mfsdp.cost_model.fusion`) is read once, what is read outside of it is written. Collectives:
-see :func:`mfsdp.config.hardware.transfer`.
+GPU's attention takes more or less than a product (`CAUSAL`). All other kernels take bytes: what comes from
+outside of a kernel (`mfsdp.cost_model.fusion`) is read once, what is read outside of it is written. Collectives:
+see `mfsdp.config.hardware.transfer`.
 """
 
 from __future__ import annotations

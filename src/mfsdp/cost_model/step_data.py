@@ -91,7 +91,7 @@ class Suggestion:
 
 @dataclass
 class Facts:
-    """What :func:`mfsdp.explain` has found out."""
+    """What `mfsdp.explain` has found out."""
 
     name: str
     world: int

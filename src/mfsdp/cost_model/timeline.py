@@ -143,7 +143,7 @@ def simulate(program: Program, times: Mapping[Node, Time]) -> list[Span]:
 
     Args:
         program: after any pass.
-        times: what its lines take (:func:`mfsdp.cost_model.op_cost.times`).
+        times: what its lines take (`mfsdp.cost_model.op_cost.times`).
     """
     links = Links()
     under_way: dict[Node, Moving] = {}

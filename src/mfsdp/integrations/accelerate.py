@@ -8,7 +8,7 @@
 `prepare` gives the same model back, sharded and compiled in place. What a configuration has no field for is said by
 `ShardingPlugin`, or, where somebody else makes the plugin (Trainer, ``accelerate launch``), by two variables of the
 environment, each an object in JSON: ``MFSDP_OPTIONS``, the backend's options, and ``MFSDP_SHARDING``, arguments of
-:func:`mfsdp.fully_shard`.
+`mfsdp.fully_shard`.
 
 Everything that is replaced in accelerate stands in `_install`, a table; tried with accelerate 1.15. Replaced for good:
 a configuration that is not FSDP of version 2 goes on to accelerate's own.
@@ -53,7 +53,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):
 
     Args:
         options: of the backend, as in ``torch.compile(..., options=...)``; they come before those of ``MFSDP_OPTIONS``.
-        sharding: arguments of :func:`mfsdp.fully_shard` (``units``, ``strategy``, ``mp_policy``, ...), which come
+        sharding: arguments of `mfsdp.fully_shard` (``units``, ``strategy``, ``mp_policy``, ...), which come
             before those of ``MFSDP_SHARDING``, and both before what follows from the plugin's own fields.
         fields: the plugin's own.
 
@@ -82,7 +82,7 @@ def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: it is wrapped or compiled by something else, or an optimizer holds its parameters; a configuration
-            that cannot be right (see `_refuse`); what :func:`mfsdp.fully_shard` raises.
+            that cannot be right (see `_refuse`); what `mfsdp.fully_shard` raises.
         NotImplementedError: the configuration asks for what is not built; likewise.
     """
     inner = unwrapped(model)
@@ -237,7 +237,7 @@ def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
     if others:
         raise NotImplementedError(
             f"ParallelismConfig with {', '.join(others)} is not supported: call mfsdp.fully_shard(model, mesh=mesh, "
-            "units=[YourBlock]) yourself (docs/PARALLEL.md), and give prepare what comes back"
+            "units=[YourBlock]) yourself (docs/guides/parallelism.md), and give prepare what comes back"
         )
     if state.fsdp_plugin.activation_checkpointing_offload:
         raise NotImplementedError("activation_checkpointing_offload is not supported; activation_checkpointing is")

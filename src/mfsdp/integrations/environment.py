@@ -1,6 +1,6 @@
 """What a framework's own configuration has no field for, where somebody else makes the configuration: two variables.
 
-``MFSDP_OPTIONS`` holds the backend's options, ``MFSDP_SHARDING`` arguments of :func:`mfsdp.fully_shard`; each is an
+``MFSDP_OPTIONS`` holds the backend's options, ``MFSDP_SHARDING`` arguments of `mfsdp.fully_shard`; each is an
 object in JSON.
 """
 

@@ -51,7 +51,7 @@ class ShardingConfig(DistributedConfig):  # type: ignore[misc]
 
     Args:
         options: of the backend, as in ``torch.compile(..., options=...)``; they come before those of ``MFSDP_OPTIONS``.
-        sharding: arguments of :func:`mfsdp.fully_shard` (``strategy``, ``mp_policy``, ...), which come before those of
+        sharding: arguments of `mfsdp.fully_shard` (``strategy``, ``mp_policy``, ...), which come before those of
             ``MFSDP_SHARDING``, and both before what follows from the configuration's own fields. What is a unit, and
             over which ranks, is for its own: ``fsdp_plan``, ``fsdp_size``, ``dp_replicate_size``.
 
@@ -85,7 +85,7 @@ def _shard(own: Callable[..., Any], model: Any, mesh_manager: Any, fsdp_plan: An
     """``apply_fully_sharded_data_parallelism``: what it asks of torch's `fully_shard` is asked of ours.
 
     Raises:
-        NotImplementedError: a quantised model; what :func:`mfsdp.fully_shard` raises.
+        NotImplementedError: a quantised model; what `mfsdp.fully_shard` raises.
         ValueError: likewise; bad options.
     """
     config = getattr(model.config, "distributed_config", None)
@@ -133,7 +133,7 @@ def _with_tied(model: nn.Module, unit: list[nn.Module]) -> list[nn.Module]:
 
 
 def _arguments(config: Any) -> dict[str, Any]:
-    """Those of :func:`mfsdp.fully_shard` that a configuration, or the environment, adds.
+    """Those of `mfsdp.fully_shard` that a configuration, or the environment, adds.
 
     Raises:
         ValueError: one that follows from the configuration's own fields.

@@ -248,7 +248,7 @@ operations on a CPU, long chains) keep more values than are counted here."""
 
 
 def _bases(nodes: Iterable[Node]) -> dict[Node, Node]:
-    """:func:`base_of` every node."""
+    """`base_of` every node."""
     out: dict[Node, Node] = {}
     for node in nodes:
         parent = view_of(node)

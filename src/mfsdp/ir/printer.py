@@ -53,7 +53,7 @@ def render(
     Args:
         program: what to show.
         stage: name of the pass that ran last, ``"capture"`` before any.
-        before: summary of the program before the pass (:func:`summary`), for the ``change`` and ``peak`` lines.
+        before: summary of the program before the pass (`summary`), for the ``change`` and ``peak`` lines.
         fold: whether units equal to an earlier one are shown as ``like u1``, and long lists of parameters cut.
         rows: its lines, if somebody has counted them.
     """
@@ -78,7 +78,7 @@ def render(
 
 
 def summary(rows: Sequence[byte_costs.Line]) -> str:
-    """Counts and peak of a program's lines, as :func:`render` wants them of the program before a pass."""
+    """Counts and peak of a program's lines, as `render` wants them of the program before a pass."""
     counts = Counter(_verb(r.node) for r in rows if role(r.node) is not None)
     return f"{byte_costs.peak(rows)} " + " ".join(f"{k}={v}" for k, v in sorted(counts.items()))
 

@@ -334,7 +334,7 @@ def base_of(node: Node) -> Node:
 
 
 def storage_of(node: Node) -> Node:
-    """Like :func:`base_of`, but the elements of a multiple output are apart, unless those are views (``split``)."""
+    """Like `base_of`, but the elements of a multiple output are apart, unless those are views (``split``)."""
     while (parent := view_of(node)) is not None:
         if is_element(node) and view_of(parent) is None:
             break

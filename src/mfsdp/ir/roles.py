@@ -9,7 +9,7 @@ import torch.fx
 
 
 class Kind(Enum):
-    """The closed vocabulary of values and events (README, "Vocabulary")."""
+    """The closed vocabulary of values and events (docs/guides/listing.md, "Names")."""
 
     SHARD = "shard"  # placeholder: what programs read parameters from, as a rule this rank's flat shard
     REFRESH = "refresh"  # parameters that last are gathered again after an optimizer step

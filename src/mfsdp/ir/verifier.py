@@ -1,7 +1,7 @@
 """The laws that a graph can break, one function each. Run after every pass; a broken one names itself.
 
-A law yields the node at fault and what is wrong with it; :func:`check` raises for the first. The laws and the bugs
-behind them are listed in docs/LAWS.md; the tests break each of them on purpose.
+A law yields the node at fault and what is wrong with it; `check` raises for the first. The laws and the bugs
+behind them are listed in docs/internals/invariants.md; the tests break each of them on purpose.
 """
 
 from __future__ import annotations
@@ -464,4 +464,4 @@ LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
     (47, computed_again),
     (53, one_way),
 )
-"""Number (docs/LAWS.md) and function."""
+"""Number (docs/internals/invariants.md) and function."""

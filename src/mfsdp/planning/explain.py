@@ -45,7 +45,7 @@ GAIN = 0.01
 @dataclass(frozen=True)
 class Calibration:
     """Seconds that the kernels of a step have been measured to take, without communication; lines share them in
-    proportion to their estimates. A profile that knows single lines is :class:`mfsdp.profile`.
+    proportion to their estimates. A profile that knows single lines is `mfsdp.profile`.
     """
 
     forward: float
@@ -53,7 +53,7 @@ class Calibration:
     optimizer: float
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What :func:`mfsdp.cost_model.op_cost.times` takes."""
+        """What `mfsdp.cost_model.op_cost.times` takes."""
         return {"compute": self.backward if program.phase == "backward" else self.forward}
 
 
@@ -65,7 +65,7 @@ class _Measured:
     fused: bool = True
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What :func:`mfsdp.cost_model.op_cost.times` takes."""
+        """What `mfsdp.cost_model.op_cost.times` takes."""
         return {"measured": self.kernels.of(program, self.fused)}
 
 
@@ -118,8 +118,8 @@ def explain(
         world: ranks; by default 8, and of a model that is sharded beside another parallelism those that it is sharded
             over (`trace`).
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
-        hardware: a name in :data:`mfsdp.config.hardware.KNOWN`, a JSON file, ``"this"`` (:func:`mfsdp.measure`), or a
-            :class:`mfsdp.config.hardware.Hardware`.
+        hardware: a name in `mfsdp.config.hardware.KNOWN`, a JSON file, ``"this"`` (`mfsdp.measure`), or a
+            `mfsdp.config.hardware.Hardware`.
         microbatches: of one step, by default as many as are ``together``; gradients are reduced in each of their
             backwards.
         together: how many of them `mfsdp.together` has in one program.
@@ -129,21 +129,21 @@ def explain(
         slowest: how many times as long the slowest rank computes; the others wait for it in every collective.
         prices: of a rank and an hour, by name of the hardware: a mapping, or a JSON file with one.
         options: those of the backend.
-        optimizer: a name in :data:`mfsdp.cost_model.memory_model.OPTIMIZER_STATES`.
-        stepping: how it steps: ``"whole"``, on all parameters at once; ``"flat"``, by :func:`fully_shard_optimizer`;
+        optimizer: a name in `mfsdp.cost_model.memory_model.OPTIMIZER_STATES`.
+        stepping: how it steps: ``"whole"``, on all parameters at once; ``"flat"``, by `fully_shard_optimizer`;
             ``"offloaded"``, by that with ``offload="state"``. By default as the model's plan says, or ``"whole"``.
-        profile: of :func:`mfsdp.profile`, of the same programs: measured times instead of estimates. kernels: measured
-        on the hardware, :class:`mfsdp.cost_model.kernel_timings.Kernels` or their file (`mfsdp measure
+        profile: of `mfsdp.profile`, of the same programs: measured times instead of estimates. kernels: measured
+        on the hardware, `mfsdp.cost_model.kernel_timings.Kernels` or their file (`mfsdp measure
             --kernels`): for the lines that are in it, instead of estimates.
         suggest: whether to look for changes that make the step faster.
-        **sharding: arguments of :func:`mfsdp.fully_shard`; none if the model is sharded already.
+        **sharding: arguments of `mfsdp.fully_shard`; none if the model is sharded already.
 
     Several values at once, as a list (``world=[8, 64]``, ``hardware=["h100", "h200"]``, ``strategy=[2, 3]``,
-    ``options={"prefetch": [0, 1, 2]}``, ``units=[[Block], ["layers.*"]]``), give a :class:`Comparison` of all
+    ``options={"prefetch": [0, 1, 2]}``, ``units=[[Block], ["layers.*"]]``), give a `Comparison` of all
     combinations.
 
     Returns:
-        A :class:`Report`, or a :class:`Comparison`.
+        A `Report`, or a `Comparison`.
 
     Raises:
         ValueError: bad arguments.

@@ -52,21 +52,21 @@ def plan(
     operators are saved all the same, which stay gathered, which go to the host; how far ahead parameters are gathered
     and how long reductions may lag. Nothing runs, and no process group, GPU or memory for the model is needed.
 
-    Time is the clock's, memory the ledger's (:func:`mfsdp.explain`), of every setting that is looked at; the searches
-    are those of :mod:`mfsdp.compiler.planner`.
+    Time is the clock's, memory the ledger's (`mfsdp.explain`), of every setting that is looked at; the searches
+    are those of `mfsdp.compiler.planner`.
 
     Args:
         model: any module, on the meta device or not, sharded already or not; it is not changed.
         args, kwargs: example inputs of one rank (values do not matter), one microbatch.
         memory: bytes of the device that a rank may take, or a text (``"70GB"``, ``"64GiB"``): live bytes, as the ledger
             counts them.
-        world, mesh_shape, hardware, microbatches, optimizer, profile: as for :func:`mfsdp.explain`. ``mesh_shape`` may
+        world, mesh_shape, hardware, microbatches, optimizer, profile: as for `mfsdp.explain`. ``mesh_shape`` may
             be a list of shapes, of which the best is taken.
         options: those of the backend, but not what the plan chooses.
         allow: what it may choose: some of ``gathered``, ``recompute``, ``offload``, ``optimizer`` (its state on the
             host), ``prefetch`` (with ``reduce_lag``).
         curve: whether to look at other budgets too.
-        **sharding: arguments of :func:`mfsdp.fully_shard`; none if the model is sharded already. ``strategy`` and
+        **sharding: arguments of `mfsdp.fully_shard`; none if the model is sharded already. ``strategy`` and
             ``outer_strategy`` may be lists, of which the best are taken: each combination is traced anew.
 
     Raises:

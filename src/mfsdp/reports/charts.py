@@ -32,7 +32,7 @@ KERNEL = {
     "launch": "too small: starting it decides its time",
     "measured": "measured",
 }
-"""What decides a kernel's time, in words; :data:`mfsdp.cost_model.step_data.WHY` is the same for waits and collectives.
+"""What decides a kernel's time, in words; `mfsdp.cost_model.step_data.WHY` is the same for waits and collectives.
 """
 
 BANDS = ("#5f6f81", "#7f8ea0", "#9fabb9", "#bcc5cf", "#d3d9e0", "#b8ad9a", "#cfc6b6", "#e2dccf")

@@ -227,7 +227,7 @@ class profile(AbstractContextManager["profile"]):
     """Its kernels ran beside transfers: what these take from computation is in their times."""
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What :func:`mfsdp.cost_model.op_cost.times` takes: measured lines, or, if the program has others (those of
+        """What `mfsdp.cost_model.op_cost.times` takes: measured lines, or, if the program has others (those of
         another lowering), what all of them take together.
         """
         mine = [x for x in self.lines if x.phase == program.phase]
@@ -244,7 +244,7 @@ class profile(AbstractContextManager["profile"]):
         """Every line as it was planned and as it was measured, in ms.
 
         Args:
-            report: of :func:`mfsdp.explain`, of the same model.
+            report: of `mfsdp.explain`, of the same model.
         """
         return self._text(report)
 
@@ -282,7 +282,7 @@ class ranges(AbstractContextManager["ranges"]):
         ...                                       # steps
 
     Raises:
-        RuntimeError: a :class:`profile` is running.
+        RuntimeError: a `profile` is running.
     """
 
     def __init__(self) -> None:

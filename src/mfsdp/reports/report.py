@@ -1,4 +1,4 @@
-"""What :func:`mfsdp.explain` gives: text, tables, files."""
+"""What `mfsdp.explain` gives: text, tables, files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import chrome, page
 
 
 class Report(Facts):
-    """A step, explained. ``print(report)`` shows it; :meth:`html` and :meth:`trace` write files."""
+    """A step, explained. ``print(report)`` shows it; `html` and `trace` write files."""
 
     def __str__(self) -> str:
         return "\n".join([self.summary(), "", *(self.listing(view.phase) for view in self.views)])
@@ -88,7 +88,7 @@ class Report(Facts):
 
 @dataclass
 class Comparison:
-    """Several reports side by side. ``print`` shows a table; :meth:`plot` draws it."""
+    """Several reports side by side. ``print`` shows a table; `plot` draws it."""
 
     varied: list[str]
     values: list[dict[str, str]]

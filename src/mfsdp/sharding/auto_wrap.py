@@ -10,9 +10,9 @@ ends of a program. In one unit, the root's, both are gathered before the first b
 backward can. So one of them becomes a unit of its own: that in front, if it is all in one module, whose parameters
 backward does not read; else the largest module behind. Never both: what is left in the root would be a norm or two,
 whose gather takes its hops all the same, and holds up the next one's launch: on the clock that is mostly slower than
-one, and sometimes than none (docs/EXPLAIN.md has figures). And only if there is enough behind that moving it takes
-longer than one more collective's hops: `APART` bytes for each rank. What is tied to something elsewhere stays in the
-root: one parameter, one unit.
+one, and sometimes than none (docs/guides/explain_and_plan.md has figures). And only if there is enough behind that
+moving it takes longer than one more collective's hops: `APART` bytes for each rank. What is tied to something elsewhere
+stays in the root: one parameter, one unit.
 
 In front and behind are told from the order in which modules are registered. Where a model calls them in another, the
 units are as right, and may be slower.

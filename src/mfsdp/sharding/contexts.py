@@ -36,7 +36,7 @@ def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
 
     Args:
         module: a sharded model, or any of its modules.
-        hold: see :meth:`FSDPModule.set_requires_gradient_sync`.
+        hold: see `FSDPModule.set_requires_gradient_sync`.
 
     Raises:
         ValueError: nothing of the module is sharded.
@@ -81,7 +81,7 @@ def overlapped(module: nn.Module) -> Iterator[None]:
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"overlapped: give one model, not {type(module).__name__}: turns among stages of a virtual pipeline are "
-            "not built (docs/MICROBATCHES.md)"
+            "not built (docs/guides/microbatches.md)"
         )
     buffers = _sharded(module, "overlapped")
     if any(buffer.gradients.overlap is not None for buffer in buffers):

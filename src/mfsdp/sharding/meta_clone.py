@@ -27,7 +27,7 @@ class Blueprint:
 
     model: nn.Module
     calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any], list[Any]]]
-    """Which of its modules were given to :func:`fully_shard`, with which arguments, over which ranks ([shard] or
+    """Which of its modules were given to `fully_shard`, with which arguments, over which ranks ([shard] or
     [outer, shard]), in order."""
     twins: dict[int, Any]
     """What has become of tensors, by ``id``."""

@@ -103,7 +103,7 @@ class FSDPModule(fsdp2_api.Spelling):
             buffer.respec(divide=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """FSDP2's former name of :meth:`set_gradient_divide_factor`."""
+        """FSDP2's former name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
     def reset_iter_state(self) -> None:
@@ -112,10 +112,10 @@ class FSDPModule(fsdp2_api.Spelling):
             buffer.gradients.forget()
 
     def unshard(self, async_op: bool = False) -> fsdp2_api.Unsharding | None:
-        """Gathers the unit's own parameters for uncompiled code, and keeps them until :meth:`reshard`.
+        """Gathers the unit's own parameters for uncompiled code, and keeps them until `reshard`.
 
         Compiled graphs are not affected: they gather when they need to. The values are those of the moment: an
-        optimizer's step, or any other write to the sharded parameters, lets go of them as :meth:`reshard` does.
+        optimizer's step, or any other write to the sharded parameters, lets go of them as `reshard` does.
 
         Args:
             async_op: ``True`` gives a handle whose ``wait()`` returns at once: they are there already.
@@ -128,7 +128,7 @@ class FSDPModule(fsdp2_api.Spelling):
         return fsdp2_api.Unsharding() if async_op else None
 
     def reshard(self) -> None:
-        """Lets go of what :meth:`unshard` gathered.
+        """Lets go of what `unshard` gathered.
 
         Raises:
             RuntimeError: it has been written to; what was written is lost.

@@ -53,7 +53,7 @@ def fully_shard(
 ) -> Given:
     """Shards the parameters of a module over data-parallel ranks, in one flat buffer per unit.
 
-    The same object comes back; its class becomes a subclass that also is :class:`FSDPModule`. ``parameters()`` and
+    The same object comes back; its class becomes a subclass that also is `FSDPModule`. ``parameters()`` and
     ``state_dict()`` show DTensors with the original names and global shapes; inside ``forward`` a parameter is the full
     tensor, in ``compute_dtype``. As in FSDP2 one may instead call it on every block and then on the root.
 
@@ -69,10 +69,10 @@ def fully_shard(
         units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
             number); each match becomes a unit, what no unit claims belongs to ``module``. ``None``: one unit.
             ``"auto"``: the blocks of the model's own plan, else the modules that it has several of, and its embedding
-            apart from its head, where that is worth a gather (:mod:`mfsdp.sharding.auto_wrap`). A module that is called
+            apart from its head, where that is worth a gather (`mfsdp.sharding.auto_wrap`). A module that is called
             ``auto`` is ``units=["auto"]``.
         mesh: ``DeviceMesh``, 1-D or (outer, shard); or a larger one with axes named ``dp_shard`` and, for two levels,
-            ``dp_outer`` or ``dp_replicate`` (other names: :mod:`mfsdp.state.mesh`). An axis ``cp`` is part
+            ``dp_outer`` or ``dp_replicate`` (other names: `mfsdp.state.mesh`). An axis ``cp`` is part
             of the shard axis; ``tp`` and ``pp`` are left alone; what is neither is refused.
             Default: all ranks of the default process group, or this process alone when there is none.
         dp_mesh_dims: which axes of ``mesh`` are meant, if their names do not say so: torch's ``DataParallelMeshDims``,
@@ -85,7 +85,7 @@ def fully_shard(
             mesh as one.
         outer_strategy: over the outer axis of a two-level mesh: ``"no_shard"`` (HSDP: gradients are all-reduced over
             it) or ``"optim"`` (HFSDP: optimizer state is sharded over it too).
-        mp_policy: dtypes per role, :class:`MixedPrecisionPolicy`, or torch's own of that name.
+        mp_policy: dtypes per role, `MixedPrecisionPolicy`, or torch's own of that name.
         reshard_after_forward: ``False`` keeps the parameters gathered from forward to backward; ``None``, FSDP2's
             default, is ``False`` for the outermost module and ``True`` for all others.
         ignored_params: parameters left as they are, not sharded, their gradients not reduced.
@@ -103,9 +103,9 @@ def fully_shard(
             are meant, as in ``units``. Ranks that leave one out take part in its gathers and reductions, with zeros.
             A unit that any rank has used in a backward has gradients on every rank, for all of its parameters; one
             that none has used has none. Every collective of such a model is announced to all ranks before it is
-            launched (:mod:`mfsdp.runtime.join`), which costs an answer of all of them each time. Without it ranks
+            launched (`mfsdp.runtime.join`), which costs an answer of all of them each time. Without it ranks
             that differ are an error that names unit and ranks. Branches of ``torch.cond`` do not need it.
-        plan: of :func:`mfsdp.plan`, for this model over as many ranks. What compiles the model follows it: which layers
+        plan: of `mfsdp.plan`, for this model over as many ranks. What compiles the model follows it: which layers
             are computed again, stay gathered after forward, or go to the host, and how far ahead to gather. (Uncompiled
             code does as without it.) Given where the whole model is sharded, in the last call.
 

@@ -50,7 +50,7 @@ def fully_shard_optimizer(
     gradient are left alone; parameters that are not sharded step as before. Call it before schedulers are built.
 
     Args:
-        optimizer: over parameters of a model that :func:`mfsdp.fully_shard` has sharded; its update is elementwise.
+        optimizer: over parameters of a model that `mfsdp.fully_shard` has sharded; its update is elementwise.
         use_decoupled_grad: hand gradients over as ``.decoupled_grad`` in ``main_grads_dtype`` (what TransformerEngine's
             and Apex's fused optimizers read) instead of as ``.grad`` in the dtype of the weights.
         compile: run the step compiled by Inductor, one graph for each run of a unit. Results are those of the step as
@@ -63,7 +63,7 @@ def fully_shard_optimizer(
         offload: ``True`` or ``"state"``: state is kept on the host, in pinned memory, and streamed through the device
             unit by unit while it is stepped (Note [Streamed state] in ``state/host_state.py``). Results are bit for bit
             those without. For torch's own optimizers; parameters that are not sharded keep theirs on the device, and
-            main weights stay there. ``None``: as the model's plan says (:func:`mfsdp.plan`), or not.
+            main weights stay there. ``None``: as the model's plan says (`mfsdp.plan`), or not.
 
     Raises:
         TypeError: it is no optimizer.
