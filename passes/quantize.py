@@ -45,7 +45,7 @@ from torch.fx import Node
 from mfsdp.config.block_grid import Grid, encode
 from mfsdp.config.units import Unit
 from mfsdp.ir import ops
-from mfsdp.ir.fp8_patterns import SCALE, Code, Dims, Operand, Read, blocks, reads
+from mfsdp.ir.fp8_patterns import SCALE, Dims, Fp8Cast, Operand, Read, blocks, reads
 from mfsdp.ir.program import Program
 from mfsdp.ir.roles import Kind, Lane, Role
 
@@ -110,7 +110,7 @@ def _hinders(unit: Unit, found: list[Read]) -> str:
     return ""
 
 
-def _dtypes(code: Code) -> list[torch.dtype]:
+def _dtypes(code: Fp8Cast) -> list[torch.dtype]:
     return [scale.meta["val"].dtype for scale, _ in code.scales]
 
 
@@ -197,7 +197,7 @@ def _hoist(p: Program, values: list[Node], before: Node) -> None:
     p.move(sorted(needed), before)
 
 
-def _recipe(p: Program, code: Code, element: Node, scales: list[Node], before: Node, r: Role) -> Node:
+def _recipe(p: Program, code: Fp8Cast, element: Node, scales: list[Node], before: Node, r: Role) -> Node:
     """The recipe on the whole shard."""
     made: list[Node] = []
 

@@ -112,7 +112,7 @@ def plain(model: nn.Module, kwargs: dict[str, Any]) -> dict[Phase, Written]:
         return lowering._nothing(graph, example)
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        attention_masks.fold(gm, ["" for _ in inputs])
+        attention_masks.fold_masks(gm, ["" for _ in inputs])
         fakes = tracing._on_cpu(gm, inputs)
         with functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False):
             compile_fx.compile_fx(gm, fakes, inner_compile=inner)

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mfsdp.runtime import devices, execution, instrumentation, kernels
-from mfsdp.runtime.fake_transport import Mirror
+from mfsdp.runtime.fake_transport import FakeTransport
 from mfsdp.runtime.transport import End, Pairs, Turn
 from mfsdp.state.sharded_dtensor import ShardedDTensor
 
@@ -36,8 +36,8 @@ CYCLES = 2_000_000
 """That a collective sleeps on a GPU: about a millisecond."""
 
 
-class Loopback(Mirror):
-    """A `Mirror` whose results are not there before they have been waited for."""
+class Loopback(FakeTransport):
+    """A `FakeTransport` whose results are not there before they have been waited for."""
 
     prompt = True
     streams: Streams | None = None

@@ -203,21 +203,21 @@ def collectives_told(told: Callable[[str, str], object]) -> Iterator[None]:
     """Calls something for every collective that is launched inside of the ``with``: ``"gather"``, ``"scatter"`` or
     ``"all_reduce"``, and its group.
     """
-    from mfsdp.runtime.execution import Run
+    from mfsdp.runtime.execution import Execution
 
-    own = {kind: getattr(Run, kind) for kind in ("gather", "scatter", "all_reduce")}
+    own = {kind: getattr(Execution, kind) for kind in ("gather", "scatter", "all_reduce")}
 
     def telling(kind: str) -> Callable[..., Any]:
-        def launch(self: Run, *args: Any) -> Any:
+        def launch(self: Execution, *args: Any) -> Any:
             told(kind, args[-1])
             return own[kind](self, *args)
 
         return launch
 
     for kind in own:
-        setattr(Run, kind, telling(kind))
+        setattr(Execution, kind, telling(kind))
     try:
         yield
     finally:
         for kind, function in own.items():
-            setattr(Run, kind, function)
+            setattr(Execution, kind, function)

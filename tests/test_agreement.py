@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
 from mfsdp.runtime import desync, groups
-from mfsdp.runtime.desync import Apart, Company, Words
+from mfsdp.runtime.desync import DesyncError, Fingerprint, GroupState
 from tests.parity import averaged, error, whole
 from tests.ranks import here
 
@@ -444,30 +444,30 @@ def test_words_that_nobody_waits_for_are_looked_at_when_they_are_there():
     other = 12345
     wire = Wire([None, other, None, None])
     wire.told[f"words/{other}"] = '["other forward", "all_gather u0"]'
-    company, mine = Company("g", wire), Words("mine forward", ("all_gather u1",))
+    company, mine = GroupState("g", wire), Fingerprint("mine forward", ("all_gather u1",))
     assert company.announce(mine).checked, "the first run of a program waits"
     assert not company.announce(mine).checked
     late = wire.last
     company.announce(mine)
     late.here = True
-    with pytest.raises(Apart, match="rank 0 mine forward, rank 1 other forward"):
+    with pytest.raises(DesyncError, match="rank 0 mine forward, rank 1 other forward"):
         company.announce(mine)
-    with pytest.raises(Apart, match="rank 0 mine forward, rank 1 other forward"):
+    with pytest.raises(DesyncError, match="rank 0 mine forward, rank 1 other forward"):
         company.announce(mine)
 
 
 def test_words_are_waited_for_when_too_many_are_under_way():
     wire = Wire([None] + [5] + [None] * desync.BEHIND * 2)
-    company, mine = Company("g", wire), Words("mine", ("all_gather u1",))
+    company, mine = GroupState("g", wire), Fingerprint("mine", ("all_gather u1",))
     for _ in range(desync.BEHIND + 2):
         company.announce(mine)
-    with pytest.raises(Apart, match="something that it does not explain"):
+    with pytest.raises(DesyncError, match="something that it does not explain"):
         company.announce(mine)
 
 
 def test_messages_of_two_announcements_have_two_tags():
-    company = Company("g", Wire([None] * 100))
-    tags = {company.announce(Words("m", (f"u{i % 3}",))).tag for i in range(100)}
+    company = GroupState("g", Wire([None] * 100))
+    tags = {company.announce(Fingerprint("m", (f"u{i % 3}",))).tag for i in range(100)}
     assert len(tags) == 100 and all(1 << 30 <= tag < 1 << 31 for tag in tags)
 
 

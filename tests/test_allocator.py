@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.cost_model import fusion
-from mfsdp.cost_model.caching_allocator import Caching, replayed
+from mfsdp.cost_model.caching_allocator import CachingAllocator, replayed
 from mfsdp.ir import ops
 from mfsdp.ir.byte_costs import Move, lines, peak, size
 from tests.models import GPT, Block
@@ -37,14 +37,14 @@ def test_segments(nbytes, count, reserved):
     """Sizes of segments as torch's own test of its statistics has them
     (``test_graph_memory_stats_and_use_result_after_destroy_graph``).
     """
-    memory = Caching()
+    memory = CachingAllocator()
     for i in range(count):
         memory.allocate(i, nbytes)
     assert memory.reserved == reserved and memory.most >= count * nbytes
 
 
 def test_holes_stay_holes_and_neighbours_become_one():
-    memory = Caching()
+    memory = CachingAllocator()
     for i, n in enumerate((12, 12, 12)):  # a segment each
         memory.allocate(i, n * MIB)
     for i in (0, 1):
@@ -53,7 +53,7 @@ def test_holes_stay_holes_and_neighbours_become_one():
     assert memory.reserved == 60 * MIB, "two segments are no hole of their sum"
     memory.allocate("some", 11 * MIB)
     assert (memory.reserved, memory.allocated) == (60 * MIB, (12 + 24 + 12) * MIB), "a rest of 1 MiB is not split off"
-    memory = Caching()
+    memory = CachingAllocator()
     for i in range(4):
         memory.allocate(i, 5 * MIB)  # all of one segment
     for i in (1, 3):
@@ -67,7 +67,7 @@ def test_holes_stay_holes_and_neighbours_become_one():
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40 * MIB)), max_size=60))
 def test_whatever_happens(events):
-    memory, there = Caching(), dict[int, int]()
+    memory, there = CachingAllocator(), dict[int, int]()
     for key, n in events:
         if key in there:
             del there[key]

@@ -18,7 +18,7 @@ from mfsdp import pipeline
 from mfsdp.config.hardware import KNOWN, Hardware, Link
 from mfsdp.config.options import Options
 from mfsdp.cost_model import auto_prefetch, machine, op_cost
-from mfsdp.cost_model.auto_prefetch import DEPTHS, WITHIN, Auto
+from mfsdp.cost_model.auto_prefetch import DEPTHS, WITHIN, AutoPrefetch
 from mfsdp.cost_model.timeline import simulate
 from mfsdp.sharding import auto_wrap
 from mfsdp.state.mesh import local_mesh
@@ -55,10 +55,10 @@ def seconds(program: Any, machine: Hardware, ahead: int, **knobs: Any) -> float:
     """What the clock says of a whole pipeline with a fixed depth."""
     twin = program.copy()
     pipeline.run(twin, passes=pipeline.table(ahead, **knobs), listings=False)
-    return max(s.end for s in simulate(twin, op_cost.times(twin, machine)))
+    return max(s.end for s in simulate(twin, op_cost.op_times(twin, machine)))
 
 
-def told(program: Any, auto: Auto, **knobs: Any) -> tuple[str, list[str]]:
+def told(program: Any, auto: AutoPrefetch, **knobs: Any) -> tuple[str, list[str]]:
     """The pass's note, and the names of lines after it."""
     twin = program.copy()
     stages = pipeline.run(twin, passes=pipeline.table(auto, **knobs), upto="prefetch")
@@ -73,7 +73,7 @@ def told(program: Any, auto: Auto, **knobs: Any) -> tuple[str, list[str]]:
 def test_the_depth_is_the_smallest_that_is_as_good_as_the_best(limit, lag):
     """The clock is that of programs that have gone through all passes."""
     options = Options(prefetch="auto", reduce_lag=lag, max_unsharded=limit)
-    auto, chosen = Auto(SLOW, options), {}
+    auto, chosen = AutoPrefetch(SLOW, options), {}
     for program in programs():
         found = {d: seconds(program, SLOW, d, lag=lag, limit=limit) for d in DEPTHS}
         before = program.copy()
@@ -99,10 +99,10 @@ def test_each_program_for_itself_and_within_memory():
     """Where the depth that is fastest does not fit, a smaller one is taken; where none does, none."""
     forward = programs().forward
     pipeline.run(forward, upto="reduce", listings=False)
-    free = Auto(SLOW)(forward)[0]
+    free = AutoPrefetch(SLOW)(forward)[0]
     taken = {}
     for room in range(0, 8 << 20, 1 << 18):
-        taken[room], words = Auto(replace(SLOW, memory=10 << 30), held=(10 << 30) - room)(forward)
+        taken[room], words = AutoPrefetch(replace(SLOW, memory=10 << 30), held=(10 << 30) - room)(forward)
         assert taken[room] == free or "does not fit" in words
     assert min(taken.values()) == 0 and max(taken.values()) == free and taken[0] == 0
     assert list(taken.values()) == sorted(taken.values()), "more room, no smaller depth"
@@ -126,12 +126,12 @@ def test_explain_decides_with_its_hardware_and_suggests_nothing_that_is_decided(
 def test_what_is_not_known_is_not_guessed():
     """In a run on a CPU nothing is known of compute and links."""
     program = programs().forward
-    line, order = told(program, Auto(None))
+    line, order = told(program, AutoPrefetch(None))
     assert line.endswith("(auto: depth 1, as nothing is known of this hardware)")
     assert order == told(program, 1)[1]  # type: ignore[arg-type]
     options = Options.parse(AUTO)
-    assert Auto.of_run(Options(), []) is None
-    of_cpu = Auto.of_run(options, [torch.ones(2)])
+    assert AutoPrefetch.of_run(Options(), []) is None
+    of_cpu = AutoPrefetch.of_run(options, [torch.ones(2)])
     assert of_cpu is not None and of_cpu.machine is None
     assert dict(pipeline.chosen(options))["prefetch"].keywords["depth"] == 1, "nobody decides"  # type: ignore[attr-defined]
 
@@ -141,13 +141,13 @@ def test_a_gpu_is_known_by_its_name(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (1, 7 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert machine.here() == replace(KNOWN["h200"], memory=7 << 30)
+    assert machine.this_machine() == replace(KNOWN["h200"], memory=7 << 30)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert machine.here() == replace(KNOWN["h200"], memory=7 << 30, ranks_per_node=4)
+    assert machine.this_machine() == replace(KNOWN["h200"], memory=7 << 30, ranks_per_node=4)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GB200")
-    assert machine.here() == replace(KNOWN["gb200"], memory=7 << 30), "which is no B200: 72 of them are linked"
+    assert machine.this_machine() == replace(KNOWN["gb200"], memory=7 << 30), "which is no B200: 72 of them are linked"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA L4")
-    assert machine.here() is None
+    assert machine.this_machine() is None
 
 
 @pytest.mark.parametrize("value", ["automatic", -1, True, None, 1.0])
@@ -167,7 +167,9 @@ def test_a_table_without_the_pass_cannot_obey():
     def mine(program: Any) -> None:
         asked.append(program.phase)
 
-    table = pipeline.chosen(Options.parse({**AUTO, "passes": (*pipeline.PIPELINE, ("mine", mine))}), decide=Auto(SLOW))
+    table = pipeline.chosen(
+        Options.parse({**AUTO, "passes": (*pipeline.PIPELINE, ("mine", mine))}), decide=AutoPrefetch(SLOW)
+    )
     pipeline.run(programs().forward, passes=table)
     assert asked == ["forward"], "passes of the user's are not asked for every depth"
 
@@ -193,10 +195,10 @@ def test_the_key_of_a_cache_says_what_it_was_decided_by():
     from tests.test_warm_start import captured  # every option is there
 
     assert captured(Options(prefetch="auto")) != captured(Options())
-    a, b = Auto(SLOW), Auto(replace(SLOW, memory=5))
-    assert repr(a) == repr(Auto(SLOW)) != repr(b) and repr(a) != repr(Auto(SLOW, held=3))
+    a, b = AutoPrefetch(SLOW), AutoPrefetch(replace(SLOW, memory=5))
+    assert repr(a) == repr(AutoPrefetch(SLOW)) != repr(b) and repr(a) != repr(AutoPrefetch(SLOW, held=3))
     a.found["x"] = 2
-    assert repr(a) == repr(Auto(SLOW)), "what it has decided is no part of it"
+    assert repr(a) == repr(AutoPrefetch(SLOW)), "what it has decided is no part of it"
 
 
 def steps(compiled: Any, x: torch.Tensor) -> list[torch.Tensor]:
@@ -213,21 +215,21 @@ def decided(folder: str, rank_of_slow: int, lengths: tuple[int, int]) -> dict[st
     torch._dynamo.reset()
     counters.clear()
     asked: list[str] = []
-    auto_prefetch.here = lambda: None  # type: ignore[assignment]
-    of_run = Auto.of_run.__func__  # type: ignore[attr-defined]
+    auto_prefetch.this_machine = lambda: None  # type: ignore[assignment]
+    of_run = AutoPrefetch.of_run.__func__  # type: ignore[attr-defined]
 
     def known(cls: Any, options: Options, inputs: Any) -> Any:
         auto = of_run(cls, options, inputs)
         auto.machine = SLOW if dist.get_rank() == rank_of_slow else KNOWN["b200"]
         return auto
 
-    best = Auto._best
+    best = AutoPrefetch._best
 
-    def counted(self: Auto, program: Any) -> tuple[int, str]:
+    def counted(self: AutoPrefetch, program: Any) -> tuple[int, str]:
         asked.append(program.phase)
         return (3, "three") if dist.get_rank() == rank_of_slow else (0, "none")
 
-    Auto.of_run, Auto._best = classmethod(known), counted  # type: ignore[assignment, method-assign]
+    AutoPrefetch.of_run, AutoPrefetch._best = classmethod(known), counted  # type: ignore[assignment, method-assign]
     notes: list[str] = []
     run_passes = pipeline.run
 
@@ -244,8 +246,8 @@ def decided(folder: str, rank_of_slow: int, lengths: tuple[int, int]) -> dict[st
         torch.manual_seed(dist.get_rank())
         grads = steps(run, torch.randn(lengths[dist.get_rank()], 16))
     finally:
-        Auto.of_run, Auto._best, pipeline.run = classmethod(of_run), best, run_passes  # type: ignore[assignment, method-assign]
-        auto_prefetch.here = machine.here  # type: ignore[assignment]
+        AutoPrefetch.of_run, AutoPrefetch._best, pipeline.run = classmethod(of_run), best, run_passes  # type: ignore[assignment, method-assign]
+        auto_prefetch.this_machine = machine.this_machine  # type: ignore[assignment]
     hits = counters["aot_autograd"].get("autograd_cache_hit", 0)
     return {"asked": asked, "hits": hits, "notes": notes, "grads": [g.double().sum().item() for g in grads]}
 

@@ -22,8 +22,8 @@ from torch import nn
 
 import mfsdp
 from mfsdp.runtime import desync, instrumentation, static_buffers, step_prefetch
-from mfsdp.runtime.desync import Apart, Company, Words
-from mfsdp.runtime.execution import Run
+from mfsdp.runtime.desync import DesyncError, Fingerprint, GroupState
+from mfsdp.runtime.execution import Execution
 from tests.parity import whole
 from tests.ranks import collectives_told, here
 from tests.test_kept_casts import BF16, HALF
@@ -127,17 +127,17 @@ class Pair:
 @contextmanager
 def adopted() -> Iterator[list[str]]:
     """What programs take inside of the ``with``."""
-    own, seen = Run.adopt, []
+    own, seen = Execution.adopt, []
 
-    def adopt(self: Run, early: Any) -> Any:
+    def adopt(self: Execution, early: Any) -> Any:
         seen.append(self.name)
         return own(self, early)
 
-    Run.adopt = adopt  # type: ignore[method-assign]
+    Execution.adopt = adopt  # type: ignore[method-assign]
     try:
         yield seen
     finally:
-        Run.adopt = own  # type: ignore[method-assign]
+        Execution.adopt = own  # type: ignore[method-assign]
 
 
 def _and_looked_at(model: nn.Module) -> None:
@@ -190,8 +190,8 @@ def test_generated_code_takes_them_too(two_ranks):
 
 def stale(how: str) -> list[str]:
     """Which writes are noticed by the comparison, if nothing else looks for them."""
-    own, seen = step_prefetch.Early.usable, []
-    step_prefetch.Early.usable = lambda early: True  # type: ignore[method-assign]
+    own, seen = step_prefetch.PrefetchedGather.usable, []
+    step_prefetch.PrefetchedGather.usable = lambda early: True  # type: ignore[method-assign]
     try:
         for write in WRITES:
             pair = Pair()
@@ -205,7 +205,7 @@ def stale(how: str) -> list[str]:
             except AssertionError:
                 seen.append(write.__name__)
     finally:
-        step_prefetch.Early.usable = own  # type: ignore[method-assign]
+        step_prefetch.PrefetchedGather.usable = own  # type: ignore[method-assign]
     return seen
 
 
@@ -224,15 +224,15 @@ def deaf(mutated: bool) -> bool:
     if dist.get_rank() == 0:
         for m in pair.models:
             _one_rank(m)
-    own = Run.anew
+    own = Execution.anew
     if mutated:
-        Run.anew = lambda run, group, here: here  # type: ignore[method-assign]
+        Execution.anew = lambda run, group, here: here  # type: ignore[method-assign]
     try:
         pair.step()
     except (AssertionError, RuntimeError):
         return True
     finally:
-        Run.anew = own  # type: ignore[method-assign]
+        Execution.anew = own  # type: ignore[method-assign]
     return False
 
 
@@ -447,7 +447,7 @@ def _looked_at(pair: Pair) -> None:
         mfsdp.norms(m)
 
 
-def _own(pair: Pair) -> list[step_prefetch.Early]:
+def _own(pair: Pair) -> list[step_prefetch.PrefetchedGather]:
     """What the first model has under way."""
     return step_prefetch.of(r.buffer for m in pair.models[0].modules() for r in getattr(m, "_mfsdp_refs", {}).values())
 
@@ -797,7 +797,7 @@ def test_ranks_that_do_not_wait_for_words_raise():
     from tests.test_agreement import Wire
 
     for mine in (True, False):
-        words = Words("mine forward", ("all_gather u0",))
-        company = Company("g", Wire([words.digest | desync.ANEW * (not mine)]))
-        with pytest.raises(Apart, match=rf"rank {1 - mine:d} has written to its rows .*rank {mine:d} has not"):
+        words = Fingerprint("mine forward", ("all_gather u0",))
+        company = GroupState("g", Wire([words.digest | desync.ANEW * (not mine)]))
+        with pytest.raises(DesyncError, match=rf"rank {1 - mine:d} has written to its rows .*rank {mine:d} has not"):
             company.announce(words, mine).check()

@@ -13,7 +13,7 @@ from mfsdp import MixedPrecisionPolicy, pipeline
 from mfsdp.ir import ops
 from mfsdp.ir.program import Program
 from mfsdp.ir.roles import Kind, Lane, Role
-from mfsdp.ir.verifier import LAWS, LawError, check
+from mfsdp.ir.verifier import INVARIANTS, LawError, check
 from tests.fp8 import Coded
 from tests.toys import toy2
 
@@ -551,7 +551,7 @@ def test_gradients_of_parameters_that_are_not_sharded(two_ranks, kind, law):
 
 
 def test_every_law_has_a_mutation():
-    laws = {law for law, _ in LAWS}
+    laws = {law for law, _ in INVARIANTS}
     broken = {law for law, *_ in MUTATIONS.values()}
     assert laws == broken
     said = f"{len(laws)} invariants, {len(MUTATIONS)} mutations"

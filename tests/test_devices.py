@@ -19,7 +19,7 @@ from torch import nn
 import mfsdp
 from mfsdp.runtime import devices
 from mfsdp.sharding.commit import device_of, move_buffers
-from mfsdp.sharding.rollback import Undo
+from mfsdp.sharding.rollback import Rollback
 
 ROOT = Path(__file__).parent.parent
 
@@ -191,11 +191,11 @@ def test_buffers_go_where_parameters_go():
     for module in model:
         module.register_buffer("table", table)
     before = [dict(m._buffers) for m in model]
-    undo = Undo(True, False)
+    undo = Rollback(True, False)
     move_buffers(model, torch.device("meta"), undo)
     assert all(b.is_meta for b in model.buffers()) and model[0].table is model[1].table
     for step in reversed(undo.steps):
         step()
     assert all(m._buffers[n] is b for m, kept in zip(model, before, strict=True) for n, b in kept.items())
-    move_buffers(model, torch.device("cpu"), undo := Undo(True, False))
+    move_buffers(model, torch.device("cpu"), undo := Rollback(True, False))
     assert not undo.steps, "what is there already stays"

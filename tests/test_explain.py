@@ -70,7 +70,7 @@ def spec_of(world: int, outer: int = 1, outer_stride: int = 0) -> Any:
 
 def spans(program: Any, times: dict[str, float], machine: Hardware = PLAIN) -> dict[str, tuple[float, float, float]]:
     """Start, end and exposed, by line."""
-    estimates = op_cost.times(program, machine, measured=times)
+    estimates = op_cost.op_times(program, machine, measured=times)
     assert set(times) <= {n.name for n in estimates}
     return {s.node.name: (s.start, s.end, s.exposed) for s in simulate(program, estimates)}
 
@@ -116,7 +116,7 @@ def attention_seconds(machine: Hardware, masked: bool = False, causal: bool = Fa
         mask = torch.empty(2, 1, 4096, 4096, dtype=torch.bfloat16)
     found = 0.0
     for program in mfsdp.trace(model, (q, k, v, mask), world=1):
-        lines = [x for x in op_cost.times(program, machine).items() if "attention" in str(x[0].target)]
+        lines = [x for x in op_cost.op_times(program, machine).items() if "attention" in str(x[0].target)]
         assert len(lines) == 1, "one line each way"
         found += 16 * lines[0][1].seconds
     return found
@@ -172,7 +172,7 @@ def test_without_prefetch_all_of_it_is_exposed_and_with_enough_compute_only_the_
 def test_two_groups_share_the_link_and_moving_bytes_takes_the_processor():
     program = toy2("backward")
     pipeline.run(program)
-    busy = {n.name: 1e-3 for n in op_cost.times(program, PLAIN) if n.name.startswith(("mm", "sum", "threshold"))}
+    busy = {n.name: 1e-3 for n in op_cost.op_times(program, PLAIN) if n.name.startswith(("mm", "sum", "threshold"))}
     link = Link(1e9, 0.0, cpu=0.5e-9)
     slowed = spans(program, busy, Hardware("", {"bf16": 1e12}, 1, 1e12, link, link, reached=1, reached_bandwidth=1))
     alone = spans(program, busy)
@@ -189,7 +189,7 @@ def test_short_kernels_wait_for_their_launches_unless_the_host_is_ahead():
 
     def seconds(machine: Hardware, fused: bool = True) -> list[float]:
         """Of addmm, relu, addmm, relu."""
-        return [t.seconds for t in op_cost.times(program, machine, fused=fused).values() if t.seconds]
+        return [t.seconds for t in op_cost.op_times(program, machine, fused=fused).values() if t.seconds]
 
     quick = replace(PLAIN, flops={"bf16": 1e20}, bandwidth=1e20, kernel=1e-6)
     assert seconds(quick) == [1e-6] * 4
@@ -260,7 +260,7 @@ def test_fused_neighbours_read_and_write_once():
         program = mfsdp.trace(Chain(), (x, x.clone()), train=False).inference
     moved = {}
     for fused in (True, False):
-        times = op_cost.times(program, PLAIN, fused=fused)
+        times = op_cost.op_times(program, PLAIN, fused=fused)
         moved[fused] = sum(t.seconds for t in times.values()) * 1e12 / 4e6
     assert moved[True] == pytest.approx(3) and moved[False] == pytest.approx(7)
 
@@ -390,7 +390,7 @@ def test_narrow_products_are_priced_at_their_operands():
     a, one = torch.empty(512, 512, device="meta", dtype=torch.float8_e4m3fn), torch.ones((), device="meta")
     program = mfsdp.trace(Scaled(), (a, a.clone(), one), train=False).inference
     machine = replace(PLAIN, flops={"f32": 1.0, "bf16": 2.0, "f8": 4.0})
-    assert sum(t.seconds for t in op_cost.times(program, machine).values()) == 2 * 512**3 / 4
+    assert sum(t.seconds for t in op_cost.op_times(program, machine).values()) == 2 * 512**3 / 4
 
 
 def test_operations_are_counted():
@@ -430,7 +430,7 @@ def test_operations_are_those_that_torch_counts(recompute):
         assert fusion.total_flops(program) == want > 0
     again = [x for x in byte_costs.lines(programs.backward) if printer.text(x.node).startswith("flash_attention")]
     assert len(again) == (4 if recompute else 2) and all("_backward" in printer.text(x.node) for x in again[1::2])
-    assert all(op_cost.times(programs.backward, PLAIN)[x.node].flops > 0 for x in again)
+    assert all(op_cost.op_times(programs.backward, PLAIN)[x.node].flops > 0 for x in again)
     assert all(x.top - x.live + x.delta >= 0 and byte_costs.allocation(x.node) > 0 for x in again), "it fills memory"
 
 
@@ -506,7 +506,7 @@ def held(name: str, lowering: str, strategy: int, plan: mfsdp.Plan | None = None
     sharding |= {"reshard_after_forward": False} if name == "gathered" else {}
     given = {"world": dist.get_world_size(), "options": {"lowering": lowering, "check": False}, "hardware": PLAIN}
     told = mfsdp.explain(model, (ids,), suggest=False, **given, **sharding)
-    mfsdp.runtime.static_buffers.forget()
+    mfsdp.runtime.static_buffers.reset()
     mfsdp.fully_shard(model, **sharding)
     run = compiled(model, lowering, check=False)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -821,7 +821,7 @@ def test_many_small_kernels_cost_no_more_than_they_are():
     original = op_cost.base_of
     try:
         op_cost.base_of = lambda node: looked.append(node) or original(node)
-        op_cost.times(program, PLAIN)
+        op_cost.op_times(program, PLAIN)
     finally:
         op_cost.base_of = original
     assert len(looked) < 10 * len(program.nodes)

@@ -39,10 +39,10 @@ LOWERINGS = [
 
 @pytest.fixture
 def eight() -> Iterator[None]:
-    static_buffers.forget()
+    static_buffers.reset()
     with mfsdp.fake_ranks(WORLD, rank=3):
         yield
-    static_buffers.forget()
+    static_buffers.reset()
 
 
 class Counted:

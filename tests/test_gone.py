@@ -108,4 +108,4 @@ def test_a_pool_goes_behind_its_static_buffer():
     del static, pool
     static_buffers._make(CPU, "t9", 128)
     assert seen == [True]
-    static_buffers.forget()
+    static_buffers.reset()

@@ -145,7 +145,7 @@ def test_streamed_state_has_the_same_bits_in_less_memory():
 def test_static_buffers_lie_in_pools_of_their_own():
     """A world of one gathers nothing, so the other ranks are torch's fakes."""
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
-    static_buffers.forget()
+    static_buffers.reset()
     static_buffers.misses.clear()
     try:
         _, model, ids = pair()
@@ -160,7 +160,7 @@ def test_static_buffers_lie_in_pools_of_their_own():
             assert inside[0]["allocated_size"] < storage.nbytes() + 512, "and nothing else is"
     finally:
         dist.destroy_process_group()
-        static_buffers.forget()
+        static_buffers.reset()
 
 
 def test_a_static_buffer_that_grows_gives_its_memory_back():
@@ -170,7 +170,7 @@ def test_a_static_buffer_that_grows_gives_its_memory_back():
     for size in (2**26, 2**27):
         static_buffers.reserve({(gpu, "t9"): size})
         assert torch.cuda.memory_reserved() - before == size
-    static_buffers.forget()
+    static_buffers.reset()
     del static_buffers._pools[gpu, "t9"]
     assert torch.cuda.memory_reserved() == before
 

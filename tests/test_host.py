@@ -27,7 +27,7 @@ from mfsdp.compiler.capture import Capture
 from mfsdp.compiler.tracing import Programs
 from mfsdp.config.hardware import hardware
 from mfsdp.cost_model import op_cost
-from mfsdp.cost_model.offload_schedule import Pace
+from mfsdp.cost_model.offload_schedule import OffloadTiming
 from mfsdp.cost_model.timeline import simulate
 from mfsdp.ir import byte_costs, ops
 from mfsdp.ir.program import LAYER, Program, storage_of
@@ -298,7 +298,7 @@ def test_rooms_that_are_not_needed_again_go():
 def test_copies_are_waited_for():
     """On a slow link: what is waited for is complete, and a run that is left by an exception has waited, too."""
     x = torch.ones(2**16)
-    run = execution.Run("a program")
+    run = execution.Execution("a program")
     with host_memory.at_rate(1e6):
         begun = time.perf_counter()
         out = kernels.offload(run, x)
@@ -443,7 +443,7 @@ def test_clock_of_copies():
     assert forward is not None
     machine = hardware({"like": "h100", "host": {"bandwidth": 1e9, "latency": 1e-3}})
     pipeline.run(forward, listings=False)
-    times = op_cost.times(forward, machine)
+    times = op_cost.op_times(forward, machine)
     launches = [n for n in forward.nodes if n.target is ops.offload]
     assert {times[n].transfer.link for n in launches} == {"host"}  # type: ignore[union-attr]
     spans = {span.node: span for span in simulate(forward, times)}
@@ -454,7 +454,7 @@ def test_clock_of_copies():
         last = spans[n].end
     exposed = sum(span.exposed for n, span in spans.items() if n.target is ops.wait)
     assert exposed > 0.5 * last
-    fast = Pace(machine)(forward.copy())
+    fast = OffloadTiming(machine)(forward.copy())
     assert sum(fast.values()) < last * 1.5, "as if copies took no time"
 
 

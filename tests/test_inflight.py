@@ -25,7 +25,7 @@ from mfsdp.runtime import (
     inflight,
     sync_collectives,
 )
-from mfsdp.runtime.c10d_transport import Native
+from mfsdp.runtime.c10d_transport import C10dTransport
 from mfsdp.runtime.inflight import InFlight
 from mfsdp.runtime.transport_registry import carried_by
 from mfsdp.sharding.module import buffers_of
@@ -163,8 +163,8 @@ def summed_wide_over_nccl(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> 
         return Work(streams.collective("exchange", "g", [out], [sent], lambda outs, reads: outs[0].copy_(reads[0])))
 
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
-    monkeypatch.setattr(Native, "prompt", True)
-    with carried_by(lambda group, kind: Native(group)), streams.on(Stream(7, "side 7")):
+    monkeypatch.setattr(C10dTransport, "prompt", True)
+    with carried_by(lambda group, kind: C10dTransport(group)), streams.on(Stream(7, "side 7")):
         pairs = [(torch.ones(4 * N, dtype=torch.bfloat16), torch.empty(N))]
         end = execution.current().scatter(pairs, torch.float32, groups.default_group())
     end()

@@ -15,14 +15,14 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.config.comm_formats import coded
+from mfsdp.config.comm_formats import is_quantized
 from mfsdp.config.hardware import hardware
-from mfsdp.config.units import Spec
+from mfsdp.config.units import UnitSpec
 from mfsdp.cost_model import op_cost
 from mfsdp.ir import byte_costs, ops
 from mfsdp.runtime import comm_formats, execution, groups, sync_collectives
-from mfsdp.runtime.c10d_transport import Native
-from mfsdp.runtime.gloo_transport import Gloo
+from mfsdp.runtime.c10d_transport import C10dTransport
+from mfsdp.runtime.gloo_transport import GlooTransport
 from mfsdp.runtime.transport_registry import carried_by
 from mfsdp.state.sharding_plan import STRATEGIES
 from tests.models import CASES, MLP, Lumpy
@@ -35,7 +35,7 @@ BOTH = {"param_comm_dtype": "int8", "grad_comm_dtype": "int8"}
 
 def through(x: torch.Tensor, dtype: torch.dtype = F32) -> torch.Tensor:
     """What is read of rows that are written."""
-    messages = torch.empty(x.shape[0], coded(x.shape[1]), dtype=torch.uint8)
+    messages = torch.empty(x.shape[0], is_quantized(x.shape[1]), dtype=torch.uint8)
     comm_formats.write(x, messages)
     out = torch.empty(x.shape, dtype=dtype)
     comm_formats.read(messages, out)
@@ -148,8 +148,8 @@ def test_no_library_adds_up_bytes():
 @pytest.mark.parametrize("words", [{}, {"param_comm_dtype": "int8"}, {"grad_comm_dtype": "int8"}, BOTH])
 def test_specs_say_it(words):
     p = mfsdp.MixedPrecisionPolicy(**words).resolve(F32)
-    spec = Spec(2, "g", "r", (16, 144), p, 4.0, True, 2, "o", "q", True)
-    assert Spec.decode(spec.encode()) == spec
+    spec = UnitSpec(2, "g", "r", (16, 144), p, 4.0, True, 2, "o", "q", True)
+    assert UnitSpec.decode(spec.encode()) == spec
     assert spec.coded(0) == 16 + 4 + 144 + 8 and spec.coded(2) == 8 + 4 + 72 + 4
 
 
@@ -166,7 +166,7 @@ def test_what_travels_is_counted(strategy):
         for program in (traced.forward, traced.backward):
             text = pipeline.run(program)[-1].listing
             machine = hardware("h100")
-            times = op_cost.times(program, machine)
+            times = op_cost.op_times(program, machine)
             for node in program.nodes:
                 if node.target in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
                     sent.setdefault(wire, []).append(byte_costs.travels(node))
@@ -197,7 +197,7 @@ def test_memory_of_what_travels():
 
 def carried(kind: str) -> tuple[bool, bool, bool]:
     """Gathers and sums of two segments of uneven ends, by hand; whether all ranks have the same."""
-    with carried_by(lambda group, device: Native(group)) if kind == "native" else nullcontext():
+    with carried_by(lambda group, device: C10dTransport(group)) if kind == "native" else nullcontext():
         group, me, world, run = groups.default_group(), dist.get_rank(), dist.get_world_size(), execution.current()
         sizes = (300, 16)
         shards = [torch.randn(n, generator=torch.Generator().manual_seed(me)) for n in sizes]
@@ -409,14 +409,14 @@ def bytes_sent(words: dict[str, Any]) -> int:
     model = nn.Linear(256, 256, bias=False)
     mfsdp.fully_shard(model, mp_policy=mfsdp.MixedPrecisionPolicy(**words), reshard_after_forward=True)
     run = compiled(model, "eager")
-    sent, swap = [], Gloo.swap
+    sent, swap = [], GlooTransport.swap
 
-    def told(self: Gloo, here: Any, there: Any, tag: int) -> Any:
+    def told(self: GlooTransport, here: Any, there: Any, tag: int) -> Any:
         sent.append(sum(t.nbytes for _, t in there if t.nbytes > 8))
         return swap(self, here, there, tag)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Gloo, "swap", told)
+        patch.setattr(GlooTransport, "swap", told)
         run(torch.randn(2, 256, requires_grad=True)).sum().backward()
     return sum(sent)
 

@@ -46,7 +46,7 @@ def test_all_of_the_models_kernels_are_measured_and_equal_layers_once(monkeypatc
     assert again.seconds == found.seconds, "more layers have no other kernels"
     for program in programs:
         known = found.of(program, fused)
-        estimates = op_cost.times(program, KNOWN["h100"], fused=fused)
+        estimates = op_cost.op_times(program, KNOWN["h100"], fused=fused)
         unknown = {n for n, t in estimates.items() if n.name not in known and t.transfer is None and t.seconds}
         sharding = (ops.wait, ops.bucket, ops.pack, ops.accumulate)
         assert all(n.target in sharding for n in unknown), unknown
@@ -54,7 +54,7 @@ def test_all_of_the_models_kernels_are_measured_and_equal_layers_once(monkeypatc
         assert all(n.name in known for n in products) and bool(products) == (program.phase == "backward")
         distinct = {kernel_timings.key([n]) for n in products}
         assert len(distinct) <= len(products) / 3, "wherever in a bucket they are written"
-        times = op_cost.times(program, replace(KNOWN["h100"], launch=0.0, dispatch=0.0), fused=fused, measured=known)
+        times = op_cost.op_times(program, replace(KNOWN["h100"], launch=0.0, dispatch=0.0), fused=fused, measured=known)
         for run in fusion.together(program, fused):
             if run[0].name in known:
                 whole = sum(times[n].seconds for n in run)

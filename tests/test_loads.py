@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
-from mfsdp.runtime.desync import Company
+from mfsdp.runtime.desync import GroupState
 from tests.parity import whole
 
 Load = Callable[[nn.Module, dict[str, torch.Tensor]], None]
@@ -84,9 +84,9 @@ def all_of_it() -> dict[str, str]:
     for compiled, trained, strategy in ((True, True, 3), (False, False, 3), (True, False, 2), (False, True, 0)):
         for load in (*APART, *TOGETHER):
             said[f"{load.__name__} {compiled} {strategy}"] = loaded(load, compiled, trained, strategy)
-    own, Company.load = Company.load, lambda self, what, digest: None  # type: ignore[method-assign, assignment]
+    own, GroupState.load = GroupState.load, lambda self, what, digest: None  # type: ignore[method-assign, assignment]
     said["mutated"] = loaded(_by_one, True, True, 3)
-    Company.load = own  # type: ignore[method-assign]
+    GroupState.load = own  # type: ignore[method-assign]
     return said
 
 

@@ -102,7 +102,7 @@ class Folding:
 
     def __call__(self, gm: fx.GraphModule, inputs: Any) -> Any:
         names = [n.name.removeprefix("l_").removesuffix("_") for n in gm.graph.find_nodes(op="placeholder")]
-        self.notes += attention_masks.fold(gm, names)
+        self.notes += attention_masks.fold_masks(gm, names)
         for body in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
             body.graph.lint()
             self.nodes += body.graph.nodes

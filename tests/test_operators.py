@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 import mfsdp
-from mfsdp.state.shard_spec import Sharding
+from mfsdp.state.shard_spec import ShardSpec
 from mfsdp.state.sharded_dtensor import ShardedDTensor
 from tests.parity import whole
 
@@ -23,7 +23,7 @@ SAMPLES = 6
 
 
 @cache
-def cut_as(shape: tuple[int, ...]) -> Sharding:
+def cut_as(shape: tuple[int, ...]) -> ShardSpec:
     """How a parameter of a shape is cut."""
     module = torch.nn.Module()
     module.w = torch.nn.Parameter(torch.zeros(shape))

@@ -13,16 +13,16 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from mfsdp.config.layout import plan
-from mfsdp.state.shard_spec import Sharding
-from mfsdp.state.tp_shards import Piece, runs_of
+from mfsdp.state.shard_spec import ShardSpec
+from mfsdp.state.tp_shards import TPShard, runs_of
 
 NOBODY: Any = None
 
 
-def pieces(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]) -> list[Piece]:
+def pieces(shape: tuple[int, ...], mesh: tuple[int, ...], placements: tuple[Placement, ...]) -> list[TPShard]:
     """Every rank's, in the order of their coordinates."""
     places = product(*map(range, mesh))
-    return [Piece(NOBODY, placements, shape, runs_of(shape, mesh, place, placements)) for place in places]
+    return [TPShard(NOBODY, placements, shape, runs_of(shape, mesh, place, placements)) for place in places]
 
 
 @st.composite
@@ -52,7 +52,7 @@ def test_boxes_of_all_ranks_tile_the_whole(case, world):
         layout = plan([("w", piece.local)], world)
         mine = piece.cut(whole).reshape(-1)
         for rank in range(world):
-            sharding = Sharding(layout, 0, NOBODY, piece=piece)
+            sharding = ShardSpec(layout, 0, NOBODY, piece=piece)
             at = layout.local(0, rank)
             found = []
             for there, here, sizes in sharding.boxes(rank):

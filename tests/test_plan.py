@@ -29,7 +29,7 @@ from mfsdp.config.layer_choices import Choice
 from mfsdp.config.options import Options
 from mfsdp.config.plans import nbytes_of
 from mfsdp.cost_model import fusion, op_cost
-from mfsdp.cost_model.extrapolate import Event, drained, folded, runs, stretch
+from mfsdp.cost_model.extrapolate import Event, drained, extrapolated, runs, segment
 from mfsdp.cost_model.timeline import simulate
 from mfsdp.ir.byte_costs import lines, peak
 from mfsdp.planning.explain import buffers_of, machine_of
@@ -108,11 +108,11 @@ def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag,
     whole = []
     for program in found._programs(joint_graph.treatments(setting.choices), ()):
         pipeline.run(program, passes=table, checked=False, listings=False)
-        times = op_cost.times(program, found.machine)
+        times = op_cost.op_times(program, found.machine)
         seconds = max(span.end for span in simulate(program, times))
         top = peak(lines(program, fusion.fused(program))) - sum(program.slots.values())
         whole.append((f"{1e6 * seconds:.6f}", top, program.slots))
-        unfolded = folded(program, times, True).play()
+        unfolded = extrapolated(program, times, True).play()
         assert (f"{1e6 * unfolded[0]:.6f}", unfolded[1]) == whole[-1][:2]
     parts = []
     for part in (found._unfolded(part, repeats) for part in found._folded(treated, setting)):
@@ -224,9 +224,9 @@ def test_stretches_one_behind_the_other_take_what_they_take_at_once(parts):
         moves = Transfer(0.1, takes, link=queue) if takes > 0.5 else Transfer(0.0, 0.0)
         events.append(Event(seconds, max(0, delta), delta, queue, moves))
         events.append(Event(seconds, 3, -delta, queue, back=1))
-    whole, seconds, live, top, left = stretch(events * 5), 0.0, 0, 0, ()
+    whole, seconds, live, top, left = segment(events * 5), 0.0, 0, 0, ()
     for part in (events[:1], *[events[1:] + events[:1]] * 4, events[1:]):
-        took = stretch(part, left)
+        took = segment(part, left)
         seconds, top, live, left = seconds + took.seconds, max(top, live + took.top), live + took.delta, took.left
     assert (live, top) == (whole.delta, whole.top)
     assert seconds + drained(left) == pytest.approx(whole.seconds + drained(whole.left), rel=1e-9)

@@ -116,7 +116,7 @@ def test_ranks_beside_tensor_parallelism_are_no_neighbours(eight):
     forward, _ = mfsdp.trace(cut("tensor"), (IDS.to("meta"),))
     pipeline.run(forward)
     machine = hardware({"like": "h100", "name": "fours", "ranks_per_node": 4})
-    times = op_cost.times(forward, machine)
+    times = op_cost.op_times(forward, machine)
     links = {n.target: times[n].transfer.link for n in forward.nodes if n.target in (ops.all_gather, ops.collective)}
     assert links == {ops.all_gather: "between", ops.collective: "inside"}
     assert {u.spec.stride for u in forward.units} == {2}

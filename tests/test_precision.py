@@ -17,7 +17,7 @@ from torch import nn
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.config.options import Precision
-from mfsdp.config.units import Spec
+from mfsdp.config.units import UnitSpec
 from mfsdp.ir import byte_costs, ops
 from mfsdp.state.sharding_plan import STRATEGIES
 from tests.models import CASES, MLP, Several
@@ -178,11 +178,11 @@ def test_how_sums_are_taken(grad_sum, sums):
     """By default wide on an axis of up to 64 ranks; specs say it in their text, for both axes of a mesh."""
     p = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=BF16, grad_sum=grad_sum).resolve(F32)
     assert (p.sum(64), p.sum(65)) == sums
-    spec = Spec(64, "g", "r", (16,), p, 64.0 * 65, True, 65, "o", "q")
-    assert Spec.decode(spec.encode()) == spec and (spec.sum(0), spec.sum(2)) == sums
+    spec = UnitSpec(64, "g", "r", (16,), p, 64.0 * 65, True, 65, "o", "q")
+    assert UnitSpec.decode(spec.encode()) == spec and (spec.sum(0), spec.sum(2)) == sums
     assert mfsdp.MixedPrecisionPolicy(grad_sum=grad_sum).resolve(F32).sum(65) is F32, "nothing is narrow"
     half = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=F16, grad_sum=grad_sum).resolve(F32)
-    assert (Spec(64, "g", "r", (16,), half, 64.0, True).ahead < 1) == (grad_sum == "native"), "it may not fit fp16"
+    assert (UnitSpec(64, "g", "r", (16,), half, 64.0, True).ahead < 1) == (grad_sum == "native"), "it may not fit fp16"
 
 
 def test_a_sum_that_is_none_of_these():

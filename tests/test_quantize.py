@@ -240,10 +240,10 @@ def lasting() -> list[dict[str, int]]:
     """Bytes that gathers of FP8 weights bring in a step of three microbatches, and that last, with the pass and
     without; meanwhile weights are read and written in every other way, and values stay the same.
     """
-    from mfsdp.runtime.execution import Run
+    from mfsdp.runtime.execution import Execution
 
     rank, found, seen = torch.distributed.get_rank(), [], []
-    own = Run.gather
+    own = Execution.gather
     for on in (True, False):
         torch.manual_seed(0)
         torch._dynamo.reset()
@@ -253,7 +253,7 @@ def lasting() -> list[dict[str, int]]:
         buffers = [unit._mfsdp_unit.buffers[1] for unit in model]
         moved = []
 
-        def gather(self: Run, pairs: Any, group: str, moved: list[int] = moved) -> Any:
+        def gather(self: Execution, pairs: Any, group: str, moved: list[int] = moved) -> Any:
             moved += [full.nbytes for full, _ in pairs if full.numel() >= 2**16]
             return own(self, pairs, group)
 
@@ -266,7 +266,7 @@ def lasting() -> list[dict[str, int]]:
                     outs[-1].float().square().mean().backward()
             return outs
 
-        Run.gather = gather
+        Execution.gather = gather
         try:
             outs = trained()
             optimizer.step()
@@ -275,7 +275,7 @@ def lasting() -> list[dict[str, int]]:
             outs += trained()
             counted = sum(moved)
         finally:
-            Run.gather = own
+            Execution.gather = own
         lasts = sum(c.values.nbytes for b in buffers for c in b.weights.lasting._codes.values())
         lasts += sum(b.weights.source.untyped_storage().nbytes() for b in buffers)
         found.append({"moved": counted, "lasts": lasts})

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import mfsdp
 from mfsdp.runtime import devices, execution, static_buffers
 from mfsdp.runtime.desync import Left
-from mfsdp.runtime.fake_transport import Mirror
+from mfsdp.runtime.fake_transport import FakeTransport
 from mfsdp.runtime.transport import End, Pairs, Turn
 from mfsdp.runtime.transport_registry import carried_by
 from mfsdp.state.weights import Weights
@@ -38,10 +38,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(autouse=True)
 def four() -> Iterator[None]:
-    static_buffers.forget()
+    static_buffers.reset()
     with mfsdp.fake_ranks(4, rank=1):
         yield
-    static_buffers.forget()
+    static_buffers.reset()
 
 
 class Broken(nn.Module):
@@ -133,21 +133,21 @@ def given_up(setup: Setup, streams: Streams | None, first: int = 3, compiled: bo
     class Full(Exception):
         pass
 
-    wait, seen = execution.Run.wait, 0
+    wait, seen = execution.Execution.wait, 0
 
-    def full(run: execution.Run, out: torch.Tensor) -> None:
+    def full(run: execution.Execution, out: torch.Tensor) -> None:
         nonlocal seen
         seen += 1
         if seen == first:
             raise Full
         wait(run, out)
 
-    execution.Run.wait = full  # type: ignore[method-assign]
+    execution.Execution.wait = full  # type: ignore[method-assign]
     try:
         with pytest.raises(Full):
             setup.loss()
     finally:
-        execution.Run.wait = wait  # type: ignore[method-assign]
+        execution.Execution.wait = wait  # type: ignore[method-assign]
     run = setup.run if compiled else setup.model
     run(setup.batch()).float().square().mean().backward()
 
@@ -183,7 +183,7 @@ WAYS: dict[str, tuple[Way, dict[str, Any]]] = {
 def trained(way: str, place: str, device: str, streams: Streams | None = None) -> list[torch.Tensor]:
     """Weights and static buffers' use after three steps."""
     torch._dynamo.reset()
-    static_buffers.forget()
+    static_buffers.reset()
     do, options = WAYS[way]
     setup = Setup(device, place, options, broken=way == "graph break", flat=way.startswith("launched"))
     for _ in range(3):
@@ -201,7 +201,7 @@ LIKE_PLAIN = ("far ahead, far behind", "on a side stream")
 @cache
 def wanted(way: str, place: str, device: str) -> list[torch.Tensor]:
     """What is trained where nothing is late."""
-    with carried_by(lambda group, kind: Mirror(group)):
+    with carried_by(lambda group, kind: FakeTransport(group)):
         return trained(way, place, device)
 
 
@@ -325,18 +325,18 @@ def test_gradients_that_nobody_follows_are_found(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["plain", "accumulated"])
 def test_waits_that_do_not_wait_are_found(monkeypatch, way):
-    monkeypatch.setattr(execution.Run, "wait", lambda run, out: run.pending.pop(out.untyped_storage().data_ptr()))
+    monkeypatch.setattr(execution.Execution, "wait", lambda run, out: run.pending.pop(out.untyped_storage().data_ptr()))
     with pytest.raises(Race, match="does not wait for collective over"):
         check(monkeypatch, way, "optim_grads_params", "cpu")
 
 
 @pytest.mark.slow
 def test_gathers_launched_ahead_that_nobody_waits_for_are_found(monkeypatch):
-    def adopt(run: execution.Run, early: Any) -> torch.Tensor:
+    def adopt(run: execution.Execution, early: Any) -> torch.Tensor:
         run.launch(early.out)
         return early.out
 
-    monkeypatch.setattr(execution.Run, "adopt", adopt)
+    monkeypatch.setattr(execution.Execution, "adopt", adopt)
     with pytest.raises(Race, match="does not wait for collective over"):
         check(monkeypatch, "launched ahead", "optim_grads_params", "cpu")
 

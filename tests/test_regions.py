@@ -34,12 +34,12 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def programs(model: nn.Module, x: torch.Tensor, least: int = 4, **more: Any) -> list[Program]:
-    before, outlining.LEAST = outlining.LEAST, least
+    before, outlining.MIN_LAYERS = outlining.MIN_LAYERS, least
     try:
         with torch.device("meta"):
             return list(mfsdp.trace(copy.deepcopy(model), (x,), world=2, **{"lowering": "inductor", **more}))
     finally:
-        outlining.LEAST = before
+        outlining.MIN_LAYERS = before
 
 
 def schedule(program: Program) -> list[str]:
@@ -299,7 +299,7 @@ def differences(expected: dict[str, int]) -> list[str]:
     """
     out: list[str] = []
     called: list[str] = []
-    call, least_ = layer_match.Layer.call, outlining.LEAST
+    call, least_ = layer_match.Layer.call, outlining.MIN_LAYERS
     layer_match.Layer.call = lambda self, name, moved: (called.append(name), call(self, name, moved))[1]  # type: ignore[method-assign, assignment, func-returns-value]
     for name, count in expected.items():
         torch.manual_seed(0)
@@ -313,7 +313,7 @@ def differences(expected: dict[str, int]) -> list[str]:
         for least in (NEVER, 2):
             twin = copy.deepcopy(model)
             torch._dynamo.reset()  # or the first one's code would serve both
-            outlining.LEAST = least
+            outlining.MIN_LAYERS = least
             called.clear()
             run, losses = compiled(twin, "eager"), []
             for step in range(2):
@@ -331,7 +331,7 @@ def differences(expected: dict[str, int]) -> list[str]:
         for a, b in zip(*runs, strict=True):
             same = all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))
             out += [] if same else [name]
-    layer_match.Layer.call, outlining.LEAST = call, least_  # type: ignore[method-assign]
+    layer_match.Layer.call, outlining.MIN_LAYERS = call, least_  # type: ignore[method-assign]
     return out
 
 

@@ -352,7 +352,7 @@ def test_views_that_stay_do_not_keep_a_static_buffer_taken():
     )
     gone = StorageWeakRef(static_buffers._slots[cpu, "t2"].storage)
     del views
-    static_buffers.forget()
+    static_buffers.reset()
     assert gone.expired()
 
 
@@ -489,7 +489,7 @@ def slots_over_time() -> tuple[list[dict[str, int]], dict[str, int], int]:
     """Bytes of static buffers after each of five steps, evaluation in between; the largest that a listing plans; how
     many buffers were not in the slot that they have.
     """
-    static_buffers.forget()
+    static_buffers.reset()
     planned: dict[str, int] = {}
     run_pipeline = pipeline.run
 
@@ -629,7 +629,7 @@ def interrupted() -> tuple[int, list[int]]:
 
     for _ in range(3):
         with pytest.raises(ValueError, match="out of memory"):
-            compiled_program.marked(Outline("MLP", "forward", ()), fails)([])
+            compiled_program.compiled_program(Outline("MLP", "forward", ()), fails)([])
     run(x).sum().backward()
     return len(execution.current().pending), [
         s.vacant() for (_, name), s in static_buffers._slots.items() if name == "p0"

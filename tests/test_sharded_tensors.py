@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mfsdp
 from mfsdp.config.layout import plan
-from mfsdp.state.shard_spec import Sharding, local_mesh
+from mfsdp.state.shard_spec import ShardSpec, local_mesh
 from mfsdp.state.sharded_dtensor import ShardedDTensor
 from tests.models import MLP
 from tests.parity import averaged, error, whole
@@ -293,6 +293,6 @@ def test_an_axis_of_a_larger_mesh(four_ranks):
 def test_a_planning_mesh_says_that_it_cannot_communicate():
     layout = plan([("w", (5, 4))], 2)
     at = layout.local(0, 0)
-    tensor = ShardedDTensor(torch.zeros(at.shape), Sharding(layout, 0, local_mesh("cpu", (2,))))
+    tensor = ShardedDTensor(torch.zeros(at.shape), ShardSpec(layout, 0, local_mesh("cpu", (2,))))
     with pytest.raises(RuntimeError, match="sharded for planning"):
         tensor.full_tensor()

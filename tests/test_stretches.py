@@ -17,7 +17,7 @@ from torch._inductor.codecache import compiled_fx_graph_hash
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.compiler import lowering, schedule_check, stitched
-from mfsdp.compiler.subgraphs import Step, Stretch, Uncut, base, cut, scheduled
+from mfsdp.compiler.subgraphs import CannotSplit, Step, Subgraph, base, scheduled, split
 from mfsdp.compiler.tracing import Programs
 from mfsdp.ir.program import Program
 from mfsdp.ir.verifier import LawError
@@ -42,9 +42,9 @@ def program(layers: int, phase: str) -> Program:
     return found
 
 
-def steps(found: Program) -> tuple[list[Step], list[Stretch]]:
-    out = cut(found.gm)
-    return out, [s for s in out if isinstance(s, Stretch)]
+def steps(found: Program) -> tuple[list[Step], list[Subgraph]]:
+    out = split(found.gm)
+    return out, [s for s in out if isinstance(s, Subgraph)]
 
 
 PHASES = ["forward", "backward", "inference"]
@@ -95,9 +95,9 @@ def test_every_value_is_there_when_it_is_read_and_nothing_is_read_once_dead(phas
     there = set(found.gm.graph.find_nodes(op="placeholder"))
     dead: set[Any] = set()
     for step in out:
-        reads = step.inputs if isinstance(step, Stretch) else step.all_input_nodes
+        reads = step.inputs if isinstance(step, Subgraph) else step.all_input_nodes
         assert there.issuperset(reads) and dead.isdisjoint(map(base, reads))
-        if isinstance(step, Stretch):
+        if isinstance(step, Subgraph):
             assert not any(base(n) is not n for n in [*step.inputs, *step.outputs]), "no views go in or out"
             dead.update(step.dying)
             there.update(step.outputs)
@@ -113,7 +113,7 @@ def test_the_driver_is_the_listing(phase):
     """Law 16, which cannot be broken by a compiler here; a driver that is written wrongly is noticed."""
     found = program(4, phase)
     expected, (out, _) = schedule_check.listed(found, driven=True), steps(found)
-    text = stitched.driver(found.gm.graph, out, {s: "Body0" for s in out if isinstance(s, Stretch)})
+    text = stitched.driver(found.gm.graph, out, {s: "Body0" for s in out if isinstance(s, Subgraph)})
     schedule_check.compare(expected, text, driven=True)
     lines = text.splitlines()
     a, b = [i for i, line in enumerate(lines) if "Kernels.all_gather" in line or "Kernels.reduce_scatter" in line][:2]
@@ -131,8 +131,8 @@ def test_what_stretches_cannot_hold_is_compiled_as_one_graph(monkeypatch):
     found = program(4, "inference")
     node = next(n for n in found.nodes if n.target is torch.ops.aten.embedding.default)
     monkeypatch.setattr("mfsdp.compiler.subgraphs._symbolic", lambda value: value is node.meta["val"])
-    with pytest.raises(Uncut, match=f"the size of {node.name} is not known"):
-        cut(found.gm)
+    with pytest.raises(CannotSplit, match=f"the size of {node.name} is not known"):
+        split(found.gm)
     one = stitched.stitched(lambda *_, **__: "whole", lambda *_, **__: "each")
     assert one(found.gm, []) == "whole" and node.name in told[0]
     assert one(program(4, "inference").gm, [], cpp_wrapper=True) == "whole" and "cpp_wrapper" in told[1]
@@ -268,7 +268,7 @@ def test_what_is_waited_for_is_read_behind_the_wait_as_in_the_listing(phase, str
     where: dict[Any, int] = {}
     out, _ = steps(found)
     for i, step in enumerate(out):
-        own = [n for n in step.nodes if base(n) is n] if isinstance(step, Stretch) else [step]
+        own = [n for n in step.nodes if base(n) is n] if isinstance(step, Subgraph) else [step]
         where.update(dict.fromkeys(own, i))
     touching = [n for n in where if scheduled(n)]
     pairs = [(a, n) for a in touching for n in where if n is not a and shared(a, n)]

@@ -17,12 +17,12 @@ from mfsdp.config import best_effort
 from mfsdp.config.hardware import KNOWN
 from mfsdp.config.options import Options
 from mfsdp.cost_model import fusion
-from mfsdp.cost_model.auto_prefetch import Auto
+from mfsdp.cost_model.auto_prefetch import AutoPrefetch
 from tests.models import GPT, Block
 
 SPOILED = {
     "outline": "mfsdp.compiler.backend.outline",
-    "clock": "mfsdp.cost_model.op_cost.times",
+    "clock": "mfsdp.cost_model.op_cost.op_times",
     "one line's time": "mfsdp.cost_model.op_cost._time",
     "formulas": "mfsdp.cost_model.fusion._attention",
     "notes on copies": "mfsdp.compiler.backend._tell_copies",
@@ -93,7 +93,7 @@ def test_what_decides_by_an_estimate_takes_the_default(monkeypatch, said):
     with torch.device("meta"):
         program = mfsdp.trace(model, (torch.empty(64, 64),), world=4, units=[nn.Linear]).forward
     monkeypatch.setattr("mfsdp.cost_model.auto_prefetch.simulate", raises)
-    assert Auto(KNOWN["h100"])(program)[0] == Options.prefetch == 1
+    assert AutoPrefetch(KNOWN["h100"])(program)[0] == Options.prefetch == 1
     assert len(said) == 1 and "prefetch='auto', depth 1 is taken" in said[0]
 
 

@@ -13,12 +13,12 @@ import mfsdp
 from mfsdp.config.layout import plan
 from mfsdp.config.options import Precision
 from mfsdp.runtime import c10d_transport, execution, groups
-from mfsdp.runtime.c10d_transport import Native
-from mfsdp.runtime.fake_transport import Mirror
+from mfsdp.runtime.c10d_transport import C10dTransport
+from mfsdp.runtime.fake_transport import FakeTransport
 from mfsdp.runtime.sync_collectives import summed
 from mfsdp.runtime.transport_registry import carried_by, transport_of
 from mfsdp.state.mesh import axes
-from mfsdp.state.sharding_plan import Placement
+from mfsdp.state.sharding_plan import ShardingPlan
 from tests.models import GPT, Block, Lumpy
 
 pytestmark = pytest.mark.dist
@@ -33,14 +33,14 @@ def uneven_exchange() -> tuple[bool, bool, bool]:
     want = torch.empty(sum(received), 3)
     dist.all_to_all_single(want, sent, received, counts[me])
     group = dist.group.WORLD
-    lines = transport_of(groups.default_group(), torch.device("cpu")), Native(group)
+    lines = transport_of(groups.default_group(), torch.device("cpu")), C10dTransport(group)
     same = []
     for line in lines:
         out = torch.empty_like(want)
         line.all_to_all(out, sent, received, counts[me], execution.current())()
         same.append(torch.equal(out, want))
     even, mine = torch.empty(world * counts[me][me], 3), sent.split(counts[me])[me]
-    Mirror(group).all_to_all(even, sent, [counts[me][me]] * world, counts[me], execution.current())()
+    FakeTransport(group).all_to_all(even, sent, [counts[me][me]] * world, counts[me], execution.current())()
     return *same, torch.equal(even, mine.repeat(world, 1))
 
 
@@ -82,7 +82,7 @@ def narrow(numel: int) -> bool:
     for t in rest:
         first += t
     f32, bf16 = torch.float32, torch.bfloat16
-    place = Placement.of("no_shard", "no_shard", axes(None, None, torch.device("cpu")), "cpu")
+    place = ShardingPlan.of("no_shard", "no_shard", axes(None, None, torch.device("cpu")), "cpu")
     spec = place.spec(plan([("w", (numel,))], 1), Precision(f32, bf16, bf16, bf16, f32), True)
     assert spec.sum(2) is f32
     with execution.announced("a sum", *spec.meets):
@@ -102,7 +102,7 @@ def by_hand(grad_sum: str | None, compiled: bool, native: bool) -> tuple[bool, b
     torch._dynamo.reset()
     rank, world, bf16 = dist.get_rank(), dist.get_world_size(), torch.bfloat16
     inputs = torch.randn(world, 8, generator=torch.Generator().manual_seed(1))
-    with carried_by(lambda group, kind: Native(group)) if native else nullcontext():
+    with carried_by(lambda group, kind: C10dTransport(group)) if native else nullcontext():
         model = torch.nn.Linear(8, 4, bias=False)
         policy = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=bf16, grad_sum=grad_sum)
         mfsdp.fully_shard(model, mp_policy=policy)
@@ -167,7 +167,7 @@ def natively(strategy: int, segments: bool) -> tuple[bool, set[str]]:
     want = trained(strategy, segments)
     used: set[str] = set()
 
-    class Told(Native):
+    class Told(C10dTransport):
         def __getattribute__(self, name: str) -> Any:
             used.update({name} & {"gather", "scatter", "all_reduce", "exchange"})
             return super().__getattribute__(name)

@@ -21,7 +21,7 @@ from mfsdp.compiler import compile_cache
 from mfsdp.compiler.capture import Capture, sources
 from mfsdp.config.options import Options
 from mfsdp.reports.profile import Outline
-from mfsdp.runtime.desync import Company
+from mfsdp.runtime.desync import GroupState
 from tests.parity import whole
 from tests.toys import offloaded
 
@@ -48,17 +48,17 @@ def start(folder: str, carried: bytes, changes: dict[str, Any]) -> dict[str, Any
     torch.manual_seed(dist.get_rank())
     x = torch.randn(2, 16)
     said: list[str] = []
-    before = Company.announce
+    before = GroupState.announce
 
-    def announce(company: Company, words: Any, *more: Any) -> Any:
+    def announce(company: GroupState, words: Any, *more: Any) -> Any:
         said.extend(words.lines)
         return before(company, words, *more)
 
-    Company.announce = announce  # type: ignore[method-assign]
+    GroupState.announce = announce  # type: ignore[method-assign]
     for _ in range(2):
         loss = run(x).square().mean()
         loss.backward()
-    Company.announce = before  # type: ignore[method-assign]
+    GroupState.announce = before  # type: ignore[method-assign]
     log.removeHandler(handler)
     with mfsdp.profile(run, steps=1) as seen:
         run(x).square().mean().backward()
@@ -131,7 +131,7 @@ def captured(options: Options, **sharding: Any) -> str:
     model = mfsdp.fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), **{"units": ["0"], **sharding})
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        keys.append(compile_cache.key_of(Capture(inputs, sources(gm)), options, pipeline.chosen(options), gm))
+        keys.append(compile_cache.cache_key(Capture(inputs, sources(gm)), options, pipeline.chosen(options), gm))
         return lambda *args: (torch.zeros(2, 6),)
 
     torch._dynamo.reset()
@@ -165,6 +165,6 @@ def test_every_option_and_layout_counts():
 
 def test_what_cannot_be_kept_is_compiled_anew():
     """Nothing of it reaches the user, and AOTAutograd is not told that there is a key."""
-    made = compile_cache.Artifact(lambda args: args, {"outline": Outline("toy", "forward", ())}, "a program")
+    made = compile_cache.CachedProgram(lambda args: args, {"outline": Outline("toy", "forward", ())}, "a program")
     made.keep()
     assert not hasattr(made, "_fx_graph_cache_key")

@@ -97,7 +97,7 @@ class Event:
 
 
 def test_on_a_device_a_program_waits_until_what_is_behind_it_is_there(monkeypatch):
-    first, second = (execution.Run(name) for name in ("forward", "backward"))
+    first, second = (execution.Execution(name) for name in ("forward", "backward"))
     events = Event(), Event()
     execution._behind.extend(zip((first, second), events, strict=True))  # type: ignore[arg-type]
     assert execution.waiting() == [(-1, first)]

@@ -97,7 +97,7 @@ def test_on_two_axes(four_ranks, strategy, compiled):
 
 def mutated(where: str) -> str:
     """What is wrong where ``Weights.unseen`` finds nothing, or nobody hears what it has found."""
-    kind, name = (Weights, "unseen") if where == "look" else (execution.Run, "written")
+    kind, name = (Weights, "unseen") if where == "look" else (execution.Execution, "written")
     own = getattr(kind, name)
     setattr(kind, name, (lambda self: False) if where == "look" else (lambda self, over, here: here))
     try:

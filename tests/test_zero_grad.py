@@ -189,14 +189,14 @@ def test_what_arrives_becomes_the_accumulator(lowering, world, monkeypatch):
     monkeypatch.setattr(gradients.Gradients, "_empty", lambda self: made.append(self))
     mul_ = torch.Tensor.mul_
     monkeypatch.setattr(torch.Tensor, "mul_", lambda x, scale: (multiplied.append(scale), mul_(x, scale))[1])
-    static_buffers.forget()
+    static_buffers.reset()
     with mfsdp.fake_ranks(world):
         model = sharded()
         run = compiled(model, lowering)
         for _ in range(2):
             run(torch.ones(2, 24)).sum().backward()
             model.zero_grad()
-    static_buffers.forget()
+    static_buffers.reset()
     assert not made and 1.0 not in multiplied
     assert multiplied.count(1 / world) == (0 if world == 1 else 2 * len(buffers_of(model)))
 
@@ -215,7 +215,7 @@ def test_what_others_have_is_not_taken():
     assert not mine._may_become(static_buffers.room("g0", numel, torch.float32, torch.device("cpu")))
     with torch.inference_mode():
         assert not mine._may_become(torch.ones(numel))
-    static_buffers.forget()
+    static_buffers.reset()
 
 
 @pytest.mark.parametrize("into", [torch.float32, torch.bfloat16, torch.float16])

@@ -30,19 +30,19 @@ class Toy2(nn.Module):
 
 
 @contextmanager
-def offloaded(*layers: str, least: int = activation_offload.LEAST) -> Iterator[None]:
+def offloaded(*layers: str, least: int = activation_offload.MIN_BYTES) -> Iterator[None]:
     """Has what forward saves of layers go to the host, in what is captured meanwhile."""
-    before, size = Capture.__init__, activation_offload.LEAST
+    before, size = Capture.__init__, activation_offload.MIN_BYTES
 
     def begin(self: Capture, *args: Any, **kwargs: Any) -> None:
         before(self, *args, **kwargs)
         self.treated |= dict.fromkeys(layers, Treatment(offloaded=True))
 
-    Capture.__init__, activation_offload.LEAST = begin, least  # type: ignore[method-assign]
+    Capture.__init__, activation_offload.MIN_BYTES = begin, least  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Capture.__init__, activation_offload.LEAST = before, size  # type: ignore[method-assign]
+        Capture.__init__, activation_offload.MIN_BYTES = before, size  # type: ignore[method-assign]
 
 
 @cache

@@ -109,7 +109,7 @@ def worker(args: argparse.Namespace) -> None:
         if rank == 0:
             print(f"  {name}: first step {compiled:.1f} s", flush=True)
     for name, (entry, optimizer) in running.items():
-        mfsdp.runtime.static_buffers.forget()  # those of others; its own count as they are made
+        mfsdp.runtime.static_buffers.reset()  # those of others; its own count as they are made
         rows[name]["peak"] = peak_of(lambda e=entry, o=optimizer: step(e, o, data[0]))
     for _ in range(args.rounds):
         for name, (entry, optimizer) in running.items():

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import mfsdp
-from mfsdp.runtime.fake_transport import Mirror
+from mfsdp.runtime.fake_transport import FakeTransport
 from mfsdp.runtime.transport import End
 from mfsdp.runtime.transport_registry import carried_by
 
@@ -29,7 +29,7 @@ waited = [0.0]
 """Seconds that the step has stood still."""
 
 
-class Slow(Mirror):
+class Slow(FakeTransport):
     """As late as a link."""
 
     free = 0.0

@@ -34,7 +34,7 @@ def first_call(kind: str, layers: int) -> dict[str, float]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     if kind == "flat":
-        outlining.LEAST = sys.maxsize
+        outlining.MIN_LAYERS = sys.maxsize
     torch.manual_seed(0)
     model: Any = GPT(layers, WIDTH)
     options = {"lowering": "whole"} if kind == "whole" else {}

@@ -38,7 +38,7 @@ from typing import Any
 import torch
 
 from mfsdp.config.hardware import KNOWN, hardware
-from mfsdp.cost_model.machine import here
+from mfsdp.cost_model.machine import this_machine
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_row import CONTENDERS, MODELS
@@ -200,7 +200,7 @@ def about() -> dict[str, Any]:
 
 def race(args: argparse.Namespace) -> dict[str, Any]:
     begun, seen = time.monotonic(), about()
-    machine = hardware(args.hardware) if args.hardware else here()
+    machine = hardware(args.hardware) if args.hardware else this_machine()
     options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
     record = {"about": seen, "options": options, "peak_flops": machine and machine.peak("bf16"), "rows": [],
               "left_out": []}  # fmt: skip

@@ -303,9 +303,9 @@ def kernels(step: Callable[[], Any], count: int) -> list[tuple[float, int, str]]
 def explained(row: Row) -> dict[str, Any]:
     """What `mfsdp.explain` tells, by contender."""
     import mfsdp
-    from mfsdp.cost_model.machine import here
+    from mfsdp.cost_model.machine import this_machine
 
-    machine = row.hardware or here() or mfsdp.measure()
+    machine = row.hardware or this_machine() or mfsdp.measure()
     model = build(row, "meta")
     ids = torch.zeros(row.batch, row.seq, dtype=torch.long, device="meta")
     found = {}

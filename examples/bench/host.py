@@ -20,12 +20,12 @@ from torch.fx import Node
 
 import mfsdp
 from mfsdp.compiler.stitched import Stitched, driver
-from mfsdp.compiler.subgraphs import Stretch, cut
+from mfsdp.compiler.subgraphs import Subgraph, split
 from mfsdp.ir import ops
 from mfsdp.reports.profile import Outline, Outlined
 from mfsdp.runtime import compiled_program as running
-from mfsdp.runtime.c10d_transport import Native
-from mfsdp.runtime.fake_transport import Mirror
+from mfsdp.runtime.c10d_transport import C10dTransport
+from mfsdp.runtime.fake_transport import FakeTransport
 from mfsdp.runtime.transport import End
 from mfsdp.runtime.transport_registry import carried_by
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
         return self.linear(x)
 
 
-class Silent(Mirror):
+class Silent(FakeTransport):
     """Carries nothing."""
 
     def gather(self, *args: Any) -> End:
@@ -51,12 +51,12 @@ class Silent(Mirror):
         return _done
 
 
-class Launching(Mirror):
+class Launching(FakeTransport):
     """Launches torch's own collectives, as on a device."""
 
-    _at_once = Native._at_once
-    gather = Native.gather  # type: ignore[assignment]
-    scatter = Native.scatter  # type: ignore[assignment]
+    _at_once = C10dTransport._at_once
+    gather = C10dTransport.gather  # type: ignore[assignment]
+    scatter = C10dTransport.scatter  # type: ignore[assignment]
 
 
 def _done() -> None: ...
@@ -84,12 +84,12 @@ class Writer:
         """The program, as the backend returns it; called with the model's shards."""
         self.graph.output(())
         steps: list[Any] = []
-        for step in cut(fx.GraphModule(nn.Module(), self.graph)):
+        for step in split(fx.GraphModule(nn.Module(), self.graph)):
             if getattr(step, "target", None) is ops.pack:  # behind the product, in one body
-                step = Stretch([steps.pop(), step], [], [])
+                step = Subgraph([steps.pop(), step], [], [])
                 step.inputs = list(dict.fromkeys(n for node in step.nodes for n in node.all_input_nodes))
             steps.append(step)
-        names = {step: "Body0" for step in steps if isinstance(step, Stretch)}
+        names = {step: "Body0" for step in steps if isinstance(step, Subgraph)}
         bodies = {"Body0": _body(next(iter(names)))} if names else {}
         code = Stitched(driver(self.graph, steps, names), bodies, {"Body0": []}, {})
         shown = [n for n in self.graph.nodes if n.target in ops.SHOWN]
@@ -98,12 +98,12 @@ class Writer:
         paths = {i: (f"u{i}", b.unit.fqn) for i, b in enumerate(self.buffers)}
         lines = [f"{verb} {running.PATH.format('u0')}" for verb in verbs]
         group = self.buffers[0].spec.group
-        program = running.marked(outline, code, {group: lines}, paths, (), list(paths), [group], {})
+        program = running.compiled_program(outline, code, {group: lines}, paths, (), list(paths), [group], {})
         sources = [b.weights.source for b in self.buffers]
         return lambda: program([*sources, *self.given])
 
 
-def _body(stretch: Stretch) -> Callable[[list[Any]], Any]:
+def _body(stretch: Subgraph) -> Callable[[list[Any]], Any]:
     """A stretch that only calls operations, much as Inductor writes it."""
     graph = fx.Graph()
     copies = {n: graph.placeholder(n.name) for n in stretch.inputs}

@@ -85,7 +85,7 @@ class Measured:
     factors: dict[str, float] = field(default_factory=dict)
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What :func:`mfsdp.cost_model.op_cost.times` takes."""
+        """What :func:`mfsdp.cost_model.op_cost.op_times` takes."""
         factor = self.factors.get(program.phase, 1.0)
         return {"measured": {name: factor * s for name, s in self.kernels.of(program, self.fused).items()}}
 
@@ -250,7 +250,7 @@ def run(bench: Bench, rows: list[Row]) -> None:
     data = [torch.randint(1024, bench.ids.shape) for _ in range(2)]
     running = []
     for row in rows:
-        static_buffers.forget()
+        static_buffers.reset()
         gc.collect()
         before = resident()
         entry, optimizer = bench.contender(plan=row.plan)

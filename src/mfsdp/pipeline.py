@@ -33,7 +33,8 @@ Pass = Callable[[Program], None]
 Table = tuple[tuple[str, Pass], ...]
 
 Decide = Callable[[Program], tuple[int, str]]
-"""Says how far ahead a program's gathers are to be launched, and why (`mfsdp.cost_model.auto_prefetch.Auto`)."""
+"""Says how far ahead a program's gathers are to be launched, and why (`mfsdp.cost_model.auto_prefetch.AutoPrefetch`).
+"""
 
 
 def table(
@@ -53,7 +54,7 @@ def table(
     """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes), ``pool``,
     ``keep_cast``, ``interleave``, ``max_activations`` (bytes), ``quantize``, and whether there are ``check_finite`` and
     ``check_replicas``. Instead of a depth it takes what
-    decides it for each program, `mfsdp.cost_model.auto_prefetch.Auto`.
+    decides it for each program, `mfsdp.cost_model.auto_prefetch.AutoPrefetch`.
     ``wide`` is for programs that run elsewhere than they were traced (`passes.inplace_wgrad`). ``pace`` says how long
     everything takes, where something goes to the host (`passes.schedule_offload`).
     """

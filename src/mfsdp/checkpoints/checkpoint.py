@@ -67,7 +67,7 @@ class Checkpoints:
         self.folder, self.keep = Path(folder), keep
         self._thread: threading.Thread | None = None
         self._saving: Saving | None = None
-        self._aside: groups.Aside | None = None
+        self._aside: groups.SideChannel | None = None
 
     def steps(self) -> list[int]:
         """Steps of which there is a complete checkpoint, ascending."""
@@ -168,7 +168,7 @@ class Checkpoints:
         if groups.world() == 1:
             return groups.Everybody()
         if self._aside is None or not self._aside.lasts():
-            self._aside = groups.Aside(f"checkpoints/{groups.all_objects(uuid.uuid4().hex)[0]}")
+            self._aside = groups.SideChannel(f"checkpoints/{groups.all_objects(uuid.uuid4().hex)[0]}")
         return self._aside
 
     def _behind(self, function: Callable[[], None]) -> None:

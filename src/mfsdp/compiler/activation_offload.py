@@ -31,11 +31,11 @@ from ..ir.byte_costs import nbytes
 from ..ir.program import GIVEN, INPUT, LAYER, STORAGE, is_element, mutates, operator, storage_of, view_of
 from ..ir.roles import Kind, Lane, Role, mark, role
 
-LEAST = 2**16
+MIN_BYTES = 2**16
 """Bytes of a storage that is worth a copy: what a link moves in the time that it takes to begin, an eighth of it."""
 
 
-def leave(
+def offload_activations(
     forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, leaves: Callable[[Node], bool]
 ) -> dict[str, int]:
     """Has saved values lie on the host between forward and backward, in place. Code is not made anew: passes are still
@@ -107,7 +107,9 @@ def _movable(forward: fx.GraphModule, owner: Node, views: Sequence[Node]) -> boo
     devices = {v.device.type for v in inputs if isinstance(v, torch.Tensor)}
     there = value.device.type == "cpu" and devices != {"cpu"}
     known = all(len(n.all_input_nodes) == 1 and not mutates(n) for view in views for n in _chain(owner, view))
-    return known and not there and value.layout is torch.strided and not value.is_complex() and nbytes(value) >= LEAST
+    return (
+        known and not there and value.layout is torch.strided and not value.is_complex() and nbytes(value) >= MIN_BYTES
+    )
 
 
 def _chain(owner: Node, view: Node) -> list[Node]:

@@ -4,7 +4,7 @@ Note [Constant masks]
 A model that is compiled whole often builds the mask of its attention in the graph, from ``arange`` and positions:
 transformers does where it would have to look at values to leave it out. Attention with a mask reads it from memory for
 every head, and takes none of the fastest kernels: on an H100 it took 63.6 ms instead of 20.1 for Llama-3.2-1B,
-2 x 4,096 tokens. The values of such a mask are known here. `fold` looks at every call of
+2 x 4,096 tokens. The values of such a mask are known here. `fold_masks` looks at every call of
 ``scaled_dot_product_attention`` in Dynamo's graph, before equal layers are outlined:
 
     mask is                                    becomes
@@ -39,13 +39,13 @@ from .layer_match import CALL, CHECKPOINT
 TILE = 256
 """Rows and columns of a tile."""
 
-MOST = 2**28
+MAX_ELEMENTS = 2**28
 """Elements that are evaluated one by one at most, and bytes of what is evaluated whole: about a second on one core."""
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
-def fold(gm: fx.GraphModule, names: Sequence[str]) -> list[str]:
+def fold_masks(gm: fx.GraphModule, names: Sequence[str]) -> list[str]:
     """Leaves out masks of attention that are known while compiling, in place.
 
     Args:
@@ -171,7 +171,7 @@ def _pattern(values: _Values, mask: fx.Node, rows: int, columns: int) -> str:
     nothing = not bool(masked.any())
     open_ = ~through & ~masked | (grid ^ below ^ grid.triu(1) if causal else torch.zeros_like(grid))
     tiles = open_.nonzero().tolist()
-    if len(tiles) * TILE**2 > MOST:
+    if len(tiles) * TILE**2 > MAX_ELEMENTS:
         raise _Stays(f"{list(_shape(mask))} is too large to be evaluated while compiling; leave it out of the model")
     for i, j in tiles:
         seen = _through(values.tile(mask, i, j))
@@ -291,7 +291,7 @@ class _Values:
         node = self._meant(node)
         if node not in self._whole:
             value = node.meta["example_value"]
-            if isinstance(value, torch.Tensor) and value.numel() * value.itemsize > MOST:
+            if isinstance(value, torch.Tensor) and value.numel() * value.itemsize > MAX_ELEMENTS:
                 raise _Stays(f"{_name(node)} {list(value.shape)} is too large to be evaluated while compiling")
             self._whole[node] = _called(node, self.whole)
         return self._whole[node]

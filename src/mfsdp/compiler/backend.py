@@ -17,8 +17,8 @@ from .. import pipeline
 from ..config.best_effort import only_tells
 from ..config.options import PLANNED, Options
 from ..config.plans import DoesNotFit, Plan
-from ..cost_model.auto_prefetch import Auto
-from ..cost_model.offload_schedule import Pace
+from ..cost_model.auto_prefetch import AutoPrefetch
+from ..cost_model.offload_schedule import OffloadTiming
 from ..ir import ops, printer, saved_copies
 from ..ir.byte_costs import nbytes
 from ..ir.program import GIVEN, READ, Phase, Program, first_launches, group_of, lane_of, slot_of
@@ -31,7 +31,7 @@ from ..runtime.step_prefetch import First
 from ..sharding import mutation_check
 from . import attention_masks, control_flow, lowering, outlining, schedule_check
 from .capture import Capture, path_of, sources
-from .compile_cache import Artifact, key_of
+from .compile_cache import CachedProgram, cache_key
 from .stitched import Stitched
 
 log = logging.getLogger("mfsdp")
@@ -69,12 +69,14 @@ def mfsdp(
             why = graphs if mode == "reduce-overhead" else ""
             raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}{why}; use options={{...}}")
         chosen = following(Options.parse(options), options, example_inputs)
-        decide = Auto.of_run(chosen, example_inputs)
+        decide = AutoPrefetch.of_run(chosen, example_inputs)
         plan, fused = _plan_of(example_inputs), chosen.lowering != "eager"
-        pace = Pace(plan.machine, fused) if plan and plan.machine else Pace.of_run(example_inputs, fused)
+        pace = (
+            OffloadTiming(plan.machine, fused) if plan and plan.machine else OffloadTiming.of_run(example_inputs, fused)
+        )
         passes = pipeline.chosen(chosen, decide=decide, pace=pace)
         _whole_budget(gm)
-        control_flow.hoist(gm)
+        control_flow.hoist_parameters(gm)
         mutation_check.traced(gm, example_inputs)
         names = sources(gm)
         _no_pieces(example_inputs, names)
@@ -82,14 +84,14 @@ def mfsdp(
         return _raise(error)
     watchdog.settle(chosen.patience, chosen.on_stall == "raise", chosen.folder)
     capture = Capture(example_inputs, names)
-    capture.notes = attention_masks.fold(gm, capture.input_names)
+    capture.notes = attention_masks.fold_masks(gm, capture.input_names)
     for text in capture.notes:
         log.info("mfsdp: %s: %s", capture.name, text)
     if chosen.memory is not None:
         from . import memory_option  # the only reason to load it
 
-        machine = memory_option.this_machine()
-        pace = pace or Pace(machine, fused)
+        machine = memory_option.planned_machine()
+        pace = pace or OffloadTiming(machine, fused)
         capture.decide = partial(memory_option.decide, options=chosen, inputs=example_inputs, machine=machine)
     if not capture.shards:
         _tell_unsharded(capture, example_inputs)
@@ -138,7 +140,9 @@ def mfsdp(
                 schedule_check.compare(driven, compiled.driver, driven=True)
             elif chosen.check and code:
                 schedule_check.compare(operations, code)
-            out = Artifact(compiled, marks, f"{phase} of {program.name}", decide.found if decide is not None else {})
+            out = CachedProgram(
+                compiled, marks, f"{phase} of {program.name}", decide.found if decide is not None else {}
+            )
             if key:
                 out.keep()
             return out
@@ -146,7 +150,7 @@ def mfsdp(
         return finish
 
     shown = dumped is not None or dump.traced()
-    key = "" if shown or chosen.memory is not None else key_of(capture, chosen, passes, gm, (decide, pace))
+    key = "" if shown or chosen.memory is not None else cache_key(capture, chosen, passes, gm, (decide, pace))
     compile = lowering.LOWERINGS[chosen.lowering]
     try:
         return outlining.captured(  # type: ignore[no-any-return]

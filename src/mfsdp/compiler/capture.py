@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..config.layout import plan
 from ..config.options import Precision
-from ..config.units import Spec, Unit
+from ..config.units import Unit, UnitSpec
 from ..ir import ops
 from ..ir.program import (
     AXIS,
@@ -36,7 +36,7 @@ from ..ir.symbolic_sizes import expect, shape_of
 from ..runtime import buffer_registry, groups
 from ..state.flat_buffer import FlatBuffer, UnitState
 from . import joint_graph, outlining
-from .activation_offload import leave
+from .activation_offload import offload_activations
 
 log = logging.getLogger("mfsdp")
 
@@ -85,7 +85,7 @@ class Capture:
         """Of the backend, as far as that has been chosen with it."""
         self.keeps = False
         """Whether the joint graph is to be kept, in ``joint``, to be cut again."""
-        self.joint: joint_graph.Joint | None = None
+        self.joint: joint_graph.JointGraph | None = None
         self.returned = 0
         """How many results of forward are for its caller, once it is cut."""
         self.cut = False
@@ -123,7 +123,7 @@ class Capture:
             params = [(path_of(names[i]), tuple(inputs[i].shape)) for i in members]
             unique = [(f"{n}.{k}" if n in dict(params[:k]) else n, s) for k, (n, s) in enumerate(params)]
             layout = plan(unique, 1)
-            spec = Spec(
+            spec = UnitSpec(
                 world, *groups.lanes_of(groups.default_group(), inputs[members[0]].device.type), (layout.shard_numel,),
                 Precision(dtype, dtype, dtype, dtype, dtype), float(world), True,
             )  # fmt: skip
@@ -180,7 +180,7 @@ class Capture:
         joint_graph.name_layers(joint)
         self._tell_unfollowed(joint)
         if self.keeps or self.decide is not None:
-            self.joint = joint_graph.Joint(joint, inputs, kwargs)
+            self.joint = joint_graph.JointGraph(joint, inputs, kwargs)
         if self.decide is not None:
             self.cut = True  # what it raises is not about how layers are captured
             self.decide(self)
@@ -208,7 +208,7 @@ class Capture:
         gathered = joint_graph.vary(joint, self.treated)
         self.shards = {i: _respecified(unit, gathered.get(unit.name)) for i, unit in self.shards.items()}
         joint_graph.recompute_parameters(joint)
-        outlining.borders(joint)
+        outlining.layer_boundaries(joint)
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
         self.cut, self.returned = True, kwargs["num_fwd_outputs"]
         inner = outlining.inline(forward, backward)
@@ -225,7 +225,7 @@ class Capture:
             self.label_markers(backward)
         note_storages(saved, results[: kwargs["num_fwd_outputs"]])
         away = {path for path, treatment in self.treated.items() if treatment.offloaded}
-        leave(forward, backward, kwargs["num_fwd_outputs"], lambda node: node.meta.get(LAYER) in away)
+        offload_activations(forward, backward, kwargs["num_fwd_outputs"], lambda node: node.meta.get(LAYER) in away)
         return forward, backward
 
     def program(self, gm: fx.GraphModule, phase: Phase) -> Program:
@@ -365,7 +365,7 @@ def _storage(owner: fx.Node) -> tuple[fx.Node, torch.Tensor | None]:
     value = None if INPUT in owner.meta else owner.meta.get("val")
     if owner.target is not ops.param:
         return owner, value
-    spec, shard = Spec.decode(owner.args[3]), owner.args[0]  # type: ignore[arg-type]
+    spec, shard = UnitSpec.decode(owner.args[3]), owner.args[0]  # type: ignore[arg-type]
     assert isinstance(value, torch.Tensor) and isinstance(shard, fx.Node)
     if spec.precision.comm is not spec.precision.compute:
         return owner, value

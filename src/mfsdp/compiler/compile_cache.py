@@ -1,12 +1,12 @@
 """What torch's caches keep of a compiled program, so that a restart runs neither the passes nor a compiler.
 
-Note [Warm starts]
-AOTAutograd's cache keeps, for a graph that Dynamo has traced, where Inductor's cache has the code of its forward and of
-its backward. On a hit neither the passes nor a lowering run. So what we put into Inductor's cache is an `Artifact`: the
-code, and all that the backend has found out about the program (names, what ranks compare, which arguments are shards).
+Note [Warm starts] AOTAutograd's cache keeps, for a graph that Dynamo has traced, where Inductor's cache has the code of
+its forward and of its backward. On a hit neither the passes nor a lowering run. So what we put into Inductor's cache is
+a `CachedProgram`: the code, and all that the backend has found out about the program (names, what ranks compare, which
+arguments are shards).
 
 The key says everything that decides what the passes do: torch's own key (the traced graph with the specs in it, its
-inputs, torch's version and settings), and `key_of`: every source file of this package, the options, the units with
+inputs, torch's version and settings), and `cache_key`: every source file of this package, the options, the units with
 their layouts. Where something could not be said in it (passes of the user's own, DTensors of other parallelisms), or
 listings are to be written, the graph is compiled anew. Each rank looks for itself: what ranks run is compared when they
 run it (Note [In step]), never while they compile.
@@ -43,7 +43,7 @@ from .stitched import Stitched, part
 log = logging.getLogger("mfsdp")
 
 
-class Artifact:
+class CachedProgram:
     """A compiled program, as the backend returns it and as Inductor's cache gives it back, whose entries are
     ``CompiledFxGraph``s: what it asks those for and is not here, the first of ours answers. Private in torch
     (``FxGraphCache``, ``CompiledFxGraph``); tried on 2.11, 2.13 and 2.15, not on the others of 2.11 to 2.15.
@@ -60,7 +60,7 @@ class Artifact:
     def __init__(self, code: Any, marks: Mapping[str, Any], about: str, decided: Mapping[Key, int] | None = None):
         self.code, self.marks, self.about, self.decided = code, marks, about, dict(decided or {})
         self._boxed_call = True  # of its own: torch's wrappers copy what an object has
-        self._run = compiled_program.marked(run=code, **marks)
+        self._run = compiled_program.compiled_program(run=code, **marks)
 
     def __call__(self, args: list[Any]) -> Any:
         return self._run(args)
@@ -147,7 +147,7 @@ OF_THE_RUN: dict[str, Any] = {"passes": None, "patience": None, "on_stall": "rep
 """Options that a program does not hang on; passes are told apart from them."""
 
 
-def key_of(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule, decide: Any = None) -> str:
+def cache_key(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule, decide: Any = None) -> str:
     """What decides what the backend makes of a graph and is not in torch's own key; ``""``: not to be cached.
     ``decide``: what decides how far to prefetch, and where copies stand, and says all that it goes by.
     """

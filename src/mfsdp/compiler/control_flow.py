@@ -18,7 +18,7 @@ writes them); tried on 2.13.
 """
 
 
-def hoist(gm: fx.GraphModule) -> None:
+def hoist_parameters(gm: fx.GraphModule) -> None:
     """Takes markers out of the branches in a graph of Dynamo's, in place."""
     for node in list(gm.graph.nodes):
         if node.target in _CONTROL:
@@ -31,7 +31,7 @@ def _hoist_from(gm: fx.GraphModule, node: fx.Node) -> None:
     inputs: list[list[fx.Node]] = []
     """By body: what it gets of the operands."""
     for body in bodies:
-        hoist(body)
+        hoist_parameters(body)
         placeholders = body.graph.find_nodes(op="placeholder")
         inputs.append(placeholders[len(placeholders) - len(operands) :])
     sources = [i for i in range(len(operands)) if any(_markers(own[i]) for own in inputs)]

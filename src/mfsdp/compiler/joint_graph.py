@@ -9,9 +9,9 @@ treated, and calls of those take the place of the calls that were there (`vary`)
 A layer that is computed again saves what it is given, and what its operators give that are named in ``saved``: matrix
 products, attention. A layer's own checkpoints stay as they are.
 
-For planning the joint graph is kept whole (`Joint`) and cut as often as needed: what it gives is what compiling with
-those choices gives, node for node. And layers can be left out (`without`): of equal layers, one behind the other, a few
-say what many cost (`mfsdp.cost_model.extrapolate`).
+For planning the joint graph is kept whole (`JointGraph`) and cut as often as needed: what it gives is what compiling
+with those choices gives, node for node. And layers can be left out (`without`): of equal layers, one behind the other,
+a few say what many cost (`mfsdp.cost_model.extrapolate`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..config.layer_choices import Choice, Choices, numbered
-from ..config.units import Spec
+from ..config.units import UnitSpec
 from ..cost_model.fusion import flops
 from ..ir import ops
 from ..ir.program import LAYER, is_element
@@ -82,7 +82,7 @@ def treatments(choices: Choices) -> dict[str, Treatment]:
     return out
 
 
-class Joint:
+class JointGraph:
     """A joint graph that can be cut more than once. Private in torch (``TracingContext``, the partitioner and its
     configuration); tried on 2.13, there in 2.11 to 2.15.
 
@@ -214,7 +214,7 @@ def vary(joint: fx.GraphModule, treated: Mapping[str, Treatment]) -> dict[str, b
 
 def _respecify(marker: fx.Node, gathered: bool) -> None:
     *rest, text = marker.args
-    marker.args = (*rest, replace(Spec.decode(text), reshard=not gathered).encode())  # type: ignore[arg-type]
+    marker.args = (*rest, replace(UnitSpec.decode(text), reshard=not gathered).encode())  # type: ignore[arg-type]
 
 
 def differentiated(joint: fx.GraphModule) -> set[fx.Node]:
@@ -257,7 +257,7 @@ def recompute_parameters(joint: fx.GraphModule) -> None:
         if node.op != "call_function":
             continue
         if node.target is ops.param:
-            if Spec.decode(node.args[3]).reshard:
+            if UnitSpec.decode(node.args[3]).reshard:
                 tagged.add(node)
             else:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ..config.hardware import Hardware
 from ..config.options import Options
 from ..config.plans import DoesNotFit
-from ..cost_model.machine import here, measure
+from ..cost_model.machine import measure, this_machine
 from ..ir.byte_costs import nbytes, size
 from ..runtime import buffer_registry, groups
 from . import joint_graph
@@ -74,12 +74,12 @@ def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: H
 
 
 @cache
-def this_machine() -> Hardware:
+def planned_machine() -> Hardware:
     """What programs run on, as its maker describes it, or measured: then all ranks come here together, as they compile.
     Private in torch (``unset_fake_temporarily``); tried on 2.13, there in 2.11 to 2.15.
     """
     with unset_fake_temporarily():
-        return here() or measure()
+        return this_machine() or measure()
 
 
 def refusal(planner: Planner, budget: int) -> str:

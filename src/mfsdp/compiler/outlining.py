@@ -35,7 +35,7 @@ from .layer_match import CALL, Layer, layers, unfit
 
 log = logging.getLogger("mfsdp")
 
-LEAST = 4
+MIN_LAYERS = 4
 """Equal layers that are worth it: fewer are as fast one by one."""
 
 NAME, AGAIN = "mfsdp_region", "_again"
@@ -53,7 +53,7 @@ def outline(gm: fx.GraphModule) -> list[str]:
         kinds: dict[Any, list[Layer]] = {}
         for layer in layers(gm):
             kinds.setdefault(layer.text(), []).append(layer)
-        for alike in (alike for alike in kinds.values() if len(alike) >= LEAST):
+        for alike in (alike for alike in kinds.values() if len(alike) >= MIN_LAYERS):
             if reason := unfit(alike):
                 refused.append(f"{len(alike)} equal layers, {alike[0].path} the first of them: {reason}")
             else:
@@ -190,7 +190,7 @@ def _apart(results: Sequence[Any], held: Mapping[fx.Node, Any], call: fx.Node) -
         held[result].meta["val"] = values[result]
 
 
-def borders(gm: fx.GraphModule) -> None:
+def layer_boundaries(gm: fx.GraphModule) -> None:
     """Makes the borders of calls, in the joint graph around them, what they are between operators.
 
     What a call only hands through (an argument that backward reads) is read from where it comes from: several calls

@@ -28,10 +28,10 @@ from ..config.layer_choices import Choice, Choices
 from ..config.options import Options
 from ..cost_model import op_cost
 from ..cost_model.estimate import optimizer_seconds
-from ..cost_model.extrapolate import Folded, folded, runs
-from ..cost_model.layer_model import AWAY, PARTS, WHOLE, Both, Layer, Pieces
+from ..cost_model.extrapolate import Extrapolated, extrapolated, runs
+from ..cost_model.layer_model import AWAY, PARTS, WHOLE, Both, Layer, LayerModel
 from ..cost_model.memory_model import Ledger, ledger
-from ..cost_model.offload_schedule import Pace
+from ..cost_model.offload_schedule import OffloadTiming
 from ..ir import ops
 from ..ir.byte_costs import nbytes
 from ..ir.program import Program, is_element
@@ -160,9 +160,9 @@ class Planner:
     scores: dict[Setting, Score] = field(default_factory=dict, repr=False)
     estimates: dict[Setting, Score] = field(default_factory=dict, repr=False)
     played: dict[Setting, tuple[list[tuple[float, int]], int, int]] = field(default_factory=dict, repr=False)
-    pieces: dict[tuple[int, int], Pieces] = field(default_factory=dict, repr=False)
+    pieces: dict[tuple[int, int], LayerModel] = field(default_factory=dict, repr=False)
     cuts: dict[Any, tuple[Program, ...]] = field(default_factory=dict, repr=False)
-    short: dict[Any, tuple[Folded, ...]] = field(default_factory=dict, repr=False)
+    short: dict[Any, tuple[Extrapolated, ...]] = field(default_factory=dict, repr=False)
     layers: dict[Choice, dict[str, Layer]] = field(default_factory=dict, repr=False)
     graphs: dict[Any, fx.GraphModule] = field(default_factory=dict, repr=False)
     laid: dict[Any, tuple[_Laid, ...]] = field(default_factory=dict, repr=False)
@@ -200,7 +200,7 @@ class Planner:
         return found
 
     @property
-    def joint(self) -> joint_graph.Joint:
+    def joint(self) -> joint_graph.JointGraph:
         assert self.capture.joint is not None, "nothing was kept to be cut again"
         return self.capture.joint
 
@@ -214,9 +214,9 @@ class Planner:
         return self.options.lowering != "eager"
 
     @cached_property
-    def pace(self) -> Pace:
+    def pace(self) -> OffloadTiming:
         """What places copies to the host."""
-        return Pace(self.machine, self.fused)
+        return OffloadTiming(self.machine, self.fused)
 
     @cached_property
     def calls(self) -> set[str]:
@@ -450,8 +450,8 @@ class Planner:
         forward.returned = pair.body.options["num_fwd_outputs"]
         return forward, backward
 
-    def _times(self, program: Program) -> dict[fx.Node, op_cost.Time]:
-        return op_cost.times(_Bare(program), self.machine, fused=self.fused)
+    def _times(self, program: Program) -> dict[fx.Node, op_cost.OpTime]:
+        return op_cost.op_times(_Bare(program), self.machine, fused=self.fused)
 
     def _seconds(self, program: Program) -> float:
         """Of all kernels."""
@@ -486,11 +486,11 @@ class Planner:
         )
         return played, sum(pieces.slots(layers).values()), sum(moved)
 
-    def _pieces(self, depth: int, lag: int) -> Pieces:
+    def _pieces(self, depth: int, lag: int) -> LayerModel:
         if (depth, lag) not in self.pieces:
             few = {path for kind in self.kinds for path in self._few(kind)}
             order = [path for path in self.order if path in few]
-            self.pieces[depth, lag] = Pieces(partial(self._alike, depth, lag), self.owners, order)
+            self.pieces[depth, lag] = LayerModel(partial(self._alike, depth, lag), self.owners, order)
         return self.pieces[depth, lag]
 
     def _few(self, choice: Choice) -> tuple[str, ...]:
@@ -601,14 +601,14 @@ class Planner:
         return self.steps(None)
 
     @staticmethod
-    def _unfolded(part: Folded, repeats: Sequence[Repeat]) -> Folded:
+    def _unfolded(part: Extrapolated, repeats: Sequence[Repeat]) -> Extrapolated:
         for repeat in repeats:
             first, behind = repeat.borders(part.backward)
             part = part.repeated(first, behind, repeat.times)
         return part
 
     @staticmethod
-    def _slots(parts: Sequence[Folded]) -> int:
+    def _slots(parts: Sequence[Extrapolated]) -> int:
         """Bytes of static buffers that serve all of them."""
         largest: dict[str, int] = {}
         for part in parts:
@@ -652,7 +652,7 @@ class Planner:
             kept |= zip(choice.layers[: len(short)], short, strict=True)
         return kept, repeats
 
-    def _folded(self, treated: dict[str, Treatment], setting: Setting) -> tuple[Folded, ...]:
+    def _folded(self, treated: dict[str, Treatment], setting: Setting) -> tuple[Extrapolated, ...]:
         key = (tuple(treated.items()), setting.prefetch, setting.reduce_lag)
         if key not in self.short:
             laid = self._laid(treated, setting)
@@ -841,26 +841,26 @@ class _Laid:
         first: whether accumulators come to be in it (`mfsdp.cost_model.memory_model.Ledger.first`).
     """
 
-    def __init__(self, program: Program, options: Options, wide: bool, pace: Pace, first: bool):
+    def __init__(self, program: Program, options: Options, wide: bool, pace: OffloadTiming, first: bool):
         self.program, self.memo, self.first = program, dict[Any, Any](), first
         self.options, self.wide = options, wide
         pipeline.rewrite(program, _passes(options, wide, pace)[1])
         self.order = program.nodes[:-1]
 
-    def launched(self, depth: int, pace: Pace, profile: Any) -> Folded:
+    def launched(self, depth: int, pace: OffloadTiming, profile: Any) -> Extrapolated:
         """Its events, with gathers launched so far ahead."""
         p = self.program
         p.move(self.order, p.output)
         pipeline.rewrite(p, _passes(replace(self.options, prefetch=depth), self.wide, pace)[2])
         known = profile.given(p) if profile is not None else {}
-        times = op_cost.times(p, pace.machine, fused=pace.fused, memo=self.memo, **known)
-        return folded(p, times, pace.fused, self.memo, accumulators=self.first)
+        times = op_cost.op_times(p, pace.machine, fused=pace.fused, memo=self.memo, **known)
+        return extrapolated(p, times, pace.fused, self.memo, accumulators=self.first)
 
 
 _OVER_AND_OVER = ("prefetch", "schedule_offload", "plan_memory")
 
 
-def _passes(options: Options, wide: bool, pace: Pace) -> tuple[pipeline.Table, pipeline.Table, pipeline.Table]:
+def _passes(options: Options, wide: bool, pace: OffloadTiming) -> tuple[pipeline.Table, pipeline.Table, pipeline.Table]:
     """The pipeline in three: passes of which no option is chosen here, those that obey ``reduce_lag``, with what stands
     behind them, and those that can be done over and over.
     """

@@ -25,7 +25,7 @@ from ..ir.program import STORAGE, is_element
 from ..ir.roles import Kind, is_kind, role
 from ..runtime import execution, kernels
 from .compile_workers import handed_out
-from .subgraphs import Step, Stretch, Uncut, cut, is_view
+from .subgraphs import CannotSplit, Step, Subgraph, is_view, split
 
 log = logging.getLogger("mfsdp")
 
@@ -105,16 +105,16 @@ def stitched(whole: Compile, each: Compile) -> Compile:
     def compile(gm: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
         try:
             if kwargs.get("cpp_wrapper"):
-                raise Uncut("cpp_wrapper is on")
-            steps = cut(gm, _donated(gm))
-        except Uncut as why:
+                raise CannotSplit("cpp_wrapper is on")
+            steps = split(gm, _donated(gm))
+        except CannotSplit as why:
             log.info("mfsdp: compiled as one graph, not in stretches: %s", why)
             return whole(gm, example, **kwargs)
         bodies: dict[str, Any] = {}
         kinds: dict[tuple[Any, ...], str] = {}
-        names: dict[Stretch, str] = {}
+        names: dict[Subgraph, str] = {}
         dying: dict[str, list[int]] = {}
-        for stretch in (step for step in steps if isinstance(step, Stretch)):
+        for stretch in (step for step in steps if isinstance(step, Subgraph)):
             kind = stretch.kind()
             if kind not in kinds:
                 name = kinds[kind] = f"Body{len(kinds)}"
@@ -130,7 +130,7 @@ def stitched(whole: Compile, each: Compile) -> Compile:
     return compile
 
 
-def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Stretch, str]) -> str:
+def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Subgraph, str]) -> str:
     """The text of a driver. ``names``: of the bodies of stretches.
 
     Before every operation that can be shown stands which one of the program's it is (Note [Names]). Names that are no
@@ -139,7 +139,7 @@ def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Stretch, str])
     inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
     last: dict[Node, Step | None] = {}
     for step in steps:
-        last.update(dict.fromkeys(step.inputs if isinstance(step, Stretch) else step.all_input_nodes, step))
+        last.update(dict.fromkeys(step.inputs if isinstance(step, Subgraph) else step.all_input_nodes, step))
     last.update(dict.fromkeys(output.all_input_nodes))
     lines = [f"{_listed(inputs)} = Args"] if inputs else []
     lines += ["Args.clear()", "Run = Current()", "Kernels = Shown if Run.shown else Plain"]
@@ -147,10 +147,10 @@ def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Stretch, str])
     shown = (node for node in graph.nodes if node.target in ops.SHOWN)
     number = {node: i for i, node in enumerate(shown)}
     for step in steps:
-        reads = step.inputs if isinstance(step, Stretch) else step.all_input_nodes
+        reads = step.inputs if isinstance(step, Subgraph) else step.all_input_nodes
         gone = [n.name for n in reads if last[n] is step and n.op != "get_attr"]
         drop = [f"del {', '.join(gone)}"] if gone else []
-        if isinstance(step, Stretch):
+        if isinstance(step, Subgraph):
             gives = f"{_listed(step.outputs)} = " if step.outputs else ""
             inside = [number[n] for n in step.nodes if n in number]
             lines += [f"Run.at = {inside[0] - 1}"] if inside else []
@@ -203,7 +203,7 @@ def _text(value: Any) -> str:
         return f"torch.ops.higher_order.{value}"
     if value is None or isinstance(value, (bool, int, str, torch.dtype, torch.layout, torch.memory_format)):
         return repr(value)
-    raise Uncut(f"{value!r} is an argument outside of compute")
+    raise CannotSplit(f"{value!r} is an argument outside of compute")
 
 
 def _donated(gm: fx.GraphModule) -> set[Node]:
@@ -218,7 +218,7 @@ def _donated(gm: fx.GraphModule) -> set[Node]:
     return {n for n in found if STORAGE in n.meta and saved.count(n.meta[STORAGE][0]) == 1 and role(n) is None}
 
 
-def _body(stretch: Stretch, dying: list[int], compile: Compile, kwargs: Mapping[str, Any]) -> Any:
+def _body(stretch: Subgraph, dying: list[int], compile: Compile, kwargs: Mapping[str, Any]) -> Any:
     """Compiles a kind of stretch."""
     gm = stretch.body()
     more = dict(kwargs, static_input_idxs=(), is_backward=kwargs.get("is_backward", False) or bool(dying))
@@ -226,7 +226,7 @@ def _body(stretch: Stretch, dying: list[int], compile: Compile, kwargs: Mapping[
         return compile(gm, [n.meta["val"] for n in stretch.inputs], **more)
 
 
-def _shown(stretch: Stretch) -> str:
+def _shown(stretch: Subgraph) -> str:
     compute = [n.name for n in stretch.nodes if not is_view(n)] or [n.name for n in stretch.nodes]
     return f"from {compute[0]} to {compute[-1]}"
 

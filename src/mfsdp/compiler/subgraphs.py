@@ -39,7 +39,7 @@ from ..ir.roles import Kind, is_kind
 
 
 @dataclass(eq=False)
-class Stretch:
+class Subgraph:
     """Compute between two operations of a schedule."""
 
     nodes: list[Node]
@@ -76,10 +76,10 @@ class Stretch:
         return fx.GraphModule(torch.nn.Module(), graph)
 
 
-Step = Stretch | Node
+Step = Subgraph | Node
 
 
-def cut(gm: fx.GraphModule, donated: Collection[Node] = ()) -> list[Step]:
+def split(gm: fx.GraphModule, donated: Collection[Node] = ()) -> list[Step]:
     """The steps of a program, in order, after all passes, without `free`.
 
     Args:
@@ -89,12 +89,12 @@ def cut(gm: fx.GraphModule, donated: Collection[Node] = ()) -> list[Step]:
     Raises:
         Uncut: why it cannot be cut.
     """
-    found = _stretches(gm)
+    found = _subgraphs(gm)
     _hand_over(found)
     return _steps(gm, found, donated)
 
 
-class Uncut(Exception):
+class CannotSplit(Exception):
     """A program has what stretches cannot hold."""
 
 
@@ -130,7 +130,7 @@ _Found = dict[Node, int]
 """Which stretch each node of compute is in; views are in none."""
 
 
-def _stretches(gm: fx.GraphModule) -> _Found:
+def _subgraphs(gm: fx.GraphModule) -> _Found:
     found: _Found = {}
     number = 0
     for node in gm.graph.nodes:
@@ -144,12 +144,12 @@ def _stretches(gm: fx.GraphModule) -> _Found:
 
 def _admit(gm: fx.GraphModule, node: Node) -> None:
     if node.op == "get_attr" and not isinstance(node.meta.get("val"), torch.Tensor):
-        raise Uncut(f"{node.name} is no tensor")
+        raise CannotSplit(f"{node.name} is no tensor")
     if node.op not in ("placeholder", "get_attr", "call_function", "output"):
-        raise Uncut(f"{node.name} is a {node.op}")
+        raise CannotSplit(f"{node.name} is a {node.op}")
     if mutates(node) and not scheduled(node):
         if any(user.op != "output" for user in node.users):
-            raise Uncut(f"{node.name} writes in place, and is read")
+            raise CannotSplit(f"{node.name} writes in place, and is read")
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
 
 
@@ -251,15 +251,15 @@ def _steps(gm: fx.GraphModule, found: _Found, donated: Collection[Node]) -> list
                 for each in compute:
                     directly(each)
             else:
-                steps.append(_stretch(compute))
+                steps.append(_subgraph(compute))
             directly(node)
             number += 1
     output = gm.graph.output_node()
     read = set(map(base, output.all_input_nodes))
     for step in steps:
-        read.update(step.inputs if isinstance(step, Stretch) else map(base, step.all_input_nodes))
+        read.update(step.inputs if isinstance(step, Subgraph) else map(base, step.all_input_nodes))
     for step in steps:
-        if isinstance(step, Stretch):
+        if isinstance(step, Subgraph):
             step.outputs = [n for n in step.outputs if n in read]
     _last(steps, output, donated)
     return steps
@@ -272,14 +272,14 @@ CALLED = frozenset(op._schema.name.removeprefix("mfsdp::") for op in _CALLED)
 """Their verbs."""
 
 
-def _stretch(compute: Sequence[Node]) -> Stretch:
+def _subgraph(compute: Sequence[Node]) -> Subgraph:
     again = dict.fromkeys(_again(_gathered(compute, ())[1]))
     nodes, inputs = _gathered(compute, again)
     for node in (*inputs, *nodes):
         value = node.meta.get("val")
         if any(map(_symbolic, value if isinstance(value, (tuple, list)) else [value])):
-            raise Uncut(f"the size of {node.name} is not known before it runs")
-    return Stretch(nodes, inputs, [n for n in compute if isinstance(n.meta.get("val"), torch.Tensor)])
+            raise CannotSplit(f"the size of {node.name} is not known before it runs")
+    return Subgraph(nodes, inputs, [n for n in compute if isinstance(n.meta.get("val"), torch.Tensor)])
 
 
 def _gathered(compute: Sequence[Node], again: Collection[Node]) -> tuple[list[Node], list[Node]]:
@@ -331,7 +331,7 @@ def _last(steps: Sequence[Step], output: Node, donated: Collection[Node]) -> Non
     """Finds out which inputs of stretches nobody reads afterwards."""
     done = set(map(base, output.all_input_nodes))
     for step in reversed(steps):
-        if isinstance(step, Stretch):
+        if isinstance(step, Subgraph):
             written = {base(m) for n in step.nodes for m in mutates(n)}
             own = (n for n in step.inputs if n in donated or (n.op == "call_function" and not scheduled(n)))
             step.dying = [n for n in own if n not in done and n not in written]

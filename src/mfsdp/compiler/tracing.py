@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.program import Phase, Program
 from ..sharding import mutation_check
-from ..sharding.meta_clone import blueprint
+from ..sharding.meta_clone import clone_on_meta
 from ..sharding.module import FSDPModule, own_code
 from ..sharding.shard import fully_shard
 from ..state.flat_buffer import refs
@@ -91,7 +91,7 @@ def trace(
     if together < 1:
         raise ValueError(f"trace: together={together!r}: give a positive number")
     model = getattr(model, "_orig_mod", model)
-    plan = blueprint(model)
+    plan = clone_on_meta(model)
     meta = plan.model
     if plan.calls and sharding:
         raise ValueError(f"trace: {type(model).__name__} is sharded already; leave out {', '.join(sharding)}")
@@ -129,7 +129,7 @@ def trace(
         except RuntimeError as error:
             return partial(_refuse, error)
         capture = found[0].capture = Capture(inputs, sources(gm), name)
-        capture.keeps, capture.notes = True, attention_masks.fold(gm, capture.input_names)
+        capture.keeps, capture.notes = True, attention_masks.fold_masks(gm, capture.input_names)
         fakes = _on_cpu(gm, inputs)
 
         def keep(graph: torch.fx.GraphModule, phase: Phase) -> None:

@@ -16,12 +16,12 @@ BLOCK = 128
 INT8 = "int8"
 
 
-def coded(numel: int) -> int:
+def is_quantized(numel: int) -> int:
     """Bytes of so many elements in int8: 1 + 4/128 for each of many."""
     return -(-numel // 4) * 4 + -(-numel // BLOCK) * 4
 
 
-def refused(given: Any) -> str:
+def refusal(given: Any) -> str:
     """Why something is no format, in words; ``""`` where there is nothing to say of it."""
     name = str(given).lower().removeprefix("torch.").replace("_", "")
     if name in ("int8", "uint8"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .comm_formats import INT8, refused
+from .comm_formats import INT8, refusal
 from .plans import nbytes_of
 
 
@@ -110,7 +110,7 @@ class MixedPrecisionPolicy:
             if travels and isinstance(dtype, str) and dtype == INT8:
                 continue
             if not isinstance(dtype, torch.dtype) or dtype not in SHORT:
-                why = refused(dtype) if travels else ""
+                why = refusal(dtype) if travels else ""
                 formats = f", or {INT8!r}" if travels else ""
                 raise ValueError(
                     f"MixedPrecisionPolicy: {name}={dtype!r} is not supported{f': {why}' if why else ''}; "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .comm_formats import coded
+from .comm_formats import is_quantized
 from .layout import Layout
 from .options import SHORT, Precision
 
@@ -16,7 +16,7 @@ _LONG = {short: dtype for dtype, short in SHORT.items()}
 
 
 @dataclass(frozen=True)
-class Spec:
+class UnitSpec:
     """How one flat buffer is communicated. Travels through the graph as text, inside the marker operations.
 
     As text and not as an object, because the text is part of what Dynamo guards on and of what compile caches
@@ -127,7 +127,7 @@ class Spec:
 
     def coded(self, lane: int) -> int:
         """Bytes of one rank's part in int8, as it travels on that lane."""
-        return sum(map(coded, self.cut(lane)))
+        return sum(map(is_quantized, self.cut(lane)))
 
     def sum(self, lane: int) -> torch.dtype:
         """The dtype that a reduction on that lane adds up in."""
@@ -165,7 +165,7 @@ class Spec:
 
     @staticmethod
     @cache
-    def decode(text: str) -> Spec:
+    def decode(text: str) -> UnitSpec:
         """The inverse of `encode`."""
         world, outer, *groups, splits, precision, divide, flags, strides = text.split(" ")
         stride, outer_stride = map(int, strides.split(","))
@@ -173,7 +173,7 @@ class Spec:
         names = ("group", "reduce_group", "outer_group", "outer_reduce_group")
         more: dict[str, Any] = {name: "" if g == "-" else g for name, g in zip(names, groups, strict=True)}
         more |= {name: flag == "1" for name, flag in zip(_FLAGS, flags, strict=True)}
-        return Spec(
+        return UnitSpec(
             world=int(world),
             outer=int(outer),
             splits=tuple(map(int, splits.split("+"))),
@@ -196,7 +196,7 @@ _FLAGS = ("reshard", "outer_optim", "replica", "hold", "optional", "loose")
 
 @dataclass(frozen=True)
 class Axis:
-    """Ranks among which another parallelism communicates. Travels through the graph as text, like `Spec`."""
+    """Ranks among which another parallelism communicates. Travels through the graph as text, like `UnitSpec`."""
 
     name: str
     """For people: ``tp``."""
@@ -229,7 +229,7 @@ class Unit:
     """``u0``, ``u1``, ... in order of first use."""
     fqn: str
     """Path of the module, ``"(root)"`` for the root."""
-    spec: Spec
+    spec: UnitSpec
     layout: Layout
     trainable: bool = True
     sharded: bool = True

@@ -41,9 +41,9 @@ from ..passes.schedule_offload import schedule_offload
 from ..runtime import buffer_registry, groups
 from ..state.flat_buffer import FlatBuffer
 from . import op_cost
-from .machine import here
+from .machine import this_machine
 from .memory_model import ledger
-from .offload_schedule import Pace
+from .offload_schedule import OffloadTiming
 from .timeline import simulate
 
 DEPTHS = range(5)
@@ -58,7 +58,7 @@ Key = str
 
 
 @dataclass
-class Auto:
+class AutoPrefetch:
     """Decides for programs; `pipeline.table` takes it for a depth.
 
     Args:
@@ -66,7 +66,7 @@ class Auto:
         options: those of the backend: what follows in the pipeline obeys them. Passes of the user's are not asked.
         wide: as in `pipeline.table`.
         held: bytes of what is there whatever a program does: weights, optimizer state, accumulators.
-        profile: what knows measured times: ``given(program)``, for `mfsdp.cost_model.op_cost.times`.
+        profile: what knows measured times: ``given(program)``, for `mfsdp.cost_model.op_cost.op_times`.
         pace: what places copies to the host, if there are any.
         shared: whether other ranks have to decide alike.
     """
@@ -76,13 +76,13 @@ class Auto:
     wide: bool | None = None
     held: int = 0
     profile: Any = None
-    pace: Pace | None = None
+    pace: OffloadTiming | None = None
     shared: bool = False
     found: dict[Key, int] = field(default_factory=dict, repr=False)
     """What has been decided, by what ranks have alike."""
 
     @classmethod
-    def of_run(cls, options: Options, inputs: Sequence[Any]) -> Auto | None:
+    def of_run(cls, options: Options, inputs: Sequence[Any]) -> AutoPrefetch | None:
         """For the graph that the backend is given, if it is asked to decide. The optimizer is not known, and taken to
         be AdamW.
 
@@ -93,7 +93,7 @@ class Auto:
         if options.prefetch != "auto":
             return None
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        machine = here() if any(x.device.type == "cuda" for x in tensors) else None
+        machine = this_machine() if any(x.device.type == "cuda" for x in tensors) else None
         buffers = list({id(b): b for x in tensors if (b := buffer_registry.owner(x)) is not None}.values())
         plain = sum(
             nbytes(x)
@@ -137,7 +137,7 @@ class Auto:
 class _Tried:
     """A copy of a program on which depths are tried, one after the other."""
 
-    def __init__(self, program: Program, auto: Auto, machine: Hardware):
+    def __init__(self, program: Program, auto: AutoPrefetch, machine: Hardware):
         options = auto.options
         self.auto, self.machine, self.fused = auto, machine, options.lowering != "eager"
         self.copy = program.copy()
@@ -157,7 +157,7 @@ class _Tried:
 
     def seconds(self, depth: int) -> float:
         copy = self.launch(depth)
-        spans = simulate(copy, op_cost.times(copy, self.machine, fused=self.fused, memo=self.memo, **self.known))
+        spans = simulate(copy, op_cost.op_times(copy, self.machine, fused=self.fused, memo=self.memo, **self.known))
         return max((span.end for span in spans), default=0.0)
 
     @cached_property

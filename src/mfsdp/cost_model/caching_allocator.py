@@ -50,7 +50,7 @@ class _Block:
 
 
 @dataclass(eq=False)
-class Caching:
+class CachingAllocator:
     """An allocator. Numbers are bytes."""
 
     reserved: int = 0
@@ -127,7 +127,7 @@ def replayed(
     steps: int = 2,
     *,
     first: bool = True,
-) -> Caching:
+) -> CachingAllocator:
     """An allocator behind some steps.
 
     Args:
@@ -137,7 +137,7 @@ def replayed(
         fused: whether neighbouring kernels fuse.
         first: whether accumulators come to be in backward (`Ledger.first`).
     """
-    out = Caching()
+    out = CachingAllocator()
     for i, n in enumerate(lasting):
         out.allocate(i, n)
     known = []
@@ -165,7 +165,7 @@ _Value = tuple[Node, int]
 """A result of a node."""
 
 
-def _run(out: Caching, program: Program, moves: Sequence[Move], there: dict[_Value, int]) -> dict[_Value, int]:
+def _run(out: CachingAllocator, program: Program, moves: Sequence[Move], there: dict[_Value, int]) -> dict[_Value, int]:
     """What is there behind a program, where so much was there before: what it is given is of that, as large."""
     given = saved(program)[0]
     for node, n in given.items():

@@ -24,7 +24,7 @@ from ..state.flat_buffer import FlatBuffer
 from . import fusion, op_cost
 from .caching_allocator import replayed
 from .memory_model import OPTIMIZER_STATES, Entry, Ledger, ledger
-from .step_data import Facts, Line, View
+from .step_data import Line, StepData, View
 from .timeline import Span, simulate
 
 
@@ -44,7 +44,7 @@ def estimate(
     mesh_shape: tuple[int, ...] | None = None,
     axes: Mapping[str, int] | None = None,
     schedule: Schedule | None = None,
-) -> Facts:
+) -> StepData:
     """Puts a step on the clock and into memory.
 
     Args:
@@ -53,7 +53,7 @@ def estimate(
         those of the backend. other: bytes of what is not sharded. plain: how many of them are parameters that train.
         optimizer: a name in `mfsdp.cost_model.memory_model.OPTIMIZER_STATES`. stepping: how it steps, one of
         `mfsdp.cost_model.memory_model.STEPPING`. profile: what knows measured times: ``given(program)``, for
-        `mfsdp.cost_model.op_cost.times`, and ``optimizer``. mesh_shape: of a two-level mesh. axes: of tensor
+        `mfsdp.cost_model.op_cost.op_times`, and ``optimizer``. mesh_shape: of a two-level mesh. axes: of tensor
         parallelism, and their ranks. schedule: of a step's microbatches; by default there is one.
     """
     schedule = schedule or Schedule()
@@ -61,7 +61,7 @@ def estimate(
     parts = []
     for program, done in zip(programs, stages, strict=True):
         known = profile.given(program) if profile is not None else {}
-        times = op_cost.times(program, machine, fused=fused, **known)
+        times = op_cost.op_times(program, machine, fused=fused, **known)
         if schedule.slowest > 1:
             times = {node: replace(t, seconds=t.seconds * schedule.slowest) for node, t in times.items()}
         parts.append(_Part(program, tuple(done), times, schedule.rounds))
@@ -101,7 +101,7 @@ def estimate(
     seconds *= schedule.slowest
     bubble = (schedule.stages - 1) * sum(view.seconds for view in views)
     ids = next((t for t in inputs if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), None)
-    facts = Facts(
+    facts = StepData(
         name=programs[0].name,
         world=programs[0].world,
         mesh_shape=mesh_shape or _mesh_shape(programs[0]),
@@ -169,7 +169,7 @@ class _Part:
 
     program: Program
     stages: tuple[Stage, ...]
-    times: Mapping[Any, op_cost.Time]
+    times: Mapping[Any, op_cost.OpTime]
     runs: int
 
 
@@ -261,7 +261,7 @@ def streamed(steps: Sequence[float], copies: Sequence[float], between: float) ->
     return took
 
 
-def _warnings(facts: Facts, buffers: Sequence[FlatBuffer]) -> list[str]:
+def _warnings(facts: StepData, buffers: Sequence[FlatBuffer]) -> list[str]:
     out = []
     if not facts.fits:
         out.append(
@@ -289,7 +289,7 @@ def _warnings(facts: Facts, buffers: Sequence[FlatBuffer]) -> list[str]:
 def _lines(
     program: Program,
     spans: Sequence[Span],
-    times: Mapping[Any, op_cost.Time],
+    times: Mapping[Any, op_cost.OpTime],
     account: Ledger,
     offset: float,
     shown: bool,

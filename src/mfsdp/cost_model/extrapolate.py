@@ -35,7 +35,7 @@ from ..ir.program import LAYER, Program, base_of
 from ..ir.roles import role
 from ..passes.plan_memory import FAMILIES, Interval, coloured, intervals
 from . import fusion
-from .op_cost import Time
+from .op_cost import OpTime
 from .timeline import Links, Moving, queue_of
 
 
@@ -63,7 +63,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Folded:
+class Extrapolated:
     """A program as events.
 
     Args:
@@ -87,7 +87,7 @@ class Folded:
         found = ((family, coloured(buffers)) for family, buffers in self.buffers.items())
         return {f"{family}{i}": held[0].nbytes for family, slots in found for i, held in enumerate(slots)}
 
-    def repeated(self, first: str, behind: str, times: int) -> Folded:
+    def repeated(self, first: str, behind: str, times: int) -> Extrapolated:
         """With what runs from the start of one layer to that of another one so many times more often.
 
         Args:
@@ -108,9 +108,9 @@ class Folded:
         layers to that of the next the same happens, and leaves copies as far behind.
         """
         marks = [self.starts[path] for path in borders]
-        left, found = stretch(self.events[: marks[0]]).left, list[tuple[Sequence[Event], Left]]()
+        left, found = segment(self.events[: marks[0]]).left, list[tuple[Sequence[Event], Left]]()
         for a, b in itertools.pairwise(marks):
-            left = stretch(self.events[a:b], left).left
+            left = segment(self.events[a:b], left).left
             found.append((self.events[a:b], tuple(x for x in left if x[0] in map(str, ops.HOST))))
         return all(
             len(before) == len(events) and all(map(_alike, before, events)) and copies == still
@@ -124,7 +124,7 @@ class Folded:
 
     def play(self) -> tuple[float, int]:
         """Seconds, and bytes that are live at most, static buffers not counted."""
-        whole = stretch(self.events)
+        whole = segment(self.events)
         return whole.seconds + drained(whole.left), self.live + whole.top
 
 
@@ -138,7 +138,7 @@ Left = tuple[Queue, ...]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Segment:
     """What some events take."""
 
     seconds: float
@@ -149,7 +149,7 @@ class Stretch:
     """What is under way at the end."""
 
 
-def stretch(events: Sequence[Event], left: Left = ()) -> Stretch:
+def segment(events: Sequence[Event], left: Left = ()) -> Segment:
     """Time and memory, while events happen: what follows depends on nothing but what is under way.
 
     Args:
@@ -173,7 +173,7 @@ def stretch(events: Sequence[Event], left: Left = ()) -> Stretch:
             links.until(launched[e.queue][-1 - e.back])
         if e.seconds:
             links.compute(e.seconds)
-    return Stretch(links.now, live, top, tuple(_left(launched)))
+    return Segment(links.now, live, top, tuple(_left(launched)))
 
 
 def drained(left: Left) -> float:
@@ -236,18 +236,18 @@ def _alike(a: Event, b: Event) -> bool:
     )
 
 
-def folded(
+def extrapolated(
     program: Program,
-    times: Mapping[Node, Time],
+    times: Mapping[Node, OpTime],
     fused: bool,
     memo: dict[Any, Any] | None = None,
     *,
     accumulators: bool = True,
-) -> Folded:
+) -> Extrapolated:
     """A program after all passes as events.
 
     Args:
-        times: what its lines take (`mfsdp.cost_model.op_cost.times`).
+        times: what its lines take (`mfsdp.cost_model.op_cost.op_times`).
         fused: whether neighbouring kernels fuse.
         memo: what is known of lines already (`mfsdp.cost_model.fusion.together`).
         accumulators: whether they come to be here (`mfsdp.ir.byte_costs.lines`).
@@ -291,7 +291,7 @@ def folded(
         else:
             out.append(event)
         events[node] = len(out) - 1
-    return Folded(tuple(out), starts, begin - pooled, _buffers(program, events), program.phase == "backward")
+    return Extrapolated(tuple(out), starts, begin - pooled, _buffers(program, events), program.phase == "backward")
 
 
 def _firsts(paths: Sequence[str], seconds: Sequence[float]) -> dict[int, str]:

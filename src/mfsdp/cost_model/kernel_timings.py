@@ -74,7 +74,7 @@ class Kernels:
         return found
 
     def of(self, program: Program, fused: bool) -> dict[str, float]:
-        """Seconds by name of a line, of the kernels that are known: what `mfsdp.cost_model.op_cost.times` takes.
+        """Seconds by name of a line, of the kernels that are known: what `mfsdp.cost_model.op_cost.op_times` takes.
         Lines of one kernel share them by the bytes of what they give.
         """
         out: dict[str, float] = {}

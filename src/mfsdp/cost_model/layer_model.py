@@ -31,7 +31,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from ..config.hardware import Transfer
-from .extrapolate import Event, Folded, Left, Stretch, drained, stretch
+from .extrapolate import Event, Extrapolated, Left, Segment, drained, segment
 
 Events = tuple[Event, ...]
 
@@ -49,7 +49,7 @@ class Layer:
     """Copies to the host and back of one of `PARTS` of what it saves, and its bytes."""
 
 
-Both = tuple[Folded, Folded]
+Both = tuple[Extrapolated, Extrapolated]
 """Of forward and of backward."""
 
 WHOLE, AWAY = -1, -2
@@ -60,7 +60,7 @@ PARTS = 4
 """In how many copies a layer's values are taken to move, one behind the other."""
 
 
-class Pieces:
+class LayerModel:
     """Of programs each of which has all layers treated alike.
 
     Args:
@@ -78,7 +78,7 @@ class Pieces:
         self.made: dict[object, int] = {}
         self.states: list[Left] = [()]
         self.numbers: dict[Left, int] = {(): 0}
-        self.took: dict[tuple[int, int], tuple[Stretch, int]] = {}
+        self.took: dict[tuple[int, int], tuple[Segment, int]] = {}
 
     def _parts(self, way: int, backward: bool) -> dict[str, Events]:
         """Events of each layer, and under ``""`` those before all of them."""
@@ -96,7 +96,7 @@ class Pieces:
         begun = [0.0]
         left: Left = ()
         for event in part.events:
-            taken = stretch([_there(event) if gathered else event], left)
+            taken = segment([_there(event) if gathered else event], left)
             left = taken.left
             begun.append(begun[-1] + taken.seconds)
         paths, borders = ["", *(path for _, path in starts)], pairwise([0, *ends, len(part.events)])
@@ -128,7 +128,7 @@ class Pieces:
         now, live, top, left, gradients = 0.0, 0, 0, 0, 0
         for piece in self._sequence(layers, backward):
             if (piece, left) not in self.took:
-                taken = stretch(self.events[piece], self.states[left])
+                taken = segment(self.events[piece], self.states[left])
                 self.took[piece, left] = taken, self._state(taken.left)
             taken, left = self.took[piece, left]
             now += taken.seconds

@@ -16,7 +16,7 @@ from ..ir import ops
 from ..runtime import devices, execution, groups
 
 
-def here() -> Hardware | None:
+def this_machine() -> Hardware | None:
     """The GPU of this process as its maker describes it, with the memory that it has and as many ranks a node as
     torchrun has started (``LOCAL_WORLD_SIZE``); ``None`` if it is none of `KNOWN`. Nothing is measured.
     """

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..config.hardware import Group, Hardware, Transfer, host_copy, transfer
 from ..config.options import SHORT
-from ..config.units import Axis, Spec
+from ..config.units import Axis, UnitSpec
 from ..ir import ops
 from ..ir.byte_costs import escapes, nbytes, numel, travels
 from ..ir.program import Program, base_of, lane_of, operator
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Time:
+class OpTime:
     """What one line takes."""
 
     seconds: float
@@ -43,7 +43,7 @@ class Time:
     """Of a collective."""
 
 
-def times(
+def op_times(
     program: Program,
     machine: Hardware,
     *,
@@ -51,7 +51,7 @@ def times(
     measured: Mapping[str, float] | None = None,
     compute: float | None = None,
     memo: dict[Any, Any] | None = None,
-) -> dict[Node, Time]:
+) -> dict[Node, OpTime]:
     """What every line takes.
 
     Args:
@@ -62,7 +62,7 @@ def times(
         compute: seconds that all kernels together have been measured to take; estimates share them.
         memo: of earlier calls, since which only places of lines have changed: kernels that stay the same are known.
     """
-    out: dict[Node, Time] = {}
+    out: dict[Node, OpTime] = {}
     memo = {} if memo is None else memo
     ahead = _Host(machine.launch if fused else machine.dispatch)
     for run in fusion.together(program, fused, memo):
@@ -76,12 +76,12 @@ def times(
     return out
 
 
-def _known(node: Node, time: Time, measured: Mapping[str, float]) -> Time:
+def _known(node: Node, time: OpTime, measured: Mapping[str, float]) -> OpTime:
     """With what a line was measured to take, if it was."""
     seconds = measured.get(node.name)
     if seconds is None or time.transfer is not None or node.target is ops.wait:
         return time
-    return Time(seconds, time.flops, "measured")
+    return OpTime(seconds, time.flops, "measured")
 
 
 class _Host:
@@ -96,7 +96,7 @@ class _Host:
         self.ahead = math.inf
         """Seconds from the host's last launch to when the device has nothing left to do."""
 
-    def launched(self, kernel: dict[Node, Time]) -> dict[Node, Time]:
+    def launched(self, kernel: dict[Node, OpTime]) -> dict[Node, OpTime]:
         """What its lines take, the first with the time for which the device waits for the host."""
         busy = sum(time.seconds for time in kernel.values())
         if not self.launch or not (busy or any(time.transfer for time in kernel.values())):
@@ -109,9 +109,9 @@ class _Host:
         return {**kernel, first: replace(time, seconds=time.seconds + late, limit="launch")} if late else kernel
 
 
-def _kernel(program: Program, run: Sequence[Node], machine: Hardware) -> dict[Node, Time]:
+def _kernel(program: Program, run: Sequence[Node], machine: Hardware) -> dict[Node, OpTime]:
     """What the lines of one kernel take."""
-    out: dict[Node, Time] = {}
+    out: dict[Node, OpTime] = {}
     inside, read = set(run), set[Node]()
     for node in run:
         out[node] = _time(program, node, inside, read, machine, first=node is run[0])
@@ -119,7 +119,7 @@ def _kernel(program: Program, run: Sequence[Node], machine: Hardware) -> dict[No
     return out
 
 
-def _time(program: Program, node: Node, inside: set[Node], read: set[Node], machine: Hardware, first: bool) -> Time:
+def _time(program: Program, node: Node, inside: set[Node], read: set[Node], machine: Hardware, first: bool) -> OpTime:
     """What a line takes.
 
     Args:
@@ -129,18 +129,18 @@ def _time(program: Program, node: Node, inside: set[Node], read: set[Node], mach
     """
     if node.target is ops.wait:
         coding = _coding(program, node) / (machine.bandwidth * machine.reached_bandwidth)
-        return Time(coding, limit="memory" if coding else "")
+        return OpTime(coding, limit="memory" if coding else "")
     if node.target in ops.COLLECTIVES:
-        return Time(0.0, transfer=_transfer(program, node, machine))
+        return OpTime(0.0, transfer=_transfer(program, node, machine))
     if node.target in ops.HOST:
-        return Time(0.0, transfer=host_copy(_size(node), machine, back=node.target is ops.reload))
+        return OpTime(0.0, transfer=host_copy(_size(node), machine, back=node.target is ops.reload))
     moved = _bytes(node, inside, read) / (machine.bandwidth * machine.reached_bandwidth)
     count = fusion.flops(node)
     busy = count / (machine.peak(_short(node)) * machine.reached) if count else 0.0
     busy *= _attention(node) if count and machine.cuda else 1.0
     launch = machine.kernel if first and moved + busy > 0 else 0.0
     seconds = max(moved, busy, launch)
-    return Time(seconds, count, "launch" if seconds == launch else "compute" if busy >= moved else "memory")
+    return OpTime(seconds, count, "launch" if seconds == launch else "compute" if busy >= moved else "memory")
 
 
 CAUSAL, UNMASKED, MASKED = 0.90, 1.8, 2.86
@@ -251,7 +251,7 @@ def _coding(program: Program, wait: Node) -> int:
     for node in launches:
         if node.target not in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
             continue
-        spec, source = Spec.decode(node.args[1]).precision, node.args[0]  # type: ignore[arg-type]
+        spec, source = UnitSpec.decode(node.args[1]).precision, node.args[0]  # type: ignore[arg-type]
         given = 2 * nbytes(source.meta["val"]) + WRITE * numel(source.meta["val"])  # type: ignore[union-attr]
         if node.target is ops.all_gather and spec.wire:
             total += given + numel(node.meta["val"]) * (1 + spec.comm.itemsize)
@@ -270,7 +270,7 @@ def _others(node: Node, machine: Hardware) -> Transfer:
     return transfer("reduce_scatter" if kind == "all_to_all" else kind, nbytes(whole.meta["val"]), group, machine)  # type: ignore[union-attr]
 
 
-def _refresh(spec: Spec, machine: Hardware, codes: bool) -> Transfer:
+def _refresh(spec: UnitSpec, machine: Hardware, codes: bool) -> Transfer:
     """Parameters that last, or codes, after an optimizer step: over the outer axis, then over that of the shards."""
     shard, outer = groups(spec, machine)
     parts = []
@@ -294,7 +294,7 @@ def _together(parts: Sequence[Transfer]) -> Transfer:
     return Transfer(fixed, moving, cpu, restart, link)
 
 
-def groups(spec: Spec, machine: Hardware) -> tuple[Group, Group]:
+def groups(spec: UnitSpec, machine: Hardware) -> tuple[Group, Group]:
     """The shard axis and the outer axis, each by the worst of its groups."""
     shard, outer = _kinds((spec.world, spec.stride), (spec.outer, spec.outer_stride or spec.world), machine.linked)
     return _worst(shard, machine), _worst(outer, machine)
@@ -318,7 +318,7 @@ def _worst(found: Sequence[Group], machine: Hardware) -> Group:
     return max(found, key=lambda g: transfer("all_gather", 2**26, g, machine).seconds)
 
 
-def kernel_kind(node: Node, time: Time | None) -> str:
+def kernel_kind(node: Node, time: OpTime | None) -> str:
     """In a word, for colours: what a line is, given what it takes."""
     if node.target is ops.wait:
         return "wait"

@@ -90,7 +90,7 @@ class Suggestion:
 
 
 @dataclass
-class Facts:
+class StepData:
     """What `mfsdp.explain` has found out."""
 
     name: str

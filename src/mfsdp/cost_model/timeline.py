@@ -23,7 +23,7 @@ from ..ir.byte_costs import is_line
 from ..ir.program import Program, base_of, group_of, lane_of
 from ..ir.roles import Lane, role
 from ..passes.prefetch import LIMITED
-from .op_cost import Time
+from .op_cost import OpTime
 
 BUSIEST = 0.9
 """Of the processor's time, what moving bytes takes at most."""
@@ -138,12 +138,12 @@ class Links:
         return passed
 
 
-def simulate(program: Program, times: Mapping[Node, Time]) -> list[Span]:
+def simulate(program: Program, times: Mapping[Node, OpTime]) -> list[Span]:
     """Every line's place on the clock, in program order.
 
     Args:
         program: after any pass.
-        times: what its lines take (`mfsdp.cost_model.op_cost.times`).
+        times: what its lines take (`mfsdp.cost_model.op_cost.op_times`).
     """
     links = Links()
     under_way: dict[Node, Moving] = {}

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from ..config.comm_formats import coded
-from ..config.units import Spec
+from ..config.comm_formats import is_quantized
+from ..config.units import UnitSpec
 from . import ops
 from .program import INPUT, SHAPES, STORAGE, Program, base_of, is_element, operator, slot_of, view_of
 from .roles import Kind, is_kind, role
@@ -199,7 +199,7 @@ def room(node: Node) -> int:
     """
     if node.target not in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
         return 0
-    spec = Spec.decode(node.args[1])  # type: ignore[arg-type]
+    spec = UnitSpec.decode(node.args[1])  # type: ignore[arg-type]
     if node.target is ops.all_gather:
         return (spec.world + 1) * spec.coded(0) if spec.precision.wire else 0
     sent, lane = node.args[0], node.args[2]
@@ -213,7 +213,7 @@ def room(node: Node) -> int:
     return nbytes(sent.meta["val"]) + again * spec.precision.grad_comm.itemsize
 
 
-def refreshed(spec: Spec) -> int:
+def refreshed(spec: UnitSpec) -> int:
     """The same of parameters that last: in int8 what is sent and what arrives, over each axis."""
     over = [(2, spec.outer)] * spec.outer_optim + [(0, spec.world)] * spec.replica
     return sum((ranks + 1) * spec.coded(lane) for lane, ranks in over) if spec.precision.wire else 0
@@ -223,7 +223,7 @@ def travels(node: Node) -> int:
     """Bytes of the whole that an all-gather brings, or that a reduce-scatter or an all-reduce adds up, as they travel:
     with their scales, where they are in int8.
     """
-    spec = Spec.decode(node.args[1])  # type: ignore[arg-type]
+    spec = UnitSpec.decode(node.args[1])  # type: ignore[arg-type]
     if node.target is ops.all_gather:
         return spec.world * spec.coded(0) if spec.precision.wire else nbytes(node.meta["val"])
     sent, lane = node.args[0], node.args[2]
@@ -231,7 +231,7 @@ def travels(node: Node) -> int:
     if spec.precision.grad_wire is None:
         return nbytes(sent.meta["val"])
     ranks = spec.outer if lane >= 2 else spec.world
-    part = spec.coded(lane) if node.target is ops.reduce_scatter else coded(-(-numel(sent.meta["val"]) // ranks))
+    part = spec.coded(lane) if node.target is ops.reduce_scatter else is_quantized(-(-numel(sent.meta["val"]) // ranks))
     return ranks * part
 
 

@@ -45,7 +45,7 @@ class Operand:
 
 
 @dataclass(eq=False)
-class Code:
+class Fp8Cast:
     """A value of one byte per element of a parameter."""
 
     nodes: list[Node]
@@ -69,7 +69,7 @@ class Read:
     elements: dict[Node, Dims] = field(default_factory=dict)
     """Every value that has all its elements, before the code."""
     maxima: dict[Node, Dims] = field(default_factory=dict)
-    codes: list[Code] = field(default_factory=list)
+    codes: list[Fp8Cast] = field(default_factory=list)
     reason: str = ""
     """Why it has to be there in the dtype that the policy says."""
     foreign: bool = False
@@ -333,7 +333,7 @@ class _Meanings:
         return found
 
 
-def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Code | str:
+def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Fp8Cast | str:
     """The recipe of a code; or why there is none."""
     steps: list[Step] = []
     numbers: dict[Node, Operand] = {}
@@ -379,7 +379,7 @@ def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Code | str
     except _Unlike as why:
         return str(why)
     constants = [name for scale, _ in scales for name in meanings.constants(scale)]
-    return Code([node], [dims], tuple(steps), scales, (tuple(steps), tuple(means)), constants)
+    return Fp8Cast([node], [dims], tuple(steps), scales, (tuple(steps), tuple(means)), constants)
 
 
 class _Unlike(Exception):

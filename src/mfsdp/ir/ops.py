@@ -57,7 +57,7 @@ from typing import Any
 import torch
 
 from ..config import block_grid
-from ..config.units import Axis, Spec
+from ..config.units import Axis, UnitSpec
 
 LIBRARY = torch.library.Library("mfsdp", "DEF")
 
@@ -151,7 +151,7 @@ def multiplies(product: torch.Tensor, dtype: torch.dtype, wide: bool | None = No
     return product.dtype is dtype or (narrow and (widens(product.device) if wide is None else wide))
 
 
-def gathered(shard: torch.Tensor, spec: Spec) -> torch.dtype:
+def gathered(shard: torch.Tensor, spec: UnitSpec) -> torch.dtype:
     """What an all-gather of it brings: the dtype of the policy, or bytes that a pass has made of the shard."""
     return shard.dtype if shard.dtype.itemsize == 1 else spec.precision.comm
 
@@ -163,7 +163,7 @@ def widens(device: torch.device) -> bool:
 
 @torch.library.register_fake("mfsdp::param")
 def _(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torch.Tensor:
-    return shard.new_empty(shape, dtype=Spec.decode(spec).precision.compute)
+    return shard.new_empty(shape, dtype=UnitSpec.decode(spec).precision.compute)
 
 
 @torch.library.register_fake("mfsdp::param_grad")
@@ -186,13 +186,13 @@ def _(source: torch.Tensor, grads: torch.Tensor, offsets: list[int]) -> None: ..
 
 @torch.library.register_fake("mfsdp::all_gather")
 def _(shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
-    s = Spec.decode(spec)
+    s = UnitSpec.decode(spec)
     return shard.new_empty(s.full_numel, dtype=gathered(shard, s))
 
 
 @torch.library.register_fake("mfsdp::refresh_codes")
 def _(code: torch.Tensor, source: torch.Tensor, key: str, back: bool, spec: str) -> torch.Tensor:
-    return code.new_empty(Spec.decode(spec).source_numel)
+    return code.new_empty(UnitSpec.decode(spec).source_numel)
 
 
 @torch.library.register_fake("mfsdp::maxima")
@@ -202,19 +202,19 @@ def _(shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
 
 @torch.library.register_fake("mfsdp::spread")
 def _(shard: torch.Tensor, scales: list[torch.Tensor], grids: str, spec: str) -> torch.Tensor:
-    return scales[0].new_empty(Spec.decode(spec).main_numel)
+    return scales[0].new_empty(UnitSpec.decode(spec).main_numel)
 
 
 @torch.library.register_fake("mfsdp::kept_cast")
 @torch.library.register_fake("mfsdp::cast")
 def _(shard: torch.Tensor, spec: str) -> torch.Tensor:
-    s = Spec.decode(spec)
+    s = UnitSpec.decode(spec)
     return shard.new_empty(s.main_numel, dtype=s.precision.comm)
 
 
 @torch.library.register_fake("mfsdp::bucket")
 def _(like: torch.Tensor, holes: list[int], spec: str, slot: int = -1) -> torch.Tensor:
-    s = Spec.decode(spec)
+    s = UnitSpec.decode(spec)
     return like.new_empty(s.full_numel, dtype=s.precision.grad_comm)
 
 
@@ -230,7 +230,7 @@ def _(
 
 @torch.library.register_fake("mfsdp::reduce_scatter")
 def _(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
-    s = Spec.decode(spec)
+    s = UnitSpec.decode(spec)
     return gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
 
 

@@ -18,7 +18,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ..config.options import SHORT
-from ..config.units import Axis, Spec, Unit
+from ..config.units import Axis, Unit, UnitSpec
 from . import byte_costs, ops
 from .byte_costs import size
 from .program import Program, base_of, is_element, operator, slot_of, view_of
@@ -334,7 +334,7 @@ def text(node: Node) -> str:
         gfull, offset, _, _, a, b = node.args
         return f"mm {operand(gfull)}@{offset}, {operand(a)}, {operand(b)}"
     if node.target in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
-        p, gathers = Spec.decode(str(node.args[1])).precision, node.target is ops.all_gather
+        p, gathers = UnitSpec.decode(str(node.args[1])).precision, node.target is ops.all_gather
         wire = p.wire if gathers else p.grad_wire
         tail = ("" if gathers else ", sum") + (f", {wire} {size(byte_costs.travels(node))}" if wire else "")
         return f"{_verb(node)} {operand(node.args[0])}{tail}"

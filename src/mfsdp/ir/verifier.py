@@ -36,7 +36,7 @@ def check(p: Program) -> None:
         LawError: naming the first law broken and the node at fault.
     """
     p.graph.lint()
-    for law, function in LAWS:
+    for law, function in INVARIANTS:
         for node, text in function(p):
             raise LawError(law, node, text)
 
@@ -445,7 +445,7 @@ def one_way(p: Program) -> Iterator[Fault]:
             yield result, f"{result.name} stays on the device, though its storage goes to the host"
 
 
-LAWS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
+INVARIANTS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (
     (2, stored),
     (3, one_path),
     (4, apart),

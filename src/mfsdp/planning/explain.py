@@ -22,13 +22,13 @@ from ..config.best_effort import doing
 from ..config.hardware import KNOWN, Hardware, undisturbed
 from ..config.hardware import hardware as find_hardware
 from ..config.options import PLANNED, Options
-from ..cost_model.auto_prefetch import Auto, always
+from ..cost_model.auto_prefetch import AutoPrefetch, always
 from ..cost_model.estimate import Schedule, estimate
 from ..cost_model.kernel_timings import Kernels
 from ..cost_model.machine import measure
 from ..cost_model.memory_model import OPTIMIZER_STATES, STEPPING, Entry, check_names
-from ..cost_model.offload_schedule import Pace
-from ..cost_model.step_data import Facts, Suggestion
+from ..cost_model.offload_schedule import OffloadTiming
+from ..cost_model.step_data import StepData, Suggestion
 from ..ir.program import Program
 from ..ir.roles import Kind
 from ..reports.report import Comparison, Report
@@ -53,7 +53,7 @@ class Calibration:
     optimizer: float
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What `mfsdp.cost_model.op_cost.times` takes."""
+        """What `mfsdp.cost_model.op_cost.op_times` takes."""
         return {"compute": self.backward if program.phase == "backward" else self.forward}
 
 
@@ -65,7 +65,7 @@ class _Measured:
     fused: bool = True
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What `mfsdp.cost_model.op_cost.times` takes."""
+        """What `mfsdp.cost_model.op_cost.op_times` takes."""
         return {"measured": self.kernels.of(program, self.fused)}
 
 
@@ -441,12 +441,12 @@ def _report(
     away = any(program.find(Kind.OFFLOAD) for program in traced)
     plan = traced.capture.plan if traced.capture is not None else None
     placing = (plan and plan.machine) or q.hardware
-    pace = Pace(placing, o.lowering != "eager") if away else None
+    pace = OffloadTiming(placing, o.lowering != "eager") if away else None
     decide = None
     if o.prefetch == "auto":
         size = sum(x.nbytes for x in batch)
         held = always(buffers, inputs=size, other=other, plain=plain, **steps)
-        decide = Auto(machine, o, q.hardware.cuda, held, profile, pace)
+        decide = AutoPrefetch(machine, o, q.hardware.cuda, held, profile, pace)
     known = {} if known is None else known
     key = (*q.traced, str(o), q.hardware.cuda, q if decide or pace else None)
     if key not in known:
@@ -466,4 +466,4 @@ def _report(
         again = q.sharding.get("param_init_fn") is not None
         occasions = _occasions(traced.model, buffers, steps["optimizer"], again)
         facts.ledger = replace(facts.ledger, occasions=occasions)
-    return Report(**{f.name: getattr(facts, f.name) for f in fields(Facts)})
+    return Report(**{f.name: getattr(facts, f.name) for f in fields(StepData)})

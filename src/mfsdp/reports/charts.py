@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..cost_model.step_data import WHY, Facts, Line, seconds
+from ..cost_model.step_data import WHY, Line, StepData, seconds
 from ..ir.byte_costs import size
 from .chrome import LANES, memory
 
@@ -133,7 +133,7 @@ def rows(lines: Sequence[Line], listing: Sequence[str]) -> Iterator[int]:
         yield found
 
 
-def charts(report: Facts) -> Any:
+def charts(report: StepData) -> Any:
     """Timeline above memory, on one axis of time."""
 
     factor, unit = next((f, name) for least, f, name in SCALES if report.drawn >= least)
@@ -190,7 +190,7 @@ def _legend(plot: Any, items: Sequence[tuple[str, Any]]) -> None:
     )  # fmt: skip
 
 
-def _timeline(report: Facts, axis: Any, factor: float) -> Any:
+def _timeline(report: StepData, axis: Any, factor: float) -> Any:
     used = [lane for lane in LANES if lane == "C" or any(x.lane == lane for v in report.views for x in v.lines)]
     plot = figure(axis, y_range=(-len(used) + 0.5, 1.1), name="timeline")
     plot.xaxis.visible = False
@@ -242,7 +242,7 @@ def label(plot: Any, sources: Sequence[Any], glyphs: Sequence[Any]) -> None:
     plot.js_on_change("inner_width", write)
 
 
-def _phases(plot: Any, report: Facts, factor: float) -> Any:
+def _phases(plot: Any, report: StepData, factor: float) -> Any:
     """The row above the lanes: which program runs."""
 
     spans = [
@@ -262,7 +262,7 @@ def _phases(plot: Any, report: Facts, factor: float) -> Any:
     return source
 
 
-def _step_boxes(report: Facts, factor: float, heights: Mapping[str, int]) -> dict[str, list[dict[str, Any]]]:
+def _step_boxes(report: StepData, factor: float, heights: Mapping[str, int]) -> dict[str, list[dict[str, Any]]]:
     """By kind; lines that take no time have none."""
     out: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for program, view in enumerate(report.views):
@@ -309,7 +309,7 @@ def _step_box(x: Line, factor: float, height: int, ink: str) -> dict[str, Any]:
     }
 
 
-def _memory_chart(report: Facts, axis: Any, factor: float, unit: str) -> Any:
+def _memory_chart(report: StepData, axis: Any, factor: float, unit: str) -> Any:
     scale, bytes_ = (2**30, "GiB") if report.peak >= 2**30 else (2**20, "MiB")
     limit = report.machine.memory
     top = max(report.peak, limit if report.peak > NEAR * limit else 0) / scale
@@ -341,7 +341,7 @@ def _band(plot: Any, boxes: Sequence[Mapping[str, Any]], color: str) -> Any:
     return plot.quad("left", "right", "top", "bottom", source=source, fill_color=color, line_color=None)
 
 
-def _curve(plot: Any, report: Facts, factor: float, scale: int, base: int) -> Any:
+def _curve(plot: Any, report: StepData, factor: float, scale: int, base: int) -> Any:
     """What comes and goes, on top of what lasts."""
     points = list(memory(report)) or [(0.0, base)]
     x = [at * factor for at, _ in points]
@@ -354,7 +354,7 @@ def _curve(plot: Any, report: Facts, factor: float, scale: int, base: int) -> An
     return area
 
 
-def _under_mouse(plot: Any, report: Facts, factor: float, scale: int, base: int) -> Any:
+def _under_mouse(plot: Any, report: StepData, factor: float, scale: int, base: int) -> Any:
     """Invisible boxes below the curve, for the hover."""
     boxes = [
         {
@@ -374,7 +374,7 @@ def _under_mouse(plot: Any, report: Facts, factor: float, scale: int, base: int)
     return drawn
 
 
-def _peak(plot: Any, report: Facts, factor: float, scale: int) -> bool:
+def _peak(plot: Any, report: StepData, factor: float, scale: int) -> bool:
     """Marks it; whether it is in the second half of the step."""
     where = next(
         (x for v in report.views if v.phase == report.ledger.phase for x in v.lines if x.name == report.ledger.line),
@@ -393,7 +393,7 @@ def _peak(plot: Any, report: Facts, factor: float, scale: int) -> bool:
     return late
 
 
-def _limit(plot: Any, report: Facts, at: float, scale: int) -> None:
+def _limit(plot: Any, report: StepData, at: float, scale: int) -> None:
     y, text = report.machine.memory / scale, f"memory of {report.machine.name} {size(report.machine.memory)}"
     line = bokeh.models.Span(location=y, dimension="width", line_color="#b3261e", line_dash="dashed", line_width=1.5)
     plot.add_layout(line)

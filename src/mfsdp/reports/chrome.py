@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..cost_model.step_data import Facts, Line
+from ..cost_model.step_data import Line, StepData
 
 LANES = {"C": "Compute", "G": "Gather", "R": "Reduce", "O": "Outer", "T": "Tensor", "A": "All-to-all", "H": "Host"}
 
 
-def chrome(report: Facts) -> str:
+def chrome(report: StepData) -> str:
     """The simulated step in Chrome's trace format: a thread per lane, and the bytes in use. Times in microseconds."""
     used = [lane for lane in LANES if lane == "C" or any(x.lane == lane for v in report.views for x in v.lines)]
     threads = {lane: i for i, lane in enumerate(used)}
@@ -41,7 +41,7 @@ def _event(x: Line, phase: str, thread: int) -> dict[str, Any]:
             "dur": (x.end - x.start) * 1e6, "args": args}  # fmt: skip
 
 
-def memory(report: Facts) -> Iterator[tuple[float, int]]:
+def memory(report: StepData) -> Iterator[tuple[float, int]]:
     """Bytes from a moment on, in order. A collective's memory is taken when compute launches it, not when it starts."""
     now, last = 0.0, -1
     for view in report.views:

@@ -20,7 +20,7 @@ from torch._logging import trace_structured
 from ..config.hardware import KNOWN
 from ..config.options import Options
 from ..cost_model.estimate import estimate
-from ..cost_model.machine import here
+from ..cost_model.machine import this_machine
 from ..ir.byte_costs import nbytes
 from ..ir.program import Program
 from ..ir.symbolic_sizes import shape_of
@@ -83,7 +83,7 @@ class Dump:
         path = self.folder / f"graph{self.number}.report.html"
         try:
             facts = estimate(
-                programs, stages, self.buffers, self.inputs, machine=here() or KNOWN["h100"], options=self.options,
+                programs, stages, self.buffers, self.inputs, machine=this_machine() or KNOWN["h100"], options=self.options,
                 other=self.other, plain=self.plain,
             )  # fmt: skip
             self._write(path.name, page.render(facts))

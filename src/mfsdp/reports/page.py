@@ -17,13 +17,13 @@ from typing import Any
 from jinja2 import Environment
 
 from ..config.units import Unit
-from ..cost_model.step_data import WHY, Facts, View
+from ..cost_model.step_data import WHY, StepData, View
 from ..ir.byte_costs import size
 from .charts import amount, bokeh, brief, charts, rows
 from .layouts import layout_chart
 
 
-def render(report: Facts) -> str:
+def render(report: StepData) -> str:
     """The page: timeline, memory, listings after every pass, layouts, ledger, waits.
 
     Raises:
@@ -51,7 +51,7 @@ def render(report: Facts) -> str:
     )
 
 
-def _tiles(report: Facts) -> list[tuple[str, str, str, str]]:
+def _tiles(report: StepData) -> list[tuple[str, str, str, str]]:
     """Of the header: name, value, remark, class."""
     exposed = sum(x.seconds for x in report.exposed)
     share = exposed / report.step if report.step else 0.0

@@ -16,7 +16,7 @@ from torch import nn
 from ..config.best_effort import only_tells
 from ..config.hardware import KNOWN
 from ..cost_model import op_cost
-from ..cost_model.step_data import Facts, seconds
+from ..cost_model.step_data import StepData, seconds
 from ..ir import ops, printer
 from ..ir.byte_costs import is_line
 from ..ir.program import Program
@@ -66,7 +66,7 @@ class Outline:
 
 def outline(program: Program) -> Outline:
     """The outline of a program that is about to be lowered."""
-    times = only_tells("estimates in profiles", {}, op_cost.times, program, KNOWN["h100"])
+    times = only_tells("estimates in profiles", {}, op_cost.op_times, program, KNOWN["h100"])
     units = {u.name: u.fqn for u in program.units}
     lines = []
     for node in program.nodes:
@@ -227,7 +227,7 @@ class profile(AbstractContextManager["profile"]):
     """Its kernels ran beside transfers: what these take from computation is in their times."""
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What `mfsdp.cost_model.op_cost.times` takes: measured lines, or, if the program has others (those of
+        """What `mfsdp.cost_model.op_cost.op_times` takes: measured lines, or, if the program has others (those of
         another lowering), what all of them take together.
         """
         mine = [x for x in self.lines if x.phase == program.phase]
@@ -240,7 +240,7 @@ class profile(AbstractContextManager["profile"]):
     def __str__(self) -> str:
         return self._text(None)
 
-    def against(self, report: Facts) -> str:
+    def against(self, report: StepData) -> str:
         """Every line as it was planned and as it was measured, in ms.
 
         Args:
@@ -248,7 +248,7 @@ class profile(AbstractContextManager["profile"]):
         """
         return self._text(report)
 
-    def _text(self, report: Facts | None) -> str:
+    def _text(self, report: StepData | None) -> str:
         planned: dict[tuple[str, str], float] = {}
         for view in report.views if report is not None else ():
             for x in view.lines:

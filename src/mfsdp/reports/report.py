@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..cost_model.step_data import WHY, Facts, seconds
+from ..cost_model.step_data import WHY, StepData, seconds
 from ..ir.byte_costs import size
 from . import chrome, page
 
 
-class Report(Facts):
+class Report(StepData):
     """A step, explained. ``print(report)`` shows it; `html` and `trace` write files."""
 
     def __str__(self) -> str:

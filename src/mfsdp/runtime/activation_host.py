@@ -25,7 +25,7 @@ from .inflight import InFlight
 from .transport import End
 
 
-class Room:
+class HostBuffer:
     """Memory of the host, for one device (Note [Rooms on the host]).
 
     Args:
@@ -57,7 +57,7 @@ class Room:
             return torch.empty(0, dtype=dtype).set_(self.storage, 0, size, stride)  # type: ignore[call-overload, no-any-return]
 
 
-def _pin(room: Room, at: int, nbytes: int) -> None:
+def _pin(room: HostBuffer, at: int, nbytes: int) -> None:
     """Pins memory until the room is gone. Has not run on a GPU; as torch's own checkpoints do
     (``_create_cpu_state_dict``).
 
@@ -73,13 +73,13 @@ def _pin(room: Room, at: int, nbytes: int) -> None:
     weakref.finalize(room, cudart.cudaHostUnregister, at).atexit = False
 
 
-class Pool(list[Room]):
+class HostPool(list[HostBuffer]):
     """The rooms of a device."""
 
     round = 0
     """How often one of them was taken while all were free: a step, as a rule."""
 
-    def take(self, nbytes: int, device: torch.device) -> Room:
+    def take(self, nbytes: int, device: torch.device) -> HostBuffer:
         """The smallest that is free and not much too large, or a new one. Then those go that the last rounds have not
         needed (for a length of sequences that has not come again).
         """
@@ -90,7 +90,7 @@ class Pool(list[Room]):
             room = min(fit, key=lambda room: room.nbytes)
         else:
             self[:] = [room for room in self if room not in free or room.copying() or self.round - room.round <= ROUNDS]
-            self.append(room := Room(nbytes, device))
+            self.append(room := HostBuffer(nbytes, device))
             _at[room.storage.data_ptr()] = room
         room.round = self.round
         return room
@@ -98,8 +98,8 @@ class Pool(list[Room]):
 
 ROUNDS = 3
 
-_rooms: dict[torch.device, Pool] = {}
-_at: weakref.WeakValueDictionary[int, Room] = weakref.WeakValueDictionary()
+_rooms: dict[torch.device, HostPool] = {}
+_at: weakref.WeakValueDictionary[int, HostBuffer] = weakref.WeakValueDictionary()
 """By address."""
 _lock = threading.Lock()
 
@@ -114,10 +114,10 @@ def taken() -> int:
     return sum(room.nbytes for rooms in _rooms.values() for room in rooms if not room.vacant())
 
 
-def _take(x: torch.Tensor, nbytes: int) -> tuple[Room, torch.Tensor]:
+def _take(x: torch.Tensor, nbytes: int) -> tuple[HostBuffer, torch.Tensor]:
     """A room, and a tensor over it, laid out as ``x``."""
     with _lock:
-        room = _rooms.setdefault(x.device, Pool()).take(nbytes, x.device)
+        room = _rooms.setdefault(x.device, HostPool()).take(nbytes, x.device)
         return room, room.tensor(x.dtype, x.shape, x.stride())
 
 
@@ -140,7 +140,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.detach().as_strided((extent,), (1,), x.storage_offset())
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, way: host_memory.Direction, room: Room | None) -> End:
+def _copy(target: torch.Tensor, source: torch.Tensor, way: host_memory.Direction, room: HostBuffer | None) -> End:
     """Launches a copy, behind the last one of the same room.
 
     Args:

@@ -23,7 +23,7 @@ _owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 hooks."""
 
 
-def own(shard: torch.Tensor, buffer: Any) -> None:
+def register(shard: torch.Tensor, buffer: Any) -> None:
     """Makes a shard known as a flat buffer's (`state.flat_buffer.FlatBuffer`), as long as somebody else holds that:
     what hangs on a tensor that autograd knows is never garbage to Python.
     """
@@ -59,7 +59,7 @@ _WHOLE = "_mfsdp_whole"
 """Attribute of gathered parameters of the eager path: their buffer."""
 
 
-def own_whole(params: Iterable[torch.Tensor], buffer: Any) -> None:
+def register_full(params: Iterable[torch.Tensor], buffer: Any) -> None:
     """Makes a buffer known to the whole parameters that have been gathered from it."""
     for param in params:
         setattr(param, _WHOLE, weakref.ref(buffer))

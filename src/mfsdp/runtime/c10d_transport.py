@@ -31,7 +31,7 @@ _GATHER, _SCATTER = _launched(AllgatherOptions()), _launched(ReduceScatterOption
 """Those of one tensor."""
 
 
-class Native(Member):
+class C10dTransport(Member):
     """Collectives of the group's backend for a kind of device. They have no tags: ranks agree before they launch."""
 
     prompt = False
@@ -122,7 +122,7 @@ class Answers:
     either the host or the current stream waits.
     """
 
-    def __init__(self, line: Native, word: int):
+    def __init__(self, line: C10dTransport, word: int):
         device = devices.collective_device(line.name)
         mine = torch.full((1,), word, device=device)
         words = mine.new_empty(line.size)

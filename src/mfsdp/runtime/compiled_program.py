@@ -10,14 +10,14 @@ from typing import Any, Protocol
 
 from . import execution, static_buffers, step_prefetch
 from .buffer_registry import owner, read_by, unfinished
-from .desync import Words
+from .desync import Fingerprint
 from .instrumentation import frame, observer, recorded
 from .overlap import Part, Turn
-from .runtime_checks import Probes
+from .runtime_checks import RuntimeChecks
 from .step_prefetch import First
 
 
-class Outline(Protocol):
+class ProgramOutline(Protocol):
     """What is known of a compiled program (`mfsdp.profile`)."""
 
     @property
@@ -41,8 +41,8 @@ PATH = "\0{}\0"
 """Stands for the path of a unit in what ranks compare."""
 
 
-def marked(
-    outline: Outline,
+def compiled_program(
+    outline: ProgramOutline,
     run: Callable[[list[Any]], Any],
     sequences: Mapping[str, Sequence[str]] | None = None,
     sources: Mapping[int, tuple[str, str]] | None = None,
@@ -100,7 +100,7 @@ def marked(
     heads = [(at[f.argument], f.spec, f.slot, f.casts) for f in first]
 
     numbers = itertools.count(1)
-    probes = Probes(outline.phase, *probed) if any(probed) else None
+    probes = RuntimeChecks(outline.phase, *probed) if any(probed) else None
 
     def texts() -> Sequence[str]:
         return outline.texts
@@ -114,7 +114,7 @@ def marked(
     @functools.cache
     def words(
         paths: tuple[str, ...], kept: tuple[str, ...], beside: bool = False, due: tuple[str, ...] = ()
-    ) -> dict[str, Words]:
+    ) -> dict[str, Fingerprint]:
         more = [f"largest magnitudes in blocks of {', '.join(due)}, written since they were taken"] if due else []
         more += [f"gradients of {', '.join(kept)} are kept back under no_sync"] if kept else []
         more += ["beside the next forward, under mfsdp.overlapped"] if beside else []
@@ -124,9 +124,11 @@ def marked(
                 line = line.replace(PATH.format(unit), path)
             return line
 
-        return {group: Words(outline.name, (*map(told, lines), *more)) for group, lines in (sequences or {}).items()}
+        return {
+            group: Fingerprint(outline.name, (*map(told, lines), *more)) for group, lines in (sequences or {}).items()
+        }
 
-    def said(paths: tuple[str, ...], buffers: Sequence[Any], beside: bool) -> dict[str, Words]:
+    def said(paths: tuple[str, ...], buffers: Sequence[Any], beside: bool) -> dict[str, Fingerprint]:
         due = (at for at in measures if buffers[at] is not None and buffers[at].weights.maxima.due())
         written = tuple(paths[at] for at in due)
         if measures:  # what another rank may say
@@ -137,12 +139,12 @@ def marked(
         kept = (at for at in keeps if buffers[at] is not None and not buffers[at].gradients.sync)
         return words(paths, tuple(paths[at] for at in kept), beside, written)
 
-    def met(buffers: Sequence[Any]) -> step_prefetch.Ahead | None:
+    def met(buffers: Sequence[Any]) -> step_prefetch.StepPrefetch | None:
         """The model for which something has been launched ahead that this may take."""
         wanted = tuple([(buffers[place], *rest) for place, *rest in heads])
         if any(buffer is None for buffer, *_ in wanted):
             return None
-        model: step_prefetch.Ahead = wanted[0][0].unit.outermost.ahead
+        model: step_prefetch.StepPrefetch = wanted[0][0].unit.outermost.ahead
         return model if model.meet(wanted, trains) else None
 
     def program(args: list[Any]) -> Any:
@@ -161,7 +163,7 @@ def marked(
             raise unfinished(model_of)
         paths = tuple(["?" if buffer is None else buffer.unit.fqn for buffer in buffers])
         seen = observer()
-        here = execution.Run(outline.name, partial(names, paths), meets, shown=always or seen is not None)
+        here = execution.Execution(outline.name, partial(names, paths), meets, shown=always or seen is not None)
         here.turn = turn
         here.number, here.listed = next(numbers), texts
         here.measured = [buffers[at].weights for at in measures if buffers[at] is not None]
@@ -206,7 +208,7 @@ def marked(
     return program
 
 
-def _gather_again(run: execution.Run, buffers: Sequence[Any], unseen: Collection[str]) -> None:
+def _gather_again(run: execution.Execution, buffers: Sequence[Any], unseen: Collection[str]) -> None:
     """Makes parameters that last due where any rank has written to them unseen, over the groups ``unseen`` this one."""
     for over in dict.fromkeys(buffer.spec.gathering for buffer in buffers):
         if run.written(over, any(group in unseen for group in over)):

@@ -51,7 +51,7 @@ BEHIND = 16
 
 
 @dataclass(frozen=True)
-class Words:
+class Fingerprint:
     """What a rank is about to run on a process group."""
 
     name: str
@@ -83,14 +83,14 @@ LOADS = (1 << 57) - 2
 """The bits of a word that are mixed with what has been loaded on this rank."""
 
 
-_known: dict[int, Words] = {}
+_known: dict[int, Fingerprint] = {}
 """All that this process has meant to say: most often it is what another rank has said, too."""
 
 
 @cache
-def operation(what: str, optional: bool = False) -> Words:
+def operation(what: str, optional: bool = False) -> Fingerprint:
     """The words for a single operation."""
-    return Words(what, (what,), optional)
+    return Fingerprint(what, (what,), optional)
 
 
 class Answers(Protocol):
@@ -132,18 +132,18 @@ class Wire(Protocol):
         """Ends what this rank is waiting for, too, in whatever thread."""
 
 
-class Apart(RuntimeError):
+class DesyncError(RuntimeError):
     """Ranks have gone apart."""
 
 
-class Lost(RuntimeError):
+class PeerLostError(RuntimeError):
     """Other ranks are not there any more."""
 
 
 class Standing(Protocol):
     """What takes part where another rank uses a unit (Note [Standing in])."""
 
-    def choices(self) -> Iterable[tuple[Words, Callable[[Said], None]]]:
+    def choices(self) -> Iterable[tuple[Fingerprint, Callable[[PendingCheck], None]]]:
         """What a rank may say of it, and what takes part in that for one that says something else."""
 
 
@@ -157,9 +157,9 @@ class Left:
     launched: int
     """Its collectives until then."""
     why: str
-    companies: list[Company]
+    companies: list[GroupState]
     """Those that were told of it."""
-    all: list[Company]
+    all: list[GroupState]
     """Those whose ranks may wait, besides."""
     ends: list[Callable[[], Any]]
     """What has to be called for what it had launched."""
@@ -182,11 +182,11 @@ class Left:
 
 
 @dataclass
-class Said:
+class PendingCheck:
     """An announcement."""
 
-    company: Company
-    words: Words
+    company: GroupState
+    words: Fingerprint
     tag: int
     """For the messages of what was announced; never that of another announcement that they could meet."""
     answers: Answers
@@ -226,7 +226,7 @@ class Said:
 
 
 @dataclass(eq=False)
-class Company:
+class GroupState:
     """The ranks of a process group, as one of them sees it."""
 
     name: str
@@ -246,10 +246,10 @@ class Company:
     """Why nothing can be run any more."""
     standing: WeakSet[Standing] = field(default_factory=WeakSet)
     """What its ranks may leave out: then every announcement is waited for before anything is launched."""
-    _open: deque[Said] = field(default_factory=deque)
+    _open: deque[PendingCheck] = field(default_factory=deque)
     """Announcements that have not been compared."""
 
-    def announce(self, words: Words, anew: bool = False) -> Said:
+    def announce(self, words: Fingerprint, anew: bool = False) -> PendingCheck:
         """Tells the other ranks what comes next, and whether this one gathers anew what was launched ahead of it, or
         lasts.
 
@@ -259,15 +259,15 @@ class Company:
         if self.left is not None:
             self.left.begin_anew()
         if self.lost:
-            raise Apart(self.lost)
+            raise DesyncError(self.lost)
         self._look_back()
-        said = Said(self, words, *self._say(words, anew), anew, self._stepped, self.loads)
+        said = PendingCheck(self, words, *self._say(words, anew), anew, self._stepped, self.loads)
         self._open.append(said)
         if not self.wire.prompt and words.digest not in self.known:
             said.check()
         return said
 
-    def _say(self, words: Words, anew: bool) -> tuple[int, Answers]:
+    def _say(self, words: Fingerprint, anew: bool) -> tuple[int, Answers]:
         self.count += 1
         return self._tag(words), self.wire.exchange(words.digest ^ self.loads | ANEW * anew | self._stepped)
 
@@ -279,7 +279,7 @@ class Company:
     def _stepped(self) -> int:
         return (self.steps << 57) & STEPS
 
-    def meet(self, said: Said) -> list[int]:
+    def meet(self, said: PendingCheck) -> list[int]:
         """Waits until all ranks are about to run what has been announced, and stands in for those that run before it
         what this one leaves out (Note [Standing in]). Gives every rank's word, by rank: all alike, unless ranks differ
         in what may not be left out.
@@ -298,10 +298,12 @@ class Company:
             if known is None:  # of a model that is not here
                 return answers
             words, stand_in = known
-            stand_in(Said(self, words, self._tag(words), said.answers, False, said.steps, said.loads, checked=True))
+            stand_in(
+                PendingCheck(self, words, self._tag(words), said.answers, False, said.steps, said.loads, checked=True)
+            )
             said.tag, said.answers = self._say(said.words, said.anew)
 
-    def _tag(self, words: Words) -> int:
+    def _tag(self, words: Fingerprint) -> int:
         """31 bits, the first of them set: apart from the small ones that users take."""
         return 1 << 30 | (words.digest ^ self.count * 0x9E3779B1) & (1 << 30) - 1
 
@@ -313,7 +315,7 @@ class Company:
             self._open.popleft()
             said.check()
 
-    def differ(self, said: Said, other: int, theirs: int) -> None:
+    def differ(self, said: PendingCheck, other: int, theirs: int) -> None:
         """Raises an error that says what both ranks are about to run, or have loaded."""
         me, mine = self.wire.me, said.words
         self.wire.tell(f"loads/{self.name}/{me}", json.dumps([said.loads, self.loaded]))
@@ -370,7 +372,7 @@ class Company:
         """Raises, now and whenever the group is used again."""
         self.lost = text
         self._open.clear()
-        raise Apart(text)
+        raise DesyncError(text)
 
     def leave(self, left: Left) -> None:
         """Notes that an exception has ended a program, and tells the others."""
@@ -391,12 +393,12 @@ class Company:
                 )
                 self.lost_with(left.all, text)
 
-    def lost_with(self, companies: Sequence[Company], text: str) -> None:
+    def lost_with(self, companies: Sequence[GroupState], text: str) -> None:
         """Raises, after it has told all ranks of some groups why, whatever they are waiting for."""
         _lose_all(companies, text)
         for company in companies:
             company.wire.sever()
-        raise Apart(text)
+        raise DesyncError(text)
 
     def story(self) -> str:
         """Why another rank has broken the connections, if it has said so."""
@@ -412,7 +414,7 @@ class Company:
             return
 
 
-def end_all(companies: Sequence[Company], text: str) -> None:
+def end_all(companies: Sequence[GroupState], text: str) -> None:
     """Ends what ranks of some groups wait for, from a thread that is in none of it: all raise, now or when they use the
     group again.
     """
@@ -421,7 +423,7 @@ def end_all(companies: Sequence[Company], text: str) -> None:
         company.wire.abort()
 
 
-def _lose_all(companies: Sequence[Company], text: str) -> None:
+def _lose_all(companies: Sequence[GroupState], text: str) -> None:
     for company in companies:
         company.lost, company.left = text, None
         company._open.clear()

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from . import groups, static_buffers
-from .desync import Apart, Company, Left, Lost, Said, Words, operation
+from .desync import DesyncError, Fingerprint, GroupState, Left, PeerLostError, PendingCheck, operation
 from .inflight import InFlight
 from .instrumentation import frame, observer
 from .transport import End, Pairs, Transport
-from .transport_registry import company_of, transport_of
+from .transport_registry import group_state, transport_of
 
 
-class Run:
+class Execution:
     """A program that is running, or an operation of the eager path (Note [In step])."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Run:
         """How often its program has run, with this one; 0: it is no program."""
         self.listed: Callable[[], Sequence[str]] = tuple
         """Gives the lines of its operations in the listing."""
-        self.said: list[Said] = []
+        self.said: list[PendingCheck] = []
         self.tags: dict[str, int] = {}
         """Of its messages, by group."""
         self.compared = True
@@ -82,19 +82,19 @@ class Run:
 
     # in step
 
-    def announce(self, sequences: Mapping[str, Words], anew: Collection[str] = ()) -> None:
+    def announce(self, sequences: Mapping[str, Fingerprint], anew: Collection[str] = ()) -> None:
         """Tells the ranks of groups what this one is about to run; those of the groups ``anew`` also that it gathers
         anew what was launched ahead, or lasts.
         """
         for name, words in sequences.items():
-            company = company_of(name)
+            company = group_state(name)
             if company is not None:
                 self.waits += 1
                 try:
                     said = company.announce(words, name in anew)
                     if company.standing:
                         said.check()
-                except Apart as error:  # where the host does not wait for answers it hears of it here
+                except DesyncError as error:  # where the host does not wait for answers it hears of it here
                     company.lost_with(list(dict.fromkeys([company, *self.all()])), str(error))
                 except RuntimeError as error:
                     self.disconnected(error, [company])
@@ -103,7 +103,7 @@ class Run:
                     self.waits += 1
                 self.part(said)
 
-    def part(self, said: Said) -> None:
+    def part(self, said: PendingCheck) -> None:
         """Takes part in what has been announced."""
         self.said.append(said)
         name = said.company.name
@@ -141,7 +141,7 @@ class Run:
         if here:
             try:
                 said.check()
-            except Apart as error:
+            except DesyncError as error:
                 said.company.lost_with(self.all(), str(error))
         return here
 
@@ -150,7 +150,7 @@ class Run:
         written unseen]). Ranks of two axes ask along one, then along the other. ``here``: whether this one has.
         """
         for i, group in enumerate(over):
-            company = company_of(group)
+            company = group_state(group)
             if i and company is not None and company.wire.prompt:
                 self.said = [said for said in self.said if said.company is not company]
                 self.announce({group: operation("weights written unseen")}, [group] if here else ())
@@ -171,7 +171,7 @@ class Run:
             for said in self.said:
                 if said.company.wire.prompt:
                     said.check()
-        except Apart as error:
+        except DesyncError as error:
             companies = self.all()
             if len(companies) > 1:  # ranks of the other groups have seen no difference
                 companies[0].lost_with(companies, str(error))
@@ -182,15 +182,15 @@ class Run:
         finally:
             self.waits += 1
 
-    def all(self) -> list[Company]:
+    def all(self) -> list[GroupState]:
         """The ranks of all groups that it has to do with: those that have been told first."""
         companies = [said.company for said in self.said]
-        meets = (company_of(name) for name in self.meets)
+        meets = (group_state(name) for name in self.meets)
         return list(dict.fromkeys([*companies, *(c for c in meets if c is not None)]))
 
-    def disconnected(self, error: RuntimeError, companies: list[Company]) -> None:
+    def disconnected(self, error: RuntimeError, companies: list[GroupState]) -> None:
         """Raises with words what is left of a broken connection."""
-        if not companies or isinstance(error, (Apart, Lost)):
+        if not companies or isinstance(error, (DesyncError, PeerLostError)):
             return
         ended = next((c.lost for c in companies if c.lost), "")  # by the watch
         story = ended or next(filter(None, (c.story() for c in companies)), "") or groups.first_to_end() or f"{error}"
@@ -198,7 +198,7 @@ class Run:
         for company in companies:
             company.wire.sever()
             company.lost = ended or f"mfsdp: rank {groups.rank()} has lost the other ranks at {at}: {story}"
-        raise Lost(companies[0].lost) from error
+        raise PeerLostError(companies[0].lost) from error
 
     # its operations
 
@@ -314,7 +314,7 @@ class Run:
                 with suppress(Exception):  # the one under way says more
                     end()
         elif any(company.lost for company in companies):
-            static_buffers.forget()  # those that it has taken will never be free
+            static_buffers.reset()  # those that it has taken will never be free
         else:
             place = f"at or after {self.place}" if self.place else "at its beginning"
             why = f"{type(error).__name__}: {error}"
@@ -328,31 +328,31 @@ UNANNOUNCED = 0x6D66
 """The tag of our messages that nobody has announced, so that they do not meet a user's own (pipeline stages)."""
 
 
-class _Outside(Run):
+class _Outside(Execution):
     """What stands for neither a program nor an operation: it lasts, and process groups may go before it does."""
 
     def line(self, group: str, device: torch.device) -> Transport:
         return transport_of(group, device)
 
 
-_stacks: dict[int, list[Run]] = {}
+_stacks: dict[int, list[Execution]] = {}
 """What threads are in, by thread, for whoever looks from another one."""
 
 
 class _Here(threading.local):
     def __init__(self) -> None:
-        self.runs: list[Run] = [_Outside()]
+        self.runs: list[Execution] = [_Outside()]
         """What this thread is in: programs and operations, the innermost last; the first stands for neither."""
         _stacks[threading.get_ident()] = self.runs
 
 
 _here = _Here()
 _last: tuple[str, float] = ("", 0.0)
-_behind: deque[tuple[Run, torch.Event]] = deque(maxlen=1024)
+_behind: deque[tuple[Execution, torch.Event]] = deque(maxlen=1024)
 """Programs whose collectives run on a device, and an event behind each; the watch takes away what is there."""
 
 
-def waiting() -> list[tuple[int, Run]]:
+def waiting() -> list[tuple[int, Execution]]:
     """What waits for a collective, in whatever thread: by thread, or by minus one for a device, on which the host does
     not wait. On a device this has not run yet.
     """
@@ -362,7 +362,7 @@ def waiting() -> list[tuple[int, Run]]:
     return found or ([(-1, _behind[0][0])] if _behind else [])
 
 
-def innermost() -> Run | None:
+def innermost() -> Execution | None:
     """What the threads are in, of those that are in anything."""
     return next((each[-1] for each in list(_stacks.values()) if len(each) > 1), None)
 
@@ -372,7 +372,7 @@ def last() -> tuple[str, float]:
     return _last
 
 
-def current() -> Run:
+def current() -> Execution:
     """What this thread is in: the innermost program or operation."""
     return _here.runs[-1]
 
@@ -389,12 +389,12 @@ def announced(
     """Around collectives of no program: tells the ranks of groups what this one is about to do. Inside of something
     that has been announced it is part of that. ``meets``: other groups whose ranks may wait for this one later;
     ``carried``: others that it communicates over, whose ranks are in the first that is told, and stand in for it;
-    ``anew``: as for `Run.announce`, all of ``over``.
+    ``anew``: as for `Execution.announce`, all of ``over``.
     """
     if not over or any(group in current().tags for group in over):
         yield
         return
-    run = Run(what, meets=meets)
+    run = Execution(what, meets=meets)
     run.announce(dict.fromkeys(over, operation(what, optional=bool(carried))), over if anew else ())
     run.carry(over[0], carried)
     _here.runs.append(run)
@@ -415,7 +415,7 @@ def all_call(what: str, over: Sequence[str]) -> None:
 
 
 @contextmanager
-def inside(run: Run) -> Iterator[None]:
+def inside(run: Execution) -> Iterator[None]:
     """Around a program: an exception ends the run."""
     global _last
     with part_of(run):
@@ -435,7 +435,7 @@ def inside(run: Run) -> Iterator[None]:
 
 
 @contextmanager
-def part_of(run: Run) -> Iterator[None]:
+def part_of(run: Execution) -> Iterator[None]:
     """Around a part of what a run launches."""
     _here.runs.append(run)
     try:

@@ -9,7 +9,7 @@ import torch
 from .transport import End, Member, Pairs, Turn
 
 
-class Mirror(Member):
+class FakeTransport(Member):
     """All ranks have what this one has; nothing travels. Everything is done when it is launched."""
 
     def gather(self, pairs: Pairs, turn: Turn) -> End:

@@ -25,7 +25,7 @@ _messages: dict[int, list[Any]] = {}
 """Under way, or never waited for: gloo breaks a connection if a message's handle goes before the message has."""
 
 
-class Gloo(Member):
+class GlooTransport(Member):
     """Messages on the CPU. All ranks of a pair send and receive in one order."""
 
     prompt = True
@@ -112,7 +112,7 @@ class Gloo(Member):
 class Answers:
     """Words that are messages."""
 
-    def __init__(self, line: Gloo, word: int):
+    def __init__(self, line: GlooTransport, word: int):
         self.words = torch.full((line.size,), word)
         mine = torch.tensor([word])
         here = [(r, self.words[r : r + 1]) for r in line.others]

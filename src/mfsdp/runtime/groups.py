@@ -396,7 +396,7 @@ class Everybody:
         return found[0]
 
 
-class Aside(Everybody):
+class SideChannel(Everybody):
     """The same for a thread beside the one that trains, over connections of their own: gloo's, whatever else there is.
     torch does not know of them, and ``destroy_process_group`` leaves them alone. All ranks make it together.
 

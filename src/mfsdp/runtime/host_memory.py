@@ -30,7 +30,7 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 _rate: float = float("inf")
 
 
-class End(Protocol):
+class CopyHandle(Protocol):
     """Of a copy that is under way. It keeps what it reads and writes alive until it has been called."""
 
     def __call__(self) -> None:
@@ -63,7 +63,7 @@ def room(nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def copy(pairs: Pairs, direction: Direction, after: Sequence[End | torch.Event] = ()) -> End:
+def copy(pairs: Pairs, direction: Direction, after: Sequence[CopyHandle | torch.Event] = ()) -> CopyHandle:
     """Launches copies between a device and its host, behind what compute has been given so far, those of the same
     direction, and others.
 
@@ -88,7 +88,7 @@ def copy(pairs: Pairs, direction: Direction, after: Sequence[End | torch.Event] 
 
 
 @torch.no_grad()
-def _copied(pairs: list[tuple[torch.Tensor, torch.Tensor]], rate: float, after: Sequence[End]) -> None:
+def _copied(pairs: list[tuple[torch.Tensor, torch.Tensor]], rate: float, after: Sequence[CopyHandle]) -> None:
     for end in after:
         end()
     begun, total = time.perf_counter(), 0

@@ -33,16 +33,16 @@ from typing import Any
 
 import torch
 
-from ..config.units import Spec
+from ..config.units import UnitSpec
 from . import comm_formats, engine, execution, sync_collectives
 from .buffer_registry import gather_of, owner, reduction_of, refresh_of
-from .desync import Said, Words, operation
-from .execution import Run
+from .desync import Fingerprint, PendingCheck, operation
+from .execution import Execution
 from .transport import End, segments
-from .transport_registry import company_of
+from .transport_registry import group_state
 
 
-class Loose:
+class OptionalUnits:
     """What a model knows of units that its ranks may leave out; nothing, if every rank uses every unit."""
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class Loose:
     def __bool__(self) -> bool:
         return bool(self.group)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Loose:
-        twin = Loose()
+    def __deepcopy__(self, memo: dict[int, object]) -> OptionalUnits:
+        twin = OptionalUnits()
         if self:
             twin.loosen(self.name.partition(" ")[0], self.group)
         return twin
@@ -74,8 +74,8 @@ class Loose:
     def join(self, buffer: Any) -> None:
         """Takes in a buffer of the model."""
         self._members.add(buffer)
-        buffer.left_out = buffer.left_out or LeftOut(buffer)
-        company = company_of(self.group)
+        buffer.left_out = buffer.left_out or SkippedUnit(buffer)
+        company = group_state(self.group)
         if company is not None:
             company.standing.add(buffer.left_out)
 
@@ -121,13 +121,13 @@ _models = itertools.count()
 """Numbers of loose models, the same on all ranks, which make them together."""
 
 
-class LeftOut:
+class SkippedUnit:
     """A flat buffer, for ranks that run something else where another one uses it."""
 
     def __init__(self, buffer: Any):
         self._buffer = weakref.ref(buffer)
 
-    def choices(self) -> Iterator[tuple[Words, Callable[[Said], None]]]:
+    def choices(self) -> Iterator[tuple[Fingerprint, Callable[[PendingCheck], None]]]:
         """What ranks may say of it, and how another one stands in."""
         buffer = self._buffer()
         if buffer is None:
@@ -141,9 +141,9 @@ class LeftOut:
         ):
             yield operation(what, optional=True), partial(self._stand_in, does)
 
-    def _stand_in(self, does: Callable[[torch.Tensor, str], object], said: Said) -> None:
+    def _stand_in(self, does: Callable[[torch.Tensor, str], object], said: PendingCheck) -> None:
         buffer: Any = self._buffer()
-        run = Run(said.words.name, meets=buffer.spec.meets)
+        run = Execution(said.words.name, meets=buffer.spec.meets)
         run.part(said)
         run.carry(said.company.name, buffer.spec.meets)
         with execution.part_of(run), torch.no_grad():
@@ -159,12 +159,12 @@ def _refresh(source: torch.Tensor, spec: str) -> None:
 # Collectives of a loose program
 
 
-def gather(run: Run, buffer: Any) -> None:
+def gather(run: Execution, buffer: Any) -> None:
     """Announces a gather."""
     run.next(gather_of(buffer.weights.source), _group(buffer), buffer.spec.meets)
 
 
-def refresh(run: Run, buffer: Any) -> list[End]:
+def refresh(run: Execution, buffer: Any) -> list[End]:
     """Announces the gather of parameters that last, if it is due, and waits for it: who stands in for what comes next
     reads them. Gives what is left to be called, nothing.
     """
@@ -175,7 +175,7 @@ def refresh(run: Run, buffer: Any) -> list[End]:
     return at_once(weights.refresh())
 
 
-def reduce_scatter(run: Run, given: torch.Tensor, out: torch.Tensor, s: Spec, lane: int) -> torch.Tensor:
+def reduce_scatter(run: Execution, given: torch.Tensor, out: torch.Tensor, s: UnitSpec, lane: int) -> torch.Tensor:
     """Announces and launches a reduce-scatter into ``out``. Where another reduction follows, over the outer axis, both
     are done here: whoever stands in does so, and must not meet others in between.
     """
@@ -197,7 +197,7 @@ def reduce_scatter(run: Run, given: torch.Tensor, out: torch.Tensor, s: Spec, la
     return out
 
 
-def all_reduce(run: Run, given: torch.Tensor, s: Spec, lane: int) -> None:
+def all_reduce(run: Execution, given: torch.Tensor, s: UnitSpec, lane: int) -> None:
     """Announces and launches a sum in place, unless `reduce_scatter` has done it."""
     run.launch(given)
     if run.outer.pop(given.data_ptr(), None) is None:
@@ -205,7 +205,7 @@ def all_reduce(run: Run, given: torch.Tensor, s: Spec, lane: int) -> None:
         sync_collectives.summed(given, s, lane)()
 
 
-def _announced(run: Run, given: torch.Tensor) -> Any:
+def _announced(run: Execution, given: torch.Tensor) -> Any:
     """Announces the reduction of a bucket; gives the buffer that it is of."""
     buffer = run.reducing.pop(given.data_ptr())
     run.next(reduction_of(buffer.weights.source), _group(buffer), buffer.spec.meets)

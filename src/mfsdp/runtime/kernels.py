@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from ..config import block_grid
-from ..config.units import Axis, Spec
+from ..config.units import Axis, UnitSpec
 from ..ir.ops import LIBRARY, shape_after
 from . import activation_host, comm_formats, execution, join, static_buffers
 from . import block_scales as grids_of
 from .buffer_registry import orphan, owner, path
-from .execution import Run
+from .execution import Execution
 from .sync_collectives import gather_now, packed, scattered, summed
 from .transport import Pairs, parts
 
@@ -49,7 +49,7 @@ class _Room:
 @cache
 def _room(spec: str, slot: int, kind: str, one_byte: bool = False) -> _Room:
     """``one_byte``: whether that travels, instead of what the policy says."""
-    s = Spec.decode(spec)
+    s = UnitSpec.decode(spec)
     name = f"{kind}{slot}" if slot >= 0 else ""
     dtype = torch.uint8 if one_byte else s.precision.comm if kind == "p" else s.precision.grad_comm
     return _Room(name, s.full_numel, dtype, s.splits, s.world, s.group, None if one_byte else s.precision.wire)
@@ -70,7 +70,7 @@ class _Reduction:
 
 @cache
 def _reduction(spec: str, lane: int) -> _Reduction:
-    s = Spec.decode(spec)
+    s = UnitSpec.decode(spec)
     cut = s.cut(lane)
     ranks, wire = s.outer if lane >= 2 else s.world, s.precision.grad_wire
     return _Reduction(sum(cut), s.scattered(lane), s.sum(lane), cut, ranks, s.reduces(lane), wire)
@@ -79,7 +79,7 @@ def _reduction(spec: str, lane: int) -> _Reduction:
 # Parameters
 
 
-def refresh(run: Run, source: torch.Tensor) -> None:
+def refresh(run: Execution, source: torch.Tensor) -> None:
     """Launches the gather of parameters that last, if their main weights have changed since."""
     if run.early and (early := run.early.pop(0)) is not None:
         run.adopt(early)
@@ -88,7 +88,9 @@ def refresh(run: Run, source: torch.Tensor) -> None:
     run.launch(source, *(join.refresh(run, buffer) if run.loose else buffer.weights.refresh()))
 
 
-def refresh_codes(run: Run, code: torch.Tensor, source: torch.Tensor, key: str, back: bool, spec: str) -> torch.Tensor:
+def refresh_codes(
+    run: Execution, code: torch.Tensor, source: torch.Tensor, key: str, back: bool, spec: str
+) -> torch.Tensor:
     """Launches the gather of codes that last, if main weights have changed since (Note [Codes that last]). ``code``:
     [main_numel]; returns [source_numel], not yet complete. Nobody may write to it.
     """
@@ -97,7 +99,7 @@ def refresh_codes(run: Run, code: torch.Tensor, source: torch.Tensor, key: str, 
     return codes  # type: ignore[no-any-return]
 
 
-def all_gather(run: Run, shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
+def all_gather(run: Execution, shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
     """Launches the all-gather of a unit. ``shard``: [shard_numel], or main weights whose cast is kept (Note [Kept
     casts]), or that travel in a format of their own; returns [full_numel], not yet complete. What was launched ahead is
     taken (Note [Borders]).
@@ -116,7 +118,7 @@ def all_gather(run: Run, shard: torch.Tensor, spec: str, slot: int = -1) -> torc
     return full.view(shard.dtype) if quantised else full
 
 
-def maxima(run: Run, shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
+def maxima(run: Execution, shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
     """Launches what is due of a unit's maxima (Note [Maxima]), and of those of the program's other units."""
     weights = _known(owner(shard)).weights
     out = torch.empty(sum(g.numel for g in block_grid.decode(grids)), device=shard.device)
@@ -124,27 +126,27 @@ def maxima(run: Run, shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor
     return out
 
 
-def spread(run: Run, shard: torch.Tensor, scales: Sequence[torch.Tensor], grids: str, spec: str) -> torch.Tensor:
+def spread(run: Execution, shard: torch.Tensor, scales: Sequence[torch.Tensor], grids: str, spec: str) -> torch.Tensor:
     """For every element of the main weights the scale of its block, [main_numel]; 1 where no parameter is."""
     weights = _known(owner(shard)).weights
-    out = torch.ones(Spec.decode(spec).main_numel, dtype=scales[0].dtype, device=shard.device)
+    out = torch.ones(UnitSpec.decode(spec).main_numel, dtype=scales[0].dtype, device=shard.device)
     for scale, one in zip(scales, block_grid.decode(grids), strict=True):
         rows, first = weights.rows(out, one.offset)
         grids_of.spread(scale.contiguous().view(-1), rows, first, one)
     return out
 
 
-def cast(run: Run, shard: torch.Tensor, spec: str) -> torch.Tensor:
+def cast(run: Execution, shard: torch.Tensor, spec: str) -> torch.Tensor:
     """The main weights in the dtype that travels, in memory of their own: compilers may write to it. An operation,
     because they do not round what they read again.
     """
-    return _known(owner(shard)).weights.main.detach().to(Spec.decode(spec).precision.comm, copy=True)  # type: ignore[no-any-return]
+    return _known(owner(shard)).weights.main.detach().to(UnitSpec.decode(spec).precision.comm, copy=True)  # type: ignore[no-any-return]
 
 
-def kept_cast(run: Run, shard: torch.Tensor, spec: str) -> torch.Tensor:
+def kept_cast(run: Execution, shard: torch.Tensor, spec: str) -> torch.Tensor:
     """The same, kept until main weights are written (Note [Kept casts]): nobody may write to it."""
     if (buffer := owner(shard)) is None:
-        return shard.detach().to(Spec.decode(spec).precision.comm)
+        return shard.detach().to(UnitSpec.decode(spec).precision.comm)
     return buffer.weights.cast()  # type: ignore[no-any-return]
 
 
@@ -155,7 +157,7 @@ def _pairs(r: _Room | _Reduction, full: torch.Tensor, shard: torch.Tensor) -> Pa
     return list(zip(static_buffers.views(full, parts, r.splits, r.ranks), parts(shard, r.splits, 1), strict=True))
 
 
-def wait(run: Run, out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+def wait(run: Execution, out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
     """Returns once ``out`` may be read (on CUDA: once the current stream is behind the collective)."""
     run.wait(out)
 
@@ -167,7 +169,7 @@ def free(full: torch.Tensor) -> None:
 # Gradients
 
 
-def bucket(run: Run, like: torch.Tensor, holes: Sequence[int], spec: str, slot: int = -1) -> torch.Tensor:
+def bucket(run: Execution, like: torch.Tensor, holes: Sequence[int], spec: str, slot: int = -1) -> torch.Tensor:
     """Room for a unit's gradients, [full_numel] in the dtype that travels; zeros in the holes, nothing elsewhere."""
     r = _room(spec, slot, "g")
     gfull = static_buffers.room(r.slot, r.numel, r.dtype, like.device)
@@ -184,7 +186,9 @@ def _holes(gfull: torch.Tensor, holes: Sequence[int]) -> list[torch.Tensor]:
     return [gfull[start:end] for start, end in zip(holes[::2], holes[1::2], strict=True)]
 
 
-def pack(run: Run, gfull: torch.Tensor, grads: Sequence[torch.Tensor], offsets: Sequence[int], scale: float) -> None:
+def pack(
+    run: Execution, gfull: torch.Tensor, grads: Sequence[torch.Tensor], offsets: Sequence[int], scale: float
+) -> None:
     """Copies gradients to their places, cast and scaled."""
     if grads:
         places = static_buffers.views(gfull, _places, tuple(offsets), tuple(map(_shape, grads)))
@@ -201,7 +205,7 @@ def _places(gfull: torch.Tensor, offsets: Sequence[int], shapes: Sequence[torch.
 
 
 def mm(
-    run: Run,
+    run: Execution,
     gfull: torch.Tensor,
     offset: int,
     size: Sequence[int],
@@ -228,14 +232,14 @@ def multiply_wide(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
     torch.mm(a, b, out_dtype=out.dtype, out=out)
 
 
-def hold(run: Run, source: torch.Tensor, grads: torch.Tensor, offsets: Sequence[int]) -> None:
+def hold(run: Execution, source: torch.Tensor, grads: torch.Tensor, offsets: Sequence[int]) -> None:
     """Keeps gradients back, or adds what was kept back to them."""
     held, key = run.held, grads.data_ptr()
     if key not in held and owner(source).gradients.hold(grads, offsets):
         held.add(key)  # where it is there, an earlier reduction has not happened
 
 
-def reduce_scatter(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
+def reduce_scatter(run: Execution, gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
     """Launches the sum over ranks. ``gfull``: [full_numel], on an outer lane [shard_numel]; returns this rank's part,
     not yet complete.
     """
@@ -249,24 +253,29 @@ def reduce_scatter(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> torch
             run.launch(gshard)
             return gshard
     if run.loose:
-        return join.reduce_scatter(run, gfull, gshard, Spec.decode(spec), lane)
+        return join.reduce_scatter(run, gfull, gshard, UnitSpec.decode(spec), lane)
     run.launch(gshard, comm_formats.scatter(run, _pairs(r, gfull, gshard), r.sum, r.group, r.wire))
     return gshard
 
 
-def all_reduce(run: Run, gfull: torch.Tensor, spec: str, lane: int) -> None:
+def all_reduce(run: Execution, gfull: torch.Tensor, spec: str, lane: int) -> None:
     """Launches the sum over ranks, in place."""
     if gfull.data_ptr() in run.held:
         run.launch(gfull)
         return
     if run.loose:
-        join.all_reduce(run, gfull, Spec.decode(spec), lane)
+        join.all_reduce(run, gfull, UnitSpec.decode(spec), lane)
         return
-    run.launch(gfull, summed(gfull, Spec.decode(spec), lane))
+    run.launch(gfull, summed(gfull, UnitSpec.decode(spec), lane))
 
 
 def accumulate(
-    run: Run, shard: torch.Tensor, gshard: torch.Tensor, offsets: Sequence[int], scale: float, reused: bool = False
+    run: Execution,
+    shard: torch.Tensor,
+    gshard: torch.Tensor,
+    offsets: Sequence[int],
+    scale: float,
+    reused: bool = False,
 ) -> None:
     """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators]), or makes it that; not
     where a compiler gives its memory to another value afterwards (``reused``).
@@ -296,7 +305,7 @@ def _known(buffer: Any) -> Any:
 
 
 def probe(
-    run: Run,
+    run: Execution,
     value: torch.Tensor,
     source: torch.Tensor | None,
     starts: Sequence[int],
@@ -321,14 +330,14 @@ def probe(
 # The host
 
 
-def offload(run: Run, x: torch.Tensor) -> torch.Tensor:
+def offload(run: Execution, x: torch.Tensor) -> torch.Tensor:
     """Launches the copy of a tensor to host memory, where it lies as it does here (Note [Rooms on the host])."""
     out, end = activation_host.offload(x)
     run.copy(out, end)
     return out
 
 
-def reload(run: Run, x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def reload(run: Execution, x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Launches the copy of what lies on the host to a device."""
     out, end = activation_host.reload(x, device)
     run.copy(out, end)
@@ -339,7 +348,7 @@ def reload(run: Run, x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def collective(
-    run: Run,
+    run: Execution,
     source: torch.Tensor,
     verb: str,
     axis: str,
@@ -423,7 +432,7 @@ def param_grad(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) 
     """The marker's own meaning: one gradient in the shape and dtype of what was read, reduced if that
     is a shard; `immediate.reduce_rest` does the rest.
     """
-    s = Spec.decode(spec)
+    s = UnitSpec.decode(spec)
     gfull = packed([grad], [offset], s, grad.device)
     if s.gathers:
         with execution.announced(f"reduction of {path(shard)} at {offset}", s.group):
@@ -436,7 +445,7 @@ def returned(param: torch.Tensor) -> torch.Tensor:
     return param.clone()
 
 
-def _shown(kernel: Callable[..., Any], run: Run, *args: Any) -> Any:
+def _shown(kernel: Callable[..., Any], run: Execution, *args: Any) -> Any:
     return run.show(kernel, *args)
 
 

@@ -88,7 +88,7 @@ class Looking:
         """Checksums of weights, by the group whose ranks should have the same."""
 
     def look(
-        self, run: execution.Run, value: torch.Tensor, source: torch.Tensor | None, starts: Sequence[int],
+        self, run: execution.Execution, value: torch.Tensor, source: torch.Tensor | None, starts: Sequence[int],
         sizes: Sequence[int], names: str, what: str,
     ) -> None:  # fmt: skip
         """Looks at what a probe is given (`kernels.probe`)."""
@@ -128,8 +128,8 @@ class Looking:
                 outcome = self._outcome(self.finite, ("not finite",), places)
                 _bring(outcome, torch.cat(codes) if codes else torch.zeros(0))
 
-    def _outcome(self, every: int, kind: tuple[str, ...], places: list[Place]) -> Outcome:
-        return Outcome(self.model, self.health, self.phase, self.step, every, kind, places)
+    def _outcome(self, every: int, kind: tuple[str, ...], places: list[Place]) -> CheckOutcome:
+        return CheckOutcome(self.model, self.health, self.phase, self.step, every, kind, places)
 
     def _compared(self, group: str, sums: list[torch.Tensor]) -> torch.Tensor:
         """1 where ranks of a group have other sums: the largest is not the smallest."""
@@ -161,7 +161,7 @@ def _codes(largest: torch.Tensor) -> torch.Tensor:
 # When a program looks
 
 
-class Probes:
+class RuntimeChecks:
     """Those of a compiled program.
 
     Args:
@@ -177,7 +177,7 @@ class Probes:
         self._steps: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
         """By whose parameters it reads: how often gradients had been synchronised, and which step that was."""
 
-    def begin(self, run: execution.Run, buffers: Sequence[Any]) -> Looking | None:
+    def begin(self, run: execution.Execution, buffers: Sequence[Any]) -> Looking | None:
         """What a run is looked at with; ``None`` where it is not."""
         poll()
         first = next((buffer for buffer in buffers if buffer is not None), None)
@@ -205,7 +205,7 @@ class Probes:
 
 
 @dataclass
-class Outcome:
+class CheckOutcome:
     """What a run has found, or a comparison."""
 
     model: str
@@ -246,11 +246,11 @@ class Outcome:
         return said
 
 
-_pending: deque[tuple[Outcome, torch.Tensor, torch.Event]] = deque()
+_pending: deque[tuple[CheckOutcome, torch.Tensor, torch.Event]] = deque()
 """What a device has not brought yet."""
 
 
-def _bring(outcome: Outcome, codes: torch.Tensor) -> None:
+def _bring(outcome: CheckOutcome, codes: torch.Tensor) -> None:
     """Tells of it, as soon as that can be without waiting. On a device this has not run yet."""
     if codes.device.type == "cpu":
         outcome.tell(codes.tolist())

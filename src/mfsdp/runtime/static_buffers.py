@@ -1,10 +1,9 @@
 """Static buffers: memory that stays from step to step, and that programs share.
 
-Note [Vacant]
-A static buffer is free when nobody but this file has a tensor over it. That is counted, by torch: each tensor holds the
-storage once. What stays here, a flat tensor for each size and the views that operations want of it, is made once, and
-its number is known (`Static.own`). Who asks for room gets another tensor (``.data``, one small object), so that the
-count says whether it is still there.
+Note [Vacant] A static buffer is free when nobody but this file has a tensor over it. That is counted, by torch: each
+tensor holds the storage once. What stays here, a flat tensor for each size and the views that operations want of it, is
+made once, and its number is known (`StaticBuffer.own`). Who asks for room gets another tensor (``.data``, one small
+object), so that the count says whether it is still there.
 
 Nobody gets the tensors that stay but for the time of a call or until a collective has been waited for, and until then
 the run holds the tensor that was given out as well (`runs.Run.gather`).
@@ -36,7 +35,7 @@ Cut = Callable[..., Sequence[torch.Tensor]]
 """Cuts views out of a flat tensor."""
 
 
-class Static:
+class StaticBuffer:
     """A static buffer (Note [Vacant]).
 
     Args:
@@ -76,10 +75,10 @@ class Static:
         return self.cuts[key]
 
 
-_slots: dict[tuple[torch.device, str], Static] = {}
+_slots: dict[tuple[torch.device, str], StaticBuffer] = {}
 """By device and name."""
 
-_at: dict[int, Static] = {}
+_at: dict[int, StaticBuffer] = {}
 """By address."""
 
 _lock = threading.Lock()
@@ -96,7 +95,7 @@ def sizes() -> dict[str, int]:
     return {name: static.storage.nbytes() for (_, name), static in sorted(_slots.items(), key=lambda kv: kv[0][1])}
 
 
-def forget() -> None:
+def reset() -> None:
     """Lets go of all static buffers; programs make them anew. What is free in a pool stays there: to give it back, the
     host would wait for the device, and with it for a collective that others have left.
     """
@@ -209,10 +208,12 @@ def _of_stream(slot: str, device: torch.device) -> str:
     return slot if stream is None or not stream.stream_id else f"{slot}@{stream.stream_id}"
 
 
-def _make(device: torch.device, slot: str, size: int) -> Static:
+def _make(device: torch.device, slot: str, size: int) -> StaticBuffer:
     _drop(device, slot)  # the old and the new one are never there at once
     with _pool(slot, device):
-        static = _slots[device, slot] = Static(torch.empty(size, dtype=torch.uint8, device=device).untyped_storage())
+        static = _slots[device, slot] = StaticBuffer(
+            torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        )
     if static.storage.data_ptr():
         _at[static.storage.data_ptr()] = static
     return static
@@ -241,7 +242,7 @@ def _pool(slot: str, device: torch.device) -> AbstractContextManager[None]:
     return torch.cuda.use_mem_pool(_pools[device, slot], device)
 
 
-def _becomes_vacant(static: Static, device: torch.device) -> bool:
+def _becomes_vacant(static: StaticBuffer, device: torch.device) -> bool:
     """Whether others let go of a static buffer, if one waits a moment."""
     deadline = time.monotonic() + (PATIENCE if device.type == "cpu" else 0)
     while not (free := static.vacant()) and time.monotonic() < deadline:

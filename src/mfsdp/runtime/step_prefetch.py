@@ -25,7 +25,7 @@ their versions and writes counted are those of the launch. Rows that are out as 
 of such a shard a copy is sent, and compared with the rows when forward comes. Rows that get out while their gather is
 under way wait for it first.
 
-Parameters that last are not written while a forward waits for its backward (`Ahead.open`), which reads them.
+Parameters that last are not written while a forward waits for its backward (`StepPrefetch.open`), which reads them.
 
 Not taken is: what another program, or another model's step, wants the static buffer of; what a program that gathers
 something else first meets; what the next step meets; what uncompiled code refreshes. It is waited for and dropped,
@@ -46,9 +46,9 @@ from typing import Any
 
 import torch
 
-from ..config.units import Spec
+from ..config.units import UnitSpec
 from . import buffer_registry, devices, engine, execution, kernels
-from .desync import Words
+from .desync import Fingerprint
 from .instrumentation import observer, recorded
 from .transport import End
 
@@ -76,7 +76,7 @@ Wanted = tuple[Any, str, int, bool]
 
 
 @dataclass(eq=False)
-class Early:
+class PrefetchedGather:
     """A collective under way that a forward may take."""
 
     buffer: weakref.ref[Any]
@@ -126,11 +126,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.uint8)
 
 
-_under_way: list[Early] = []
+_under_way: list[PrefetchedGather] = []
 """Everything that no forward has taken yet, of all models."""
 
 
-class Ahead:
+class StepPrefetch:
     """What is launched ahead of one model's forwards."""
 
     def __init__(self) -> None:
@@ -142,7 +142,7 @@ class Ahead:
         """Over which something was launched that no program has decided on; ``""`` for nothing."""
         self.wants: tuple[Wanted, ...] = ()
         """``wanted`` when it was."""
-        self.launched: list[Early | None] = []
+        self.launched: list[PrefetchedGather | None] = []
         """By place in ``wants``."""
         self.wasted = 0
         """Launches in a row that nobody took."""
@@ -151,11 +151,11 @@ class Ahead:
 
     def __reduce__(self) -> Any:
         """A copy of a model has nothing under way."""
-        return Ahead, ()
+        return StepPrefetch, ()
 
     # behind an optimizer's step
 
-    def depart(self, stepped: Collection[Any], mine: Collection[int], name: str) -> Departure | None:
+    def depart(self, stepped: Collection[Any], mine: Collection[int], name: str) -> GatherLauncher | None:
         """What the step that begins now may launch.
 
         Args:
@@ -178,14 +178,14 @@ class Ahead:
             over = "" if held else _group(want, stepped, mine)
             group = group or over
             chosen.append(want if over and over == group else None)
-        return Departure(self, chosen, group, name) if group else None
+        return GatherLauncher(self, chosen, group, name) if group else None
 
     def settle(self) -> None:
         """Drops what was launched and not taken."""
         if self.group:
             self._decided(taken=False)
 
-    def _decided(self, taken: bool) -> list[Early | None]:
+    def _decided(self, taken: bool) -> list[PrefetchedGather | None]:
         launched, self.launched, self.group, self.wants = self.launched, [], "", ()
         self.wasted = 0 if taken else self.wasted + 1
         there = [early for early in launched if early is not None and early in _under_way]
@@ -218,7 +218,7 @@ class Ahead:
         """Whether this rank cannot take what was launched."""
         return not all(early is None or (early in _under_way and early.usable()) for early in self.launched)
 
-    def decide(self, run: execution.Run, anew: bool) -> None:
+    def decide(self, run: execution.Execution, anew: bool) -> None:
         """Gives a run what was launched, or, if any rank says that, drops it. ``anew``: what this rank has said."""
         again = run.anew(self.group, anew)
         run.early = self._decided(taken=not again)
@@ -227,7 +227,7 @@ class Ahead:
 def _group(want: Wanted, stepped: Collection[Any], mine: Collection[int]) -> str:
     """The group that an optimizer may launch it over; ``""``: it is not for it to launch."""
     buffer, text, _, _ = want
-    spec: Spec = buffer.spec
+    spec: UnitSpec = buffer.spec
     if not text:  # main weights that no step writes need no refresh
         both = spec.replica and spec.outer_optim
         if both or buffer not in stepped:
@@ -241,17 +241,17 @@ def _group(want: Wanted, stepped: Collection[Any], mine: Collection[int]) -> str
 
 
 @dataclass(eq=False)
-class Departure:
+class GatherLauncher:
     """The launches of one step, in forward's order: each once its unit has been stepped."""
 
-    ahead: Ahead
+    ahead: StepPrefetch
     chosen: list[Wanted | None]
     """By place in what forward wants first."""
     group: str
     name: str
     at: int = 0
     """The next of them."""
-    run: execution.Run | None = None
+    run: execution.Execution | None = None
 
     @property
     def buffers(self) -> list[Any]:
@@ -283,8 +283,8 @@ class Departure:
             seen = observer() is not None or recorded()
             name = f"step ahead of {self.name}'s forward"
             meets = dict.fromkeys(g for buffer in self.buffers for g in buffer.spec.meets)
-            self.run = execution.Run(name, lambda: [line.partition(",")[0] for line in lines], meets, shown=seen)
-            self.run.announce({self.group: Words(name, lines)})
+            self.run = execution.Execution(name, lambda: [line.partition(",")[0] for line in lines], meets, shown=seen)
+            self.run.announce({self.group: Fingerprint(name, lines)})
             self.ahead.group, self.ahead.wants = self.group, self.ahead.wanted
             self.ahead.launched = [None] * len(self.chosen)
         with execution.part_of(self.run), torch.no_grad():
@@ -311,7 +311,7 @@ def _line(want: Wanted) -> str:
     return f"{verb} {buffer.unit.fqn} ahead, to slot {slot}, {buffer.spec.cutting}"
 
 
-def _launched(want: Wanted, run: execution.Run) -> Early:
+def _launched(want: Wanted, run: execution.Execution) -> PrefetchedGather:
     buffer, text, slot, casts = want
     weights = buffer.weights
     operations: Any = kernels.SHOWN if run.shown else kernels
@@ -331,7 +331,7 @@ def _launched(want: Wanted, run: execution.Run) -> Early:
         operations.refresh(run, weights.source)
     ends = run.pending.pop(out.untyped_storage().data_ptr())
     stream = devices.current_stream(out.device)
-    early = Early(weakref.ref(buffer), out, ends, history, stream, name, snapshot)
+    early = PrefetchedGather(weakref.ref(buffer), out, ends, history, stream, name, snapshot)
     _under_way.append(early)
     return early
 
@@ -346,7 +346,7 @@ def make_room(rooms: Collection[tuple[torch.device, str]]) -> None:
             early.drop()
 
 
-def of(buffers: Iterable[Any]) -> list[Early]:
+def of(buffers: Iterable[Any]) -> list[PrefetchedGather]:
     """What is under way for buffers."""
     if not _under_way:
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..config.units import Spec
+from ..config.units import UnitSpec
 from . import comm_formats, devices, execution, groups
 from .buffer_registry import gather_of, owner, reduction_of, refresh_of, unfinished
 from .inflight import InFlight, beside
@@ -15,7 +15,7 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     """The complete full buffer, in the dtype that the model computes in. Shares the source's storage where nothing
     has to be gathered or cast.
     """
-    s = Spec.decode(spec)
+    s = UnitSpec.decode(spec)
     buffer = owner(source)
     if buffer is not None and buffer.unit.outermost.half:
         raise unfinished(buffer.unit.outermost)
@@ -46,12 +46,12 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     return flat.to(s.precision.compute)
 
 
-def _given(main: torch.Tensor, s: Spec) -> torch.Tensor:
+def _given(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
     """What a gather is given of main weights: their cast, or, for a format of its own, all that they are."""
     return main if s.precision.wire else main.to(s.precision.comm)
 
 
-def gather_main(main: torch.Tensor, s: Spec) -> torch.Tensor:
+def gather_main(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
     """All main weights of a unit, [full_numel], as they are, in memory of their own."""
     flat = main.detach()
     if s.outer_optim:
@@ -61,7 +61,7 @@ def gather_main(main: torch.Tensor, s: Spec) -> torch.Tensor:
     return flat.clone() if flat.data_ptr() == main.data_ptr() else flat
 
 
-def replicate(main: torch.Tensor, source: torch.Tensor, s: Spec) -> list[End]:
+def replicate(main: torch.Tensor, source: torch.Tensor, s: UnitSpec) -> list[End]:
     """Launches what brings main weights, [main_numel], to the parameters that last, [source_numel]; or bytes that were
     made of them. Over two axes one gather sends what another brings, and compute waits for neither: on a device a
     stream beside it does, on the CPU the second is launched when somebody waits.
@@ -95,7 +95,7 @@ def _whole(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str)
 
 def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], spec: str) -> None:
     """Reduces and accumulates gradients at once, packed ones; ``offsets`` say which parameters have one."""
-    s = Spec.decode(spec)
+    s = UnitSpec.decode(spec)
     buffer = owner(source)
     total = gfull if s.ahead == 1 else gfull.mul_(s.ahead)
     over, carried = s.meets, s.meets[:0]
@@ -117,7 +117,7 @@ def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], sp
     buffer.gradients.accumulate(total, offsets, 1 / (s.divide * s.ahead))
 
 
-def held_whole(s: Spec, sync: bool) -> bool:
+def held_whole(s: UnitSpec, sync: bool) -> bool:
     """Whether gradients are kept back before anything is communicated."""
     return not sync and (s.hold or s.world == 1) and s.held_numel > 0
 
@@ -128,20 +128,20 @@ def reduce_nothing(source: torch.Tensor, spec: str, wanted: bool = True) -> None
     """
     gradients = owner(source).gradients
     with gradients.left_out(wanted):
-        reduce_now(source, packed([], [], Spec.decode(spec), source.device), [], spec)
+        reduce_now(source, packed([], [], UnitSpec.decode(spec), source.device), [], spec)
     gradients.finish()
 
 
 def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
     """What markers have left to be reduced: from the source's shape to that of the main weights."""
-    s = Spec.decode(spec)
+    s = UnitSpec.decode(spec)
     grad = grad.to(s.precision.grad_comm)
     if s.replica:
         grad = scattered(grad, s, 0)
     return over_outer(grad, s) if s.outer > 1 else grad
 
 
-def packed(grads: list[torch.Tensor], offsets: list[int], s: Spec, device: torch.device) -> torch.Tensor:
+def packed(grads: list[torch.Tensor], offsets: list[int], s: UnitSpec, device: torch.device) -> torch.Tensor:
     """Gradients at their places among zeros, [full_numel] in the dtype that travels."""
     gfull = torch.zeros(s.full_numel, dtype=s.precision.grad_comm, device=device)
     if grads:
@@ -150,7 +150,7 @@ def packed(grads: list[torch.Tensor], offsets: list[int], s: Spec, device: torch
     return gfull
 
 
-def scattered(gfull: torch.Tensor, s: Spec, lane: int) -> torch.Tensor:
+def scattered(gfull: torch.Tensor, s: UnitSpec, lane: int) -> torch.Tensor:
     """This rank's part of the sum over the ranks of a lane."""
     gshard = gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
     pairs = segments(s.cut(lane), s.outer if lane >= 2 else s.world, gfull, gshard)
@@ -158,7 +158,7 @@ def scattered(gfull: torch.Tensor, s: Spec, lane: int) -> torch.Tensor:
     return gshard
 
 
-def over_outer(gshard: torch.Tensor, s: Spec) -> torch.Tensor:
+def over_outer(gshard: torch.Tensor, s: UnitSpec) -> torch.Tensor:
     """The sum of shards over the outer axis: in place, or this rank's part of it."""
     if s.outer_optim:
         return scattered(gshard, s, 2)
@@ -166,7 +166,7 @@ def over_outer(gshard: torch.Tensor, s: Spec) -> torch.Tensor:
     return gshard
 
 
-def summed(tensor: torch.Tensor, s: Spec, lane: int) -> End:
+def summed(tensor: torch.Tensor, s: UnitSpec, lane: int) -> End:
     """Launches the sum over the ranks of a lane, in place. Libraries add up in what travels: where that is narrower
     than the sum is to be, or has a format of its own, it is a reduce-scatter, and a gather that is launched when
     somebody waits. The same bytes. In int8 both are rounded: what is sent, and the sum.
@@ -193,7 +193,7 @@ def summed(tensor: torch.Tensor, s: Spec, lane: int) -> End:
     return InFlight(tensor.device, end)
 
 
-def on_any_rank(here: torch.Tensor, s: Spec) -> torch.Tensor:
+def on_any_rank(here: torch.Tensor, s: UnitSpec) -> torch.Tensor:
     """Where any rank that trains the unit says yes. ``here``: booleans."""
     told = here.to(torch.uint8)
     for group in filter(None, (s.group, s.outer_group)):

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from . import groups
-from .c10d_transport import Native
-from .desync import Company, Wire
-from .fake_transport import Mirror
-from .gloo_transport import Gloo
+from .c10d_transport import C10dTransport
+from .desync import GroupState, Wire
+from .fake_transport import FakeTransport
+from .gloo_transport import GlooTransport
 from .transport import Transport
 
 
@@ -29,20 +29,20 @@ def wire_of(name: str) -> Wire | None:
     return found if isinstance(found, Wire) and len(found.ranks) > 1 else None
 
 
-_companies: dict[str, tuple[weakref.ref[dist.ProcessGroup], Company | None]] = {}
+_companies: dict[str, tuple[weakref.ref[dist.ProcessGroup], GroupState | None]] = {}
 
 
-def company_of(name: str) -> Company | None:
+def group_state(name: str) -> GroupState | None:
     """The ranks of a group, where there is somebody to agree with."""
     group = groups.process_group(name)
     found = _companies.get(name)
     if found is None or found[0]() is not group:
         line = wire_of(name)
-        found = _companies[name] = (weakref.ref(group), None if line is None else Company(name, line))
+        found = _companies[name] = (weakref.ref(group), None if line is None else GroupState(name, line))
     return found[1]
 
 
-def companies() -> list[Company]:
+def group_states() -> list[GroupState]:
     """Of all groups that there are."""
     return [c for made, c in list(_companies.values()) if c is not None and made() is not None]
 
@@ -59,7 +59,7 @@ def count_load(names: Iterable[str], what: str, digest: int) -> None:
     """Counts a state dict that is loaded, once in each group that shares what it is loaded into (law 69)."""
     for name in set(names):
         with suppress(RuntimeError):  # a group that is gone has nobody to compare with
-            if (company := company_of(name)) is not None:
+            if (company := group_state(name)) is not None:
                 company.load(what, digest)
 
 
@@ -76,8 +76,12 @@ _transports: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], Transpo
 
 def _make(group: dist.ProcessGroup, device: str) -> Transport:
     if dist.get_backend(group) == "fake":
-        return Mirror(group)
-    return Gloo(group) if device == "cpu" and "cpu:gloo" in dist.get_backend_config(group) else Native(group)
+        return FakeTransport(group)
+    return (
+        GlooTransport(group)
+        if device == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+        else C10dTransport(group)
+    )
 
 
 _stand_in: Callable[[dist.ProcessGroup, str], Transport] | None = None

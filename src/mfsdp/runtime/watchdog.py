@@ -38,7 +38,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from . import execution, groups, transport_registry
-from .desync import Apart, Lost, end_all
+from .desync import DesyncError, PeerLostError, end_all
 
 log = logging.getLogger("mfsdp")
 
@@ -72,7 +72,7 @@ class Settings:
 class Seen:
     """A wait, and since when it lasts. It holds nothing that the run has under way."""
 
-    whose: weakref.ref[execution.Run]
+    whose: weakref.ref[execution.Execution]
     name: str
     waits: int
     since: float
@@ -81,7 +81,7 @@ class Seen:
 
 
 @dataclass(eq=False)
-class Watch:
+class Watchdog:
     """Looks after one process, as long as its default group lasts."""
 
     store: Any
@@ -191,7 +191,7 @@ class Watch:
             elif now - since > 5 * ANSWERS:
                 del self.open[number]
 
-    def _call(self, run: execution.Run, stall: str, waited: float) -> None:
+    def _call(self, run: execution.Execution, stall: str, waited: float) -> None:
         """Asks all ranks where they are, and tells them what that means."""
         waits, now = run.waits, time.monotonic()
         number = int(self.store.add("calls", 1))
@@ -224,7 +224,7 @@ class Watch:
     def _tell(self, text: str, ends: bool = True) -> None:
         log.error("%s", text)
         if self.settings.raises and ends:
-            end_all(list(transport_registry.companies()), text)
+            end_all(list(transport_registry.group_states()), text)
 
     # news
 
@@ -251,7 +251,11 @@ class Watch:
 
     def end_with(self, error: BaseException) -> None:
         """Tells the others what ends this process; not if that is another's end."""
-        if isinstance(error, (Apart, Lost)) or groups.default() is not self.group or os.getpid() != self.process:
+        if (
+            isinstance(error, (DesyncError, PeerLostError))
+            or groups.default() is not self.group
+            or os.getpid() != self.process
+        ):
             return
         said = [
             f"mfsdp: rank {self.rank} has ended with {type(error).__name__}: {error}",
@@ -263,7 +267,7 @@ class Watch:
 
     # what it says of its process
 
-    def state(self, now: float, run: execution.Run | None = None) -> dict[str, Any]:
+    def state(self, now: float, run: execution.Execution | None = None) -> dict[str, Any]:
         """Where this process is; in which run, if it is in several."""
         frames = _frames()
         main = frames.get(threading.main_thread().ident or 0)
@@ -271,7 +275,7 @@ class Watch:
         last, left = execution.last()
         return {
             "rank": self.rank,
-            "counts": {company.name: company.count for company in transport_registry.companies()},
+            "counts": {company.name: company.count for company in transport_registry.group_states()},
             "name": run.name if run is not None else "",
             "place": run.place if run is not None else "",
             "line": run.line_of_listing if run is not None else "",
@@ -408,7 +412,7 @@ def _attach(folder: Path, number: int, rank: int) -> None:
 
 # The one of this process
 
-_watch: Watch | None = None
+_watch: Watchdog | None = None
 _settings = Settings()
 
 
@@ -435,7 +439,7 @@ def begin() -> None:
     if store is not None:
         if sys.excepthook is not _hook:
             _former[:], sys.excepthook = [sys.excepthook], _hook
-        _watch = Watch(store, group, groups.rank(), groups.world(), _settings)
+        _watch = Watchdog(store, group, groups.rank(), groups.world(), _settings)
         _watch.thread.start()
 
 

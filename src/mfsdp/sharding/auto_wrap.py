@@ -28,7 +28,7 @@ from typing import Any
 from torch import nn
 
 from ..config.options import MixedPrecisionPolicy
-from ..state.sharding_plan import Placement
+from ..state.sharding_plan import ShardingPlan
 from .module import FSDPModule, own_class
 from .unit_assignment import Claim, matches
 
@@ -47,7 +47,7 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Large = Callable[[Iterable[nn.Parameter]], bool]
 
 
-def auto(whole: Claim, policy: MixedPrecisionPolicy, placement: Placement) -> list[str]:
+def auto(whole: Claim, policy: MixedPrecisionPolicy, placement: ShardingPlan) -> list[str]:
     """Names of the modules that become units (Note [Units of a model]); what they do not have is the root's.
 
     Args:

@@ -13,11 +13,11 @@ from ..state import torchao
 from ..state import transformer_engine as te
 from ..state.flat_buffer import FlatBuffer, Ref, UnitState
 from ..state.sharded_dtensor import carry_attributes
-from ..state.sharding_plan import Placement
+from ..state.sharding_plan import ShardingPlan
 from ..state.tp_shards import here
 from . import cross_rank_check
 from .module import hand_over
-from .rollback import Undo
+from .rollback import Rollback
 from .stale_optimizers import FORMER, forget_former, no_former_optimizer
 from .unit_assignment import Claim
 
@@ -36,13 +36,13 @@ def device_of(claims: list[Claim], device: torch.device | str | None) -> torch.d
     return chosen
 
 
-def ignore(param: nn.Parameter, undo: Undo) -> None:
+def ignore(param: nn.Parameter, undo: Rollback) -> None:
     if not hasattr(param, "_mfsdp_ignored"):
         param._mfsdp_ignored = True  # type: ignore[attr-defined]
         undo.steps.append(lambda: delattr(param, "_mfsdp_ignored"))
 
 
-def move_buffers(module: nn.Module, device: torch.device, undo: Undo) -> None:
+def move_buffers(module: nn.Module, device: torch.device, undo: Rollback) -> None:
     """Buffers go where parameters go, tied ones once; those on the meta device get theirs with their values."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for m in module.modules():
@@ -58,11 +58,11 @@ def move_buffers(module: nn.Module, device: torch.device, undo: Undo) -> None:
 def fill(
     claim: Claim,
     unit: UnitState,
-    placement: Placement,
+    placement: ShardingPlan,
     device: torch.device,
     reshard: bool,
     synced: Sequence[str],
-    undo: Undo,
+    undo: Rollback,
 ) -> None:
     """Makes the unit's buffers; takes values over, parameter by parameter, and frees the originals."""
     undo.steps.append(lambda: forget_former(unit))
@@ -78,7 +78,7 @@ def fill(
             _take_over(claim, draft.params.pop(0), ref, synced, undo)
 
 
-def _take_over(claim: Claim, param: nn.Parameter, ref: Ref, synced: Sequence[str], undo: Undo) -> None:
+def _take_over(claim: Claim, param: nn.Parameter, ref: Ref, synced: Sequence[str], undo: Rollback) -> None:
     buffer, weights, slot = ref.buffer, ref.buffer.weights, ref.slot
     carry_attributes(param, buffer.params[slot])
     with torch.no_grad():

@@ -22,7 +22,7 @@ SAMPLE = 2**10
 _VALUES = "value of "
 
 
-def compare(over: Sequence[str], structure: Sequence[str], values: Mapping[str, torch.Tensor]) -> None:
+def check_same_model(over: Sequence[str], structure: Sequence[str], values: Mapping[str, torch.Tensor]) -> None:
     """Compares this rank's model with those of the other ranks of some process groups; all call it together.
 
     Args:

@@ -62,7 +62,7 @@ class Ticket:
 
     def __init__(self, buffer: FlatBuffer, full: torch.Tensor | None):
         self.buffer, self.full = buffer, full
-        self.watch: mutation_check.Watch | None = None
+        self.watch: mutation_check.MutationCheck | None = None
         self.loans = Loans(buffer)
 
     def storage(self) -> torch.Tensor:
@@ -266,8 +266,8 @@ def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
     ticket = _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
     with torch.enable_grad():  # whoever reads them next may want gradients
         params = _Gather.apply(buffer.weights.source, buffer, full, ticket.loans.main_grads)  # type: ignore[no-untyped-call]
-    ticket.watch = mutation_check.Watch(buffer, params)
-    buffer_registry.own_whole(params, buffer)
+    ticket.watch = mutation_check.MutationCheck(buffer, params)
+    buffer_registry.register_full(params, buffer)
     return params  # type: ignore[no-any-return]
 
 

@@ -14,7 +14,7 @@ _KNOWN = {("torchao.float8.float8_linear", "Float8Linear"): ("weight",)}
 """By where a class is defined, and its name; tried on torchao 0.18."""
 
 
-def coded(module: nn.Module, name: str) -> bool:
+def fp8_weights_of(module: nn.Module, name: str) -> bool:
     """Whether a module's forward reads its parameter only as codes of one byte per element."""
     known = (_KNOWN.get((kind.__module__, kind.__name__), ()) for kind in type(module).__mro__)
     said = getattr(module, "quantized_parameters", ())
@@ -28,7 +28,7 @@ def tell(root: nn.Module) -> None:
         UserWarning: torchao was told to prepare weights for FSDP2's FP8 all-gather.
     """
     found = [m for m in root.modules() if getattr(getattr(m, "config", None), "enable_fsdp_float8_all_gather", False)]
-    if any(coded(m, "weight") for m in found):
+    if any(fp8_weights_of(m, "weight") for m in found):
         warnings.warn(
             "mfsdp: enable_fsdp_float8_all_gather=True is not needed and has no effect: FP8 weights travel in FP8 by "
             "themselves in compiled code, cast from the dtype that the module casts from, so that numbers are those of "

@@ -22,7 +22,7 @@ from .parallel import piece_of
 
 
 @dataclass
-class Blueprint:
+class MetaClone:
     """A model on the meta device as it was before it was sharded, if it was; and how it was."""
 
     model: nn.Module
@@ -33,7 +33,7 @@ class Blueprint:
     """What has become of tensors, by ``id``."""
 
 
-def blueprint(model: nn.Module) -> Blueprint:
+def clone_on_meta(model: nn.Module) -> MetaClone:
     """The plan of a model, which is not changed; parameters require gradients as when they were sharded.
 
     Raises:
@@ -109,7 +109,7 @@ def blueprint(model: nn.Module) -> Blueprint:
                 m.__dict__.pop(name, None)
     calls.sort(key=lambda made: made[0][0])
     made = [(given if len(given) > 1 else given[0], call, grid) for (_, call, grid), given in calls]
-    return Blueprint(out, made, twins)
+    return MetaClone(out, made, twins)
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:

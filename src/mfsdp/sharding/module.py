@@ -16,7 +16,7 @@ from ..state import state_dict_hooks
 from ..state import transformer_engine as te
 from ..state.flat_buffer import FlatBuffer, Ref, UnitState, refs
 from . import eager, fsdp2_api, hf_overrides
-from .rollback import Undo
+from .rollback import Rollback
 
 Casts = tuple[torch.dtype | None, torch.dtype | None]
 """What floating-point arguments of a unit's forward are cast to, and its results."""
@@ -146,7 +146,7 @@ def buffers_of(module: Any, recurse: bool) -> list[FlatBuffer]:
     return [buffer for unit in dict.fromkeys(units) for buffer in unit.buffers]
 
 
-def hand_over(owner: nn.Module, name: str, ref: Ref, former: Callable[[], nn.Parameter], undo: Undo) -> None:
+def hand_over(owner: nn.Module, name: str, ref: Ref, former: Callable[[], nn.Parameter], undo: Rollback) -> None:
     _put(owner, name, cast(nn.Parameter, ref.buffer.params[ref.slot]))
     owner.__dict__.setdefault("_mfsdp_refs", {})[name] = ref
     ref.buffer.place(owner._parameters, name, ref.slot)
@@ -172,7 +172,7 @@ def own_class(module: nn.Module) -> Any:
     return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
 
 
-def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, undo: Undo) -> None:
+def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, undo: Rollback) -> None:
     old = type(owner)
     owner.__dict__["_mfsdp_unit"] = unit
     owner.__class__ = _subclass(old, tuple(refs(owner)), is_unit, *casts)  # type: ignore[arg-type]

@@ -148,7 +148,7 @@ def _line(node: fx.Node) -> str:
 # Plain Python
 
 
-class Watch:
+class MutationCheck:
     """What the parameters of a gathered buffer were when forward got them.
 
     Versions count writes through a tensor and its views. Those through ``.data`` they do not count: for these the

@@ -27,11 +27,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ..runtime import groups
 from ..state.flat_buffer import refs
 from ..state.mesh import TENSOR
-from ..state.tp_shards import Piece
-from .rollback import Undo
+from ..state.tp_shards import TPShard
+from .rollback import Rollback
 
 
-def piece_of(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh | None) -> Piece | None:
+def piece_of(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh | None) -> TPShard | None:
     """What another parallelism has left of a parameter on this rank, ``None`` of one that is whole.
 
     Args:
@@ -48,12 +48,12 @@ def piece_of(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh |
         return param._mfsdp_piece  # type: ignore[no-any-return]
     if isinstance(param, DTensor):
         try:
-            return Piece.of(param)
+            return TPShard.of(param)
         except ValueError as error:
             raise ValueError(f"fully_shard: parameter {fqn} is a DTensor that cannot be sharded: {error}") from None
     over = _summed_over(owner)
     if over is not None:
-        copy = Piece.cut_of(over, (Replicate(),) * over.ndim, tuple(param.shape), plain=True, partial=True)
+        copy = TPShard.cut_of(over, (Replicate(),) * over.ndim, tuple(param.shape), plain=True, partial=True)
         return copy if over.size() > 1 else None
     return _by_attributes(fqn, param, owner, mesh)
 
@@ -67,7 +67,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
 """Attributes, by which value they mean something, and what."""
 
 
-def _by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh | None) -> Piece | None:
+def _by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh | None) -> TPShard | None:
     for name, (value, meaning) in _REFUSED.items():
         ranks = _ranks(owner, expert=name == "allreduce")
         if getattr(param, name, None) is value and ranks != 1:
@@ -94,7 +94,7 @@ def _by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: Device
         return None
     shape, dim = list(param.shape), getattr(param, "partition_dim", None)
     if not cut:
-        return Piece.cut_of(axis, (Replicate(),), tuple(shape), plain=True, partial=True)
+        return TPShard.cut_of(axis, (Replicate(),), tuple(shape), plain=True, partial=True)
     if not isinstance(dim, int) or not 0 <= dim < len(shape) or param.is_meta:
         why = (
             "is on the meta device: build the model where it will run"
@@ -105,7 +105,7 @@ def _by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: Device
     shape[dim] *= axis.size()
     stride = int(getattr(param, "partition_stride", 1))
     placement = Shard(dim) if stride == 1 else _StridedShard(dim, split_factor=stride)
-    piece = Piece.cut_of(axis, (placement,), tuple(shape), plain=True)
+    piece = TPShard.cut_of(axis, (placement,), tuple(shape), plain=True)
     if piece.local != tuple(param.shape):
         raise ValueError(
             f"fully_shard: parameter {fqn} is {list(param.shape)}, and partition_dim={dim}, partition_stride={stride} "
@@ -175,7 +175,7 @@ def _summed_over(module: nn.Module) -> DeviceMesh | None:
 
 
 def is_sum(hook: Any) -> bool:
-    """Whether a hook of a parameter is what `Piece.partial` does."""
+    """Whether a hook of a parameter is what `TPShard.partial` does."""
     return str(getattr(hook, "__module__", "")).startswith(_THEIRS) and hook.__name__ == "_all_reduce_grad"
 
 
@@ -201,11 +201,11 @@ def understood(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]) 
             )
 
 
-def adapt(modules: Iterable[nn.Module], undo: Undo) -> None:
+def adapt(modules: Iterable[nn.Module], undo: Rollback) -> None:
     """Makes forwards of transformers' styles leave ``_parameters`` alone, and call that of the module's new class."""
     for module in modules:
         cells = _cells(module) if refs(module) else {}
-        if "is_already_hooked" in cells:  # `Piece.partial` sums them
+        if "is_already_hooked" in cells:  # `TPShard.partial` sums them
             _forward(module, cells["original_forward"].cell_contents, undo)
         elif "self" in cells:
             style: Any = cells["self"].cell_contents
@@ -233,14 +233,14 @@ def _called(module: nn.Module, cell: types.CellType) -> Any:
     return types.MethodType(type(module).forward, module) if own else bound
 
 
-def _forward(module: nn.Module, original: Any, undo: Undo) -> None:
+def _forward(module: nn.Module, original: Any, undo: Rollback) -> None:
     theirs = module.__dict__.pop("forward")
     if getattr(original, "__self__", None) is not module:
         module.__dict__["forward"] = original
     undo.steps.append(lambda: module.__dict__.update(forward=theirs))
 
 
-def _put(thing: Any, name: str, value: Any, undo: Undo) -> None:
+def _put(thing: Any, name: str, value: Any, undo: Rollback) -> None:
     former = getattr(thing, name)
     setattr(thing, name, value)
     undo.steps.append(lambda: setattr(thing, name, former))

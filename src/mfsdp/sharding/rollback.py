@@ -12,7 +12,7 @@ from ..state.flat_buffer import Ref
 from ..state.sharded_dtensor import carry_attributes
 
 
-class Undo:
+class Rollback:
     """How to take changes back, in reverse order, when something fails.
 
     Originals are freed as their values are taken over. Undoing puts them back if somebody still holds them, or gives
@@ -30,7 +30,7 @@ class Undo:
         self.steps: list[Callable[[], None]] = []
         self.lost: list[str] = []
 
-    def __enter__(self) -> Undo:
+    def __enter__(self) -> Rollback:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

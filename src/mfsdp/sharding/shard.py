@@ -20,12 +20,12 @@ from ..state import state_dict_hooks, torchao
 from ..state import transformer_engine as te
 from ..state.flat_buffer import Outermost, UnitState, refs
 from ..state.mesh import TENSOR, Axes, axes
-from ..state.sharding_plan import OUTER, Placement, strategy_name
-from ..state.tp_shards import Piece, has_groups, here, over_tensor_ranks
+from ..state.sharding_plan import OUTER, ShardingPlan, strategy_name
+from ..state.tp_shards import TPShard, has_groups, here, over_tensor_ranks
 from . import auto_wrap, cross_rank_check, fp8_weights, fsdp2_api, materialize, parallel, te_modules, validate
 from .commit import device_of, fill, ignore, move_buffers
 from .module import FSDPModule, own_class, swap_class
-from .rollback import Undo
+from .rollback import Rollback
 from .stale_optimizers import no_optimizer
 from .unit_assignment import Claim, UnitLike, claim_parameters, described, match
 
@@ -152,7 +152,7 @@ def fully_shard(
     claims = claim_parameters(root, roots, ignored)
     target = device_of(claims, device)
     found = axes(mesh, dp_mesh_dims, target)
-    placement = Placement.of(strategy, outer_strategy, found, target.type)
+    placement = ShardingPlan.of(strategy, outer_strategy, found, target.type)
     if auto:
         units = auto_wrap.auto(claims[0], policy, placement)
         claims = claim_parameters(root, match(root, units), ignored)
@@ -183,12 +183,12 @@ def fully_shard(
             f"strategy {strategy}, outer {outer_strategy}, reshard_after_forward {reshard_after_forward}, {policy}, "
             f"may be unused: {', '.join(claim.fqn for claim in claims if claim.module in optional) or 'none'}"
         )
-        cross_rank_check.compare(groups, *described(claims, options, values=not sync_module_states))
+        cross_rank_check.check_same_model(groups, *described(claims, options, values=not sync_module_states))
     synced = groups if sync_module_states else []
     state_dict_hooks.teach()
     kinds = {(p.is_meta, te.quantised(p) or torchao.wrapped(p)) for claim in claims for p in claim.owners}
     keep = len({is_meta for is_meta, _ in kinds}) > 1 or any(quantised for _, quantised in kinds)
-    with torch.inference_mode(False), Undo(placement.cut == 1, keep) as undo:  # what is made here trains
+    with torch.inference_mode(False), Rollback(placement.cut == 1, keep) as undo:  # what is made here trains
         for param in ignored:
             ignore(param, undo)
         for claim in claims:
@@ -254,13 +254,13 @@ def _name(root: nn.Module, own: UnitState, outermost: Outermost) -> None:
             found[0][1].set_reshard_after_forward(True, recurse=False)
 
 
-def _nested_pieces(root: nn.Module) -> list[Piece]:
+def _nested_pieces(root: nn.Module) -> list[TPShard]:
     """Those of units of earlier calls."""
     found = [ref.piece for m in root.modules() for ref in refs(m).values()]
     return [piece for piece in found if piece is not None]
 
 
-def _apart_from(placement: Placement, pieces: Sequence[Piece], nested: Sequence[Piece]) -> None:
+def _apart_from(placement: ShardingPlan, pieces: Sequence[TPShard], nested: Sequence[TPShard]) -> None:
     """Makes sure that ranks of data parallelism have data of their own, not that of tensor parallelism's ranks.
 
     Raises:
@@ -281,7 +281,7 @@ def _apart_from(placement: Placement, pieces: Sequence[Piece], nested: Sequence[
                 )
 
 
-def _divide_alike(root: nn.Module, placement: Placement) -> None:
+def _divide_alike(root: nn.Module, placement: ShardingPlan) -> None:
     """Gradients of units of earlier calls are divided as those of this one, by all ranks whose losses are
     averaged, also where fewer of them hold the same parameters (experts).
     """
@@ -312,7 +312,7 @@ def _optional(root: nn.Module, asked: bool | Iterable[UnitLike], claims: Sequenc
     return set(chosen)
 
 
-def _together(root: nn.Module, found: Axes, placement: Placement) -> str:
+def _together(root: nn.Module, found: Axes, placement: ShardingPlan) -> str:
     """Name of the group of all ranks that share a model whose units may be left out; ``""`` for one process.
 
     Raises:

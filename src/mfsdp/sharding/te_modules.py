@@ -8,10 +8,10 @@ from torch import nn
 
 from ..state import transformer_engine as te
 from ..state.flat_buffer import refs
-from .rollback import Undo
+from .rollback import Rollback
 
 
-def adapt(root: nn.Module, undo: Undo) -> None:
+def adapt(root: nn.Module, undo: Rollback) -> None:
     """Tells modules that they are sharded; what they save beside parameters is left out where it is empty.
 
     Warns:

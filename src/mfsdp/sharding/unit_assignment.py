@@ -18,10 +18,10 @@ from ..config.layout import Layout, plan
 from ..config.options import MixedPrecisionPolicy, Precision
 from ..state import torchao
 from ..state import transformer_engine as te
-from ..state.sharding_plan import Placement
-from ..state.tp_shards import Piece, here
+from ..state.sharding_plan import ShardingPlan
+from ..state.tp_shards import TPShard, here
 from . import cross_rank_check, mutation_check, validate
-from .fp8_weights import coded
+from .fp8_weights import fp8_weights_of
 from .module import FSDPModule
 from .parallel import piece_of
 from .stale_optimizers import FORMER
@@ -96,7 +96,7 @@ class Draft:
     precision: Precision
     trainable: bool
     params: list[nn.Parameter]
-    pieces: list[Piece | None]
+    pieces: list[TPShard | None]
 
 
 @dataclass
@@ -110,12 +110,12 @@ class Claim:
     names: dict[nn.Parameter, str] = field(default_factory=dict)
     drafts: list[Draft] = field(default_factory=list)
 
-    def draft(self, policy: MixedPrecisionPolicy, placement: Placement, mesh: DeviceMesh | None) -> None:
+    def draft(self, policy: MixedPrecisionPolicy, placement: ShardingPlan, mesh: DeviceMesh | None) -> None:
         """Plans the unit's buffers, one for each kind of parameter."""
         kinds: dict[tuple[Precision, bool, bool], list[nn.Parameter]] = {}
         for param, places in self.owners.items():
             validate.wide_enough(self.fqn_of(param), param, policy)
-            code = all(coded(module, name) for module, name in places)
+            code = all(fp8_weights_of(module, name) for module, name in places)
             precision = policy.resolve(param.dtype, param.requires_grad or te.quantised(param))
             kinds.setdefault((precision, param.requires_grad, code), []).append(param)
         for (precision, trainable, _), params in kinds.items():
@@ -159,7 +159,7 @@ def claim_parameters(root: nn.Module, roots: list[nn.Module], ignored: set[nn.Pa
                 continue
             full = f"{fqn}.{name}" if fqn else name
             _not_taken(full, param)
-            validate.admit(full, param, m)
+            validate.validate(full, param, m)
             mutation_check.refuse_renormalising(m, full)
             home[param] = common(home[param], unit) if param in home else unit
             places.setdefault(param, []).append((m, name, full))

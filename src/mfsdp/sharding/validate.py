@@ -16,7 +16,7 @@ from ..state.tp_shards import here
 from .parallel import is_sum
 
 
-def admit(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
+def validate(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
     """Refuses a parameter that cannot be cut into rows of a flat buffer.
 
     Raises:

@@ -5,7 +5,7 @@ A scale for FP8 weights is computed from the largest magnitude in a block, and a
 so each takes the maximum over its own rows, and an all-reduce that over ranks. Both are needed once per optimizer step,
 however many microbatches follow, forward and backward: a program's first `maxima` brings those of all its units, for
 all grids that any program has asked of them. All ranks have to agree when that is: a write that one of them has made
-alone is an error, told in words where the program begins (`Maxima.due` is part of what is announced).
+alone is an error, told in words where the program begins (`AmaxTracker.due` is part of what is announced).
 
 Rows that are out as plain tensors may be written past what tells of writes; then the maximum would be an old one, and
 what has grown would be cut off at it. Of such buffers this rank's own part is computed again where a program begins;
@@ -41,7 +41,7 @@ class _Found:
     """Over those of all ranks, once they have arrived."""
     history: tuple[int, int]
     """Of the weights, when they were taken."""
-    run: execution.Run
+    run: execution.Execution
     """That has launched the all-reduce."""
     arrive: End | None
     """To be called before they are read, until then."""
@@ -54,7 +54,7 @@ class _Found:
         devices.follow(self.stream, self.bits)
 
 
-class Maxima:
+class AmaxTracker:
     """Those of one flat buffer, by grids as text."""
 
     def __init__(self, weights: Weights):
@@ -104,7 +104,7 @@ class Maxima:
         return torch.cat([block_scales.largest(*self._of.rows(main, grid.offset), grid) for grid in decode(text)])
 
 
-def _take(wanted: Sequence[tuple[Maxima, str]]) -> None:
+def _take(wanted: Sequence[tuple[AmaxTracker, str]]) -> None:
     """Launches one all-reduce for all of these, over each axis that cuts their main weights."""
     with torch.inference_mode(False), torch.no_grad():
         own = [m._own(text) for m, text in wanted]
@@ -123,7 +123,7 @@ def _take(wanted: Sequence[tuple[Maxima, str]]) -> None:
         found.arrive = partial(_arrive, end, founds)
 
 
-def _over(run: execution.Run, together: torch.Tensor, groups: Sequence[str]) -> End:
+def _over(run: execution.Execution, together: torch.Tensor, groups: Sequence[str]) -> End:
     """Launches maxima over the first of one or two groups; over the other when somebody waits."""
     arrived = run.all_reduce(together, "max", groups[0])
     if len(groups) == 1:

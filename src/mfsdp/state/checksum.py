@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from ..runtime import execution, sync_collectives
 from ..runtime.checksums import checksum as of_box
 from .parameter_names import original
-from .shard_spec import Sharding
+from .shard_spec import ShardSpec
 from .sharded_dtensor import ShardedDTensor
-from .tp_shards import Piece, here
+from .tp_shards import TPShard, here
 
 
 @overload
@@ -65,11 +65,11 @@ def _here(param: torch.Tensor) -> tuple[torch.Tensor, tuple[str, ...]]:
     """What this rank's part of a parameter adds to its number, and the groups whose ranks have the rest."""
     local = here(param)
     if isinstance(param, ShardedDTensor):
-        sharding: Sharding = param.sharding
+        sharding: ShardSpec = param.sharding
         parts = [(param.chunk_at(there), there) for there, _, _ in sharding.boxes()]
         groups, shape = sharding.over, sharding.shape
     elif isinstance(param, DTensor):
-        piece = Piece.of(param)
+        piece = TPShard.of(param)
         boxes = piece.boxes((0,) * len(piece.local), piece.local)
         parts = [(_cut(local, at, sizes), there) for there, at, sizes in boxes]
         groups, shape = piece.cut_by, piece.shape

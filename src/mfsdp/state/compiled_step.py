@@ -41,7 +41,7 @@ _SIZES = (2, 1 << 16, 1 << 31)
 many take wider indices."""
 
 
-class Run(Protocol):
+class CompiledRange(Protocol):
     """What is stepped."""
 
     flat: torch.nn.Parameter
@@ -114,7 +114,7 @@ class _Graph:
         return torch.tensor(found[:count], dtype=torch.float64, device=device), found[count:]
 
 
-class Steps:
+class CompiledSteps:
     """The steps of one optimizer.
 
     Args:
@@ -138,7 +138,7 @@ class Steps:
     def step(
         self,
         optimizer: Optimizer,
-        runs: Sequence[Run],
+        runs: Sequence[CompiledRange],
         state: Mapping[Any, Any],
         others: Sequence[list[torch.Tensor]],
         casts: AbstractContextManager[list[Any]],
@@ -170,8 +170,12 @@ class Steps:
         Optimizer.profile_hook_step(step)(optimizer)
 
     def _take(
-        self, optimizer: Any, runs: Sequence[Run], state: Mapping[Any, Any], behind: Callable[[Any], None] | None
-    ) -> list[Run]:
+        self,
+        optimizer: Any,
+        runs: Sequence[CompiledRange],
+        state: Mapping[Any, Any],
+        behind: Callable[[Any], None] | None,
+    ) -> list[CompiledRange]:
         """Steps the runs that can be; gives the others. What has to be compiled is, before any is stepped."""
         groups = [self._group(optimizer, number) for number in range(len(optimizer.param_groups))]
         ready, left = [], []
@@ -219,7 +223,7 @@ class Steps:
         given = [v for v in group.values() if isinstance(v, torch.Tensor) and not is_counter(v)]
         return _Group(self._statics[number], tuple(settings(group)[1]), given)
 
-    def _ready(self, optimizer: Any, run: Run, group: _Group, state: Mapping[Any, Any]) -> Any:
+    def _ready(self, optimizer: Any, run: CompiledRange, group: _Group, state: Mapping[Any, Any]) -> Any:
         """What a run is called with; compiled, if nothing like it has been. ``None``: the optimizer steps it itself."""
         gradient = getattr(run.flat, "decoupled_grad", None) if self.decoupled else run.flat.grad
         if gradient is None:

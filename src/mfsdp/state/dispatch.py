@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ..runtime import sync_collectives
 from . import load_count, unsupported
 from .shard_placement import RowShard, StridedRowShard
-from .shard_spec import Sharding
+from .shard_spec import ShardSpec
 from .sharded_dtensor import Handler, ShardedDTensor, dispatched_by
 from .weights import Weights
 
@@ -110,7 +110,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return ShardedDTensor(result, sharding) if isinstance(result, torch.Tensor) else result
 
 
-def _cut(func: Any, x: torch.Tensor, sharding: Sharding) -> torch.Tensor:
+def _cut(func: Any, x: torch.Tensor, sharding: ShardSpec) -> torch.Tensor:
     """This rank's part of a tensor that is used elementwise beside a sharded one; numbers stay as they are."""
     if isinstance(x, ShardedDTensor):
         if not sharding.same(x._sharding):
@@ -133,7 +133,7 @@ def _cut(func: Any, x: torch.Tensor, sharding: Sharding) -> torch.Tensor:
     return sharding.part(x)
 
 
-def _sharding_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharding:
+def _sharding_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardSpec:
     for x in (*args, *kwargs.values()):
         if isinstance(x, ShardedDTensor):
             return x._sharding
@@ -202,7 +202,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     buffer = None if target._mfsdp_written is None or target._sharding.home is None else target._sharding.home()
     if buffer is not None and (replicas := buffer.copies(target._sharding.slot)):  # alike only if seeds are
         what = f"values that {func._schema.name.removeprefix('aten::')} has drawn for {buffer.path}"
-        load_count.count(replicas, what, drawn, drawn.dtype)
+        load_count.record_load(replicas, what, drawn, drawn.dtype)
     return target
 
 
@@ -259,7 +259,7 @@ def _whole_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     return [1] * x.dim() if given.get("keepdim") else [], given
 
 
-def _all_reduce(partial: torch.Tensor, op: str, sharding: Sharding) -> torch.Tensor:
+def _all_reduce(partial: torch.Tensor, op: str, sharding: ShardSpec) -> torch.Tensor:
     if sharding.parts == 1:
         return partial
     total = partial.to(torch.uint8) if partial.dtype is torch.bool else partial.contiguous()
@@ -271,7 +271,7 @@ def _all_reduce(partial: torch.Tensor, op: str, sharding: Sharding) -> torch.Ten
     return total.bool() if partial.dtype is torch.bool else total
 
 
-def _extreme(partial: torch.Tensor, op: str, sharding: Sharding) -> torch.Tensor:
+def _extreme(partial: torch.Tensor, op: str, sharding: ShardSpec) -> torch.Tensor:
     """`_all_reduce`, in which a maximum or minimum keeps the NaNs of every rank."""
     if op == "sum" or not partial.is_floating_point():
         return _all_reduce(partial, op, sharding)

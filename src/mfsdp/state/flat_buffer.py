@@ -17,16 +17,16 @@ from ..config.layout import Layout
 from ..config.options import MixedPrecisionPolicy, Precision
 from ..config.plans import Plan
 from ..runtime import buffer_registry
-from ..runtime.join import LeftOut, Loose
+from ..runtime.join import OptionalUnits, SkippedUnit
 from ..runtime.runtime_checks import Health
-from ..runtime.step_prefetch import Ahead
+from ..runtime.step_prefetch import StepPrefetch
 from .gradients import Gradients
 from .optimizer_hooks import refuse_elsewhere
-from .shard_spec import Sharding
+from .shard_spec import ShardSpec
 from .sharded_dtensor import carry_attributes
 from .sharded_parameter import ShardedParameter
-from .sharding_plan import Placement
-from .tp_shards import Piece
+from .sharding_plan import ShardingPlan
+from .tp_shards import TPShard
 from .unsupported import refuse_inputs
 from .weights import Weights
 
@@ -39,13 +39,13 @@ class Outermost:
     inputs: tuple[str, ...]
     syncs: list[int] = field(default_factory=lambda: [0], compare=False)
     """How often gradients of any unit have been synchronised."""
-    ahead: Ahead = field(default_factory=Ahead, compare=False, repr=False)
+    ahead: StepPrefetch = field(default_factory=StepPrefetch, compare=False, repr=False)
     """What optimizers launch ahead of its forward."""
     health: Health = field(default_factory=Health, compare=False, repr=False)
     """What probes have found."""
     half: list[str] = field(default_factory=list, compare=False)
     """What has been begun to load and not finished."""
-    loose: Loose = field(default_factory=Loose, compare=False, repr=False)
+    loose: OptionalUnits = field(default_factory=OptionalUnits, compare=False, repr=False)
     """What its ranks may leave out of a step."""
     plan: Plan | None = field(default=None, compare=False, repr=False)
     """What the programs that read it follow."""
@@ -74,13 +74,13 @@ class FlatBuffer:
         self,
         unit: UnitState,
         layout: Layout,
-        placement: Placement,
+        placement: ShardingPlan,
         precision: Precision,
         *,
         trainable: bool,
         reshard: bool,
         device: torch.device,
-        pieces: Sequence[Piece | None] = (),
+        pieces: Sequence[TPShard | None] = (),
     ):
         refuse_elsewhere()
         refuse_inputs()
@@ -100,10 +100,10 @@ class FlatBuffer:
         home = weakref.ref(self)
         slots = range(len(layout.slots))
         self.pieces = tuple(pieces) or (None,) * len(slots)
-        shardings = [Sharding(layout, i, placement.mesh, placement.copies, home, self.pieces[i]) for i in slots]
+        shardings = [ShardSpec(layout, i, placement.mesh, placement.copies, home, self.pieces[i]) for i in slots]
         rows = [self.weights.view(self.weights.main, i) for i in slots]
         self.params = [ShardedParameter(r, s, trainable, self) for r, s in zip(rows, shardings, strict=True)]
-        self.left_out: LeftOut | None = None
+        self.left_out: SkippedUnit | None = None
         """Lets this rank take part where another one uses it, in a model whose ranks may leave units out."""
         self.places: dict[tuple[int, str], tuple[dict[str, Any], int]] = {}
         """Where its parameters hang: a module's ``_parameters`` and the slot, by ``id`` of the dict and name in it."""
@@ -175,7 +175,7 @@ class FlatBuffer:
     def _own_source(self) -> None:
         """Makes what programs read known as this buffer's."""
         source = self.weights.source.requires_grad_()  # nobody may register a hook otherwise
-        buffer_registry.own(source, self)
+        buffer_registry.register(source, self)
         self.gradients.watch(source)
         source.requires_grad_(self.trainable)
 
@@ -218,7 +218,7 @@ class Ref:
     unit: UnitState
     index: int
     """Which of the unit's buffers."""
-    piece: Piece | None = None
+    piece: TPShard | None = None
     """What another parallelism had left of it."""
     style: Any = None
     """What knows whether its module sees what is on this rank now, where it would see a DTensor: ``style.inside``."""

@@ -23,11 +23,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..runtime.step_prefetch import Departure
+from ..runtime.step_prefetch import GatherLauncher
 from . import transformer_engine as te
-from .compiled_step import KNOWN, Steps, unhooked
+from .compiled_step import KNOWN, CompiledSteps, unhooked
 from .flat_buffer import FlatBuffer
-from .host_state import Hosted, Streams, load
+from .host_state import HostedState, StateStreams, load
 from .optimizer_hooks import count, hooked, left_alone
 from .sharded_dtensor import ShardedDTensor
 from .sharded_parameter import ShardedParameter
@@ -101,11 +101,11 @@ def fully_shard_optimizer(
             "Leave out compile=True"
         )
     streamed = _streamed(_planned(optimizer) if offload is None else offload, base, compile)
-    steps = Steps(optimizer, base, use_decoupled_grad) if compile else None
+    steps = CompiledSteps(optimizer, base, use_decoupled_grad) if compile else None
     vars(optimizer).update(
         _mfsdp_decoupled=use_decoupled_grad, _mfsdp_compile=compile, _mfsdp_ahead=ahead, _mfsdp_offload=streamed
     )
-    optimizer._mfsdp_runs = _Runs(base, use_decoupled_grad, steps, ahead, streamed)  # type: ignore[attr-defined]
+    optimizer._mfsdp_runs = _ParamRanges(base, use_decoupled_grad, steps, ahead, streamed)  # type: ignore[attr-defined]
     optimizer.__class__ = _subclass(base)
     return optimizer
 
@@ -159,9 +159,9 @@ def _subclass(base: Any) -> Any:
                 loss = closure()
         runs = vars(self).get("_mfsdp_runs")
         if runs is None:  # a copy of one
-            steps = Steps(self, base, self._mfsdp_decoupled) if self._mfsdp_compile else None
+            steps = CompiledSteps(self, base, self._mfsdp_decoupled) if self._mfsdp_compile else None
             rest = self._mfsdp_ahead, self._mfsdp_offload
-            runs = self._mfsdp_runs = _Runs(base, self._mfsdp_decoupled, steps, *rest)
+            runs = self._mfsdp_runs = _ParamRanges(base, self._mfsdp_decoupled, steps, *rest)
         runs.step(self)
         count(runs.members)
         return loss
@@ -200,7 +200,7 @@ def _ours(param: Any) -> bool:
 
 
 @dataclass(eq=False)
-class _Run:
+class _ParamRange:
     """Parameters that step together."""
 
     buffer: FlatBuffer
@@ -219,7 +219,7 @@ class _Run:
     """Its part of a kept cast, which a compiled step writes along."""
     plan: Any = None
     """How it is called, compiled (`compiled`)."""
-    hosted: Hosted | None = None
+    hosted: HostedState | None = None
     """Its state, if that is streamed and there is any."""
 
     @property
@@ -253,7 +253,7 @@ TOGETHER = 64 << 20
 is as large. In smaller parts the host would be what a device waits for."""
 
 
-class _Behind:
+class _StepPrefetch:
     """What one step launches behind the steps of units (Note [Borders]).
 
     Args:
@@ -261,7 +261,7 @@ class _Behind:
         runs: what is stepped.
     """
 
-    def __init__(self, departures: list[Departure], runs: list[_Run]):
+    def __init__(self, departures: list[GatherLauncher], runs: list[_ParamRange]):
         self.departures = departures
         self.buffers: dict[FlatBuffer, None] = dict.fromkeys(b for d in departures for b in d.buffers)
         """Of units that forward wants first, in its order."""
@@ -271,12 +271,12 @@ class _Behind:
         self.kept: dict[FlatBuffer, Any] = {}
         """Kept casts that the step writes along."""
 
-    def ordered(self, runs: list[_Run]) -> list[_Run]:
+    def ordered(self, runs: list[_ParamRange]) -> list[_ParamRange]:
         """The runs of these units first."""
         place = {buffer: i for i, buffer in enumerate(self.buffers)}
         return sorted(runs, key=lambda run: place.get(run.buffer, len(place)))
 
-    def __call__(self, run: _Run) -> None:
+    def __call__(self, run: _ParamRange) -> None:
         """A run has been stepped."""
         buffer = run.buffer
         if buffer in self.left:
@@ -304,7 +304,7 @@ class _Behind:
             departure.abandon(error)
 
 
-class _Runs:
+class _ParamRanges:
     """The runs of one optimizer.
 
     Args:
@@ -313,11 +313,11 @@ class _Runs:
         streamed: whether state is on the host.
     """
 
-    def __init__(self, base: Any, decoupled: bool, steps: Steps | None, ahead: bool, streamed: bool):
+    def __init__(self, base: Any, decoupled: bool, steps: CompiledSteps | None, ahead: bool, streamed: bool):
         self.base, self.decoupled, self.steps, self.ahead = base, decoupled, steps, ahead
-        self.streams = Streams() if streamed else None
+        self.streams = StateStreams() if streamed else None
         self.members: Members = {}
-        self.runs: list[_Run] = []
+        self.runs: list[_ParamRange] = []
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
 
     def step(self, optimizer: Optimizer) -> None:
@@ -333,7 +333,7 @@ class _Runs:
         if not departures:
             self._step(optimizer, None, self.runs)
             return
-        behind = _Behind(departures, self.runs)
+        behind = _StepPrefetch(departures, self.runs)
         try:
             self._step(optimizer, behind, behind.ordered(self.runs))
             behind.end()
@@ -341,7 +341,7 @@ class _Runs:
             behind.abandon(error)
             raise
 
-    def _departures(self, optimizer: Optimizer) -> list[Departure]:
+    def _departures(self, optimizer: Optimizer) -> list[GatherLauncher]:
         """What may be launched behind the steps of units, by model."""
         if not self.ahead:
             return []
@@ -350,7 +350,7 @@ class _Runs:
         found = (ahead.depart(self.members, mine, name) for ahead, name in models.items())
         return [departure for departure in found if departure is not None]
 
-    def _step(self, optimizer: Optimizer, behind: _Behind | None, runs: list[_Run]) -> None:
+    def _step(self, optimizer: Optimizer, behind: _StepPrefetch | None, runs: list[_ParamRange]) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         params = [g["params"] for g in groups]
         plain = [[p for p in own if not _ours(p)] for own in params]
@@ -402,7 +402,7 @@ class _Runs:
             state.update(order)
 
     def _in_parts(
-        self, optimizer: Optimizer, *, plain: list[list[Any]], runs: list[_Run], behind: _Behind | None
+        self, optimizer: Optimizer, *, plain: list[list[Any]], runs: list[_ParamRange], behind: _StepPrefetch | None
     ) -> None:
         """The optimizer's own step, one of torch's, on some runs at a time (`_parts`); on what is not sharded with the
         last of them.
@@ -425,14 +425,14 @@ class _Runs:
         for group, own in zip(optimizer.param_groups, every, strict=True):  # as hooks behind it see them
             group["params"] = own
 
-    def _parts(self, runs: list[_Run], early: list[FlatBuffer]) -> list[list[_Run]]:
+    def _parts(self, runs: list[_ParamRange], early: list[FlatBuffer]) -> list[list[_ParamRange]]:
         """What is stepped in one call: the runs of each unit that forward wants first, of the others as many as have
         `TOGETHER` bytes; with streamed state one run, and nothing at last.
         """
         if self.streams is not None:
             return [*([run] for run in runs), []]
         parts = [[run for run in runs if run.buffer is buffer] for buffer in early]
-        rest, size = list[_Run](), 0
+        rest, size = list[_ParamRange](), 0
         for run in runs:
             if run.buffer not in early:
                 if rest and size + run.flat.nbytes > TOGETHER:
@@ -442,7 +442,7 @@ class _Runs:
                 size += run.flat.nbytes
         return [*parts, rest]
 
-    def _lent(self, optimizer: Optimizer, runs: list[_Run]) -> AbstractContextManager[None]:
+    def _lent(self, optimizer: Optimizer, runs: list[_ParamRange]) -> AbstractContextManager[None]:
         """Around one call: the state of its run is on the device."""
         if self.streams is None or not runs:
             return nullcontext()
@@ -450,7 +450,7 @@ class _Runs:
         return self.streams.lent(run, self.state, tells=not optimizer.param_groups[run.group].get("fused"))
 
     @contextmanager
-    def _casts(self, along: set[FlatBuffer], behind: _Behind | None) -> Iterator[list[Any]]:
+    def _casts(self, along: set[FlatBuffer], behind: _StepPrefetch | None) -> Iterator[list[Any]]:
         """Around the compiled part of a step: lends runs their parts of casts that are kept (Note [Kept casts]), and
         takes down whose were written along, all but those of runs that it is given back.
         """
@@ -460,13 +460,13 @@ class _Runs:
             run.cast = None if whole is None else whole[run.start : run.start + run.flat.numel()]
         if behind is not None:
             behind.kept = kept
-        left: list[_Run] = []
+        left: list[_ParamRange] = []
         yield left
         along.update({buffer for buffer, cast in kept.items() if cast is not None} - {run.buffer for run in left})
         for buffer in along:
             buffer.weights.written_along()
 
-    def _untouched(self, optimizer: Optimizer, run: _Run) -> bool:
+    def _untouched(self, optimizer: Optimizer, run: _ParamRange) -> bool:
         """Whether the parameters' state is what the run shows: nobody has loaded another."""
         return all(optimizer.state.get(run.buffer.params[s]) is run.shown.get(s) for s in run.slots)
 
@@ -486,7 +486,7 @@ class _Runs:
         end = max((at.shard_offset + at.numel for at in ranges), default=0)
         main = buffer.weights.main.detach()
         weights = main[start:end] if ranges else main.new_zeros(1)
-        run = _Run(buffer, slots, start, nn.Parameter(weights), group, ghost=not ranges)
+        run = _ParamRange(buffer, slots, start, nn.Parameter(weights), group, ghost=not ranges)
         self.runs.append(run)
         given = optimizer.state.get(buffer.params[slots[0]], {})
         room = self._room(run, {k: v.dtype for k, v in given.items() if isinstance(v, ShardedDTensor)})
@@ -501,16 +501,16 @@ class _Runs:
         if self.state.get(run.flat):
             self._show(optimizer, run)
 
-    def _room(self, run: _Run, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    def _room(self, run: _ParamRange, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
         """Memory for state of a run's length, of any content."""
         numel, device = run.flat.numel(), run.flat.device
         if self.streams is None:
             return {key: torch.empty(numel, dtype=dtype, device=device) for key, dtype in dtypes.items()}
         if dtypes:
-            run.hosted = Hosted(tuple(dtypes.items()), numel, device)
+            run.hosted = HostedState(tuple(dtypes.items()), numel, device)
         return {} if run.hosted is None else run.hosted.tensors
 
-    def _show(self, optimizer: Optimizer, run: _Run) -> bool:
+    def _show(self, optimizer: Optimizer, run: _ParamRange) -> bool:
         """Makes the parameters' state views into the run's, if the optimizer has made it anew; whether it has."""
         mine = self.state.get(run.flat, {})
         if len(mine) == len(run.made) and all(run.made.get(key) is value for key, value in mine.items()):
@@ -523,7 +523,7 @@ class _Runs:
         return True
 
 
-def _seen(optimizer: Optimizer, key: str, value: Any, run: _Run, slot: int, param: ShardedParameter) -> Any:
+def _seen(optimizer: Optimizer, key: str, value: Any, run: _ParamRange, slot: int, param: ShardedParameter) -> Any:
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     if value.shape != run.flat.shape:

@@ -34,7 +34,7 @@ import torch
 
 from ..runtime import host_memory
 from .optimizer_hooks import cut_whole_state
-from .shard_spec import Sharding
+from .shard_spec import ShardSpec
 from .sharded_dtensor import ShardedDTensor
 
 ALIGNED = 256
@@ -44,11 +44,11 @@ Kinds = tuple[tuple[str, torch.dtype], ...]
 """State that is as long as the weights: names and dtypes."""
 
 
-class Run(Protocol):
+class HostRange(Protocol):
     """What is stepped."""
 
     flat: torch.nn.Parameter
-    hosted: Hosted | None
+    hosted: HostedState | None
     """Its state, once there is any."""
 
     @property
@@ -56,7 +56,7 @@ class Run(Protocol):
         """What errors call it."""
 
 
-class Hosted:
+class HostedState:
     """The state of one run: a block of bytes on the host.
 
     Args:
@@ -73,7 +73,7 @@ class Hosted:
         """The same, with a version of its own: what copies write is no write."""
         self.tensors = self.over(self.block)
         """What parameters' state shows views of."""
-        self.stored: host_memory.End | None = None
+        self.stored: host_memory.CopyHandle | None = None
         """Of a store that may be under way."""
         self.stale = False
         """Whether it has been written through DTensors since it was loaded."""
@@ -95,7 +95,7 @@ class Hosted:
             stored.landed()
             self.stored = None
 
-    def show(self, rows: torch.Tensor, sharding: Sharding) -> HostedDTensor:
+    def show(self, rows: torch.Tensor, sharding: ShardSpec) -> HostedDTensor:
         """Rows of one of its tensors, as users see them."""
         out = HostedDTensor(rows, sharding)
         out._mfsdp_written = self
@@ -105,7 +105,7 @@ class Hosted:
 class HostedDTensor(ShardedDTensor):
     """One whose rows are on the host; whoever asks for them waits for the store that may be on its way there."""
 
-    _mfsdp_written: Hosted | None = None
+    _mfsdp_written: HostedState | None = None
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]
@@ -122,7 +122,7 @@ class HostedDTensor(ShardedDTensor):
         return ShardedDTensor(self._local_tensor, self._sharding).__reduce_ex__(protocol)
 
     @classmethod
-    def _alike(cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool) -> ShardedDTensor:
+    def _alike(cls, local: torch.Tensor, sharding: ShardSpec, requires_grad: bool) -> ShardedDTensor:
         return ShardedDTensor(local, sharding, requires_grad)
 
     def beside(self, rows: torch.Tensor) -> ShardedDTensor:
@@ -142,9 +142,9 @@ class _Room:
     """Memory on the device for the state of one run."""
 
     memory: torch.Tensor
-    hosted: Hosted | None = None
+    hosted: HostedState | None = None
     """Whose state is in it, or on its way."""
-    loaded: host_memory.End | None = None
+    loaded: host_memory.CopyHandle | None = None
     version: int = -1
     """Of the state on the host, when it was loaded."""
 
@@ -157,17 +157,17 @@ class _Room:
 
 
 @dataclass(eq=False)
-class Streams:
+class StateStreams:
     """The state of one optimizer's runs on its way through the device."""
 
     _rooms: list[_Room] = field(default_factory=list)
-    _order: list[Hosted] = field(default_factory=list)
+    _order: list[HostedState] = field(default_factory=list)
     """What the step takes."""
     _at: int = 0
-    _new: list[host_memory.End] = field(default_factory=list)
+    _new: list[host_memory.CopyHandle] = field(default_factory=list)
     """Stores of state that this step has made."""
 
-    def begin(self, runs: Sequence[Run]) -> None:
+    def begin(self, runs: Sequence[HostRange]) -> None:
         """A step begins, and takes these runs in this order."""
         self._order, self._at, self._new = [run.hosted for run in runs if run.hosted is not None], 0, []
         devices = {run.flat.device for run in runs}
@@ -193,14 +193,14 @@ class Streams:
             self._rooms.clear()  # ends of copies hold what is under way
             self._rooms += [_Room(torch.empty(nbytes, dtype=torch.uint8, device=device)) for _ in range(count)]
 
-    def _load(self, hosted: Hosted, room: _Room) -> None:
+    def _load(self, hosted: HostedState, room: _Room) -> None:
         stores = [end for h in (hosted, room.hosted) if h is not None and (end := h.stored) is not None]
         version, hosted.stale, room.hosted = hosted.block._version, False, None
         room.loaded = host_memory.copy([(room.memory[: hosted.nbytes], hosted.memory)], "in", stores)
         room.hosted, room.version = hosted, version
 
     @contextmanager
-    def lent(self, run: Run, state: dict[Any, dict[str, Any]], tells: bool) -> Iterator[None]:
+    def lent(self, run: HostRange, state: dict[Any, dict[str, Any]], tells: bool) -> Iterator[None]:
         """Around the step of one run, the next in order: its state is on the device.
 
         Args:
@@ -239,7 +239,7 @@ class Streams:
                 "before it are new, those behind it are old, both with their state"
             ) from error
 
-    def _enter(self, hosted: Hosted | None) -> tuple[_Room | None, dict[str, torch.Tensor]]:
+    def _enter(self, hosted: HostedState | None) -> tuple[_Room | None, dict[str, torch.Tensor]]:
         """The room that a run's state is in, and what is there."""
         if hosted is None:
             return None, {}
@@ -254,7 +254,7 @@ class Streams:
         return room, hosted.over(room.memory)
 
     def _leave(
-        self, run: Run, room: _Room | None, there: Mapping[str, torch.Tensor], state: Mapping[str, Any]
+        self, run: HostRange, room: _Room | None, there: Mapping[str, torch.Tensor], state: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Launches the store of a run that has been stepped, and the load of the one after the next; its state, on the
         host.
@@ -264,7 +264,7 @@ class Streams:
             return dict(state)
         kinds, hosted = tuple((k, v.dtype) for k, v in tensors.items()), run.hosted
         if hosted is None or hosted.kinds != kinds:
-            hosted = Hosted(kinds, run.flat.numel(), run.flat.device)
+            hosted = HostedState(kinds, run.flat.numel(), run.flat.device)
         stays = room is not None and hosted is run.hosted and all(there.get(k) is v for k, v in tensors.items())
         if room is not None and stays:
             pairs: host_memory.Pairs = [(hosted.memory, room.memory[: hosted.nbytes])]
@@ -292,7 +292,7 @@ class Streams:
         if behind < len(self._order) or not following.exposed:
             self._load(following, room)
 
-    def end(self, runs: Sequence[Run], looked_at: bool) -> None:
+    def end(self, runs: Sequence[HostRange], looked_at: bool) -> None:
         """A step is done.
 
         Args:
@@ -303,7 +303,7 @@ class Streams:
             if run.hosted is not None and (looked_at or run.hosted.exposed):
                 run.hosted.settle()
 
-    def forget(self, runs: Sequence[Run]) -> None:
+    def forget(self, runs: Sequence[HostRange]) -> None:
         """Other runs take their place. Their last stores end, for whoever still has their state; if one has failed, he
         is told when he looks.
         """

@@ -15,7 +15,7 @@ FEW = 64
 """About so many values of a tensor are compared."""
 
 
-def count(groups: Iterable[str], name: str, value: Any, dtype: torch.dtype) -> None:
+def record_load(groups: Iterable[str], name: str, value: Any, dtype: torch.dtype) -> None:
     """Counts what is loaded, for the ranks of some groups to compare: its name, and of a whole tensor, which every rank
     has to give alike, some values, read in a dtype.
     """

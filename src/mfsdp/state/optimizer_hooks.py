@@ -118,7 +118,7 @@ def _cut(param: ShardedDTensor, name: str, value: Any) -> Any:
         )
     owner = getattr(param, "_mfsdp_owner", None)
     if owner is not None:
-        load_count.count(owner.spec.meets, f"{name} of {path}", value, value.dtype)
+        load_count.record_load(owner.spec.meets, f"{name} of {path}", value, value.dtype)
     return torch.empty_like(param.detach(), dtype=value.dtype).copy_(value)
 
 

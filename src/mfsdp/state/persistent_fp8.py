@@ -45,7 +45,7 @@ class _Codes:
     """Of the weights that they are of, once they have arrived."""
 
 
-class Lasting:
+class PersistentFp8:
     """Those of one flat buffer, by recipe."""
 
     def __init__(self, weights: Weights):

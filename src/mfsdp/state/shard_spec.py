@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from ..config.layout import Layout, Local
 from ..runtime import execution, groups, sync_collectives
 from .shard_placement import RowShard, StridedRowShard
-from .tp_shards import Box, Piece, concatenated, has_groups
+from .tp_shards import Box, TPShard, concatenated, has_groups
 
 
 def local_mesh(
@@ -45,7 +45,7 @@ def layout_rank(mesh: DeviceMesh) -> int:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class ShardSpec:
     """Who holds what of one tensor. A parameter shares it with its gradient and its optimizer state."""
 
     layout: Layout
@@ -55,7 +55,7 @@ class Sharding:
     """Where nothing is cut, and ``mesh`` is this rank alone: the ranks that all hold it whole."""
     home: Any = field(default=None, compare=False, repr=False)
     """A weak reference to the flat buffer that the parameter lies in, if it is one of a model."""
-    piece: Piece | None = None
+    piece: TPShard | None = None
     """What another parallelism had left of it, which is what is cut here."""
 
     @property
@@ -175,7 +175,7 @@ class Sharding:
         rows = (at.numel // columns, at.param_offset // columns) if at.shape[1:] == shape[1:] else None
         return (*(RowShard(rows, last=False) for _ in range(self.mesh.ndim - 1)), RowShard(rows))
 
-    def _rows_of(self, piece: Piece) -> tuple[Placement, ...]:
+    def _rows_of(self, piece: TPShard) -> tuple[Placement, ...]:
         cuts = piece.factor(0) if self.shape and self.copies is None else 1
         return self._rows() if cuts == 1 else (StridedRowShard(cuts),) * self.mesh.ndim
 
@@ -186,7 +186,7 @@ class Sharding:
             return [(offsets, offsets, sizes) for offsets, sizes in chunks]
         return [box for chunk in chunks for box in self.piece.boxes(*chunk)]
 
-    def same(self, other: Sharding) -> bool:
+    def same(self, other: ShardSpec) -> bool:
         """Whether ranks hold the same rows of tensors of the same shape."""
         if self is other or other.__dict__.get("_like") is self:
             return True

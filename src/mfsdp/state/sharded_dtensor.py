@@ -22,8 +22,8 @@ from ..config.layout import Layout, Segment, Slot
 from ..runtime import groups, sync_collectives
 from . import eager_autograd, torchao
 from . import transformer_engine as te
-from .shard_spec import Sharding, strides_of
-from .tp_shards import Piece
+from .shard_spec import ShardSpec, strides_of
+from .tp_shards import TPShard
 
 
 def _subclasses_dispatch() -> bool:
@@ -93,7 +93,7 @@ _DETACHES = (torch.Tensor.detach, torch.detach)
 
 
 class ShardedDTensor(DTensor):
-    """A DTensor whose local tensor is the range of rows that its `Sharding` gives this rank.
+    """A DTensor whose local tensor is the range of rows that its `ShardSpec` gives this rank.
 
     Args:
         local: this rank's rows, of shape ``sharding.local().shape``.
@@ -101,7 +101,7 @@ class ShardedDTensor(DTensor):
     """
 
     _local_tensor: torch.Tensor
-    _sharding: Sharding
+    _sharding: ShardSpec
     _mfsdp_written: Any = None
     """What it is a view of, weights or gradients of a flat buffer, if it is: ``stale`` is set when it is written to,
     ``exposed`` when somebody gets its rows as a plain tensor."""
@@ -109,7 +109,7 @@ class ShardedDTensor(DTensor):
     """The numbers that it was computed with, outside of forward (`outside`)."""
 
     @staticmethod
-    def __new__(cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool = False) -> ShardedDTensor:
+    def __new__(cls, local: torch.Tensor, sharding: ShardSpec, requires_grad: bool = False) -> ShardedDTensor:
         spec = sharding.spec(local.dtype)
         out = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, strides=spec.stride, dtype=local.dtype, device=local.device, requires_grad=requires_grad
@@ -144,7 +144,7 @@ class ShardedDTensor(DTensor):
         )
 
     @property
-    def sharding(self) -> Sharding:
+    def sharding(self) -> ShardSpec:
         return self._sharding
 
     def beside(self, rows: torch.Tensor) -> ShardedDTensor:
@@ -263,7 +263,7 @@ class ShardedDTensor(DTensor):
         return whole
 
     @classmethod
-    def _alike(cls, local: torch.Tensor, sharding: Sharding, requires_grad: bool) -> ShardedDTensor:
+    def _alike(cls, local: torch.Tensor, sharding: ShardSpec, requires_grad: bool) -> ShardedDTensor:
         return cls(local, sharding, requires_grad)
 
     # torch.distributed.checkpoint asks for these before it looks at placements (law 24)
@@ -359,7 +359,7 @@ def _rebuilt(
     mesh: DeviceMesh,
     written: tuple[int, int] | None,
     requires_grad: bool,
-    piece: Piece | None = None,
+    piece: TPShard | None = None,
 ) -> ShardedDTensor:
     """What comes out of a pickle: rows without a model.
 
@@ -375,10 +375,10 @@ def _rebuilt(
         )
     shape, offset, row, full_start, chunk, world = place
     layout = Layout(world, (Slot("", shape, offset, row),), (Segment(full_start, 0, chunk),), (0,))
-    return ShardedDTensor(local, Sharding(layout, 0, mesh, piece=piece), requires_grad)
+    return ShardedDTensor(local, ShardSpec(layout, 0, mesh, piece=piece), requires_grad)
 
 
-torch.serialization.add_safe_globals([_rebuilt, Piece])  # for weights_only, as torch does for DTensor
+torch.serialization.add_safe_globals([_rebuilt, TPShard])  # for weights_only, as torch does for DTensor
 
 
 def take_foreach_paths(kind: type[ShardedDTensor]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch._guards import TracingContext
 from torch.utils.hooks import RemovableHandle
 
-from .shard_spec import Sharding
+from .shard_spec import ShardSpec
 from .sharded_dtensor import ShardedDTensor, take_foreach_paths
 
 
@@ -30,7 +30,7 @@ class ShardedParameter(ShardedDTensor):
     def __new__(
         cls,
         local: torch.Tensor,
-        sharding: Sharding,
+        sharding: ShardSpec,
         requires_grad: bool = True,
         owner: Any = None,
     ) -> ShardedParameter:
@@ -40,7 +40,7 @@ class ShardedParameter(ShardedDTensor):
         out._mfsdp_grad = None
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.requires_grad.__set__(out, True)  # type: ignore[attr-defined]  # no hook otherwise
-            torch.Tensor.register_post_accumulate_grad_hook(out, _brought)
+            torch.Tensor.register_post_accumulate_grad_hook(out, _autograd_view)
             torch.Tensor.requires_grad.__set__(out, requires_grad)  # type: ignore[attr-defined]
         return out
 
@@ -133,7 +133,7 @@ class ShardedParameter(ShardedDTensor):
         return super().__deepcopy__(memo)
 
 
-def _brought(param: torch.Tensor) -> None:
+def _autograd_view(param: torch.Tensor) -> None:
     """What autograd itself has brought to a parameter, from outside of forward, belongs to its ``.grad`` too."""
     assert isinstance(param, ShardedParameter)
     with torch._C.DisableTorchFunctionSubclass():

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.layout import Layout
 from ..config.options import Precision
-from ..config.units import Spec
+from ..config.units import UnitSpec
 from ..runtime import groups
 from .mesh import Axes
 from .shard_spec import layout_rank, local_mesh
@@ -66,7 +66,7 @@ def strategy_name(strategy: str | int) -> str:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ShardingPlan:
     """A strategy on the ranks of a mesh.
 
     ``mesh`` holds the ranks that cut main weights: 1-D, or (outer, shard), where the parts of one outer rank lie beside
@@ -85,13 +85,13 @@ class Placement:
     copies: DeviceMesh | None = field(default=None, hash=False, compare=False)
     """The ranks that hold everything whole, under ``no_shard``; ``mesh`` is this rank alone then."""
     strides: tuple[int, int] = (1, 0)
-    """From one rank to the next along the shard and the outer axis (`Spec.stride`)."""
+    """From one rank to the next along the shard and the outer axis (`UnitSpec.stride`)."""
     beside: tuple[str, ...] = ()
     """Names of the process groups of tensor parallelism in the mesh that was given: the same data, and weights that it
     has not cut are the same too."""
 
     @staticmethod
-    def of(strategy: str, outer_strategy: str, axes: Axes, device: str) -> Placement:
+    def of(strategy: str, outer_strategy: str, axes: Axes, device: str) -> ShardingPlan:
         """The placement of a strategy.
 
         Args:
@@ -115,7 +115,7 @@ class Placement:
             cut = outer_strategy == "optim" and outer > 1
             groups = _groups(shard, device) + _groups(both, device)
             strides = _step(grid[0]), _step(grid[:, 0])
-            return Placement(
+            return ShardingPlan(
                 both if cut else shard, size, outer, groups, cut, not roles.params and size > 1, strides=strides
             )
         one, step = axes.one(), _step(grid.flatten().sort()[0])
@@ -124,11 +124,11 @@ class Placement:
             raise ValueError("outer_strategy='optim' needs a mesh with an outer axis, (dp_outer, dp_shard)")
         over = _groups(one, device)
         if roles.grads or size == 1:
-            return Placement(one, size, 1, over + alone, False, not roles.params and size > 1, strides=(step, 0))
+            return ShardingPlan(one, size, 1, over + alone, False, not roles.params and size > 1, strides=(step, 0))
         if roles.optim:
-            return Placement(one, 1, size, alone + over, True, False, strides=(1, step))
+            return ShardingPlan(one, 1, size, alone + over, True, False, strides=(1, step))
         mine = local_mesh(one.device_type, (1,))
-        return Placement(mine, 1, size, alone + over, False, False, copies=one, strides=(1, step))
+        return ShardingPlan(mine, 1, size, alone + over, False, False, copies=one, strides=(1, step))
 
     @property
     def ranks(self) -> int:
@@ -145,10 +145,10 @@ class Placement:
         """This rank's number in the layout."""
         return layout_rank(self.mesh)
 
-    def spec(self, layout: Layout, precision: Precision, reshard: bool) -> Spec:
+    def spec(self, layout: Layout, precision: Precision, reshard: bool) -> UnitSpec:
         """How a buffer with that layout is communicated."""
         further = self.outer if self.outer_optim else 1
-        return Spec(
+        return UnitSpec(
             world=self.world,
             group=self.groups[0],
             reduce_group=self.groups[1],

@@ -21,7 +21,7 @@ from ..runtime import buffer_registry, devices, sync_collectives
 from . import load_count, parameter_names
 from . import transformer_engine as te
 from .flat_buffer import refs
-from .shard_spec import Sharding
+from .shard_spec import ShardSpec
 from .sharded_dtensor import ShardedDTensor
 
 
@@ -124,7 +124,7 @@ def _fitting(name: str, mine: ShardedDTensor, whole: torch.Tensor) -> torch.Tens
     return whole
 
 
-def _agree(here: Iterable[str], shardings: Iterable[Sharding]) -> None:
+def _agree(here: Iterable[str], shardings: Iterable[ShardSpec]) -> None:
     """Makes sure that all ranks give the same names: who gives none would keep what it had.
 
     Raises:
@@ -150,7 +150,7 @@ def loaded(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
     for name, ref in refs(module).items():
         param, value = module._parameters.get(name), state.get(prefix + name)
         if param is not None and value is not None:
-            load_count.count(ref.buffer.spec.meets, f"{prefix}{name}", value, param.dtype)
+            load_count.record_load(ref.buffer.spec.meets, f"{prefix}{name}", value, param.dtype)
 
 
 # Names

@@ -33,7 +33,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TPShard:
     """A piece of a parameter, and what it is a piece of."""
 
     mesh: DeviceMesh
@@ -49,14 +49,14 @@ class Piece:
     """Whether gradients of ranks that hold the same are summands, of a plain one."""
 
     @staticmethod
-    def of(param: DTensor) -> Piece:
+    def of(param: DTensor) -> TPShard:
         """The piece that a DTensor is on this rank.
 
         Raises:
             ValueError: it is no piece but a summand, or cut in a way that is not known.
         """
         mesh, placements = param.device_mesh, tuple(param.placements)
-        piece, found = Piece.cut_of(mesh, placements, tuple(param.shape)), tuple(here(param).shape)
+        piece, found = TPShard.cut_of(mesh, placements, tuple(param.shape)), tuple(here(param).shape)
         if piece.local != found:
             raise ValueError(f"{placements} of {list(param.shape)} make {list(piece.local)}, and {list(found)} is here")
         return piece
@@ -68,7 +68,7 @@ class Piece:
         shape: tuple[int, ...],
         plain: bool = False,
         partial: bool = False,
-    ) -> Piece:
+    ) -> TPShard:
         """This rank's piece of a parameter of that shape.
 
         Raises:
@@ -78,7 +78,7 @@ class Piece:
         if coordinate is None:
             raise ValueError(f"this rank is not in its mesh, {mesh}")
         runs = runs_of(shape, tuple(mesh.shape), tuple(coordinate), placements)
-        return Piece(mesh, placements, shape, runs, plain, partial)
+        return TPShard(mesh, placements, shape, runs, plain, partial)
 
     @property
     def local(self) -> tuple[int, ...]:

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..config.units import Spec
+from ..config.units import UnitSpec
 from ..runtime import devices, execution, step_prefetch, sync_collectives
 from ..runtime.checksums import checksum
 from ..runtime.transport import End
-from .amax import Maxima
-from .persistent_fp8 import Lasting
+from .amax import AmaxTracker
+from .persistent_fp8 import PersistentFp8
 
 if TYPE_CHECKING:
     from .flat_buffer import FlatBuffer
@@ -63,7 +63,7 @@ class Weights:
         if spec.kept:
             self.source = torch.empty(spec.source_numel, dtype=precision.comm, device=device)
             self.source.untyped_storage().resize_(0)
-        self.maxima, self.lasting = Maxima(self), Lasting(self)
+        self.maxima, self.lasting = AmaxTracker(self), PersistentFp8(self)
         self._cast: torch.Tensor | None = None
         """This rank's shard in the dtype that travels, [layout.shard_numel], once a program has asked for it."""
         self._exposed = False
@@ -147,7 +147,7 @@ class Weights:
         return self._of.path
 
     @property
-    def spec(self) -> Spec:
+    def spec(self) -> UnitSpec:
         """How the buffer is communicated."""
         return self._of.spec
 
