@@ -63,7 +63,7 @@ def gather(p: Program, *, keep_cast: bool = False) -> None:
             gathered += 1
     if not gathered:
         p.note("no parameter is read here")
-    elif not any(u.spec.gathers or u.spec.kept for u in p.units):
+    elif not any(u.spec.gathers or u.spec.persistent for u in p.units):
         p.note("nothing to gather: parameters are views into the shard")
     if kept:
         p.note(kept)
@@ -73,7 +73,7 @@ def _gather_unit(p: Program, unit: Unit, markers: list[Node], keep_cast: bool) -
     first, spec, precision = markers[0], unit.spec, unit.spec.precision
     flat = markers[0].args[0]
     assert isinstance(flat, Node) and all(m.args[0] is flat for m in markers)
-    if spec.kept:
+    if spec.persistent:
         if p.phase != "backward":
             p.insert(ops.refresh, (flat,), first, Role(Kind.REFRESH, unit.name, Lane.GATHER))
             p.insert(ops.wait, (flat, []), first, Role(Kind.WAIT, unit.name, Lane.GATHER))

@@ -56,7 +56,7 @@ def insert_checks(p: Program, *, finite: bool = False, replicas: bool = False) -
     if not (finite or replicas):
         p.note("off")
         return
-    if replicas and any(unit.spec.loose for unit in p.units):
+    if replicas and any(unit.spec.any_optional for unit in p.units):
         p.note("replicas are not compared: units may be unused, and ranks may run other programs")
         if not finite:
             return

@@ -61,7 +61,7 @@ def quantize(p: Program, *, on: bool = True) -> None:
     done, bits = 0, []
     for unit, params in p.by_unit(Kind.PARAM).items():
         markers = [n for n in params if n.target is ops.param]
-        found = reads(p, markers) if unit.spec.world > 1 or unit.spec.kept else []
+        found = reads(p, markers) if unit.spec.world > 1 or unit.spec.persistent else []
         if not any(read.codes for read in found):
             bits += [f"{_width(unit)}: {read.reason}, as it is" for read in found if read.foreign][:1]
             continue
@@ -86,7 +86,7 @@ def _width(unit: Unit) -> str:
 
 def _hinders(unit: Unit, found: list[Read]) -> str:
     """Why a unit cannot be quantised before it travels, ``""`` if it can."""
-    if unit.spec.loose:
+    if unit.spec.any_optional:
         return "units of its model may be unused, and maxima are taken of all of a program's at once"
     if unit.spec.precision.wire is not None:
         return f"{unit.spec.precision.wire} was asked for by name"
@@ -100,7 +100,7 @@ def _hinders(unit: Unit, found: list[Read]) -> str:
             return f"{name} is not quantised"
         if len(read.codes) > 1:
             return f"{name} is quantised in {len(read.codes)} ways here"
-        if unit.spec.kept and read.codes[0].constants:
+        if unit.spec.persistent and read.codes[0].constants:
             return f"{name} lasts, and its scale hangs on {read.codes[0].constants[0]}, a tensor of this program's own"
     first = found[0].codes[0]
     for read in found[1:]:
@@ -127,12 +127,12 @@ def _quantize_unit(p: Program, unit: Unit, found: list[Read]) -> None:
         name = f"{unit.name}_scale"
         scales.append(p.insert(ops.spread, (shard, values, encode(grids), text), first, cast, name))
     element = shard
-    if unit.spec.precision.main is not unit.spec.precision.comm or unit.spec.kept:
+    if unit.spec.precision.main is not unit.spec.precision.comm or unit.spec.persistent:
         element = p.insert(ops.cast, (shard, text), first, cast, f"{unit.name}_cast")
     code = _recipe(p, found[0].codes[0], element, scales, first, cast)
     p.rename(code, f"{unit.name}_code")
     waited = Role(Kind.WAIT, unit.name, Lane.GATHER)
-    if unit.spec.kept:
+    if unit.spec.persistent:
         kept, args = Role(Kind.CODES, unit.name, Lane.GATHER), (code, shard, _key(found), p.phase == "backward", text)
         codes = p.insert(ops.refresh_codes, args, first, kept, f"{unit.name}_codes")
         p.insert(ops.wait, (codes, [code]), first, waited)

@@ -78,7 +78,7 @@ def _reduce_sharded(p: Program, unit: Unit, markers: list[Node]) -> None:
     role = Role(Kind.GFULL, unit.name)
     grads = [fold(lambda a, b: p.insert(aten.add.Tensor, (a, b), ready, role), by_offset[o]) for o in offsets]
     spec, text = unit.spec, unit.spec.encode()
-    total = _bucket(p, unit, shard, grads, offsets, spec.ahead, ready)
+    total = _bucket(p, unit, shard, grads, offsets, spec.predivide, ready)
     hold = Role(Kind.HOLD, unit.name)
     if spec.world > 1:
         if spec.hold:
@@ -92,7 +92,7 @@ def _reduce_sharded(p: Program, unit: Unit, markers: list[Node]) -> None:
         else:
             p.insert(ops.all_reduce, (total, text, 2), ready, Role(Kind.ALL_REDUCE, unit.name, lane))
             p.insert(ops.wait, (total, []), ready, Role(Kind.WAIT, unit.name, lane))
-    after = 1 / (spec.divide * spec.ahead)
+    after = 1 / (spec.divide * spec.predivide)
     p.insert(ops.accumulate, (shard, total, offsets, after), ready, Role(Kind.ACCUMULATE, unit.name))
     p.set_results([None if r in sums else r for r in p.results()])
     for node in sorted(sums, reverse=True):

@@ -156,7 +156,7 @@ def _serve(rank: int, world: int, backend: str, folder: str, pipe: Any, environm
         if (
             "mfsdp.runtime.static_buffers" in sys.modules
         ):  # what a test leaves behind uses no static buffer of the next one
-            sys.modules["mfsdp.runtime.static_buffers"].forget()
+            sys.modules["mfsdp.runtime.static_buffers"].reset()
         pipe.send(answer)
 
 

@@ -150,7 +150,7 @@ def test_specs_say_it(words):
     p = mfsdp.MixedPrecisionPolicy(**words).resolve(F32)
     spec = UnitSpec(2, "g", "r", (16, 144), p, 4.0, True, 2, "o", "q", True)
     assert UnitSpec.decode(spec.encode()) == spec
-    assert spec.coded(0) == 16 + 4 + 144 + 8 and spec.coded(2) == 8 + 4 + 72 + 4
+    assert spec.int8_bytes(0) == 16 + 4 + 144 + 8 and spec.int8_bytes(2) == 8 + 4 + 72 + 4
 
 
 @pytest.mark.parametrize("strategy", [0, 3])

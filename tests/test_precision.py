@@ -179,7 +179,7 @@ def test_how_sums_are_taken(grad_sum, sums):
     p = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=BF16, grad_sum=grad_sum).resolve(F32)
     assert (p.sum(64), p.sum(65)) == sums
     spec = UnitSpec(64, "g", "r", (16,), p, 64.0 * 65, True, 65, "o", "q")
-    assert UnitSpec.decode(spec.encode()) == spec and (spec.sum(0), spec.sum(2)) == sums
+    assert UnitSpec.decode(spec.encode()) == spec and (spec.sum_dtype(0), spec.sum_dtype(2)) == sums
     assert mfsdp.MixedPrecisionPolicy(grad_sum=grad_sum).resolve(F32).sum(65) is F32, "nothing is narrow"
     half = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=F16, grad_sum=grad_sum).resolve(F32)
     assert (UnitSpec(64, "g", "r", (16,), half, 64.0, True).ahead < 1) == (grad_sum == "native"), "it may not fit fp16"

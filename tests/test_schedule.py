@@ -19,14 +19,16 @@ from torch.utils import _pytree as pytree
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.compiler import backend
+from mfsdp.compiler import program_info
 from mfsdp.config.hardware import hardware
 from mfsdp.ir import byte_costs, ops, printer
 from mfsdp.ir.program import Program, slot_of
 from mfsdp.ir.roles import Kind
 from mfsdp.passes.inplace_wgrad import inplace_wgrad
 from mfsdp.reports.profile import Outline
-from mfsdp.runtime import compiled_program, devices, execution, groups, kernels, static_buffers
+from mfsdp.runtime import devices, execution, groups, kernels, static_buffers
+from mfsdp.runtime.compiled_program import CompiledProgram
+from mfsdp.runtime.program_info import ProgramInfo
 from mfsdp.state.gradients import Gradients
 from tests.models import CASES, GPT, MLP, Block
 from tests.parity import batches, compiled, whole
@@ -566,7 +568,7 @@ class Forked(nn.Module):
 def test_outer_replicas_compare_which_gradients_they_bring():
     program = toy2("backward", mesh_shape=(2, 4))
     pipeline.run(program)
-    sequences = backend.collectives(program)
+    sequences = program_info.collectives(program)
     assert len(sequences) == 2
     for sequence in sequences.values():
         assert sum(text.startswith("accumulate u") and text.endswith("of [0,1048576]") for text in sequence) == 2
@@ -629,7 +631,7 @@ def interrupted() -> tuple[int, list[int]]:
 
     for _ in range(3):
         with pytest.raises(ValueError, match="out of memory"):
-            compiled_program.compiled_program(Outline("MLP", "forward", ()), fails)([])
+            CompiledProgram(ProgramInfo(Outline("MLP", "forward", ())), fails)([])
     run(x).sum().backward()
     return len(execution.current().pending), [
         s.vacant() for (_, name), s in static_buffers._slots.items() if name == "p0"

@@ -84,8 +84,8 @@ def narrow(numel: int) -> bool:
     f32, bf16 = torch.float32, torch.bfloat16
     place = ShardingPlan.of("no_shard", "no_shard", axes(None, None, torch.device("cpu")), "cpu")
     spec = place.spec(plan([("w", (numel,))], 1), Precision(f32, bf16, bf16, bf16, f32), True)
-    assert spec.sum(2) is f32
-    with execution.announced("a sum", *spec.meets):
+    assert spec.sum_dtype(2) is f32
+    with execution.announced("a sum", *spec.peer_groups):
         summed(mine, spec, 2)()
     return torch.equal(mine, first.to(torch.bfloat16))
 

@@ -22,6 +22,7 @@ from mfsdp.compiler.capture import Capture, sources
 from mfsdp.config.options import Options
 from mfsdp.reports.profile import Outline
 from mfsdp.runtime.desync import GroupState
+from mfsdp.runtime.program_info import ProgramInfo
 from tests.parity import whole
 from tests.toys import offloaded
 
@@ -165,6 +166,6 @@ def test_every_option_and_layout_counts():
 
 def test_what_cannot_be_kept_is_compiled_anew():
     """Nothing of it reaches the user, and AOTAutograd is not told that there is a key."""
-    made = compile_cache.CachedProgram(lambda args: args, {"outline": Outline("toy", "forward", ())}, "a program")
+    made = compile_cache.CachedProgram(lambda args: args, ProgramInfo(Outline("toy", "forward", ())), "a program")
     made.keep()
     assert not hasattr(made, "_fx_graph_cache_key")

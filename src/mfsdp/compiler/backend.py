@@ -19,19 +19,17 @@ from ..config.options import PLANNED, Options
 from ..config.plans import DoesNotFit, Plan
 from ..cost_model.auto_prefetch import AutoPrefetch
 from ..cost_model.offload_schedule import OffloadTiming
-from ..ir import ops, printer, saved_copies
+from ..ir import printer, saved_copies
 from ..ir.byte_costs import nbytes
-from ..ir.program import GIVEN, READ, Phase, Program, first_launches, group_of, lane_of, slot_of
-from ..ir.roles import Kind, role
+from ..ir.program import Phase, Program
 from ..reports import dump
 from ..reports.dump import Dump
-from ..reports.profile import Outline, outline
-from ..runtime import buffer_registry, compiled_program, groups, watchdog
-from ..runtime.step_prefetch import First
+from ..runtime import buffer_registry, groups, watchdog
 from ..sharding import mutation_check
 from . import attention_masks, control_flow, lowering, outlining, schedule_check
 from .capture import Capture, path_of, sources
 from .compile_cache import CachedProgram, cache_key
+from .program_info import program_info
 from .stitched import Stitched
 
 log = logging.getLogger("mfsdp")
@@ -116,22 +114,11 @@ def mfsdp(
         schedule = only_tells("the schedule in the log", None, printer.schedule, program)
         log.info("mfsdp: graph%d %s: %s, %s", number, phase, program.name, schedule)
         only_tells("artifacts of tlparse", None, dump.artifacts, number, phase, stages)
-        sequences = collectives(program)
         operations, driven = schedule_check.listed(program), schedule_check.listed(program, driven=True)
         show = None
         if dumped is not None and groups.rank() == 0:
             show = only_tells("files in dump=", None, dumped.add, program, stages)
-        marks = {
-            "outline": only_tells(
-                "names of operations in errors, stacks and profiles", Outline(program.name, phase, ()), outline, program
-            ),
-            "sequences": sequences, "sources": sharded(program),
-            "keeping": holding(program), "reads": [] if phase == "backward" else reading(program),
-            "meets": list(dict.fromkeys([*(g for unit in program.units for g in unit.spec.meets), *sequences])),
-            "probed": (chosen.check_finite, chosen.check_replicas) if program.find(Kind.PROBE) else (0, 0),
-            "measured": measuring(program), "rooms": static(program), "frames": chosen.frames, **beside(program),
-            "first": [] if phase == "backward" or chosen.prefetch == 0 or loose(program) else leading(program),
-        }  # fmt: skip
+        info = program_info(program, chosen)
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
             if show is not None:
@@ -141,7 +128,7 @@ def mfsdp(
             elif chosen.check and code:
                 schedule_check.compare(operations, code)
             out = CachedProgram(
-                compiled, marks, f"{phase} of {program.name}", decide.found if decide is not None else {}
+                compiled, info, f"{phase} of {program.name}", decide.found if decide is not None else {}
             )
             if key:
                 out.keep()
@@ -182,40 +169,6 @@ def _plan_of(inputs: Sequence[Any]) -> Plan | None:
     return next((b.unit.outermost.plan for t in inputs if (b := buffer_registry.owner(t)) is not None), None)
 
 
-def collectives(program: Program) -> dict[str, list[str]]:
-    """The collectives of a program by group (that of the gathers), in order, and which gradients they bring: what all
-    of its ranks must have alike. Units have their paths in it, or where those come: equal layers are not the same layer
-    (law 39), and may share a program.
-    """
-    out: dict[str, list[str]] = {}
-    told = {unit for unit, _ in sharded(program).values()}
-    for node in program.nodes:
-        r = role(node)
-        if node.target is ops.collective:  # shapes may depend on data, and under tensor parallelism on the rank
-            verb, dtype = node.args[1], node.meta["val"].dtype
-            out.setdefault(group_of(program, node), []).append(f"{verb} {dtype} over {r.unit} of {program.name}")  # type: ignore[union-attr]
-            continue
-        if r is None or node.target not in (*ops.OURS, ops.accumulate):
-            continue
-        unit = program.unit(r.unit)
-        path = compiled_program.PATH.format(unit.name) if unit.name in told else unit.fqn
-        line = only_tells("lines of the listing", str(node.target), printer.text, node)
-        spec, text = unit.spec, f"{line}  unit '{path}' of {program.name}"
-        if node.target is ops.accumulate:
-            for group in spec.meets:
-                gradient = only_tells("lines of the listing", "", printer.operand, node.args[2])
-                out.setdefault(group, []).append(f"{text}  of {gradient}")
-        else:
-            once = node.target in (ops.refresh, ops.refresh_codes, ops.maxima)
-            groups: tuple[str, ...] = (spec.outer_group if lane_of(node) >= 2 else spec.group,)
-            if once and spec.kept:
-                further = node.target is ops.maxima or spec.replica
-                groups = spec.gathering if further else spec.gathering[-1:]
-            for group in groups:
-                out.setdefault(group, []).append(f"{text}  {r.lane.value}  {spec.cutting}")
-    return out
-
-
 def _whole_budget(gm: fx.GraphModule) -> None:
     """Refuses what makes torch compute random operations again with other numbers (pytorch#190758).
 
@@ -229,62 +182,6 @@ def _whole_budget(gm: fx.GraphModule) -> None:
             "be wrong (pytorch#190758). Leave torch._functorch.config.activation_memory_budget at 1.0; to save memory, "
             "checkpoint layers (torch.utils.checkpoint)"
         )
-
-
-def sharded(program: Program) -> dict[int, tuple[str, str]]:
-    """Which of a program's arguments are sources of units, and the units' names and paths."""
-    places = enumerate(program.gm.graph.find_nodes(op="placeholder"))
-    found = {i: r.unit for i, n in places if (r := role(n)) is not None and r.kind is Kind.SHARD}
-    return {i: (name, program.unit(name).fqn) for i, name in found.items()}
-
-
-def holding(program: Program) -> set[int]:
-    """Which of them belong to units whose gradients it may keep back."""
-    sources = {node.args[0] for node in program.nodes if node.target is ops.hold}
-    return {i for i, n in enumerate(program.gm.graph.find_nodes(op="placeholder")) if n in sources}
-
-
-def measuring(program: Program) -> list[int]:
-    """Which of them belong to units whose maxima it reads (Note [Maxima])."""
-    units = {n.args[0] for n in program.nodes if n.target is ops.maxima}
-    return [i for i, n in enumerate(program.gm.graph.find_nodes(op="placeholder")) if n in units]
-
-
-def beside(program: Program) -> dict[str, Any]:
-    """What of a program decides whether it may run beside another (Note [Turns])."""
-    exchanges = any(n.target is ops.collective for n in program.nodes)
-    results = program.results() if program.phase == "backward" else ()
-    silent = 0 if any(isinstance(result, fx.Node) for result in results) else len(results)
-    places = enumerate(program.gm.graph.find_nodes(op="placeholder"))
-    given = [i for i, n in places if n.meta.get(GIVEN)] if silent else []
-    return {"exchanges": exchanges, "silent": silent, "given": given}
-
-
-def static(program: Program) -> dict[tuple[torch.device, str], int]:
-    """Bytes of the static buffers of a program, by device and name."""
-    slots = ((node.meta["val"].device, slot) for node in program.nodes if (slot := slot_of(node)))
-    return {(device, slot): program.slots[slot] for device, slot in slots}
-
-
-def loose(program: Program) -> bool:
-    """Whether ranks may leave out units of its model (Note [Standing in])."""
-    return any(unit.spec.loose for unit in program.units)
-
-
-def leading(program: Program) -> list[First]:
-    """What a program launches before it waits for anything, of units."""
-    sources = {unit: i for i, (unit, _) in sharded(program).items()}
-    found = []
-    for node in first_launches(program):
-        shard, *rest = node.args
-        text, slot = (*rest, -1)[:2] if rest else ("", -1)
-        found.append(First(sources[role(node).unit], text, slot, casts=shard.op != "placeholder"))  # type: ignore[arg-type, union-attr]
-    return found
-
-
-def reading(program: Program) -> list[int]:
-    """Which of a program's arguments parameters are read through."""
-    return [i for i, n in enumerate(program.gm.graph.find_nodes(op="placeholder")) if n.meta.get(READ)]
 
 
 def _no_pieces(inputs: Sequence[Any], names: Sequence[str]) -> None:

@@ -243,7 +243,7 @@ class Capture:
             r, name = role(node), node.meta.get(INPUT)
             if r is not None and r.kind is Kind.SHARD:
                 spec = program.unit(r.unit).spec
-                whole = spec.kept and spec.source_numel == spec.full_numel
+                whole = spec.persistent and spec.source_numel == spec.full_numel
                 program.rename(node, f"{r.unit}_{'full' if whole else 'shard'}")
             elif name:
                 program.rename(node, name)
@@ -369,7 +369,7 @@ def _storage(owner: fx.Node) -> tuple[fx.Node, torch.Tensor | None]:
     assert isinstance(value, torch.Tensor) and isinstance(shard, fx.Node)
     if spec.precision.comm is not spec.precision.compute:
         return owner, value
-    ours = spec.gathers or not (spec.kept or spec.precision.main is spec.precision.comm)
+    ours = spec.gathers or not (spec.persistent or spec.precision.main is spec.precision.comm)
     return shard, value.new_empty(spec.full_numel) if ours else None
 
 

@@ -1,9 +1,10 @@
 """What torch's caches keep of a compiled program, so that a restart runs neither the passes nor a compiler.
 
-Note [Warm starts] AOTAutograd's cache keeps, for a graph that Dynamo has traced, where Inductor's cache has the code of
-its forward and of its backward. On a hit neither the passes nor a lowering run. So what we put into Inductor's cache is
-a `CachedProgram`: the code, and all that the backend has found out about the program (names, what ranks compare, which
-arguments are shards).
+Note [Warm starts]
+AOTAutograd's cache keeps, for a graph that Dynamo has traced, where Inductor's cache has the code of its forward and of
+its backward. On a hit neither the passes nor a lowering run. So what we put into Inductor's cache is a `CachedProgram`:
+the code, and all that the backend has found out about the program (names, what ranks compare, which arguments are
+shards).
 
 The key says everything that decides what the passes do: torch's own key (the traced graph with the specs in it, its
 inputs, torch's version and settings), and `cache_key`: every source file of this package, the options, the units with
@@ -35,7 +36,9 @@ from torch.distributed.tensor import DTensor
 from ..config.options import Options
 from ..cost_model.auto_prefetch import Key, agree
 from ..pipeline import Table
-from ..runtime import compiled_program, groups
+from ..runtime import groups
+from ..runtime.compiled_program import CompiledProgram
+from ..runtime.program_info import ProgramInfo
 from .capture import Capture
 from .compile_workers import afterwards
 from .stitched import Stitched, part
@@ -50,17 +53,17 @@ class CachedProgram:
 
     Args:
         code: what runs it.
-        marks: the arguments of `programs.marked` besides.
+        info: facts about it.
         about: a line for the log.
         decided: the depths of prefetching that ranks have agreed on for the graph (Note [One depth for all]).
     """
 
     _triton_bundle = guards_expr = extern_libs_key = None
 
-    def __init__(self, code: Any, marks: Mapping[str, Any], about: str, decided: Mapping[Key, int] | None = None):
-        self.code, self.marks, self.about, self.decided = code, marks, about, dict(decided or {})
+    def __init__(self, code: Any, info: ProgramInfo, about: str, decided: Mapping[Key, int] | None = None):
+        self.code, self.info, self.about, self.decided = code, info, about, dict(decided or {})
         self._boxed_call = True  # of its own: torch's wrappers copy what an object has
-        self._run = compiled_program.compiled_program(run=code, **marks)
+        self._run = CompiledProgram(info, code)
 
     def __call__(self, args: list[Any]) -> Any:
         return self._run(args)
@@ -91,7 +94,7 @@ class CachedProgram:
         self._fx_graph_cache_debug_lines: list[str] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        code, state = self.code, {"marks": self.marks, "about": self.about, "decided": self.decided}
+        code, state = self.code, {"info": self.info, "about": self.about, "decided": self.decided}
         if isinstance(code, Stitched):
             frozen = {name: _frozen(body) for name, body in code.bodies.items()}
             return {"code": (code.driver, frozen, code.dying, code.constants), **state}

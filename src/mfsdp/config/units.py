@@ -51,7 +51,7 @@ class UnitSpec:
     """The same of the outer axis; 0: ``world``."""
     optional: bool = False
     """Whether ranks may leave the unit out of a step (``may_be_unused``)."""
-    loose: bool = False
+    any_optional: bool = False
     """Whether they may leave out any unit of its model: then each collective is announced by itself."""
 
     @property
@@ -64,7 +64,7 @@ class UnitSpec:
         return self.world * self.shard_numel
 
     @property
-    def kept(self) -> bool:
+    def persistent(self) -> bool:
         """Whether programs read parameters from a copy that lasts, not from the main weights."""
         return self.replica or self.outer_optim
 
@@ -76,7 +76,7 @@ class UnitSpec:
     @property
     def main_numel(self) -> int:
         """Elements of one rank's main weights."""
-        return sum(self.cut(2 if self.outer_optim else 0))
+        return sum(self.splits_on(2 if self.outer_optim else 0))
 
     @property
     def ranks(self) -> int:
@@ -89,7 +89,7 @@ class UnitSpec:
         return self.world > 1 and not self.replica
 
     @property
-    def held_numel(self) -> int:
+    def unreduced_numel(self) -> int:
         """Elements of the gradients that a rank keeps between synchronisations, besides the accumulator."""
         if self.world > 1 and self.hold:
             return self.full_numel
@@ -100,52 +100,52 @@ class UnitSpec:
         """Names of process groups by lane number: gathers and reductions of the shard axis, of the outer axis."""
         return self.group, self.reduce_group, self.outer_group, self.outer_reduce_group
 
-    def reduces(self, lane: int) -> str:
+    def reduce_group_on(self, lane: int) -> str:
         """Name of the group of a reduction on that lane; the second one of its axis, if there is one, wherever it comes
         from, where another rank may do it in uncompiled code (Note [Standing in]).
         """
-        return self.groups[lane | 1 if self.loose and self.groups[lane | 1] else lane]
+        return self.groups[lane | 1 if self.any_optional and self.groups[lane | 1] else lane]
 
     @property
-    def cutting(self) -> str:
+    def sizes(self) -> str:
         """Its sizes, for people: elements per rank of each segment, and ranks."""
         return f"{'+'.join(map(str, self.splits))} x {self.world}"
 
     @property
-    def gathering(self) -> tuple[str, ...]:
+    def gather_groups(self) -> tuple[str, ...]:
         """Names of the groups that parameters are gathered over."""
         return tuple(filter(None, (self.group, self.outer_group if self.outer_optim else "")))
 
     @property
-    def meets(self) -> tuple[str, ...]:
+    def peer_groups(self) -> tuple[str, ...]:
         """Names of the groups of all ranks that the unit is shared with; those of gathers, where ranks compare."""
         return tuple(filter(None, (self.group, self.outer_group)))
 
-    def cut(self, lane: int) -> tuple[int, ...]:
+    def splits_on(self, lane: int) -> tuple[int, ...]:
         """Elements per rank of each segment, once a collective on that lane has cut it."""
         return tuple(n // self.outer for n in self.splits) if lane >= 2 else self.splits
 
-    def coded(self, lane: int) -> int:
+    def int8_bytes(self, lane: int) -> int:
         """Bytes of one rank's part in int8, as it travels on that lane."""
-        return sum(map(is_quantized, self.cut(lane)))
+        return sum(map(is_quantized, self.splits_on(lane)))
 
-    def sum(self, lane: int) -> torch.dtype:
+    def sum_dtype(self, lane: int) -> torch.dtype:
         """The dtype that a reduction on that lane adds up in."""
         return self.precision.sum(self.outer if lane >= 2 else self.world)
 
-    def scattered(self, lane: int) -> torch.dtype:
+    def scatter_dtype(self, lane: int) -> torch.dtype:
         """The dtype of what a reduce-scatter on that lane gives: what travels, if another reduction follows."""
         last = lane >= 2 or self.outer == 1
-        return self.sum(lane) if last else self.precision.grad_comm
+        return self.sum_dtype(lane) if last else self.precision.grad_comm
 
     @property
-    def ahead(self) -> float:
+    def predivide(self) -> float:
         """What gradients are multiplied with before they travel; the rest of ``divide`` follows after. Below 1 where a
         sum over ranks comes back in float16, which it may not fit: a power of two, as FSDP2 chooses it
         (``_get_gradient_divide_factors``).
         """
         lanes = [lane for lane, ranks in ((0, self.world), (2, self.outer)) if ranks > 1]
-        native = any(self.sum(lane).itemsize < self.precision.grad.itemsize for lane in lanes)
+        native = any(self.sum_dtype(lane).itemsize < self.precision.grad.itemsize for lane in lanes)
         comes_back = native or (self.outer > 1 and (self.world > 1 or not self.outer_optim))
         factor = 1
         if comes_back and self.precision.grad_comm is torch.float16:
@@ -191,7 +191,7 @@ def _word(text: str) -> str | None:
     return None if text == "-" else text
 
 
-_FLAGS = ("reshard", "outer_optim", "replica", "hold", "optional", "loose")
+_FLAGS = ("reshard", "outer_optim", "replica", "hold", "optional", "any_optional")
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,9 @@ def ledger(
     stepped, at_once, host = _stepped(buffers, plain, states, stepping)
     stood = [((stands or {}).get(b.unit.fqn, b.unit.fqn), b.layout) for b in buffers]
     lasting_codes, coded = _lasting(programs)
-    lasts = [b.weights.source.nbytes for b, key in zip(buffers, stood, strict=True) if b.spec.kept and key not in coded]
+    lasts = [
+        b.weights.source.nbytes for b, key in zip(buffers, stood, strict=True) if b.spec.persistent and key not in coded
+    ]
     casting = {key: u.layout.shard_numel * u.spec.precision.comm.itemsize for key, u in _casting(programs).items()}
     again = [key for b, key in zip(buffers, stood, strict=True) if key[0] != b.unit.fqn]
     codes = sum(lasting_codes.values()) + sum(lasting_codes.get(key, 0) for key in again)

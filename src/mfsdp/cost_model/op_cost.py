@@ -221,7 +221,7 @@ def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:
     group = groups(spec, machine)[lane // 2]
     if node.target is ops.maxima:
         axes = [g for g, ranks in zip(groups(spec, machine), (spec.world, spec.outer), strict=True) if ranks > 1]
-        return _maxima(program, node, axes if spec.kept else [group], machine)
+        return _maxima(program, node, axes if spec.persistent else [group], machine)
     if node.target is ops.all_gather:
         return transfer("all_gather", travels(node), group, machine)
     kind = "reduce_scatter" if node.target is ops.reduce_scatter else "all_reduce"
@@ -277,8 +277,8 @@ def _refresh(spec: UnitSpec, machine: Hardware, codes: bool) -> Transfer:
 
     def whole(lane: int, ranks: int) -> int:
         if spec.precision.wire and not codes:
-            return ranks * spec.coded(lane)
-        return ranks * sum(spec.cut(lane)) * (1 if codes else spec.precision.comm.itemsize)
+            return ranks * spec.int8_bytes(lane)
+        return ranks * sum(spec.splits_on(lane)) * (1 if codes else spec.precision.comm.itemsize)
 
     if spec.outer_optim:
         parts.append(transfer("all_gather", whole(2, spec.outer), outer, machine))

@@ -201,22 +201,22 @@ def room(node: Node) -> int:
         return 0
     spec = UnitSpec.decode(node.args[1])  # type: ignore[arg-type]
     if node.target is ops.all_gather:
-        return (spec.world + 1) * spec.coded(0) if spec.precision.wire else 0
+        return (spec.world + 1) * spec.int8_bytes(0) if spec.precision.wire else 0
     sent, lane = node.args[0], node.args[2]
     assert isinstance(sent, Node) and isinstance(lane, int)
-    if spec.sum(lane) is spec.precision.grad_comm and spec.precision.grad_wire is None:
+    if spec.sum_dtype(lane) is spec.precision.grad_comm and spec.precision.grad_wire is None:
         return 0
     ranks = spec.outer if lane >= 2 else spec.world
     again = 0 if node.target is ops.reduce_scatter else -(-numel(sent.meta["val"]) // ranks)
     if spec.precision.grad_wire:
-        return 2 * travels(node) + again * spec.sum(lane).itemsize
+        return 2 * travels(node) + again * spec.sum_dtype(lane).itemsize
     return nbytes(sent.meta["val"]) + again * spec.precision.grad_comm.itemsize
 
 
 def refreshed(spec: UnitSpec) -> int:
     """The same of parameters that last: in int8 what is sent and what arrives, over each axis."""
     over = [(2, spec.outer)] * spec.outer_optim + [(0, spec.world)] * spec.replica
-    return sum((ranks + 1) * spec.coded(lane) for lane, ranks in over) if spec.precision.wire else 0
+    return sum((ranks + 1) * spec.int8_bytes(lane) for lane, ranks in over) if spec.precision.wire else 0
 
 
 def travels(node: Node) -> int:
@@ -225,13 +225,17 @@ def travels(node: Node) -> int:
     """
     spec = UnitSpec.decode(node.args[1])  # type: ignore[arg-type]
     if node.target is ops.all_gather:
-        return spec.world * spec.coded(0) if spec.precision.wire else nbytes(node.meta["val"])
+        return spec.world * spec.int8_bytes(0) if spec.precision.wire else nbytes(node.meta["val"])
     sent, lane = node.args[0], node.args[2]
     assert isinstance(sent, Node) and isinstance(lane, int)
     if spec.precision.grad_wire is None:
         return nbytes(sent.meta["val"])
     ranks = spec.outer if lane >= 2 else spec.world
-    part = spec.coded(lane) if node.target is ops.reduce_scatter else is_quantized(-(-numel(sent.meta["val"]) // ranks))
+    part = (
+        spec.int8_bytes(lane)
+        if node.target is ops.reduce_scatter
+        else is_quantized(-(-numel(sent.meta["val"]) // ranks))
+    )
     return ranks * part
 
 

@@ -231,7 +231,7 @@ def _(
 @torch.library.register_fake("mfsdp::reduce_scatter")
 def _(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
     s = UnitSpec.decode(spec)
-    return gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
+    return gfull.new_empty(sum(s.splits_on(lane)), dtype=s.scatter_dtype(lane))
 
 
 @torch.library.register_fake("mfsdp::wait")

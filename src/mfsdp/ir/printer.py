@@ -153,7 +153,7 @@ def _dtypes(units: Sequence[Unit], quantised: Mapping[str, torch.dtype]) -> Iter
     """The life of a weight and of its gradient, where it changes dtype on the way."""
     alike: dict[Any, list[str]] = {}
     for unit in units:
-        total = unit.spec.sum(2 if unit.spec.outer > 1 else 0)
+        total = unit.spec.sum_dtype(2 if unit.spec.outer > 1 else 0)
         alike.setdefault((unit.spec.precision, total, quantised.get(unit.name)), []).append(unit.name)
     for (p, total, code), names in alike.items():
         life = {
@@ -209,7 +209,7 @@ def _params(unit: Unit, fold: bool) -> str:
     words = [*texts, f"pad {unit.layout.pad}"] if unit.layout.pad else texts
     if not unit.trainable:
         words.append("frozen")
-    elif held := unit.spec.held_numel:
+    elif held := unit.spec.unreduced_numel:
         words.append(f"hold {size(held * unit.spec.precision.grad.itemsize)}")
     if unit.spec.optional:
         words.append("may be unused")

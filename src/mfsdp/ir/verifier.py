@@ -202,7 +202,7 @@ def fresh(p: Program) -> Iterator[Fault]:
     if p.phase in ("backward", "overlapped"):
         return
     for source in p.find(Kind.SHARD):
-        if not p.unit(_unit(source)).spec.kept:
+        if not p.unit(_unit(source)).spec.persistent:
             continue
         asked = min((u for u in source.users if u.target is ops.refresh), default=None)
         for reader in p.readers(source):
@@ -371,7 +371,7 @@ def wide(p: Program) -> Iterator[Fault]:
         elif node.target is ops.bucket:
             want = p.unit(_unit(node)).spec.precision.grad_comm
         elif node.target is ops.reduce_scatter:
-            want = p.unit(_unit(node)).spec.scattered(lane_of(node))
+            want = p.unit(_unit(node)).spec.scatter_dtype(lane_of(node))
         else:
             continue
         if node.meta["val"].dtype is not want:
@@ -386,7 +386,7 @@ def own_rows(p: Program) -> Iterator[Fault]:
         if full.target not in (ops.all_gather, ops.refresh_codes) or full.meta["val"].dtype.itemsize > 1:
             continue
         unit, spec = _unit(full), p.unit(_unit(full)).spec
-        if full.target is ops.all_gather and spec.kept:
+        if full.target is ops.all_gather and spec.persistent:
             source = full.args[0]
             if source.target is not ops.refresh_codes or _unit(source) != unit:  # type: ignore[union-attr, arg-type]
                 yield full, f"{full.name} is not gathered from what lasts of {unit}"

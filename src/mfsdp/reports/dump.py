@@ -83,8 +83,8 @@ class Dump:
         path = self.folder / f"graph{self.number}.report.html"
         try:
             facts = estimate(
-                programs, stages, self.buffers, self.inputs, machine=this_machine() or KNOWN["h100"], options=self.options,
-                other=self.other, plain=self.plain,
+                programs, stages, self.buffers, self.inputs, machine=this_machine() or KNOWN["h100"],
+                options=self.options, other=self.other, plain=self.plain,
             )  # fmt: skip
             self._write(path.name, page.render(facts))
         except ImportError as error:

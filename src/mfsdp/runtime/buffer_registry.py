@@ -100,15 +100,15 @@ def refresh_of(source: torch.Tensor) -> str:
 def reduction_of(source: torch.Tensor, wanted: bool | None = None) -> str:
     """What it says before it reduces gradients. ``wanted``: whether they will be accumulated; ``None``: ask."""
     found = owner(source)
-    kept = ", kept back under no_sync" if found.spec.held_numel and not found.gradients.sync else ""
-    wanted = not found.spec.loose or (found.gradients.wanted() if wanted is None else wanted)
+    kept = ", kept back under no_sync" if found.spec.unreduced_numel and not found.gradients.sync else ""
+    wanted = not found.spec.any_optional or (found.gradients.wanted() if wanted is None else wanted)
     return f"reduction of {_one(source)}{kept}{'' if wanted else ', in a backward for inputs alone'}"
 
 
 def _one(source: torch.Tensor) -> str:
     """A path, with which model is meant where another rank may have to find it by that (Note [Standing in])."""
     found = owner(source)
-    which = f", model {found.unit.outermost.loose.name}" if found is not None and found.spec.loose else ""
+    which = f", model {found.unit.outermost.loose.name}" if found is not None and found.spec.any_optional else ""
     return f"{path(source)}{which}"
 
 

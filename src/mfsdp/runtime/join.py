@@ -143,9 +143,9 @@ class SkippedUnit:
 
     def _stand_in(self, does: Callable[[torch.Tensor, str], object], said: PendingCheck) -> None:
         buffer: Any = self._buffer()
-        run = Execution(said.words.name, meets=buffer.spec.meets)
+        run = Execution(said.words.name, meets=buffer.spec.peer_groups)
         run.part(said)
-        run.carry(said.company.name, buffer.spec.meets)
+        run.carry(said.company.name, buffer.spec.peer_groups)
         with execution.part_of(run), torch.no_grad():
             does(buffer.weights.source, buffer.text)
 
@@ -161,7 +161,7 @@ def _refresh(source: torch.Tensor, spec: str) -> None:
 
 def gather(run: Execution, buffer: Any) -> None:
     """Announces a gather."""
-    run.next(gather_of(buffer.weights.source), _group(buffer), buffer.spec.meets)
+    run.next(gather_of(buffer.weights.source), _group(buffer), buffer.spec.peer_groups)
 
 
 def refresh(run: Execution, buffer: Any) -> list[End]:
@@ -171,7 +171,7 @@ def refresh(run: Execution, buffer: Any) -> list[End]:
     weights = buffer.weights
     if not weights.due():
         return []
-    run.next(refresh_of(weights.source), _group(buffer), buffer.spec.meets)
+    run.next(refresh_of(weights.source), _group(buffer), buffer.spec.peer_groups)
     return at_once(weights.refresh())
 
 
@@ -185,8 +185,10 @@ def reduce_scatter(run: Execution, given: torch.Tensor, out: torch.Tensor, s: Un
         return out
     buffer = _announced(run, given)
     if s.outer == 1 or s.world == 1:
-        pairs = segments(s.cut(lane), s.ranks, given, out)
-        run.launch(out, comm_formats.scatter(run, pairs, s.sum(lane), s.reduces(lane), s.precision.grad_wire))
+        pairs = segments(s.splits_on(lane), s.ranks, given, out)
+        run.launch(
+            out, comm_formats.scatter(run, pairs, s.sum_dtype(lane), s.reduce_group_on(lane), s.precision.grad_wire)
+        )
         return out
     out = sync_collectives.scattered(given, s, lane)
     run.launch(out)
@@ -208,7 +210,7 @@ def all_reduce(run: Execution, given: torch.Tensor, s: UnitSpec, lane: int) -> N
 def _announced(run: Execution, given: torch.Tensor) -> Any:
     """Announces the reduction of a bucket; gives the buffer that it is of."""
     buffer = run.reducing.pop(given.data_ptr())
-    run.next(reduction_of(buffer.weights.source), _group(buffer), buffer.spec.meets)
+    run.next(reduction_of(buffer.weights.source), _group(buffer), buffer.spec.peer_groups)
     return buffer
 
 

@@ -71,9 +71,9 @@ class _Reduction:
 @cache
 def _reduction(spec: str, lane: int) -> _Reduction:
     s = UnitSpec.decode(spec)
-    cut = s.cut(lane)
+    cut = s.splits_on(lane)
     ranks, wire = s.outer if lane >= 2 else s.world, s.precision.grad_wire
-    return _Reduction(sum(cut), s.scattered(lane), s.sum(lane), cut, ranks, s.reduces(lane), wire)
+    return _Reduction(sum(cut), s.scatter_dtype(lane), s.sum_dtype(lane), cut, ranks, s.reduce_group_on(lane), wire)
 
 
 # Parameters

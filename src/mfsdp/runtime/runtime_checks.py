@@ -1,10 +1,11 @@
 """Probes: whether what programs read, compute and give is finite, and whether replicas are alike, every so many steps.
 
-Note [Probes] Under ``check_finite`` and ``check_replicas`` a program has probes in its lines
-(`mfsdp.passes.insert_checks`). In most steps they return at once. In every so many of them each takes the largest
-magnitude of what it looks at, parameter by parameter, and of weights a checksum; nothing is waited for. Behind the
-program one small tensor says what was wrong where: on the CPU it is there already, from a device it is copied, and
-looked at when a later program begins and finds it there.
+Note [Probes]
+Under ``check_finite`` and ``check_replicas`` a program has probes in its lines (`mfsdp.passes.insert_checks`). In most
+steps they return at once. In every so many of them each takes the largest magnitude of what it looks at, parameter by
+parameter, and of weights a checksum; nothing is waited for. Behind the program one small tensor says what was wrong
+where: on the CPU it is there already, from a device it is copied, and looked at when a later program begins and finds
+it there.
 
 What is not finite goes with the next gather or sum to all ranks, and from then on is everywhere; the first line of
 the first program that has found it is the news, and the rank whose line it is. So a rank tells all ranks (through the
@@ -183,7 +184,7 @@ class RuntimeChecks:
         first = next((buffer for buffer in buffers if buffer is not None), None)
         step, health = self._step(first), self._own if first is None else first.unit.outermost.health
         finite, compares = (every if every and (step - 1) % every == 0 else 0 for every in (self.finite, self.compares))
-        if first is not None and first.spec.loose:
+        if first is not None and first.spec.any_optional:
             compares = 0  # ranks may run other programs
         model = run.name.removesuffix(f" {self.phase}")
         if not (finite or compares):

@@ -1,9 +1,10 @@
 """Static buffers: memory that stays from step to step, and that programs share.
 
-Note [Vacant] A static buffer is free when nobody but this file has a tensor over it. That is counted, by torch: each
-tensor holds the storage once. What stays here, a flat tensor for each size and the views that operations want of it, is
-made once, and its number is known (`StaticBuffer.own`). Who asks for room gets another tensor (``.data``, one small
-object), so that the count says whether it is still there.
+Note [Vacant]
+A static buffer is free when nobody but this file has a tensor over it. That is counted, by torch: each tensor holds the
+storage once. What stays here, a flat tensor for each size and the views that operations want of it, is made once, and
+its number is known (`StaticBuffer.own`). Who asks for room gets another tensor (``.data``, one small object), so that
+the count says whether it is still there.
 
 Nobody gets the tensors that stay but for the time of a call or until a collective has been waited for, and until then
 the run holds the tensor that was given out as well (`runs.Run.gather`).

@@ -3,10 +3,11 @@
     backward | step u0 | step u1 | step u2 ... u9 | forward: takes u0, takes u1, wait u0 ...
                        |u0_full==|u1_full==|
 
-Note [Borders] What a forward launches before it waits for anything, its first `prefetch` gathers (or all refreshes of
-parameters that last), hides behind nothing of its own. So the flat optimizer (`state.flat_optimizer`) launches these,
-each as soon as its unit's weights are new, and the next forward takes them. What they bring is, bit for bit, what
-forward would have gathered.
+Note [Borders]
+What a forward launches before it waits for anything, its first `prefetch` gathers (or all refreshes of parameters that
+last), hides behind nothing of its own. So the flat optimizer (`state.flat_optimizer`) launches these, each as soon as
+its unit's weights are new, and the next forward takes them. What they bring is, bit for bit, what forward would have
+gathered.
 
 Which. A program knows it when it is compiled (`First`). Each model remembers those of the first forward that trained
 behind the last step, with the buffers that it read: static slots, specs and order are the program's own, so a gather
@@ -118,7 +119,7 @@ class PrefetchedGather:
         buffer = self.buffer()
         if buffer is None:
             buffer_registry.gone()  # and now nobody uses its static buffer
-        elif buffer.spec.kept:
+        elif buffer.spec.persistent:
             buffer.weights.stale = True
 
 
@@ -282,7 +283,7 @@ class GatherLauncher:
             lines = tuple(_line(w) for w in self.chosen if w is not None)
             seen = observer() is not None or recorded()
             name = f"step ahead of {self.name}'s forward"
-            meets = dict.fromkeys(g for buffer in self.buffers for g in buffer.spec.meets)
+            meets = dict.fromkeys(g for buffer in self.buffers for g in buffer.spec.peer_groups)
             self.run = execution.Execution(name, lambda: [line.partition(",")[0] for line in lines], meets, shown=seen)
             self.run.announce({self.group: Fingerprint(name, lines)})
             self.ahead.group, self.ahead.wants = self.group, self.ahead.wanted
@@ -308,7 +309,7 @@ def _line(want: Wanted) -> str:
     """What ranks compare: the name of the operation, and what else they have to have alike."""
     buffer, text, slot, _ = want
     verb = "all_gather" if text else "refresh"
-    return f"{verb} {buffer.unit.fqn} ahead, to slot {slot}, {buffer.spec.cutting}"
+    return f"{verb} {buffer.unit.fqn} ahead, to slot {slot}, {buffer.spec.sizes}"
 
 
 def _launched(want: Wanted, run: execution.Execution) -> PrefetchedGather:

@@ -21,19 +21,21 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
         raise unfinished(buffer.unit.outermost)
     unseen = buffer is not None and buffer.weights.unseen()
     due = buffer is not None and buffer.weights.due()
-    over: tuple[str, ...] = s.gathering if s.gathers or s.kept else ()
+    over: tuple[str, ...] = s.gather_groups if s.gathers or s.persistent else ()
     carried: tuple[str, ...] = ()
-    if s.loose:  # as programs do (Note [Standing in])
+    if s.any_optional:  # as programs do (Note [Standing in])
         loose = buffer.unit.outermost.loose
         loose.in_backward()
         if due:
-            with execution.announced(refresh_of(source), loose.group, meets=s.meets, carried=s.meets):
+            with execution.announced(refresh_of(source), loose.group, meets=s.peer_groups, carried=s.peer_groups):
                 for end in buffer.weights.refresh():
                     end()
-        over, carried = (loose.group,) if s.gathers else (), s.meets
-    with execution.announced(gather_of(source), *over, meets=s.meets, carried=carried, anew=unseen and not s.loose):
-        if s.kept:
-            if buffer is not None and not s.loose and execution.current().written(s.gathering, unseen):
+        over, carried = (loose.group,) if s.gathers else (), s.peer_groups
+    with execution.announced(
+        gather_of(source), *over, meets=s.peer_groups, carried=carried, anew=unseen and not s.any_optional
+    ):
+        if s.persistent:
+            if buffer is not None and not s.any_optional and execution.current().written(s.gather_groups, unseen):
                 buffer.weights.stale = True
             for end in buffer.weights.refresh():
                 end()
@@ -55,7 +57,7 @@ def gather_main(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
     """All main weights of a unit, [full_numel], as they are, in memory of their own."""
     flat = main.detach()
     if s.outer_optim:
-        flat = _whole(flat, s.cut(2), s.outer, s.outer_group)
+        flat = _whole(flat, s.splits_on(2), s.outer, s.outer_group)
     if s.world > 1:
         flat = _whole(flat, s.splits, s.world, s.group)
     return flat.clone() if flat.data_ptr() == main.data_ptr() else flat
@@ -72,7 +74,7 @@ def replicate(main: torch.Tensor, source: torch.Tensor, s: UnitSpec) -> list[End
     if not s.outer_optim:
         return [comm_formats.gather(run, segments(s.splits, s.world, source, shard), s.group, wire)]
     part = source.new_empty(s.shard_numel) if s.replica else source
-    arrived = comm_formats.gather(run, segments(s.cut(2), s.outer, part, shard), s.outer_group, wire)
+    arrived = comm_formats.gather(run, segments(s.splits_on(2), s.outer, part, shard), s.outer_group, wire)
     if not s.replica:
         return [arrived]
 
@@ -97,12 +99,12 @@ def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], sp
     """Reduces and accumulates gradients at once, packed ones; ``offsets`` say which parameters have one."""
     s = UnitSpec.decode(spec)
     buffer = owner(source)
-    total = gfull if s.ahead == 1 else gfull.mul_(s.ahead)
-    over, carried = s.meets, s.meets[:0]
-    if s.loose:  # as programs do (Note [Standing in])
+    total = gfull if s.predivide == 1 else gfull.mul_(s.predivide)
+    over, carried = s.peer_groups, s.peer_groups[:0]
+    if s.any_optional:  # as programs do (Note [Standing in])
         loose = buffer.unit.outermost.loose
         loose.in_backward()
-        over, carried = () if held_whole(s, buffer.gradients.sync) else (loose.group,), s.meets
+        over, carried = () if held_whole(s, buffer.gradients.sync) else (loose.group,), s.peer_groups
     with execution.announced(reduction_of(source), *over, carried=carried):
         if s.world > 1:
             if s.hold and buffer.gradients.hold(total, offsets):
@@ -112,14 +114,14 @@ def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], sp
             if buffer.gradients.hold(total, offsets):
                 return
             total = over_outer(total, s)
-        if s.ranks > 1 and not s.loose:
+        if s.ranks > 1 and not s.any_optional:
             buffer.gradients.vote(offsets)
-    buffer.gradients.accumulate(total, offsets, 1 / (s.divide * s.ahead))
+    buffer.gradients.accumulate(total, offsets, 1 / (s.divide * s.predivide))
 
 
 def held_whole(s: UnitSpec, sync: bool) -> bool:
     """Whether gradients are kept back before anything is communicated."""
-    return not sync and (s.hold or s.world == 1) and s.held_numel > 0
+    return not sync and (s.hold or s.world == 1) and s.unreduced_numel > 0
 
 
 def reduce_nothing(source: torch.Tensor, spec: str, wanted: bool = True) -> None:
@@ -152,9 +154,11 @@ def packed(grads: list[torch.Tensor], offsets: list[int], s: UnitSpec, device: t
 
 def scattered(gfull: torch.Tensor, s: UnitSpec, lane: int) -> torch.Tensor:
     """This rank's part of the sum over the ranks of a lane."""
-    gshard = gfull.new_empty(sum(s.cut(lane)), dtype=s.scattered(lane))
-    pairs = segments(s.cut(lane), s.outer if lane >= 2 else s.world, gfull, gshard)
-    comm_formats.scatter(execution.current(), pairs, s.sum(lane), s.reduces(lane), s.precision.grad_wire)()
+    gshard = gfull.new_empty(sum(s.splits_on(lane)), dtype=s.scatter_dtype(lane))
+    pairs = segments(s.splits_on(lane), s.outer if lane >= 2 else s.world, gfull, gshard)
+    comm_formats.scatter(
+        execution.current(), pairs, s.sum_dtype(lane), s.reduce_group_on(lane), s.precision.grad_wire
+    )()
     return gshard
 
 
@@ -171,8 +175,8 @@ def summed(tensor: torch.Tensor, s: UnitSpec, lane: int) -> End:
     than the sum is to be, or has a format of its own, it is a reduce-scatter, and a gather that is launched when
     somebody waits. The same bytes. In int8 both are rounded: what is sent, and the sum.
     """
-    run, group, ranks = execution.current(), s.reduces(lane), s.outer if lane >= 2 else s.world
-    total, wire = s.sum(lane), s.precision.grad_wire
+    run, group, ranks = execution.current(), s.reduce_group_on(lane), s.outer if lane >= 2 else s.world
+    total, wire = s.sum_dtype(lane), s.precision.grad_wire
     if total is tensor.dtype and wire is None:
         return run.all_reduce(tensor, "sum", group)
     numel = tensor.numel()

@@ -86,7 +86,7 @@ def overlapped(module: nn.Module) -> Iterator[None]:
     buffers = _sharded(module, "overlapped")
     if any(buffer.gradients.overlap is not None for buffer in buffers):
         raise ValueError("overlapped: the model is overlapped already")
-    if any(buffer.spec.optional or buffer.spec.loose for buffer in buffers):
+    if any(buffer.spec.optional or buffer.spec.any_optional for buffer in buffers):
         raise NotImplementedError(
             "overlapped: units that may be unused and backwards that wait do not go together: which rank runs what is "
             "known only while it runs. Leave overlapped, or may_be_unused"

@@ -161,7 +161,7 @@ class MutationCheck:
         self.look = torch.is_grad_enabled() not in looked
         looked.add(torch.is_grad_enabled())
         self.buffer, self.params, self.version = buffer, params, buffer.weights.main._version
-        if not buffer.spec.kept:
+        if not buffer.spec.persistent:
             buffer.weights.stale = False  # nobody else asks, there: tells of what DTensors write
         self.before = [self._state(p) for p in params]
 
@@ -172,7 +172,7 @@ class MutationCheck:
     def written(self) -> int | None:
         """The first parameter that has been written to since, by slot."""
         main, spec = self.buffer.weights.main, self.buffer.spec
-        if self.look and not spec.kept and (self.buffer.weights.stale or main._version != self.version):
+        if self.look and not spec.persistent and (self.buffer.weights.stale or main._version != self.version):
             self.look, self.before = False, [(version, place, 0) for version, place, _ in self.before]
         states = zip(self.params, self.before, strict=True)
         return next((slot for slot, (p, before) in enumerate(states) if self._state(p) != before), None)

@@ -322,7 +322,9 @@ def _together(root: nn.Module, found: Axes, placement: ShardingPlan) -> str:
     group = str(found.one().get_group(0).group_name) if placement.world > 1 and placement.outer > 1 else first
     ranks = set(groups_of.ranks(group)) if group else {groups_of.rank()}
     for unit in _units(root):
-        others = {r for buffer in unit.buffers for name in buffer.spec.meets for r in groups_of.ranks(name)} - ranks
+        others = {
+            r for buffer in unit.buffers for name in buffer.spec.peer_groups for r in groups_of.ranks(name)
+        } - ranks
         if others:
             raise ValueError(
                 f"may_be_unused: unit {unit.fqn!r}, which was sharded before, is shared with ranks {sorted(others)}, "
@@ -336,7 +338,7 @@ def _loosen(root: nn.Module, outermost: Outermost, group: str) -> None:
     outermost.loose.loosen(outermost.name, group)
     for unit in _units(root):
         for buffer in unit.buffers:
-            buffer.respec(optional=unit.may_be_unused, loose=bool(group))
+            buffer.respec(optional=unit.may_be_unused, any_optional=bool(group))
             if group:
                 outermost.loose.join(buffer)
 

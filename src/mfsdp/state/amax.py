@@ -63,7 +63,7 @@ class AmaxTracker:
 
     def due(self) -> bool:
         """Whether main weights have been written since they were taken. Nothing is due before it has been asked for."""
-        if self._of.exposed and not self._of.spec.kept:
+        if self._of.exposed and not self._of.spec.persistent:
             with torch.no_grad():
                 for text, found in self._asked.items():
                     if found is not None and not torch.equal(found.own, self._own(text)):
@@ -83,7 +83,9 @@ class AmaxTracker:
         """
         self._asked.setdefault(text, None)
         if not self._fresh(self._asked[text]):
-            everyone = dict.fromkeys([self, *(w.maxima for w in beside if w.spec.gathering == self._of.spec.gathering)])
+            everyone = dict.fromkeys(
+                [self, *(w.maxima for w in beside if w.spec.gather_groups == self._of.spec.gather_groups)]
+            )
             _take([(m, t) for m in everyone for t, found in m._asked.items() if not m._fresh(found)])
         found = self._asked[text]
         assert found is not None
@@ -110,7 +112,7 @@ def _take(wanted: Sequence[tuple[AmaxTracker, str]]) -> None:
         own = [m._own(text) for m, text in wanted]
         together = torch.cat(own)
         run = execution.current()
-        end = _over(run, together, wanted[0][0]._of.spec.gathering)
+        end = _over(run, together, wanted[0][0]._of.spec.gather_groups)
         stream = devices.current_stream(together.device)
         parts = together.split([part.numel() for part in own])
         founds = [

@@ -113,7 +113,7 @@ class FlatBuffer:
         """What errors call it: the model, the unit, and which of the unit's buffers it is."""
         number = self.unit.buffers.index(self)
         which = f", buffer {number}" if number else ""
-        return f"unit {self.unit.fqn!r} of {self.unit.outermost.name}{which}  ({self.spec.cutting})"
+        return f"unit {self.unit.fqn!r} of {self.unit.outermost.name}{which}  ({self.spec.sizes})"
 
     def copies(self, slot: int) -> tuple[str, ...]:
         """Names of the process groups whose ranks hold the same part of a parameter as this one."""
@@ -135,8 +135,13 @@ class FlatBuffer:
         )  # fmt: skip
         memo[id(self)] = twin
         twin.unit = copy.deepcopy(self.unit, memo)
-        twin.respec(divide=self.spec.divide, hold=self.spec.hold, optional=self.spec.optional, loose=self.spec.loose)
-        if twin.spec.loose:
+        twin.respec(
+            divide=self.spec.divide,
+            hold=self.spec.hold,
+            optional=self.spec.optional,
+            any_optional=self.spec.any_optional,
+        )
+        if twin.spec.any_optional:
             twin.unit.outermost.loose.join(twin)
         with torch.no_grad():
             twin.gradients.like(self.gradients)
@@ -271,7 +276,7 @@ def half_loaded(model: nn.Module, what: str) -> Iterator[None]:
 def shared_over(model: nn.Module) -> tuple[str, ...]:
     """Names of the groups of all ranks that the sharded parts of a model are shared with."""
     buffers = (ref.buffer for module in model.modules() for ref in refs(module).values())
-    return tuple(dict.fromkeys(group for buffer in buffers for group in buffer.spec.meets))
+    return tuple(dict.fromkeys(group for buffer in buffers for group in buffer.spec.peer_groups))
 
 
 def refs(module: nn.Module) -> dict[str, Ref]:

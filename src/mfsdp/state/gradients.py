@@ -230,7 +230,7 @@ class Gradients:
         self._used()
         if self.before_first is not None:
             self._ask_before_first()
-        slots = self._of_kept_and(self._index if self._of.spec.loose else offsets)
+        slots = self._of_kept_and(self._index if self._of.spec.any_optional else offsets)
         self._stream = devices.current_stream(gshard.device)
         if any(self.hooks.values()):
             pending = self._of_this_backward()
@@ -378,12 +378,12 @@ class Gradients:
             return  # nothing runs
         self._of.unit.outermost.loose.in_backward()
         if source.grad is not None:
-            if self._of.spec.loose:
+            if self._of.spec.any_optional:
                 raise NotImplementedError(
                     f"mfsdp: {self._of.path} may be unused, or another unit of its model, and was compiled by another "
                     'backend. Call torch.compile(model, backend="mfsdp") instead'
                 )
-            groups = self._of.spec.meets if self._of.spec.replica or self._of.spec.outer > 1 else ()
+            groups = self._of.spec.peer_groups if self._of.spec.replica or self._of.spec.outer > 1 else ()
             with execution.announced(f"reduction of {self._of.path}", *groups):
                 rest = sync_collectives.reduce_rest(source.grad, self._of.text)
             self.accumulate(rest, self._index, 1.0)

@@ -118,7 +118,7 @@ def _cut(param: ShardedDTensor, name: str, value: Any) -> Any:
         )
     owner = getattr(param, "_mfsdp_owner", None)
     if owner is not None:
-        load_count.record_load(owner.spec.meets, f"{name} of {path}", value, value.dtype)
+        load_count.record_load(owner.spec.peer_groups, f"{name} of {path}", value, value.dtype)
     return torch.empty_like(param.detach(), dtype=value.dtype).copy_(value)
 
 
@@ -131,7 +131,7 @@ def _tells_weights(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def count(buffers: Iterable[Any]) -> None:
     """Counts a step of an optimizer in every group that shares buffers whose parameters it has (law 66)."""
-    shared = ((*buffer.spec.meets, buffer.unit.outermost.loose.group) for buffer in buffers)
+    shared = ((*buffer.spec.peer_groups, buffer.unit.outermost.loose.group) for buffer in buffers)
     count_step(name for names in shared for name in names if name)
 
 

@@ -150,7 +150,7 @@ def loaded(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
     for name, ref in refs(module).items():
         param, value = module._parameters.get(name), state.get(prefix + name)
         if param is not None and value is not None:
-            load_count.record_load(ref.buffer.spec.meets, f"{prefix}{name}", value, param.dtype)
+            load_count.record_load(ref.buffer.spec.peer_groups, f"{prefix}{name}", value, param.dtype)
 
 
 # Names

@@ -60,7 +60,7 @@ class Weights:
         self._slots = {slot.offset: i for i, slot in enumerate(layout.slots)}
         self.main = torch.zeros(layout.shard_numel, dtype=precision.main, device=device)
         self.source = self.main
-        if spec.kept:
+        if spec.persistent:
             self.source = torch.empty(spec.source_numel, dtype=precision.comm, device=device)
             self.source.untyped_storage().resize_(0)
         self.maxima, self.lasting = AmaxTracker(self), PersistentFp8(self)
@@ -107,7 +107,7 @@ class Weights:
             early.drop()
         with torch.inference_mode(False), torch.no_grad():
             self.main = self.main.detach().to(dtype)
-        if not self.spec.kept:
+        if not self.spec.persistent:
             self.source = self.main
         self._cast, self._exposed, self._sum, self.stale = None, False, None, True
 
@@ -130,7 +130,7 @@ class Weights:
     @exposed.setter
     def exposed(self, value: bool) -> None:
         self._of.gradients.arrive()
-        if not self._exposed and self._of.spec.kept:
+        if not self._exposed and self._of.spec.persistent:
             self._sum = checksum(self.main)
         self._exposed = value
         if step_prefetch.any_under_way():
@@ -182,7 +182,7 @@ class Weights:
         """Whether main weights have been written since the source was filled last. All ranks agree: writes through
         DTensors count on every rank, also where it holds no rows.
         """
-        if not self._of.spec.kept:
+        if not self._of.spec.persistent:
             return False
         return self.stale or self.main._version != self._version or bool(step_prefetch.of([self._of]))
 
@@ -190,7 +190,7 @@ class Weights:
         """Whether this rank has written to main weights since the source was filled in ways that other ranks may not
         know of, which makes the source due (Note [Rows written unseen]).
         """
-        if not self._of.spec.kept or self.stale or step_prefetch.of([self._of]):
+        if not self._of.spec.persistent or self.stale or step_prefetch.of([self._of]):
             return False
         if self._sum is not None and not torch.equal(self._sum, now := checksum(self.main)):
             self._sum, self.stale = now, True
@@ -271,7 +271,7 @@ class Weights:
 
     def gather(self) -> torch.Tensor:
         """The full main weights, [full_numel] in ``precision.main``; a collective."""
-        with execution.announced(f"gather of main weights of {self._of.path}", *self._of.spec.meets):
+        with execution.announced(f"gather of main weights of {self._of.path}", *self._of.spec.peer_groups):
             return sync_collectives.gather_main(self.main, self._of.spec)
 
     def scatter(self, full: torch.Tensor) -> None:

@@ -1,0 +1,68 @@
+"""What the execution of a compiled program has to know of it: plain values, which the compile cache keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .static_buffers import Rooms
+from .step_prefetch import First
+
+PATH = "\0{}\0"
+"""Stands for the path of a unit in the texts that ranks compare."""
+
+
+class ProgramOutline(Protocol):
+    """Names for errors, stacks and profiles (`mfsdp.profile`)."""
+
+    @property
+    def name(self) -> str:
+        """The model and the phase."""
+
+    @property
+    def phase(self) -> str:
+        """``"forward"``, ``"backward"`` or ``"inference"``."""
+
+    @property
+    def operations(self) -> Sequence[str]:
+        """Names of its operations in order, each with its unit: ``all_gather layers.3``."""
+
+    @property
+    def texts(self) -> Sequence[str]:
+        """Their lines in the listing."""
+
+
+@dataclass(frozen=True)
+class ProgramInfo:
+    """Facts about a program. Arguments are named by position."""
+
+    outline: ProgramOutline
+    collectives: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """One text for each collective, by process group: every rank of the group must run the same (invariant 13). They
+    are compared in every execution (Note [In step])."""
+    sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    """Arguments that units are gathered from, with the unit's name and its path at compile time. Equal layers may share
+    a program: an execution finds the path from its arguments, and puts it in for `PATH` and into operations' names."""
+    holds: Collection[int] = ()
+    """Sources of units whose gradients may stay unreduced (`no_sync`); ranks compare whether they do."""
+    reads: Sequence[int] = ()
+    """Arguments that forward reads parameters through, sources or gathered parameters: still the modules' own?"""
+    peer_groups: Sequence[str] = ()
+    """All groups of its units, also those that it communicates over in another phase only."""
+    static_buffers: Rooms = field(default_factory=dict)
+    """Bytes of the static buffers that must exist before it begins."""
+    frames: bool = False
+    """Whether its operations always run in Python frames of their names (Note [Names])."""
+    exchanges: bool = False
+    """Whether it has collectives of other parallelisms, and may run beside another program (Note [Turns])."""
+    silent_results: int = 0
+    """Number of results of a backward whose results are all ``None``; else 0."""
+    caller_inputs: Sequence[int] = ()
+    """Arguments of such a backward that are forward's own inputs and no parameters."""
+    first_launches: Sequence[First] = ()
+    """What it launches before it waits for anything: an optimizer's step may launch it ahead (Note [Borders])."""
+    amax_inputs: Sequence[int] = ()
+    """Sources of units whose amax it reads; ranks compare whether they are due (Note [Maxima])."""
+    check_every: tuple[int, int] = (0, 0)
+    """Steps between its checks for Inf and NaN, and between its comparisons of replicas (Note [Probes])."""
