@@ -223,8 +223,8 @@ def dies(function: Callable[[], object], operation: int | None = None, byte: int
     return code != 0
 
 
-def injected(way: Way, points: int) -> dict[str, int]:
-    """Ends a process at every file operation, and at bytes, until there are so many points."""
+def injected(way: Way, points: int, stride: int = 1) -> dict[str, int]:
+    """Ends a process at every ``stride``-th file operation, and at bytes, until there are so many points."""
     counts = {"operations": 0, "bytes": 0, "published": 0, "losses": 0}
     chance = random.Random(0)
 
@@ -240,7 +240,7 @@ def injected(way: Way, points: int) -> dict[str, int]:
 
     operation = 0
     while killed("operations", operation=operation):
-        operation += 1
+        operation += stride
     way.put(2)
     largest = max(path.stat().st_size for path in way.folder.rglob("*") if path.is_file())
     way.begin_again()

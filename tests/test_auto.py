@@ -339,7 +339,7 @@ def test_the_models_own_blocks_and_one_of_its_ends(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2 untied", "llama"])
+@pytest.mark.parametrize("kind", [pytest.param("gpt2 untied", marks=pytest.mark.exhaustive), "llama"])
 def test_units_that_were_chosen_are_not_slower_than_blocks(kind):
     """Where they differ."""
     ids = torch.empty(4, 128, dtype=torch.long, device="meta")

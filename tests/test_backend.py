@@ -148,7 +148,7 @@ def test_one_process_without_a_process_group(sharded, monkeypatch):
     monkeypatch.setattr(backend.log, "warning", lambda text, *args: told.append(text % args))
     monkeypatch.setattr(backend, "_told", False)
     torch.manual_seed(0)
-    reference = GPT()
+    reference = GPT(layers=1)
     model = copy.deepcopy(reference)
     if sharded:
         mfsdp.fully_shard(model, units=[Block])

@@ -1,5 +1,5 @@
-"""Gathers launched ahead of forward, behind the optimizer's step (Note [Borders]): where, who takes them, and that no
-bit changes, whatever comes in between.
+"""Gathers that the optimizer's step launches for the next forward (Note [Borders]): which ones, which program adopts
+them, and bitwise the same results, whatever runs in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mfsdp.runtime import desync, instrumentation, static_buffers, step_prefetch
 from mfsdp.runtime.desync import DesyncError, Fingerprint, GroupState
 from mfsdp.runtime.execution import Execution
 from tests.parity import whole
-from tests.ranks import collectives_told, here
+from tests.ranks import Ranks, collectives_told, here
 from tests.test_kept_casts import BF16, HALF
 from tests.writes import COUNTED, PAST
 
@@ -33,6 +33,14 @@ ADAM: Any = importlib.import_module("torch.optim.adam")
 POLICIES: dict[str, Any] = {"same": None, "bf16": BF16, "half": HALF}
 
 WRITES = (*COUNTED, *PAST[:3])
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Two ranks whose process group breaks."""
+    found = Ranks(2, start="forkserver")
+    yield found
+    found.stop()
 
 
 class Net(nn.Module):
@@ -182,7 +190,7 @@ def test_whatever_writes_weights_counts(two_ranks, policy, strategy):
 
 @pytest.mark.dist
 @pytest.mark.inductor
-def test_generated_code_takes_them_too(two_ranks):
+def test_generated_code_adopts_early_gathers(two_ranks):
     """Of the model and of the optimizer."""
     for answer in two_ranks.run(written, "bf16", "optim_grads_params", "compiled", lowering="stitched", timeout=400):
         assert [taken for _, taken in answer][:5] == [0, 2, 2, 2, 0]
@@ -216,6 +224,28 @@ def test_a_stale_gather_that_is_taken_is_caught(two_ranks):
         assert seen == [w.__name__ for w in WRITES if w.__name__ != "_one_row"]
 
 
+def destroyed() -> bool:
+    """Process groups go with something under way; then they are made anew, and another model trains."""
+    pair = Pair()
+    pair.step()
+    pair.step()
+    assert step_prefetch.any_under_way()
+    store = dist.distributed_c10d._get_default_store()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
+    torch._dynamo.reset()
+    del pair
+    gc.collect()
+    other = Pair()
+    return [other.step_first() for _ in range(3)] == [0, 2, 2]
+
+
+@pytest.mark.dist
+def test_process_groups_may_go(ranks):
+    assert ranks.run(destroyed, timeout=60) == [True] * 2
+
+
 def deaf(mutated: bool) -> bool:
     """Whether ranks fail where one gathers anew and, mutated, does not tell the others."""
     pair = Pair()
@@ -242,9 +272,10 @@ def _one_rank(model: nn.Module) -> None:
 
 
 @pytest.mark.dist
-def test_a_rank_that_decides_for_itself_is_caught(two_fresh_ranks):
-    assert two_fresh_ranks.run(deaf, False) == [False, False]
-    answers = two_fresh_ranks.answers(deaf, True, timeout=30)
+def test_a_rank_that_decides_for_itself_is_caught(ranks):
+    assert ranks.run(deaf, False) == [False, False]
+    answers = ranks.answers(deaf, True, timeout=30)
+    ranks.stop()
     assert any(answer is None or not answer[0] or answer[1] for answer in answers)
 
 
@@ -763,28 +794,6 @@ def gone() -> tuple[bool, bool, bool]:
 @pytest.mark.dist
 def test_a_model_that_is_gone_leaves_nothing_under_way(two_ranks):
     assert two_ranks.run(gone) == [(True, True, True)] * 2
-
-
-def destroyed() -> bool:
-    """Process groups go with something under way; then they are made anew, and another model trains."""
-    pair = Pair()
-    pair.step()
-    pair.step()
-    assert step_prefetch.any_under_way()
-    store = dist.distributed_c10d._get_default_store()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=world)
-    torch._dynamo.reset()
-    del pair
-    gc.collect()
-    other = Pair()
-    return [other.step_first() for _ in range(3)] == [0, 2, 2]
-
-
-@pytest.mark.dist
-def test_process_groups_may_go(two_fresh_ranks):
-    assert two_fresh_ranks.run(destroyed, timeout=60) == [True] * 2
 
 
 def test_synchronize_wants_a_sharded_model():

@@ -50,13 +50,13 @@ class Ulysses(Attention):
 
 def parity(kind: type[Any], lowering: str) -> Any:
     reset()
-    mesh = init_device_mesh(here().type, (2, 2), mesh_dim_names=("dp_shard", "cp"))
+    mesh = init_device_mesh(here().type, (dist.get_world_size() // 2, 2), mesh_dim_names=("dp_shard", "cp"))
     reference, model = twin(lambda: Llama(layers=1))
     for layer in model.layers:  # type: ignore[union-attr]
         layer.attention.__class__ = kind
         layer.attention.group = mesh["cp"].get_group()
     mfsdp.fully_shard(model, mesh=mesh, units=[Layer])
-    every, part = [tokens(r) for r in range(2)], mesh.get_local_rank("cp")
+    every, part = [tokens(r) for r in range(mesh["dp_shard"].size())], mesh.get_local_rank("cp")
     mine = every[mesh.get_local_rank("dp_shard")]
     run = compiled(model, lowering)
 
@@ -71,11 +71,14 @@ def parity(kind: type[Any], lowering: str) -> Any:
     return wrong[worst], worst, graphs()
 
 
-@pytest.mark.parametrize("kind, lowering", [
-    (Gathered, "eager"), (Gathered, "none"), (Ulysses, "eager"), (Ulysses, "none"),
-    pytest.param(Ulysses, "inductor", marks=[pytest.mark.slow, pytest.mark.inductor]),
+@pytest.mark.parametrize("kind, lowering, ranks", [
+    (Gathered, "eager", "two_ranks"), (Gathered, "none", "four_ranks"), (Ulysses, "none", "four_ranks"),
+    pytest.param(Ulysses, "inductor", "two_ranks", marks=[pytest.mark.slow, pytest.mark.inductor]),
+    pytest.param(Gathered, "eager", "four_ranks", marks=pytest.mark.exhaustive),
+    (Ulysses, "eager", "four_ranks"),
 ])  # fmt: skip
-def test_parity(four_ranks, kind, lowering):
-    for wrong, where, made in four_ranks.run(parity, kind, lowering, timeout=300):
+def test_parity(request, kind, lowering, ranks):
+    """On two ranks there is one data-parallel rank, and parameters are sharded over ``cp`` alone."""
+    for wrong, where, made in request.getfixturevalue(ranks).run(parity, kind, lowering, timeout=300):
         assert wrong < 1e-9, where
         assert lowering == "none" or made == (1, 0)

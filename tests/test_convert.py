@@ -1,10 +1,12 @@
-"""Between checkpoints and safetensors, without a model; and the command line that does it."""
+"""`mfsdp.convert` and its command line: checkpoints to safetensors and back, without a model."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -189,8 +191,11 @@ def test_as_a_module_and_a_script(tmp_path):
     script = Path(sys.executable).with_name("mfsdp")
     help = subprocess.run([script, "convert", "--help"], capture_output=True, text=True, check=True).stdout
     assert "--max-file-bytes" in help
-    wrong = subprocess.run([script, "convert", "x", "y", "--dtype", "blue"], capture_output=True, text=True)
-    assert wrong.returncode == 1 and "'blue' is no dtype for weights; choose float64" in wrong.stderr
+
+
+def test_no_dtype(capsys):
+    assert command.main(["convert", "x", "y", "--dtype", "blue"]) == 1
+    assert "'blue' is no dtype for weights; choose float64" in capsys.readouterr().err
 
 
 def of_fsdp2(folder: str) -> list[str]:
@@ -222,11 +227,9 @@ def of_fsdp2(folder: str) -> list[str]:
 
 
 @pytest.mark.dist
-def test_fsdp2_and_hugging_face(two_ranks, four_ranks, tmp_path):
-    for name, ranks in (("two", two_ranks), ("four", four_ranks)):
-        (tmp_path / name).mkdir()
-        assert not any(ranks.run(of_fsdp2, str(tmp_path / name)))
-        assert json.loads((tmp_path / name / "ours" / "config.json").read_text())["model_type"] == "llama"
+def test_fsdp2_and_hugging_face(four_ranks, tmp_path):
+    assert not any(four_ranks.run(of_fsdp2, str(tmp_path)))
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "llama"
 
 
 @pytest.fixture(scope="module")
@@ -234,17 +237,18 @@ def of_megatron_core(tmp_path_factory) -> Path:
     pytest.importorskip("megatron.core")
     folder = tmp_path_factory.mktemp("megatron")
     script = Path(__file__).with_name("megatron_core.py")
-    run = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(script),
-        str(folder),
-    ]
-    done = subprocess.run(run, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{free.getsockname()[1]}", "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, folder], env={**os.environ, **address, "RANK": f"{rank}", "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=200)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
     return folder
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or it is not there: kills at every point, damaged files, full disks."""
+"""Checkpoints are atomic: processes killed while they save, damaged files, full disks."""
 
 from __future__ import annotations
 
@@ -67,11 +67,9 @@ def test_on_another_number_of_ranks(two_ranks, four_ranks, tmp_path):
     assert elsewhere(str(tmp_path))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_killed_at_every_file_operation_and_in_the_middle_of_files(tmp_path, way):
-    """In a process of its own: it forks, and there should be no threads. What a process has written outlives it, synced
-    or not.
+def injected(folder: Path, ways: list[str], points: int, stride: int) -> dict[str, dict[str, int]]:
+    """What is lost, by way of saving. In a process of its own: it forks, and there should be no threads. What a
+    process has written outlives it, synced or not.
     """
     code = """if True:
         import json, os, sys, torch
@@ -79,12 +77,25 @@ def test_killed_at_every_file_operation_and_in_the_middle_of_files(tmp_path, way
         from tests.crashes import WAYS, injected
         torch.set_num_threads(1)
         os.fsync = os.sync = lambda *file: None
-        print(json.dumps(injected(WAYS[sys.argv[1]](Path(sys.argv[2]) / "run"), 60)))
+        folder, ways, points, stride = json.loads(sys.argv[1])
+        print(json.dumps({way: injected(WAYS[way](Path(folder) / way), points, stride) for way in ways}))
     """
-    command = [sys.executable, "-c", code, way, str(tmp_path)]
+    command = [sys.executable, "-c", code, json.dumps([str(folder), ways, points, stride])]
     out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert out.returncode == 0, out.stderr[-3000:]
-    seen = json.loads(out.stdout.splitlines()[-1])
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_killed_at_some_file_operations_and_in_the_middle_of_files(tmp_path):
+    for way, seen in injected(tmp_path, [*WAYS], 13, 10).items():
+        assert seen["operations"] > 2 and seen["bytes"] > 1 and seen["losses"] == 0, (way, seen)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_at_every_file_operation_and_in_the_middle_of_files(tmp_path, way):
+    seen = injected(tmp_path, [way], 60, 1)[way]
     assert seen["operations"] > 20 and seen["bytes"] > 5 and seen["published"] >= 1, seen
     assert seen["losses"] == 0, seen
 

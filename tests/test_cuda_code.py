@@ -18,7 +18,7 @@ from mfsdp.compiler import schedule_check
 from mfsdp.ir.program import Phase
 from mfsdp.ir.verifier import LawError
 from tests.cuda_code import Place, Written, write
-from tests.models import CASES, GPT, MLP, Block, Case, floats, mixtral, tokens
+from tests.models import GPT, MLP, Block, Case, floats, llama, mixtral, tokens
 from tests.test_generated_code import launches, of_code, of_listing, uncommented
 
 pytestmark = [
@@ -32,6 +32,9 @@ WIDE = Case(lambda: MLP(23, 1031), floats(32, 23), ["up"])
 """Rows so long and so odd that Inductor pads them, and an odd parameter before another."""
 
 
+ONE_LLAMA = Case(lambda: llama(layers=1), tokens(67, 2, 9), ["LlamaDecoderLayer"])
+
+
 def one_layer() -> torch.nn.Module:
     model: Any = mixtral()
     del model.model.layers[1:]
@@ -40,7 +43,7 @@ def one_layer() -> torch.nn.Module:
 
 MODELS: dict[str, tuple[Case, dict[str, Any]]] = {
     "gpt, fp32": (Case(lambda: GPT(layers=1), tokens(31, 2, 8), [Block]), {}),
-    "llama, bf16": (CASES["llama"], {"compute_dtype": bf16, "grad_comm_dtype": bf16}),
+    "llama, bf16": (ONE_LLAMA, {"compute_dtype": bf16, "grad_comm_dtype": bf16}),
     "mixtral, fp32 gradients": (Case(one_layer, tokens(67, 1, 5), ["MixtralDecoderLayer"]), {"compute_dtype": bf16}),
     "mlp, fp32 gathers": (WIDE, {"compute_dtype": bf16, "param_comm_dtype": f32, "grad_comm_dtype": bf16}),
 }

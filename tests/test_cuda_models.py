@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
 }  # fmt: skip
 
-models = pytest.mark.parametrize("name", MODELS)
+models = pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.exhaustive), "gpt2"])
 bf16 = torch.bfloat16
 
 
@@ -120,7 +120,10 @@ def test_shards_are_cast_once():
     assert not [line for line in listed if re.search(r" (cast|_to_copy|convert_element_type) u\d+_shard", line)]
 
 
-@pytest.mark.parametrize(("name", "world"), [*((name, 8) for name in MODELS), ("gpt2", 1)])
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [("llama", 8), pytest.param("qwen3", 8, marks=pytest.mark.exhaustive), ("gpt2", 8), ("gpt2", 1)],
+)
 def test_no_kernel_multiplies_by_one(name, world):
     """Scales of what is packed and accumulated are arguments, of which kernels leave out one (`test_zero_grad.py`)."""
     assert not re.findall(r"tmp\d+ = tmp\d+ \* 1\.0\b", programs(name, world)["backward"].code)

@@ -64,8 +64,10 @@ def parity(lowering: str, ranks: int) -> Any:
     return wrong[worst], worst, graphs()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("lowering", ["eager", "none"])
+@pytest.mark.parametrize(
+    ("lowering", "ranks"),
+    [("eager", 2), ("none", 2), pytest.param("eager", 4, marks=pytest.mark.exhaustive), ("none", 4)],
+)
 def test_parity(four_ranks, lowering, ranks):
     for wrong, where, made in four_ranks.run(parity, lowering, ranks, timeout=300):
         assert wrong < 1e-9, where
@@ -74,8 +76,8 @@ def test_parity(four_ranks, lowering, ranks):
 
 @pytest.mark.slow
 @pytest.mark.inductor
-def test_parity_of_inductors_code(four_ranks):
-    for wrong, where, made in four_ranks.run(parity, "inductor", 2, timeout=400):
+def test_parity_of_inductors_code(two_ranks):
+    for wrong, where, made in two_ranks.run(parity, "inductor", 2, timeout=400):
         assert wrong < 1e-9 and made == (1, 0), where
 
 
@@ -83,17 +85,25 @@ def microbatches(strategy: int, of_experts: int) -> float:
     reference, model = sharded(2, strategy, of_experts, layers=1)
     run = compiled(model, "eager")
     for micro in range(2):
-        batches = [tokens(100 * micro + r) for r in range(4)]
+        batches = [tokens(100 * micro + r) for r in range(dist.get_world_size())]
         with mfsdp.no_sync(model) if micro == 0 else nullcontext():
             next_token(run, batches[dist.get_rank()]).backward()
-        (sum(next_token(reference, b) for b in batches) / 4).backward()
+        (sum(next_token(reference, b) for b in batches) / len(batches)).backward()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     return max(error(p.grad.full_tensor(), q.grad) for p, q in pairs)
 
 
-@pytest.mark.parametrize("strategies", [(3, 3), (1, 3), (2, 0)])
-def test_microbatches(four_ranks, strategies):
-    assert max(four_ranks.run(microbatches, *strategies, timeout=300)) < 1e-9
+@pytest.mark.parametrize(
+    ("ranks", "strategies"),
+    [
+        ("two_ranks", (1, 3)),
+        ("four_ranks", (2, 0)),
+        *(pytest.param("four_ranks", s, marks=pytest.mark.exhaustive) for s in ((3, 3), (1, 3))),
+    ],
+)
+def test_microbatches(request, ranks, strategies):
+    """Dense parameters and experts under strategies of their own."""
+    assert max(request.getfixturevalue(ranks).run(microbatches, *strategies, timeout=300)) < 1e-9
 
 
 def both(lowering: str) -> Any:
@@ -116,7 +126,7 @@ def both(lowering: str) -> Any:
     return wrong[worst], worst, graphs()
 
 
-INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.inductor])
+INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.inductor, pytest.mark.exhaustive])
 
 
 @pytest.mark.parametrize("lowering", ["eager", "none", INDUCTOR])

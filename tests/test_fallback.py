@@ -25,7 +25,7 @@ from tests.ranks import collectives_told
 
 pytestmark = pytest.mark.dist
 
-LAYERS = 3
+LAYERS = 2
 
 
 class Disabled(Block):
@@ -313,13 +313,14 @@ def regions(units: list[str] | None, compiled: bool, again: bool, reentrant: boo
 
 
 @pytest.mark.parametrize("units, compiled, again, reentrant, strategy", [
-    (*how, reentrant, strategy)
-    for how in (
-        (None, False, False), (None, True, True), (["parts.*"], False, True), (["parts.1", "norm"], True, False),
+    pytest.param(*how, reentrant, strategy, marks=[pytest.mark.exhaustive] if more else [])
+    for how, compiled_too in (
+        ((None, False, False), ()), ((None, True, True), ((False, 3), (True, 0))),
+        ((["parts.*"], False, True), ()), ((["parts.1", "norm"], True, False), ((False, 2), (True, 1))),
     )
     for reentrant in (False, True)
     for strategy in range(4)
-    if not how[1] or (how[2] + reentrant + strategy) % 2 == 0  # compiled ones are dear: half of them
+    for more in [how[1] and (reentrant, strategy) not in compiled_too]
 ])  # fmt: skip
 def test_checkpointed_parts_of_a_unit_that_is_open_around_them(two_ranks, units, compiled, again, reentrant, strategy):
     for got in two_ranks.run(regions, units, compiled, again, reentrant, strategy):

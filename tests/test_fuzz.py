@@ -33,9 +33,18 @@ TESTED = {
         "layers differ, compiled",
         "order differs, compiled",
         "a step of the optimizer left out by one rank",
+        "ranks take different ones of equal layers behind a graph break",
     ),
     "test_given_up.py": ("given up",),
-    "test_reads.py": ("functional_call", "functional_call compiled", "functional_call behind a graph break"),
+    "test_outside.py": ("penalty",),
+    "test_reads.py": (
+        "functional_call",
+        "functional_call compiled",
+        "functional_call behind a graph break",
+        "own parameters",
+        "own parameters, uncompiled",
+        "returned",
+    ),
     "test_writes.py": ("codebook", "clamped", "max_norm"),
 }
 """Findings that have tests of their own, by file: they are not tried again here, where a refusal costs other ranks."""

@@ -32,14 +32,19 @@ def generated() -> list[str]:
     return [uncommented(text) for text in code]
 
 
+@pytest.fixture(scope="module")
+def codes(two_ranks) -> list[list[str]]:
+    return two_ranks.run(generated, timeout=300)  # type: ignore[no-any-return]
+
+
 def launches(code: str) -> list[str]:
     """The variables that hold what all-gathers write; before torch 2.15 bound twice."""
     found = re.findall(r"(?m)^ *(\w+) = torch\.ops\.mfsdp\.all_gather\.default\(.*\n(?: *(\w+) = \w+$)?", code)
     return [again or once for once, again in found]
 
 
-def test_parameters_are_views_into_the_gathered_buffer(two_ranks):
-    for forward, backward in two_ranks.run(generated, timeout=300):
+def test_parameters_are_views_into_the_gathered_buffer(codes):
+    for forward, backward in codes:
         for phase, matrices in ((forward, 9), (backward, 9)):
             fulls = launches(phase)
             assert len(fulls) == 3, "one launch for each unit"
@@ -52,9 +57,9 @@ def test_parameters_are_views_into_the_gathered_buffer(two_ranks):
             assert not copies, f"a parameter is copied out: {copies}"
 
 
-def test_products_are_written_into_the_bucket(two_ranks):
+def test_products_are_written_into_the_bucket(codes):
     """Matrix products write to their places in the gradient buffers; only the head, of the last unit, is copied."""
-    for forward, backward in two_ranks.run(generated, timeout=300):
+    for forward, backward in codes:
         assert "mfsdp.mm" not in forward
         products = re.findall(r"torch\.ops\.mfsdp\.mm\.default\((\w+), ", backward)
         assert len(products) == 8 and len(set(products)) == 2, "four matrices into the buffer of each block"
@@ -62,8 +67,8 @@ def test_products_are_written_into_the_bucket(two_ranks):
         assert len(packed) == 3
 
 
-def test_gradients_leave_through_one_reduce_scatter_per_unit(two_ranks):
-    for forward, backward in two_ranks.run(generated, timeout=300):
+def test_gradients_leave_through_one_reduce_scatter_per_unit(codes):
+    for forward, backward in codes:
         assert "reduce_scatter" not in forward
         for op in ("bucket", "pack", "reduce_scatter", "accumulate"):
             assert len(re.findall(rf"torch\.ops\.mfsdp\.{op}\.default\(", backward)) == 3, op
@@ -117,7 +122,7 @@ def uncommented(code: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [64, 16384])
+@pytest.mark.parametrize("tokens", [pytest.param(64, marks=pytest.mark.exhaustive), 16384])
 def test_the_order_in_the_code_is_that_of_the_listing(two_ranks, tmp_path, tokens):
     for phases in two_ranks.run(orders, tokens, str(tmp_path), timeout=300):
         for phase, (listed, made) in phases.items():

@@ -1,4 +1,4 @@
-"""What people do to gradients and parameters: freezing, hooks, norms, loss scaling, parametrizations."""
+"""Freezing, gradient hooks, norms, loss scaling and parametrizations of sharded parameters."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def stepped_in_backward(lowering: str, broken: bool) -> float:
     """An optimizer for each parameter, stepped as soon as its gradient is there; also through a graph break."""
     case = CASES["gpt"]
     torch.manual_seed(0)
-    reference = GPT(break_graph=broken)
-    model = mfsdp.fully_shard(GPT(break_graph=broken), units=[Block])
+    reference = GPT(layers=1, break_graph=broken)
+    model = mfsdp.fully_shard(GPT(layers=1, break_graph=broken), units=[Block])
     model.load_state_dict(reference.state_dict())
     run = compiled(model, lowering)
     own = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}

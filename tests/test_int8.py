@@ -337,8 +337,16 @@ MIXED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("lowering", "name"), [("eager", "both"), ("eager", "both, bf16"), ("none", "both"),
-                                                ("eager", "gradients"), ("none", "parameters")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lowering", "name"),
+    [
+        pytest.param("eager", "both", marks=pytest.mark.exhaustive),
+        ("eager", "both, bf16"),
+        ("none", "both"),
+        ("eager", "gradients"),
+        ("none", "parameters"),
+    ],
+)
 def test_training_is_what_it_is_by_hand(two_ranks, lowering, name):
     """Every strategy; bitwise, on both ranks, with rows that are cut unevenly."""
     places = [p for p in STRATEGIES if name != "parameters" or p != "no_shard"]  # where sums in bf16 are rounded
@@ -432,28 +440,31 @@ def test_bytes_on_the_wire(two_ranks):
         assert two_ranks.run(bytes_sent, words) == [want] * 2
 
 
-def poisoned(place: str, value: float, lowering: str) -> tuple[bool, bool, bool]:
-    """One rank's loss is no number, in one element; what every rank has of gradients, and of their norm."""
+def poisoned(place: str, values: list[float], lowering: str) -> list[tuple[bool, bool, bool]]:
+    """One rank's loss is no number, in one element; what every rank has of gradients, and of their norm, by value."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = MLP()
     mfsdp.fully_shard(model, units=["up", "down"], **sharding(place, mp_policy=mfsdp.MixedPrecisionPolicy(**BOTH)))
-    run = compiled(model, lowering)
-    weight = torch.ones(4, 24)
-    if dist.get_rank():
-        weight[1, 3] = value
-    (run(torch.randn(4, 24)) * weight).sum().backward()
-    grads = [p.grad.full_tensor() for p in (model.down.weight, model.down.bias)]
-    bad = all(not g[3].isfinite().any() for g in grads)
-    fine = bool(model.down.weight.grad.full_tensor()[20].isfinite().all())
-    return bad, fine, bool(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite())
+    run, found = compiled(model, lowering), []
+    for value in values:
+        model.zero_grad()
+        weight = torch.ones(4, 24)
+        if dist.get_rank():
+            weight[1, 3] = value
+        (run(torch.randn(4, 24)) * weight).sum().backward()
+        grads = [p.grad.full_tensor() for p in (model.down.weight, model.down.bias)]
+        bad = all(not g[3].isfinite().any() for g in grads)
+        fine = bool(model.down.weight.grad.full_tensor()[20].isfinite().all())
+        found.append((bad, fine, bool(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite())))
+    return found
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_no_number_arrives(two_ranks, value):
-    for place in ("no_shard", "optim_grads_params"):
-        assert two_ranks.run(poisoned, place, value, "eager") == [(True, True, False)] * 2
+@pytest.mark.parametrize("place", ["no_shard", "optim_grads_params"])
+def test_what_is_no_number_arrives(two_ranks, place):
+    values = [float("nan"), float("inf")]
+    assert two_ranks.run(poisoned, place, values, "eager") == [[(True, True, False)] * 2] * 2
 
 
 def on_two_levels(place: str) -> tuple[bool, bool, float]:

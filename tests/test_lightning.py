@@ -243,15 +243,16 @@ def exchanges(folder: str) -> None:
         return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 
     losses: dict[str, Any] = {}
-    for name, strategy, build in (("ours", ours, Learner), ("theirs", theirs, FSDP2)):
+    both = {"ours": (ours, Learner), "theirs": (theirs, FSDP2)}
+    for name, (strategy, build) in both.items():
         run = trainer(folder, strategy())
         run.fit(build(), data())
         run.save_checkpoint(Path(folder, name))
-    for path in ("ours", "theirs"):
-        for name, strategy, build in (("ours", ours, Learner), ("theirs", theirs, FSDP2)):
-            module = build()
-            trainer(folder, strategy(), max_epochs=2).fit(module, data(), ckpt_path=str(Path(folder, path)))
-            losses[f"{name} from {path}"] = module.losses
+    for name, path in (("theirs", "theirs"), ("ours", "theirs"), ("theirs", "ours")):
+        strategy, build = both[name]
+        module = build()
+        trainer(folder, strategy(), max_epochs=2).fit(module, data(), ckpt_path=str(Path(folder, path)))
+        losses[f"{name} from {path}"] = module.losses
     want = losses["theirs from theirs"]
     for name, got in losses.items():
         assert got == pytest.approx(want, rel=1e-5), name
@@ -284,15 +285,19 @@ def says(kind: type[BaseException], match: str, function: Any) -> None:
 
 def edges(folder: str) -> None:
     """Groups, empty state, another model, what is no checkpoint."""
-    for lr, distributed in ((1e-2, False), (1e-2, True), (0.1, False), (0.1, True)):
+    for lr, distributed in ((1e-2, False), (1e-2, True), (0.1, True)):
         kept, path = {"save_distributed_checkpoint": distributed}, str(Path(folder, f"{lr}{distributed}"))
-        straight, module, run = Grouped(lr), Grouped(lr), trainer(folder, ours(**kept))
-        trainer(folder, ours(**kept), max_epochs=2).fit(straight, data())
+        module, run = Grouped(lr), trainer(folder, ours(**kept))
+        if lr != 1e-2 or not distributed:
+            straight = Grouped(lr)
+            trainer(folder, ours(**kept), max_epochs=2).fit(straight, data())
         run.fit(module, data())
         run.save_checkpoint(path)
         module = Grouped(lr)
         trainer(folder, ours(**kept), max_epochs=2).fit(module, data(), ckpt_path=path)
         assert module.losses == straight.losses[BATCHES:], (lr, distributed)
+        if lr != 1e-2:
+            continue
         says(RuntimeError, "missing.*more.weight", lambda path=path: trainer(folder, ours()).test(
             Other(), data(), ckpt_path=path, verbose=False))  # fmt: skip
         lenient = Other()
@@ -479,7 +484,7 @@ import mfsdp.integrations.lightning
 class Learner(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 8))
 
     def training_step(self, batch, index):
         return self.net(batch).square().mean()

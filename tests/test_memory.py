@@ -21,7 +21,7 @@ from tests.ranks import collectives_told
 
 pytestmark = pytest.mark.dist
 
-WIDTH, LAYERS = 64, 4
+WIDTH, LAYERS = 64, 2
 
 
 def live() -> dict[int, int]:

@@ -1,4 +1,4 @@
-"""Parameters in computations outside of forward: gradients arrive, once, the right ones on every rank."""
+"""Sharded parameters in computations outside of forward, such as penalties: gradients equal the unsharded ones."""
 
 from __future__ import annotations
 
@@ -90,12 +90,11 @@ def step(name: str, kind: str, microbatches: int, lowering: str, hold: bool, tim
 
 @pytest.mark.parametrize("name", PENALTIES)
 def test_every_penalty(two_ranks, name):
-    for lowering in ("eager", "none"):
-        for loss, grads in two_ranks.run(step, name, "3", 1, lowering, False, 0.1):
-            assert loss < 1e-5 and grads < 1e-5, (name, lowering)
+    for loss, grads in two_ranks.run(step, name, "3", 1, "none", False, 0.1):
+        assert loss < 1e-5 and grads < 1e-5, name
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(list(PENALTIES)), kind=st.sampled_from(["0", "1", "2", "3", "hsdp", "hfsdp", "inner"]),
     microbatches=st.integers(1, 3), lowering=st.sampled_from(["eager", "none"]), hold=st.booleans(),
@@ -273,12 +272,12 @@ def test_every_module_of_torch(two_ranks):
     assert two_ranks.run(every_module, timeout=300) == [[], []]
 
 
-def every_operator() -> tuple[int, list[str]]:
-    """Every operator that torch tests, with its first tensor sharded: how many are right, and which are wrong."""
+def every_operator(stride: int) -> tuple[int, list[str]]:
+    """Operators that torch tests, with their first tensor sharded: how many are right, and which are wrong."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     right, bad = 0, []
-    for op in op_db:
+    for op in op_db[::stride]:
         if not op.supports_autograd or torch.float32 not in op.supported_dtypes("cpu") or "rand" in op.name:
             continue
         torch.manual_seed(0)
@@ -332,10 +331,11 @@ def _compare_operator(op: Any, holder: nn.Module, model: nn.Module, sample: Any)
 
 
 @pytest.mark.slow
-def test_every_operator_of_torch(two_ranks):
-    for right, bad in two_ranks.run(every_operator, timeout=500):
+@pytest.mark.parametrize("stride", [6, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_every_operator_of_torch(two_ranks, stride):
+    for right, bad in two_ranks.run(every_operator, stride, timeout=500):
         assert not bad, "\n".join(bad)
-        assert right > 300
+        assert right > 300 // stride
 
 
 def test_functions_are_told_by_what_they_are():

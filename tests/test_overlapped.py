@@ -61,66 +61,80 @@ def starved(layer: Any) -> None:
     layer.router.register_forward_hook(lambda module, args, out: out - 1e4 * (torch.arange(4) > 1))
 
 
-def again(layer: Any) -> None:
-    """It is computed again in backward, its exchanges too."""
+def starved_again(layer: Any) -> None:
+    """And the layer is computed again in backward, its exchanges too."""
+    starved(layer)
     layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def bitwise(
-    lowering: str, micro: int, kept: bool, changed: Callable[[Any], None] | None = None
-) -> tuple[list[str], int, bool]:
-    """Gradients that differ from those of plain accumulation, how many backwards waited, and whether losses differ."""
-    _, model = sharded(2, layers=2)
+    lowering: str, layers: int, ways: tuple[bool, ...], changed: Callable[[Any], None] | None = None
+) -> list[tuple[list[str], int, bool]]:
+    """Of each way, three microbatches under `no_sync` or not: gradients that differ from those of plain accumulation,
+    how many backwards waited, and whether losses are the same.
+    """
+    _, model = sharded(2, layers=layers)
     for layer in model.layers if changed else ():
         changed(layer)
     run, rank = compiled(model, lowering), dist.get_rank()
-    batches = [tokens(100 * m + rank) for m in range(micro)]
+    batches = [tokens(100 * m + rank) for m in range(3)]
 
-    def loop() -> list[torch.Tensor]:
+    def loop(kept: bool) -> list[torch.Tensor]:
         losses = []
         for i, batch in enumerate(batches):
-            with mfsdp.no_sync(model) if kept and i < micro - 1 else nullcontext():
+            with mfsdp.no_sync(model) if kept and i < 2 else nullcontext():
                 losses.append(next_token(run, batch))
                 losses[-1].backward()
         return [loss.detach() for loss in losses]
 
-    want = loop()
-    plain = gradients(model)
-    forget(model)
-    with Counted() as beside, mfsdp.overlapped(model):
-        got = loop()
-    mine = gradients(model)
-    wrong = [n for n in plain if not torch.equal(plain[n], mine[n])]
-    return wrong, beside.number, all(map(torch.equal, want, got))
+    found = []
+    for kept in ways:
+        want = loop(kept)
+        plain = gradients(model)
+        forget(model)
+        with Counted() as beside, mfsdp.overlapped(model):
+            got = loop(kept)
+        mine = gradients(model)
+        forget(model)
+        wrong = [n for n in plain if not torch.equal(plain[n], mine[n])]
+        found.append((wrong, beside.number, all(map(torch.equal, want, got))))
+    return found
 
 
-INDUCTOR = [pytest.param(name, marks=[pytest.mark.inductor, pytest.mark.slow]) for name in ("stitched", "whole")]
+INDUCTOR = [pytest.param(name, 1, marks=[pytest.mark.inductor, pytest.mark.slow]) for name in ("stitched", "whole")]
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("lowering", ["eager", *INDUCTOR])
-def test_gradients_are_those_of_accumulation(two_ranks, lowering, kept):
-    for wrong, beside, same in two_ranks.run(bitwise, lowering, 3, kept, timeout=500):
-        assert not wrong and same and beside == 2
+@pytest.mark.parametrize(("lowering", "layers"), [("eager", 2), *INDUCTOR])
+def test_gradients_are_those_of_accumulation(two_ranks, lowering, layers):
+    """Which reduces each microbatch, and which reduces once."""
+    assert two_ranks.run(bitwise, lowering, layers, (False, True), timeout=500) == [[([], 2, True)] * 2] * 2
 
 
-def test_on_four_ranks_where_half_of_the_experts_get_nothing(four_ranks):
+def test_checkpointed_layers_where_half_of_the_experts_get_nothing(four_ranks):
     """Over (efsdp 2, ep 2)."""
-    for wrong, beside, same in four_ranks.run(bitwise, "eager", 3, False, starved, timeout=500):
-        assert not wrong and same and beside == 2
+    assert four_ranks.run(bitwise, "eager", 1, (False,), starved_again, timeout=500) == [[([], 2, True)]] * 4
 
 
-def test_checkpointed_layers(two_ranks):
-    for wrong, beside, same in two_ranks.run(bitwise, "eager", 3, False, again, timeout=500):
-        assert not wrong and same and beside == 2
+def looked_at() -> dict[str, Any]:
+    """What several tests below ask of one compiled model; behind `seen_from`, which reads rows, no backward waits."""
+    _, model = sharded(2, layers=1)
+    run = compiled(model, "eager")
+    out = {}
+    for look in (profiled, wrong_in_the_gap, refused, stepped, seen_from):
+        out[look.__name__] = look(model, run)
+        forget(model)
+    return out
 
 
-def wrong_in_the_gap() -> list[str]:
+@pytest.fixture(scope="module")
+def looks(two_ranks) -> list[dict[str, Any]]:
+    return two_ranks.run(looked_at, timeout=500)  # type: ignore[no-any-return]
+
+
+def wrong_in_the_gap(model: Any, run: Any) -> list[str]:
     """What goes wrong with what people do between a backward and the next forward."""
     wrong: list[str] = []
-    _, model = sharded(2, layers=1)
     rank = dist.get_rank()
-    run = compiled(model, "eager")
     batches = [tokens(100 * m + rank) for m in range(3)]
     params = list(model.parameters())
 
@@ -210,14 +224,13 @@ def wrong_in_the_gap() -> list[str]:
     return wrong
 
 
-def test_in_the_gap(two_ranks):
-    assert two_ranks.run(wrong_in_the_gap, timeout=300) == [[], []]
+def test_in_the_gap(looks):
+    assert [look["wrong_in_the_gap"] for look in looks] == [[], []]
 
 
-def profiled() -> tuple[int, int]:
+def profiled(model: Any, run: Any) -> tuple[int, int]:
     """How many backwards ran beside a forward while a profile looked, and how many programs it saw."""
-    _, model = sharded(2, layers=1)
-    run, rank = compiled(model, "eager"), dist.get_rank()
+    rank = dist.get_rank()
 
     def train(number: int) -> None:
         for micro in range(number):
@@ -232,14 +245,13 @@ def profiled() -> tuple[int, int]:
     return counted.number, len({x.phase for x in seen.lines})
 
 
-def test_profiles_see_programs_one_by_one(two_ranks):
-    assert two_ranks.run(profiled, timeout=300) == [(0, 2)] * 2
+def test_profiles_see_programs_one_by_one(looks):
+    assert [look["profiled"] for look in looks] == [(0, 2)] * 2
 
 
-def refused() -> list[str]:
+def refused(model: Any, run: Any) -> list[str]:
     """What is written to while a backward waits: every look raises, until the context is left."""
-    _, model = sharded(2, layers=1)
-    run, rank = compiled(model, "eager"), dist.get_rank()
+    rank = dist.get_rank()
     out = []
     try:
         with mfsdp.overlapped(model):
@@ -257,16 +269,15 @@ def refused() -> list[str]:
     return out
 
 
-def test_weights_that_a_backward_needs_must_not_be_written_to(two_ranks):
-    for told, left in two_ranks.run(refused, timeout=300):
+def test_weights_that_a_backward_needs_must_not_be_written_to(looks):
+    for told, left in (look["refused"] for look in looks):
         assert re.search("weights of .* have been written while Mixtral backward waits", told) and left == "None"
 
 
-def seen_from() -> list[str]:
+def seen_from(model: Any, run: Any) -> list[str]:
     """Wherever somebody looks from, and whatever he does to what is his, gradients are those of the plain loop."""
     wrong: list[str] = []
-    _, model = sharded(2, layers=1)
-    run, rank = compiled(model, "eager"), dist.get_rank()
+    rank = dist.get_rank()
     p = model.norm.weight
 
     def train(ids: torch.Tensor) -> torch.Tensor:
@@ -335,33 +346,39 @@ def seen_from() -> list[str]:
     return wrong
 
 
-def test_wherever_somebody_looks_from(two_ranks):
-    assert two_ranks.run(seen_from, timeout=300) == [[], []]
+def test_wherever_somebody_looks_from(looks):
+    assert [look["seen_from"] for look in looks] == [[], []]
 
 
-def steps(wrapped: bool) -> list[str]:
-    """Parameters that differ after steps with clipping, an optimizer stepping inside of the context."""
-    torch._dynamo.config.capture_scalar_outputs = True
-    runs = []
+def stepped(model: Any, run: Any) -> dict[bool, list[str]]:
+    """Parameters that differ after steps with clipping inside of the context, by whether the optimizer is flat."""
+    return {wrapped: steps(model, run, wrapped) for wrapped in (False, True)}
+
+
+def steps(model: Any, run: Any, wrapped: bool) -> list[str]:
+    rank, runs = dist.get_rank(), []
+    start = [p.detach().clone() for p in model.parameters()]
     for beside in (False, True):
-        _, model = sharded(2, layers=1)
-        run, rank = compiled(model, "eager"), dist.get_rank()
+        with torch.no_grad():
+            for p, before in zip(model.parameters(), start, strict=True):
+                p.copy_(before)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         optimizer = mfsdp.fully_shard_optimizer(optimizer) if wrapped else optimizer
-        with mfsdp.overlapped(model) if beside else nullcontext():
+        with Counted() as counted, mfsdp.overlapped(model) if beside else nullcontext():
             for step in range(3):
                 for micro in range(2):
                     next_token(run, tokens(10 * step + 100 * micro + rank)).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
+        assert counted.number == (3 if beside else 0)
         runs.append({n: p.full_tensor().detach().clone() for n, p in model.named_parameters()})
     return [n for n in runs[0] if not torch.equal(runs[0][n], runs[1][n])]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_steps_inside(two_ranks, wrapped):
-    assert two_ranks.run(steps, wrapped, timeout=300) == [[], []]
+def test_steps_inside(looks, wrapped):
+    assert [look["stepped"][wrapped] for look in looks] == [[], []]
 
 
 def apart() -> str:
@@ -386,7 +403,7 @@ def filled() -> list[str]:
     """Gradients that are others without `hide_collectives`."""
     found = []
     for passes in (pipeline.PIPELINE, tuple(row for row in pipeline.PIPELINE if row[0] != "hide_collectives")):
-        _, model = sharded(2, layers=2)
+        _, model = sharded(2, layers=1)
         next_token(compiled(model, "eager", passes=passes), tokens(dist.get_rank())).backward()
         found.append(gradients(model))
     return [n for n in found[0] if not torch.equal(found[0][n], found[1][n])]
@@ -400,7 +417,7 @@ def tensor_parallel_too() -> tuple[list[str], int]:
     """What tensor parallelism exchanges gives turns too, in checkpointed layers."""
     reset()
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
-    _, model = twin(lambda: Llama(layers=2, checkpointed=True))
+    _, model = twin(lambda: Llama(layers=1, checkpointed=True))
     tensor_parallel(model, mesh["tp"])
     mfsdp.fully_shard(model, mesh=mesh, units=[Layer])
     run = compiled(model, "eager")
@@ -458,13 +475,16 @@ def written() -> list[tuple[bool, bool]]:
     """Whether forward writes buffers, and whether the loop does between microbatches, where gradients differ."""
     wrong = []
     for inside in (False, True):
+        reset()
+        torch.manual_seed(0)
+        model = mfsdp.fully_shard(nn.Sequential(Scaled(inside), Scaled(inside)), units=[Scaled])
+        run = compiled(model, "eager")
         for between in (False, True):
             found = []
             for beside in (False, True):
-                reset()
-                torch.manual_seed(0)
-                model = mfsdp.fully_shard(nn.Sequential(Scaled(inside), Scaled(inside)), units=[Scaled])
-                run = compiled(model, "eager")
+                for layer in model:
+                    layer.mine.fill_(2.0)
+                    layer.yours.fill_(3.0)
                 torch.manual_seed(dist.get_rank())
                 with mfsdp.overlapped(model) if beside else nullcontext():
                     for _ in range(3):
@@ -472,6 +492,7 @@ def written() -> list[tuple[bool, bool]]:
                         if between:
                             model[0].yours.mul_(0.7)
                 found.append(gradients(model))
+                forget(model)
             if any(not torch.equal(found[0][n], found[1][n]) for n in found[0]):
                 wrong.append((inside, between))
     return wrong

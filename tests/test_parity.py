@@ -10,8 +10,12 @@ from tests.parity import gradients, training
 
 pytestmark = pytest.mark.dist
 
-COMPILED = [name for name, case in CASES.items() if not case.traced or name == "llama"]
-"""The others, of Hugging Face, train compiled in `test_clients.py`."""
+COMPILED = [
+    pytest.param(name, marks=pytest.mark.exhaustive) if name == "llama" else name
+    for name, case in CASES.items()
+    if not case.traced or name == "llama"
+]
+"""Those of Hugging Face train compiled in `test_clients.py`, and Llama in `test_accelerate.py`."""
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -21,6 +21,7 @@ import mfsdp
 from examples.parallel.model import Layer, Mixtral
 from mfsdp import pipeline
 from mfsdp.compiler import capture, joint_graph
+from mfsdp.compiler import memory_option as planned_by
 from mfsdp.compiler.joint_graph import Treatment
 from mfsdp.compiler.planner import ALLOWED, WAYS, Planner, Setting
 from mfsdp.compiler.tracing import Programs
@@ -28,15 +29,15 @@ from mfsdp.config.hardware import Hardware, Link, Transfer
 from mfsdp.config.layer_choices import Choice
 from mfsdp.config.options import Options
 from mfsdp.config.plans import nbytes_of
-from mfsdp.cost_model import fusion, op_cost
+from mfsdp.cost_model import fusion, machine, op_cost
 from mfsdp.cost_model.extrapolate import Event, drained, extrapolated, runs, segment
 from mfsdp.cost_model.timeline import simulate
 from mfsdp.ir.byte_costs import lines, peak
 from mfsdp.planning.explain import buffers_of, machine_of
 from mfsdp.planning.plan import _prices
 from mfsdp.reports.page import render as page_of
-from tests.models import GPT, Block, Unlike
-from tests.test_explain import PLAIN, built, held
+from tests.models import GPT, Block, Gated, Unlike
+from tests.test_explain import PLAIN, built, hastily, held
 from tests.toys import BF16
 
 SLOW = {
@@ -61,6 +62,19 @@ def planner(
     model: nn.Module, ids: torch.Tensor, lowering: str = "eager", units: Any = (Block,), **more: Any
 ) -> Planner:
     return planner_of(traced(model, ids, lowering, units), lowering, **more)
+
+
+class Light(GPT):
+    """A GPT whose layers have no attention: they are traced, and cut, in a tenth of the time."""
+
+    def __init__(self, layers: int = 2, width: int = 16):
+        super().__init__(width=width, layers=0)
+        self.blocks = nn.ModuleList(Gated(width, 4 * width) for _ in range(layers))
+
+
+def light(layers: int, width: int = 64) -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        return Light(layers, width), torch.zeros(64, 8, dtype=torch.long)
 
 
 def gpt(layers: int, vocabulary: int = 64, **more: Any) -> tuple[nn.Module, torch.Tensor]:
@@ -123,32 +137,33 @@ def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag,
 
 
 @pytest.mark.slow
-def test_copies_that_do_not_come_to_rest_within_few_layers_are_scored_in_all_of_them():
+@pytest.mark.parametrize(
+    ("layers", "rate", "every"),
+    [(9, 200e9, 1), (9, 2e7, 1), pytest.param(13, 200e9, 2, marks=pytest.mark.exhaustive)],
+)
+def test_copies_that_do_not_come_to_rest_within_few_layers_are_scored_in_all_of_them(layers, rate, every):
     """Of a host behind a slow link each layer leaves one copy more behind."""
-    model, _ = gpt(13)
-    programs = traced(model, torch.zeros(16, 32, dtype=torch.long), "inductor")
-    for rate, spaces in ((200e9, (1, 2)), (2e7, (1,))):
-        found = planner_of(programs, "inductor", SLOW | {"host": {"bandwidth": rate, "latency": 1e-7}})
-        (kind,) = found.kinds
-        for every in spaces:
-            setting = Setting((replace(kind, offloaded=(every, 13), recomputed=13),), 0, 0)
-            treated, repeats = found._shortened(setting, beside=1)
-            assert repeats and len(treated) < 13
-            few = found._folded(treated, setting)
-            rest = all(part.rests(r.borders(part.backward, 1, 1)) for part in few for r in repeats)
-            assert rest is (rate > 2e7)
-            parts = found._folded(joint_graph.treatments(setting.choices), setting)
-            whole = found._total(setting, [p.play() for p in parts], found._slots(parts), parts[0].host)
-            score = found.score(setting)
-            assert (score.peak, score.host) == (whole.peak, whole.host)
-            assert score.seconds == pytest.approx(whole.seconds, rel=1e-9)
+    model, ids = light(layers)
+    host = {"host": {"bandwidth": rate, "latency": 1e-7}}
+    found = planner(model, ids, "inductor", (Gated,), machine=SLOW | host)
+    (kind,) = found.kinds
+    setting = Setting((replace(kind, offloaded=(every, layers), recomputed=layers),), 0, 0)
+    treated, repeats = found._shortened(setting, beside=1)
+    assert repeats and len(treated) < layers
+    few = found._folded(treated, setting)
+    rest = all(part.rests(r.borders(part.backward, 1, 1)) for part in few for r in repeats)
+    assert rest is (rate > 2e7)
+    parts = found._folded(joint_graph.treatments(setting.choices), setting)
+    whole = found._total(setting, [p.play() for p in parts], found._slots(parts), parts[0].host)
+    score = found.score(setting)
+    assert (score.peak, score.host) == (whole.peak, whole.host)
+    assert score.seconds == pytest.approx(whole.seconds, rel=1e-9)
 
 
 @pytest.mark.slow
 def test_what_goes_to_the_host_fits_it():
     """Without a bound the same budget takes more of it; with one too small for anything, nothing goes there."""
-    model, _ = gpt(9)
-    programs, found = traced(model, torch.zeros(16, 32, dtype=torch.long)), [0]
+    programs, found = traced(*light(9), units=(Gated,)), [0]
     for most in (lambda: 0, lambda: found[-1] // 3, lambda: 1):
         given = planner_of(programs, machine=SLOW | {"host_memory": most()}, allow=("offload",))
         free, floor = given.score(given.top).peak, given.score(given.floor)
@@ -165,11 +180,11 @@ def test_what_goes_to_the_host_fits_it():
 @pytest.mark.parametrize("more", [{"mp_policy": BF16}, {"mp_policy": BF16, "strategy": 1}])
 def test_few_layers_account_for_all(more, monkeypatch):
     """What is there throughout a step, which the ledger reads from programs: casts that stay from step to step, too."""
-    programs = traced(*gpt(9), **more)
+    programs = traced(*light(8), units=(Gated,), **more)
     few = planner_of(programs)
     monkeypatch.setattr(Planner, "_few", lambda self, choice: choice.layers)
     every = planner_of(programs)
-    assert len(few.cuts) == 1 and len(next(iter(few.cuts))) < 9
+    assert len(few.cuts) == 1 and len(next(iter(few.cuts))) < 8
     for a, b in ((few.account, every.account), (few.streamed, every.streamed)):
         changed = few.slots - every.slots
         assert (a.at_step - changed, a.lasting - changed, a.host) == (b.at_step, b.lasting, b.host)
@@ -177,21 +192,33 @@ def test_few_layers_account_for_all(more, monkeypatch):
         assert [e for e in a.entries if e.name in lasting] == [e for e in b.entries if e.name in lasting]
 
 
+CHOSEN: tuple[tuple[dict[str, Any], float], ...] = (
+    ({"recomputed": 4}, 1e-3),
+    ({"recomputed": 6, "gathered": 5}, 1e-3),
+    ({"gathered": 9, "recomputed": 2}, 5e-3),
+    ({"offloaded": (1, 9)}, 1e-3),
+    ({"offloaded": (2, 7), "recomputed": 4, "gathered": 3}, 3e-2),
+)
+"""What layers are chosen for, and how far off the estimate of seconds may be."""
+
+DEPTHS = ((0, 0), (1, 1), (2, 2))
+
+
 @pytest.mark.slow
-def test_pieces_say_about_what_a_step_takes():
-    """Seconds closer than memory, whose peak depends on rooms for what is gathered, and on when copies come back."""
+@pytest.mark.parametrize(
+    "cases",
+    [
+        ((1, 0), (2, 0), (4, 0), (3, 2), (4, 2)),
+        pytest.param(tuple(product(range(len(CHOSEN)), range(len(DEPTHS)))), marks=pytest.mark.exhaustive),
+    ],
+    ids=["some", "all"],
+)
+def test_pieces_say_about_what_a_step_takes(cases):
+    """Seconds closer than memory, whose peak depends on static buffers, and on when copies come back."""
     model, _ = gpt(9)
     found = planner(model, torch.zeros(16, 32, dtype=torch.long), "inductor")
     (kind,) = found.kinds
-    ways = ((0, 0), (1, 1), (2, 2))
-    told: tuple[tuple[dict[str, Any], float], ...] = (
-        ({"recomputed": 4}, 1e-3),
-        ({"recomputed": 6, "gathered": 5}, 1e-3),
-        ({"gathered": 9, "recomputed": 2}, 5e-3),
-        ({"offloaded": (1, 9)}, 1e-3),
-        ({"offloaded": (2, 7), "recomputed": 4, "gathered": 3}, 3e-2),
-    )
-    for (chosen, off), (depth, lag) in product(told, ways):
+    for chosen, off, (depth, lag) in ((*CHOSEN[i], DEPTHS[j]) for i, j in cases):
         setting = Setting((replace(kind, **chosen),), depth, lag)
         about, score = found.estimate(setting), found.score(setting)
         assert about is not score and about.host == pytest.approx(score.host, rel=0.02)
@@ -206,7 +233,7 @@ def test_pieces_of_layers_that_are_written_out_begin_where_they_do():
         model = Unlike("AAA" + 9 * "B", 64)
     found = planner(model, torch.zeros(16, 3, 64), "inductor", ["layers.*"])
     assert [len(found.calls.intersection(kind.layers)) for kind in found.kinds] == [0, 9]
-    for again, (depth, lag) in product(((0, 9), (3, 0), (3, 9)), ((0, 0), (1, 1))):
+    for again, (depth, lag) in (((0, 9), (0, 0)), ((3, 0), (1, 1)), ((3, 9), (1, 1))):
         chosen = tuple(replace(kind, recomputed=n) for kind, n in zip(found.kinds, again, strict=True))
         about, score = (get(Setting(chosen, depth, lag)) for get in (found.estimate, found.score))
         assert about.seconds == pytest.approx(score.seconds, rel=0.06)
@@ -280,9 +307,13 @@ def toy(name: str) -> Planner:
     return found
 
 
-def every(found: Planner) -> list[Setting]:
-    """Settings of a model of few layers: none, one and all of each kind, also where the planner does not look."""
-    counts = {kind: sorted({0, 1, len(kind.layers)}) for kind in found.kinds}
+def every(found: Planner, ends: bool) -> list[Setting]:
+    """Settings of a model of few layers: none, one and all of each kind, also where the planner does not look.
+
+    Args:
+        ends: none and all only.
+    """
+    counts = {kind: sorted({0, 0 if ends else 1, len(kind.layers)}) for kind in found.kinds}
     treated = [
         [
             replace(kind, recomputed=r, gathered=k, saved=level)
@@ -302,14 +333,23 @@ def every(found: Planner) -> list[Setting]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "unlike"])
-def test_the_planner_is_within_two_percent_of_the_best_at_every_budget(name):
-    """Also where layers are of several kinds, and units of unlike sizes."""
+@pytest.mark.parametrize(
+    ("name", "budgets", "ends"),
+    [
+        ("unlike", (0, 4, 12, 24), True),
+        pytest.param("gpt", range(41), False, marks=pytest.mark.exhaustive),
+        pytest.param("unlike", range(41), False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_planner_is_within_two_percent_of_the_best_at_every_budget(name, budgets, ends):
+    """Also where layers are of several kinds, and units of unlike sizes. Budgets are fortieths of the way from the
+    least memory to the most.
+    """
     found = toy(name)
-    scores = [found.score(s) for s in every(found)]
+    scores = [found.score(s) for s in every(found, ends)]
     low, high = found.score(found.floor).peak, max(s.peak for s in scores)
     assert low == min(s.peak for s in scores)
-    for i in range(41):
+    for i in budgets:
         budget = low + (high - low) * i // 40
         best = found.best(budget)
         assert best is not None and found.score(best).peak <= budget
@@ -318,6 +358,7 @@ def test_the_planner_is_within_two_percent_of_the_best_at_every_budget(name):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.xfail(strict=True, reason="since accumulators exist from backward on, this plan is missed: 9.6% slower")
 def test_the_one_budget_of_experts_whose_best_plan_is_missed():
     """Of the 41 budgets that every setting was scored for."""
@@ -342,10 +383,10 @@ def planned() -> mfsdp.Plan:
 @pytest.mark.slow
 def test_layers_that_backward_does_not_come_to_are_left_as_they_are():
     """Frozen, with nothing that trains in front of them."""
-    model, ids = gpt(9)
+    model, ids = light(9)
     for part in (model.tokens, model.places, *model.blocks[:3]):
         part.requires_grad_(False)
-    given = {"world": 8, "units": [Block], "hardware": SLOW, "options": {"lowering": "eager"}}
+    given = {"world": 8, "units": [Gated], "hardware": SLOW, "options": {"lowering": "eager"}}
     top = mfsdp.plan(model, (ids,), memory=2**40, curve=False, **given)
     plan = mfsdp.plan(model, (ids,), memory=(top.floor + top.peak) // 2, curve=False, **given)
     assert {path for choice in plan.choices for path in choice.layers} == {f"blocks.{i}" for i in range(3, 9)}
@@ -383,21 +424,24 @@ def test_what_is_planned_is_what_is_explained(planned, tmp_path: Path):
 
 @pytest.mark.slow
 def test_what_does_not_fit_or_was_made_for_another_model_says_so(planned, tmp_path: Path):
-    model, ids = gpt(2)
+    model, ids = light(2)
     with pytest.raises(
         ValueError, match=r'Cheapest that would make it fit: layers that are units \(units="auto"\), or '
     ):
         mfsdp.plan(model, (ids,), memory="1MB", world=8, hardware=SLOW, allow=())
     with pytest.raises(ValueError, match="does not fit 1.*least is .*Cheapest that would make it fit"):
-        mfsdp.plan(model, (ids,), memory="1MiB", world=8, units=[Block], allow=())
+        mfsdp.plan(model, (ids,), memory="1MiB", world=8, units=[Gated], allow=())
+    less = ("layers computed again", "activations on the host", "prefetch and reduce_lag of 0")
+    words = ", or ".join(rf"{what} \(\+\d+\.\d ms\)" for what in less)
+    with pytest.raises(ValueError, match=f"Cheapest that would make it fit: {words}"):
+        mfsdp.plan(model, (ids,), memory=5_200_000, world=8, units=[Gated], allow=())
+    model, ids = gpt(2)
     with pytest.raises(ValueError, match=r"made for 3 x Block over 8 ranks, this GPT has 2 and 8 ranks: make it anew"):
         mfsdp.trace(model, (ids,), world=8, units=[Block], plan=planned)
     with pytest.raises(ValueError, match=r"this GPT has 3 and 4 ranks"):
         mfsdp.trace(gpt(3)[0], (ids,), world=4, units=[Block], plan=planned)
     with pytest.raises(ValueError, match="leave one out"):
         mfsdp.fully_shard(GPT(layers=2), units=[Block], plan=planned, reshard_after_forward=False)
-    with pytest.raises(ValueError, match=r"fit: prefetch and reduce_lag of 0 \(\+\d+\.\d ms\)"):
-        mfsdp.plan(model, (ids,), memory="1.3MB", world=8, units=[Block], allow=())
     with pytest.raises(ValueError, match=r"give what mfsdp.plan has made, or mfsdp.Plan.load\(path\)"):
         mfsdp.fully_shard(GPT(layers=2), units=[Block], plan="plan.json")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give one of each"):
@@ -435,14 +479,14 @@ def test_a_plan_for_a_model_that_is_sharded_otherwise_says_so(tmp_path: Path):
     assert mfsdp.fully_shard(other, plan=plan) is other, "in as many calls as anybody likes"
 
 
-def steps(model: nn.Module, rounds: int = 2, **options: Any) -> list[torch.Tensor]:
+def steps(model: nn.Module, rounds: int = 2, rows: int = 2, **options: Any) -> list[torch.Tensor]:
     """Losses of some steps, and gradients of the last."""
     run = torch.compile(model, backend="mfsdp", options={"lowering": "eager", **options})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     out = []
     for i in range(rounds):
         torch.manual_seed(i)
-        ids = torch.randint(31, (2, 8), generator=torch.Generator().manual_seed(100 * i + mfsdp_rank()))
+        ids = torch.randint(31, (rows, 8), generator=torch.Generator().manual_seed(100 * i + mfsdp_rank()))
         loss = F.cross_entropy(run(ids).flatten(0, 1), ids.flatten())
         loss.backward()
         out.append(loss.detach().clone())
@@ -469,7 +513,7 @@ class Dropped(GPT):
 def made(kind: Any = GPT, layers: int = 3, **more: Any) -> nn.Module:
     torch.manual_seed(3)
     model = kind(layers=layers)
-    return mfsdp.fully_shard(model, units=[Block], **more)
+    return mfsdp.fully_shard(model, units=["blocks.*"], **more)
 
 
 def hand_made(world: int, layers: int, **chosen: Any) -> mfsdp.Plan:
@@ -480,11 +524,12 @@ def hand_made(world: int, layers: int, **chosen: Any) -> mfsdp.Plan:
 
 @pytest.mark.slow
 def test_a_plan_is_followed_bit_for_bit():
-    want = steps(made(layers=5))
-    for chosen in ({"recomputed": 5}, {"recomputed": 2, "saved": ("up",), "gathered": 1}, {"gathered": 5}):
-        got = steps(made(layers=5, plan=hand_made(1, 5, **chosen)))
-        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), chosen
+    """Of layers that are enough to be one graph, called several times (`regions.LEAST`)."""
+    want = steps(made(layers=4))
+    for chosen in ({"recomputed": 4}, {"recomputed": 2, "saved": ("up",), "gathered": 3}):
         torch._dynamo.reset()
+        got = steps(made(layers=4, plan=hand_made(1, 4, **chosen)))
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), chosen
 
 
 SEVERAL = {
@@ -590,9 +635,13 @@ def test_treatments_name_every_layer():
     }  # fmt: skip
 
 
+ROWS = 24
+"""So few that nothing is large enough to go to the host."""
+
+
 def planned_on_ranks(memory: int) -> Any:
     """Without a plan and with the option ``memory``, on one rank of several."""
-    want = steps(made(layers=2))
+    want = steps(made(Light, 2), rows=ROWS)
     torch._dynamo.reset()
     listed: list[str] = []
     log = logging.getLogger("mfsdp")
@@ -601,13 +650,16 @@ def planned_on_ranks(memory: int) -> Any:
     log.addHandler(handler)
     before = log.level
     log.setLevel(logging.INFO)
+    planned_by.measure = hastily  # type: ignore[assignment]
     try:
-        budget = steps(made(layers=2), memory=memory)
+        budget = steps(made(Light, 2), rows=ROWS, memory=memory)
     finally:
+        planned_by.measure = machine.measure  # type: ignore[assignment]
         log.removeHandler(handler)
         log.setLevel(before)
+    torch._dynamo.reset()
     try:
-        steps(made(layers=2), memory=1000)
+        steps(made(Light, 2), rows=ROWS, memory=1000)
         refused = ""
     except ValueError as error:
         refused = str(error)
@@ -618,7 +670,7 @@ def planned_on_ranks(memory: int) -> Any:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_ranks_follow_one_plan_and_compute_the_same_bits(two_ranks):
-    found = two_ranks.run(planned_on_ranks, 140_000, timeout=300)
+    found = two_ranks.run(planned_on_ranks, 460_000, timeout=300)
     assert [same for same, _, _ in found] == [True, True]
     assert found[0][1] == found[1][1] and "recomputed" in str(found[0][1]), found
     assert all("does not fit 1000B: the least is" in refused for _, _, refused in found)
@@ -627,25 +679,18 @@ def test_ranks_follow_one_plan_and_compute_the_same_bits(two_ranks):
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_step_holds_what_its_plan_says(two_ranks):
-    """Live bytes are within 3% of the plan, and within the budget. Copies to the host, too, stand where the plan's
-    hardware has put them, whatever this is.
+    """Live bytes are within 3% of the plan, and no more. Copies to the host, too, stand where the plan's hardware has
+    put them, whatever this is.
     """
     model, ids, unit = built("gpt")
     with torch.device("meta"):
         programs = mfsdp.trace(model, (ids,), world=2, units=[unit], lowering="eager")
-    assert programs.capture is not None
-    allowed = ("recompute", "gathered", "offload")
-    found = Planner.of(
-        programs.capture, buffers_of(programs.model), Options(lowering="eager"), PLAIN, inputs=ids.nbytes, allow=allowed
-    )
-    floor, free = found.score(found.floor).peak, found.top
-    assert floor < 0.9 * found.score(free).peak
-    budget = int(floor + 0.4 * (found.score(free).peak - floor))
-    best = found.best(budget)
-    assert best is not None
-    peak, options = found.score(best).peak, {"prefetch": best.prefetch, "reduce_lag": best.reduce_lag}
-    plan = mfsdp.Plan("GPT", 2, "", budget, 0.0, peak, 0, 0, 0, best.choices, options, {}, machine=PLAIN)
-    for most, told, text in two_ranks.run(held, "gpt", "eager", 3, plan):
-        assert told == plan.peak <= plan.memory, text
-        assert abs(plan.peak / most - 1) < 0.03, f"{plan.peak} planned, {most} held\n{plan.choices}\n{text}"
-        assert most <= plan.memory + 64, f"{most} held, of {plan.memory}: more than the loss, its gradient, scalars"
+    found = planner_of(programs, machine=PLAIN, inputs=ids.nbytes)
+    (kind,) = found.kinds
+    chosen = (replace(kind, recomputed=2, gathered=1, offloaded=(3, 1)),)
+    score, options = found.score(Setting(chosen, 1, 1)), {"prefetch": 1, "reduce_lag": 1}
+    assert score.host and score.peak < 0.9 * found.score(found.plain).peak
+    plan = mfsdp.Plan("GPT", 2, "", score.peak, 0.0, score.peak, 0, 0, 0, chosen, options, {}, machine=PLAIN)
+    for most in two_ranks.run(held, "gpt", "eager", 3, plan):
+        assert abs(plan.peak / most - 1) < 0.03, f"{plan.peak} planned, {most} held\n{chosen}"
+        assert most <= plan.peak + 64, f"{most} held, of {plan.peak}: more than the loss, its gradient, scalars"

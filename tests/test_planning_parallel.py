@@ -96,7 +96,8 @@ def test_goldens(eight, golden, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, lanes, header", [
-    ("tensor", {Lane.GATHER, Lane.REDUCE, Lane.TENSOR}, "on 8 ranks [4] x tp 2"),
+    pytest.param("tensor", {Lane.GATHER, Lane.REDUCE, Lane.TENSOR}, "on 8 ranks [4] x tp 2",
+                 marks=pytest.mark.exhaustive),
     ("hsdp", {Lane.GATHER, Lane.REDUCE, Lane.OUTER, Lane.TENSOR}, "on 8 ranks [2, 2] x tp 2"),
     ("experts", {Lane.GATHER, Lane.REDUCE, Lane.ALL_TO_ALL}, "on 8 ranks [8]"),
 ])  # fmt: skip
@@ -123,7 +124,7 @@ def test_ranks_beside_tensor_parallelism_are_no_neighbours(eight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "mixture"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.exhaustive), "qwen3", "mixture"])
 def test_models_that_transformers_has_cut(eight, kind):
     """Functions that it has put on modules are copied with them: a trace reads the copy's parameters only."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp"))
@@ -137,8 +138,9 @@ def test_models_that_transformers_has_cut(eight, kind):
     assert len(forward.units) == (3 if sparse is not None else 2)
     summed = [n for n in backward.nodes if "all_reduce" in n.name]
     assert summed and not any(p.grad is not None for p in model.parameters())
-    forward, backward = mfsdp.trace(model, (IDS,), {"use_cache": False})  # again: the model is as it was
-    assert len(forward.units) == (3 if sparse is not None else 2)
+    if kind == "mixture":  # again: the model is as it was
+        forward, _ = mfsdp.trace(model, (IDS,), {"use_cache": False})
+        assert len(forward.units) == 3
 
 
 def test_ranks_are_not_said_twice(eight):

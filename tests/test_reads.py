@@ -1,4 +1,4 @@
-"""What forward may read besides ``self.weight``, and return: whole parameters, with their gradients."""
+"""Forward may read other modules' parameters and return parameters: both are unsharded and get gradients."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_compiled_code_cannot_read_is_refused_in_words(read):
         torch.compile(model, backend="mfsdp", options={"lowering": "eager"})(torch.ones(1, 4))
 
 
-def test_what_hangs_in_the_place_of_a_parameter_is_not_ignored():
+def test_functional_call_of_compiled_models():
     model = mfsdp.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), units=[nn.Linear])
     run, x = torch.compile(model, backend="mfsdp", options={"lowering": "eager"}), torch.ones(1, 4)
     zeros = {name: torch.zeros(p.shape) for name, p in run.named_parameters()}
@@ -168,7 +168,7 @@ class Broken(nn.Sequential):
 
 @pytest.mark.parametrize("around", ["nothing", "unsharded", "unshard"])
 @pytest.mark.parametrize("kind", [nn.Sequential, Broken])
-def test_nor_in_compiled_pieces(kind, around):
+def test_functional_call_of_compiled_pieces(kind, around):
     torch._dynamo.reset()
     warnings.simplefilter("ignore")
     model = mfsdp.fully_shard(kind(nn.Linear(4, 4), nn.Linear(4, 4)))

@@ -54,7 +54,7 @@ def layers(*sizes: int) -> nn.Module:
 MODELS: dict[str, Any] = {
     "24-32-7": (lambda: layers(24, 32, 7), lambda: torch.randn(4, 24), None),
     "7-5-3": (lambda: layers(7, 5, 3), lambda: torch.randn(4, 7), ["0"]),
-    "gpt": (GPT, lambda: torch.randint(31, (2, 8)), [Block]),
+    "gpt": (lambda: GPT(layers=1), lambda: torch.randint(31, (2, 8)), [Block]),
     "stacked": (Stacked, lambda: torch.randn(4, 5), None),
     "mlp": (MLP, lambda: torch.randn(4, 24), ["up"]),
 }

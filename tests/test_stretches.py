@@ -53,7 +53,7 @@ PHASES = ["forward", "backward", "inference"]
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_kinds_do_not_grow_with_depth(phase):
-    few, many = (steps(program(layers, phase))[1] for layers in (4, 9))
+    few, many = (steps(program(layers, phase))[1] for layers in (4, 6))
     assert len(many) > len(few)
     assert len({s.kind() for s in many}) == len({s.kind() for s in few}) < 8
 
@@ -69,7 +69,7 @@ def test_a_stretch_begins_with_the_sum_that_its_norm_reads():
 @pytest.mark.slow
 def test_a_sum_of_two_branches_is_computed_where_they_are():
     """What follows the launch of a reduction and reads nothing of it goes before it, into a kernel that is there."""
-    _, stretches = steps(program(5, "backward"))
+    _, stretches = steps(program(6, "backward"))
     assert min(sum(n.op == "call_function" for n in s.nodes) for s in stretches) > 2
 
 
@@ -77,13 +77,13 @@ def test_a_sum_of_two_branches_is_computed_where_they_are():
 def test_what_follows_pointwise_is_computed_again():
     """Of a GELU that is computed in one stretch and differentiated in another only the argument is kept."""
     with torch.device("meta"):
-        model, ids = GPT(layers=3, recompute=True), torch.empty(2, 8, dtype=torch.long)
+        model, ids = GPT(layers=2, recompute=True), torch.empty(2, 8, dtype=torch.long)
     found = mfsdp.trace(model, (ids,), world=2, units=[Block], lowering="stitched").backward
     pipeline.run(found, listings=False)
     lowering.strip(found.gm)
     _, stretches = steps(found)
     erfs = [n for n in found.nodes if n.target is torch.ops.aten.erf.default]
-    assert sum(s.nodes.count(n) for n in erfs for s in stretches) > len(erfs) == 3
+    assert sum(s.nodes.count(n) for n in erfs for s in stretches) > len(erfs) == 2
     kept = {n for s in stretches for n in s.outputs}
     assert not kept.intersection(erfs) and not kept.intersection(u for n in erfs for u in n.users)
 
@@ -205,8 +205,10 @@ def differences(names: list[str]) -> list[str]:
 
 
 @pytest.mark.dist
-def test_stretches_compute_what_one_graph_computes(two_ranks):
-    names = ["gpt_checkpointed", "twice", "frozen", "conv"]
+@pytest.mark.parametrize(
+    "names", [["gpt_checkpointed", "conv"], pytest.param(["twice", "frozen"], marks=pytest.mark.exhaustive)]
+)
+def test_stretches_compute_what_one_graph_computes(two_ranks, names):
     assert two_ranks.run(differences, names, timeout=300) == [[], []]
 
 
@@ -331,7 +333,7 @@ def under_inductor() -> bool:
             return super().forward(x) + F.dropout(x.sin(), 0.3, self.training)
 
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(16) for _ in range(4)))
+    model = nn.Sequential(*(Layer(16) for _ in range(3)))
     mfsdp.fully_shard(model, units=[Layer])
     twin = copy.deepcopy(model)
     losses = []

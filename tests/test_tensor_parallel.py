@@ -85,28 +85,38 @@ def parity(
 CASES: dict[str, dict[str, Any]] = {
     "sequence": {},
     "plain": {"plan": {"sequence": False}},
-    "one data-parallel rank each": {"shape": (1, 2)},
+    "plain, one data-parallel rank each": {"shape": (1, 2), "plan": {"sequence": False}},
     "tp of one": {"shape": (2, 1)},
-    "checkpointed, uneven rows": {"config": {"checkpointed": True, "vocab": 33}},
     "loss parallel": {"plan": {"loss": True}},
     "loss parallel inside, no_shard": {"plan": {"loss": True}, "inside": True, "strategy": 0},
-    "optim, flat optimizer": {"strategy": 1, "flat": True},
+    "checkpointed, uneven rows, optim, flat optimizer": {
+        "config": {"checkpointed": True, "vocab": 33},
+        "strategy": 1,
+        "flat": True,
+    },
     "optim_grads": {"strategy": 2},
     "kept": {"reshard_after_forward": False},
 }
 
 
-QUICK = ("sequence", "plain", "loss parallel inside, no_shard")
-
-
+QUICK = ("sequence", "plain, one data-parallel rank each", "loss parallel inside, no_shard")
 UNCOMPILED = ("tp of one", "loss parallel", "optim_grads", "kept")
 """What others of the cases compile."""
+LESS = ("sequence", "plain")
+"""Compiled by `used_otherwise`, and by "plain, one data-parallel rank each"."""
 
 
 @pytest.mark.parametrize(
     ("case", "lowering"),
     [
-        pytest.param(case, lowering, marks=[] if case in QUICK else pytest.mark.slow)
+        pytest.param(
+            case,
+            lowering,
+            marks=[
+                *([] if case in QUICK else [pytest.mark.slow]),
+                *([pytest.mark.exhaustive] if case in LESS and lowering == "eager" else []),
+            ],
+        )
         for case in CASES
         for lowering in ("eager", "none")
         if lowering == "none" or case not in UNCOMPILED
@@ -120,7 +130,7 @@ def test_parity(request, lowering, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@pytest.mark.parametrize("outer", [pytest.param("no_shard", marks=pytest.mark.exhaustive), "optim"])
 def test_two_levels_beside(eight_ranks, outer):
     for wrong, where, _ in eight_ranks.run(parity, "none", (2, 2, 2), outer_strategy=outer, timeout=300):
         assert wrong < 1e-9, where

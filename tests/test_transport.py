@@ -1,7 +1,8 @@
-"""What carries bytes: gloo's messages against torch's own collectives, sums that are as wide as they say."""
+"""Transports: messages over gloo against torch's collectives, and the dtype in which gradients are summed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,6 +21,7 @@ from mfsdp.runtime.transport_registry import carried_by, transport_of
 from mfsdp.state.mesh import axes
 from mfsdp.state.sharding_plan import ShardingPlan
 from tests.models import GPT, Block, Lumpy
+from tests.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 
@@ -146,7 +148,7 @@ def trained(strategy: int, segments: bool) -> list[torch.Tensor]:
     """Two steps of a model with gradients that travel in bfloat16; with a unit of one segment, or of several."""
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model = Lumpy() if segments else GPT(tied=False, width=32)
+    model = Lumpy() if segments else GPT(tied=False, width=32, layers=1)
     policy = mfsdp.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
     mfsdp.fully_shard(model, units=None if segments else [Block], strategy=strategy, mp_policy=policy)
     assert (len(model._mfsdp_unit.buffers[0].spec.splits) > 1) == segments or not strategy
@@ -177,11 +179,24 @@ def natively(strategy: int, segments: bool) -> tuple[bool, set[str]]:
     return all(map(torch.equal, got, want)), used
 
 
-@pytest.mark.parametrize("segments", [False, True])
-@pytest.mark.parametrize("strategy", [0, 2, 3])
-def test_collectives_of_the_backend_bring_the_same(two_fresh_ranks, strategy, segments):
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Two ranks whose transport is replaced."""
+    found = Ranks(2, start="forkserver")
+    yield found
+    found.stop()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "segments"),
+    [
+        (0, False), (2, True), (3, False), (3, True),
+        pytest.param(0, True, marks=pytest.mark.exhaustive), pytest.param(2, False, marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
+def test_collectives_of_the_backend_bring_the_same(ranks, strategy, segments):
     wanted = {"gather", "scatter", "exchange"} | ({"all_reduce"} if strategy else set())  # of norms, where cut
-    for equal, used in two_fresh_ranks.run(natively, strategy, segments, timeout=120):
+    for equal, used in ranks.run(natively, strategy, segments, timeout=120):
         assert equal and used == wanted, used
 
 

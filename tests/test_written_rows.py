@@ -1,4 +1,4 @@
-"""Parameters that last are gathered again whatever has written to main weights (Note [Rows written unseen])."""
+"""Persistent unsharded parameters are gathered again after any write to main weights (Note [Rows written unseen])."""
 
 from __future__ import annotations
 
@@ -79,8 +79,10 @@ def written(compiled: bool, two_axes: bool, **sharding: Any) -> Counter[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("strategy", [1, 2])
+@pytest.mark.parametrize(
+    ("strategy", "compiled"),
+    [(1, False), (2, True), *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in ((1, True), (2, False)))],
+)
 def test_whatever_writes_is_seen(two_ranks, strategy, compiled):
     for counts in two_ranks.run(written, compiled, False, strategy=strategy):
         assert not counts["gather"], "who only reads rows makes nobody gather"
@@ -88,8 +90,10 @@ def test_whatever_writes_is_seen(two_ranks, strategy, compiled):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("strategy", [2, 3])
+@pytest.mark.parametrize(
+    ("strategy", "compiled"),
+    [(2, True), (3, False), *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in ((2, False), (3, True)))],
+)
 def test_on_two_axes(four_ranks, strategy, compiled):
     """A rank that has written is alone on both."""
     four_ranks.run(written, compiled, True, strategy=strategy, outer_strategy="optim")
@@ -101,7 +105,7 @@ def mutated(where: str) -> str:
     own = getattr(kind, name)
     setattr(kind, name, (lambda self: False) if where == "look" else (lambda self, over, here: here))
     try:
-        both = Both(True, strategy=2)
+        both = Both(where == "look", strategy=2)
         if where == "look" or dist.get_rank() == 0:
             PAST[0](both.model)
         both.compared("")
@@ -117,5 +121,5 @@ def mutated(where: str) -> str:
 @pytest.mark.parametrize("where", ["look", "word"])
 def test_mutations(two_fresh_ranks, where):
     """Each part of it taken away is found by the test above."""
-    answers = two_fresh_ranks.answers(mutated, where, timeout=20)
+    answers = two_fresh_ranks.answers(mutated, where, timeout=10)
     assert any(answer is None or answer[1] for answer in answers)

@@ -1,4 +1,4 @@
-"""Gradients are there from the backward that brings them to ``zero_grad()`` (Note [Accumulator memory])."""
+"""Gradient buffers exist from a backward to ``zero_grad()``, not longer (Note [Accumulator memory])."""
 
 from __future__ import annotations
 
