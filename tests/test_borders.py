@@ -1,5 +1,5 @@
-"""Gathers that the optimizer's step launches for the next forward (Note [Borders]): which ones, which program adopts
-them, and bitwise the same results, whatever runs in between.
+"""Gathers that the optimizer's step launches for the next forward (Note [Step prefetch]): which ones, which program
+adopts them, and bitwise the same results, whatever runs in between.
 """
 
 from __future__ import annotations

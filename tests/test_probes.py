@@ -1,4 +1,4 @@
-"""Options ``check_finite`` and ``check_replicas`` (Note [Probes]), and `mfsdp.checksum`."""
+"""Options ``check_finite`` and ``check_replicas`` (Note [Runtime checks]), and `mfsdp.checksum`."""
 
 from __future__ import annotations
 

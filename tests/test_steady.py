@@ -1,5 +1,5 @@
 """With `keep_gradients` a steady step finds everything where the step before has left it, so that it could be replayed
-(Note [Steady]).
+(Note [Stable addresses]).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Persistent unsharded parameters are gathered again after any write to main weights (Note [Rows written unseen])."""
+"""Persistent unsharded parameters are gathered again after any write to main weights (Note [Unseen writes])."""
 
 from __future__ import annotations
 

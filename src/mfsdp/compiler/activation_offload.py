@@ -1,6 +1,6 @@
 """What forward saves of layers goes to the host: forward and backward are told where the joint graph has been cut.
 
-Note [Leaving]
+Note [Activation offload]
 Forward's results behind those for its caller are backward's arguments. Where a saved value is to lie on the host,
 forward gives the copy there instead, and backward takes that and fetches it:
 

@@ -78,7 +78,7 @@ class Capture:
         self.plan = root.plan if root else None
         """What the model is to follow."""
         self.treated = joint_graph.treatments(self.plan.choices) if self.plan is not None else {}
-        """What becomes of layers where the joint graph is cut, by path (Note [Cuts])."""
+        """What becomes of layers where the joint graph is cut, by path (Note [Partition tags])."""
         self.decide: Callable[[Capture], None] | None = None
         """Chooses that, where the joint graph is there."""
         self.options: dict[str, int] = {}
@@ -169,7 +169,7 @@ class Capture:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Cuts the joint graph with the stock min-cut partitioner, told what must be gathered again (law 6).
 
-        Called for each kind of layers (Note [Regions]), without inputs, and then for the graph that calls them.
+        Called for each kind of layers (Note [Layer outlining]), without inputs, and then for the graph that calls them.
         """
         if not inputs:
             outlining.writes(joint)

@@ -10,7 +10,7 @@ The key says everything that decides what the passes do: torch's own key (the tr
 inputs, torch's version and settings), and `cache_key`: every source file of this package, the options, the units with
 their layouts. Where something could not be said in it (passes of the user's own, DTensors of other parallelisms), or
 listings are to be written, the graph is compiled anew. Each rank looks for itself: what ranks run is compared when they
-run it (Note [In step]), never while they compile.
+run it (Note [Desync detection]), never while they compile.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CachedProgram:
         code: what runs it.
         info: facts about it.
         about: a line for the log.
-        decided: the depths of prefetching that ranks have agreed on for the graph (Note [One depth for all]).
+        decided: the depths of prefetching that ranks have agreed on for the graph (Note [One prefetch depth]).
     """
 
     _triton_bundle = guards_expr = extern_libs_key = None

@@ -1,6 +1,6 @@
 """Graphs that Inductor compiles one after the other, and whose kernels compile at the same time.
 
-Note [In parallel]
+Note [Parallel compilation]
 Inductor hands the kernels of a graph to its workers (processes for Triton, threads that run a C++ compiler for CPUs),
 and the Python module that it has generated for the graph waits for them while it is loaded. So of several graphs, code
 for the second is generated when the kernels of the first are there, and most workers have nothing to do. Inside of

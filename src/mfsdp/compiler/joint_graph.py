@@ -1,11 +1,11 @@
 """A joint graph, cut as layers are to be: computed again in backward, kept gathered, left out.
 
-Note [Cuts]
+Note [Partition tags]
 Where forward ends and backward begins is decided on the joint graph, by torch's partitioner, which obeys tags: what is
 tagged to be computed again is not saved. So what a plan chooses for layers (`mfsdp.config.layer_choices`) is tags and
-nothing else, put there before it cuts. A layer that AOTAutograd has traced once for many (Note [Regions]) has been cut
-by then; its joint graph is kept, cut again with tags, once for each way in which layers of its kind are treated, and
-calls of those take the place of the calls that were there (`vary`).
+nothing else, put there before it cuts. A layer that AOTAutograd has traced once for many (Note [Layer outlining]) has
+been cut by then; its joint graph is kept, cut again with tags, once for each way in which layers of its kind are
+treated, and calls of those take the place of the calls that were there (`vary`).
 
 A layer that is computed again saves what it is given, and what its operators give that are named in ``saved``: matrix
 products, attention. A layer's own checkpoints stay as they are.

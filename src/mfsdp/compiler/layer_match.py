@@ -1,4 +1,6 @@
-"""Layers in a graph of Dynamo's: which nodes they are, which are equal, and which can be calls (Note [Regions])."""
+"""Layers in a graph of Dynamo's: which nodes they are, which are equal, and which can be calls (Note [Layer
+outlining]).
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Note [Lowerings]
 All lowerings take the same passes. ``"stitched"`` and ``"whole"`` go through Inductor's own front end with Inductor's
 decompositions and joint-graph passes, so that sharding costs nothing that ``torch.compile`` would have saved. The
-second hands Inductor the graph as it is, the first each kind of stretch once (Note [Stretches]), which is what
+second hands Inductor the graph as it is, the first each kind of stretch once (Note [Subgraphs]), which is what
 ``"inductor"`` means: its time does not grow with depth. ``"eager"`` takes the ATen graph as autograd wrote it, without
 decompositions, and calls its kernels one after the other in the listing's order: the oracle that other lowerings are
 compared with, and bitwise what eager PyTorch computes.

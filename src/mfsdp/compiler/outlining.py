@@ -1,6 +1,6 @@
 """Equal layers, captured once: AOTAutograd traces and cuts one of them, and the program has all of them.
 
-Note [Regions]
+Note [Layer outlining]
 What AOTAutograd does to a graph (functionalise, differentiate, cut into forward and backward) costs Python per operator
 and grows with depth. So before it runs, each of several equal layers becomes a call of one graph (`outline`), which it
 traces and cuts once (torch's ``invoke_subgraph``). When it has cut the graph around them, the calls are written out

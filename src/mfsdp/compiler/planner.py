@@ -4,7 +4,7 @@ Three searches start at the floor, the setting that takes least memory, and only
 by step, what saves most seconds per byte; one what saves most seconds; one keeps the best few at each step. The best
 that any of them has met is taken. Before that the fastest setting of all is looked for, among gathers alone; nothing
 else is, if it fits. Every setting is put on the clock and into memory whole: what two changes bring does not add up.
-That is quick because of a run of equal choices a few layers say what all of them cost (Note [Folding]).
+That is quick because of a run of equal choices a few layers say what all of them cost (Note [Extrapolation]).
 """
 
 from __future__ import annotations
@@ -460,7 +460,7 @@ class Planner:
     # estimates
 
     def estimate(self, setting: Setting) -> Score:
-        """About what a step takes under a setting (Note [Pieces]), where there are more than a few layers."""
+        """About what a step takes under a setting (Note [Layer model]), where there are more than a few layers."""
         if all(len(kind.layers) <= FEW for kind in self.kinds):
             return self.score(setting)
         if setting not in self.estimates:

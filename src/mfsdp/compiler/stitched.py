@@ -1,4 +1,4 @@
-"""A program as bodies, compiled by Inductor once per kind, and a driver that runs its schedule (Note [Stretches]).
+"""A program as bodies, compiled by Inductor once per kind, and a driver that runs its schedule (Note [Subgraphs]).
 
 The driver is Python text, one line per step. It calls our kernels directly, in the listing's order, which no compiler
 sees; every value goes where it is read for the last time: into the list that a body gets, or out of the frame.

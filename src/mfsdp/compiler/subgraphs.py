@@ -1,6 +1,6 @@
 """Where a program falls into stretches of compute between the operations of its schedule.
 
-Note [Stretches]
+Note [Subgraphs]
 A schedule is a list of a few operations, and what lies between them repeats from layer to layer. So a program is cut
 into *steps*: an operation of the schedule, a view that such an operation reads, or a *stretch*, all compute up to the
 next operation. Stretches that do the same to tensors of the same shapes are of one *kind*, and compiled once: their
@@ -170,7 +170,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 def _hand_over(found: _Found) -> None:
     """Moves pointwise compute over the operations between two stretches, where a compiler would have fused it with
-    what is on the other side (Note [Stretches]).
+    what is on the other side (Note [Subgraphs]).
     """
     members: dict[int, list[Node]] = {}
     for node, number in found.items():

@@ -46,7 +46,7 @@ class Programs:
     model: nn.Module | None = None
     """What was traced: the model, sharded, on the meta device."""
     capture: Capture | None = None
-    """What has captured it; it keeps the joint graph, to be cut otherwise (Note [Cuts])."""
+    """What has captured it; it keeps the joint graph, to be cut otherwise (Note [Partition tags])."""
 
     def __iter__(self) -> Any:
         return iter(self.all)

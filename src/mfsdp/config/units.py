@@ -102,7 +102,7 @@ class UnitSpec:
 
     def reduce_group_on(self, lane: int) -> str:
         """Name of the group of a reduction on that lane; the second one of its axis, if there is one, wherever it comes
-        from, where another rank may do it in uncompiled code (Note [Standing in]).
+        from, where another rank may do it in uncompiled code (Note [Joining with zeros]).
         """
         return self.groups[lane | 1 if self.any_optional and self.groups[lane | 1] else lane]
 

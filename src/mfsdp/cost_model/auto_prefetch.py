@@ -5,7 +5,7 @@ depth of `DEPTHS` says; the clock tells how long each takes, the ledger whether 
 `WITHIN` of the best that fits is taken: what is gathered earlier than it has to be only takes memory. (Launches of
 gathers and waits for reductions move past each other without meeting, so that it does not matter which goes first.)
 
-Note [One depth for all]
+Note [One prefetch depth]
 Ranks need not have the same programs to run the same collectives: lengths of sequences may differ, and what tensor
 parallelism leaves of an uneven matrix, so that clocks may differ too; so may hardware. A depth that differed would put
 reductions between other gathers (law 13). So the first rank that decides for a program writes the depth down in the

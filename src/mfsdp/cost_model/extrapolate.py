@@ -1,6 +1,6 @@
 """A step of few layers, scored as one of many: a program as events, of which a stretch is repeated.
 
-Note [Folding]
+Note [Extrapolation]
 Where equal layers stand one behind the other, all but the first and the last of them do the same, at the same distance
 in time and in memory. So of a run of equal layers a few are kept (more than gathers are launched ahead and reductions
 may lag behind), passes run on those, and what they have made becomes events: so many seconds of compute, a launch into

@@ -1,6 +1,6 @@
 """A step put together of pieces: one layer treated in some way, as it is among others that are treated alike.
 
-Note [Pieces]
+Note [Layer model]
 What a layer does under a choice hardly depends on what is chosen for the others. So a program in which all layers are
 treated alike is cut and folded for each way to treat them, with and without gathers ahead, and taken apart where layers
 begin: where they wait for their parameters, or compute something before that. A setting that treats layers differently

@@ -229,7 +229,7 @@ def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:
 
 
 def _maxima(program: Program, node: Node, over: Sequence[Group], machine: Hardware) -> Transfer:
-    """Maxima of blocks, after an optimizer step: forward's first brings all of them at once (Note [Maxima])."""
+    """Maxima of blocks, after an optimizer step: forward's first brings all of them at once (Note [Amax])."""
     found = _together([transfer("all_reduce", _size(node), group, machine) for group in over])
     first = next(n for n in program.nodes if n.target is ops.maxima)
     return found if node is first and program.phase != "backward" else replace(found, fixed=0.0)

@@ -1,4 +1,6 @@
-"""A backward and the forward beside it as one program: what `mfsdp.overlapped` runs, written down (Note [Turns])."""
+"""A backward and the forward beside it as one program: what `mfsdp.overlapped` runs, written down (Note [Interleaved
+programs]).
+"""
 
 from __future__ import annotations
 

@@ -13,13 +13,13 @@ passes rewrite them into:
     refresh(source)                           parameters that last are gathered again, if the optimizer has stepped;
                                               launched, not finished
     refresh_codes(code, source, key, back, spec) -> codes   the same of quantised weights, one byte per element: from
-                                              this rank's rows of `code` (Note [Codes that last]); a backward reads
+                                              this rank's rows of `code` (Note [Persistent FP8]); a backward reads
                                               what its forward's weights were; launched, not finished
     all_gather(shard, spec, slot) -> full     launched, not finished; of main weights in another dtype than the one
                                               that travels: of their cast, which is kept (Note [Kept casts]); of
                                               quantised weights, one byte per element: as they are
     maxima(shard, grids, spec) -> found       the largest magnitude in every block, over all ranks, float32; launched,
-                                              not finished, and once per optimizer step (Note [Maxima])
+                                              not finished, and once per optimizer step (Note [Amax])
     spread(shard, scales, grids, spec) -> flat    for every element of main weights the one scale that is its block's
     cast(shard, spec) -> flat                 the main weights in the dtype that travels, rounded, whoever reads them
     kept_cast(shard, spec) -> flat            the same, kept until main weights are written (Note [Kept casts]); nobody
@@ -41,7 +41,7 @@ passes rewrite them into:
     offload(x) -> host                        a copy of x in host memory, as it lies there; launched, not finished
     reload(host, device) -> x                 and back; launched, not finished
     probe(value, source, starts, sizes, names, what)   in some steps: is it finite, and is it the same on ranks that
-                                              should have the same; changes nothing (Note [Probes])
+                                              should have the same; changes nothing (Note [Runtime checks])
 
 ``slot`` is the number of a static buffer (`mfsdp.passes.plan_memory`), -1 for memory of its own; ``lane`` says which of
 the spec's process groups carries it: 0 and 1 those of the shard axis, 2 and 3 those of the outer axis. All are

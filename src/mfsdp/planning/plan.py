@@ -147,8 +147,8 @@ def _combinations(mesh_shape: Any, sharding: Mapping[str, Any]) -> Iterator[dict
 
 
 def _prices(planner: Planner, best: Setting) -> Iterator[Price]:
-    """About what single changes would cost and bring (Note [Pieces]): none that another one beats, or the host has no
-    room for.
+    """About what single changes would cost and bring (Note [Layer model]): none that another one beats, or the host has
+    no room for.
     """
     here = planner.estimate(best)
     near = [(s, x) for s in planner.near(best) if planner.fits(x := planner.estimate(s), math.inf)]

@@ -133,7 +133,7 @@ class profile(AbstractContextManager["profile"]):
         self.outside = 0.0
         """Seconds before and between programs: data, autograd, what is not compiled."""
         self.ahead: dict[str, float] = {}
-        """Seconds that launching takes of what an optimizer's step launches ahead of forward (Note [Borders])."""
+        """Seconds that launching takes of what an optimizer's step launches ahead of forward (Note [Step prefetch])."""
         self._early: list[dict[str, tuple[Any, Any]]] = []
         self._logs: list[list[_Ran]] = []
         self._marks: list[Any] = []

@@ -1,11 +1,12 @@
 """Memory of the host: where what forward saves lies until backward, and the copies there and back.
 
-Note [Rooms on the host]
+Note [Activation memory on the host]
 A room is host memory of a size, pinned where there is a device, that stays from step to step: to pin memory takes
-milliseconds. Like a static buffer (Note [Vacant]) it is free when nobody has a tensor over it, and torch counts that.
-What forward saves is such a tensor, so a room is taken until backward has read it for the last time (autograd drops it
-then), until a forward whose backward never comes is dropped, or until an exception has taken both away; a second
-forward finds it taken, and gets another. Who is given a room that a device may still read or write has its copy wait.
+milliseconds. Like a static buffer (Note [Vacant static buffers]) it is free when nobody has a tensor over it, and torch
+counts that. What forward saves is such a tensor, so a room is taken until backward has read it for the last time
+(autograd drops it then), until a forward whose backward never comes is dropped, or until an exception has taken both
+away; a second forward finds it taken, and gets another. Who is given a room that a device may still read or write has
+its copy wait.
 
 A copy runs beside compute: on a device on a stream for each direction, on a CPU, where the host is only another pool,
 in a thread for each (`hosts`). What it reads and writes is kept until compute waits for it (Note [In flight]).
@@ -26,7 +27,7 @@ from .transport import End
 
 
 class HostBuffer:
-    """Memory of the host, for one device (Note [Rooms on the host]).
+    """Memory of the host, for one device (Note [Activation memory on the host]).
 
     Args:
         nbytes: of it. Not of torch's allocator, which rounds pinned memory up to a power of two. Shared with forked

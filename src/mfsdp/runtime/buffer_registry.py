@@ -88,7 +88,7 @@ def path(source: torch.Tensor) -> str:
 
 
 def gather_of(source: torch.Tensor) -> str:
-    """What a rank says before it gathers a unit (Note [In step])."""
+    """What a rank says before it gathers a unit (Note [Desync detection])."""
     return f"gather of {_one(source)}"
 
 
@@ -106,7 +106,7 @@ def reduction_of(source: torch.Tensor, wanted: bool | None = None) -> str:
 
 
 def _one(source: torch.Tensor) -> str:
-    """A path, with which model is meant where another rank may have to find it by that (Note [Standing in])."""
+    """A path, with which model is meant where another rank may have to find it by that (Note [Joining with zeros])."""
     found = owner(source)
     which = f", model {found.unit.outermost.loose.name}" if found is not None and found.spec.any_optional else ""
     return f"{path(source)}{which}"

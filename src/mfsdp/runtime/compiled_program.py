@@ -61,7 +61,7 @@ class CompiledProgram:
         return self.execute(args, None)
 
     def execute(self, args: list[Any], turn: Turn | None) -> Any:
-        """One execution; ``turn`` lets the program beside it run (Note [Turns])."""
+        """One execution; ``turn`` lets the program beside it run (Note [Interleaved programs])."""
         buffers = [owner(args[i]) for i in self.info.sources]
         model = next((buffer.unit.outermost for buffer in buffers if buffer is not None), None)
         if model is not None and model.half:

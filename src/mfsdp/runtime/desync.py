@@ -1,6 +1,6 @@
 """Ranks stay in step: each says what it is about to run, and looks at what the others have said.
 
-Note [In step]
+Note [Desync detection]
 Collectives of a process group meet in the order in which each rank launches them, whatever they carry. Two ranks that
 take different ways through a model (LayerDrop, early exit, a branch on data, evaluation on one rank) would give each
 other the wrong parameters; where sizes are equal, nobody would notice. So every rank announces what it is about to run:
@@ -14,7 +14,7 @@ one word of eight bytes, a hash of the collectives' texts with the paths of thei
   once they are there: at once in a program's first run, one or a few programs later in all others.
 
 A bit of the word is not of what is run, but of how: whether this rank has to gather anew what was launched ahead of a
-program (Note [Borders]), or lasts (Note [Rows written unseen]). It may differ where the host waits for answers anyway;
+program (Note [Step prefetch]), or lasts (Note [Unseen writes]). It may differ where the host waits for answers anyway;
 elsewhere that is an error too.
 
 Five more are the number of steps that optimizers have taken on what the group shares, modulo 32. A rank that has left
@@ -59,7 +59,7 @@ class Fingerprint:
     lines: tuple[str, ...]
     """What ranks must have alike: each collective, with its unit's path and sizes."""
     optional: bool = False
-    """Whether ranks that are about to do something else take part in it (Note [Standing in])."""
+    """Whether ranks that are about to do something else take part in it (Note [Joining with zeros])."""
 
     def __post_init__(self) -> None:
         _known[self.digest] = self
@@ -141,7 +141,7 @@ class PeerLostError(RuntimeError):
 
 
 class Standing(Protocol):
-    """What takes part where another rank uses a unit (Note [Standing in])."""
+    """What takes part where another rank uses a unit (Note [Joining with zeros])."""
 
     def choices(self) -> Iterable[tuple[Fingerprint, Callable[[PendingCheck], None]]]:
         """What a rank may say of it, and what takes part in that for one that says something else."""
@@ -281,8 +281,8 @@ class GroupState:
 
     def meet(self, said: PendingCheck) -> list[int]:
         """Waits until all ranks are about to run what has been announced, and stands in for those that run before it
-        what this one leaves out (Note [Standing in]). Gives every rank's word, by rank: all alike, unless ranks differ
-        in what may not be left out.
+        what this one leaves out (Note [Joining with zeros]). Gives every rank's word, by rank: all alike, unless ranks
+        differ in what may not be left out.
         """
         while True:
             answers = said.heard()

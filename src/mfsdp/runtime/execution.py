@@ -25,7 +25,7 @@ from .transport_registry import group_state, transport_of
 
 
 class Execution:
-    """A program that is running, or an operation of the eager path (Note [In step])."""
+    """A program that is running, or an operation of the eager path (Note [Desync detection])."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Execution:
         self.shown = shown
         """Whether somebody looks at its operations (Note [Names])."""
         self.loose = False
-        """Whether each of its collectives is announced by itself (Note [Standing in])."""
+        """Whether each of its collectives is announced by itself (Note [Joining with zeros])."""
         self.reducing: dict[int, Any] = {}
         """Then: whose gradients are at an address, on their way to the first reduction."""
         self.outer: dict[int, torch.Tensor] = {}
@@ -52,7 +52,7 @@ class Execution:
         self.launched = 0
         """Collectives so far."""
         self.waits = 0
-        """Waits begun and ended: odd while one lasts (Note [Watch])."""
+        """Waits begun and ended: odd while one lasts (Note [Watchdog])."""
         self.number = 0
         """How often its program has run, with this one; 0: it is no program."""
         self.listed: Callable[[], Sequence[str]] = tuple
@@ -66,7 +66,9 @@ class Execution:
         self.copying: dict[int, End] = {}
         """The same of copies to and from the host, which need no other rank."""
         self.turn: Callable[[], None] | None = None
-        """Lets the program beside this one run, before one of other parallelisms is waited for (Note [Turns])."""
+        """Lets the program beside this one run, before one of other parallelisms is waited for (Note [Interleaved
+        programs]).
+        """
         self.exchanges: set[int] = set()
         """Addresses of what those give, while somebody takes turns."""
         self.held: set[int] = set()
@@ -74,9 +76,9 @@ class Execution:
         self.early: list[Any] = []
         """What was launched ahead, for its first collectives in their order; ``None`` where it launches one itself."""
         self.measured: Sequence[Any] = ()
-        """Weights of all units whose maxima it reads (Note [Maxima])."""
+        """Weights of all units whose maxima it reads (Note [Amax])."""
         self.looking: Any = None
-        """What its probes look with, in the steps in which they do (Note [Probes])."""
+        """What its probes look with, in the steps in which they do (Note [Runtime checks])."""
         self.lines: dict[tuple[str, torch.device], Transport] = {}
         """Transports that it has found, by group."""
 

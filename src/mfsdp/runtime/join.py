@@ -1,13 +1,13 @@
 """Units that a rank may leave out of a step: it stands in for them, so that the others need not wait.
 
-Note [Standing in]
+Note [Joining with zeros]
 A branch on data, layers that are dropped, a tower for pictures where a batch has none: some ranks use a unit, others do
 not, and nobody knows before (``may_be_unused``). In such a model, a *loose* one, every collective is announced by
-itself (Note [In step]), also those of compiled programs, which ranks may have different ones of, and nothing is
-launched before all ranks of the group have answered. Where answers differ and some are about units of such a model, one
-of these comes first, the same on all ranks. Those who said something else stand in: they send their shard and drop what
-they get, or reduce zeros and accumulate what the others have brought. Then they say again what they had said. So it
-does not matter when a rank uses a unit, how often, compiled or not, or in which order: sums are the same, whoever
+itself (Note [Desync detection]), also those of compiled programs, which ranks may have different ones of, and nothing
+is launched before all ranks of the group have answered. Where answers differ and some are about units of such a model,
+one of these comes first, the same on all ranks. Those who said something else stand in: they send their shard and drop
+what they get, or reduce zeros and accumulate what the others have brought. Then they say again what they had said. So
+it does not matter when a rank uses a unit, how often, compiled or not, or in which order: sums are the same, whoever
 brings what when.
 
 On a mesh of two axes all ranks of both are told of everything, as one group, and a reduction over both is one

@@ -91,7 +91,7 @@ def refresh(run: Execution, source: torch.Tensor) -> None:
 def refresh_codes(
     run: Execution, code: torch.Tensor, source: torch.Tensor, key: str, back: bool, spec: str
 ) -> torch.Tensor:
-    """Launches the gather of codes that last, if main weights have changed since (Note [Codes that last]). ``code``:
+    """Launches the gather of codes that last, if main weights have changed since (Note [Persistent FP8]). ``code``:
     [main_numel]; returns [source_numel], not yet complete. Nobody may write to it.
     """
     codes, ends = _known(owner(source)).weights.lasting.refresh(key, code, back)
@@ -102,7 +102,7 @@ def refresh_codes(
 def all_gather(run: Execution, shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
     """Launches the all-gather of a unit. ``shard``: [shard_numel], or main weights whose cast is kept (Note [Kept
     casts]), or that travel in a format of their own; returns [full_numel], not yet complete. What was launched ahead is
-    taken (Note [Borders]).
+    taken (Note [Step prefetch]).
     """
     if run.early and (early := run.early.pop(0)) is not None:
         return run.adopt(early)
@@ -119,7 +119,7 @@ def all_gather(run: Execution, shard: torch.Tensor, spec: str, slot: int = -1) -
 
 
 def maxima(run: Execution, shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
-    """Launches what is due of a unit's maxima (Note [Maxima]), and of those of the program's other units."""
+    """Launches what is due of a unit's maxima (Note [Amax]), and of those of the program's other units."""
     weights = _known(owner(shard)).weights
     out = torch.empty(sum(g.numel for g in block_grid.decode(grids)), device=shard.device)
     run.launch(out, *weights.maxima.read(grids, out, run.measured))
@@ -313,7 +313,7 @@ def probe(
     names: str,
     what: str,
 ) -> None:
-    """Looks at a value, if it is time (Note [Probes]).
+    """Looks at a value, if it is time (Note [Runtime checks]).
 
     Args:
         value: what to look at; under ``"weights"`` the source.
@@ -331,7 +331,9 @@ def probe(
 
 
 def offload(run: Execution, x: torch.Tensor) -> torch.Tensor:
-    """Launches the copy of a tensor to host memory, where it lies as it does here (Note [Rooms on the host])."""
+    """Launches the copy of a tensor to host memory, where it lies as it does here (Note [Activation memory on the
+    host]).
+    """
     out, end = activation_host.offload(x)
     run.copy(out, end)
     return out

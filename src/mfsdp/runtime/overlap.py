@@ -1,6 +1,6 @@
 """Two programs at once: a backward that waits runs beside the next forward, and they take turns (1F1B).
 
-Note [Turns]
+Note [Interleaved programs]
 What experts exchange in one program travels while the other computes. Neither program is changed: each runs in a thread
 of its own, one of them at a time, and the turn goes over wherever a program would wait for a collective of another
 parallelism. So the order of the two together follows from theirs, the same on every rank and under every lowering: the

@@ -40,7 +40,7 @@ class ProgramInfo:
     outline: ProgramOutline
     collectives: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """One text for each collective, by process group: every rank of the group must run the same (invariant 13). They
-    are compared in every execution (Note [In step])."""
+    are compared in every execution (Note [Desync detection])."""
     sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     """Arguments that units are gathered from, with the unit's name and its path at compile time. Equal layers may share
     a program: an execution finds the path from its arguments, and puts it in for `PATH` and into operations' names."""
@@ -55,14 +55,16 @@ class ProgramInfo:
     frames: bool = False
     """Whether its operations always run in Python frames of their names (Note [Names])."""
     exchanges: bool = False
-    """Whether it has collectives of other parallelisms, and may run beside another program (Note [Turns])."""
+    """Whether it has collectives of other parallelisms, and may run beside another program (Note [Interleaved
+    programs]).
+    """
     silent_results: int = 0
     """Number of results of a backward whose results are all ``None``; else 0."""
     caller_inputs: Sequence[int] = ()
     """Arguments of such a backward that are forward's own inputs and no parameters."""
     first_launches: Sequence[First] = ()
-    """What it launches before it waits for anything: an optimizer's step may launch it ahead (Note [Borders])."""
+    """What it launches before it waits for anything: an optimizer's step may launch it ahead (Note [Step prefetch])."""
     amax_inputs: Sequence[int] = ()
-    """Sources of units whose amax it reads; ranks compare whether they are due (Note [Maxima])."""
+    """Sources of units whose amax it reads; ranks compare whether they are due (Note [Amax])."""
     check_every: tuple[int, int] = (0, 0)
-    """Steps between its checks for Inf and NaN, and between its comparisons of replicas (Note [Probes])."""
+    """Steps between its checks for Inf and NaN, and between its comparisons of replicas (Note [Runtime checks])."""

@@ -1,6 +1,6 @@
 """Probes: whether what programs read, compute and give is finite, and whether replicas are alike, every so many steps.
 
-Note [Probes]
+Note [Runtime checks]
 Under ``check_finite`` and ``check_replicas`` a program has probes in its lines (`mfsdp.passes.insert_checks`). In most
 steps they return at once. In every so many of them each takes the largest magnitude of what it looks at, parameter by
 parameter, and of weights a checksum; nothing is waited for. Behind the program one small tensor says what was wrong

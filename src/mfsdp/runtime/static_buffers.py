@@ -1,6 +1,6 @@
 """Static buffers: memory that stays from step to step, and that programs share.
 
-Note [Vacant]
+Note [Vacant static buffers]
 A static buffer is free when nobody but this file has a tensor over it. That is counted, by torch: each tensor holds the
 storage once. What stays here, a flat tensor for each size and the views that operations want of it, is made once, and
 its number is known (`StaticBuffer.own`). Who asks for room gets another tensor (``.data``, one small object), so that
@@ -37,7 +37,7 @@ Cut = Callable[..., Sequence[torch.Tensor]]
 
 
 class StaticBuffer:
-    """A static buffer (Note [Vacant]).
+    """A static buffer (Note [Vacant static buffers]).
 
     Args:
         storage: its memory.
@@ -187,7 +187,9 @@ _here = _Here()
 
 @contextmanager
 def beside() -> Iterator[None]:
-    """Gives this thread static buffers of its own, beside those of a program in another thread (Note [Turns])."""
+    """Gives this thread static buffers of its own, beside those of a program in another thread (Note [Interleaved
+    programs]).
+    """
     _here.beside = "+"
     try:
         yield

@@ -3,7 +3,7 @@
     backward | step u0 | step u1 | step u2 ... u9 | forward: takes u0, takes u1, wait u0 ...
                        |u0_full==|u1_full==|
 
-Note [Borders]
+Note [Step prefetch]
 What a forward launches before it waits for anything, its first `prefetch` gathers (or all refreshes of parameters that
 last), hides behind nothing of its own. So the flat optimizer (`state.flat_optimizer`) launches these, each as soon as
 its unit's weights are new, and the next forward takes them. What they bring is, bit for bit, what forward would have
@@ -15,11 +15,11 @@ goes where forward wants it, and takes no memory that forward does not take. Lau
 that trains is this optimizer's, over the group of the first of them; the others stay forward's.
 
 All ranks alike. What is launched hangs on programs, parameter groups and what was taken before, which ranks have alike;
-it is announced like a program (Note [In step]). Who may be alone is a rank that has written to its weights since: no
-rule makes a write collective. So each says, in the word that it sends anyway where the program begins, whether it could
-take what was launched (`agreement.ANEW`), and if any could not, all gather anew: the others have what that one sent
-before it wrote. Where the host does not wait for words (NCCL) each goes by its own, and a rank that gathers anew makes
-sure first that the others do, and raises if not.
+it is announced like a program (Note [Desync detection]). Who may be alone is a rank that has written to its weights
+since: no rule makes a write collective. So each says, in the word that it sends anyway where the program begins,
+whether it could take what was launched (`agreement.ANEW`), and if any could not, all gather anew: the others have what
+that one sent before it wrote. Where the host does not wait for words (NCCL) each goes by its own, and a rank that
+gathers anew makes sure first that the others do, and raises if not.
 
 Taken is what begins the same program's list again, on the same stream, from weights that nobody has written since:
 their versions and writes counted are those of the launch. Rows that are out as plain tensors may be written past both;

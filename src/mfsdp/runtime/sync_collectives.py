@@ -23,7 +23,7 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     due = buffer is not None and buffer.weights.due()
     over: tuple[str, ...] = s.gather_groups if s.gathers or s.persistent else ()
     carried: tuple[str, ...] = ()
-    if s.any_optional:  # as programs do (Note [Standing in])
+    if s.any_optional:  # as programs do (Note [Joining with zeros])
         loose = buffer.unit.outermost.loose
         loose.in_backward()
         if due:
@@ -101,7 +101,7 @@ def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], sp
     buffer = owner(source)
     total = gfull if s.predivide == 1 else gfull.mul_(s.predivide)
     over, carried = s.peer_groups, s.peer_groups[:0]
-    if s.any_optional:  # as programs do (Note [Standing in])
+    if s.any_optional:  # as programs do (Note [Joining with zeros])
         loose = buffer.unit.outermost.loose
         loose.in_backward()
         over, carried = () if held_whole(s, buffer.gradients.sync) else (loose.group,), s.peer_groups
@@ -125,8 +125,8 @@ def held_whole(s: UnitSpec, sync: bool) -> bool:
 
 
 def reduce_nothing(source: torch.Tensor, spec: str, wanted: bool = True) -> None:
-    """The same without gradients, for a unit that others have used, or that was used before (Note [Standing in]).
-    ``wanted``: whether they accumulate.
+    """The same without gradients, for a unit that others have used, or that was used before (Note [Joining with
+    zeros]). ``wanted``: whether they accumulate.
     """
     gradients = owner(source).gradients
     with gradients.left_out(wanted):

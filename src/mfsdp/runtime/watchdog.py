@@ -1,6 +1,6 @@
 """The watch: says what a collective that is not complete in time waits for, and for whom.
 
-Note [Watch]
+Note [Watchdog]
 One thread of every process looks, every few seconds, at what the other threads are in. They pay for it with a count
 of waits, begun and ended: odd while one lasts. On a device, where the host waits for nothing, every program leaves an
 event behind itself instead. A wait that lasts longer than `patience` is a stall.
@@ -12,7 +12,7 @@ as far in the same program, has not come. The first rank writes the report, all 
 waiting: a rank that comes late costs time, and nothing else. Only ``on_stall="raise"`` ends the run, on all ranks.
 
 A process that an exception ends tells the others which, the same way: they hear of it before they miss it. So does one
-that finds what is not finite (Note [Probes]).
+that finds what is not finite (Note [Runtime checks]).
 
 Time in which a rank that has not come compiles, or agrees with others on what it shards, does not count.
 """

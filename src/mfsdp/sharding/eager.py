@@ -272,7 +272,7 @@ def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
 
 
 def lend(value: torch.Tensor) -> torch.Tensor:
-    """What a module that keeps its weights beside autograd gets of one that it has read (Note [Lent])."""
+    """What a module that keeps its weights beside autograd gets of one that it has read (Note [Lent weights])."""
     ticket = _here.tickets.get(value.untyped_storage().data_ptr()) if type(value) is torch.Tensor else None
     if ticket is None or not torch.is_grad_enabled():
         return value

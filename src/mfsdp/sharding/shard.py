@@ -334,7 +334,7 @@ def _together(root: nn.Module, found: Axes, placement: ShardingPlan) -> str:
 
 
 def _loosen(root: nn.Module, outermost: Outermost, group: str) -> None:
-    """Tells all units of a model that ranks may leave out some (Note [Standing in])."""
+    """Tells all units of a model that ranks may leave out some (Note [Joining with zeros])."""
     outermost.loose.loosen(outermost.name, group)
     for unit in _units(root):
         for buffer in unit.buffers:

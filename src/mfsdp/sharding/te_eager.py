@@ -1,6 +1,6 @@
 """What modules of TransformerEngine are lent on the eager path: whole weights, and room for their gradients.
 
-Note [Lent]
+Note [Lent weights]
 Their autograd functions keep the weight itself from forward to backward beside what autograd saves, as ``ctx.weight``,
 where saved-tensor hooks do not see it, and with it the gathered buffer of every layer. So they get a tensor of their
 own over the same storage, which loses it when the unit is let go of: it keeps its shape, and reads as NaN.

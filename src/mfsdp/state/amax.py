@@ -1,6 +1,6 @@
 """The largest magnitudes in blocks of a unit's parameters, over all ranks, from one optimizer step to the next.
 
-Note [Maxima]
+Note [Amax]
 A scale for FP8 weights is computed from the largest magnitude in a block, and a block may have rows on several ranks:
 so each takes the maximum over its own rows, and an all-reduce that over ranks. Both are needed once per optimizer step,
 however many microbatches follow, forward and backward: a program's first `maxima` brings those of all its units, for

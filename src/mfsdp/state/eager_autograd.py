@@ -8,7 +8,7 @@ sharded   elementwise functions of tensors that are cut alike, and reductions to
           autograd differentiates them as it does for any tensor.
 whole     everything else: parameters are gathered first, and the result is a plain tensor on every rank.
 
-Note [The way out]
+Note [Eager autograd]
 Data parallelism minimises the sum of all ranks' losses over their number (or over the divide factor that was set). A
 value that leaves the sharded world, a whole parameter or a reduction of one, is on every rank, and every rank may make
 something else of it. Its derivative is the sum over ranks of what each of them says, divided like every other gradient;
@@ -204,7 +204,7 @@ def _number(x: Any) -> bool:
 
 
 class _WayOut(torch.autograd.Function):
-    """Values that all ranks have, of sharded tensors (Note [The way out])."""
+    """Values that all ranks have, of sharded tensors (Note [Eager autograd])."""
 
     @staticmethod
     def forward(ctx: Any, shardings: list[Any], *values: torch.Tensor) -> Any:  # type: ignore[override]

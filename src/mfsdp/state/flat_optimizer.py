@@ -57,7 +57,7 @@ def fully_shard_optimizer(
             it was up to rounding, not bitwise. Numbers (learning rates, step counts) may change in every step and
             compile nothing anew. The first step of a parameter, which makes its state, is the optimizer's own, and so
             is the step of parameters that are not sharded. ``torch.compile`` around a step leaves it as it is.
-        ahead: launch what the next forward gathers first, each unit behind its own step (Note [Borders] in
+        ahead: launch what the next forward gathers first, each unit behind its own step (Note [Step prefetch] in
             ``runtime/step_prefetch.py``). Forward takes it if nothing has written to weights since, and has the same
             bits. Not with the backend's option ``prefetch=0``. All ranks must choose alike.
         offload: ``True`` or ``"state"``: state is kept on the host, in pinned memory, and streamed through the device
@@ -254,7 +254,7 @@ is as large. In smaller parts the host would be what a device waits for."""
 
 
 class _StepPrefetch:
-    """What one step launches behind the steps of units (Note [Borders]).
+    """What one step launches behind the steps of units (Note [Step prefetch]).
 
     Args:
         departures: of each model, in order.

@@ -38,7 +38,7 @@ class Gradients:
     where nobody else has its memory: what a reduce-scatter gives, and, over one rank, the bucket that products were
     written to. The program does not read it afterwards, and no static buffer is given away.
 
-    Note [Steady]
+    Note [Stable addresses]
     With ``keeps`` the accumulator's memory stays where it is from step to step, so that a step can be captured and
     replayed: `set` puts it into ``_room``, and the next first gradient is stored there. It is given up for a new one
     where somebody still has a gradient of before, which he may keep; where the accumulator has become a wider one; and
@@ -322,7 +322,7 @@ class Gradients:
         return self._empty() if room is None else room
 
     def _left(self) -> torch.Tensor | None:
-        """What the last accumulator has left (Note [Steady]), if nobody has a gradient that lies there."""
+        """What the last accumulator has left (Note [Stable addresses]), if nobody has a gradient that lies there."""
         room, self._room = self._room, None
         return None if room is None or buffer_registry.shared(room) else room
 
@@ -332,7 +332,9 @@ class Gradients:
 
     @property
     def keeps(self) -> bool:
-        """Whether the accumulator's memory stays while there is no gradient (Note [Steady]); turned off, it goes."""
+        """Whether the accumulator's memory stays while there is no gradient (Note [Stable addresses]); turned off, it
+        goes.
+        """
         return self._keeps
 
     @keeps.setter

@@ -1,11 +1,11 @@
 """Codes of a unit's parameters that last from one optimizer step to the next, one byte per element.
 
-Note [Codes that last]
+Note [Persistent FP8]
 Where the strategy leaves parameters whole, or a shard of them on every outer rank, programs read a copy that lasts
 (`Weights.source`). Of weights that a program reads only as codes it is the codes that last, and that are gathered: half
 the bytes. Each rank casts its own rows in every program, a small part of what whole weights would be to cast; they are
 sent when main weights have been written since they were last. All ranks agree when that is: maxima are due then
-too, which ranks compare (Note [Maxima]).
+too, which ranks compare (Note [Amax]).
 
 Which codes: a key says the recipe, of which parameters, with blocks of which kind, so programs that mean the same read
 the same bytes. Where backward casts as forward does there is one; where it casts along the other dimension there are

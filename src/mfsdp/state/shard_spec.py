@@ -131,7 +131,7 @@ class ShardSpec:
         return names, spec.divide
 
     def total(self, grad: torch.Tensor) -> torch.Tensor:
-        """What all ranks' derivatives of one value come to (Note [The way out]); a collective for each group."""
+        """What all ranks' derivatives of one value come to (Note [Eager autograd]); a collective for each group."""
         names, divide = self.trains_over
         total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous()
         with execution.announced(f"derivatives of {self.layout.slots[self.slot].name}{list(self.shape)}", *names):

@@ -163,7 +163,7 @@ class ShardedDTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor on every rank, a copy; a collective. Its derivative is the sum of all ranks', divided like
-        every gradient (Note [The way out]); another collective.
+        every gradient (Note [Eager autograd]); another collective.
 
         Raises:
             RuntimeError: several ranks, but the mesh has no process group (it was made for planning).

@@ -10,7 +10,7 @@ collective): from then on that unit's cast is made for every gather, as without 
 it, so ranks need not agree on when. What travels in int8 is quantised from main weights for every gather, and there is
 no cast.
 
-Note [Rows written unseen]
+Note [Unseen writes]
 Parameters that last (strategies 1 and 2, HFSDP) are gathered when main weights have been written, which is a
 collective. Writes through DTensors count on every rank, those through plain tensors (``to_local()``, ``.data``, NumPy,
 DLPack) at most on the rank that has written. Once somebody has had rows as a plain tensor, the shard's checksum tells
@@ -45,7 +45,7 @@ class Weights:
     ``main`` is this rank's flat part of the main weights, [layout.shard_numel] in ``precision.main``.
     ``source`` is what programs read parameters from, a leaf: ``main`` itself, or, where the strategy cuts the optimizer
     state further than the parameters, a copy that lasts, [spec.source_numel] in ``precision.comm``, which has no memory
-    before it is filled: programs that read codes (Note [Codes that last]) only tell by it whose they are.
+    before it is filled: programs that read codes (Note [Persistent FP8]) only tell by it whose they are.
 
     Args:
         buffer: whose they are; its layout, placement, precision and spec are there already.
@@ -68,7 +68,7 @@ class Weights:
         """This rank's shard in the dtype that travels, [layout.shard_numel], once a program has asked for it."""
         self._exposed = False
         self._sum: torch.Tensor | None = None
-        """Of ``main``, once rows are out, as it was when somebody looked last (Note [Rows written unseen])."""
+        """Of ``main``, once rows are out, as it was when somebody looked last (Note [Unseen writes])."""
         self._writes = 0
         """Of ``main``, past its version."""
         self._cast_due = True
@@ -188,7 +188,7 @@ class Weights:
 
     def unseen(self) -> bool:
         """Whether this rank has written to main weights since the source was filled in ways that other ranks may not
-        know of, which makes the source due (Note [Rows written unseen]).
+        know of, which makes the source due (Note [Unseen writes]).
         """
         if not self._of.spec.persistent or self.stale or step_prefetch.of([self._of]):
             return False
