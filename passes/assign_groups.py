@@ -10,7 +10,7 @@ Costs: the buffers of another communicator.
 
 On CUDA each group brings a stream of its own, and the events are the backend's: a launch waits for what the compute
 stream has been given so far, a `wait` makes the compute stream wait for the collective, and what a collective reads and
-writes is kept until then (laws 10 and 11).
+writes is kept until then (invariants 10 and 11).
 """
 
 from __future__ import annotations

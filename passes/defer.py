@@ -21,7 +21,7 @@ After, with lag 1:
 Why: the link works while compute does. Waits move down, never up; sums are taken in the same order.
 Needs: `reduce`.
 Costs: ``lag`` packed gradient buffers are in flight; a wait comes before the pack that would make it one more, and the
-last ones come before the program's outputs (law 14).
+last ones come before the program's outputs (invariant 14).
 """
 
 from __future__ import annotations

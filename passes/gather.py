@@ -19,7 +19,7 @@ Costs: the full buffer stays until `reshard` says otherwise.
 A main shard in another dtype than the one that travels is cast first, on the shard, so that the smaller one travels.
 Under ``keep_cast`` that has no line: what is gathered is a cast that lasts from one optimizer step to the next. What
 travels in int8 is not cast: it is quantised where it is sent, from main weights.
-A group of one gathers nothing: parameters are then views into the shard itself, or into its cast (law 4). Under
+A group of one gathers nothing: parameters are then views into the shard itself, or into its cast (invariant 4). Under
 ``keep_cast`` that is the one that lasts, in forward and in backward:
 
     * . .  u0_cast                = kept_cast u0_shard                    bf16[1056768]

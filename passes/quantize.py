@@ -21,7 +21,7 @@ Why: half the bytes of every gather, half the gathered memory, and a cast of thi
     bitwise those of before: maxima are exact, whoever takes them, and scales and casts stay the model's own operators.
 Needs: parameters that are read as codes of one byte and in no other way (`mfsdp.ir.fp8_patterns`), all parameters of
     the buffer in one way: `fully_shard` gives FP8 weights a flat buffer of their own. What crosses rows is a maximum
-    of magnitudes, nothing else (law 46).
+    of magnitudes, nothing else (invariant 46).
 Costs: one small all-reduce per optimizer step (`maxima`), and a scale per element of the shard while it is cast.
 
 Backward computes scales and codes again, along its own dimension if the recipe has two.

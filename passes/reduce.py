@@ -14,9 +14,9 @@ After, the unit's gradients are packed as soon as the last one is there:
     <---o                           wait u1_gshard
     * . .                           accumulate u1_grad, u1_gshard, 1/8
 
-Why: one collective per unit; the sum over uses of a tied parameter is taken before, once (law 8).
+Why: one collective per unit; the sum over uses of a tied parameter is taken before, once (invariant 8).
 Needs: nothing of other passes; it is meant to run in the programs that `gather` ran in.
-Costs: one copy of the unit's gradients into the flat buffer. Parameters that got no gradient are zeros (law 15).
+Costs: one copy of the unit's gradients into the flat buffer. Parameters that got no gradient are zeros (invariant 15).
 
 On a two-level mesh, and where gradients stay whole until a synchronisation (``no_shard``, ``optim``), one more
 reduction follows. Between synchronisations it does not happen (a run-time switch): gradients are held back before it.
@@ -26,7 +26,7 @@ reduction follows. Between synchronisations it does not happen (a run-time switc
     <-----o                         wait u1_gshard
 
 The sum over ranks is divided where it is added to the accumulator: on the shard, in the accumulator's dtype
-(law 17), and, where a sum comes back in float16, partly while packing (`Spec.ahead`). Parameters that are not
+(invariant 17), and, where a sum comes back in float16, partly while packing (`Spec.ahead`). Parameters that are not
 sharded keep their gradients whole: all-reduced in one flat buffer per unit, divided while packing, and handed to
 autograd as views of it.
 """

@@ -5,7 +5,7 @@
     * . .  relu                   = relu addmm                            bf16[256,1024]
 
 Why: this is what makes sharding save memory; at any time only the units at work are whole.
-Needs: `gather`, and that no view of a parameter leaves the graph (law 6), which capture sees to by recomputing
+Needs: `gather`, and that no view of a parameter leaves the graph (invariant 6), which capture sees to by recomputing
     every chain of views and casts that hangs on parameters alone.
 Costs: backward gathers again what it needs.
 

@@ -96,7 +96,7 @@ def test_equal_layers_are_not_the_same_layer(two_ranks, how):
     for rank, text in enumerate(two_ranks.run(layers_differ, how)):
         ours, theirs = ("'layers.1'", "'layers.2'") if how == "skip" else ("'layers.0'", "'layers.2'")
         named = [ours, theirs] if how == "turned" else [theirs, ours]
-        assert "would run different collectives (law 13)" in text, text
+        assert "would run different collectives (invariant 13)" in text, text
         assert f"unit {named[rank]} of Layers" in text.split("->")[1].split("\n")[0], text
         assert f"unit {named[1 - rank]} of Layers" in text.split("->")[1].split("\n")[1], text
 
@@ -125,7 +125,7 @@ def pieces(strategy: int) -> str:
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_equal_layers_that_share_a_program_are_told_apart(two_ranks, strategy):
     for rank, text in enumerate(two_ranks.run(pieces, strategy)):
-        assert "(law 13)" in text and "'layers.1'" in text and "'layers.2'" in text, text
+        assert "(invariant 13)" in text and "'layers.1'" in text and "'layers.2'" in text, text
         assert f"rank {rank}" in text.split("->")[1], text
 
 
@@ -142,7 +142,7 @@ def known_programs() -> str:
 @pytest.mark.dist
 def test_programs_that_ran_before_are_compared_every_time(two_ranks):
     for text in two_ranks.run(known_programs):
-        assert "(law 13)" in text and "'layers.1'" in text and "'layers.2'" in text, text
+        assert "(invariant 13)" in text and "'layers.1'" in text and "'layers.2'" in text, text
 
 
 def one_compiles() -> str:
@@ -156,7 +156,7 @@ def one_compiles() -> str:
 @pytest.mark.dist
 def test_a_rank_that_compiles_meets_one_that_does_not(two_ranks):
     for text in two_ranks.run(one_compiles):
-        assert "(law 13)" in text and "nothing more" in text and "'layers.2'" in text, text
+        assert "(invariant 13)" in text and "nothing more" in text and "'layers.2'" in text, text
 
 
 def branches(kind: str) -> str:
@@ -265,7 +265,7 @@ def one_keeps_back(kind: str, strategy: int) -> str:
 @pytest.mark.parametrize(("kind", "strategy"), [("compiled", 0), ("compiled", 3), ("uncompiled", 1)])
 def test_one_rank_that_keeps_gradients_back(two_ranks, kind, strategy):
     for text in two_ranks.run(one_keeps_back, kind, strategy):
-        assert "(law 13)" in text and "kept back under no_sync" in text and "layers.2" in text, text
+        assert "(invariant 13)" in text and "kept back under no_sync" in text and "layers.2" in text, text
 
 
 def one_of_four(kind: str, skip: bool) -> str:
@@ -287,7 +287,7 @@ def one_of_four(kind: str, skip: bool) -> str:
 def test_ranks_that_share_only_the_outer_axis_are_told(four_ranks, kind):
     assert four_ranks.run(one_of_four, kind, False) == ["no error"] * 4
     for text in four_ranks.run(one_of_four, kind, True, timeout=60):
-        assert "rank 0" in text and "(law 13)" in text, text
+        assert "rank 0" in text and "(invariant 13)" in text, text
 
 
 def never_comes() -> str:
@@ -371,7 +371,7 @@ def swallowed(phase: str, who: list[int], pause: float) -> tuple[str, float]:
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_an_exception_that_one_rank_swallows(two_ranks, phase):
     for text, _ in two_ranks.run(swallowed, phase, [1], 2.0):
-        assert "the ranks are out of step (law 50)" in text, text
+        assert "the ranks are out of step (invariant 50)" in text, text
         assert f"rank 1 left Trips {phase} at or after " in text and "(ValueError: out of memory)" in text, text
 
 
@@ -389,7 +389,7 @@ def left_out(kind: str, mesh: Any, again: bool) -> str:
     run = model if "uncompiled" in kind else run
     optimizer = torch.optim.Adam(model.parameters(), fused=kind == "fused")
     if "flat" in kind:
-        mfsdp.fully_shard_optimizer(optimizer, ahead=False)  # what it launches ahead is told apart as such (law 13)
+        mfsdp.fully_shard_optimizer(optimizer, ahead=False)  # what it launches ahead is told apart as such (invariant 13)
 
     def steps() -> None:
         for step in range(3):
@@ -406,7 +406,7 @@ def left_out(kind: str, mesh: Any, again: bool) -> str:
 def test_a_step_of_the_optimizer_that_one_rank_leaves_out(ranks, kind, mesh):
     assert ranks.run(left_out, kind, mesh, True) == ["no error"] * 2
     for text in ranks.run(left_out, kind, mesh, False):
-        counts = re.search(r"rank (\d) has taken (\d) steps of its optimizers, and rank (\d) (\d) \(law 66\)", text)
+        counts = re.search(r"rank (\d) has taken (\d) steps of its optimizers, and rank (\d) (\d) \(invariant 66\)", text)
         assert counts is not None, text
         steps = {counts[1]: int(counts[2]), counts[3]: int(counts[4])}
         assert steps["0"] == steps["1"] + 1, text

@@ -770,7 +770,7 @@ def test_a_step_that_raises_on_all_ranks(two_ranks, where):
 @pytest.mark.dist
 def test_a_step_that_raises_on_one_rank_ends_all(two_fresh_ranks):
     answers = two_fresh_ranks.run(raising, "2", 1, timeout=60)
-    assert all("law 13" in text or "law 50" in text or "lost the other ranks" in text for text in answers), answers
+    assert all("invariant 13" in text or "invariant 50" in text or "lost the other ranks" in text for text in answers), answers
 
 
 def gone() -> tuple[bool, bool, bool]:

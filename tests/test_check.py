@@ -507,7 +507,7 @@ def test_a_gradient_that_is_lost_before_it_is_reduced(at):
             p.erase(node)
 
     passes = (*pipeline.PIPELINE[:at], ("forget", forget), *pipeline.PIPELINE[at:])
-    with pytest.raises(LawError, match=r"after forget: u\d: the gradient of \w+ is lost \(law 15\)"):
+    with pytest.raises(LawError, match=r"after forget: u\d: the gradient of \w+ is lost \(invariant 15\)"):
         pipeline.run(toy2("backward"), passes=passes)
 
 
@@ -545,7 +545,7 @@ def plain(kind: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind, law", [("all_reduce", "(law 14)"), ("local", "(law 14)"), ("none", "is lost (law 15)")])
+@pytest.mark.parametrize("kind, law", [("all_reduce", "(invariant 14)"), ("local", "(invariant 14)"), ("none", "is lost (invariant 15)")])
 def test_gradients_of_parameters_that_are_not_sharded(two_ranks, kind, law):
     assert all("after forget: " in text and law in text for text in two_ranks.run(plain, kind))
 

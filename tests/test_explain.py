@@ -420,7 +420,7 @@ def counted(program: Program) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_operations_are_those_that_torch_counts(recompute):
-    """Attention that is computed again comes in a wrapper without a schema: it is a line like any other (law 55)."""
+    """Attention that is computed again comes in a wrapper without a schema: it is a line like any other (invariant 55)."""
     model, ids = GPT(recompute=recompute, tied=False), torch.randint(31, (2, 8))
     programs = mfsdp.trace(model, (ids,), world=4, units=[Block])
     for program in programs:

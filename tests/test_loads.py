@@ -1,4 +1,4 @@
-"""Ranks that load different state dicts, or of which only some load one, raise an error (law 69)."""
+"""Ranks that load different state dicts, or of which only some load one, raise an error (invariant 69)."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_ranks_that_have_not_loaded_alike_are_told_on_all(two_fresh_ranks):
             if name.startswith(("_alike", "_broadcast")):
                 assert not text, (name, text)
             else:
-                assert "have loaded different state dicts (law 69)" in text and "broadcast_from_rank0" in text, (
+                assert "have loaded different state dicts (invariant 69)" in text and "broadcast_from_rank0" in text, (
                     name,
                     text,
                 )
@@ -193,7 +193,7 @@ def each_alone(folder: str) -> list[tuple[str, str]]:
 def test_what_one_rank_saves_or_loads_alone_is_told_on_all(two_fresh_ranks, tmp_path):
     for said in two_fresh_ranks.run(each_alone, str(tmp_path), timeout=60):
         for what, text in said:
-            words = "law 69" if what == "files" else f"law 13.*Checkpoints.{what.split()[0]}"
+            words = "invariant 69" if what == "files" else f"invariant 13.*Checkpoints.{what.split()[0]}"
             assert re.search(words, text), (what, text)
 
 
@@ -208,7 +208,7 @@ def test_state_of_an_unsharded_optimizer_is_cut(two_ranks, name):
 @pytest.mark.slow
 def test_state_that_one_rank_loads_is_told(two_fresh_ranks):
     for _, told in two_fresh_ranks.run(plain_state, "adamw", True):
-        assert "have loaded different state dicts (law 69)" in told
+        assert "have loaded different state dicts (invariant 69)" in told
 
 
 def adapter(folder: str) -> float:

@@ -83,7 +83,7 @@ def named_late(found: list[Any]) -> None:
 
 def told_apart(found: list[Any]) -> None:
     for text in found:
-        assert "would run different collectives (law 13)" in text and "'layers.1'" in text, text
+        assert "would run different collectives (invariant 13)" in text and "'layers.1'" in text, text
 
 
 def taken(count: int) -> Callable[[list[Any]], None]:

@@ -60,7 +60,7 @@ def test_collectives_that_change_places_are_an_error(verb):
     expected, lines = code_of("forward" if verb == "all_gather" else "backward")
     a, b = at(lines, verb, 0), at(lines, verb, 1)
     lines[a : a + 2], lines[b : b + 2] = lines[b : b + 2], lines[a : a + 2]
-    with pytest.raises(LawError, match=rf"`{verb} .*` in the listing.*law 16"):
+    with pytest.raises(LawError, match=rf"`{verb} .*` in the listing.*invariant 16"):
         compare(expected, "\n".join(lines))
 
 

@@ -1,4 +1,4 @@
-"""Sharded equals unsharded: losses, gradients and ten optimizer steps, each rank with data of its own (law 29)."""
+"""Sharded equals unsharded: losses, gradients and ten optimizer steps, each rank with data of its own (invariant 29)."""
 
 from __future__ import annotations
 

@@ -393,5 +393,5 @@ def test_sources_that_count_as_filled_too_early_are_found(monkeypatch):
 def test_a_rank_that_swallows_an_exception_is_out_of_step(monkeypatch):
     monkeypatch.setattr("mfsdp.runtime.desync.PATIENCE", 0.1)
     monkeypatch.setattr(Loopback, "alike", False)
-    with carried_by(Loopback), pytest.raises(RuntimeError, match=r"out of step \(law 50\)"):
+    with carried_by(Loopback), pytest.raises(RuntimeError, match=r"out of step \(invariant 50\)"):
         trained("given up", "optim_grads_params", "cpu")

@@ -85,7 +85,7 @@ def test_programs_are_flat_and_follow_the_same_schedule(told, train, recompute):
 
 @pytest.mark.slow
 def test_every_layer_has_its_own_values():
-    """What one call saves for backward shares no storage with what another saves (law 58), in fake tensors too, from
+    """What one call saves for backward shares no storage with what another saves (invariant 58), in fake tensors too, from
     which AOTAutograd tells what may be written over.
     """
     forward, backward = gpt(3)

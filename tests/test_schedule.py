@@ -587,7 +587,7 @@ def diverging() -> str:
 @pytest.mark.dist
 def test_ranks_that_would_run_different_collectives_say_so_and_do_not_hang(two_fresh_ranks):
     for rank, text in enumerate(two_fresh_ranks.run(diverging, timeout=60)):
-        assert "would run different collectives (law 13)" in text, text
+        assert "would run different collectives (invariant 13)" in text, text
         assert f" -> 0  rank {rank}: all_gather u0_shard" in text, text
         assert "unit 'a' of Forked" in text and "unit 'c' of Forked" in text, text
 

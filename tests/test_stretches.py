@@ -118,10 +118,10 @@ def test_the_driver_is_the_listing(phase):
     lines = text.splitlines()
     a, b = [i for i, line in enumerate(lines) if "Kernels.all_gather" in line or "Kernels.reduce_scatter" in line][:2]
     lines[a], lines[b] = lines[b], lines[a]
-    with pytest.raises(LawError, match="law 16"):
+    with pytest.raises(LawError, match="invariant 16"):
         schedule_check.compare(expected, "\n".join(lines), driven=True)
     del lines[a]
-    with pytest.raises(LawError, match="law 16"):
+    with pytest.raises(LawError, match="invariant 16"):
         schedule_check.compare(expected, "\n".join(lines), driven=True)
 
 

@@ -184,7 +184,7 @@ def other_is_left_out(where: str) -> str:
 @pytest.mark.parametrize("where", ["compiled", "uncompiled"])
 def test_a_unit_that_has_to_be_used(two_ranks, where):
     for text in two_ranks.run(other_is_left_out, where):
-        assert "(law 13)" in text, text
+        assert "(invariant 13)" in text, text
         assert "with gradients of (root), first, layers.2" in text, text
         assert "with gradients of (root), first\n" in text, text
 

@@ -37,13 +37,13 @@ KNOWN: dict[tuple[str, ...], str] = {
     ("meta", "weight_norm"): r"nothing has initialised",
     ("calls", "tie"): r"tie weights before sharding",
     ("toggle", "micro"): r"no_sync|synchronis",
-    ("fault:swallowed",): r"law 13|law 50|law 66|lost the other ranks at",
+    ("fault:swallowed",): r"invariant 13|invariant 50|invariant 66|lost the other ranks at",
     ("fault:swallowed_by_all", "micro"): r"no_sync|zero_grad|given up",
     ("fault:ends",): r"has ended with Fault: in ",
-    ("fault:left_out",): r"law 13|lost the other ranks at",
-    ("fault:no_sync",): r"law 13|lost the other ranks at",
-    ("fault:evaluation",): r"law 13",
-    ("fault:full_tensor",): r"law 13",
+    ("fault:left_out",): r"invariant 13|lost the other ranks at",
+    ("fault:no_sync",): r"invariant 13|lost the other ranks at",
+    ("fault:evaluation",): r"invariant 13",
+    ("fault:full_tensor",): r"invariant 13",
 }
 """What a refusal says, for cases that have all of these features."""
 

@@ -285,7 +285,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def _state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """As `_state`. An optimizer that has not stepped has no state afterwards either (law 23): torch makes it by a step
+    """As `_state`. An optimizer that has not stepped has no state afterwards either (invariant 23): torch makes it by a step
     without gradients, which counts.
     """
     fresh = optimizer is not None and not optimizer.state

@@ -13,7 +13,7 @@ waited for is a pass's business (`mfsdp.passes.schedule_offload`); here they are
 are read.
 
 A storage goes whole and once: of q, k and v, which are parts of one product, that product goes, and backward takes the
-parts again. What stays is what is the caller's, or returned to it; parameters and what hangs on them alone (law 47);
+parts again. What stays is what is the caller's, or returned to it; parameters and what hangs on them alone (invariant 47);
 the state of a generator; and what is too small.
 """
 

@@ -167,7 +167,7 @@ class Capture:
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Cuts the joint graph with the stock min-cut partitioner, told what must be gathered again (law 6).
+        """Cuts the joint graph with the stock min-cut partitioner, told what must be gathered again (invariant 6).
 
         Called for each kind of layers (Note [Layer outlining]), without inputs, and then for the graph that calls them.
         """

@@ -1,4 +1,4 @@
-"""Whether generated code does what the listing says, in its order (law 16)."""
+"""Whether generated code does what the listing says, in its order (invariant 16)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 
 The full buffer is its segments one after another; a segment is as many equal chunks as there are ranks. A rank's shard
 is its chunk of every segment, one after another. Parameters are contiguous in the full buffer, so a gathered parameter
-is a view; no row of a parameter is cut (law 7).
+is a view; no row of a parameter is cut (invariant 7).
 
 Note [Segments]
 A boundary between ranks must fall between rows of whatever parameter it meets, so the chunk of a segment is a multiple
@@ -152,7 +152,7 @@ def plan(params: Sequence[tuple[str, tuple[int, ...]]], world: int, *, align: in
     """Lays parameters out over ``world`` ranks.
 
     Args:
-        params: names and shapes, in registration order, which is kept inside of every segment (law 30).
+        params: names and shapes, in registration order, which is kept inside of every segment (invariant 30).
         world: ranks.
         align: every start and chunk is a multiple of so many elements.
 

@@ -1,1 +1,1 @@
-"""What a step will take, in time and memory, before it runs."""
+"""Predicts a step's time and memory before it runs."""

@@ -1,17 +1,17 @@
-"""How far ahead gathers are launched where nobody has said: the option ``prefetch="auto"``.
+"""Chooses the prefetch depth for the option ``prefetch="auto"``.
 
-On a copy of the program what follows in the pipeline is done once, then gathers are launched as far ahead as every
-depth of `DEPTHS` says; the clock tells how long each takes, the ledger whether it fits. The smallest depth within
-`WITHIN` of the best that fits is taken: what is gathered earlier than it has to be only takes memory. (Launches of
-gathers and waits for reductions move past each other without meeting, so that it does not matter which goes first.)
+The passes that follow `prefetch` run once on a copy of the program. Then each depth in `DEPTHS` is tried: the cost
+model predicts its time, the memory ledger whether it fits. The result is the smallest depth within `WITHIN` of the
+fastest one that fits, as a larger depth only takes more memory. (Gather launches and reduction waits move
+independently, so the order of these passes does not matter.)
 
 Note [One prefetch depth]
-Ranks need not have the same programs to run the same collectives: lengths of sequences may differ, and what tensor
-parallelism leaves of an uneven matrix, so that clocks may differ too; so may hardware. A depth that differed would put
-reductions between other gathers (law 13). So the first rank that decides for a program writes the depth down in the
-process group's store, under what all of them have alike, and the others take it: nobody waits for anybody, whoever
-compiles later, for another length or because its cache was cold, finds it there. What comes from a cache was decided in
-an earlier run: it is written down too, and where another rank was faster and has decided otherwise, it is no hit.
+Ranks may run the same collectives with different programs: sequence lengths, uneven TP shards and hardware may differ,
+and with them the predicted times. Different depths would order reductions and gathers differently (invariant 13). So
+the first rank that decides for a program writes the depth to the process group's store, under a key that is the same on
+all ranks (`alike`), and the other ranks read it. No rank waits for another. A rank that compiles later, for another
+length or with a cold cache, finds the depth there. A depth from the compile cache was decided in an earlier job: it is
+written to the store too, and if another rank has already stored a different depth, the cache entry does not hit.
 """
 
 from __future__ import annotations
@@ -47,28 +47,29 @@ from .offload_schedule import OffloadTiming
 from .timeline import simulate
 
 DEPTHS = range(5)
-"""What is tried. None: where nothing waits for a gather there is nothing to launch early. More than 4: each takes the
-memory of another unit, and where units are alike 3 has never been better than 2 by more than 0.2% (a full link stays
-full, however early one begins); 4 is for small units between large ones."""
+"""Depths to try. 0 is for programs in which nothing waits for a gather. There is no depth above 4: each one takes the
+memory of another unit, and with equal units 3 was never more than 0.2% faster than 2 (a saturated link stays
+saturated). 4 is for small units between large ones."""
 
 WITHIN = 0.005
-"""How much longer than the best a program may take: a part of its time."""
+"""Fraction by which the chosen depth may be slower than the fastest one."""
 
 Key = str
 
 
 @dataclass
 class AutoPrefetch:
-    """Decides for programs; `pipeline.table` takes it for a depth.
+    """Chooses the prefetch depth of each program. `pipeline.table` accepts it in place of a number.
 
     Args:
-        machine: on what they run; of ``None`` nothing is known, and the option's default is taken.
-        options: those of the backend: what follows in the pipeline obeys them. Passes of the user's are not asked.
+        machine: hardware that the programs run on; with ``None`` the option's default depth is used.
+        options: backend options, which the following passes use. User passes are not run.
         wide: as in `pipeline.table`.
-        held: bytes of what is there whatever a program does: weights, optimizer state, accumulators.
-        profile: what knows measured times: ``given(program)``, for `mfsdp.cost_model.op_cost.op_times`.
-        pace: what places copies to the host, if there are any.
-        shared: whether other ranks have to decide alike.
+        held: bytes that the rank holds throughout the step: weights, optimizer state, accumulators.
+        profile: measured times: an object whose ``given(program)`` returns arguments of
+            `mfsdp.cost_model.op_cost.op_times`.
+        pace: timing that places copies to the host, if there are any.
+        shared: whether all ranks must use the same depth.
     """
 
     machine: Hardware | None
@@ -79,16 +80,16 @@ class AutoPrefetch:
     pace: OffloadTiming | None = None
     shared: bool = False
     found: dict[Key, int] = field(default_factory=dict, repr=False)
-    """What has been decided, by what ranks have alike."""
+    """Depths decided so far, by `alike`."""
 
     @classmethod
     def of_run(cls, options: Options, inputs: Sequence[Any]) -> AutoPrefetch | None:
-        """For the graph that the backend is given, if it is asked to decide. The optimizer is not known, and taken to
-        be AdamW.
+        """Returns one for a graph that the backend compiles, or ``None`` unless ``prefetch="auto"``. It assumes AdamW,
+        as the backend does not know the optimizer.
 
         Args:
-            options: those of the backend.
-            inputs: of the graph.
+            options: backend options.
+            inputs: inputs of the graph.
         """
         if options.prefetch != "auto":
             return None
@@ -104,7 +105,9 @@ class AutoPrefetch:
         return cls(machine, replace(options, passes=None, dump=None), None, held, shared=True)
 
     def __call__(self, program: Program) -> tuple[int, str]:
-        """The depth, and why, for the listing. The program, as the pass `prefetch` gets it, is not changed."""
+        """Returns the depth and the reason, for the listing. Does not change the program, which is the input of the
+        pass `prefetch`.
+        """
         default = int(Options.prefetch)
         untold = default, f"auto: depth {default}, the default, as estimating has failed"
         missing = f"an estimate for prefetch='auto', depth {default} is taken"
@@ -135,7 +138,7 @@ class AutoPrefetch:
 
 
 class _Tried:
-    """A copy of a program on which depths are tried, one after the other."""
+    """A copy of a program on which depths are tried one after another."""
 
     def __init__(self, program: Program, auto: AutoPrefetch, machine: Hardware):
         options = auto.options
@@ -148,7 +151,7 @@ class _Tried:
         self.known = auto.profile.given(self.copy) if auto.profile is not None else {}
 
     def launch(self, depth: int) -> Program:
-        """The copy, with its gathers launched so far ahead."""
+        """Returns the copy with its gathers prefetched at this depth."""
         self.copy.move(self.nodes, self.copy.output)
         prefetch(self.copy, depth=depth, limit=self.auto.options.max_unsharded)
         if self.auto.pace is not None:
@@ -162,7 +165,7 @@ class _Tried:
 
     @cached_property
     def deepest(self) -> bool:
-        """Whether all depths fit, as the deepest does."""
+        """Whether the deepest prefetch fits, and so all depths."""
         return self._fits(DEPTHS[-1])
 
     def fits(self, depth: int) -> bool:
@@ -184,15 +187,15 @@ def always(
     optimizer: str = "adamw",
     stepping: str = "whole",
 ) -> int:
-    """Bytes that a rank holds throughout a step, whatever programs do: arguments as for `ledger`."""
+    """Returns the bytes that a rank holds throughout a step. Arguments as for `ledger`."""
     account = ledger([], buffers, inputs=inputs, other=other, plain=plain, optimizer=optimizer, stepping=stepping)
     return sum(e.nbytes for e in account.entries if e.name not in ("temporaries", "gradients"))
 
 
 def alike(program: Program, options: Options) -> Key:
-    """What ranks have alike whose collectives have to stay so: what a program gathers and reduces, in which order, of
-    which units, and the options that say where. Sizes of units, too, but not beside tensor parallelism, where they may
-    be uneven.
+    """Returns a key that is equal on all ranks that must run the same collectives. It hashes the program's gathers and
+    reductions in order, its units, and the options that place collectives. It includes unit sizes, except with tensor
+    parallelism, where they may be uneven.
     """
     knobs = f"{options.reduce_lag} {options.max_unsharded} {options.lowering} {options.keep_cast}"
     units = [
@@ -205,5 +208,5 @@ def alike(program: Program, options: Options) -> Key:
 
 
 def agree(key: Key, depth: int) -> int:
-    """What the first rank has decided that came to it: this one, or another."""
+    """Returns the depth of the first rank that decided for this key."""
     return int(groups.agreed(f"prefetch/{key}", str(depth)))

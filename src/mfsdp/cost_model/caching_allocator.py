@@ -1,8 +1,8 @@
-"""What CUDA's caching allocator reserves for what a step allocates: more than what is live.
+"""Models CUDA's caching allocator: how many bytes it reserves for a step, which is more than the live bytes.
 
-Sizes are rounded, blocks are cut from segments, and a hole that is too small for what is asked for stays a hole. The
-rules are those of torch (``c10/core/AllocatorConfig.h``, ``c10/cuda/CUDACachingAllocator.cpp``; as of 2.13, there in
-2.11) with its defaults and one stream; ``expandable_segments`` has next to no holes, and is not modelled.
+The allocator rounds sizes and cuts blocks from segments; free blocks that are too small for a request fragment memory.
+The rules are torch's (``c10/core/AllocatorConfig.h``, ``c10/cuda/CUDACachingAllocator.cpp``; as of 2.13, also in 2.11)
+with default settings and one stream. ``expandable_segments``, with almost no fragmentation, is not modelled.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from ..ir.program import Program
 from . import fusion
 
 ROUNDED = 512
-"""Bytes that sizes are multiples of."""
+"""Block sizes are multiples of this, in bytes."""
 
 SMALL, SMALL_SEGMENT = 2**20, 2**21
-"""Bytes up to which what is asked for is small, and cut from segments of a pool of their own."""
+"""Requests up to this many bytes are small and come from a separate pool; bytes of its segments."""
 
 MIDDLE, MIDDLE_SEGMENT = 10 * 2**20, 20 * 2**20
-"""Bytes below which it is cut from larger segments; from there on it gets one of its own."""
+"""Requests below this many bytes share a segment, larger ones get their own; bytes of a shared segment."""
 
 OWN = 2**21
-"""Bytes that those are multiples of."""
+"""Sizes of segments for one large request are multiples of this, in bytes."""
 
 
 @dataclass(eq=False)
 class _Block:
-    """A stretch of a segment."""
+    """A contiguous part of a segment."""
 
     size: int
     address: int
@@ -45,25 +45,25 @@ class _Block:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """What is small goes first, then what is in front."""
+        """Sort key of free blocks: smallest first, then lowest address."""
         return self.size, self.address
 
 
 @dataclass(eq=False)
 class CachingAllocator:
-    """An allocator. Numbers are bytes."""
+    """The allocator's state. Numbers are bytes."""
 
     reserved: int = 0
-    """In segments, none of which is given back."""
+    """Bytes of segments, none of which is returned to CUDA."""
     allocated: int = 0
-    """In blocks that are taken."""
+    """Bytes of blocks in use."""
     most: int = 0
-    """Of `allocated`, so far."""
+    """Maximum of `allocated` so far."""
     _taken: dict[Hashable, _Block] = field(default_factory=dict)
     _free: dict[bool, list[tuple[tuple[int, int], _Block]]] = field(default_factory=lambda: {True: [], False: []})
 
     def allocate(self, key: Hashable, nbytes: int) -> None:
-        """Takes the smallest free block that is large enough, or what is cut from a new segment."""
+        """Takes the smallest free block that is large enough, or cuts one from a new segment."""
         size = max(ROUNDED, _up(nbytes, ROUNDED))
         small = size <= SMALL
         free = self._free[small]
@@ -82,7 +82,7 @@ class CachingAllocator:
         self._taken[key] = block
 
     def free(self, key: Hashable) -> None:
-        """Gives a block back; it becomes one with its free neighbours. What was not allocated is left alone."""
+        """Frees a block and merges it with free neighbours. Ignores keys that are not allocated."""
         block = self._taken.pop(key, None)
         if block is None:
             return
@@ -99,7 +99,7 @@ class CachingAllocator:
         self._keep(block)
 
     def rename(self, key: Hashable, old: Hashable) -> None:
-        """What was one value's is another one's now."""
+        """Moves a block from the key ``old`` to ``key``."""
         if old in self._taken:
             self._taken[key] = self._taken.pop(old)
 
@@ -128,14 +128,15 @@ def replayed(
     *,
     first: bool = True,
 ) -> CachingAllocator:
-    """An allocator behind some steps.
+    """Returns an allocator after some steps.
 
     Args:
-        lasting: bytes of each tensor that is there before and behind.
-        programs: of a step, in order.
-        temporaries: bytes of each tensor that the optimizer's step takes besides.
+        lasting: bytes of each tensor that exists throughout.
+        programs: the programs of a step, in order.
+        temporaries: bytes of each temporary of the optimizer's step.
         fused: whether neighbouring kernels fuse.
-        first: whether accumulators come to be in backward (`Ledger.first`).
+        steps: number of steps.
+        first: whether backward allocates the accumulators (`Ledger.first`).
     """
     out = CachingAllocator()
     for i, n in enumerate(lasting):
@@ -162,11 +163,13 @@ def replayed(
 
 
 _Value = tuple[Node, int]
-"""A result of a node."""
+"""A node and the index of one of its results."""
 
 
 def _run(out: CachingAllocator, program: Program, moves: Sequence[Move], there: dict[_Value, int]) -> dict[_Value, int]:
-    """What is there behind a program, where so much was there before: what it is given is of that, as large."""
+    """Returns the bytes of live values after a program, given those before it. An input of the program takes over a
+    live value of equal size, if there is one.
+    """
     given = saved(program)[0]
     for node, n in given.items():
         held = (value for value, size in there.items() if size == n and value[0].target is not ops.accumulate)
@@ -195,5 +198,5 @@ def _run(out: CachingAllocator, program: Program, moves: Sequence[Move], there: 
 
 
 def _parts(value: Any) -> list[int]:
-    """Bytes of each tensor of a value."""
+    """Returns the bytes of each tensor of a value."""
     return [nbytes(v) for v in value] if isinstance(value, (list, tuple)) else [nbytes(value)]

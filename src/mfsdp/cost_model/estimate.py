@@ -1,4 +1,4 @@
-"""From programs after all passes to what a step takes: the one place where clock, simulation and ledger meet."""
+"""Estimates a step from its programs after all passes: combines cost model, simulation and memory ledger."""
 
 from __future__ import annotations
 
@@ -45,16 +45,24 @@ def estimate(
     axes: Mapping[str, int] | None = None,
     schedule: Schedule | None = None,
 ) -> StepData:
-    """Puts a step on the clock and into memory.
+    """Returns the predicted time and memory of a step.
 
     Args:
-        programs: forward and backward, or inference, after all passes. stages: what the passes have said, for each
-        program. buffers: every flat buffer of the model. inputs: a microbatch of one rank. machine: on what. options:
-        those of the backend. other: bytes of what is not sharded. plain: how many of them are parameters that train.
-        optimizer: a name in `mfsdp.cost_model.memory_model.OPTIMIZER_STATES`. stepping: how it steps, one of
-        `mfsdp.cost_model.memory_model.STEPPING`. profile: what knows measured times: ``given(program)``, for
-        `mfsdp.cost_model.op_cost.op_times`, and ``optimizer``. mesh_shape: of a two-level mesh. axes: of tensor
-        parallelism, and their ranks. schedule: of a step's microbatches; by default there is one.
+        programs: forward and backward, or inference, after all passes.
+        stages: listings after the passes, for each program.
+        buffers: every flat buffer of the model.
+        inputs: a microbatch of one rank.
+        machine: the hardware.
+        options: backend options.
+        other: bytes that are not sharded.
+        plain: bytes among them of trainable parameters.
+        optimizer: a name in `mfsdp.cost_model.memory_model.OPTIMIZER_STATES`.
+        stepping: how it steps, one of `mfsdp.cost_model.memory_model.STEPPING`.
+        profile: measured times: an object with ``given(program)``, which returns arguments of
+            `mfsdp.cost_model.op_cost.op_times`, and optionally ``optimizer`` (seconds).
+        mesh_shape: shape of a two-level mesh.
+        axes: tensor-parallel axes and their sizes.
+        schedule: schedule of the microbatches; one microbatch by default.
     """
     schedule = schedule or Schedule()
     fused = options.lowering != "eager"
@@ -132,21 +140,21 @@ def estimate(
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a step goes through its microbatches."""
+    """How a step runs its microbatches."""
 
     microbatches: int = 1
     together: int = 1
-    """How many are in one program (`mfsdp.together`); a divisor."""
+    """Microbatches in one program (`mfsdp.together`); divides `microbatches`."""
     overlapped: bool = False
-    """Whether each backward but the last runs beside the next forward (`mfsdp.overlapped`)."""
+    """Whether each backward but the last overlaps with the next forward (`mfsdp.overlapped`)."""
     stages: int = 1
-    """Of a pipeline, of which the model is one and all are alike: one forward, one backward in turns (1F1B)."""
+    """Number of equal pipeline stages, of which the model is one; the schedule is 1F1B."""
     slowest: float = 1.0
-    """How much longer the slowest rank computes than the others, who wait for it in every collective."""
+    """Compute time of the slowest rank relative to the others, which wait for it in every collective."""
 
     @property
     def rounds(self) -> int:
-        """How often forward runs."""
+        """Number of forwards in a step."""
         return self.microbatches // self.together
 
     def __str__(self) -> str:
@@ -159,7 +167,9 @@ class Schedule:
         return ", ".join(words)
 
     def waiting(self, stage: int) -> int:
-        """How many rounds' activations a stage keeps besides those of the round it computes: the first the most."""
+        """Returns how many rounds' activations a stage keeps besides the current round's. The first stage keeps the
+        most.
+        """
         return min(self.stages - stage, self.rounds) - 1
 
 
@@ -174,7 +184,9 @@ class _Part:
 
 
 def _taking_turns(parts: list[_Part]) -> list[_Part]:
-    """The first forward, each backward beside the next forward, the last backward; as they are if none may wait."""
+    """Returns the first forward, the merged programs of a backward and the next forward, and the last backward. Returns
+    ``parts`` unchanged unless both programs have collectives to overlap.
+    """
     if len(parts) != 2 or parts[0].runs == 1:
         return parts
     forward, backward = parts
@@ -194,7 +206,7 @@ def _taking_turns(parts: list[_Part]) -> list[_Part]:
 
 
 def _mesh_shape(program: Program) -> tuple[int, ...]:
-    """As far as a program tells: (outer, shard) if both are more than one."""
+    """Returns (outer, shard) from the program's units if both are more than one, else the number of ranks."""
     specs = [u.spec for u in program.units]
     two = next(((s.outer, s.world) for s in specs if s.outer > 1 and s.world > 1), None)
     return two or (program.world,)
@@ -215,9 +227,12 @@ def optimizer_seconds(
     between: float | None,
     measured: float = 0.0,
 ) -> float:
-    """Bytes: weights and state read and written, gradients read; where state is streamed, which has ``between`` for its
-    first loads and last stores, its copies too. ``measured`` is what a step takes whose state is on the device, if that
-    is known: others take the same for what they compute.
+    """Returns the seconds of an optimizer step: the time to read and write weights and state and to read gradients.
+
+    Args:
+        between: with streamed state, whose copies are added, the seconds between two optimizer steps, in which its
+            first loads and last stores run; ``None`` for state on the device.
+        measured: measured seconds of a step with state on the device; compute is scaled to it. 0: not known.
     """
     if optimizer == "none":
         return 0.0
@@ -235,27 +250,27 @@ def optimizer_seconds(
     if between is None:
         return sum(steps) + rest
     copies = [host_copy(states * b.weights.main.nbytes, machine) for b in trained]
-    taken = sum(2 * copy.cpu for copy in copies)  # there and back, from whatever computes meanwhile
+    taken = sum(2 * copy.cpu for copy in copies)  # both copies slow down concurrent compute
     return streamed(steps, [copy.seconds for copy in copies], between) + taken + rest
 
 
 def streamed(steps: Sequence[float], copies: Sequence[float], between: float) -> float:
-    """Seconds of a step whose state comes from the host (Note [Streamed state]), one like it behind it.
+    """Returns the seconds of an optimizer step with streamed state (Note [Streamed state]), in steady state.
 
     Args:
-        steps: of each run, alone.
-        copies: of each run's state, one way.
-        between: from the end of one step to the begin of the next.
+        steps: seconds of each parameter range's step alone.
+        copies: seconds to copy each range's state one way.
+        between: seconds from the end of one step to the start of the next.
     """
     rooms, into, out, now, took = [0.0] * min(2, len(steps)), 0.0, 0.0, 0.0, 0.0
     turn = 0
-    for _ in range(3):  # until the ends of one step are those of the one before
+    for _ in range(3):  # until a step ends like the one before
         begun, now = now, max(now, out)
         for i, seconds in enumerate(steps):
             room, turn = turn % len(rooms), turn + 1
             now = max(now, rooms[room]) + seconds
             out = max(out, now) + copies[i]
-            if len(steps) > 2:  # otherwise it stays where it is
+            if len(steps) > 2:  # otherwise the state stays in its buffer
                 rooms[room] = into = max(into, out) + copies[(i + 2) % len(steps)]
         took, now = now - begun, now + between
     return took
@@ -331,7 +346,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)\n\s*(.*)')
 
 
 def _source(trace: str | None) -> str:
-    """The innermost line of the model's own code."""
+    """Returns the innermost stack frame in the model's own code."""
     frames = [f for f in _FRAME.findall(trace or "") if not ours(f[0])]
     if not frames:
         return ""

@@ -68,7 +68,7 @@ class Program:
         self.returned: int | None = None
         """Forward, when it was captured: how many of its first results are for its caller. The rest is saved."""
         self.reduced = False
-        """Whether `reduce` has run: from then on all these gradients reach accumulators (law 15)."""
+        """Whether `reduce` has run: from then on all these gradients reach accumulators (invariant 15)."""
         self.slots: dict[str, int] = {}
         """Bytes of every static buffer, by name, once there are any."""
         self.remarks: list[str] = []
@@ -222,7 +222,7 @@ class Program:
         self.changes.append(text)
 
     def note(self, text: str) -> None:
-        """Says with what knobs the running pass did it, or why it did nothing (law 28)."""
+        """Says with what knobs the running pass did it, or why it did nothing (invariant 28)."""
         self.notes.append(text)
 
 

@@ -2,7 +2,7 @@
 
 Memory that sharding was to save comes back that way, once for every layer: a quantised copy that an operator keeps for
 its backward, a weight that is divided by a norm in a buffer. What hangs on parameters alone is computed again in
-backward (`capture.recompute_parameters`), and law 47 says that it is. The rest is told.
+backward (`capture.recompute_parameters`), and invariant 47 says that it is. The rest is told.
 """
 
 from __future__ import annotations

@@ -329,18 +329,18 @@ class GroupState:
             told = self.wire.ask(f"words/{theirs}", PATIENCE)
             name, *lines = json.loads(told) if told else ["something that it does not explain"]
         self.lose(
-            f"mfsdp: rank {me} and rank {other} would run different collectives (law 13): rank {me} {mine.name}, "
+            f"mfsdp: rank {me} and rank {other} would run different collectives (invariant 13): rank {me} {mine.name}, "
             f"rank {other} {name}\n{difference(me, mine.lines, other, lines)}\nAll ranks of a group have to take the "
             "same way through the model, the same layers in the same order whatever their data says, and to call "
             "together what communicates (evaluation, full_tensor(), norms)."
         )
 
     def gone_apart(self, anew: bool, other: int) -> None:
-        """Raises: some ranks gather anew what others take as it is (law 63)."""
+        """Raises: some ranks gather anew what others take as it is (invariant 63)."""
         me = self.wire.me
         writer, taker = (me, other) if anew else (other, me)
         self.lose(
-            f"mfsdp: rank {writer} has written to its rows of weights, and rank {taker} has not (law 63), since an "
+            f"mfsdp: rank {writer} has written to its rows of weights, and rank {taker} has not (invariant 63), since an "
             "optimizer's step launched forward's first gathers, or since parameters that last were gathered. Where the "
             "host does not wait for other ranks, write on all of them together, through the parameter itself "
             "(param.copy_(...), under no_grad); and behind a step, if one rank has to write alone, build the optimizer "
@@ -348,20 +348,20 @@ class GroupState:
         )
 
     def stepped_apart(self, other: int) -> None:
-        """Raises: some ranks have left out an optimizer's step (law 66)."""
+        """Raises: some ranks have left out an optimizer's step (invariant 66)."""
         me = self.wire.me
         self.wire.tell(f"steps/{self.name}/{me}", str(self.steps))
         theirs = self.wire.ask(f"steps/{self.name}/{other}", PATIENCE) or "another number of"
         self.lose(
-            f"mfsdp: rank {me} has taken {self.steps} steps of its optimizers, and rank {other} {theirs} (law 66): "
+            f"mfsdp: rank {me} has taken {self.steps} steps of its optimizers, and rank {other} {theirs} (invariant 66): "
             "their shards are of different weights. An optimizer's step can be left out only on all ranks together; an "
             "exception that one rank catches in front of it has to end the run on all."
         )
 
     def loaded_apart(self, other: int, loaded: str) -> None:
-        """Raises: ranks have loaded different state dicts, or drawn different values (law 69)."""
+        """Raises: ranks have loaded different state dicts, or drawn different values (invariant 69)."""
         self.lose(
-            f"mfsdp: rank {self.wire.me} and rank {other} have loaded different state dicts (law 69), at last "
+            f"mfsdp: rank {self.wire.me} and rank {other} have loaded different state dicts (invariant 69), at last "
             f"{self.loaded}, and {loaded}: some weights would be old and some new. Every rank has to load, and the "
             "same values; what is drawn anew (nn.init) needs the same seed on all. For a state dict that only rank 0 "
             "has: torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state, options=StateDictOptions("
@@ -387,7 +387,7 @@ class GroupState:
             if launched != left.launched:
                 me = self.wire.me
                 text = (
-                    f"mfsdp: the ranks are out of step (law 50): rank {me} {left}, and rank {other} {story}. "
+                    f"mfsdp: the ranks are out of step (invariant 50): rank {me} {left}, and rank {other} {story}. "
                     "An exception inside of a program can be caught only if all ranks raise it in the same place; "
                     "otherwise let it end the run on all ranks."
                 )

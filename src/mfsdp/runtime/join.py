@@ -15,7 +15,7 @@ operation: if ranks of an axis agreed among themselves, two of them might each b
 
 A rank may be done while others are not: the end of a backward is announced too (of a forward, where there is no
 backward), and what a unit has kept back under `no_sync` is reduced there, if nobody has used it since. Units that were
-not said to be left out are named there: who has left out one of these is told (law 13). Parameters have a gradient if
+not said to be left out are named there: who has left out one of these is told (invariant 13). Parameters have a gradient if
 any rank has used their unit, so nobody has to ask for which.
 
 It costs one answer of all ranks for each collective; what is sent in two stages, and parameters that last, are waited

@@ -13,7 +13,7 @@ watch) when a model that was well the last time is not any more, once. Weights a
 own, and told at once; results and gradients may follow from what others have, and sums over ranks do: they are told a
 second or two later, if until then nobody has told of what comes before.
 
-A step ends with a backward that synchronises gradients: that is the same on all ranks (law 13), and all microbatches
+A step ends with a backward that synchronises gradients: that is the same on all ranks (invariant 13), and all microbatches
 of a step are looked at. Nothing is changed and nothing raised: a GradScaler's steps may have Inf in gradients, and go
 on.
 """

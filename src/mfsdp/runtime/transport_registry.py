@@ -48,7 +48,7 @@ def group_states() -> list[GroupState]:
 
 
 def count_step(names: Iterable[str]) -> None:
-    """Counts a step of an optimizer, once in each group that shares what it has stepped on (law 66)."""
+    """Counts a step of an optimizer, once in each group that shares what it has stepped on (invariant 66)."""
     for name in set(names):
         made, company = _companies.get(name, (None, None))
         if made is not None and made() is not None and company is not None:  # they have communicated
@@ -56,7 +56,7 @@ def count_step(names: Iterable[str]) -> None:
 
 
 def count_load(names: Iterable[str], what: str, digest: int) -> None:
-    """Counts a state dict that is loaded, once in each group that shares what it is loaded into (law 69)."""
+    """Counts a state dict that is loaded, once in each group that shares what it is loaded into (invariant 69)."""
     for name in set(names):
         with suppress(RuntimeError):  # a group that is gone has nobody to compare with
             if (company := group_state(name)) is not None:

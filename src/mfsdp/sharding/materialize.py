@@ -6,7 +6,7 @@ the order in which constructors run (children first), and each rank keeps its pa
 everything below, as many GPTs do at the end of their constructors, and Hugging Face models in ``post_init``; then the
 user's function, as ``model.apply(function)`` would call it. Only one module's own parameters are whole at a time.
 
-What was not on the meta device keeps its value, whatever an initialiser does to it (law 51): its own module's
+What was not on the meta device keeps its value, whatever an initialiser does to it (invariant 51): its own module's
 initialiser writes to copies, and what others write is taken back.
 """
 

@@ -144,7 +144,7 @@ def _unit_of(param: ShardedParameter) -> str:
 
 
 def at_rest(module: nn.Module) -> None:
-    """Refuses to wrap while a unit below is gathered or has gradients (law 27).
+    """Refuses to wrap while a unit below is gathered or has gradients (invariant 27).
 
     Raises:
         ValueError: names the unit, and says what to call.

@@ -1,3 +1,3 @@
-"""What one rank keeps: buffers of weights and gradients, the tensors that users see of them, and their mesh."""
+"""Per-rank state: flat buffers of weights and gradients, the tensors that users see of them, and their mesh."""
 
-from . import dispatch  # noqa: F401  (says what operators do to the tensors)
+from . import dispatch  # noqa: F401  (registers the operators of sharded tensors)

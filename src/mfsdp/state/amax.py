@@ -1,17 +1,17 @@
-"""The largest magnitudes in blocks of a unit's parameters, over all ranks, from one optimizer step to the next.
+"""Amax of the blocks of a unit's parameters, over all ranks, kept from one optimizer step to the next.
 
 Note [Amax]
-A scale for FP8 weights is computed from the largest magnitude in a block, and a block may have rows on several ranks:
-so each takes the maximum over its own rows, and an all-reduce that over ranks. Both are needed once per optimizer step,
-however many microbatches follow, forward and backward: a program's first `maxima` brings those of all its units, for
-all grids that any program has asked of them. All ranks have to agree when that is: a write that one of them has made
-alone is an error, told in words where the program begins (`AmaxTracker.due` is part of what is announced).
+An FP8 scale is computed from a block's amax, and several ranks may hold rows of one block. Each rank takes the maximum
+over its own rows; an all-reduce combines them. Both happen once per optimizer step, for any number of microbatches,
+forward and backward: the first `maxima` of a program computes the amax of all its units, for all grids that any program
+has requested. All ranks must agree when this is due, so `AmaxTracker.due` is part of the fingerprint: if only one rank
+has written its weights, the program raises a clear error where it begins.
 
-Rows that are out as plain tensors may be written past what tells of writes; then the maximum would be an old one, and
-what has grown would be cut off at it. Of such buffers this rank's own part is computed again where a program begins;
-if it is another, the maxima are due. A rank that has no rows of what was written cannot know, so ranks may disagree:
-that is told like a write of one rank alone, on all of them. Parameters that last are as they were gathered, whatever
-is written in such a way, and so are their maxima.
+A user who holds rows as a plain tensor can write to them without a version change. The amax would then be stale, and
+larger values would be clipped. For such a buffer each program recomputes this rank's own part where it begins; if it
+has changed, amax are due. Ranks without rows of the written block cannot notice, so ranks may disagree: all of them
+then raise, as after a write on one rank. Persistent parameters keep their values under such writes, and so keep their
+amax.
 """
 
 from __future__ import annotations
@@ -33,36 +33,38 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class _Found:
-    """Maxima of one grid's blocks after another's, int32."""
+    """Amax of the blocks of some grids, one grid after another, int32."""
 
     own: torch.Tensor
     """Over this rank's rows."""
     bits: torch.Tensor
-    """Over those of all ranks, once they have arrived."""
+    """Over the rows of all ranks, valid after the all-reduce."""
     history: tuple[int, int]
-    """Of the weights, when they were taken."""
+    """`Weights.history` when they were computed."""
     run: execution.Execution
-    """That has launched the all-reduce."""
+    """The execution that launched the all-reduce."""
     arrive: End | None
-    """To be called before they are read, until then."""
+    """Waits for the all-reduce; ``None`` once it has arrived."""
     stream: torch.Stream | None
 
     def bring(self) -> None:
-        """Returns once they are there (on CUDA: once the current stream is behind them)."""
+        """Waits for the all-reduce (on CUDA: makes the current stream wait)."""
         if self.arrive is not None:
             self.arrive()
         devices.follow(self.stream, self.bits)
 
 
 class AmaxTracker:
-    """Those of one flat buffer, by grids as text."""
+    """The amax of one flat buffer, by encoded grids."""
 
     def __init__(self, weights: Weights):
         self._of = weights
         self._asked: dict[str, _Found | None] = {}
 
     def due(self) -> bool:
-        """Whether main weights have been written since they were taken. Nothing is due before it has been asked for."""
+        """Whether main weights have been written since the last all-reduce. ``False`` until a program has requested
+        amax.
+        """
         if self._of.exposed and not self._of.spec.persistent:
             with torch.no_grad():
                 for text, found in self._asked.items():
@@ -71,15 +73,15 @@ class AmaxTracker:
         return any(not self._fresh(found) for found in self._asked.values())
 
     def read(self, text: str, out: torch.Tensor, beside: Iterable[Weights]) -> list[End]:
-        """Launches what is due.
+        """Launches the all-reduces that are due.
 
         Args:
-            text: grids.
-            out: float32, as many as the grids have elements; what they will be.
-            beside: of which buffers to bring what is due at once.
+            text: encoded grids.
+            out: float32, one element per block; receives the amax.
+            beside: other buffers whose due amax are reduced in the same collective.
 
         Returns:
-            what has to be called before ``out`` may be read.
+            functions to call before ``out`` may be read.
         """
         self._asked.setdefault(text, None)
         if not self._fresh(self._asked[text]):
@@ -107,7 +109,7 @@ class AmaxTracker:
 
 
 def _take(wanted: Sequence[tuple[AmaxTracker, str]]) -> None:
-    """Launches one all-reduce for all of these, over each axis that cuts their main weights."""
+    """Launches one all-reduce for all of these, over each axis that shards their main weights."""
     with torch.inference_mode(False), torch.no_grad():
         own = [m._own(text) for m, text in wanted]
         together = torch.cat(own)
@@ -126,7 +128,7 @@ def _take(wanted: Sequence[tuple[AmaxTracker, str]]) -> None:
 
 
 def _over(run: execution.Execution, together: torch.Tensor, groups: Sequence[str]) -> End:
-    """Launches maxima over the first of one or two groups; over the other when somebody waits."""
+    """Launches a max all-reduce over the first of one or two groups; the second runs at the wait."""
     arrived = run.all_reduce(together, "max", groups[0])
     if len(groups) == 1:
         return arrived

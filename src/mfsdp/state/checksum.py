@@ -1,4 +1,4 @@
-"""A number of a model's weights, to compare runs, replicas and checkpoints by."""
+"""A checksum of a model's weights, to compare runs, replicas and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ def checksum(model: nn.Module, *, each: Literal[True]) -> dict[str, int]: ...
 
 @torch.no_grad()
 def checksum(model: nn.Module, *, each: bool = False) -> int | dict[str, int]:
-    """A number of all weights of a model: another one if any bit of any of them is another, or in another place. The
-    same for any number of ranks, strategy and layout, sharded or not, compiled or not: it is a sum of integers over
-    elements, each mixed with its place. All ranks must call it.
+    """Returns a checksum of all weights of a model. It changes if any bit of any weight changes or moves. It is the
+    same for any number of ranks, strategy and layout, sharded or not, compiled or not: an integer sum over elements,
+    each hashed with its position. All ranks must call it.
 
-    Every replica adds up what it holds itself (HSDP, ``no_shard``, tensor parallelism's copies), so one that has
-    drifted has another number than the others. Main weights count, in their own dtype: weights of another dtype are
-    other weights. Buffers do not count.
+    Each replica sums the values that it holds (HSDP, ``no_shard``, copies under tensor parallelism), so a replica that
+    has drifted returns another number. It covers main weights in their own dtype; weights of another dtype have another
+    checksum. Buffers are not included.
 
-    Costs a pass over the weights, one small collective per group of ranks that cut them, and a wait for the device.
+    It costs one pass over the weights, one small collective per group of ranks that share a sharding, and one device
+    synchronization.
 
     Args:
-        model: sharded or not, or sharded in parts.
-        each: whether to give the number of every parameter.
+        model: sharded, partly sharded, or not sharded.
+        each: whether to return the checksum of every parameter.
 
     Returns:
-        64 bits, not negative; of all weights, with their names; or by name.
+        an unsigned 64-bit integer over all weights and their names; or one per parameter, by name.
     """
     found = {original(name): param for name, param in model.named_parameters()}
     totals: dict[str, torch.Tensor] = {}
@@ -62,7 +63,7 @@ def checksum(model: nn.Module, *, each: bool = False) -> int | dict[str, int]:
 
 
 def _here(param: torch.Tensor) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """What this rank's part of a parameter adds to its number, and the groups whose ranks have the rest."""
+    """Returns what this rank's part of a parameter adds to its checksum, and the groups that hold the rest."""
     local = here(param)
     if isinstance(param, ShardedDTensor):
         sharding: ShardSpec = param.sharding
@@ -88,5 +89,5 @@ def _cut(local: torch.Tensor, at: tuple[int, ...], sizes: tuple[int, ...]) -> to
 
 
 def _named(name: str, number: int) -> int:
-    """A number of a parameter and its name."""
+    """Hashes a parameter's checksum with its name."""
     return int.from_bytes(hashlib.sha256(f"{name} {number}".encode()).digest()[:8])

@@ -1,8 +1,9 @@
-"""The step of a flat optimizer, compiled: one call of a compiled graph for each run.
+"""The compiled step of a flat optimizer: one call of a compiled graph per parameter range.
 
-What the optimizer does to one flat tensor is recorded (`recorded`) and compiled by Inductor, without Dynamo, whose
-guards would take longer than the step of a small run. Runs of one kind share a graph, whatever their lengths: compile
-time does not grow with depth, nor with the number of sizes. Numbers are inputs: a scheduler compiles nothing anew.
+`step_tracer` records what the optimizer does to one flat tensor, and Inductor compiles the recording. Dynamo is not
+used: its guards would take longer than the step of a small range. Ranges of one kind share a graph, whatever their
+lengths, so compile time depends neither on depth nor on the number of sizes. Numbers are inputs, so schedulers cause no
+recompile.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ KNOWN = {
     optim.Adadelta, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.NAdam, optim.RAdam, optim.RMSprop,
     optim.Rprop, optim.SGD,
 }  # fmt: skip
-"""Optimizers whose steps read and write nothing but weights, gradients, state and the settings of groups."""
+"""Optimizers whose steps access only weights, gradients, state and the settings of parameter groups."""
 
 MANY = 16
-"""How many recordings of one kind there may be, for numbers by which the optimizer's Python decides."""
+"""Maximum recordings of one kind, for optimizers whose Python branches on numbers."""
 
 _SIZES = (2, 1 << 16, 1 << 31)
-"""Lengths from which on graphs are made anew: one element is no dimension to a compiler, few are not worth threads,
-many take wider indices."""
+"""Lengths at which new graphs start: the compiler treats size 1 as no dimension, short ranges do not repay threads,
+long ones need 64-bit indices."""
 
 
 class CompiledRange(Protocol):
-    """What is stepped."""
+    """A parameter range to step."""
 
     flat: torch.nn.Parameter
     group: int
@@ -55,27 +56,27 @@ class _Group:
     """The settings of a parameter group in this step."""
 
     static: Any
-    """What graphs are made for; one object as long as it is the same."""
+    """The settings that graphs are specialized on; the same object while they are equal."""
     numbers: tuple[float, ...]
     given: list[torch.Tensor]
-    """Those on devices."""
+    """Settings that are device tensors."""
 
 
 @dataclass(eq=False)
 class _Plan:
-    """How a run is called, as long as it has these state tensors."""
+    """How to call the graph of a range, valid while the range has these state tensors."""
 
     static: Any
     tail: torch.dtype | None
-    """Of the cast that is written along."""
+    """Dtype of the cast that the step also writes."""
     graphs: list[_Graph]
-    """Of its kind."""
+    """The graphs of this kind."""
     weights: torch.Tensor
     length: int
     mine: dict[str, Any]
-    """Its state."""
+    """The optimizer state of the range."""
     rest: list[tuple[str, Any]]
-    """All of that but counters."""
+    """State entries that are not counters."""
     tensors: list[torch.Tensor]
     counters: list[str]
 
@@ -90,15 +91,15 @@ class _Plan:
 
 @dataclass(eq=False)
 class _Graph:
-    """A recording, compiled."""
+    """A compiled recording."""
 
     recording: Recording
     call: Callable[[list[Any]], Any]
     only: int | None
-    """The only length that it is good for, if Inductor has made it for one."""
+    """The only valid length, if Inductor specialized the graph on it."""
 
     _last: tuple[float, ...] | None = None
-    """The numbers that it was good for last."""
+    """The last numbers for which the guards held."""
 
     def holds(self, values: tuple[float, ...]) -> bool:
         if values == self._last:
@@ -109,20 +110,21 @@ class _Graph:
         return True
 
     def numbers(self, values: tuple[float, ...], device: torch.device) -> tuple[torch.Tensor, tuple[float, ...]]:
-        """What it reads, and what is in the counters behind the step."""
+        """Returns the numbers that the graph reads, and the counters' values after the step."""
         found, count = self.recording.numbers(*values), self.recording.count
         return torch.tensor(found[:count], dtype=torch.float64, device=device), found[count:]
 
 
 class CompiledSteps:
-    """The steps of one optimizer.
+    """Compiled steps of one optimizer.
 
     Args:
-        optimizer, base: it, and the class whose step it takes.
+        optimizer: steps the parameters.
+        base: the class whose step is compiled.
         decoupled: whether it reads ``.decoupled_grad``.
 
     Raises:
-        NotImplementedError: its step cannot be compiled; the message says why.
+        NotImplementedError: the step cannot be compiled; the message gives the reason.
     """
 
     def __init__(self, optimizer: Optimizer, base: Any, decoupled: bool):
@@ -130,7 +132,7 @@ class CompiledSteps:
         self._plainly = unhooked(base)
         self._graphs: dict[Any, list[_Graph]] = {}
         self._own: set[Any] = set()
-        """What the optimizer has to step itself: kinds and numbers."""
+        """Kinds, and kinds with numbers, that the optimizer steps uncompiled."""
         self._statics: dict[int, Any] = {}
         for group in optimizer.param_groups:
             self._try(optimizer, group)
@@ -147,12 +149,12 @@ class CompiledSteps:
         """Takes one step; hooks run once.
 
         Args:
-            optimizer: its groups hold the weights of runs, which have gradients, and others.
-            runs: what is stepped compiled; the optimizer itself steps those whose state is not there yet.
-            state: of all of them.
-            others: what the optimizer steps itself, by group.
-            casts: around what is compiled; is told which runs are not.
-            behind: called for each run that was stepped compiled.
+            optimizer: its groups hold the weights of the ranges that have gradients, and other parameters.
+            runs: the ranges to step compiled; the optimizer steps ranges without state itself.
+            state: the state of all ranges.
+            others: parameters that the optimizer steps itself, by group.
+            casts: context around the compiled part; yields a list that receives the ranges left to the optimizer.
+            behind: called for each range after its compiled step.
         """
 
         def step(optimizer: Optimizer) -> None:
@@ -164,7 +166,7 @@ class CompiledSteps:
             for number, group in enumerate(optimizer.param_groups):
                 group["params"] = others[number] + [run.flat for run in left if run.group == number]
             self._plainly(optimizer)
-            for group, params in zip(optimizer.param_groups, every, strict=True):  # as hooks behind it see them
+            for group, params in zip(optimizer.param_groups, every, strict=True):  # what post hooks see
                 group["params"] = params
 
         Optimizer.profile_hook_step(step)(optimizer)
@@ -176,7 +178,9 @@ class CompiledSteps:
         state: Mapping[Any, Any],
         behind: Callable[[Any], None] | None,
     ) -> list[CompiledRange]:
-        """Steps the runs that can be; gives the others. What has to be compiled is, before any is stepped."""
+        """Steps the ranges that can be stepped compiled, and returns the others. Compiles everything before the first
+        step.
+        """
         groups = [self._group(optimizer, number) for number in range(len(optimizer.param_groups))]
         ready, left = [], []
         for run in runs:
@@ -224,7 +228,9 @@ class CompiledSteps:
         return _Group(self._statics[number], tuple(settings(group)[1]), given)
 
     def _ready(self, optimizer: Any, run: CompiledRange, group: _Group, state: Mapping[Any, Any]) -> Any:
-        """What a run is called with; compiled, if nothing like it has been. ``None``: the optimizer steps it itself."""
+        """Returns the arguments of a range's graph, compiling it if needed. ``None``: the optimizer steps the range
+        itself.
+        """
         gradient = getattr(run.flat, "decoupled_grad", None) if self.decoupled else run.flat.grad
         if gradient is None:
             return None
@@ -261,7 +267,7 @@ class CompiledSteps:
     def _made(
         self, optimizer: Any, group: Any, plan: _Plan, values: tuple[float, ...], gradient: torch.Tensor
     ) -> _Graph | None:
-        """Compiles what steps it with these numbers, unless the optimizer has to step it itself."""
+        """Compiles a step for these numbers; returns ``None`` if the optimizer has to step the range itself."""
         graphs = plan.graphs
         if (id(graphs), values) in self._own or id(graphs) in self._own:
             return None
@@ -297,7 +303,7 @@ class CompiledSteps:
         )
 
     def _try(self, optimizer: Any, group: Mapping[str, Any]) -> None:
-        """Records the second step of two elements, to find out now whether it can be."""
+        """Records the second step of a two-element tensor, so that unsupported optimizers raise now."""
         if group.get("differentiable"):
             raise self._refusal("differentiable=True")
         like = next((p for p in group["params"] if hasattr(p, "to_local")), None)
@@ -315,12 +321,12 @@ class CompiledSteps:
 
 
 def unhooked(base: Any) -> Callable[..., Any]:
-    """An optimizer's own step, without hooks."""
+    """Returns an optimizer's own step, without hooks."""
     return base.step.__wrapped__ if getattr(base.step, "hooked", False) else base.step  # type: ignore[no-any-return]
 
 
 def _static(value: Any) -> tuple[Any, ...]:
-    """What graphs are made for, of a setting or of state."""
+    """Returns the part of a setting or state entry that graphs are specialized on."""
     if is_setting(value):
         return (float,)
     if isinstance(value, torch.Tensor):
@@ -332,7 +338,7 @@ def _static(value: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Same:
-    """Equal to what holds the same object, which lives as long."""
+    """Compares equal for the same object, which it keeps alive."""
 
     value: Any
 
@@ -344,9 +350,9 @@ class _Same:
 
 
 def _lowered(recording: Recording, tail: torch.dtype | None) -> _Graph:
-    """Compiles a recording with Inductor, whose errors (no C++ compiler) stay as they are; with ``tail``, what it does
-    also casts the weights, into one more argument. Private in torch (``compile_fx_inner`` and what it takes); tried on
-    2.13, not on the others of 2.11 to 2.15.
+    """Compiles a recording with Inductor. Inductor's errors (no C++ compiler) are passed on. With ``tail``, the graph
+    also writes the weights, cast to that dtype, to one more argument. Private in torch (``compile_fx_inner`` and its
+    arguments); tried on 2.13, not on the others of 2.11 to 2.15.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -361,9 +367,9 @@ def _lowered(recording: Recording, tail: torch.dtype | None) -> _Graph:
     functional = torch.func.functionalize(recording.graph, remove="mutations_and_views")
     gm: fx.GraphModule = make_fx(functional, select_decomp_table(), tracing_mode="symbolic")(*inputs)
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.select_copy.int):
-        node.target = torch.ops.aten.select.int  # of numbers: views that nobody writes to
+        node.target = torch.ops.aten.select.int  # of numbers; nothing writes to these views
     gm.graph.output_node().args = ((),)
-    gm.shape_env = None  # else it is pickled for the key of Inductor's cache, which fails; the inputs have it
+    gm.shape_env = None  # Inductor would pickle it for its cache key, which fails; the inputs have it
     if tail is not None:
         _with_cast(gm, tail)
         with mode:
@@ -384,7 +390,7 @@ def _lowered(recording: Recording, tail: torch.dtype | None) -> _Graph:
 
 
 def _with_cast(gm: fx.GraphModule, dtype: torch.dtype) -> None:
-    """Lets a step also write its weights, in another dtype, to one more argument (Note [Kept casts])."""
+    """Makes a step also write its weights, cast to another dtype, to one more argument (Note [Kept casts])."""
     places = gm.graph.find_nodes(op="placeholder")
     written = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     value = next((n.args[1] for n in written if n.args[0] is places[1]), places[1])

@@ -1,4 +1,4 @@
-"""What torch's operators do to sharded tensors: a handler for each, decided once."""
+"""Handlers of torch's operators for sharded tensors, each selected once."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def _handler_of(func: Any) -> Handler:
 
 
 def _is_elementwise(name: str) -> bool:
-    """Whether an operator, or what it is the derivative of, works element by element in some overload. torch tags
-    derivatives in part, and no lists.
+    """Whether an operator, or the one it is the derivative of, is elementwise in some overload. torch tags only some
+    derivatives, and no list operators.
     """
     if name in _ELEMENTWISE or f"{name}_" in _ELEMENTWISE:
         return True
@@ -89,7 +89,7 @@ _ELEMENTWISE = frozenset(
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs on the local tensors; whole tensors of the same global shape are cut first."""
+    """Runs on the local tensors; shards full tensors of the same global shape first."""
     sharding = _sharding_of(func, args, kwargs)
     if func._schema.is_mutable and not isinstance(kwargs.get("out", args[0]), ShardedDTensor):
         raise NotImplementedError(
@@ -111,7 +111,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def _cut(func: Any, x: torch.Tensor, sharding: ShardSpec) -> torch.Tensor:
-    """This rank's part of a tensor that is used elementwise beside a sharded one; numbers stay as they are."""
+    """Returns this rank's part of a tensor used elementwise with a sharded one; passes numbers through."""
     if isinstance(x, ShardedDTensor):
         if not sharding.same(x._sharding):
             raise NotImplementedError(
@@ -141,8 +141,8 @@ def _sharding_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
 
 
 def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``foreach`` and fused operators: on lists of local tensors, without the empty ones (law 22). Tensors that are not
-    sharded may stand between those that are, at one place in all lists.
+    """``foreach`` and fused operators: runs on lists of local tensors, without the empty ones (invariant 22). Lists may
+    also contain unsharded tensors, at the same place in all lists.
     """
     n = len(args[0])
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)) and len(a) == n]
@@ -165,7 +165,7 @@ def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}
     for name, x in given.items():
-        if isinstance(x, (list, tuple)) and len(x) == n:  # all of it: what does not fit is refused on all ranks
+        if isinstance(x, (list, tuple)) and len(x) == n:  # before empty ones are dropped, so that all ranks refuse alike
             parts = [part(t, like, name in written) for t, like in zip(x, sharded, strict=True)]
             given[name] = [parts[i] for i in keep]
     out = func(**given) if keep else ()
@@ -182,8 +182,8 @@ def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draws the whole tensor and keeps this rank's rows: the values of an unsharded init under the same seed. Where
-    values say what is drawn (probabilities, limits) they are gathered first.
+    """Draws the full tensor and keeps this rank's rows, so values equal an unsharded init with the same seed. Gathers
+    arguments that parametrize the distribution (probabilities, limits) first.
     """
     target, *rest = args
     if not isinstance(target, ShardedDTensor) or "out" in kwargs:
@@ -200,14 +200,14 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return ShardedDTensor(part.clone(), target._sharding)
     target._local_tensor.copy_(part)
     buffer = None if target._mfsdp_written is None or target._sharding.home is None else target._sharding.home()
-    if buffer is not None and (replicas := buffer.copies(target._sharding.slot)):  # alike only if seeds are
+    if buffer is not None and (replicas := buffer.copies(target._sharding.slot)):  # equal only if seeds are
         what = f"values that {func._schema.name.removeprefix('aten::')} has drawn for {buffer.path}"
         load_count.record_load(replicas, what, drawn, drawn.dtype)
     return target
 
 
 def _reduction(whole: Callable[..., torch.Tensor], op: str) -> Handler:
-    """A reduction to one value: over the local rows, then over ranks by ``op``."""
+    """Returns a handler that reduces to one value: over local rows, then over ranks by ``op``."""
 
     def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         x: ShardedDTensor = args[0]
@@ -227,7 +227,7 @@ def _reduction(whole: Callable[..., torch.Tensor], op: str) -> Handler:
 
 
 def _neutral(whole: Callable[..., torch.Tensor], dtype: torch.dtype) -> float | bool:
-    """What a rank without rows adds to a reduction."""
+    """Returns the neutral element that a rank without rows contributes to a reduction."""
     if whole not in (torch.amax, torch.amin):
         return whole is torch.all
     if dtype is torch.bool:
@@ -238,10 +238,10 @@ def _neutral(whole: Callable[..., torch.Tensor], dtype: torch.dtype) -> float | 
 
 
 def _whole_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """The shape of a reduction of everything to one value, and its arguments by name.
+    """Returns the result shape of a reduction of all elements to one value, and its arguments by name.
 
     Raises:
-        NotImplementedError: it is over some dimensions, gives more than a value, or writes into a tensor.
+        NotImplementedError: it reduces some dimensions, returns several values, or writes to ``out``.
     """
     x, schema = args[0], func._schema
     given = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
@@ -251,7 +251,7 @@ def _whole_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     count = max(1, x.dim())
     some = dims is not None and {d % count for d in dims} != set(range(count))
     if dims == [] and func._schema.name not in ("aten::any", "aten::all", "aten::count_nonzero"):
-        some = False  # all of them
+        some = False  # all dimensions
     if some or len(schema.returns) > 1 or "out" in given or not isinstance(x, ShardedDTensor):
         raise NotImplementedError(
             f"{func} over dimensions {dims} of a sharded tensor is not supported; use .full_tensor()"
@@ -272,7 +272,7 @@ def _all_reduce(partial: torch.Tensor, op: str, sharding: ShardSpec) -> torch.Te
 
 
 def _extreme(partial: torch.Tensor, op: str, sharding: ShardSpec) -> torch.Tensor:
-    """`_all_reduce`, in which a maximum or minimum keeps the NaNs of every rank."""
+    """`_all_reduce`; a maximum or minimum propagates the NaNs of every rank."""
     if op == "sum" or not partial.is_floating_point():
         return _all_reduce(partial, op, sharding)
     sign = 1 if op == "max" else -1
@@ -282,21 +282,23 @@ def _extreme(partial: torch.Tensor, op: str, sharding: ShardSpec) -> torch.Tenso
 
 
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``linalg.vector_norm`` and ``norm``, over the whole tensor."""
+    """``linalg.vector_norm`` and ``norm`` of the full tensor."""
     shape, given = _whole_only(func, args, kwargs)
     order = given.get("ord", given.get("p"))
     return _norms([args[0]], 2.0 if order is None else float(order), given.get("dtype"))[0].view(shape)
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """All norms with one collective, the same on every rank whatever it holds."""
+    """Computes all norms with one collective, launched on every rank whatever rows it holds."""
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     return _norms(args[0], order, dtype)
 
 
 def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Norms of order p; one collective for all tensors that are cut over the same ranks. Some may be plain ones."""
+    """Returns norms of order p, with one collective for all tensors that are sharded over the same ranks. Plain tensors
+    are allowed.
+    """
     alike: dict[tuple[str, ...] | None, list[int]] = {}
     for i, t in enumerate(tensors):
         alike.setdefault(_over(t) if isinstance(t, ShardedDTensor) else None, []).append(i)
@@ -309,12 +311,12 @@ def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> l
 
 
 def _over(t: ShardedDTensor) -> tuple[str, ...]:
-    """The process groups that a value of the whole tensor is reduced over; none where nothing can communicate."""
+    """Returns the process groups to reduce over; none if there is only one part."""
     return t._sharding.over if t._sharding.parts > 1 else ()
 
 
 def _norms_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """The p-th root of the sum over ranks of the p-th powers of the local norms."""
+    """Takes the p-th root of the sum over ranks of the p-th powers of the local norms."""
     with tensors[0]._sharding.announced(f"norms of {len(tensors)} tensors"):
         return _powers_over(tensors, order, dtype)
 
@@ -326,7 +328,7 @@ def _powers_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None
     neutral = math.inf if order == -math.inf else 0.0
     nothing = torch.full((), neutral, dtype=wide, device=locals_[0].device)
     some = iter(torch._foreach_norm(full, order, wide) if full else ())
-    partial = torch.stack([next(some) if t.numel() else nothing for t in locals_])  # the host waits for nothing
+    partial = torch.stack([next(some) if t.numel() else nothing for t in locals_])  # no host sync
     if math.isinf(order):
         total = _extreme(partial, "max" if order > 0 else "min", tensors[0]._sharding)
     elif order == 0:
@@ -340,7 +342,7 @@ def _powers_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """``GradScaler``'s: scales gradients in place; an Inf or NaN on any rank is found on all of them."""
+    """``GradScaler``'s unscale: scales gradients in place; all ranks see an Inf or NaN of any rank."""
     tensors, found, inverse = args
     locals_ = [t._local_tensor if isinstance(t, ShardedDTensor) else t for t in tensors]
     some = [t for t in locals_ if t.numel()]
@@ -368,8 +370,8 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedDT
 
 
 def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``copy_``: between equal cuts locally; from tensors that are cut in another way by way of the whole, so that
-    whatever a state dict holds can be loaded. All ranks have to take part then.
+    """``copy_``: local between equal shardings. Gathers a source that is sharded in another way, so that any state dict
+    can be loaded; all ranks must then take part.
     """
     target, source, *rest = args
     if not isinstance(target, ShardedDTensor) or not isinstance(source, DTensor) or source.shape != target.shape:
@@ -385,13 +387,13 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         func(target._local_tensor, local, *rest, **kwargs)
         return target
     else:
-        values: Any = source.detach()  # of a parameter torch 2.12 would call detach_, which its DTensors lack
+        values: Any = source.detach()  # on a parameter torch 2.12 would call detach_, which its DTensors lack
         source = values.full_tensor()
     return _elementwise(func, (target, source, *rest), kwargs)
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """``new_zeros`` and the like: sharded alike if of the same shape, else plain."""
+    """``new_zeros`` and similar: returns a tensor of the same sharding for the same shape, else a plain one."""
     x: ShardedDTensor = args[0]
     if tuple(args[1]) == tuple(x.shape):
         local = func(x._local_tensor, list(x._local_tensor.shape), *args[2:], **kwargs)
@@ -408,7 +410,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _masked_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``x[mask] = number``, the one kind of indexing that is elementwise."""
+    """``x[mask] = number``, the only indexing that is elementwise."""
     x, indices, value, *rest = args
     mask: Any = indices[0]
     alike = isinstance(mask, ShardedDTensor) and mask.dtype is torch.bool and mask._sharding.same(x._sharding)

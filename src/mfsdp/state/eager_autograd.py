@@ -1,24 +1,24 @@
-"""Parameters in computations outside of ``forward``: penalties, temperatures, a head that the loss applies by itself.
+"""Differentiates functions of parameters outside of ``forward``: penalties, temperatures, a head applied by the loss.
 
-Inside of ``forward`` a parameter is whole. Outside of it it is a `ShardedDTensor`, and what a training loop computes
-with it belongs to the loss as much as what the model computes. Every function of torch that is given one comes by here
-(``__torch_function__``), and goes one of two ways when it is to be differentiated:
+Inside of ``forward`` a parameter is unsharded. Outside it is a `ShardedDTensor`, and the loss may depend on it there
+too. ``__torch_function__`` passes every torch function with such an argument through this module. A function to be
+differentiated takes one of two paths:
 
-sharded   elementwise functions of tensors that are cut alike, and reductions to one value: on each rank's rows, and
-          autograd differentiates them as it does for any tensor.
-whole     everything else: parameters are gathered first, and the result is a plain tensor on every rank.
+sharded   elementwise functions of equally sharded tensors, and reductions to one value: they run on each rank's rows,
+          and autograd differentiates them as usual.
+full      all other functions: parameters are gathered first, and the result is a plain tensor on every rank.
 
 Note [Eager autograd]
-Data parallelism minimises the sum of all ranks' losses over their number (or over the divide factor that was set). A
-value that leaves the sharded world, a whole parameter or a reduction of one, is on every rank, and every rank may make
-something else of it. Its derivative is the sum over ranks of what each of them says, divided like every other gradient;
-the way out takes that sum, so that behind it, on the rows, all ranks go on with the same numbers. ``to_local()`` is no
-way out: what is made of a rank's rows is that rank's own affair, and so is the gradient.
+Data parallelism minimises the sum of all ranks' losses, divided by the number of ranks (or by the divide factor, if
+set). A value that leaves the sharded tensors (a full parameter or a reduction of one) is the same on every rank, but
+each rank may use it differently. Its derivative is the sum of all ranks' derivatives, divided like every gradient. The
+function that returns the value takes that sum in backward, so that the backward on the rows continues with equal
+numbers on all ranks. ``to_local()`` takes no sum: what a rank computes from its own rows, and its gradient, stay local.
 
-Numbers of Python's that an elementwise function is given have to be the same on all ranks, or every rank's rows would
-be multiplied by something else: they are remembered, and compared at the way out.
+Python numbers passed to an elementwise function must be equal on all ranks; otherwise each rank would scale its rows
+differently. They are recorded, and ranks compare them when a value leaves.
 
-What arrives at a parameter is added to its ``.grad``, beside what programs bring (`FlatBuffer.bring`).
+Gradients that arrive at a parameter are added to its ``.grad``, with those of programs (`Gradients.bring`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ aten = torch.ops.aten
 
 
 class Way(Enum):
-    """What a function of torch does with a tensor."""
+    """How a torch function treats a tensor."""
 
     NATIVE = "attributes, casts, copies, writing in place"
     ELEMENTWISE = "each element by itself"
@@ -64,8 +64,8 @@ _FACTORIES = ("new_", "empty_", "full_", "ones_", "zeros_", "rand_", "randn_", "
 
 @cache
 def way_of(function: Callable[..., Any]) -> Way:
-    """Which kind a function is, as ``__torch_function__`` gets it: told from its name and its operator's schema.
-    Private in torch (names, ``_schema``, ``torch.utils._pytree``); tried on 2.11 to 2.15.
+    """Classifies a function as ``__torch_function__`` gets it, by its name and its operator's schema. Private in torch
+    (names, ``_schema``, ``torch.utils._pytree``); tried on 2.11 to 2.15.
     """
     name = getattr(function, "__name__", "")
     if function in _VIEWS or name in _OTHER or function is torch.autograd.grad:
@@ -79,7 +79,7 @@ def way_of(function: Callable[..., Any]) -> Way:
     if name in _ATTRIBUTES or in_place or plain in _NATIVE or plain.startswith((*_FACTORIES, "_foreach_", "_fused_")):
         return Way.NATIVE
     packet = getattr(aten, plain, None) or (getattr(aten, plain.removeprefix("r"), None) if dunder else None)
-    if packet is None:  # a method that is no operator, or a function written in Python
+    if packet is None:  # a method without an operator, or a Python function
         return Way.NATIVE if hasattr(torch.Tensor, name) else Way.OTHER
     overloads = [getattr(packet, o) for o in packet.overloads()]
     if any(torch.Tag.pointwise in o.tags and len(o._schema.returns) == 1 for o in overloads):
@@ -91,8 +91,8 @@ def way_of(function: Callable[..., Any]) -> Way:
 def plainly_native(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, sharded: type[torch.Tensor]
 ) -> bool:
-    """Whether `call` without gradients would call it on the sharded tensors as they are, as far as is soon told:
-    optimizers ask a dozen times per parameter and step.
+    """Fast check for whether `call`, without gradients, would run the function on the sharded tensors directly.
+    Optimizers ask a dozen times per parameter and step.
     """
     way = way_of(function)
     if way is Way.ELEMENTWISE and not kwargs:
@@ -108,13 +108,13 @@ def call(
     native: Callable[..., Any],
     differentiates: bool,
 ) -> Any:
-    """Calls a function of torch, some of whose arguments are sharded.
+    """Calls a torch function that has sharded arguments.
 
     Args:
         function: as ``__torch_function__`` gets it.
         sharded: the class of sharded tensors.
-        native: ``native(function, args, kwargs)`` calls it on them as they are.
-        differentiates: whether autograd can differentiate that.
+        native: ``native(function, args, kwargs)`` calls it on the sharded tensors directly.
+        differentiates: whether autograd can differentiate ``native``.
     """
     way = way_of(function)
     if function is torch.autograd.grad:
@@ -151,7 +151,7 @@ def call(
 
 
 def _into_plain(function: Callable[..., Any], args: tuple[Any, ...], sharded: type[torch.Tensor]) -> bool:
-    """Whether it writes into a plain tensor: that one has to be followed like any other result."""
+    """Whether it writes into a plain tensor in place: the result then needs autograd like any other."""
     name = getattr(function, "__name__", "")
     return name.endswith("_") and bool(args) and isinstance(args[0], torch.Tensor) and not isinstance(args[0], sharded)
 
@@ -159,8 +159,8 @@ def _into_plain(function: Callable[..., Any], args: tuple[Any, ...], sharded: ty
 def _fits_whole_only(
     function: Callable[..., Any], way: Way, tensors: list[torch.Tensor], ours: list[torch.Tensor]
 ) -> bool:
-    """Whether a parameter meets plain tensors that its rows do not fit: a product, a broadcast. Optimizers do no such
-    thing, so that what they cannot do with rows is refused, not gathered.
+    """Whether a parameter meets plain tensors that its rows do not fit (a product, a broadcast). Optimizers do not do
+    this, so what they cannot compute on rows is refused, not gathered.
     """
     if function in _VIEWS or getattr(function, "__name__", "") in _OTHER or way is Way.NATIVE:
         return False
@@ -171,17 +171,17 @@ def _fits_whole_only(
 
 
 def _numbers(function: Any, args: Any, kwargs: Any, ours: list[Any]) -> str:
-    """The numbers that made a sharded tensor what it is, ``""`` for none."""
+    """Returns a text of the numbers that a sharded tensor was computed with, ``""`` for none."""
     mine = [repr(x) for x in tree_leaves((args, kwargs)) if _number(x)]
     before = [t._mfsdp_numbers for t in ours if t._mfsdp_numbers]
     return f"{function.__name__}({', '.join([*before, *mine])})" if mine or before else ""
 
 
 def compare_numbers(t: Any) -> None:
-    """Makes sure that all ranks that hold rows of a tensor have computed them with the same numbers.
+    """Checks that all ranks computed a tensor's rows with the same numbers.
 
     Raises:
-        RuntimeError: they have not.
+        RuntimeError: they did not.
     """
     if t._mfsdp_numbers and not t._sharding.same_on_all_ranks(zlib.crc32(t._mfsdp_numbers.encode())):
         raise RuntimeError(
@@ -192,7 +192,7 @@ def compare_numbers(t: Any) -> None:
 
 
 def _of_all(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a reduction goes over all elements of every tensor."""
+    """Whether a reduction covers all elements of every tensor."""
     given = [a for a in args[1:] if a is not None]
     order = function.__name__ in _NORMS and len(args) == 2 and given and (given[0] == "fro" or _number(given[0]))
     named = {k for k, v in kwargs.items() if v is not None} <= {"dtype", "p", "ord"} and kwargs.get("p") != "nuc"
@@ -204,7 +204,7 @@ def _number(x: Any) -> bool:
 
 
 class _WayOut(torch.autograd.Function):
-    """Values that all ranks have, of sharded tensors (Note [Eager autograd])."""
+    """Returns values of sharded tensors that are equal on all ranks; sums their gradients (Note [Eager autograd])."""
 
     @staticmethod
     def forward(ctx: Any, shardings: list[Any], *values: torch.Tensor) -> Any:  # type: ignore[override]

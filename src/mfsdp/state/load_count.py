@@ -1,4 +1,4 @@
-"""What ranks compare of the state that they load (law 69)."""
+"""Counts of loaded state, which ranks compare (invariant 69)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 from ..runtime.transport_registry import count_load
 
 FEW = 64
-"""About so many values of a tensor are compared."""
+"""About how many values of a tensor are compared."""
 
 
 def record_load(groups: Iterable[str], name: str, value: Any, dtype: torch.dtype) -> None:
-    """Counts what is loaded, for the ranks of some groups to compare: its name, and of a whole tensor, which every rank
-    has to give alike, some values, read in a dtype.
+    """Counts a load for the ranks of some groups to compare: the name, and for a full tensor, which every rank must
+    pass with equal values, some of its values, cast to ``dtype``.
     """
     digest = zlib.crc32(name.encode())
     if type(value) in (torch.Tensor, nn.Parameter) and value.numel() and value.device.type != "meta":

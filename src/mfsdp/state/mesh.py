@@ -1,17 +1,17 @@
-"""Which ranks train together: what the axes of a mesh are for.
+"""Maps the axes of a device mesh to their purpose: which ranks train together.
 
-Every axis is used, left to another kind of parallelism that its name tells, or refused (law 37): over an axis that
-nobody looks at, ranks would train apart.
+Each axis is used, left to another parallelism that its name tells, or refused (invariant 37): over an unused axis,
+replicas would diverge.
 
-    dp_shard, shard, dp_shard_cp, fsdp    the shard axis: units are cut over it
+    dp_shard, shard, dp_shard_cp, fsdp    the shard axis: units are sharded over it
     dp_outer, dp_replicate, replicate     the outer axis
-    cp                                    part of the shard axis: its ranks have the same weights and other tokens
-    tp, etp, tensor, model                left to others, as are
-    pp, pipe, pipeline                    these
-    ep, sp                                refused: which weights their ranks have in common depends
+    cp                                    part of the shard axis: its ranks have equal weights and other tokens
+    tp, etp, tensor, model                left to tensor parallelism
+    pp, pipe, pipeline                    left to pipeline parallelism
+    ep, sp                                refused: the name does not tell which weights their ranks share
 
-Where a mesh has two axes and none of the last four lines, they are (outer, shard), whatever they are called. What
-other names mean says ``dp_mesh_dims``.
+A mesh of two axes with none of the names of the last four lines is (outer, shard), whatever the names. ``dp_mesh_dims``
+gives other names their meaning.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Axes:
 
     mesh: DeviceMesh
     outer: tuple[int, ...]
-    """Empty: one level."""
+    """Empty for a single level."""
     shard: tuple[int, ...]
 
     def inner(self) -> DeviceMesh:
-        """The shard axis, 1-D."""
+        """Returns the shard axis, 1-D."""
         return flat(self.mesh, self.shard)
 
     def both(self) -> DeviceMesh:
-        """(outer, shard)."""
+        """Returns the 2-D mesh (outer, shard)."""
         mesh, names, dims = self.mesh, self.mesh.mesh_dim_names, (*self.outer, *self.shard)
         if not has_groups(mesh):
             shape = (_size(mesh, self.outer), _size(mesh, self.shard))
@@ -74,13 +74,13 @@ class Axes:
         )
 
     def beside(self) -> tuple[str, ...]:
-        """Names of the process groups of tensor parallelism."""
+        """Returns the names of the process groups of tensor parallelism."""
         names = self.mesh.mesh_dim_names or ()
         used = {names[i] for i in (*self.outer, *self.shard)} if names else set()
         return over_tensor_ranks(self.mesh, [n for n in TENSOR if n not in used])
 
     def grid(self) -> torch.Tensor:
-        """The ranks that train together with this one, [outer, shard]."""
+        """Returns the ranks that train together with this one, [outer, shard]."""
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
         dims = (*self.outer, *self.shard)
@@ -89,21 +89,22 @@ class Axes:
         return ranks.reshape(_size(self.mesh, self.outer), _size(self.mesh, self.shard))
 
     def one(self) -> DeviceMesh:
-        """All of them as one axis."""
+        """Returns all data-parallel axes as one axis."""
         return flat(self.mesh, tuple(sorted((*self.outer, *self.shard))))
 
 
 def axes(mesh: DeviceMesh | None, dp_mesh_dims: Any, device: torch.device) -> Axes:
-    """What `fully_shard` is to use of a mesh.
+    """Returns the axes of a mesh that `fully_shard` uses.
 
     Args:
         mesh: ``None``: all ranks of the default group, or this process alone.
         dp_mesh_dims: names, see `fully_shard`.
-        device: where parameters will live, on the meta device if nothing will run.
+        device: where parameters will live; the meta device if nothing will run.
 
     Raises:
-        ValueError: no mesh, one of another kind of device, without this rank or with its ranks out of order; an axis
-            that nobody would use.
+        ValueError: no mesh, a mesh of another device type, without this rank or with ranks out of order; an axis would
+            be
+        unused.
     """
     if mesh is None:
         if dp_mesh_dims is not None:
@@ -130,7 +131,7 @@ def axes(mesh: DeviceMesh | None, dp_mesh_dims: Any, device: torch.device) -> Ax
 
 
 def flat(mesh: DeviceMesh, dims: tuple[int, ...]) -> DeviceMesh:
-    """Some axes of a mesh as one, with a process group; all ranks of the job make it together if it is new.
+    """Returns some axes of a mesh as one, with a process group; if it is new, all ranks of the job create it together.
 
     Private in torch (``_flatten``, ``_dim_group_names``); tried on 2.13.
     """
@@ -146,11 +147,11 @@ def flat(mesh: DeviceMesh, dims: tuple[int, ...]) -> DeviceMesh:
     made: DeviceMesh = mesh[tuple(names[i] for i in wide)]._flatten()
     if (made.mesh.diff() > 0).all():
         return made
-    return DeviceMesh.from_group(made.get_group(), made.device_type, mesh_dim_names=made.mesh_dim_names)  # in its order
+    return DeviceMesh.from_group(made.get_group(), made.device_type, mesh_dim_names=made.mesh_dim_names)  # keeps the group's rank order
 
 
 def _with_names(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of two axes with names, if it had none: torch slices and flattens by name. Made once."""
+    """Gives a two-axis mesh names if it has none: torch slices and flattens by name. Done once per mesh."""
     if mesh.mesh_dim_names is not None:
         return mesh
     if mesh not in _named_ones:
@@ -160,7 +161,7 @@ def _with_names(mesh: DeviceMesh) -> DeviceMesh:
 
 
 _named_ones: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""What meshes without names have become."""
+"""The named mesh made for each mesh without names."""
 
 
 def _size(mesh: DeviceMesh, dims: Iterable[int]) -> int:
@@ -168,7 +169,7 @@ def _size(mesh: DeviceMesh, dims: Iterable[int]) -> int:
 
 
 def _number(mesh: DeviceMesh, dims: Iterable[int]) -> int:
-    """This rank's number along some axes."""
+    """Returns this rank's index along some axes."""
     coordinate, number = mesh.get_coordinate(), 0
     assert coordinate is not None
     for i in dims:
@@ -180,7 +181,7 @@ def _number(mesh: DeviceMesh, dims: Iterable[int]) -> int:
 
 
 def _by_name(mesh: DeviceMesh) -> Axes:
-    """What the axes of a mesh are for, by their names alone."""
+    """Assigns the axes of a mesh by their names alone."""
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     if mesh.ndim == 1:
         return Axes(mesh, (), (0,))
@@ -206,7 +207,8 @@ def _by_name(mesh: DeviceMesh) -> Axes:
 
 
 def _as_told(mesh: DeviceMesh, dims: Any) -> Axes:
-    """What the user has said that they are for; axes that are left out belong to others, if their names allow it."""
+    """Assigns the axes of a mesh as the user says; axes left out belong to other parallelisms, if their names allow it.
+    """
     replicate, shard = _dims(dims)
     names, given = mesh.mesh_dim_names or (), (*replicate, *shard)
     strangers = [n for n in given if n not in names]
@@ -230,7 +232,7 @@ def _as_told(mesh: DeviceMesh, dims: Any) -> Axes:
 
 
 def _dims(dims: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the outer and of the shard axis, which may be several each."""
+    """Returns the names of the outer and of the shard axis; each may have several."""
     if isinstance(dims, str):
         dims = {"shard": dims}
     elif isinstance(dims, Sequence) and len(dims) == 2 and dims[0] not in SHARD and dims[1] not in (*OUTER, *FOLDED):

@@ -1,4 +1,4 @@
-"""Norms of single parameters, and which gradients are not finite: by name, over all ranks, with one collective."""
+"""Norms of single parameters, and checks for non-finite gradients: by name, over all ranks, with one collective."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from torch import nn
 def norms(
     model: nn.Module, of: Literal["weights", "gradients"] = "weights", *, norm_type: float = 2.0
 ) -> dict[str, torch.Tensor]:
-    """The norm of every parameter of a sharded model, or of its gradient. All ranks must call it.
+    """Returns the norm of every parameter of a model, or of its gradient. All ranks must call it.
 
     Args:
-        model: sharded or not, or sharded in parts.
-        of: ``"weights"`` (main weights), or ``"gradients"`` (what is in ``.grad``; parameters without are left out).
+        model: sharded, partly sharded, or not sharded.
+        of: ``"weights"`` (main weights), or ``"gradients"`` (``.grad``; parameters without one are left out).
         norm_type: order of the norm, ``math.inf`` for the largest absolute value.
 
     Returns:
-        By name, scalar tensors in the dtype and on the device of what is measured, the same on every rank: norms of
-        whole tensors. Nothing waits for the device.
+        scalar tensors by name, in the dtype and on the device of the measured tensor: norms of full tensors, equal on
+        every
+        rank. There is no device synchronization.
 
     Raises:
-        ValueError: ``of`` is something else.
+        ValueError: ``of`` is another value.
     """
     if of not in ("weights", "gradients"):
         raise ValueError(f"norms: of={of!r}: choose 'weights' or 'gradients'")
@@ -36,20 +37,19 @@ def norms(
         alike.setdefault(t.device, []).append(name)
     out: dict[str, torch.Tensor] = {}
     for names in alike.values():
-        # Where nothing is sharded, parameters and plain tensors take no common path.
+        # If nothing is sharded, parameters and plain tensors take no common path.
         out |= zip(names, torch._foreach_norm([there[n].detach() for n in names], norm_type), strict=True)
     return {name: out[name] for name in there}
 
 
 def check_finite(model: nn.Module, of: Literal["weights", "gradients"] = "gradients") -> None:
-    """Raises if a gradient (or a weight) has an Inf or a NaN anywhere. All ranks must call it, and all raise.
+    """Raises if any gradient (or weight) contains an Inf or NaN. All ranks must call it, and all raise.
 
-    Costs one pass over what it looks at, one collective and one wait for the device; call it after backward, as often
-    as that is worth it.
+    It costs one pass over the tensors, one collective and one device synchronization. Call it after backward.
 
     Raises:
-        FloatingPointError: names every parameter, and whether it has a NaN.
-        ValueError: ``of`` is something else.
+        FloatingPointError: names every such parameter, and whether it has a NaN.
+        ValueError: ``of`` is another value.
     """
     largest = norms(model, of, norm_type=math.inf)
     if not largest:

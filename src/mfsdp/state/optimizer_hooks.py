@@ -130,7 +130,7 @@ def _tells_weights(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def count(buffers: Iterable[Any]) -> None:
-    """Counts a step of an optimizer in every group that shares buffers whose parameters it has (law 66)."""
+    """Counts a step of an optimizer in every group that shares buffers whose parameters it has (invariant 66)."""
     shared = ((*buffer.spec.peer_groups, buffer.unit.outermost.loose.group) for buffer in buffers)
     count_step(name for names in shared for name in names if name)
 

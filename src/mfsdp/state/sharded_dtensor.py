@@ -266,7 +266,7 @@ class ShardedDTensor(DTensor):
     def _alike(cls, local: torch.Tensor, sharding: ShardSpec, requires_grad: bool) -> ShardedDTensor:
         return cls(local, sharding, requires_grad)
 
-    # torch.distributed.checkpoint asks for these before it looks at placements (law 24)
+    # torch.distributed.checkpoint asks for these before it looks at placements (invariant 24)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -397,7 +397,7 @@ take_foreach_paths(ShardedDTensor)
 
 
 def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies every attribute that somebody put on a tensor (law 21), but not ours, nor what it is made of."""
+    """Copies every attribute that somebody put on a tensor (invariant 21), but not ours, nor what it is made of."""
     made_of = te.inner(source) | torchao.inner(source)
     for name, value in source.__dict__.items():
         if not name.startswith(_OURS) and name not in made_of:
