@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--record"):
-        from tests.record import Record
+        from tests.helpers.record import Record
 
         config.pluginmanager.register(Record(config.getoption("--record")))
 
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """What has been imported stays: garbage collections need not go through it, and are fewer."""
-    from tests.ranks import SELDOM
+    from tests.helpers.ranks import SELDOM
 
     gc.collect()
     gc.freeze()
@@ -58,7 +58,7 @@ def pytest_collection_finish() -> None:
 
 
 def _ranks(world: int, start: str = "spawn") -> Iterator[object]:
-    from tests.ranks import Ranks
+    from tests.helpers.ranks import Ranks
 
     ranks = Ranks(world, start=start)
     yield ranks

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from tests.models import GPT, Block, llama
-from tests.parity import averaged, error, whole
-from tests.ranks import Ranks, collectives_told, here
-from tests.trainers import environment, fresh_logits, logged, trainer
+from tests.helpers.models import GPT, Block, llama
+from tests.helpers.parity import averaged, error, whole
+from tests.helpers.ranks import Ranks, collectives_told, here
+from tests.helpers.trainers import environment, fresh_logits, logged, trainer
 
 EAGER = {"lowering": "eager"}
 

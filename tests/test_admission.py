@@ -15,8 +15,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import mfsdp
 from mfsdp.state.shard_spec import local_mesh
-from tests.models import GPT, MLP, Block
-from tests.test_shard import snapshot
+from tests.helpers.models import GPT, MLP, Block
+from tests.helpers.snapshots import snapshot
 
 
 def with_weight(weight: torch.Tensor, **attributes: Any) -> nn.Module:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-import warnings
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -19,24 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import mfsdp
 from mfsdp.runtime import desync, groups
 from mfsdp.runtime.desync import DesyncError, Fingerprint, GroupState
-from tests.parity import averaged, error, whole
-from tests.ranks import Ranks, here
+from tests.helpers.desync import Wire, said, throwaway
+from tests.helpers.parity import averaged, error, whole
+from tests.helpers.ranks import here
 
 EAGER = {"lowering": "eager"}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two ranks that have stepped optimizers over their default group differently often."""
-    found = Ranks(2, start="forkserver")
-    yield found
-    found.stop()
-
-
-def throwaway() -> DeviceMesh:
-    """A mesh whose groups may break: no other test has them."""
-    group = dist.new_group(list(range(dist.get_world_size())))
-    return DeviceMesh.from_group(group, here().type, mesh_dim_names=("dp_shard",))
 
 
 class Layers(nn.Module):
@@ -65,17 +50,6 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.b(self.a(x)) if x.sum() > 0 else self.a(self.b(x))
-
-
-def said(run: Callable[[], Any]) -> str:
-    """The error that something raises."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            run()
-        except RuntimeError as error:
-            return str(error)
-    return "no error"
 
 
 def compiled_layers(**sharding: Any) -> tuple[Any, Any]:
@@ -389,7 +363,9 @@ def left_out(kind: str, mesh: Any, again: bool) -> str:
     run = model if "uncompiled" in kind else run
     optimizer = torch.optim.Adam(model.parameters(), fused=kind == "fused")
     if "flat" in kind:
-        mfsdp.fully_shard_optimizer(optimizer, ahead=False)  # what it launches ahead is told apart as such (invariant 13)
+        mfsdp.fully_shard_optimizer(
+            optimizer, ahead=False
+        )  # what it launches ahead is told apart as such (invariant 13)
 
     def steps() -> None:
         for step in range(3):
@@ -406,46 +382,15 @@ def left_out(kind: str, mesh: Any, again: bool) -> str:
 def test_a_step_of_the_optimizer_that_one_rank_leaves_out(ranks, kind, mesh):
     assert ranks.run(left_out, kind, mesh, True) == ["no error"] * 2
     for text in ranks.run(left_out, kind, mesh, False):
-        counts = re.search(r"rank (\d) has taken (\d) steps of its optimizers, and rank (\d) (\d) \(invariant 66\)", text)
+        counts = re.search(
+            r"rank (\d) has taken (\d) steps of its optimizers, and rank (\d) (\d) \(invariant 66\)", text
+        )
         assert counts is not None, text
         steps = {counts[1]: int(counts[2]), counts[3]: int(counts[4])}
         assert steps["0"] == steps["1"] + 1, text
 
 
 # without ranks
-
-
-class Wire:
-    """Words by hand."""
-
-    ranks, me, prompt = (0, 1), 0, False
-
-    def __init__(self, theirs: list[int | None]):
-        self.theirs, self.told = theirs, {}
-
-    def exchange(self, word: int) -> Any:
-        theirs = self.theirs.pop(0)
-        answers = [word, word if theirs is None else theirs]
-
-        class Answers:
-            here = False
-
-            def ready(self) -> bool:
-                return self.here
-
-            def wait(self) -> list[int]:
-                return answers
-
-        self.last = Answers()
-        return self.last
-
-    def tell(self, key: str, text: str) -> None:
-        self.told[key] = text
-
-    def ask(self, key: str, seconds: float) -> str | None:
-        return self.told.get(key)
-
-    def sever(self) -> None: ...
 
 
 def test_words_that_nobody_waits_for_are_looked_at_when_they_are_there():

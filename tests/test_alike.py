@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from tests.models import GPT, MLP, Block
-from tests.parity import whole
+from tests.helpers.models import GPT, MLP, Block
+from tests.helpers.parity import whole
 
 
 def caught(build: Callable[[int], tuple[nn.Module, dict[str, Any]]]) -> str:

@@ -15,8 +15,8 @@ from mfsdp.cost_model import fusion
 from mfsdp.cost_model.caching_allocator import CachingAllocator, replayed
 from mfsdp.ir import ops
 from mfsdp.ir.byte_costs import Move, lines, peak, size
-from tests.models import GPT, Block
-from tests.test_explain import PLAIN, toy
+from tests.helpers.explained import PLAIN, toy
+from tests.helpers.models import GPT, Block
 
 MIB = 2**20
 

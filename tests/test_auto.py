@@ -22,8 +22,8 @@ from mfsdp.cost_model.auto_prefetch import DEPTHS, WITHIN, AutoPrefetch
 from mfsdp.cost_model.timeline import simulate
 from mfsdp.sharding import auto_wrap
 from mfsdp.state.mesh import local_mesh
-from tests.models import Block, llama, peft
-from tests.parity import whole
+from tests.helpers.models import Block, llama, peft
+from tests.helpers.parity import whole
 
 AUTO = {"prefetch": "auto"}
 SLOW = Hardware("slow", {"f32": 1e12}, 10**12, 1e12, Link(2e9, 1e-6), Link(2e9, 1e-6), kernel=1e-7)
@@ -192,7 +192,7 @@ def test_what_ranks_have_alike():
 
 
 def test_the_key_of_a_cache_says_what_it_was_decided_by():
-    from tests.test_warm_start import captured  # every option is there
+    from tests.helpers.captured import captured  # every option is there
 
     assert captured(Options(prefetch="auto")) != captured(Options())
     a, b = AutoPrefetch(SLOW), AutoPrefetch(replace(SLOW, memory=5))

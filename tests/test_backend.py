@@ -21,8 +21,8 @@ from mfsdp import pipeline
 from mfsdp.compiler import backend, lowering
 from mfsdp.config.options import Options
 from mfsdp.runtime import kernels
-from tests.models import CASES, GPT, MLP, Block
-from tests.parity import averaged, batches, error
+from tests.helpers.models import CASES, GPT, MLP, Block
+from tests.helpers.parity import averaged, batches, error
 
 EAGER = {"lowering": "eager"}
 

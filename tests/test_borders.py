@@ -24,10 +24,10 @@ import mfsdp
 from mfsdp.runtime import desync, instrumentation, static_buffers, step_prefetch
 from mfsdp.runtime.desync import DesyncError, Fingerprint, GroupState
 from mfsdp.runtime.execution import Execution
-from tests.parity import whole
-from tests.ranks import Ranks, collectives_told, here
-from tests.test_kept_casts import BF16, HALF
-from tests.writes import COUNTED, PAST
+from tests.helpers.dtypes import BF16, HALF
+from tests.helpers.parity import whole
+from tests.helpers.ranks import Ranks, collectives_told, here
+from tests.helpers.writes import COUNTED, PAST
 
 ADAM: Any = importlib.import_module("torch.optim.adam")
 POLICIES: dict[str, Any] = {"same": None, "bf16": BF16, "half": HALF}
@@ -770,7 +770,9 @@ def test_a_step_that_raises_on_all_ranks(two_ranks, where):
 @pytest.mark.dist
 def test_a_step_that_raises_on_one_rank_ends_all(two_fresh_ranks):
     answers = two_fresh_ranks.run(raising, "2", 1, timeout=60)
-    assert all("invariant 13" in text or "invariant 50" in text or "lost the other ranks" in text for text in answers), answers
+    assert all(
+        "invariant 13" in text or "invariant 50" in text or "lost the other ranks" in text for text in answers
+    ), answers
 
 
 def gone() -> tuple[bool, bool, bool]:
@@ -803,7 +805,7 @@ def test_synchronize_wants_a_sharded_model():
 
 def test_ranks_that_do_not_wait_for_words_raise():
     """Where the host does not wait (NCCL), by hand: rank 1 takes what rank 0 gathers anew, and the other way round."""
-    from tests.test_agreement import Wire
+    from tests.helpers.desync import Wire
 
     for mine in (True, False):
         words = Fingerprint("mine forward", ("all_gather u0",))

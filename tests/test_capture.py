@@ -13,7 +13,7 @@ from mfsdp import pipeline
 from mfsdp.ir import ops
 from mfsdp.ir.program import Program, base_of
 from mfsdp.ir.roles import Kind
-from tests.models import CASES, MLP, Case
+from tests.helpers.models import CASES, MLP, Case
 
 
 def programs(case: Case) -> list[Program]:

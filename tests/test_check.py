@@ -14,8 +14,8 @@ from mfsdp.ir import ops
 from mfsdp.ir.program import Program
 from mfsdp.ir.roles import Kind, Lane, Role
 from mfsdp.ir.verifier import INVARIANTS, LawError, check
-from tests.fp8 import Coded
-from tests.toys import toy2
+from tests.helpers.fp8 import Coded
+from tests.helpers.toys import toy2
 
 MUTATIONS: dict[str, tuple[int, str, Callable[[Program], None], dict[str, object]]] = {}
 
@@ -545,7 +545,9 @@ def plain(kind: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind, law", [("all_reduce", "(invariant 14)"), ("local", "(invariant 14)"), ("none", "is lost (invariant 15)")])
+@pytest.mark.parametrize(
+    "kind, law", [("all_reduce", "(invariant 14)"), ("local", "(invariant 14)"), ("none", "is lost (invariant 15)")]
+)
 def test_gradients_of_parameters_that_are_not_sharded(two_ranks, kind, law):
     assert all("after forget: " in text and law in text for text in two_ranks.run(plain, kind))
 

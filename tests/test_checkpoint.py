@@ -18,10 +18,10 @@ from torch.distributed.fsdp import fully_shard
 import mfsdp
 from examples.bench.bench import peak_of
 from mfsdp.state.sharding_plan import STRATEGIES
-from tests.models import CASES, GPT, Block
-from tests.parity import averaged, batches, error
-from tests.ranks import here
-from tests.test_strategies import TWO_LEVELS, sharding
+from tests.helpers.models import CASES, GPT, Block
+from tests.helpers.parity import averaged, batches, error
+from tests.helpers.ranks import here
+from tests.helpers.strategies import TWO_LEVELS, sharding
 
 KINDS = [*STRATEGIES, "flat", "fsdp2", "plain"]
 CASE = CASES["gpt"]

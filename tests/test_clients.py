@@ -16,10 +16,10 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import mfsdp
-from tests.models import llama, mixtral, peft
-from tests.parity import averaged, error, whole
-from tests.ranks import Ranks
-from tests.trainers import environment, logged, trainer
+from tests.helpers.models import llama, mixtral, peft
+from tests.helpers.parity import averaged, error, whole
+from tests.helpers.ranks import Ranks
+from tests.helpers.trainers import environment, logged, trainer
 
 pytestmark = [pytest.mark.clients, pytest.mark.dist, pytest.mark.slow]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,38 +9,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mfsdp
-from examples.parallel.model import Layer, Llama, tensor_parallel
-from mfsdp import LawError, pipeline
+from mfsdp import LawError
 from mfsdp.ir import ops, printer
 from mfsdp.ir.program import Program, base_of, is_functional_collective, view_of
 from mfsdp.ir.roles import Lane, role
-from tests.parallel import next_token, reset, tokens
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    with mfsdp.fake_ranks(8, rank=3):
-        reset()
-        yield init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp"))
-
-
-def programs(model: nn.Module, run: Any, *extra: tuple[str, Any]) -> list[Program]:
-    """The programs of a training step."""
-    seen: list[Program] = []
-    passes = (*pipeline.PIPELINE, ("look", lambda p: seen.append(p.copy())), *extra)
-    run(torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager", "passes": passes}))
-    return seen
-
-
-def parallel(mesh: Any) -> list[Program]:
-    model = Llama(layers=1)
-    tensor_parallel(model, mesh["tp"])
-    mfsdp.fully_shard(model, mesh=mesh, units=[Layer])
-    return programs(model, lambda run: next_token(run, tokens(0)).backward())
+from tests.helpers.collectives import parallel, programs
+from tests.helpers.parallel import reset
 
 
 @pytest.mark.slow

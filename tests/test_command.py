@@ -22,8 +22,8 @@ from mfsdp.cli import main as command
 from mfsdp.cli import progress
 from mfsdp.config import best_effort
 from mfsdp.cost_model import machine
-from tests.models import llama
-from tests.test_kernels import quick
+from tests.helpers.machines import quick
+from tests.helpers.models import llama
 
 ROOT = Path(__file__).parent.parent
 

@@ -20,8 +20,8 @@ from mfsdp.state import flat_optimizer as optimizer_
 from mfsdp.state.flat_optimizer import fully_shard_optimizer
 from mfsdp.state.step_tracer import Grows, record, settings
 from mfsdp.state.symbolic_numbers import CannotRecord
-from tests.parity import error, scaled_steps, whole
-from tests.test_optimizer import OPTIMIZERS, fill, groups, sharded
+from tests.helpers.optimizers import OPTIMIZERS, fill, groups, sharded
+from tests.helpers.parity import error, scaled_steps, whole
 
 
 class Counting(torch.optim.Optimizer):

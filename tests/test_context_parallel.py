@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from examples.parallel.model import Attention, Layer, Llama
-from tests.parallel import graphs, next_token, reset, tokens, trained_alike, twin
-from tests.parity import compiled
-from tests.ranks import here
+from tests.helpers.parallel import graphs, next_token, reset, tokens, trained_alike, twin
+from tests.helpers.parity import compiled
+from tests.helpers.ranks import here
 
 pytestmark = pytest.mark.dist
 

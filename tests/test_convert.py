@@ -23,9 +23,9 @@ from examples.bench.bench import peak_of
 from mfsdp.checkpoints import files
 from mfsdp.checkpoints.files import INDEX
 from mfsdp.cli import main as command
-from tests.crashes import Run
-from tests.models import MLP, llama
-from tests.parity import whole
+from tests.helpers.crashes import Run
+from tests.helpers.models import MLP, llama
+from tests.helpers.parity import whole
 
 
 def saved(folder: str, seed: int, tied: bool = False) -> dict[str, torch.Tensor]:

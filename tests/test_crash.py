@@ -18,7 +18,7 @@ import mfsdp
 from mfsdp import CheckpointError, Checkpoints
 from mfsdp.checkpoints import safetensors
 from mfsdp.checkpoints.reading import Planner
-from tests.crashes import WAYS, Run, killed_and_resumed
+from tests.helpers.crashes import WAYS, Run, killed_and_resumed
 
 ROOT = Path(__file__).parent.parent
 
@@ -74,7 +74,7 @@ def injected(folder: Path, ways: list[str], points: int, stride: int) -> dict[st
     code = """if True:
         import json, os, sys, torch
         from pathlib import Path
-        from tests.crashes import WAYS, injected
+        from tests.helpers.crashes import WAYS, injected
         torch.set_num_threads(1)
         os.fsync = os.sync = lambda *file: None
         folder, ways, points, stride = json.loads(sys.argv[1])

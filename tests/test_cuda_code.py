@@ -17,9 +17,9 @@ import mfsdp
 from mfsdp.compiler import schedule_check
 from mfsdp.ir.program import Phase
 from mfsdp.ir.verifier import LawError
-from tests.cuda_code import Place, Written, write
-from tests.models import GPT, MLP, Block, Case, floats, llama, mixtral, tokens
-from tests.test_generated_code import launches, of_code, of_listing, uncommented
+from tests.helpers.cuda_code import Place, Written, write
+from tests.helpers.generated_code import launches, of_code, of_listing, uncommented
+from tests.helpers.models import GPT, MLP, Block, Case, floats, llama, mixtral, tokens
 
 pytestmark = [
     pytest.mark.inductor,

@@ -14,8 +14,8 @@ from torch import nn
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.ir.program import Phase
-from tests.cuda_code import Written, plain, written
-from tests.test_generated_code import uncommented
+from tests.helpers.cuda_code import Written, plain, written
+from tests.helpers.generated_code import uncommented
 
 pytestmark = [
     pytest.mark.inductor,

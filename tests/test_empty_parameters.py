@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import mfsdp
-from tests.parity import averaged, compiled, error, whole
+from tests.helpers.parity import averaged, compiled, error, whole
 
 
 class Empty(nn.Module):

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 import mfsdp
-from tests.models import CASES, GPT, Block, llama
-from tests.parity import averaged, batches, build, compiled, error, whole
-from tests.ranks import collectives_told
+from tests.helpers.models import CASES, GPT, Block, llama
+from tests.helpers.parity import averaged, batches, build, compiled, error, whole
+from tests.helpers.ranks import collectives_told
 
 
 class Gathers:

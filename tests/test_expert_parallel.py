@@ -11,38 +11,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import mfsdp
 from examples.parallel.model import Experts, Mixtral, MixtureLayer, expert_parallel, tensor_parallel
 from mfsdp import pipeline
 from mfsdp.ir.program import Program, is_functional_collective
-from tests.parallel import graphs, next_token, reset, tokens, trained_alike, twin
-from tests.parity import compiled, error
-from tests.ranks import here
-from tests.test_plain_pieces import Enter, Leave
+from tests.helpers.experts import sharded
+from tests.helpers.parallel import graphs, next_token, reset, tokens, trained_alike, twin
+from tests.helpers.parity import compiled, error
+from tests.helpers.plain_shards import Enter, Leave
 
 pytestmark = pytest.mark.dist
-
-
-def meshes(ranks: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """All data-parallel ranks, and the same as (efsdp, ep)."""
-    world = dist.get_world_size()
-    dense = init_device_mesh(here().type, (world,), mesh_dim_names=("dp_shard",))
-    return dense, init_device_mesh(here().type, (world // ranks, ranks), mesh_dim_names=("efsdp", "ep"))
-
-
-def sharded(ranks: int, strategy: int = 3, of_experts: int = 3, **more: Any) -> tuple[Any, Any]:
-    torch._dynamo.config.capture_scalar_outputs = True
-    reset()
-    dense, sparse = meshes(ranks)
-    reference, model = twin(lambda: Mixtral(**more))
-    expert_parallel(model, sparse["ep"])
-    for experts in (m for m in model.modules() if isinstance(m, Experts)):
-        mfsdp.fully_shard(experts, mesh=sparse["efsdp"], strategy=of_experts)
-    mfsdp.fully_shard(model, mesh=dense, units=[MixtureLayer], strategy=strategy)
-    return reference, model
 
 
 def parity(lowering: str, ranks: int) -> Any:

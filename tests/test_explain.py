@@ -7,7 +7,7 @@ import json
 import threading
 import weakref
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,42 +22,28 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import mfsdp
 from examples.bench import clock as bench_clock
-from examples.bench.bench import peak_of
 from mfsdp import pipeline
 from mfsdp.config import hardware
 from mfsdp.config.hardware import Group, Hardware, Link, host_copy, transfer
-from mfsdp.cost_model import fusion, machine, op_cost
+from mfsdp.cost_model import fusion, op_cost
 from mfsdp.cost_model.memory_model import STEPPING
 from mfsdp.cost_model.timeline import simulate
 from mfsdp.ir import byte_costs, printer
 from mfsdp.ir.program import Program, operator
 from mfsdp.ir.roles import role
 from mfsdp.planning import explain as explaining
-from tests.models import GPT, Block, llama
-from tests.parity import compiled
-from tests.toys import BF16, Toy2, toy2
+from tests.helpers.explained import PLAIN, built, hastily, held, sharding_of, toy
+from tests.helpers.models import GPT, Block, llama
+from tests.helpers.toys import Toy2, toy2
 
 aten = torch.ops.aten
 
 ROOT = Path(__file__).parent.parent
-UNITS = {"units": ["layers.0", "layers.2"], "mp_policy": BF16}
-
-
-def meta_toy() -> tuple[nn.Module, torch.Tensor]:
-    with torch.device("meta"):
-        return Toy2().to(torch.bfloat16), torch.empty(256, 1024, dtype=torch.bfloat16)
-
-
-def toy(**kwargs: Any) -> Any:
-    model, x = meta_toy()
-    return mfsdp.explain(model, (x,), **{**UNITS, **kwargs})
 
 
 FULL = 1056768 * 2
 """Bytes of a toy unit."""
 
-PLAIN = Hardware("plain", {"bf16": 1e12}, 10**9, 1e12, Link(1e9, 0.0), Link(1e9, 0.0), reached=1, reached_bandwidth=1)
-"""Nothing but round numbers: a gather of a toy unit takes 7/8 of 2.11 MB at 1 GB/s, 1849.344 us."""
 
 GATHER = 7 / 8 * FULL / 1e9
 
@@ -420,7 +406,7 @@ def counted(program: Program) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", [False, True])
 def test_operations_are_those_that_torch_counts(recompute):
-    """Attention that is computed again comes in a wrapper without a schema: it is a line like any other (invariant 55)."""
+    """Recomputed attention comes in a wrapper without a schema; the listing shows it as a line (invariant 55)."""
     model, ids = GPT(recompute=recompute, tied=False), torch.randint(31, (2, 8))
     programs = mfsdp.trace(model, (ids,), world=4, units=[Block])
     for program in programs:
@@ -476,71 +462,11 @@ def test_and_so_is_their_order(steps):
             assert (a.measured < b.measured) == (a.predicted < b.predicted), (a, b)
 
 
-class Loss(nn.Module):
-    """A language model that answers with its loss alone."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=ids, labels=ids).loss
-
-
-def built(name: str) -> tuple[nn.Module, torch.Tensor, str]:
-    """Models whose peak is in a block, in the loss, in what is computed again; a batch, and their units. Of one all
-    units stay gathered.
-    """
-    if name != "llama":
-        model = GPT(width=192, layers=4, tied=False, recompute=name == "checkpointed")
-        return model, torch.randint(31, (128, 8)), "Block"
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=8000, hidden_size=128, intermediate_size=344, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, use_cache=False,
-    )  # fmt: skip
-    return Loss(LlamaForCausalLM(config)), torch.randint(8000, (2, 128)), "LlamaDecoderLayer"
-
-
-def sharding_of(name: str, strategy: int, plan: mfsdp.Plan | None = None) -> dict[str, Any]:
-    *_, unit = built(name)
-    given = {"units": [unit], "strategy": strategy, **({} if plan is None else {"plan": plan})}
-    return given | ({"reshard_after_forward": False} if name == "gathered" else {})
-
-
 def told(name: str, lowering: str, strategy: int) -> Any:
     """What explain says of two ranks' steps."""
     model, ids, _ = built(name)
     given = {"world": 2, "options": {"lowering": lowering, "check": False}, "hardware": PLAIN, "suggest": False}
     return mfsdp.explain(model, (ids,), **given, **sharding_of(name, strategy))
-
-
-def held(name: str, lowering: str, strategy: int, plan: mfsdp.Plan | None = None) -> int:
-    """The most bytes that a rank has held in its third step."""
-    torch.manual_seed(0)
-    gc.collect()
-    model, ids, _ = built(name)
-    sharding = sharding_of(name, strategy, plan)
-    mfsdp.runtime.static_buffers.reset()
-    mfsdp.fully_shard(model, **sharding)
-    run = compiled(model, lowering, check=False)
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def step() -> None:
-        run(ids).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()
-    step()
-    buffers = [b for m in model.modules() if isinstance(m, mfsdp.FSDPModule) for b in m._mfsdp_unit.buffers]
-    weights = [b.weights for b in buffers]
-    lasting = [t for w in weights for t in {id(w.main): w.main, id(w.source): w.source}.values()]
-    lasting += [v.to_local() for s in optimizer.state.values() for v in s.values() if v.dim()]
-    total = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in lasting}.values())
-    total += sum(mfsdp.runtime.static_buffers.sizes().values()) + ids.nbytes
-    return total + peak_of(step)
 
 
 @pytest.mark.dist
@@ -574,7 +500,7 @@ def test_a_report_says_it_in_words():
     assert sum(e.nbytes for e in report.ledger.entries) == report.peak
     assert report.step == pytest.approx(report.views[-1].lines[-1].end + report.optimizer)
     line = next(x for v in report.views for x in v.lines if x.name == "addmm")
-    assert line.source.startswith("tests/toys.py:") and line.source.endswith("return self.layers(x)")
+    assert line.source.startswith("tests/helpers/toys.py:") and line.source.endswith("return self.layers(x)")
     with pytest.raises(ValueError, match="phase='sideways': choose one of forward, backward"):
         report.listing("sideways")
     with pytest.raises(ValueError, match="stage='x': choose one of capture, collective, fill, quantize, gather"):
@@ -898,16 +824,6 @@ def test_hugging_face_and_tokens():
 def test_bad_arguments(kwargs, message):
     with pytest.raises(ValueError, match=message):
         toy(**kwargs)
-
-
-def hastily() -> Hardware:
-    """``mfsdp.measure``, in fewer rounds."""
-    best, lost = machine._best, machine.lost
-    machine._best, machine.lost = lambda function, rounds=1: best(function, 1), partial(lost, rounds=1)
-    try:
-        return mfsdp.measure()
-    finally:
-        machine._best, machine.lost = best, lost
 
 
 @pytest.mark.dist

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import mfsdp
 from mfsdp.runtime import instrumentation, static_buffers
 from mfsdp.state.mesh import axes
-from tests.models import GPT, Block
+from tests.helpers.models import GPT, Block
 
 WORLD = 8
 PLACES: dict[str, dict[str, Any]] = {

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 import mfsdp
 from mfsdp.runtime import sync_collectives
 from mfsdp.sharding import eager
-from tests.models import GPT, Block
-from tests.parity import averaged, error, whole
-from tests.ranks import collectives_told
+from tests.helpers.models import GPT, Block
+from tests.helpers.parity import averaged, error, whole
+from tests.helpers.ranks import collectives_told
 
 pytestmark = pytest.mark.dist
 
@@ -83,7 +83,7 @@ def test_numbers_gathers_and_warnings(two_ranks, kind):
         assert got["loss"] < 1e-6 and got["grads"] < 1e-5, got
         assert got["warnings"] and len(got["warnings"]) == len(set(got["warnings"])), got
         assert any("Block.forward" in w or "Disabled.forward" in w for w in got["warnings"]), got
-        assert all("tests/models.py:" in w or "test_fallback.py:" in w for w in got["warnings"]), got
+        assert all("tests/helpers/models.py:" in w or "test_fallback.py:" in w for w in got["warnings"]), got
         assert got["forward"] == got["reduce"] == units, got
         assert got["backward"] <= units + (LAYERS if kind == "checkpointed" else 0), got
 

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import mfsdp
 from mfsdp.sharding import fsdp2_api
 from mfsdp.sharding.fsdp2_api import cast_floats, with_casts
-from tests.models import GPT, MLP, Block, llama
-from tests.parity import averaged, compiled, error, whole
+from tests.helpers.models import GPT, MLP, Block, llama
+from tests.helpers.parity import averaged, compiled, error, whole
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 

@@ -15,8 +15,9 @@ from torch._inductor.utils import run_and_get_code, run_fw_bw_and_get_code
 
 import mfsdp
 from mfsdp.runtime import groups
-from tests.models import GPT, Block
-from tests.ranks import Ranks
+from tests.helpers.generated_code import launches, of_code, of_listing, uncommented
+from tests.helpers.models import GPT, Block
+from tests.helpers.ranks import Ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.inductor]
 
@@ -35,12 +36,6 @@ def generated() -> list[str]:
 @pytest.fixture(scope="module")
 def codes(two_ranks) -> list[list[str]]:
     return two_ranks.run(generated, timeout=300)  # type: ignore[no-any-return]
-
-
-def launches(code: str) -> list[str]:
-    """The variables that hold what all-gathers write; before torch 2.15 bound twice."""
-    found = re.findall(r"(?m)^ *(\w+) = torch\.ops\.mfsdp\.all_gather\.default\(.*\n(?: *(\w+) = \w+$)?", code)
-    return [again or once for once, again in found]
 
 
 def test_parameters_are_views_into_the_gathered_buffer(codes):
@@ -74,21 +69,6 @@ def test_gradients_leave_through_one_reduce_scatter_per_unit(codes):
             assert len(re.findall(rf"torch\.ops\.mfsdp\.{op}\.default\(", backward)) == 3, op
 
 
-EVENT = r"\b(all_gather|wait|reduce_scatter|accumulate|bucket|pack|addmm|mm)\b"
-
-
-def of_listing(text: str) -> list[str]:
-    """What a listing says is done, in order."""
-    lines = [line[5:] for line in text.splitlines() if not line.startswith(";")]
-    return [m[1].removeprefix("add") for line in lines if (m := re.search(rf"(?:= |^ *){EVENT} ", line))]
-
-
-def of_code(code: str) -> list[str]:
-    """What generated code does, in order."""
-    calls = re.findall(rf"(?:ops\.mfsdp\.|extern_kernels\.){EVENT}(?:\.default)?\(", code)
-    return [name.removeprefix("add") for name in calls]
-
-
 def orders(tokens: int, folder: str) -> dict[str, tuple[list[str], list[str]]]:
     """By phase: the order of the listing, and that of the code that Inductor made of it."""
     torch.manual_seed(0)
@@ -115,10 +95,6 @@ def patched_rank() -> Iterator[None]:
         yield
     finally:
         groups.rank = rank
-
-
-def uncommented(code: str) -> str:
-    return re.sub(r"(?m)^ *#.*\n", "", code)
 
 
 @pytest.mark.slow

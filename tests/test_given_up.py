@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from tests.parity import averaged, compiled, error, whole
+from tests.helpers.parity import averaged, compiled, error, whole
 
 pytestmark = pytest.mark.dist
 

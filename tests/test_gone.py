@@ -17,7 +17,7 @@ import torch.distributed as dist
 import mfsdp
 from mfsdp.runtime import inflight, static_buffers, step_prefetch
 from mfsdp.sharding.module import buffers_of
-from tests.models import GPT, Block
+from tests.helpers.models import GPT, Block
 
 CPU = torch.device("cpu")
 

@@ -18,9 +18,9 @@ from mfsdp import pipeline
 from mfsdp.ir import byte_costs, ops
 from mfsdp.ir.program import Program
 from mfsdp.runtime import static_buffers
-from tests.models import GPT, Block, Lumpy
-from tests.parity import averaged, error
-from tests.ranks import Ranks
+from tests.helpers.models import GPT, Block, Lumpy
+from tests.helpers.parity import averaged, error
+from tests.helpers.ranks import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.inductor]
 

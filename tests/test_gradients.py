@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from tests.models import CASES, GPT, Block, Experts, MoE
-from tests.parity import averaged, batches, build, clip_and_step, compiled, error, farthest, whole
-from tests.test_strategies import sharding
+from tests.helpers.models import CASES, GPT, Block, Experts, MoE
+from tests.helpers.parity import averaged, batches, build, clip_and_step, compiled, error, farthest, whole
+from tests.helpers.strategies import sharding
 
 STRATEGIES = [0, 1, 2, 3]
 

@@ -34,11 +34,11 @@ from mfsdp.ir import byte_costs, ops
 from mfsdp.ir.program import LAYER, Program, storage_of
 from mfsdp.ir.roles import Kind, Lane, is_kind, role
 from mfsdp.runtime import activation_host, execution, host_memory, kernels
-from tests.loopback import Stream, Streams
-from tests.models import GPT, Block
-from tests.parity import compiled
-from tests.ranks import here
-from tests.toys import offloaded
+from tests.helpers.loopback import Stream, Streams
+from tests.helpers.models import GPT, Block
+from tests.helpers.parity import compiled
+from tests.helpers.ranks import here
+from tests.helpers.toys import offloaded
 
 LAYERS, LENGTH, BATCH = 3, 32, 4
 FIRST = ("blocks.0", "blocks.1")

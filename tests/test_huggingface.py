@@ -16,9 +16,9 @@ from torch import nn
 import mfsdp
 from examples.bench.bench import peak_of
 from mfsdp.checkpoints.files import INDEX
-from tests.models import MLP, llama
-from tests.parity import error, whole
-from tests.test_materialize import Largest
+from tests.helpers.largest import Largest
+from tests.helpers.models import MLP, llama
+from tests.helpers.parity import error, whole
 
 MODELS = {"llama": llama, "tied": lambda: llama(tied=True)}
 

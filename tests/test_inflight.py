@@ -29,7 +29,7 @@ from mfsdp.runtime.c10d_transport import C10dTransport
 from mfsdp.runtime.inflight import InFlight
 from mfsdp.runtime.transport_registry import carried_by
 from mfsdp.sharding.module import buffers_of
-from tests.loopback import Loopback, Race, Stream, Streams
+from tests.helpers.loopback import Loopback, Race, Stream, Streams
 
 SOURCES = Path(mfsdp.__file__).parent
 N = 256

@@ -25,9 +25,9 @@ from mfsdp.runtime.c10d_transport import C10dTransport
 from mfsdp.runtime.gloo_transport import GlooTransport
 from mfsdp.runtime.transport_registry import carried_by
 from mfsdp.state.sharding_plan import STRATEGIES
-from tests.models import CASES, MLP, Lumpy
-from tests.parity import batches, compiled
-from tests.test_strategies import TWO_LEVELS, sharding
+from tests.helpers.models import CASES, MLP, Lumpy
+from tests.helpers.parity import batches, compiled
+from tests.helpers.strategies import TWO_LEVELS, sharding
 
 F32, BF16, F16, F64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 BOTH = {"param_comm_dtype": "int8", "grad_comm_dtype": "int8"}

@@ -8,9 +8,9 @@ import torch
 import mfsdp
 from mfsdp.ir import ops
 from mfsdp.state import weights
-from tests.models import MLP
-from tests.parity import compiled
-from tests.test_steady import buffers_of
+from tests.helpers.buffers import buffers_of
+from tests.helpers.models import MLP
+from tests.helpers.parity import compiled
 
 POLICY = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 

@@ -12,10 +12,8 @@ from torch import nn
 
 import mfsdp
 from mfsdp.state import weights
-from tests.writes import COUNTED, PAST
-
-BF16 = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
-HALF = mfsdp.MixedPrecisionPolicy(main_params_dtype=torch.float32, param_comm_dtype=torch.bfloat16)
+from tests.helpers.dtypes import BF16, HALF
+from tests.helpers.writes import COUNTED, PAST
 
 
 @torch.no_grad()

@@ -16,8 +16,9 @@ from mfsdp.config.hardware import KNOWN
 from mfsdp.cost_model import fusion, kernel_timings, op_cost
 from mfsdp.cost_model.kernel_timings import Kernels
 from mfsdp.ir import ops
-from tests.models import GPT, Block
-from tests.toys import toy2
+from tests.helpers.machines import quick
+from tests.helpers.models import GPT, Block
+from tests.helpers.toys import toy2
 
 IDS = torch.zeros(2, 8, dtype=torch.long)
 
@@ -29,11 +30,6 @@ def traced(lowering: str = "eager", layers: int = 4) -> tuple[nn.Module, list[An
     for program in programs:
         pipeline.run(program)
     return model, programs
-
-
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_timings, "LEAST", 1e-9)
-    monkeypatch.setattr(kernel_timings, "ROUNDS", 1)
 
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -166,6 +166,13 @@ def test_order_constraints_name_passes_and_hold():
     assert {n for pair in pipeline.ORDER for n in pair[:2]} == set(names)
 
 
+def test_test_modules_do_not_import_each_other():
+    """What tests share is in tests/helpers. `test_nccl` alone runs the functions of other modules, on GPUs."""
+    for path in (ROOT / "tests").glob("test_*.py"):
+        found = re.findall(r"^\s*(?:from tests import (.*)|from tests\.(test_\w+))", path.read_text(), re.MULTILINE)
+        assert path.stem in ("test_nccl", "test_saving") or not found, f"{path.name} imports {found}"
+
+
 def test_private_torch_is_marked():
     """Whoever uses a private name of torch says so, and with which versions it was tried."""
     for _, path in everything():

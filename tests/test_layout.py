@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mfsdp.config.layout import ALIGN, Layout, plan
-from tests.model_shapes import LAYERS, WORLDS
+from tests.helpers.model_shapes import LAYERS, WORLDS
 
 
 def faults(layout: Layout) -> list[str]:

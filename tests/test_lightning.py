@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import mfsdp
 from mfsdp.integrations.lightning import MFSDPStrategy
-from tests.models import MLP
-from tests.ranks import collectives_told
+from tests.helpers.models import MLP
+from tests.helpers.ranks import collectives_told
 
 pytestmark = pytest.mark.dist
 EAGER = {"lowering": "eager"}

@@ -9,8 +9,8 @@ from torch import nn
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.ir import byte_costs, printer
-from tests.models import GPT, Block
-from tests.toys import toy2
+from tests.helpers.models import GPT, Block
+from tests.helpers.toys import toy2
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "inference"])

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
 from mfsdp.runtime.desync import GroupState
-from tests.parity import whole
+from tests.helpers.parity import whole
 
 Load = Callable[[nn.Module, dict[str, torch.Tensor]], None]
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import mfsdp
 from mfsdp.runtime import sync_collectives
 from mfsdp.sharding.te_eager import MainGrads
-from tests.engine_doubles import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
-from tests.test_optimizer import whole
+from tests.helpers.engine_doubles import GroupedLinear, LayerNormLinear, LayerNormMLP, Linear
+from tests.helpers.parity import whole
 
 N = 4
 

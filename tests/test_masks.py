@@ -16,7 +16,7 @@ import mfsdp
 from mfsdp import pipeline
 from mfsdp.compiler import attention_masks
 from mfsdp.ir.program import operator
-from tests.test_materialize import Largest
+from tests.helpers.largest import Largest
 
 T = 64
 INF = -math.inf

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mfsdp
 from examples.bench.bench import peak_of
 from examples.demo.model import Block as DemoBlock
 from examples.demo.model import Config, Llama
-from tests.models import GPT, MLP, Block, Conv, llama
-from tests.parity import whole
+from tests.helpers.largest import Largest
+from tests.helpers.models import GPT, MLP, Block, Conv, llama
+from tests.helpers.parity import whole
 
 
 class Initialised(nn.Module):
@@ -132,28 +132,6 @@ def differing_custom() -> list[str]:
 def test_a_function_of_the_user(two_ranks):
     assert two_ranks.run(differing_custom) == [[], []]
     assert not differing_custom()
-
-
-class Largest(TorchDispatchMode):
-    """Elements alive in tensors made meanwhile: the most at any one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live: dict[int, int] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        import weakref
-
-        out = func(*args, **(kwargs or {}))
-        for t in torch.utils._pytree.tree_leaves(out):
-            if isinstance(t, torch.Tensor) and not t.is_meta and type(t) is torch.Tensor:
-                key = t.untyped_storage()._cdata
-                if key not in self.live:
-                    self.live[key] = t.untyped_storage().nbytes()
-                    weakref.finalize(t.untyped_storage(), self.live.pop, key, None)
-        self.most = max(self.most, sum(self.live.values()))
-        return out
 
 
 class Large(nn.Module):

@@ -25,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import mfsdp
 from mfsdp.config.options import Options
 from mfsdp.state.sharding_plan import STRATEGIES, strategy_name
-from tests.models import MLP
-from tests.parity import averaged, error
+from tests.helpers.models import MLP
+from tests.helpers.parity import averaged, error
 
 PAGE = Path(__file__).parent.parent / "docs" / "from_megatron_fsdp.md"
 VERSION = "0.6.1"

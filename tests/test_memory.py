@@ -15,9 +15,9 @@ import mfsdp
 from examples.bench.bench import peak_of
 from mfsdp.cost_model.memory_model import ledger as account
 from mfsdp.runtime import static_buffers
-from tests.models import GPT, Block
-from tests.parity import compiled
-from tests.ranks import collectives_told
+from tests.helpers.models import GPT, Block
+from tests.helpers.parity import compiled
+from tests.helpers.ranks import collectives_told
 
 pytestmark = pytest.mark.dist
 

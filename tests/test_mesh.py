@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import mfsdp
 from mfsdp.runtime import groups
 from mfsdp.state.mesh import axes
-from tests.models import CASES, MLP
-from tests.parity import batches, clip_and_step, compiled, error, farthest
-from tests.ranks import Ranks
+from tests.helpers.models import CASES, MLP
+from tests.helpers.parity import batches, clip_and_step, compiled, error, farthest
+from tests.helpers.ranks import Ranks
 
 Names = tuple[str, ...] | None
 

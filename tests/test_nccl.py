@@ -14,7 +14,6 @@ import torch
 
 import mfsdp
 from tests import (
-    parity,
     test_accelerate,
     test_agreement,
     test_borders,
@@ -34,7 +33,8 @@ from tests import (
     test_unused,
     test_watch,
 )
-from tests.ranks import Ranks, on_a_gpu
+from tests.helpers import parity, strategies
+from tests.helpers.ranks import Ranks, on_a_gpu
 
 pytestmark = pytest.mark.dist
 
@@ -126,7 +126,7 @@ def anything(found: list[Any]) -> None:
     """The function on the ranks has looked."""
 
 
-ONE, TWO = [*test_strategies.ONE_LEVEL], [*test_strategies.TWO_LEVELS]
+ONE, TWO = [*strategies.ONE_LEVEL], [*test_strategies.TWO_LEVELS]
 Case = tuple[int, Callable[..., Any], tuple[Any, ...], Callable[[list[Any]], None]]
 
 CASES: dict[str, Case] = {

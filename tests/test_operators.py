@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 import mfsdp
 from mfsdp.state.shard_spec import ShardSpec
 from mfsdp.state.sharded_dtensor import ShardedDTensor
-from tests.parity import whole
+from tests.helpers.parity import whole
 
 pytestmark = pytest.mark.dist
 

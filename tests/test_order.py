@@ -15,7 +15,7 @@ from mfsdp import pipeline
 from mfsdp.compiler import lowering, schedule_check
 from mfsdp.compiler.schedule_check import Operation, compare, listed, written
 from mfsdp.ir.verifier import LawError
-from tests.toys import toy2
+from tests.helpers.toys import toy2
 
 
 def code_of(phase: str) -> tuple[list[Operation], list[str]]:

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from mfsdp.state.eager_autograd import Way, way_of
-from tests.models import GPT, MLP, Block
-from tests.parity import averaged, error, whole
+from tests.helpers.models import GPT, MLP, Block
+from tests.helpers.parity import averaged, error, whole
 
 pytestmark = pytest.mark.dist
 

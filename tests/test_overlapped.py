@@ -21,10 +21,10 @@ import mfsdp
 from examples.parallel.model import Layer, Llama, tensor_parallel
 from mfsdp import pipeline
 from mfsdp.runtime import overlap
-from tests.models import GPT, Block
-from tests.parallel import next_token, reset, tokens, twin
-from tests.parity import compiled
-from tests.test_expert_parallel import sharded
+from tests.helpers.experts import sharded
+from tests.helpers.models import GPT, Block
+from tests.helpers.parallel import next_token, reset, tokens, twin
+from tests.helpers.parity import compiled
 
 pytestmark = pytest.mark.dist
 

@@ -20,7 +20,7 @@ import torch
 from mfsdp.config.layout import plan
 from mfsdp.planning.explain import explain
 from mfsdp.reports import charts, chrome, layouts, page
-from tests.toys import BF16, Toy2
+from tests.helpers.toys import BF16, Toy2
 
 EVIL = "<img src=x onerror=alert(1)>&\"'</script>"
 

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 import mfsdp
-from tests.models import MLP
+from tests.helpers.models import MLP
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

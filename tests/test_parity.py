@@ -1,12 +1,12 @@
-"""Sharded equals unsharded: losses, gradients and ten optimizer steps, each rank with data of its own (invariant 29)."""
+"""Sharded equals unsharded: losses, gradients, ten optimizer steps, different data on each rank (invariant 29)."""
 
 from __future__ import annotations
 
 import pytest
 
 from mfsdp import pipeline
-from tests.models import CASES
-from tests.parity import gradients, training
+from tests.helpers.models import CASES
+from tests.helpers.parity import gradients, training
 
 pytestmark = pytest.mark.dist
 

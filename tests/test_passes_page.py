@@ -11,7 +11,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp.pipeline import PIPELINE, PassError
-from tests.toys import toy2
+from tests.helpers.toys import toy2
 
 PAGE = Path(__file__).parent.parent / "docs" / "write_a_pass.md"
 

@@ -9,43 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mfsdp
-from tests.parallel import graphs, reset, tokens, trained_alike
-from tests.parity import compiled
+from tests.helpers.parallel import graphs, reset, tokens, trained_alike
+from tests.helpers.parity import compiled
+from tests.helpers.plain_shards import Enter, Leave
 
 pytestmark = pytest.mark.dist
 
 WIDTH, HIDDEN, VOCAB = 8, 12, 34
-
-
-class Enter(torch.autograd.Function):
-    """Whole inputs of layers that are cut: each rank has a summand of their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return functional.all_reduce(grad, "sum", ctx.group), None
-
-
-class Leave(torch.autograd.Function):
-    """The sum of what ranks have."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        return functional.all_reduce(x, "sum", group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, None
 
 
 class Layer(nn.Module):

@@ -36,9 +36,9 @@ from mfsdp.ir.byte_costs import lines, peak
 from mfsdp.planning.explain import buffers_of, machine_of
 from mfsdp.planning.plan import _prices
 from mfsdp.reports.page import render as page_of
-from tests.models import GPT, Block, Gated, Unlike
-from tests.test_explain import PLAIN, built, hastily, held
-from tests.toys import BF16
+from tests.helpers.explained import PLAIN, built, hastily, held
+from tests.helpers.models import GPT, Block, Gated, Unlike
+from tests.helpers.toys import BF16
 
 SLOW = {
     "like": "h100", "inside": {"bandwidth": 5e9, "latency": 1e-6}, "host": {"bandwidth": 200e9, "latency": 1e-7},

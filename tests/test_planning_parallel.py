@@ -20,8 +20,8 @@ from mfsdp.cost_model import op_cost
 from mfsdp.ir import ops, printer
 from mfsdp.ir.program import Program
 from mfsdp.ir.roles import Lane
-from tests.parallel import reset, tokens
-from tests.test_transformers_parallel import build, parallelized
+from tests.helpers.parallel import reset, tokens
+from tests.helpers.transformers_parallel import build, parallelized
 
 IDS = tokens(0, length=8)
 

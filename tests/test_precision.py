@@ -20,9 +20,9 @@ from mfsdp.config.options import Precision
 from mfsdp.config.units import UnitSpec
 from mfsdp.ir import byte_costs, ops
 from mfsdp.state.sharding_plan import STRATEGIES
-from tests.models import CASES, MLP, Several
-from tests.parity import batches, compiled, error
-from tests.test_strategies import TWO_LEVELS, sharding
+from tests.helpers.models import CASES, MLP, Several
+from tests.helpers.parity import batches, compiled, error
+from tests.helpers.strategies import TWO_LEVELS, sharding
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 POLICIES = [

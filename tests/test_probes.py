@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from mfsdp.config.options import Options
-from tests.ranks import here
+from tests.helpers.ranks import here
 
 
 class Block(nn.Module):

@@ -16,9 +16,9 @@ from torch import nn
 import mfsdp
 from mfsdp.reports.profile import Outline, Outlined, _Ran
 from mfsdp.state.gradients import Gradients
-from tests.models import GPT, MLP, Block
-from tests.parity import compiled
-from tests.ranks import collectives_told
+from tests.helpers.models import GPT, MLP, Block
+from tests.helpers.parity import compiled
+from tests.helpers.ranks import collectives_told
 
 
 def profiled(lowering: str, folder: str = "") -> dict[str, Any]:

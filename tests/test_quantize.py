@@ -23,8 +23,8 @@ from mfsdp.ir.byte_costs import nbytes
 from mfsdp.ir.program import Program
 from mfsdp.ir.roles import Kind
 from mfsdp.runtime import block_scales
-from tests.fp8 import RECIPES, Coded, Pair, stack
-from tests.ranks import collectives_told, here
+from tests.helpers.fp8 import RECIPES, Coded, Pair, stack
+from tests.helpers.ranks import collectives_told, here
 
 BF16 = {"dtype": torch.bfloat16}
 

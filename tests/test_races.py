@@ -20,7 +20,7 @@ from mfsdp.runtime.fake_transport import FakeTransport
 from mfsdp.runtime.transport import End, Pairs, Turn
 from mfsdp.runtime.transport_registry import carried_by
 from mfsdp.state.weights import Weights
-from tests.loopback import Loopback, Race, Stream, Streams
+from tests.helpers.loopback import Loopback, Race, Stream, Streams
 
 PLACES: dict[str, dict[str, Any]] = {
     "optim": {"strategy": 1},

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import Ranks
+from tests.helpers.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from tests.parity import averaged, error, whole
+from tests.helpers.parity import averaged, error, whole
 
 
 def _all(m: Penalised) -> torch.Tensor:

@@ -20,8 +20,8 @@ import mfsdp
 from mfsdp import pipeline
 from mfsdp.compiler import layer_match, lowering, outlining, schedule_check
 from mfsdp.ir.program import STORAGE, Program
-from tests.models import CASES, GPT, Block
-from tests.parity import batches, build, compiled, whole
+from tests.helpers.models import CASES, GPT, Block
+from tests.helpers.parity import batches, build, compiled, whole
 
 NEVER = 1 << 30
 
@@ -85,8 +85,8 @@ def test_programs_are_flat_and_follow_the_same_schedule(told, train, recompute):
 
 @pytest.mark.slow
 def test_every_layer_has_its_own_values():
-    """What one call saves for backward shares no storage with what another saves (invariant 58), in fake tensors too, from
-    which AOTAutograd tells what may be written over.
+    """Two calls save for backward in different storages (invariant 58), in fake tensors too: AOTAutograd decides from
+    those what may be overwritten.
     """
     forward, backward = gpt(3)
     saved = [n for n in backward.gm.graph.find_nodes(op="placeholder") if STORAGE in n.meta]

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from mfsdp import CheckpointError, Checkpoints
 from mfsdp.runtime import watchdog
-from tests.crashes import Run
-from tests.test_watch import logged
+from tests.helpers.crashes import Run
+from tests.helpers.logs import logged
 
 ROOT = Path(__file__).parent.parent
 

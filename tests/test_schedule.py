@@ -30,10 +30,10 @@ from mfsdp.runtime import devices, execution, groups, kernels, static_buffers
 from mfsdp.runtime.compiled_program import CompiledProgram
 from mfsdp.runtime.program_info import ProgramInfo
 from mfsdp.state.gradients import Gradients
-from tests.models import CASES, GPT, MLP, Block
-from tests.parity import batches, compiled, whole
-from tests.ranks import collectives_told
-from tests.toys import toy2
+from tests.helpers.models import CASES, GPT, MLP, Block
+from tests.helpers.parity import batches, compiled, whole
+from tests.helpers.ranks import collectives_told
+from tests.helpers.toys import toy2
 
 
 @cache

@@ -16,15 +16,8 @@ import mfsdp
 from mfsdp.sharding import commit, unit_assignment
 from mfsdp.sharding.stale_optimizers import no_optimizer
 from mfsdp.state.shard_spec import local_mesh
-from tests.models import GPT, MLP, Adapted, Block, Frozen, LoRA
-
-
-def snapshot(model: nn.Module) -> list[tuple[str, type, dict[str, int]]]:
-    """Classes, and who every parameter is: what must be as it was after an error."""
-    return [
-        (fqn, type(m), {n: id(p) for n, p in m._parameters.items()}, sorted(m.__dict__))  # type: ignore[misc]
-        for fqn, m in model.named_modules()
-    ]
+from tests.helpers.models import GPT, MLP, Adapted, Block, Frozen, LoRA
+from tests.helpers.snapshots import snapshot
 
 
 def units_of(model: nn.Module) -> dict[str, list[str]]:
@@ -42,7 +35,9 @@ def units_of(model: nn.Module) -> dict[str, list[str]]:
 # units
 
 
-@pytest.mark.parametrize("units", [[Block], ["Block"], ["tests.models.Block"], ["blocks.*"], ["**.0", "blocks.1"]])
+@pytest.mark.parametrize(
+    "units", [[Block], ["Block"], ["tests.helpers.models.Block"], ["blocks.*"], ["**.0", "blocks.1"]]
+)
 def test_units_by_class_name_path_and_pattern(units):
     model = mfsdp.fully_shard(GPT(), units=units)
     found = units_of(model)

@@ -18,8 +18,8 @@ import mfsdp
 from mfsdp.config.layout import plan
 from mfsdp.state.shard_spec import ShardSpec, local_mesh
 from mfsdp.state.sharded_dtensor import ShardedDTensor
-from tests.models import MLP
-from tests.parity import averaged, error, whole
+from tests.helpers.models import MLP
+from tests.helpers.parity import averaged, error, whole
 
 pytestmark = pytest.mark.dist
 

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 import mfsdp
-from tests.models import GPT, MLP, Block
-from tests.ranks import here
-from tests.test_strategies import ONE_LEVEL, TWO_LEVELS, sharding
+from tests.helpers.models import GPT, MLP, Block
+from tests.helpers.ranks import here
+from tests.helpers.strategies import ONE_LEVEL, TWO_LEVELS, sharding
 
 pytestmark = pytest.mark.dist
 
@@ -437,7 +437,7 @@ def test_no_ddp_around_a_sharded_model(two_ranks):
 
 
 def transformed(folder: str) -> None:
-    from tests.models import llama
+    from tests.helpers.models import llama
 
     torch.manual_seed(0)
     reference = llama()

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mfsdp
 from mfsdp.runtime import static_buffers
-from tests.models import GPT, MLP, Block
-from tests.parity import compiled
+from tests.helpers.buffers import buffers_of
+from tests.helpers.models import GPT, MLP, Block
+from tests.helpers.parity import compiled
 
 
 @pytest.fixture
@@ -27,10 +27,6 @@ def four() -> Iterator[None]:
         yield
     torch.set_num_threads(threads)
     static_buffers.reset()
-
-
-def buffers_of(model: torch.nn.Module) -> list[Any]:
-    return list({r.buffer: None for m in model.modules() for r in m.__dict__.get("_mfsdp_refs", {}).values()})
 
 
 @pytest.mark.slow

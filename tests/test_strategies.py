@@ -15,23 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from tests.models import CASES, GPT
-from tests.parity import averaged, batches, build, clip_and_step, compiled, error, farthest, whole
-from tests.ranks import collectives_told, here
+from tests.helpers.models import CASES, GPT
+from tests.helpers.parity import averaged, batches, build, clip_and_step, compiled, error, farthest, whole
+from tests.helpers.ranks import collectives_told
+from tests.helpers.strategies import TWO_LEVELS, sharding
 
-ONE_LEVEL: dict[str, dict[str, Any]] = {
-    "no_shard": {"strategy": 0},
-    "optim": {"strategy": 1},
-    "optim_grads": {"strategy": 2},
-    "optim_grads_params": {"strategy": 3},
-    "held": {"strategy": 3},
-}
-TWO_LEVELS: dict[str, dict[str, Any]] = {
-    "hsdp": {"strategy": 3},
-    "hfsdp": {"strategy": 3, "outer_strategy": "optim"},
-    "hsdp of optim_grads": {"strategy": 2},
-    "hfsdp of optim_grads": {"strategy": 2, "outer_strategy": "optim"},
-}
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
@@ -44,13 +32,6 @@ DOUBLE = {  # ten steps of AdamW make a different last bit of fp32 a difference 
     )
     for name, case in {**CASES, "gpt": replace(CASES["gpt"], build=lambda: GPT(layers=1))}.items()
 }
-
-
-def sharding(place: str, **more: Any) -> dict[str, Any]:
-    if place in ONE_LEVEL:
-        return {**ONE_LEVEL[place], **more}
-    mesh = init_device_mesh(here().type, (2, dist.get_world_size() // 2), mesh_dim_names=("dp_outer", "dp_shard"))
-    return {**TWO_LEVELS[place], "mesh": mesh, **more}
 
 
 def accumulated(model: Any, run: Any, case: Any, step: int, microbatches: int, place: str) -> None:

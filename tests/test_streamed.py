@@ -21,8 +21,8 @@ from mfsdp.cost_model.estimate import streamed
 from mfsdp.ir.byte_costs import size
 from mfsdp.runtime import host_memory, static_buffers
 from mfsdp.state import flat_optimizer as flat
-from tests.parity import scaled_steps, whole
-from tests.test_optimizer import OPTIMIZERS, fill, groups, sharded
+from tests.helpers.optimizers import OPTIMIZERS, fill, groups, sharded
+from tests.helpers.parity import scaled_steps, whole
 
 ADAM: Any = importlib.import_module("torch.optim.adam")
 STREAMED = {name: OPTIMIZERS[name] for name in OPTIMIZERS if name != "asgd"}

@@ -22,8 +22,8 @@ from mfsdp.compiler.tracing import Programs
 from mfsdp.ir.program import Program
 from mfsdp.ir.verifier import LawError
 from mfsdp.runtime.instrumentation import observed
-from tests.models import CASES, GPT, Block
-from tests.parity import batches, build, compiled, whole
+from tests.helpers.models import CASES, GPT, Block
+from tests.helpers.parity import batches, build, compiled, whole
 
 
 @cache

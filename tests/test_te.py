@@ -21,7 +21,8 @@ from mfsdp import pipeline
 from mfsdp.ir.saved_copies import copies
 from mfsdp.sharding import eager
 from mfsdp.state import transformer_engine
-from tests.test_optimizer import fill, whole
+from tests.helpers.optimizers import fill
+from tests.helpers.parity import whole
 
 pytestmark = pytest.mark.te
 

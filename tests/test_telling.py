@@ -18,7 +18,7 @@ from mfsdp.config.hardware import KNOWN
 from mfsdp.config.options import Options
 from mfsdp.cost_model import fusion
 from mfsdp.cost_model.auto_prefetch import AutoPrefetch
-from tests.models import GPT, MLP, Block
+from tests.helpers.models import GPT, MLP, Block
 
 SPOILED = {
     "outline": "mfsdp.compiler.backend.outline",

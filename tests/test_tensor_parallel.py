@@ -28,9 +28,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import mfsdp
 from examples.parallel.model import Layer, Llama, tensor_parallel
-from tests.parallel import graphs, next_token, reset, tokens, trained_alike, twin
-from tests.parity import compiled, error
-from tests.ranks import here
+from tests.helpers.parallel import graphs, next_token, reset, tokens, trained_alike, twin
+from tests.helpers.parity import compiled, error
+from tests.helpers.ranks import here
 
 pytestmark = pytest.mark.dist
 

@@ -27,11 +27,11 @@ from mfsdp.ir.roles import Kind, role
 from mfsdp.ir.verifier import LawError, check
 from mfsdp.passes import hide_collectives
 from mfsdp.runtime import instrumentation, sync_collectives
-from tests.models import GPT, Block
-from tests.parallel import graphs, next_token, reset, tokens
-from tests.parity import compiled, error
-from tests.test_collective import parallel, programs
-from tests.test_expert_parallel import sharded
+from tests.helpers.collectives import parallel, programs
+from tests.helpers.experts import sharded
+from tests.helpers.models import GPT, Block
+from tests.helpers.parallel import graphs, next_token, reset, tokens
+from tests.helpers.parity import compiled, error
 
 
 class Mixture(nn.Module):

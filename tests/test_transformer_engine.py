@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.state_dict import (
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.ir.saved_copies import copies
-from tests.engine_doubles import FusedAdam, GroupedTensor, Linear, QuantizedTensor
-from tests.test_optimizer import fill, whole
-from tests.test_shard import snapshot
+from tests.helpers.engine_doubles import FusedAdam, GroupedTensor, Linear, QuantizedTensor
+from tests.helpers.optimizers import fill
+from tests.helpers.parity import whole
+from tests.helpers.snapshots import snapshot
 
 BF16 = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from tests.models import llama, mixtral
-from tests.parity import averaged, error, whole
-from tests.ranks import Ranks
-from tests.trainers import environment, fresh_logits, logged, trainer
+from tests.helpers.models import llama, mixtral
+from tests.helpers.parity import averaged, error, whole
+from tests.helpers.ranks import Ranks
+from tests.helpers.trainers import environment, fresh_logits, logged, trainer
 
 EAGER = {"lowering": "eager"}
 

@@ -20,8 +20,8 @@ from mfsdp.runtime.sync_collectives import summed
 from mfsdp.runtime.transport_registry import carried_by, transport_of
 from mfsdp.state.mesh import axes
 from mfsdp.state.sharding_plan import ShardingPlan
-from tests.models import GPT, Block, Lumpy
-from tests.ranks import Ranks
+from tests.helpers.models import GPT, Block, Lumpy
+from tests.helpers.ranks import Ranks
 
 pytestmark = pytest.mark.dist
 

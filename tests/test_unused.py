@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from tests.parity import error, whole
-from tests.ranks import here
-from tests.test_agreement import said, throwaway
+from tests.helpers.desync import said, throwaway
+from tests.helpers.parity import error, whole
+from tests.helpers.ranks import here
 
 WIDTH = 6
 

@@ -18,13 +18,13 @@ from torch._dynamo.utils import counters
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.compiler import compile_cache
-from mfsdp.compiler.capture import Capture, sources
 from mfsdp.config.options import Options
 from mfsdp.reports.profile import Outline
 from mfsdp.runtime.desync import GroupState
 from mfsdp.runtime.program_info import ProgramInfo
-from tests.parity import whole
-from tests.toys import offloaded
+from tests.helpers.captured import captured
+from tests.helpers.parity import whole
+from tests.helpers.toys import offloaded
 
 
 def start(folder: str, carried: bytes, changes: dict[str, Any]) -> dict[str, Any]:
@@ -123,20 +123,6 @@ def test_every_source_file_counts(tmp_path):
         compile_cache.sources.cache_clear()
         assert compile_cache.sources(copied) != before, path
         path.write_text(text)
-
-
-def captured(options: Options, **sharding: Any) -> str:
-    """The key of a small model's graph."""
-    keys: list[str] = []
-    model = mfsdp.fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), **{"units": ["0"], **sharding})
-
-    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        keys.append(compile_cache.cache_key(Capture(inputs, sources(gm)), options, pipeline.chosen(options), gm))
-        return lambda *args: (torch.zeros(2, 6),)
-
-    torch._dynamo.reset()
-    torch.compile(model, backend=backend)(torch.ones(2, 6))
-    return keys[0]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
@@ -11,8 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +22,8 @@ import mfsdp
 from mfsdp.compiler import backend
 from mfsdp.config.options import Options
 from mfsdp.runtime import execution, groups, watchdog
-from tests.ranks import here
+from tests.helpers.logs import logged
+from tests.helpers.ranks import here
 
 # What is said
 
@@ -118,20 +117,6 @@ def test_restarted_processes_do_not_hear_those_before(monkeypatch):
 
 
 # Ranks
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """What this process logs; and afterwards the watch is what it is by itself."""
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("mfsdp").addHandler(handler)
-    try:
-        yield texts
-    finally:
-        logging.getLogger("mfsdp").removeHandler(handler)
-        watchdog.settle(watchdog.PATIENCE, False, None)
 
 
 def late_batch(seconds: float) -> None:

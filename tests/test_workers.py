@@ -22,7 +22,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.utils import fresh_cache
 
 import mfsdp
-from tests.parity import error
+from tests.helpers.parity import error
 
 LOG = list[str]
 

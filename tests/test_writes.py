@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import mfsdp
-from tests.parity import averaged, error, whole
+from tests.helpers.parity import averaged, error, whole
 
 
 def _halve(m: Book) -> None:

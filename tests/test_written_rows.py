@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import mfsdp
 from mfsdp.runtime import execution
 from mfsdp.state.weights import Weights
-from tests.parity import whole
-from tests.ranks import collectives_told
-from tests.writes import COUNTED, PAST
+from tests.helpers.parity import whole
+from tests.helpers.ranks import collectives_told
+from tests.helpers.writes import COUNTED, PAST
 
 
 class Both:

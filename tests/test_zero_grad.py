@@ -15,9 +15,9 @@ import mfsdp
 from mfsdp.runtime import static_buffers
 from mfsdp.state import gradients
 from mfsdp.state.gradients import scaled
-from tests.models import MLP
-from tests.parity import compiled
-from tests.test_steady import buffers_of
+from tests.helpers.buffers import buffers_of
+from tests.helpers.models import MLP
+from tests.helpers.parity import compiled
 
 LOWERINGS = ["none", "eager", pytest.param("whole", marks=pytest.mark.inductor)]
 

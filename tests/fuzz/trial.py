@@ -18,7 +18,7 @@ from typing import Any
 from tests.fuzz.cases import APART, Case, control, features
 from tests.fuzz.program import program
 from tests.fuzz.words import LOST, explained
-from tests.ranks import Ranks
+from tests.helpers.ranks import Ranks
 
 SECONDS = 90.0
 """For one case, compilation included, on a busy machine."""

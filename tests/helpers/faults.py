@@ -1,7 +1,7 @@
-"""How long it takes until every rank is told of a fault: ``python -m tests.faults``, a table for docs/guides/faults.md.
+"""Seconds until every rank reports a fault: ``python -m tests.helpers.faults`` prints the table of docs/guides/faults.md.
 
-The faults are those of `test_agreement`; seconds are counted from where the ranks begin the step that goes wrong, on
-the rank that hears of it last.
+The faults are those of `test_agreement`. Seconds count from the beginning of the step that fails, on the rank that
+hears of it last.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests import test_agreement
-from tests.ranks import Ranks
+from tests.helpers.ranks import Ranks
 
 FAULTS: tuple[tuple[str, Callable[..., Any], tuple[Any, ...]], ...] = (
     ("other layers, compiled", test_agreement.layers_differ, ("skip",)),

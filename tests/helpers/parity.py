@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from tests.models import CASES, Case
-from tests.ranks import here
+from tests.helpers.models import CASES, Case
+from tests.helpers.ranks import here
 
 
 def build(case: Case, **sharding: Any) -> tuple[nn.Module, nn.Module]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from tests.parity import whole
+from tests.helpers.parity import whole
 
 
 def _past_versions(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.ranks import here
+from tests.helpers.ranks import here
 
 
 @contextmanager

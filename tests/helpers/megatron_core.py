@@ -1,4 +1,4 @@
-"""Saves a model of Megatron-Core's as Megatron-Core does, on two ranks: ``torchrun tests/megatron_core.py folder``.
+"""Saves a Megatron-Core model on two ranks as Megatron-Core does: ``torchrun tests/helpers/megatron_core.py FOLDER``.
 
 It believes that it is on a GPU: two functions of torch.cuda, which it calls unasked, are replaced.
 """

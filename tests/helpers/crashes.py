@@ -1,6 +1,6 @@
 """Processes that die while they save, in every way of saving; counts what is lost.
 
-python -m tests.crashes FOLDER --injected 900 --random 100
+python -m tests.helpers.crashes FOLDER --injected 900 --random 100
 
 Injected: a process ends at its first file operation, at its second and so on until one survives; and then where a file
 grows beyond some byte, killed by the system. Random: it is killed from outside at some moment; of runs that save
@@ -31,7 +31,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp import Checkpoints
-from tests.parity import compiled, whole
+from tests.helpers.parity import compiled, whole
 
 
 class Loader:
@@ -274,7 +274,7 @@ def counted(folder: str) -> tuple[int, bool]:
 
 def killed_and_resumed(folder: Path, kills: int, blocking: bool) -> dict[str, int]:
     """Kills one of two ranks, or both, at a random moment of a run that saves all the time, and starts it again."""
-    from tests.ranks import Ranks
+    from tests.helpers.ranks import Ranks
 
     chance, checkpoints = random.Random(0), Checkpoints(folder)
     counts = {"kills": 0, "resumes": 0, "losses": 0, "step": 0}

@@ -31,7 +31,7 @@ from mfsdp.compiler import attention_masks, lowering, schedule_check, tracing
 from mfsdp.compiler.capture import Capture
 from mfsdp.ir import ops
 from mfsdp.ir.program import Phase, Program, view_of
-from tests.models import Case
+from tests.helpers.models import Case
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default: (0, 1), aten.bmm.default: (0, 1), aten.addmm.default: (1, 2), ops.mm: (4, 5)}

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from tests.parity import error
-from tests.ranks import here
+from tests.helpers.parity import error
+from tests.helpers.ranks import here
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 

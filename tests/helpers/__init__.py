@@ -1,0 +1,1 @@
+"""What tests share: models, ranks, doubles, comparisons."""

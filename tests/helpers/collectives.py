@@ -1,0 +1,39 @@
+"""Shared by tests of what `test_collective` is about: parallel, programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import mfsdp
+from examples.parallel.model import Layer, Llama, tensor_parallel
+from mfsdp import pipeline
+from mfsdp.ir.program import Program
+from tests.helpers.parallel import next_token, reset, tokens
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    with mfsdp.fake_ranks(8, rank=3):
+        reset()
+        yield init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp"))
+
+
+def programs(model: nn.Module, run: Any, *extra: tuple[str, Any]) -> list[Program]:
+    """The programs of a training step."""
+    seen: list[Program] = []
+    passes = (*pipeline.PIPELINE, ("look", lambda p: seen.append(p.copy())), *extra)
+    run(torch.compile(model, backend="mfsdp", dynamic=False, options={"lowering": "eager", "passes": passes}))
+    return seen
+
+
+def parallel(mesh: Any) -> list[Program]:
+    model = Llama(layers=1)
+    tensor_parallel(model, mesh["tp"])
+    mfsdp.fully_shard(model, mesh=mesh, units=[Layer])
+    return programs(model, lambda run: next_token(run, tokens(0)).backward())

@@ -1,0 +1,12 @@
+"""Shared by tests of what `test_kernels` is about: quick."""
+
+from __future__ import annotations
+
+import pytest
+
+from mfsdp.cost_model import kernel_timings
+
+
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_timings, "LEAST", 1e-9)
+    monkeypatch.setattr(kernel_timings, "ROUNDS", 1)

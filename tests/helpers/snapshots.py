@@ -1,0 +1,13 @@
+"""Shared by tests of what `test_shard` is about: snapshot."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def snapshot(model: nn.Module) -> list[tuple[str, type, dict[str, int]]]:
+    """Classes, and who every parameter is: what must be as it was after an error."""
+    return [
+        (fqn, type(m), {n: id(p) for n, p in m._parameters.items()}, sorted(m.__dict__))  # type: ignore[misc]
+        for fqn, m in model.named_modules()
+    ]
