@@ -503,7 +503,7 @@ def test_a_report_says_it_in_words():
     assert line.source.startswith("tests/helpers/toys.py:") and line.source.endswith("return self.layers(x)")
     with pytest.raises(ValueError, match="phase='sideways': choose one of forward, backward"):
         report.listing("sideways")
-    with pytest.raises(ValueError, match="stage='x': choose one of capture, collective, fill, quantize, gather"):
+    with pytest.raises(ValueError, match="stage='x': choose one of capture, collective, hide_coll"):
         report.listing("forward", "x")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-REFUSALS = ("Apart", "Lost", "NotImplementedError", "RuntimeError", "UserWarning", "ValueError")
+REFUSALS = ("DesyncError", "PeerLostError", "NotImplementedError", "RuntimeError", "UserWarning", "ValueError")
 """Types of exceptions that a refusal may have; programs raise the warning that parameters have no values."""
 
 OURS = r"mfsdp|fully_shard|sharded|strategy|unit|no_sync|functional_call"
