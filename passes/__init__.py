@@ -1,4 +1,4 @@
-"""The passes: one verb, one file. Each takes a `Program` and rewrites it in place.
+"""The compiler passes, one per file. Each takes a `Program` and rewrites it in place.
 
     interleave        alternate the microbatches of one program           other parallelisms' collectives,
     collective        launch them early, wait for them late                overlapped
@@ -19,7 +19,7 @@
     plan_memory       assign static buffers
     assign_groups     assign process groups to lanes
 
-`mfsdp.pipeline` has their order, with its reasons.
+`mfsdp.pipeline` defines their order and the reasons for it.
 """
 
 if __name__ != "mfsdp.passes":

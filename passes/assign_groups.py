@@ -1,16 +1,16 @@
-"""assign_groups: lanes become process groups.
+"""assign_groups: reductions run in a process group of their own.
 
     . * .  u0_full                = all_gather u0_shard                   bf16[1056768]    on group 0
     >-+-*  u1_gshard              = reduce_scatter u1_gfull, sum          bf16[132096]     on group 1, beside it
 
-Why: collectives of one group run one after the other, in the order of their launches, whatever the streams: a gather
-that is needed soon would stand behind a reduction that nobody waits for.
-Needs: a second group over the same ranks (`fully_shard` makes it).
-Costs: the buffers of another communicator.
+Why: the collectives of one process group run in launch order, whatever the streams. A gather that is needed soon would
+    wait behind a reduction whose result nothing reads yet.
+Needs: a second group over the same ranks, which `fully_shard` creates.
+Costs: the buffers of one more communicator.
 
-On CUDA each group brings a stream of its own, and the events are the backend's: a launch waits for what the compute
-stream has been given so far, a `wait` makes the compute stream wait for the collective, and what a collective reads and
-writes is kept until then (invariants 10 and 11).
+On CUDA each group has its own stream, and the backend handles events: a launch waits for the work already on the
+compute stream; a `wait` makes the compute stream wait for the collective; the collective's inputs and outputs stay
+alive until then (invariants 10 and 11).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mfsdp.ir.roles import role
 
 
 def assign_groups(p: Program) -> None:
-    """Sends reductions through the second group of their unit."""
+    """Moves reductions to the second process group of their unit."""
     moved = 0
     for node in p.nodes:
         if node.target in (ops.reduce_scatter, ops.all_reduce):

@@ -1,6 +1,6 @@
-"""collective: collectives of other parallelisms are launched and waited for like ours.
+"""collective: collectives of other parallelisms become launches and waits of mfsdp.
 
-Before, as tensor parallelism's DTensors or the model itself have written it:
+Before, as DTensor (tensor parallelism) or the model wrote them:
 
     *       sum_3                  = sum mul_7, [0, 1]                     f32[256]
     *       all_reduce             = all_reduce sum_3, 'sum', '7'          f32[256]
@@ -14,14 +14,14 @@ After:
     *   |   ...
     <---o                            wait all_reduce
 
-Why: what they move and how long compute stands for it is in the listing and on the clock; what they read lives until
-they have read it; ranks of a group compare them; and a wait stands in front of the first reader, not behind the launch.
-Needs: nothing; before `reshard`, which frees a gathered buffer behind its last reader, and that may be a wait.
-Costs: what a collective reads lives until the wait.
+Why: the listing and the cost model show their bytes and exposed time. Their inputs stay alive until the wait. Desync
+    detection covers them. The wait moves from behind the launch to the first reader.
+Needs: nothing; it runs before `reshard`, which frees a gathered buffer after its last reader, and that may be a wait.
+Costs: the input of a collective lives until its wait.
 
-All-to-alls have a lane of their own: they are the experts' traffic, everything else is tensor or context parallelism.
-Operations that are known to torch only (``shard_dim_alltoall``, sums of other kinds) stay as they are: they launch and
-wait by themselves.
+All-to-alls (expert parallelism) have a lane of their own; tensor and context parallelism share the other lane.
+Collectives that only torch implements (``shard_dim_alltoall``, other reduce operations) stay unchanged: they launch and
+wait at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REDUCTIONS = ("sum", "avg", "max", "min")
 
 
 def collective(p: Program) -> None:
-    """Turns functional collectives and their waits into operations of ours."""
+    """Replaces functional collectives and their waits by launches and waits of mfsdp."""
     found = left = 0
     for node in p.nodes:
         if AXIS not in node.meta:
@@ -76,17 +76,17 @@ def collective(p: Program) -> None:
 
 
 def _verb(node: Node) -> str | None:
-    """What it does, ``None`` for what is not known."""
+    """Returns the collective's name, with its reduce operation if it has one; ``None`` if mfsdp does not support it."""
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     if name in ("all_reduce", "reduce_scatter_tensor"):
         op = str(node.args[1]).lower()
         verb = name.removesuffix("_tensor")
         known = op in REDUCTIONS if verb == "all_reduce" else op in ("sum", "avg")
-        averages = node.meta["val"].dtype in (torch.float32, torch.float64, torch.bfloat16)  # summed, then divided
+        averages = node.meta["val"].dtype in (torch.float32, torch.float64, torch.bfloat16)  # a sum, then a division
         return f"{verb} {op}" if known and (op != "avg" or averages) else None
     return {"all_gather_into_tensor": "all_gather", "all_to_all_single": "all_to_all"}.get(name)
 
 
 def _splits(node: Node) -> tuple[list[Any], list[Any]]:
-    """Rows that come from each rank, rows that go to each."""
+    """Returns the rows received from each rank, and the rows sent to each rank."""
     return list(node.args[1]), list(node.args[2])  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""defer: compute does not wait for a reduction until the next one needs its place.
+"""defer: compute waits for a reduction later, behind the compute that follows its launch.
 
-Before, compute stops at every unit until its gradients have been reduced:
+Before, compute waits for each unit's reduction at once:
 
     >---*  u1_gshard              = reduce_scatter u1_gfull, sum          bf16[132096]
     <---o                           wait u1_gshard
@@ -18,10 +18,10 @@ After, with lag 1:
     * . .  u0_gfull               = bucket u0                             bf16[1056768]
     * . .                           pack u0_gfull, mm_2, sum_2
 
-Why: the link works while compute does. Waits move down, never up; sums are taken in the same order.
+Why: communication overlaps with compute. Waits only move down, and sums keep their order.
 Needs: `reduce`.
-Costs: ``lag`` packed gradient buffers are in flight; a wait comes before the pack that would make it one more, and the
-last ones come before the program's outputs (invariant 14).
+Costs: ``lag`` packed gradient buffers are in flight. A wait precedes the buffer that would be one too many; the last
+    waits precede the program's outputs (invariant 14).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from mfsdp.ir.roles import Kind, Lane, role
 
 
 def defer(p: Program, *, lag: int = 1) -> None:
-    """Moves the waits for reductions, and what follows from them, down.
+    """Moves waits for reductions, and the nodes that use their results, down.
 
     Args:
-        lag: how many modules' reductions may be in flight behind compute; 0 moves nothing.
+        lag: number of modules whose reductions may be in flight behind compute; 0 moves nothing.
     """
     waits = [n for n in p.find(Kind.WAIT) if (r := role(n)) is not None and r.lane in (Lane.REDUCE, Lane.OUTER)]
     if not waits:
@@ -46,7 +46,7 @@ def defer(p: Program, *, lag: int = 1) -> None:
     if lag == 0:
         p.note("lag 0")
         return
-    chains: dict[Node, list[Node]] = {}  # first wait for what was packed into a buffer, second wait
+    chains: dict[Node, list[Node]] = {}  # by gradient buffer: wait of its first reduction, of its second
     for wait in waits:
         chains.setdefault(_bucket(wait), []).append(wait)
     modules = by_module(p, chains)
@@ -61,7 +61,7 @@ def defer(p: Program, *, lag: int = 1) -> None:
 
 
 def _bucket(wait: Node) -> Node:
-    """The buffer that was packed for the reduction that is waited for."""
+    """Returns the gradient buffer of the reduction that ``wait`` waits for."""
     product = base_of(wait.args[0])  # type: ignore[arg-type]
     while product.target is ops.reduce_scatter:
         product = base_of(product.args[0])  # type: ignore[arg-type]
@@ -69,8 +69,8 @@ def _bucket(wait: Node) -> Node:
 
 
 def _followers(wait: Node) -> list[Node]:
-    """What is done with the result: the next reduction, or the accumulate, or the views of a buffer that was reduced in
-    place.
+    """Returns the nodes after a wait that use its result: the next reduction, the accumulate, or views of a buffer that
+    was reduced in place.
     """
     product = wait.args[0]
     assert isinstance(product, Node)

@@ -1,35 +1,36 @@
-"""gather: parameters come out of one all-gather per unit and program.
+"""gather: one all-gather per unit and program produces the unit's parameters.
 
-Before, every access is a marker that would gather by itself:
+Before, every parameter access is a marker:
 
     * . .  u0_weight              = param u0_shard, 0, [1024,1024]        bf16[1024,1024]
     * . .  u0_bias                = param u0_shard, 1048576, [1024]       bf16[1024]
     * . .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
 
-After, the unit is gathered where its first parameter is read, and parameters are views, which have no line:
+After, the unit is gathered before its first reader, and parameters are views, which have no line:
 
     . * .  u0_full                = all_gather u0_shard                   bf16[1056768]
     <-o .                           wait u0_full
     * . .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
 
 Why: one collective per unit instead of one per parameter, and no copy out of its result.
-Needs: the layout (each parameter lies contiguously in the full buffer).
-Costs: the full buffer stays until `reshard` says otherwise.
+Needs: the layout: each parameter is contiguous in the full buffer.
+Costs: the full buffer stays allocated until `reshard` frees it.
 
-A main shard in another dtype than the one that travels is cast first, on the shard, so that the smaller one travels.
-Under ``keep_cast`` that has no line: what is gathered is a cast that lasts from one optimizer step to the next. What
-travels in int8 is not cast: it is quantised where it is sent, from main weights.
-A group of one gathers nothing: parameters are then views into the shard itself, or into its cast (invariant 4). Under
-``keep_cast`` that is the one that lasts, in forward and in backward:
+If the main weights are not in the communication dtype, the shard is cast before the all-gather, so that fewer bytes are
+communicated. Under ``keep_cast`` this cast has no line: the all-gather reads a cast that persists from one optimizer
+step to the next. For int8 there is no cast: main weights are quantized when they are sent.
+
+A group of one rank gathers nothing: parameters are views into the shard or its cast (invariant 4). Under ``keep_cast``
+this is the persistent cast, in forward and in backward:
 
     * . .  u0_cast                = kept_cast u0_shard                    bf16[1056768]
 
-It takes two bytes per parameter throughout, where a cast for each program goes with its unit, and comes again in
-backward. A unit that stays whole from forward to backward (``reshard_after_forward=False``) is cast in forward, once,
-and backward reads that: a cast that lasts could be written by an optimizer in between.
+It takes two bytes per parameter throughout, whereas a cast per program is freed with its unit and made again in
+backward. A unit with ``reshard_after_forward=False`` is cast once, in forward, and backward reads that cast: an
+optimizer could overwrite a persistent cast in between.
 
-Where the strategy leaves parameters whole (``optim``, ``optim_grads``), or a shard of them on every outer rank (HFSDP),
-programs read a copy that lasts. Forward asks for it to be gathered again, which happens if the optimizer has stepped:
+Under the strategies ``optim`` and ``optim_grads`` parameters stay gathered; under HFSDP every outer rank keeps a shard
+of them. Programs read this persistent copy. Forward asks for a refresh, which runs only if the optimizer has stepped:
 
     . * .                           refresh u0_full
     <-o .                           wait u0_full
@@ -53,7 +54,7 @@ def gather(p: Program, *, keep_cast: bool = False) -> None:
     """Replaces all markers of each unit by one all-gather and views into its result.
 
     Args:
-        keep_cast: whether casts of shards last until main weights are written.
+        keep_cast: whether casts of shards persist until main weights are written.
     """
     gathered, kept = 0, saved_copies.told(p)
     for unit, params in p.by_unit(Kind.PARAM).items():
@@ -105,7 +106,7 @@ def _gather_unit(p: Program, unit: Unit, markers: list[Node], keep_cast: bool) -
 
 
 def _view(p: Program, unit: Unit, flat: Node, marker: Node) -> Node:
-    """Turns the marker into a view into the flat buffer, in the dtype that the model computes in."""
+    """Replaces a marker by a view into the flat buffer, cast to the compute dtype."""
     value, precision = marker.meta["val"], unit.spec.precision
     where = (flat, list(value.shape), list(value.stride()), marker.args[1])
     p.rewrite(marker, aten.as_strided.default, where)

@@ -1,6 +1,6 @@
-"""hide_collectives: what an exchange does not need, and what does not need it, runs while it travels.
+"""hide_collectives: independent compute runs while another parallelism's collective is in flight.
 
-Before, in the backward of experts, a weight's gradient is computed in front of the launch, as autograd wrote it:
+Before, in the backward of experts, autograd computes a weight's gradient before the launch:
 
     *       mm                     = mm gelu_backward, u1_up_weight        f32[4,8]
     *       mm_1                   = mm gelu_backward.T, wait_tensor       f32[8,8]
@@ -16,14 +16,14 @@ After:
     <---o                            wait all_to_all
     *       ...
 
-Why: the link works while compute does. Values stay bitwise equal.
-Needs: `collective`, whose launches and waits these are.
-Costs: what weights' gradients are computed from lives a little longer, at most ``most`` bytes of it at each launch.
+Why: communication overlaps with compute. Values stay bitwise equal.
+Needs: `collective`, which creates these launches and waits.
+Costs: the inputs of the delayed compute live longer, at most ``most`` bytes of them at each launch.
 
-A launch goes up to behind the last thing that it needs since the wait before it: what it passes fills it. A wait goes
-down over what does not hang on it (experts that all tokens share) and reads no unit that has not been read by then.
-Nothing passes a second launch, so a unit's reduction is later by what fills one exchange, at most. Operators that draw
-random numbers stay.
+A launch moves up to the last node that it needs, but not past the previous collective, wait or write; the nodes that it
+passes then run behind it. A wait moves down past nodes that do not depend on it (shared experts), but not past the
+first read of a unit. Nothing moves past a second launch, so a unit's reduction is delayed at most by the compute behind
+one collective. Operators that draw random numbers do not move.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def hide_collectives(p: Program, *, most: int | None = None) -> None:
     """Moves launches of other parallelisms' collectives up, and their waits down.
 
     Args:
-        most: bytes that may live longer at each launch, for what is computed behind it.
+        most: bytes that may live longer at each launch, for compute that moves behind it; ``None``: no limit.
     """
     launches = [n for n in p.nodes if n.target is ops.collective]
     if not launches:
@@ -65,7 +65,9 @@ def hide_collectives(p: Program, *, most: int | None = None) -> None:
 
 
 def _passed(launch: Node, most: int | None) -> tuple[list[Node], list[Node]]:
-    """What a launch need not wait for, since what is exchanged or waited for before it; and what the limit keeps."""
+    """Returns the nodes before a launch that may run after it, and those that the limit keeps in place. Searches back
+    to the previous collective, wait or write.
+    """
     segment: list[Node] = []
     node = launch.prev
     while not _fixed(node):
@@ -85,8 +87,8 @@ def _passed(launch: Node, most: int | None) -> tuple[list[Node], list[Node]]:
 
 
 def _within(free: list[Node], launch: Node, most: int) -> int:
-    """How many of these, from the last one back, may run behind a launch: what they read, and nobody reads later, lives
-    longer.
+    """Returns how many of these nodes, counted back from the launch, may run behind it. A value that only they still
+    read lives longer; at most ``most`` bytes may.
     """
     behind, counted = set[Node](), set[Node]()
     longer = 0
@@ -107,12 +109,12 @@ _LASTING = (Kind.PARAM, Kind.SHARD)
 
 
 def _ahead(wait: Node, bound: set[Node], markers: dict[str, list[Node]]) -> list[Node]:
-    """What comes behind a wait, up to the next thing that is exchanged or waited for, and does not hang on it.
+    """Returns the nodes after a wait, up to the next collective, wait or write, that do not depend on it.
 
     Args:
         wait: the wait.
-        bound: what is waited for, and views of it; what hangs on that joins it.
-        markers: of each unit.
+        bound: the collective's result and its views; dependent nodes are added.
+        markers: parameter markers by unit.
     """
     found: list[Node] = []
     node = wait.next
@@ -128,7 +130,7 @@ def _ahead(wait: Node, bound: set[Node], markers: dict[str, list[Node]]) -> list
 
 
 def _fixed(node: Node) -> bool:
-    """What nothing passes: what is exchanged or waited for, also by torch itself, and what is written."""
+    """Whether no node may move past this one: collectives and waits, torch's own too, and writes."""
     ours = node.target in (ops.collective, ops.wait) or getattr(node.target, "namespace", "") == "_c10d_functional"
     return node.op != "call_function" or ours or bool(mutates(node))
 

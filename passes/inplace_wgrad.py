@@ -1,28 +1,28 @@
-"""inplace_wgrad: products are written straight into the gradient buffer.
+"""inplace_wgrad: matrix products write weight gradients directly into the gradient buffer.
 
-Before, a gradient is made, and then copied:
+Before, a gradient is computed, then copied:
 
     * . .  mm_1                   = mm threshold_backward.T, relu         bf16[1024,1024]
     * . .  sum_1                  = sum threshold_backward, [0], True     bf16[1,1024]
     * . .  u1_gfull               = bucket u1                             bf16[1056768]
     * . .                           pack u1_gfull, mm_1, sum_1
 
-After, the matrix product writes to its place, and only the small sum is copied:
+After, the matrix product writes in place, and only the small sum is copied:
 
     * . .  u1_gfull               = bucket u1                             bf16[1056768]
     * . .                           mm u1_gfull@0, threshold_backward.T, relu
     * . .  sum_1                  = sum threshold_backward, [0], True     bf16[1,1024]
     * . .                           pack u1_gfull, sum_1
 
-Why: gradients of matrices are most of the bytes, and a second copy of them is memory and time.
-Needs: `reduce`; after `defer`, whose waits then stand in front of the buffer that they make room for.
-Costs: the buffer is there from the unit's first product on. It moves up to the pack before it and no further: a root
-whose head is differentiated first and whose embedding last would hold its buffer through all of backward.
+Why: most gradient bytes belong to matrices; a second copy of them costs memory and time.
+Needs: `reduce`. It runs after `defer`, so that waits already precede the buffer that they free memory for.
+Costs: the buffer is allocated at the unit's first product. It moves up at most to the previous pack: a root unit whose
+    head comes first in backward and whose embedding comes last would otherwise hold its buffer through all of backward.
 
-Only a product that nothing else reads, whose views up to the gradient keep its elements in place, and whose dtype is
-the one that travels; on CUDA also one of 16 bits into float32, which is not rounded in between (`ops.multiplies`).
-Other gradients (sums, embeddings, convolutions, sums over uses) are made by kernels that choose their own output, and
-are copied.
+A product qualifies if nothing else reads it, if the views between it and the gradient keep its elements in place, and
+if it has the communication dtype. On CUDA a 16-bit product into float32 qualifies too; it is not rounded in between
+(`ops.multiplies`). Other gradients (sums, embeddings, convolutions, sums over uses) come from kernels that allocate
+their own output, and are copied.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ aten = torch.ops.aten
 
 
 def inplace_wgrad(p: Program, *, wide: bool | None = None) -> None:
-    """Turns matrix products that end in a gradient buffer into products that write there. ``wide``: whether 16-bit ones
-    can be written in float32; ``None``: as the device of the program's tensors can.
+    """Turns matrix products that end in a gradient buffer into writes to that buffer.
+
+    Args:
+        wide: whether 16-bit products can be written in float32; ``None``: decided by the device of the program's
+            tensors.
     """
     copied = written = 0
     packs = [n for n in p.find(Kind.PACK) if n.target is ops.pack]
@@ -73,7 +76,9 @@ def inplace_wgrad(p: Program, *, wide: bool | None = None) -> None:
 
 
 def _product(p: Program, grad: Node, pack: Node, wide: bool | None) -> Node | None:
-    """The matrix product that a gradient is, if it may write to the gradient's place."""
+    """Returns the matrix product that computes a gradient; ``None`` if there is none that may write to the gradient's
+    place.
+    """
     product, value = base_of(grad), grad.meta["val"]
     gfull = pack.args[0]
     if product.target is not aten.mm.default or p.readers(product) != [pack]:
@@ -91,7 +96,7 @@ def _write(p: Program, gfull: Node, offset: int, product: Node) -> None:
 
 
 def _erase_unread(p: Program, nodes: list[Node]) -> None:
-    """Erases values that nothing reads any more, and what they alone were views of."""
+    """Erases values that nothing reads, and the nodes that only they were views of."""
     for node in nodes:
         while node.op == "call_function" and not node.users:
             parent = node.args[0]

@@ -1,6 +1,6 @@
-"""insert_checks: in some steps somebody looks at what a unit reads, computes and gives.
+"""insert_checks: runtime checks test each unit's weights, results and gradients in some steps.
 
-Before, a NaN goes from unit to unit, and with the gradients to all ranks:
+Before, a NaN spreads from unit to unit, and through gradients to all ranks:
 
     * . .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
     * . .  relu                   = relu addmm                            bf16[256,1024]
@@ -15,7 +15,7 @@ After, under ``check_finite``, in forward
     * . .                           probe addmm
     <-o .                           wait u1_full
 
-and in backward, where gradients are this rank's own, and where they are summed over ranks:
+and in backward, on this rank's gradients and on their sum over ranks:
 
     * . .                           probe u1_gfull
     >---*  u1_gshard              = reduce_scatter u1_gfull, sum          bf16[132096]
@@ -23,15 +23,14 @@ and in backward, where gradients are this rank's own, and where they are summed 
     * . .                           probe u1_gshard
     * . .                           accumulate u1_grad, u1_gshard, 1/8
 
-Why: the first line of a program that finds something says which unit it was, and the rank that finds it says whose data
-    (`mfsdp.runtime.runtime_checks`). Under ``check_replicas`` the same look at weights compares them.
-Needs: `inplace_wgrad` and `defer`: gradients are looked at when they are complete.
-Costs: a call for each line, which in all but one of so many steps returns at once. What is looked at is in memory
-    until then.
+Why: the first check of a program that fails names the unit, and the rank where it fails holds the bad data
+    (`mfsdp.runtime.runtime_checks`). Under ``check_replicas`` the check of weights compares replicas.
+Needs: `inplace_wgrad` and `defer`: gradients are complete where they are checked.
+Costs: one call per check, which returns at once in all but one of N steps. Checked values live until their check.
 
-A unit computes much; it is looked at once, at the last result that its parameters and no fused kernel give (a matrix
-product, as a rule): what is wrong before that is wrong there. Probes stand in front of other operations of the
-schedule, so that they cut no run of compute in two.
+The compute of a unit is checked once, at the last result that is computed from its parameters outside of fused kernels
+(usually a matrix product); earlier errors show up there. Checks precede other scheduled operations, so that they split
+no subgraph of compute.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from mfsdp.ir.roles import Kind, Role, role
 
 
 def insert_checks(p: Program, *, finite: bool = False, replicas: bool = False) -> None:
-    """Inserts probes, unit by unit.
+    """Inserts runtime checks, unit by unit.
 
     Args:
-        finite: whether to look for Inf and NaN.
-        replicas: whether weights that several ranks should have alike are compared; in forward.
+        finite: whether to check for Inf and NaN.
+        replicas: whether forward compares weights that several ranks should hold equal.
     """
     if not (finite or replicas):
         p.note("off")
@@ -85,7 +84,9 @@ def insert_checks(p: Program, *, finite: bool = False, replicas: bool = False) -
 def _look(
     p: Program, unit: Unit, value: Node, before: Node, sources: dict[str, Node], what: str, whole: bool = False
 ) -> None:
-    """``whole``: a flat buffer of all the unit's parameters, not of this rank's rows."""
+    """Inserts a check of ``value``. ``whole``: it is a flat buffer of all the unit's parameters, not of this rank's
+    rows.
+    """
     slots = [s for s in unit.layout.slots if s.numel] if whole else []
     starts, sizes = [s.offset for s in slots], [s.numel for s in slots]
     names = ",".join(s.name for s in slots)
@@ -94,7 +95,7 @@ def _look(
 
 
 def _arguments(p: Program) -> list[Node]:
-    """Floating-point arguments of the model's call."""
+    """Returns the floating-point arguments of the model's call."""
     return [n for n in p.graph.find_nodes(op="placeholder") if n.meta.get(GIVEN) == "argument" and _floats(n)]
 
 
@@ -104,14 +105,14 @@ def _floats(node: Node) -> bool:
 
 
 def _result(p: Program, params: list[Node]) -> Node | None:
-    """The last that is computed with a unit's parameters, by a kernel of its own if there is any."""
+    """Returns the last value computed from a unit's parameters, by a kernel of its own if there is one."""
     readers = sorted({u for param in params for u in p.readers(param) if role(u) is None and not mutates(u)})
     computed = [r for reader in readers if (r := _first_of(reader)) is not None]
     return next((r for r in reversed(computed) if not pointwise(r)), computed[-1] if computed else None)
 
 
 def _first_of(reader: Node) -> Node | None:
-    """What a line gives, of several results the first."""
+    """Returns a node's floating-point result, the first one of several; ``None`` if it is not floating-point."""
     if reader.op == "call_function" and isinstance(reader.meta.get("val"), (tuple, list)):
         firsts = [u for u in reader.users if is_element(u) and u.args[1] == 0]
         return firsts[0] if firsts and _floats(firsts[0]) else None
@@ -119,7 +120,7 @@ def _first_of(reader: Node) -> Node | None:
 
 
 def _next_operation(p: Program, node: Node) -> Node:
-    """The first line behind a node that cuts compute in two anyway."""
+    """Returns the first node after ``node`` that splits compute anyway."""
     while node is not p.output:
         node = node.next
         if node.target in ops.SHOWN and node.target not in (ops.pack, ops.mm):

@@ -1,6 +1,6 @@
-"""interleave: microbatches that are in one program take turns at their units, and at what they exchange.
+"""interleave: the microbatches of one program alternate at units and at collectives.
 
-Before, as a function that calls a model twice has been traced, one microbatch runs behind the other:
+Before, as traced from a function that calls the model twice, one microbatch runs after the other:
 
     *       mm                     = mm a, u0_weight.T                     f32[4,8]
     *       all_to_all_single      = all_to_all mm, ep                     f32[4,8]
@@ -10,7 +10,7 @@ Before, as a function that calls a model twice has been traced, one microbatch r
     *       all_to_all_single_1    = all_to_all mm_2, ep                   f32[4,8]
     *       ...
 
-After, each exchange has the other microbatch's compute between its launch and its wait, which `collective` makes of it:
+After, and after `collective`, each collective has the other microbatch's compute between its launch and its wait:
 
     *       mm                     = mm a, u0_weight.T                     f32[4,8]
     >---*   all_to_all_single      = all_to_all mm, ep                     f32[4,8]
@@ -19,16 +19,17 @@ After, each exchange has the other microbatch's compute between its launch and i
     <---o                            wait all_to_all_single
     *   |   mm_1                   = mm wait_tensor, u1_weight.T           f32[4,8]
 
-Why: the link works for one microbatch while the other computes; and since all of them read a unit where one does, there
-    is one gather and one reduction per unit for all.
-Needs: nothing; before `collective`, which puts waits in front of readers, and `gather`, which merges a unit's markers.
+Why: communication of one microbatch overlaps with compute of the other. All microbatches read a unit at the same time,
+    so each unit has one gather and one reduction.
+Needs: nothing; it runs before `collective`, which puts waits before readers, and `gather`, which merges a unit's
+    markers.
 Costs: the activations of all microbatches live at once.
 
-Nodes are sorted by (the last unit, the number of waits for other parallelisms) on any way to them, and stay in their
-order otherwise. Both numbers grow along every way, so the result is an order of the same graph; which microbatch a node
-is of, nobody has to know. A node that no way leads to (masks, what backward computes again from what forward saved)
-goes to its first reader's turn, and so does the end of a unit that is read in the next one without a wait in between:
-the sum that a residual stream goes on with, what comes back from experts, a weight's gradient.
+A stable sort orders nodes by (the last unit, the number of waits for other parallelisms) on any path to them. Neither
+number decreases along a path, so the result is a topological order. The pass does not need to know a node's microbatch.
+A node that no path leads to (masks, recomputed activations) takes the turn of its first reader. So does the last value
+of a unit that the next unit reads without a wait in between: the sum of a residual stream, the output of experts, a
+weight's gradient.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from mfsdp.ir.program import Program, is_functional_collective, mutates, view_of
 from mfsdp.ir.roles import Kind, is_kind, role
 
 Level = tuple[int, int]
-"""Units and waits on the longest ways to a node."""
+"""Index of the last unit, and number of waits, on any path to a node."""
 
 
 def interleave(p: Program) -> None:
-    """Sorts a program's nodes, so that independent chains of it take turns."""
+    """Sorts a program's nodes so that independent chains alternate."""
     levels = _levels(p)
     body = [n for n in p.nodes if n in levels]
     order = sorted(body, key=levels.__getitem__)
@@ -59,13 +60,13 @@ def interleave(p: Program) -> None:
 
 
 def _levels(p: Program) -> dict[Node, Level]:
-    """The level of every node that may move: all but arguments, and writes to them behind everything else."""
+    """Returns the level of every node that may move: all except placeholders, writes and the output."""
     place = {unit: i for i, unit in enumerate(_units(p), 1)}
     levels: dict[Node, Level] = {}
     loose: set[Node] = set()
-    """What depends on the program's arguments alone."""
+    """Nodes that depend only on the program's arguments."""
     weights: set[Node] = set()
-    """Parameters, and what depends on them alone."""
+    """Parameters, and nodes that depend only on them."""
     for node in p.nodes:
         if node.op != "call_function" or mutates(node):
             continue
@@ -79,7 +80,7 @@ def _levels(p: Program) -> dict[Node, Level]:
             loose.add(node)
         levels[node] = unit, waits + any(map(is_functional_collective, computed))
     kept: dict[Node, None] = {}
-    """Views that are results."""
+    """Views that are outputs of the program."""
     for node in reversed(levels):
         readers = [levels[user] for user in node.users if user in levels and user not in kept]
         if not readers and view_of(node) in levels:
@@ -94,5 +95,5 @@ def _levels(p: Program) -> dict[Node, Level]:
 
 
 def _units(p: Program) -> list[str]:
-    """Units in the order in which they are read."""
+    """Returns the names of units in the order in which they are read."""
     return list(dict.fromkeys(role(n).unit for n in p.find(Kind.PARAM)))  # type: ignore[union-attr]

@@ -1,21 +1,21 @@
-"""plan_memory: gathered buffers and gradient buffers get static slots.
+"""plan_memory: gathered buffers and gradient buffers get static buffers.
 
-Before, every buffer is allocated when it is launched and freed after its last reader. After, with two units:
+Before, every buffer is allocated at its launch and freed after its last reader. After, with two units:
 
     ; peak   ...    slots p0 p1 g0 = 6.05M
     >-* .  u1_full              p0 = all_gather u1_shard                  bf16[1056768]        .
     <-o .                            wait u1_full
     . * .  u0_full              p1 = all_gather u0_shard                  bf16[1056768]        .
 
-Why: the same storage serves forward, backward and every step: nothing is allocated or freed on the way, and what is
-needed is known before the first step.
+Why: forward, backward and every step reuse the same storage. A step allocates and frees none of it, and its size is
+    known before the first step.
 Needs: the final order of launches and frees (`prefetch`, `defer`, `inplace_wgrad`).
-Costs: slots stay allocated between steps. A slot is as large as the largest buffer in it.
+Costs: static buffers stay allocated between steps. Each is as large as the largest buffer assigned to it.
 
-A gradient buffer that is accumulated as it is, without a reduce-scatter, gets none: it becomes the accumulator.
+A gradient buffer that is accumulated without a reduce-scatter gets no static buffer: it becomes the accumulator.
 
-Slots are coloured as intervals are: buffers by size, largest first, each into the first slot where it overlaps nobody
-(first fit decreasing). Identical layers need ``depth + 1`` slots, however many there are.
+The assignment is interval coloring, first fit decreasing: buffers by size, largest first, each into the first static
+buffer where it overlaps no other. Equal layers need ``depth + 1`` static buffers, however many layers there are.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from mfsdp.ir.program import Program, slot_of
 from mfsdp.ir.roles import Kind
 
 FAMILIES = {"p": Kind.FULL, "g": Kind.GFULL}
-"""What the names of slots begin with: of gathered parameters, of gradients."""
+"""First letters of static buffers' names: of gathered parameters, of gradients."""
 
 
 class Interval(NamedTuple):
-    """A buffer: its bytes, the line that fills it and the one that lets go of it, or what else is in their order."""
+    """A buffer: its bytes, and the nodes that fill and release it, or other values in the same order."""
 
     nbytes: int
     start: Any
@@ -43,7 +43,7 @@ class Interval(NamedTuple):
 
 
 def plan_memory(p: Program, *, on: bool = True) -> None:
-    """Gives slots to all buffers that begin and end inside of the program.
+    """Assigns static buffers to all buffers whose life begins and ends inside the program.
 
     Args:
         on: ``False`` leaves them to the caching allocator.
@@ -69,12 +69,12 @@ def plan_memory(p: Program, *, on: bool = True) -> None:
 
 
 def intervals(p: Program, family: str) -> list[Interval]:
-    """Buffers that get a slot of a family (`FAMILIES`)."""
+    """Returns the buffers of a family (`FAMILIES`) that get static buffers."""
     return [x for n in p.find(FAMILIES[family]) if (x := _interval(p, n)) is not None]
 
 
 def coloured(buffers: Iterable[Interval]) -> list[list[Interval]]:
-    """What each slot holds, the largest first."""
+    """Returns the buffers in each static buffer, the largest first."""
     slots: list[list[Interval]] = []
     for buffer in sorted(buffers, key=lambda x: (-x.nbytes, x.start)):
         held = next((held for held in slots if _apart(buffer, held)), None)
@@ -86,7 +86,9 @@ def coloured(buffers: Iterable[Interval]) -> list[list[Interval]]:
 
 
 def _interval(p: Program, node: Node) -> Interval | None:
-    """From the line that fills a buffer to the one that lets go of it, if both are here."""
+    """Returns the interval from the node that fills a buffer to the one that releases it; ``None`` if one is not in the
+    program.
+    """
     if node.target is ops.all_gather:
         ends = [u for u in node.users if u.target is ops.free]
     elif node.target is ops.bucket:

@@ -1,6 +1,6 @@
-"""prefetch: a unit's gather is launched while the unit before it computes.
+"""prefetch: a unit's all-gather is launched while the unit before it computes.
 
-Before, compute stops at every unit until its parameters have arrived:
+Before, compute waits at every unit for its parameters:
 
     . * .  u0_full                = all_gather u0_shard                   bf16[1056768]
     <-o .                           wait u0_full
@@ -16,19 +16,18 @@ After, with depth 1:
     * | .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
     <-o .                           wait u1_full
 
-Why: the link works while compute does. Only launches move; every value stays bitwise equal.
-Needs: `reshard`, so that a limit on gathered bytes knows when buffers go.
-Costs: ``depth`` more units are whole at a time.
+Why: communication overlaps with compute. Only launches move; every value stays bitwise equal.
+Needs: `reshard`, so that a limit on gathered bytes accounts for frees.
+Costs: ``depth`` more units are gathered at a time.
 
-What is gathered once per optimizer step (`refresh`, and `refresh_codes` with what its codes are made of) takes no
-memory by being early: all of it starts with the program.
+Gathers that run once per optimizer step (`refresh`, and `refresh_codes` with its inputs) take no extra memory when
+launched early: all of them start at the beginning of the program.
 
-"Before" is the program's own order of first use, in each program by itself; the first ``depth`` gathers move to its
-start. Flat buffers of one module (of other dtypes, or frozen) count as one. With a ``limit``, a launch that would put
-more gathered bytes than that in memory waits for the next `free` that makes room, or stays where it is (it is needed
-there, limit or not).
+Units are in each program's own order of first use; the first ``depth`` gathers move to the program's start. Flat
+buffers of one module (other dtypes, or frozen parameters) count as one. A launch that would exceed ``limit`` waits for
+the next `free` that makes room, or stays in place, where the unit is needed regardless of the limit.
 
-How deep may be asked of the program itself (``prefetch="auto"``): whoever is asked says why, for the listing.
+``depth`` may be a function of the program (``prefetch="auto"``), which also returns the reason for the listing.
 """
 
 from __future__ import annotations
@@ -43,14 +42,15 @@ from mfsdp.ir.program import Program, by_module
 from mfsdp.ir.roles import Kind
 
 LIMITED = "mfsdp_limited"
-"""``meta`` key of launches that a limit keeps from being earlier."""
+"""``meta`` key of launches that a limit delays."""
 
 
 def prefetch(p: Program, *, depth: int | Callable[[Program], tuple[int, str]] = 1, limit: int | None = None) -> None:
     """Moves launches of all-gathers up.
 
     Args:
-        depth: how many units ahead; 0 moves nothing. Or what decides it for a program, and says why.
+        depth: how many units ahead; 0 moves nothing. Or a function that returns this number for a program, and the
+            reason.
         limit: bytes of gathered buffers that may be live at once; ``None`` for no limit.
     """
     launches = [n for n in p.find(Kind.FULL) if n.target is ops.all_gather]
@@ -98,7 +98,7 @@ def prefetch(p: Program, *, depth: int | Callable[[Program], tuple[int, str]] = 
 
 
 def _launch_before(p: Program, launch: Node, target: Node) -> bool:
-    """Moves a launch, and all that what it sends is made of, in front of a node. Whether anything came to pass."""
+    """Moves a launch, and the nodes that compute its input, before ``target``. Returns whether anything moved."""
     group, todo = {launch}, [launch]
     while todo:
         for source in todo.pop().all_input_nodes:
@@ -114,12 +114,14 @@ def _launch_before(p: Program, launch: Node, target: Node) -> bool:
 
 
 def _room(launches: list[Node], i: int, target: Node, limit: int) -> Node:
-    """The earliest node from ``target`` on, behind the launch before, in front of which this one keeps to the limit."""
+    """Returns the earliest node from ``target`` on, after the previous launch, before which this launch respects the
+    limit.
+    """
     launch = launches[i]
     if i and not launches[i - 1] < target:
         target = launches[i - 1].next
     room = limit - nbytes(launch.meta["val"])
-    events: list[tuple[Node, int]] = []  # where, change of gathered bytes
+    events: list[tuple[Node, int]] = []  # node, change of gathered bytes
     for full in launches:
         if full is not launch:
             taken = nbytes(full.meta["val"])

@@ -1,4 +1,4 @@
-"""quantize: weights that the model casts to FP8 are cast before they travel.
+"""quantize: weights that the model casts to FP8 are cast before their all-gather.
 
 Before, parameters are gathered in 16 bits, and every rank casts all of them:
 
@@ -8,7 +8,7 @@ Before, parameters are gathered in 16 bits, and every rank casts all of them:
     * . .  clamp                  = clamp u0_weight * scale               f32[1024,1024]
     * . .  to                     = to clamp, f8_e4m3fn                   f8_e4m3fn[1024,1024]
 
-After, every rank casts its own rows, and one byte per element travels:
+After, every rank casts its own rows, and one byte per element is communicated:
 
     . * .  u0_maxima              = maxima u0_shard                       f32[1024]
     <-o .                           wait u0_maxima
@@ -17,17 +17,17 @@ After, every rank casts its own rows, and one byte per element travels:
     . * .  u0_full                = all_gather u0_code                    f8_e4m3fn[1048576]
     <-o .                           wait u0_full
 
-Why: half the bytes of every gather, half the gathered memory, and a cast of this rank's rows only. All values are
-    bitwise those of before: maxima are exact, whoever takes them, and scales and casts stay the model's own operators.
-Needs: parameters that are read as codes of one byte and in no other way (`mfsdp.ir.fp8_patterns`), all parameters of
-    the buffer in one way: `fully_shard` gives FP8 weights a flat buffer of their own. What crosses rows is a maximum
-    of magnitudes, nothing else (invariant 46).
+Why: half the bytes of every gather, half the gathered memory, and a cast of this rank's rows only. All values stay
+    bitwise equal: an amax is exact on any rank, and scales and casts use the model's own operators.
+Needs: parameters that are read only as FP8 payload of one byte (`mfsdp.ir.fp8_patterns`), in the same way for all
+    parameters of the buffer: `fully_shard` gives FP8 weights a flat buffer of their own. Only an amax may depend on
+    other ranks' rows (invariant 46).
 Costs: one small all-reduce per optimizer step (`maxima`), and a scale per element of the shard while it is cast.
 
-Backward computes scales and codes again, along its own dimension if the recipe has two.
+Backward recomputes scales and payload, along its own dimension if the recipe has two.
 
-Where parameters last from step to step (`optim`, `optim_grads`, HFSDP) it is codes that last, and are gathered again if
-the optimizer has stepped; under HFSDP every program gathers from them over the shard axis:
+Where parameters are persistent (`optim`, `optim_grads`, HFSDP), the FP8 payload is persistent and is refreshed if the
+optimizer has stepped. Under HFSDP every program gathers it over the shard axis:
 
     . * .  u0_codes               = refresh_codes u0_code                 f8_e4m3fn[1048576]
     <-o .                           wait u0_codes
@@ -53,10 +53,10 @@ aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def quantize(p: Program, *, on: bool = True) -> None:
-    """Casts weights in front of their gather, unit by unit.
+    """Casts weights before their all-gather, unit by unit.
 
     Args:
-        on: ``False`` leaves them as they are.
+        on: ``False`` leaves them unchanged.
     """
     done, bits = 0, []
     for unit, params in p.by_unit(Kind.PARAM).items():
@@ -85,7 +85,7 @@ def _width(unit: Unit) -> str:
 
 
 def _hinders(unit: Unit, found: list[Read]) -> str:
-    """Why a unit cannot be quantised before it travels, ``""`` if it can."""
+    """Returns why a unit cannot be quantized before communication, ``""`` if it can."""
     if unit.spec.any_optional:
         return "units of its model may be unused, and maxima are taken of all of a program's at once"
     if unit.spec.precision.wire is not None:
@@ -149,13 +149,13 @@ def _quantize_unit(p: Program, unit: Unit, found: list[Read]) -> None:
 
 
 def _key(found: list[Read]) -> str:
-    """The same for the same codes of the same parameters, in whatever program."""
+    """Returns a key that is equal in all programs for the same payload of the same parameters."""
     text = repr([(read.offset, read.codes[0].meaning) for read in sorted(found, key=lambda read: read.offset)])
     return sha256(text.encode()).hexdigest()[:16]
 
 
 def _maxima(p: Program, unit: Unit, found: list[Read], shard: Node, before: Node) -> None:
-    """One node for the maxima of all blocks; what computed them are views of it."""
+    """Inserts one node for the amax of all blocks, and replaces the nodes that computed them by views of it."""
     grids: list[Grid] = []
     places: dict[Grid, int] = {}
     at = 0
@@ -184,7 +184,7 @@ def _maxima(p: Program, unit: Unit, found: list[Read], shard: Node, before: Node
 
 
 def _hoist(p: Program, values: list[Node], before: Node) -> None:
-    """Moves scales, and what they are computed from, in front of a node."""
+    """Moves scales, and the nodes that compute them, before ``before``."""
     needed: set[Node] = set()
     todo = list(values)
     while todo:
@@ -198,7 +198,7 @@ def _hoist(p: Program, values: list[Node], before: Node) -> None:
 
 
 def _recipe(p: Program, code: Fp8Cast, element: Node, scales: list[Node], before: Node, r: Role) -> Node:
-    """The recipe on the whole shard."""
+    """Applies the recipe to all of the shard."""
     made: list[Node] = []
 
     def known(arg: Any) -> Any:
@@ -212,7 +212,7 @@ def _recipe(p: Program, code: Fp8Cast, element: Node, scales: list[Node], before
 
 
 def _view(p: Program, unit: Unit, full: Node, read: Read, node: Node, dims: Dims) -> None:
-    """Puts what was gathered in the place of a code: the same shape, the same strides."""
+    """Replaces a payload node by a view of the gathered payload with the same shape and strides."""
     value, r, name = node.meta["val"], Role(Kind.CAST, unit.name), f"{read.markers[0].name}_code"
     shape, strides = list(value.shape), list(value.stride())
     whole = not _fits(dims)
@@ -243,7 +243,7 @@ def _fits(dims: Dims) -> bool:
 
 
 def _erase(p: Program, found: list[Read]) -> None:
-    """Removes what nobody reads any more."""
+    """Erases nodes that nothing reads anymore."""
     gone = {n for read in found for n in (*read.elements, *read.maxima, *read.codes[0].nodes)}
     for node in sorted(gone, reverse=True):
         assert not node.users, f"{node.name} is read by {', '.join(u.name for u in node.users)}"

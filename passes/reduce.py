@@ -1,12 +1,12 @@
-"""reduce: gradients leave through one reduce-scatter per unit and are added to the accumulator.
+"""reduce: one reduce-scatter per unit consumes its gradients; its result is added to the accumulator.
 
-Before, every gradient is a marker of its own, and AOTAutograd adds them up shard by shard:
+Before, every gradient is a marker, and AOTAutograd adds them shard by shard:
 
     * . .  param_grad             = param_grad mm_1, u1_shard, 0          bf16[132096]
     * . .  param_grad_1           = param_grad sum_1, u1_shard, 1048576   bf16[132096]
     * . .  add                    = add param_grad, param_grad_1          bf16[132096]
 
-After, the unit's gradients are packed as soon as the last one is there:
+After, the unit's gradients are packed after the last one is computed:
 
     * . .  u1_gfull               = bucket u1                             bf16[1056768]
     * . .                           pack u1_gfull, mm_1, sum_1
@@ -14,20 +14,22 @@ After, the unit's gradients are packed as soon as the last one is there:
     <---o                           wait u1_gshard
     * . .                           accumulate u1_grad, u1_gshard, 1/8
 
-Why: one collective per unit; the sum over uses of a tied parameter is taken before, once (invariant 8).
-Needs: nothing of other passes; it is meant to run in the programs that `gather` ran in.
-Costs: one copy of the unit's gradients into the flat buffer. Parameters that got no gradient are zeros (invariant 15).
+Why: one collective per unit. The gradients of a tied parameter's uses are summed before it, once (invariant 8).
+Needs: nothing of other passes; it is meant for the programs that `gather` ran in.
+Costs: one copy of the unit's gradients into the flat buffer. Parameters without a gradient are packed as zeros
+    (invariant 15).
 
-On a two-level mesh, and where gradients stay whole until a synchronisation (``no_shard``, ``optim``), one more
-reduction follows. Between synchronisations it does not happen (a run-time switch): gradients are held back before it.
+On a two-level mesh a second reduction follows. Between synchronizations a runtime switch skips it, and `hold` keeps the
+unreduced gradients. Where gradients stay full between synchronizations (``no_shard``, ``optim``), `hold` precedes the
+first reduction.
 
     >---*                           hold u1_gshard
     >-----*                         all_reduce u1_gshard, sum
     <-----o                         wait u1_gshard
 
-The sum over ranks is divided where it is added to the accumulator: on the shard, in the accumulator's dtype
-(invariant 17), and, where a sum comes back in float16, partly while packing (`Spec.ahead`). Parameters that are not
-sharded keep their gradients whole: all-reduced in one flat buffer per unit, divided while packing, and handed to
+The sum over ranks is divided where it is added to the accumulator: on the shard, in the accumulator's dtype (invariant
+17). Where a sum comes back in float16, packing applies a part of the division (`UnitSpec.predivide`). Parameters that
+are not sharded have full gradients: one all-reduce per unit in a flat buffer, divided while packing, and returned to
 autograd as views of it.
 """
 
@@ -100,7 +102,7 @@ def _reduce_sharded(p: Program, unit: Unit, markers: list[Node]) -> None:
 
 
 def _scatter(p: Program, unit: Unit, total: Node, before: Node, number: int, kind: Kind, lane: Lane) -> Node:
-    """A reduce-scatter, and the wait for it."""
+    """Inserts a reduce-scatter and its wait, and returns the result."""
     args = (total, unit.spec.encode(), number)
     out = p.insert(ops.reduce_scatter, args, before, Role(kind, unit.name, lane), f"{unit.name}_{kind.value}")
     p.insert(ops.wait, (out, [total]), before, Role(Kind.WAIT, unit.name, lane))
@@ -133,7 +135,7 @@ def _reduce_plain(p: Program, unit: Unit) -> bool:
 def _bucket(
     p: Program, unit: Unit, like: Node, grads: list[Node], offsets: list[int], scale: float, before: Node
 ) -> Node:
-    """Room for the unit's gradients, and their copies into it."""
+    """Inserts the unit's gradient buffer and the copies of gradients into it."""
     holes, end = [], 0
     for grad, offset in sorted(zip(grads, offsets, strict=True), key=lambda pair: pair[1]):
         if offset > end:
@@ -156,8 +158,8 @@ def _contiguous(shape: torch.Size) -> list[int]:
 
 
 def _after(p: Program, grads: list[Node]) -> Node:
-    """The node before which all gradients are there. For those that another parallelism reduces (`collective`) compute
-    waits there, unless somebody reads them before.
+    """Returns the node before which all gradients are computed. Waits for gradients that `collective` reduces move
+    there, unless another node reads them earlier.
     """
     waits = sorted({u for g in grads for u in base_of(g).users if u.target is ops.wait})
     ready = max(grads).next
@@ -172,7 +174,7 @@ def _after(p: Program, grads: list[Node]) -> Node:
 
 
 def _may_move(p: Program, wait: Node, down: Node) -> bool:
-    """Whether nobody reads what is waited for before, and what it keeps alive is not freed before."""
+    """Whether, before ``down``, nothing reads the collective's result and nothing frees its inputs."""
     product, sources = wait.args
     assert isinstance(product, Node)
     readers = [r for r in p.readers(product) if r is not wait and not is_kind(r, Kind.GRAD)]
@@ -181,9 +183,9 @@ def _may_move(p: Program, wait: Node, down: Node) -> bool:
 
 
 def _sum_of_markers(p: Program, unit: Unit, markers: set[Node]) -> tuple[dict[Node, int], set[Node]]:
-    """How often each marker counts in the unit's gradient, and the additions between markers and output.
+    """Returns how often each marker counts in the unit's gradient, and the additions between markers and output.
 
-    AOTAutograd adds the gradients of one input with ``aten.add``; nothing else may touch them.
+    AOTAutograd adds the gradients of one input with ``aten.add``; no other operator may use them.
     """
     downstream, new = set(markers), list(markers)
     while new:

@@ -4,13 +4,13 @@
     * . .                           free u0_full
     * . .  relu                   = relu addmm                            bf16[256,1024]
 
-Why: this is what makes sharding save memory; at any time only the units at work are whole.
-Needs: `gather`, and that no view of a parameter leaves the graph (invariant 6), which capture sees to by recomputing
-    every chain of views and casts that hangs on parameters alone.
-Costs: backward gathers again what it needs.
+Why: sharding saves memory this way: only the units that compute stay gathered.
+Needs: `gather`, and that no view of a parameter leaves the graph (invariant 6). Capture ensures this: it recomputes
+    every chain of views and casts that depends on parameters alone.
+Costs: backward gathers again.
 
-A unit with ``reshard_after_forward=False`` stays whole between forward and backward: the views that backward wants
-are outputs of forward then, and are freed when autograd lets go of them.
+A unit with ``reshard_after_forward=False`` stays gathered between forward and backward: forward outputs the views that
+backward reads, and they are freed when autograd releases them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mfsdp.ir.roles import Kind, Role, role
 
 
 def reshard(p: Program) -> None:
-    """Inserts a `free` behind the last reader of every gathered buffer."""
+    """Inserts a `free` after the last reader of every gathered buffer."""
     freed = kept = 0
     for full in p.find(Kind.FULL):
         r = role(full)

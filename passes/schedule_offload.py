@@ -1,7 +1,6 @@
-"""schedule_offload: what forward saves goes to the host while the next layers compute, and comes back before it is
-needed.
+"""schedule_offload: saved activations are copied to the host while later layers compute, and reloaded before use.
 
-Before, copies are launched when there is nothing left to compute:
+Before, copies are launched when no compute is left:
 
     * . . .  addmm                  = addmm u0_bias, x, u0_weight.T         bf16[256,1024]
     * . . .  relu                   = relu addmm                            bf16[256,1024]
@@ -16,22 +15,23 @@ After:
     * . . |  addmm_1                = addmm u1_bias, relu, u1_weight.T      bf16[256,1024]
     <-----o                           wait relu_host
 
-and in backward, from what is needed last backwards:
+and in backward, where the reload that is needed last is placed first:
 
     . . . *  relu_back              = reload relu_host                      bf16[256,1024]
     * . . |  mm                     = mm tangents_1, u1_weight              bf16[256,1024]
     <-----o                           wait relu_back
 
-Why: the link to the host works while compute does, and memory goes as soon as a copy is complete. Only launches and
-waits move; every value stays bitwise equal. Needs: launches and waits in the graphs, which are put there where the
-joint graph is cut (`compiler.activation_offload`); the places of the others, `prefetch` and `defer`. Costs: the time of
-copies that compute is too short for: a copy that is not complete when forward ends is waited for there. What comes back
-takes its memory from its launch on.
+Why: the link to the host works while compute does, and memory is freed as soon as a copy completes. Only launches and
+    waits move; every value stays bitwise equal.
+Needs: launches and waits in the graphs, inserted where the joint graph is partitioned (`compiler.activation_offload`);
+    the final places of collectives and their waits (`prefetch`, `defer`).
+Costs: the time of copies that compute does not hide: forward waits at its end for a copy that is not complete. A
+    reloaded value takes memory from its launch on.
 
-A copy is launched behind its value, and behind the pointwise compute that follows, which a compiler fuses with it. It
-is waited for where a clock says that it is complete, behind the last reader of the value. What comes back is launched
-as late as it still arrives, one after the other on its link. Where there is no clock, ``lag`` units lie between a
-launch and its wait.
+A copy is launched after its value and the pointwise compute that follows, which a compiler fuses with it. Its wait is
+placed where the cost model predicts completion, after the last reader of the value. A reload is launched as late as it
+still arrives in time, one after another on their link. Without a cost model, ``lag`` units lie between a launch and its
+wait.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from mfsdp.ir.program import Program, base_of, view_of
 from mfsdp.ir.roles import Kind, role
 
 Pace = Callable[[Program], Mapping[Node, float]]
-"""Says how long compute stands at each line of a program, and how long each copy takes, in seconds."""
+"""Returns, for a program, the seconds that compute spends at each node and the seconds of each copy."""
 
 
 def schedule_offload(p: Program, *, lag: int = 1, pace: Pace | None = None) -> None:
-    """Moves launches of copies to the host up and their waits too; of copies back, the launches.
+    """Moves the launches of copies to the host, their waits, and the launches of copies back.
 
     Args:
-        lag: how many units' compute lies between a launch and its wait.
-        pace: what says how long everything takes, so that ``lag`` is not asked.
+        lag: units of compute between a launch and its wait, used without ``pace``.
+        pace: returns the times of compute and copies.
     """
     out = [n for n in p.nodes if n.target is ops.offload]
     back = [n for n in p.nodes if n.target is ops.reload]
@@ -79,7 +79,9 @@ def schedule_offload(p: Program, *, lag: int = 1, pace: Pace | None = None) -> N
 
 
 class _Clock:
-    """When lines begin and copies are complete: in seconds, or where nobody knows those in units, each one long."""
+    """Computes when nodes begin and copies complete: in seconds, or, without times, in units of compute of length
+    one.
+    """
 
     def __init__(self, p: Program, lag: int, pace: Pace | None):
         missing = f"times by which copies to the host are placed, lag {lag} is taken"
@@ -88,7 +90,7 @@ class _Clock:
         self.firsts = set() if self.known is not None else _firsts(p)
 
     def start(self, p: Program) -> None:
-        """Notes when each line begins."""
+        """Computes when each node begins."""
         now, self.lines, self.begins, self.at = 0.0, list[Node](), list[float](), dict[Node, float]()
         for node in p.nodes:
             if node.op == "placeholder":
@@ -104,29 +106,29 @@ class _Clock:
         return self.lag + 1 if self.known is None else self.known.get(launch, 0.0)
 
     def complete(self, launch: Node) -> float:
-        """When a copy is that is launched behind all others that were asked for."""
+        """Returns when a copy completes that starts after all earlier ones."""
         begin = self.at[launch] if self.known is None else max(self.at[launch], self.free)
         self.free = begin + self.takes(launch)
         return self.free
 
     def later(self, when: float) -> Node | None:
-        """The first line that begins no earlier than that."""
+        """Returns the first node that begins at ``when`` or later."""
         i = bisect_left(self.begins, when)
         return self.lines[i] if i < len(self.lines) else None
 
     def last(self, when: float) -> Node:
-        """The last line that has begun by then; the first, if there is none."""
+        """Returns the last node that has begun at ``when``; the first node if none has."""
         return self.lines[max(bisect_right(self.begins, when) - 1, 0)]
 
 
 def _copies(node: Node) -> bool:
-    """Whether it is a copy, or a wait for one: these move."""
+    """Whether a node is a copy or a wait for one; these move."""
     launch = node.args[0] if node.target is ops.wait else node
     return isinstance(launch, Node) and launch.target in ops.HOST
 
 
 def _firsts(p: Program) -> set[Node]:
-    """The first line of every module whose parameters travel together that reads one of them."""
+    """Returns, for each module whose parameters are gathered together, the first node that reads one of them."""
     found: dict[str, Node] = {}
     for unit, params in p.by_unit(Kind.PARAM).items():
         readers = [r for param in params for r in p.readers(param) if r is not p.output]
@@ -136,21 +138,21 @@ def _firsts(p: Program) -> set[Node]:
 
 
 def _launch(p: Program, launch: Node, waits: Mapping[Node, Node]) -> None:
-    """Moves the launch of a copy behind the value, when that is complete."""
+    """Moves the launch of a copy behind its value, once that is complete."""
     value: Node = launch.args[0]  # type: ignore[assignment]
     after = max(value, waits.get(base_of(value), value))
     p.move([launch], _behind_fused(p, after.next))
 
 
 def _behind_fused(p: Program, node: Node) -> Node:
-    """The first line from a node on that is no view and no pointwise compute."""
+    """Returns the first node from ``node`` on that is neither a view nor pointwise compute."""
     while node is not p.output and role(node) is None and (view_of(node) is not None or pointwise(node)):
         node = node.next
     return node
 
 
 def _await(p: Program, launch: Node, wait: Node, clock: _Clock) -> None:
-    """Moves the wait for a copy to where it is complete and the value has been read."""
+    """Moves the wait for a copy to where the copy is complete and the value has been read."""
     value: Node = launch.args[0]  # type: ignore[assignment]
     read = [r for r in p.readers(value) if r not in (launch, wait, p.output)]
     complete = clock.later(clock.complete(launch)) or p.output
@@ -158,7 +160,7 @@ def _await(p: Program, launch: Node, wait: Node, clock: _Clock) -> None:
 
 
 def _fetch(p: Program, launches: list[Node], waits: Mapping[Node, Node], clock: _Clock) -> None:
-    """Moves launches of copies back up, from the one that is needed last on."""
+    """Moves the launches of reloads up, starting with the one that is needed last."""
     due, behind = float("inf"), p.output
     for launch in sorted(launches, key=waits.__getitem__, reverse=True):
         needed = clock.at[waits[launch]]

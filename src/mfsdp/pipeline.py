@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from .config.best_effort import only_tells
 from .config.options import Options
@@ -185,6 +185,29 @@ ORDER: tuple[tuple[str, str, str], ...] = (
     ("plan_memory", "assign_groups", "a listing shows slots before groups; programs do not depend on it"),
 )
 """Earlier, later, why."""
+
+
+
+class Phases(NamedTuple):
+    """A table of passes in three parts, for those who choose options by trying them."""
+
+    first: Table
+    """Passes in front of `defer`, which obey none of the options that are tried."""
+    deferred: Table
+    """`defer` and the passes behind it, without ``again``."""
+    again: Table
+    """Passes that place launches and buffers: they can run on one program again and again."""
+
+
+def phases(rows: Table) -> Phases:
+    """Splits a table of passes. Launches of gathers move past what the passes of ``deferred`` do, so that ``again`` may
+    come last.
+    """
+    names = ("prefetch", "schedule_offload", "plan_memory")
+    rest = [row for row in rows if row[0] not in names]
+    cut = next((i for i, (name, _) in enumerate(rest) if name == "defer"), len(rest))
+    return Phases(tuple(rest[:cut]), tuple(rest[cut:]), tuple(row for row in rows if row[0] in names))
+
 
 _names = [name for name, _ in table(turns=True)]
 for _early, _late, _why in ORDER:

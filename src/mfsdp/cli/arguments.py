@@ -1,4 +1,4 @@
-"""What the commands' arguments have in common."""
+"""Shared helpers for the commands' arguments."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def command(commands: Any, name: str, text: str, run: Callable[[argparse.Namespace], None]) -> Any:
-    """Adds a command; gives what adds an argument to it."""
+    """Adds a command. Returns the function that adds arguments to it."""
     parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     parser.set_defaults(run=run)
     return parser.add_argument
 
 
 def writable(flag: str, path: str | None) -> None:
-    """Looks at where something is to be written, before minutes of work.
+    """Checks an output path before minutes of work.
 
     Raises:
-        ValueError: there is no such folder, or it is a folder itself.
+        ValueError: the path is a folder, or its folder does not exist.
     """
     if path is None:
         return
@@ -34,10 +34,10 @@ def writable(flag: str, path: str | None) -> None:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of that name, ``bfloat16``.
+    """Returns the dtype of a name such as ``bfloat16``.
 
     Raises:
-        ValueError: weights cannot have it.
+        ValueError: it is no dtype for weights.
     """
     import torch
 

@@ -114,7 +114,7 @@ def _explain(args: argparse.Namespace) -> None:
     from ..reports.report import Comparison
 
     if args.html:
-        charts.bokeh.resources  # noqa: B018  (raises before minutes have gone by)
+        charts.bokeh.resources  # noqa: B018  (raises early if Bokeh is missing)
     for flag in ("html", "trace", "plot"):
         writable(f"--{flag}", getattr(args, flag))
     model, inputs, named, layers = model_of(args.model, args.batch, args.length)
@@ -192,7 +192,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def model_of(target: str, batch: int, length: int) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[str] | None]:
-    """The model, its inputs, and the names of its layers, if it says them."""
+    """Returns the model, its args and kwargs, and the class names of its layers if they are known."""
     path = Path(target)
     if path.is_dir():
         path = path / "config.json"
@@ -251,7 +251,7 @@ def _hugging_face(path: Path, batch: int, length: int) -> tuple[Any, tuple[Any, 
 
 
 def _inputs_of(model: Any, batch: int, length: int) -> dict[str, Any]:
-    """A batch for a model of transformers: tokens or images, and labels if it takes some."""
+    """Returns a batch for a transformers model: tokens or images, and labels if it takes them."""
     import torch
 
     name, config = model.main_input_name, model.config

@@ -1,4 +1,4 @@
-"""The command line: ``python -m mfsdp``, or the script ``mfsdp``. Commands import what they need when they run."""
+"""The command line: ``python -m mfsdp`` or the script ``mfsdp``. Commands import their dependencies when they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .progress import Progress
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; 0 if all went well, 1 for what the user can mend, with a line that says what."""
+    """Runs a command. Returns 0 on success, or 1 after printing one line about an error that the user can fix."""
     parser = argparse.ArgumentParser(prog="mfsdp", description="Sharded training as a compiler: tools around it.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")

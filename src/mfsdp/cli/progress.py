@@ -1,4 +1,4 @@
-"""What commands that take minutes say meanwhile, on stderr."""
+"""Prints the progress of long commands to stderr."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 import time
 
 EVERY = 2.0
-"""Seconds between two lines, and before the first."""
+"""Seconds between two lines and before the first one."""
 
 
 class Progress:
-    """Prints what work has come to, with the seconds since it began; seldom."""
+    """Prints the current work with the seconds since the start, at most once in `EVERY` seconds."""
 
     def __init__(self) -> None:
         self._begun = self._last = time.monotonic()

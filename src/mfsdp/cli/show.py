@@ -1,4 +1,4 @@
-"""``mfsdp show`` and ``mfsdp diff``: listings that a run has left."""
+"""``mfsdp show`` and ``mfsdp diff``: show and compare the listings that ``MFSDP_DUMP`` wrote."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FILE = re.compile(r"graph(\d+)\.(forward|backward|inference)\.(\d+)\.(\w+)\.txt
 
 
 def _dumped(folder: Path) -> dict[tuple[int, str], list[tuple[str, Path]]]:
-    """Files of a dump by graph and phase, in the order of the passes."""
+    """Returns a dump's files by graph and phase, in the order of the passes."""
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no folder {folder}; MFSDP_DUMP={folder} during a run makes it")
     found: dict[tuple[int, str], list[tuple[int, str, Path]]] = {}
@@ -81,7 +81,7 @@ def _diff(args: argparse.Namespace) -> None:
 
 
 def _changes(one: Path, other: Path, live: bool) -> Iterator[str]:
-    """A unified diff. Without ``live`` of what is done, in which order; the lines are shown whole."""
+    """Yields a unified diff of full lines. Without ``live``, only operations and their order are compared."""
     a, b = one.read_text().splitlines(), other.read_text().splitlines()
     mine, theirs = (lines if live else list(_done(lines)) for lines in (a, b))
     groups = list(difflib.SequenceMatcher(None, mine, theirs, autojunk=False).get_grouped_opcodes(3))
@@ -110,7 +110,7 @@ _LIVE = re.compile(r"\s+[-+.]\S*\s+\S+( <peak.*)?$")
 
 
 def _done(lines: Sequence[str]) -> Iterator[str]:
-    """What lines of a listing do: without lanes, static buffers, memory and the widths of columns."""
+    """Yields a listing's lines without lanes, static buffers, memory and column widths."""
     gutter = 0
     for line in lines:
         if columns := _COLUMNS.match(line):
@@ -122,7 +122,7 @@ def _done(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _coloured(lines: Sequence[str] | Iterator[str], diff: bool = False) -> Iterator[str]:
-    """With colours if this is a terminal that wants them (no-color.org)."""
+    """Yields the lines, coloured if stdout is a terminal that supports it (no-color.org)."""
     plain = not sys.stdout.isatty() or bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     for line in lines:
         code = "" if plain else _colour(line, diff)

@@ -1,1 +1,1 @@
-"""From a model to programs, and from programs to code: the backend, capture, lowering, and tracing without a run."""
+"""Compiles models into programs, and programs into code: backend, capture, lowering, and tracing without execution."""

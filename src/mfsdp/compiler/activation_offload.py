@@ -1,20 +1,19 @@
-"""What forward saves of layers goes to the host: forward and backward are told where the joint graph has been cut.
+"""Saves layers' activations on the host, by rewriting forward and backward right after the joint graph is partitioned.
 
 Note [Activation offload]
-Forward's results behind those for its caller are backward's arguments. Where a saved value is to lie on the host,
-forward gives the copy there instead, and backward takes that and fetches it:
+Forward's results after those for its caller become backward's arguments. To save a value on the host, forward returns a
+host copy in its place, and backward takes the copy and reloads it:
 
     addmm_host = offload addmm              ->      addmm_back = reload addmm_host
     wait addmm_host                                 wait addmm_back
 
-It has to be here, where both graphs are in hand: AOTAutograd makes backward's example inputs from its arguments as soon
-as it has them, and to say later that one of them lies on another device is too late. Where copies are launched and
-waited for is a pass's business (`mfsdp.passes.schedule_offload`); here they are launched last and fetched where they
-are read.
+This must happen here, where both graphs are available: AOTAutograd builds backward's example inputs from its arguments
+right after partitioning, and the device of an argument cannot change later. The pass `mfsdp.passes.schedule_offload`
+places launches and waits; here copies are launched at the end of forward and reloaded before their first reader.
 
-A storage goes whole and once: of q, k and v, which are parts of one product, that product goes, and backward takes the
-parts again. What stays is what is the caller's, or returned to it; parameters and what hangs on them alone (invariant 47);
-the state of a generator; and what is too small.
+A storage is copied in full and once: if q, k and v are views of one product, that product is copied and backward takes
+the views again. These values stay on the device: the caller's inputs and results, parameters and values computed from
+parameters alone (invariant 47), the state of a random generator, and storages below `MIN_BYTES`.
 """
 
 from __future__ import annotations
@@ -32,22 +31,21 @@ from ..ir.program import GIVEN, INPUT, LAYER, STORAGE, is_element, mutates, oper
 from ..ir.roles import Kind, Lane, Role, mark, role
 
 MIN_BYTES = 2**16
-"""Bytes of a storage that is worth a copy: what a link moves in the time that it takes to begin, an eighth of it."""
+"""Smallest storage that is worth a copy, in bytes: an eighth of what a link transfers in a copy's start-up time."""
 
 
 def offload_activations(
     forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, leaves: Callable[[Node], bool]
 ) -> dict[str, int]:
-    """Has saved values lie on the host between forward and backward, in place. Code is not made anew: passes are still
-    to come.
+    """Saves values on the host between forward and backward, in place. Does not recompile the graphs: passes follow.
 
     Args:
-        forward, backward: the graphs of a joint graph, with layers written out.
+        forward, backward: the graphs of a joint graph, with layers inlined.
         outputs: how many of forward's first results are for its caller.
-        leaves: says of the node that owns a storage whether it is to go.
+        leaves: returns whether to offload the storage that a node owns.
 
     Returns:
-        Bytes that went, by name of the value.
+        Offloaded bytes, by name of the value.
     """
     output = forward.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -75,18 +73,18 @@ def offload_activations(
         gone[owner.name] = nbytes(owner.meta["val"])
         unread += (n for view in views for n in _chain(owner, view))
     output.args = (tuple(results),)
-    for view in sorted(set(unread), reverse=True):  # or it would hold its storage for as long as it stands there
+    for view in sorted(set(unread), reverse=True):  # otherwise it keeps its storage alive up to its position
         if not view.users:
             forward.graph.erase_node(view)
     return gone
 
 
 _UNCHECKED = ("saved_tensor_with_no_vc_check",)
-"""``meta`` keys of results that autograd saves in another way, which stand last. Private in torch; tried on 2.13."""
+"""``meta`` keys of results that autograd saves in another way and that come last. Private in torch; tried on 2.13."""
 
 
 def _alone(forward: fx.GraphModule) -> set[Node]:
-    """What hangs on parameters alone."""
+    """Returns the nodes that depend on parameters alone."""
     found: set[Node] = set()
     for node in forward.graph.nodes:
         inputs = node.all_input_nodes
@@ -96,13 +94,13 @@ def _alone(forward: fx.GraphModule) -> set[Node]:
 
 
 def _movable(forward: fx.GraphModule, owner: Node, views: Sequence[Node]) -> bool:
-    """Whether a storage can go, and backward can take its parts again."""
+    """Returns whether a storage can be offloaded, and backward can take its views again."""
     value = owner.meta.get("val")
     if owner.op != "call_function" or role(owner) is not None or not isinstance(value, torch.Tensor):
         return False
     maker = owner.args[0] if is_element(owner) else owner
     if operator(maker)[0] is not maker.target:  # type: ignore[arg-type, union-attr]
-        return False  # draws random numbers again, and gives the generator's state
+        return False  # backward draws its random numbers again: it also returns the generator's state
     inputs = [n.meta.get("val") for n in forward.graph.find_nodes(op="placeholder")]
     devices = {v.device.type for v in inputs if isinstance(v, torch.Tensor)}
     there = value.device.type == "cpu" and devices != {"cpu"}
@@ -113,7 +111,7 @@ def _movable(forward: fx.GraphModule, owner: Node, views: Sequence[Node]) -> boo
 
 
 def _chain(owner: Node, view: Node) -> list[Node]:
-    """The views that lead from the owner of a storage to one of it."""
+    """Returns the views that lead from the owner of a storage to `view`."""
     out: list[Node] = []
     while view is not owner:
         out.append(view)
@@ -122,7 +120,7 @@ def _chain(owner: Node, view: Node) -> list[Node]:
 
 
 def _launch(forward: fx.GraphModule, owner: Node) -> Node:
-    """The copy, launched last of all."""
+    """Adds the copy to the host at the end of forward."""
     r = Role(Kind.OFFLOAD, owner.meta.get(LAYER) or "host", Lane.HOST)
     with forward.graph.inserting_before(forward.graph.output_node()):
         host = forward.graph.call_function(ops.offload, (owner,), name=f"{owner.name}_host")
@@ -133,11 +131,11 @@ def _launch(forward: fx.GraphModule, owner: Node) -> Node:
 
 
 def _fetch(backward: fx.GraphModule, owner: Node, host: Node, taken: Mapping[Node, Node], before: Node) -> None:
-    """Has backward take the copy instead of views of it.
+    """Makes backward take the host copy instead of the saved views.
 
     Args:
-        taken: its arguments, by the view that each is.
-        before: who reads one of them first.
+        taken: backward's arguments, by the view in forward that each one holds.
+        before: the first reader of one of them.
     """
     graph, former = backward.graph, next(iter(taken.values()))
     with graph.inserting_before(former):
@@ -165,13 +163,13 @@ def _fetch(backward: fx.GraphModule, owner: Node, host: Node, taken: Mapping[Nod
 
 
 def _fake(target: Any, *args: Any) -> torch.Tensor:
-    """What an operation gives of a fake tensor."""
+    """Returns the result of an operation on a fake tensor."""
     with args[0].fake_mode, torch.no_grad():
         return target(*args)  # type: ignore[no-any-return]
 
 
 def _drop(output: Node, results: list[Any], numbers: Collection[int]) -> None:
-    """Leaves results out, and what AOTAutograd says of each. Private in torch (``desc``); tried on 2.13."""
+    """Removes results and AOTAutograd's description of each. Private in torch (``desc``); tried on 2.13."""
     said = output.meta.get("desc")
     if isinstance(said, (list, tuple)) and len(said) == len(results):
         output.meta["desc"] = [x for i, x in enumerate(said) if i not in numbers]

@@ -1,24 +1,24 @@
-"""Attention masks that hang on constants alone are evaluated while compiling; a causal one becomes ``is_causal=True``.
+"""Evaluates attention masks that depend on constants alone at compile time; causal ones become ``is_causal=True``.
 
 Note [Constant masks]
-A model that is compiled whole often builds the mask of its attention in the graph, from ``arange`` and positions:
-transformers does where it would have to look at values to leave it out. Attention with a mask reads it from memory for
-every head, and takes none of the fastest kernels: on an H100 it took 63.6 ms instead of 20.1 for Llama-3.2-1B,
-2 x 4,096 tokens. The values of such a mask are known here. `fold_masks` looks at every call of
-``scaled_dot_product_attention`` in Dynamo's graph, before equal layers are outlined:
+A model that is compiled as one graph often builds its attention mask in the graph, from ``arange`` and positions:
+transformers does so where it would have to inspect values to leave the mask out. With a mask, attention reads it from
+memory for every head and cannot use the fastest kernels: on an H100 it took 63.6 ms instead of 20.1 ms for Llama-3.2-1B
+with 2 x 4,096 tokens. `fold_masks` looks at every call of ``scaled_dot_product_attention`` in Dynamo's graph, before
+equal layers are outlined:
 
     mask is                                    becomes
     lower triangular, as many queries as keys  is_causal=True
     nothing masked                             no mask
     anything else                              stays
 
-In a mask of floats 0 lets through, and -inf or the dtype's least number masks: softmax gives exactly 0 there, since no
-row of these is masked whole. A mask is constant if operators of torch make it from numbers: no input of the graph, no
-length that is not known, nothing random, nothing that is written to. Where keys and values are repeated for groups of
-queries only because there was a mask (transformers' ``repeat_kv``), ``enable_gqa=True`` takes them as they are.
+In a float mask, 0 keeps an element, and -inf or the dtype's least number masks it: softmax gives exactly 0 there, since
+these masks mask no row entirely. A mask is constant if torch's operators compute it from numbers: no graph input, no
+unknown length, nothing random, no writes. If keys and values are repeated for groups of queries only because of a mask
+(transformers' ``repeat_kv``), ``enable_gqa=True`` takes them unrepeated.
 
-Masks are evaluated on the CPU, without ever being there as a whole (131,072 tokens would take 16 GiB): of comparisons
-of positions, bounds of tiles say what is in a tile, and only tiles along the diagonal are looked at element by element.
+Masks are evaluated on the CPU and never materialized in full (16 GiB for 131,072 tokens): comparisons of positions give
+bounds for each tile, and only tiles along the diagonal are evaluated element by element.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ TILE = 256
 """Rows and columns of a tile."""
 
 MAX_ELEMENTS = 2**28
-"""Elements that are evaluated one by one at most, and bytes of what is evaluated whole: about a second on one core."""
+"""Limit of elements evaluated one by one, and of bytes of a value evaluated in full: about a second on one core."""
 
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
 def fold_masks(gm: fx.GraphModule, names: Sequence[str]) -> list[str]:
-    """Leaves out masks of attention that are known while compiling, in place.
+    """Removes attention masks that are known at compile time, in place.
 
     Args:
         gm: Dynamo's graph.
-        names: of its inputs, in order, for texts.
+        names: names of its inputs, in order, for texts.
 
     Returns:
-        What was done and what was not, and why, as texts for the listing.
+        Texts for the listing: what was replaced, what was not, and why.
     """
     found: Counter[str] = Counter()
     stands, given_names = _operands(gm), dict(zip(gm.graph.find_nodes(op="placeholder"), names, strict=True))
@@ -95,12 +95,12 @@ _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": N
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Those of a call of attention, by name."""
+    """Returns the arguments of an attention call, by name."""
     return {**_DEFAULTS, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
 
 
 def _operands(gm: fx.GraphModule) -> dict[fx.Node, fx.Node]:
-    """What placeholders of graphs in a graph stand for, if that is one value, of checkpoints and shared graphs."""
+    """Maps placeholders of checkpoints and shared graphs to the outer value, if all calls have the same one."""
     found: dict[fx.Node, set[Any]] = {}
     for graph in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
         for target, first in ((CHECKPOINT, 1), (CALL, 2)):
@@ -117,7 +117,7 @@ def _shape(node: Any) -> tuple[Any, ...]:
 
 
 def _unfit(node: fx.Node, given: Mapping[str, Any]) -> str:
-    """Why a mask of this call is not looked at; ``""`` if it is."""
+    """Returns why the mask of this call is not evaluated; ``""`` if it can be."""
     values = [given[name].meta.get("example_value") for name in ("query", "key", "value", "attn_mask")]
     query, key, _, mask = values
     if any(type(v).__name__ == "DTensor" or is_traceable_wrapper_subclass(v) for v in values):
@@ -138,16 +138,16 @@ def _unfit(node: fx.Node, given: Mapping[str, Any]) -> str:
 
 
 def _square(given: Mapping[str, Any]) -> bool:
-    """Whether ``is_causal`` means one thing: of as many queries as keys."""
+    """Returns whether ``is_causal`` is unambiguous: there are as many queries as keys."""
     return bool(_shape(given["query"])[-2] == _shape(given["key"])[-2])
 
 
 class _Stays(Exception):
-    """A mask is not known while compiling; says why."""
+    """A mask is not known at compile time; the message says why."""
 
 
 def _verdict(mask: fx.Node, stands: Mapping[fx.Node, fx.Node], names: Mapping[fx.Node, str]) -> str:
-    """What a mask is: `CAUSAL`, `NOTHING`, or why it stays."""
+    """Returns `CAUSAL`, `NOTHING`, or why the mask stays."""
     size = list(_shape(mask))
     try:
         _constant(mask, stands, names)
@@ -155,14 +155,14 @@ def _verdict(mask: fx.Node, stands: Mapping[fx.Node, fx.Node], names: Mapping[fx
             found = _pattern(_Values(stands), mask, *size[-2:])
     except _Stays as why:
         return f"a mask stays: {why}"
-    except Exception as error:  # whatever torch says of operators that cannot be run like this
+    except Exception as error:  # any error of torch for operators that cannot run here
         return f"a mask stays: {type(error).__name__} where it was evaluated: {str(error).splitlines()[:1]}"
     return found or f"a constant mask {size} stays: it is not causal, and masks something"
 
 
 def _pattern(values: _Values, mask: fx.Node, rows: int, columns: int) -> str:
-    """`CAUSAL`, `NOTHING`, or ``""``: first by bounds, tile by tile, then by the elements of tiles that these leave
-    open, along the diagonal of a causal one.
+    """Returns `CAUSAL`, `NOTHING`, or ``""``. Checks the bounds of each tile first, then the elements of undecided
+    tiles, and of tiles on the diagonal if the mask may be causal.
     """
     through, masked = (_whole_axes(x, -(-rows // TILE), -(-columns // TILE)) for x in _sides(*values.bounds(mask)))
     grid = torch.ones_like(through)
@@ -183,23 +183,23 @@ def _pattern(values: _Values, mask: fx.Node, rows: int, columns: int) -> str:
 
 
 def _sides(low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which tiles of a mask let everything through, and which nothing."""
+    """Returns which tiles keep all elements, and which mask all."""
     if low.dtype == torch.bool:
         return low & high, ~low & ~high
     return (low == 0) & (high == 0), high <= torch.finfo(low.dtype).min
 
 
 def _whole_axes(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Of tiles, whether it holds of all that leading axes have."""
+    """Reduces leading axes with ``all``, so that one truth value is left for each tile."""
     x = x[(None,) * (2 - x.dim())] if x.dim() < 2 else x.flatten(0, -3).all(0) if x.dim() > 2 else x
     return x.expand(rows, columns)
 
 
 def _through(mask: torch.Tensor) -> torch.Tensor:
-    """Where a mask lets through, as booleans.
+    """Returns where a mask keeps elements, as booleans.
 
     Raises:
-        _Stays: elsewhere it adds what does not mask.
+        _Stays: elsewhere the mask adds a number that does not mask.
     """
     if mask.dtype == torch.bool:
         return mask
@@ -210,10 +210,10 @@ def _through(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _constant(mask: fx.Node, stands: Mapping[fx.Node, fx.Node], names: Mapping[fx.Node, str]) -> None:
-    """Goes through all that a mask is made of.
+    """Checks all values that a mask is computed from.
 
     Raises:
-        _Stays: some of it is not known while compiling.
+        _Stays: a value is not known at compile time.
     """
     seen: set[fx.Node] = set()
     todo = [mask]
@@ -239,7 +239,7 @@ def _constant(mask: fx.Node, stands: Mapping[fx.Node, fx.Node], names: Mapping[f
 
 
 def _known(node: fx.Node) -> bool:
-    """Whether a node calls an operator of torch's on tensors, or Python's."""
+    """Returns whether a node calls a torch operator on tensors, or a Python operator."""
     if node.op == "call_method":
         return True
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -253,7 +253,7 @@ def _known(node: fx.Node) -> bool:
 
 
 class _Pure(TorchDispatchMode):
-    """Refuses operators that draw random numbers, and those that are not torch's own. Private in torch
+    """Refuses operators that draw random numbers and operators that are not torch's own. Private in torch
     (``TorchDispatchMode``); tried on 2.13, there in 2.11 to 2.15.
     """
 
@@ -270,14 +270,14 @@ _POINTWISE = {
     "floordiv", "mod", "abs", "to", "bool", "float", "where", "masked_fill", "logical_and", "logical_or",
     "logical_not", "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "contiguous", "clone", "expand",
 }  # fmt: skip
-"""Names of operators each of whose results hangs on the elements at its own place, as they broadcast."""
+"""Names of elementwise operators: a result depends only on the elements at its own position, with broadcasting."""
 
 Bounds = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Values:
-    """Values of Dynamo's graph: whole, by tile, or bounds of each tile. All broadcast to what they are of; leading axes
-    along which everything is equal are cut to one.
+    """Values of nodes in Dynamo's graph: in full, by tile, or as bounds of each tile. All broadcast to the node's
+    shape; leading axes along which all elements are equal are cut to one.
     """
 
     def __init__(self, stands: Mapping[fx.Node, fx.Node]):
@@ -287,7 +287,7 @@ class _Values:
         self._bounds: dict[fx.Node, Bounds] = {}
 
     def whole(self, node: fx.Node) -> Any:
-        """All of a value."""
+        """Returns the full value."""
         node = self._meant(node)
         if node not in self._whole:
             value = node.meta["example_value"]
@@ -297,7 +297,7 @@ class _Values:
         return self._whole[node]
 
     def tile(self, node: fx.Node, i: int, j: int) -> torch.Tensor:
-        """The tile in row i and column j of tiles."""
+        """Returns the tile in tile row i and tile column j."""
         node = self._meant(node)
         if _in_pieces(node):
             if _name(node) == "expand":
@@ -311,7 +311,7 @@ class _Values:
         return value
 
     def bounds(self, node: fx.Node) -> Bounds:
-        """The least and the largest element of every tile, or less and more."""
+        """Returns a lower and an upper bound of the elements of every tile."""
         node = self._meant(node)
         if node not in self._bounds:
             rule = (
@@ -351,16 +351,16 @@ class _Values:
 
 
 def _in_pieces(node: fx.Node) -> bool:
-    """Whether a value is large, and of an operator on elements."""
+    """Returns whether a value is large and the result of an elementwise operator."""
     return _name(node) in _POINTWISE and node.meta["example_value"].numel() > TILE**2
 
 
 def _at(value: torch.Tensor, node: fx.Node) -> torch.Tensor:
-    """With as many axes as a node's."""
+    """Returns `value` with as many axes as the node's value."""
     return value[(None,) * (len(_shape(node)) - value.dim())]
 
 
-# Rules for bounds: of a node, and bounds or numbers for its arguments. ``None``: none for these
+# Rules for bounds: take a node, and bounds or numbers for its arguments; return ``None`` if they do not apply
 
 
 def _pair(x: Any) -> Bounds:
@@ -407,7 +407,7 @@ def _sub(node: fx.Node, a: Any, b: Any) -> Bounds | None:
 
 
 def _same(node: fx.Node, a: Any, *rest: Any) -> Bounds | None:
-    """Of what hands on its argument, as it is or in a dtype that keeps its order."""
+    """Rule for operators that return their argument, as it is or in a dtype that keeps its order."""
     dtype = node.meta["example_value"].dtype
     if dtype != a[0].dtype and (dtype == torch.bool or a[0].dtype != torch.bool):
         return None
@@ -441,7 +441,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _called(node: fx.Node, value: Any) -> Any:
-    """Runs a node on the CPU, with what its arguments are."""
+    """Runs a node on the CPU with the values of its arguments."""
 
     def held(x: Any) -> Any:
         if isinstance(x, fx.Node):
@@ -458,8 +458,9 @@ def _called(node: fx.Node, value: Any) -> Any:
 
 
 def _repeated(given: Mapping[str, Any]) -> tuple[fx.Node, fx.Node] | None:
-    """Keys and values before they were repeated for groups of queries, if both were, alike, and a kernel takes them as
-    they are. There is one for 16 bits: with 32, attention on a GPU would write all its scores down.
+    """Returns keys and values before their repetition for groups of queries, if both are repeated equally and a kernel
+    takes them unrepeated. Only 16-bit dtypes have such a kernel: with 32 bits, attention on a GPU would materialize all
+    scores.
     """
     query = given["query"].meta["example_value"]
     if query.dtype.itemsize != 2 or given["enable_gqa"] or query.dim() != 4 or query.shape[-1] > 256:
@@ -474,7 +475,7 @@ def _repeated(given: Mapping[str, Any]) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _ungrouped(node: fx.Node) -> fx.Node | None:
-    """What ``x[:, :, None].expand(b, h, n, t, d).reshape(b, h * n, t, d)`` repeats."""
+    """Returns ``x`` of ``x[:, :, None].expand(b, h, n, t, d).reshape(b, h * n, t, d)``."""
     expand: Any = node.args[0] if _name(node) in ("reshape", "contiguous") and node.args else None
     index: Any = expand.args[0] if isinstance(expand, fx.Node) and _name(expand) == "expand" else None
     if not isinstance(index, fx.Node) or index.target is not operator.getitem:
@@ -490,7 +491,7 @@ def _ungrouped(node: fx.Node) -> fx.Node | None:
 
 
 def _erase(node: fx.Node, stands: Mapping[fx.Node, fx.Node]) -> None:
-    """Erases a value that nobody reads any more, and what it alone has read."""
+    """Erases an unused value, and inputs that nothing else reads."""
     if node.users or (node.op == "placeholder" and node not in stands):
         return
     if node.op == "placeholder":
@@ -508,7 +509,7 @@ def _erase(node: fx.Node, stands: Mapping[fx.Node, fx.Node]) -> None:
 
 
 def _callers(placeholder: fx.Node, outer: fx.Node) -> Iterator[fx.Node]:
-    """The calls of a graph."""
+    """Yields the calls of the placeholder's graph."""
     for call in list(outer.users):
         if call.target in (CHECKPOINT, CALL):
             body = getattr(call.graph.owning_module, str(call.args[0].target))  # type: ignore[union-attr]

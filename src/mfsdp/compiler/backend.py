@@ -45,18 +45,18 @@ def mfsdp(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend, as Dynamo calls it: found by name through the ``torch_dynamo_backends`` entry point.
+    """Compiles a graph for Dynamo, which finds this backend by name through the ``torch_dynamo_backends`` entry point.
 
     Args:
-        gm: what Dynamo traced.
+        gm: the graph that Dynamo traced.
         example_inputs: its inputs, real tensors.
         options: see `mfsdp.config.options.Options`.
         mode: ``torch.compile``'s mode; only the default is supported.
 
     Raises:
-        ValueError: bad options (raised by the first call of the model).
-        RuntimeError: forward writes to a sharded parameter (so is this).
-        NotImplementedError: a trainable parameter is a DTensor that was not sharded (so is this).
+        ValueError: bad options. The first call of the model raises this and the errors below.
+        RuntimeError: forward writes to a sharded parameter.
+        NotImplementedError: a trainable parameter is a DTensor that was not sharded.
     """
     try:
         if mode not in (None, "default"):
@@ -86,7 +86,7 @@ def mfsdp(
     for text in capture.notes:
         log.info("mfsdp: %s: %s", capture.name, text)
     if chosen.memory is not None:
-        from . import memory_option  # the only reason to load it
+        from . import memory_option  # loaded only for this option
 
         machine = memory_option.planned_machine()
         pace = pace or OffloadTiming(machine, fused)
@@ -150,10 +150,10 @@ def mfsdp(
 
 
 def following(chosen: Options, given: Mapping[str, Any] | None, inputs: Sequence[Any]) -> Options:
-    """The options, with what the model's plan says of them, if it has one.
+    """Returns the options, with the choices of the model's plan if it has one.
 
     Raises:
-        ValueError: the plan says what was given too.
+        ValueError: an option was given that the plan chooses.
     """
     plan = _plan_of(inputs)
     if plan is None:
@@ -165,15 +165,15 @@ def following(chosen: Options, given: Mapping[str, Any] | None, inputs: Sequence
 
 
 def _plan_of(inputs: Sequence[Any]) -> Plan | None:
-    """That of the model whose parameters are among a graph's inputs, if it has one."""
+    """Returns the plan of the model whose parameters are among a graph's inputs, if it has one."""
     return next((b.unit.outermost.plan for t in inputs if (b := buffer_registry.owner(t)) is not None), None)
 
 
 def _whole_budget(gm: fx.GraphModule) -> None:
-    """Refuses what makes torch compute random operations again with other numbers (pytorch#190758).
+    """Refuses a memory budget: torch would recompute random operations with other numbers (pytorch#190758).
 
     Raises:
-        ValueError: the budget for activations is not all of them.
+        ValueError: the budget is less than 1.
     """
     budget = lowering.memory_budget(gm)
     if budget < 1:
@@ -185,8 +185,7 @@ def _whole_budget(gm: fx.GraphModule) -> None:
 
 
 def _no_pieces(inputs: Sequence[Any], names: Sequence[str]) -> None:
-    """Refuses what tensor or expert parallelism has cut and nobody has sharded: whose gradients are to be averaged with
-    whose, only a mesh says.
+    """Refuses unsharded DTensors of tensor or expert parallelism: only a mesh says which ranks average gradients.
 
     Raises:
         NotImplementedError: names the parameter.
@@ -203,14 +202,14 @@ def _no_pieces(inputs: Sequence[Any], names: Sequence[str]) -> None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What was raised first, which compilers wrap in their own."""
+    """Returns the original error, which compilers wrap in their own."""
     while (inner := getattr(error, "inner_exception", None) or error.__cause__) is not None:
         error = inner
     return error
 
 
 def _raise(error: BaseException) -> Callable[..., Any]:
-    """A compiled function that raises: from inside of a backend Dynamo would wrap the error in its own."""
+    """Returns a compiled function that raises: Dynamo would wrap an error raised inside a backend."""
 
     def compiled(*args: Any) -> Any:
         raise error
@@ -219,7 +218,7 @@ def _raise(error: BaseException) -> Callable[..., Any]:
 
 
 def _tell_unsharded(capture: Capture, inputs: Sequence[Any]) -> None:
-    """Says once how to shard the model; not of what reads no parameter of it, a piece behind a graph break."""
+    """Logs once how to shard the model. Skips graphs that read no parameter, such as one after a graph break."""
     global _told
     plain = (isinstance(t, nn.Parameter) and not getattr(t, "_mfsdp_ignored", False) for t in inputs)
     if _told or not torch.is_grad_enabled() or not any(plain):
@@ -236,11 +235,11 @@ def _tell_unsharded(capture: Capture, inputs: Sequence[Any]) -> None:
 _copied: set[str] = set()
 
 NEGLIGIBLE = 100
-"""What forward saves of parameters is told where it is more than one part in so many of them."""
+"""`_tell_copies` warns if forward saves more than 1/100 of the parameters' bytes."""
 
 
 def _tell_copies(program: Program) -> None:
-    """Says once of every operator that forward saves what it has made of parameters, if it is much beside them."""
+    """Warns once per operator if forward saves much that it computes from parameters."""
     found = [(node, how) for node, how in saved_copies.copies(program) if how != saved_copies.ALONE]
     made = {how for _, how in found}
     whole = sum(u.layout.full_numel * u.spec.precision.compute.itemsize for u in program.units)

@@ -1,4 +1,4 @@
-"""From what Dynamo traced to programs: names for placeholders, roles for markers, tags for the partitioner."""
+"""Turns Dynamo's graphs into programs: names placeholders, gives markers roles, tags nodes for the partitioner."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class Capture:
     """One frame that Dynamo traced: which of its inputs are shards, and of which units.
 
     Args:
-        inputs: the frame's example inputs, in order: real tensors, as Dynamo hands them to a backend.
+        inputs: the frame's example inputs, in order: real tensors, as Dynamo passes them to a backend.
         names: the inputs' names in the frame.
-        name: what listings call the programs.
+        name: the programs' name in listings.
     """
 
     def __init__(self, inputs: Sequence[Any], names: Sequence[str], name: str | None = None):
         self.inputs = len(inputs)
         self.wrapped = any(isinstance(t, DTensor) for t in inputs)
-        """Whether an input is a DTensor, of which graphs have several placeholders."""
+        """Whether an input is a DTensor, for which graphs have several placeholders."""
         buffers = [b for t in inputs if (b := buffer_registry.owner(t)) is not None]
         units = {b.unit for b in buffers}
         roots = {u.outermost for u in units}
@@ -66,32 +66,32 @@ class Capture:
         self.whole = {
             i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and buffer_registry.read_by(t) is not None
         }
-        """Indices of inputs that are shards, or parameters that the eager path has gathered."""
+        """Indices of inputs that are shards, or parameters gathered by the eager fallback."""
         self.given = {
             i: "buffer" if re.search(r"_(?:modules|buffers)\[", n) else "argument"
             for i, n in enumerate(names)
             if i not in self.whole and "_parameters[" not in n
         }
-        """Indices of inputs that are no parameters -> whether they come with a call, or are buffers of modules."""
+        """Index of an input that is no parameter -> ``"argument"`` of the call, or ``"buffer"`` of a module."""
         self.plain: dict[int, tuple[Unit, int]] = {}
-        """Index of an input that is a trainable parameter, not sharded -> its unit and place in the flat buffer."""
+        """Index of an input that is an unsharded trainable parameter -> its unit and offset in the flat buffer."""
         self.plan = root.plan if root else None
-        """What the model is to follow."""
+        """The plan that the model follows."""
         self.treated = joint_graph.treatments(self.plan.choices) if self.plan is not None else {}
-        """What becomes of layers where the joint graph is cut, by path (Note [Partition tags])."""
+        """Treatment of layers when the joint graph is partitioned, by path (Note [Partition tags])."""
         self.decide: Callable[[Capture], None] | None = None
-        """Chooses that, where the joint graph is there."""
+        """Chooses `treated` and `options` once the joint graph exists."""
         self.options: dict[str, int] = {}
-        """Of the backend, as far as that has been chosen with it."""
+        """Backend options that `decide` has chosen."""
         self.keeps = False
-        """Whether the joint graph is to be kept, in ``joint``, to be cut again."""
+        """Whether to keep the joint graph, in ``joint``, to partition it again."""
         self.joint: joint_graph.JointGraph | None = None
         self.returned = 0
-        """How many results of forward are for its caller, once it is cut."""
+        """How many results of forward are for its caller, once the joint graph is partitioned."""
         self.cut = False
         """Whether there is a forward or inference graph."""
         self.notes: list[str] = []
-        """What was done to the graph before, for listings."""
+        """Texts for listings: what was done to the graph before capture."""
         self._names(inputs, names)
 
     def _names(self, inputs: Sequence[Any], names: Sequence[str]) -> None:
@@ -109,7 +109,7 @@ class Capture:
             self._plain_units(inputs, names, len(seen))
 
     def _plain_units(self, inputs: Sequence[Any], names: Sequence[str], start: int) -> None:
-        """Groups trainable parameters that are not sharded by the layer they belong to and by dtype."""
+        """Groups unsharded trainable parameters by layer and dtype."""
         alike: dict[tuple[str, torch.dtype], list[int]] = {}
         for i, tensor in enumerate(inputs):
             if (
@@ -140,7 +140,7 @@ class Capture:
         """Gives roles to placeholders and markers of a joint or inference graph.
 
         Its first placeholders are the frame's inputs, in order; AOTAutograd keeps that order when no inputs alias.
-        Forward and backward inherit the roles when the joint graph is cut.
+        Forward and backward inherit the roles when the joint graph is partitioned.
         """
         if self.wrapped and all("desc" not in n.meta for n in gm.graph.find_nodes(op="placeholder")):
             raise NotImplementedError("mfsdp: DTensors as inputs of a compiled model need torch 2.13 or newer")
@@ -157,7 +157,7 @@ class Capture:
         self.label_markers(gm)
 
     def label_markers(self, gm: fx.GraphModule) -> None:
-        """Gives roles to markers, of units whose shards have theirs."""
+        """Gives roles to the markers of units whose shards have roles."""
         for node in gm.graph.nodes:
             if node.target is ops.param:
                 mark(node, Role(Kind.PARAM, node.args[0].meta["mfsdp"].unit))
@@ -167,9 +167,10 @@ class Capture:
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Cuts the joint graph with the stock min-cut partitioner, told what must be gathered again (invariant 6).
+        """Partitions the joint graph with torch's min-cut partitioner, told what to gather again (invariant 6).
 
-        Called for each kind of layers (Note [Layer outlining]), without inputs, and then for the graph that calls them.
+        AOTAutograd calls it for each kind of layers (Note [Layer outlining]), without inputs, and then for the graph
+        that calls them.
         """
         if not inputs:
             outlining.writes(joint)
@@ -182,14 +183,14 @@ class Capture:
         if self.keeps or self.decide is not None:
             self.joint = joint_graph.JointGraph(joint, inputs, kwargs)
         if self.decide is not None:
-            self.cut = True  # what it raises is not about how layers are captured
+            self.cut = True  # its errors are not about how layers are captured
             self.decide(self)
             if not self.keeps:
                 self.joint = None
         return self.divide(joint, inputs, kwargs)
 
     def _tell_unfollowed(self, joint: fx.GraphModule) -> None:
-        """Says which layers of a plan are here by another path, so that nothing that was chosen for them is done."""
+        """Warns about layers of the plan that have another path here: their choices are not applied."""
         there = {node.meta.get(LAYER) for node in joint.graph.nodes}
         units = [f"{unit.fqn}." for unit in self.units]
         lost = [p for p in self.treated if p not in there and any(u.startswith(f"{p}.") for u in units)]
@@ -204,7 +205,7 @@ class Capture:
     def divide(
         self, joint: fx.GraphModule, inputs: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Cuts a joint graph that has roles, as is chosen for its layers."""
+        """Partitions a joint graph that has roles, with the treatments chosen for its layers."""
         gathered = joint_graph.vary(joint, self.treated)
         self.shards = {i: _respecified(unit, gathered.get(unit.name)) for i, unit in self.shards.items()}
         joint_graph.recompute_parameters(joint)
@@ -229,7 +230,7 @@ class Capture:
         return forward, backward
 
     def program(self, gm: fx.GraphModule, phase: Phase) -> Program:
-        """The program of a forward, backward or inference graph."""
+        """Returns the program of a forward, backward or inference graph."""
         if phase == "inference":
             self.cut = True
             outlining.inline(gm)
@@ -263,8 +264,8 @@ class Capture:
 
 
 def _numbered(gm: fx.GraphModule) -> Iterator[tuple[int, fx.Node]]:
-    """Placeholders, and which of the frame's inputs each belongs to: of a DTensor there are several, its local tensor
-    and what it is made of. Private in torch (``desc``); tried on 2.13.
+    """Yields placeholders with the index of the frame's input that they belong to: a DTensor has several, its local
+    tensor and its other components. Private in torch (``desc``); tried on 2.13.
     """
     number, before = -1, None
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -276,7 +277,7 @@ def _numbered(gm: fx.GraphModule) -> Iterator[tuple[int, fx.Node]]:
 
 
 def _others(program: Program) -> None:
-    """Says of torch's own collectives over which ranks they go, and what their data-dependent sizes come to."""
+    """Records the ranks of torch's own collectives, and the expected sum of their data-dependent sizes."""
     for node in program.nodes:
         if is_functional_collective(node) and isinstance(node.args[-1], str):
             node.meta[AXIS] = groups.axis_of(node.args[-1])
@@ -287,7 +288,7 @@ def _others(program: Program) -> None:
 
 
 def _trained(program: Program) -> dict[str, frozenset[int]]:
-    """Units that have gradients in a program, and the offsets of their parameters."""
+    """Returns the units that have gradients in a program, and the offsets of their parameters."""
     found: dict[str, set[int]] = {}
     for marker in program.find(Kind.GRAD):
         if marker.args[0].meta["val"].numel():  # type: ignore[union-attr]
@@ -300,9 +301,7 @@ def _trained(program: Program) -> dict[str, frozenset[int]]:
 
 
 class Partitioner(CustomPartitionerFn):
-    """`Capture.partition` for Inductor's ``custom_partitioner_fn``. ``key``: of what the backend makes of the
-    graph, for AOTAutograd's cache.
-    """
+    """`Capture.partition` as Inductor's ``custom_partitioner_fn``. ``key`` is part of AOTAutograd's cache key."""
 
     def __init__(self, capture: Capture, key: str = ""):
         self.capture, self.key = capture, key
@@ -313,7 +312,7 @@ class Partitioner(CustomPartitionerFn):
         return self.capture.partition(gm, joint_inputs, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
-        """Itself: Inductor copies its configuration, and what has been captured is not to be copied along."""
+        """Returns itself: Inductor copies its configuration, but the capture must not be copied."""
         return self
 
     def uuid(self) -> str:
@@ -325,9 +324,7 @@ def _respecified(unit: Unit, gathered: bool | None) -> Unit:
 
 
 def return_copies(gm: fx.GraphModule, outputs: int | None = None) -> None:
-    """Makes copies of what forward returns of parameters (its first ``outputs`` results): gathered buffers do not
-    outlive a program.
-    """
+    """Copies parameters among forward's first ``outputs`` results: gathered buffers do not outlive a program."""
     output = gm.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     copies: dict[fx.Node, fx.Node] = {}
@@ -342,12 +339,12 @@ def return_copies(gm: fx.GraphModule, outputs: int | None = None) -> None:
 
 
 def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Any]) -> None:
-    """Tells backward which of the values that forward saved share storage: three slices of one product, a value and a
-    view of it, the parameters of a unit that stays gathered. They live and die together. Views of the caller's inputs
-    cost nothing, and what forward also returned is not backward's to write over.
+    """Records in backward which of the values saved by forward share storage: three slices of one product, a value and
+    a view of it, the parameters of a unit that stays gathered. Such values live and die together. Views of the caller's
+    inputs cost nothing, and backward must not overwrite values that forward also returned.
 
     Args:
-        saved: placeholders of backward, and what forward saves in them.
+        saved: placeholders of backward, and the values that forward saves in them.
         results: what forward returns to its caller.
     """
     returned = {storage_of(n) for n in results if isinstance(n, fx.Node)}
@@ -359,8 +356,8 @@ def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Any]) -> N
 
 
 def _storage(owner: fx.Node) -> tuple[fx.Node, torch.Tensor | None]:
-    """By which node a storage is known, and a tensor as large as it is; ``None`` if that is not forward's. A parameter
-    lies in its unit's flat buffer once `gather` has run, unless it is cast to what the model computes in.
+    """Returns the node that identifies a storage, and a tensor as large as the storage; ``None`` if forward does not
+    own it. A parameter lies in its unit's flat buffer once `gather` has run, unless it is cast to the compute dtype.
     """
     value = None if INPUT in owner.meta else owner.meta.get("val")
     if owner.target is not ops.param:
@@ -374,8 +371,8 @@ def _storage(owner: fx.Node) -> tuple[fx.Node, torch.Tensor | None]:
 
 
 def _readable(source: str, parameters: Sequence[str]) -> str:
-    """A name for an input of the frame: ``x`` for ``L['x']``, ``L['args'][0]``, ``L['kwargs']['x']`` alike, a path for
-    what hangs on the model.
+    """Returns a name for an input of the frame: ``x`` for ``L['x']``, ``L['args'][0]`` and ``L['kwargs']['x']``, a path
+    for attributes of the model.
     """
     positional = re.match(r"L\['args'\]\[(\d+)\]", source)
     if positional and int(positional[1]) < len(parameters):
@@ -389,18 +386,18 @@ _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
 def path_of(source: str) -> str:
-    """``L['self']._modules['layers']._modules['0']._parameters['weight']`` as ``layers.0.weight``."""
+    """Returns ``layers.0.weight`` for ``L['self']._modules['layers']._modules['0']._parameters['weight']``."""
     return ".".join(re.findall(r"_(?:modules|parameters)\['([^']+)'\]", source)) or source
 
 
 def _layer(source: str) -> str:
-    """The layer a parameter belongs to: its path up to the first number, else the root."""
+    """Returns the layer of a parameter: its path up to the first number, else the root."""
     match = _LAYER.match(path_of(source).rpartition(".")[0])
     return match[1] if match else "(root)"
 
 
 def sources(gm: fx.GraphModule) -> list[str]:
-    """Where each input came from, as Dynamo's guards write it. Private in torch; tried on 2.11 to 2.15."""
+    """Returns the source of each input, as Dynamo's guards write it. Private in torch; tried on 2.11 to 2.15."""
     names = []
     for node in gm.graph.find_nodes(op="placeholder"):
         arg = node.meta.get("grapharg")

@@ -1,16 +1,16 @@
-"""What torch's caches keep of a compiled program, so that a restart runs neither the passes nor a compiler.
+"""Keeps compiled programs in torch's caches, so that a restart runs neither the passes nor a compiler.
 
 Note [Warm starts]
-AOTAutograd's cache keeps, for a graph that Dynamo has traced, where Inductor's cache has the code of its forward and of
-its backward. On a hit neither the passes nor a lowering run. So what we put into Inductor's cache is a `CachedProgram`:
-the code, and all that the backend has found out about the program (names, what ranks compare, which arguments are
-shards).
+For a graph that Dynamo traced, AOTAutograd's cache records where Inductor's cache has the code of its forward and
+backward. On a hit neither the passes nor a lowering run. So mfsdp puts a `CachedProgram` into Inductor's cache: the
+code, and all facts that the backend has collected about the program (names, the collectives that ranks compare, which
+arguments are shards).
 
-The key says everything that decides what the passes do: torch's own key (the traced graph with the specs in it, its
+The key covers everything that decides what the passes do: torch's own key (the traced graph with the specs in it, its
 inputs, torch's version and settings), and `cache_key`: every source file of this package, the options, the units with
-their layouts. Where something could not be said in it (passes of the user's own, DTensors of other parallelisms), or
-listings are to be written, the graph is compiled anew. Each rank looks for itself: what ranks run is compared when they
-run it (Note [Desync detection]), never while they compile.
+their layouts. Graphs that the key cannot describe (with user-defined passes, or DTensors of other parallelisms) and
+graphs whose listings are to be written are compiled again. Each rank looks up its own cache: ranks compare programs
+when they run them (Note [Desync detection]), never while they compile.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ log = logging.getLogger("mfsdp")
 
 
 class CachedProgram:
-    """A compiled program, as the backend returns it and as Inductor's cache gives it back, whose entries are
-    ``CompiledFxGraph``s: what it asks those for and is not here, the first of ours answers. Private in torch
-    (``FxGraphCache``, ``CompiledFxGraph``); tried on 2.11, 2.13 and 2.15, not on the others of 2.11 to 2.15.
+    """A compiled program, as the backend returns it and as Inductor's cache loads it. The cache expects
+    ``CompiledFxGraph``s: attributes that are missing here come from the first body. Private in torch (``FxGraphCache``,
+    ``CompiledFxGraph``); tried on 2.11, 2.13 and 2.15, not on the others of 2.11 to 2.15.
 
     Args:
-        code: what runs it.
-        info: facts about it.
+        code: runs the program.
+        info: facts about the program.
         about: a line for the log.
-        decided: the depths of prefetching that ranks have agreed on for the graph (Note [One prefetch depth]).
+        decided: the prefetch depths that ranks have agreed on for the graph (Note [One prefetch depth]).
     """
 
     _triton_bundle = guards_expr = extern_libs_key = None
 
     def __init__(self, code: Any, info: ProgramInfo, about: str, decided: Mapping[Key, int] | None = None):
         self.code, self.info, self.about, self.decided = code, info, about, dict(decided or {})
-        self._boxed_call = True  # of its own: torch's wrappers copy what an object has
+        self._boxed_call = True  # on the instance: torch's wrappers copy instance attributes
         self._run = CompiledProgram(info, code)
 
     def __call__(self, args: list[Any]) -> Any:
@@ -78,8 +78,8 @@ class CachedProgram:
         return list(self.code.bodies.values()) if isinstance(self.code, Stitched) else [self.code]
 
     def keep(self) -> None:
-        """Puts it into Inductor's cache under what it contains; AOTAutograd asks for the key. What cannot be kept is
-        compiled anew the next time.
+        """Puts the program into Inductor's cache under a hash of its content; AOTAutograd reads the key. A program that
+        cannot be stored is compiled again the next time.
         """
         if not self._bodies or not all(isinstance(body, CompiledFxGraph) for body in self._bodies):
             return
@@ -89,7 +89,7 @@ class CachedProgram:
             log.info("mfsdp: %s cannot be kept in the cache: %s: %s", self.about, type(error).__name__, error)
             return
         key = "f" + hashlib.sha256(content).hexdigest()[:51]
-        afterwards(lambda: _store(key, pickle.dumps(self)))  # with the kernels
+        afterwards(lambda: _store(key, pickle.dumps(self)))  # once its kernels are compiled
         self._fx_graph_cache_key = key
         self._fx_graph_cache_debug_lines: list[str] = []
 
@@ -108,7 +108,7 @@ class CachedProgram:
         """Loads the code.
 
         Raises:
-            OSError: some of it is gone, or other ranks have decided otherwise; the cache takes that for a miss.
+            OSError: code is missing, or other ranks use another prefetch depth; the cache treats this as a miss.
         """
         for key, depth in self.decided.items():
             if (other := agree(key, depth)) != depth:
@@ -120,7 +120,7 @@ class CachedProgram:
         return str(self._bodies[0].cache_key)
 
     def post_compile(self, inputs: Sequence[Any], constants: Any, kwargs: Any) -> None:
-        """What is done to compiled code in the process that will run it."""
+        """Prepares compiled code in the process that will run it."""
         for body in self._bodies:
             with part([]):
                 body.post_compile([], CompiledFxGraphConstants(), kwargs)
@@ -128,7 +128,7 @@ class CachedProgram:
 
 
 def _store(key: str, content: bytes) -> None:
-    """Puts an entry into Inductor's cache, and among what ``save_cache_artifacts`` takes along. Private in torch
+    """Puts an entry into Inductor's cache and records it for ``save_cache_artifacts``. Private in torch
     (``_write_to_local_cache``, ``CacheArtifactRecorder``, before ``CacheArtifactManager``); tried on 2.11, 2.13, 2.15.
     """
     kind = InductorCacheArtifact.type()
@@ -140,19 +140,19 @@ def _store(key: str, content: bytes) -> None:
 
 
 def _frozen(body: CompiledFxGraph) -> CompiledFxGraph:
-    """A copy that can be pickled."""
+    """Returns a copy that can be pickled."""
     out = copy.copy(body)
     out.prepare_for_serialization()
     return out
 
 
 OF_THE_RUN: dict[str, Any] = {"passes": None, "patience": None, "on_stall": "report"}
-"""Options that a program does not hang on; passes are told apart from them."""
+"""Options that do not affect a program, with the values that the key uses; passes are described separately."""
 
 
 def cache_key(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule, decide: Any = None) -> str:
-    """What decides what the backend makes of a graph and is not in torch's own key; ``""``: not to be cached.
-    ``decide``: what decides how far to prefetch, and where copies stand, and says all that it goes by.
+    """Returns a key for everything that decides the backend's result and is not in torch's own key; ``""``: no
+    caching. ``decide``: what chooses the prefetch depth and places copies; its ``repr`` contains its inputs.
     """
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
     functions = [(name, getattr(function, "func", function)) for name, function in passes]
@@ -172,7 +172,7 @@ def cache_key(capture: Capture, options: Options, passes: Table, gm: fx.GraphMod
 
 @functools.cache
 def sources(folder: Path = Path(__file__).parent.parent) -> str:
-    """A hash of every source file below a folder; of this package."""
+    """Returns a hash of every source file below a folder, by default of this package."""
     files = (Path(top, name) for top, _, names in os.walk(folder, followlinks=True) for name in names)
     found = hashlib.sha256()
     for path in sorted(file for file in files if file.suffix == ".py"):

@@ -1,14 +1,14 @@
-"""Graphs that Inductor compiles one after the other, and whose kernels compile at the same time.
+"""Compiles the kernels of several graphs at the same time.
 
 Note [Parallel compilation]
 Inductor hands the kernels of a graph to its workers (processes for Triton, threads that run a C++ compiler for CPUs),
-and the Python module that it has generated for the graph waits for them while it is loaded. So of several graphs, code
-for the second is generated when the kernels of the first are there, and most workers have nothing to do. Inside of
-`parallel` modules do not wait (`handed_out`): all graphs are generated first, and what waits is done when it is left.
+and the Python module that it generates for the graph waits for them while it is loaded. So with several graphs, code
+for the second is generated only once the kernels of the first are compiled, and most workers idle. Inside `parallel`,
+modules do not wait (`handed_out`): all graphs are generated first, and `parallel` waits when it is left.
 
-What Inductor does behind the wait is done there too: it bundles Triton's kernels and puts the graph into its cache. So
-no entry is without its kernels, and what fails or is interrupted leaves none. Where there is one worker
-(``TORCHINDUCTOR_COMPILE_THREADS=1``) each kernel is compiled where it is generated, as ever.
+Inductor's work after the wait moves there too: it bundles Triton's kernels and puts the graph into its cache. So no
+entry lacks its kernels, and a failed or interrupted compilation leaves none. With one worker
+(``TORCHINDUCTOR_COMPILE_THREADS=1``) each kernel is compiled where it is generated, as usual.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torch._inductor.exc import InductorError
 from torch._inductor.triton_bundler import TritonBundler
 
 _left: ContextVar[list[Callable[[], None]] | None] = ContextVar("mfsdp_left", default=None)
-"""What is left to do when `parallel` is left, in this thread."""
+"""Work that this thread does when it leaves `parallel`."""
 
 _graph: ContextVar[_Graph | None] = ContextVar("mfsdp_graph", default=None)
-"""The graph that is being compiled in this thread and is not waited for."""
+"""The graph that this thread compiles without waiting for its kernels."""
 
 
 @contextmanager
 def parallel() -> Iterator[None]:
-    """Has the kernels of all graphs that are compiled inside with `handed_out` compile at the same time; they are there
-    when it is left.
+    """Compiles the kernels of all graphs that are passed to `handed_out` inside at the same time; waits for them at the
+    end.
 
     Raises:
-        InductorError: a kernel does not compile; a note says of which graph it is.
+        InductorError: a kernel does not compile; a note names its graph.
     """
     if _left.get() is not None:
         yield
@@ -55,7 +55,7 @@ def parallel() -> Iterator[None]:
 
 
 def afterwards(function: Callable[[], None]) -> None:
-    """Calls a function when all kernels that have been handed out are there; at once outside of `parallel`."""
+    """Calls a function once all kernels that were handed out are compiled; immediately outside of `parallel`."""
     left = _left.get()
     if left is None:
         function()
@@ -64,15 +64,15 @@ def afterwards(function: Callable[[], None]) -> None:
 
 
 def handed_out(compile: Callable[[], Any], name: str) -> Any:
-    """Compiles a graph, inside of `parallel` without waiting for its kernels. What is returned must not run before that
-    is left.
+    """Compiles a graph; inside `parallel` without waiting for its kernels. The result must not run before `parallel` is
+    left.
 
     Args:
         compile: calls ``compile_fx_inner``.
-        name: what errors call the graph.
+        name: the graph's name in errors.
     """
     left = _left.get()
-    # a bundled entry of AOTAutograd's takes the kernels with it as soon as a graph is generated
+    # a bundled entry of AOTAutograd's cache stores the kernels as soon as a graph is generated
     if left is None or get_compile_threads() <= 1 or functorch_config.bundled_autograd_cache:
         with _named(name):
             return compile()
@@ -88,16 +88,15 @@ def handed_out(compile: Callable[[], Any], name: str) -> Any:
 
 
 class _Graph:
-    """What has been put off of the compilation of a graph."""
+    """The deferred part of the compilation of a graph."""
 
     def __init__(self) -> None:
         self.waits: list[Callable[[], None]] = []
         self.saves: list[partial[None]] = []
 
     def finish(self, name: str) -> None:
-        """Waits for its kernels and puts it into Inductor's cache. Private in torch (``TritonBundler``,
-        ``set_triton_bundle``, ``InductorError``); tried on 2.13, read in 2.11, 2.14
-        and 2.15 (of 2.11 to 2.15).
+        """Waits for the kernels and puts the graph into Inductor's cache. Private in torch (``TritonBundler``,
+        ``set_triton_bundle``, ``InductorError``); tried on 2.13, read in 2.11, 2.14 and 2.15 (of 2.11 to 2.15).
         """
         with _named(name):
             TritonBundler.begin_compile()
@@ -107,7 +106,7 @@ class _Graph:
                 for save in self.saves:
                     save.args[1].set_triton_bundle(TritonBundler.collect()[0])
                     save()
-            except Exception as error:  # as Inductor raises it where it waits itself
+            except Exception as error:  # as Inductor raises it when it waits itself
                 raise InductorError(error, None).with_traceback(error.__traceback__) from None
             finally:
                 TritonBundler.end_compile()
@@ -115,9 +114,9 @@ class _Graph:
 
 @functools.cache
 def _install() -> None:
-    """Makes generated modules and Inductor's cache ask `_graph`. Private in torch (``AsyncCompile.wait``, which every
-    generated module calls, and ``FxGraphCache._save_graph``, which is called behind it); tried on 2.13, read in
-    2.11, 2.14 and 2.15 (of 2.11 to 2.15).
+    """Patches generated modules and Inductor's cache to defer their work to `_graph`. Private in torch
+    (``AsyncCompile.wait``, which every generated module calls, and ``FxGraphCache._save_graph``, which is called after
+    it); tried on 2.13, read in 2.11, 2.14 and 2.15 (of 2.11 to 2.15).
     """
     wait, save = AsyncCompile.wait, FxGraphCache._save_graph
 

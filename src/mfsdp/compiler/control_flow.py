@@ -1,8 +1,8 @@
-"""Branches of ``torch.cond``, and loops of ``while_loop``: their parameters are read in front of them.
+"""Moves parameter reads out of the branches of ``torch.cond`` and the bodies of ``while_loop``.
 
-Ranks may take different ones, and how often a loop runs may hang on data; what communicates has to be the same. So the
-markers of parameters (`ir.ops.param`) leave the subgraphs that Dynamo has traced, and come back as operands: all
-ranks gather what any branch reads, and where a branch was not taken autograd brings zeros.
+Ranks may take different branches, and the number of iterations may depend on data, but ranks must run the same
+collectives. So the markers of parameters (`ir.ops.param`) leave the subgraphs that Dynamo has traced, and return as
+operands: all ranks gather what any branch reads, and autograd supplies zeros for a branch that was not taken.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import fx
 from ..ir import ops
 
 _CONTROL = (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop)
-"""Operators whose last argument is a tuple of what their subgraphs get last, in order. Private in torch (how Dynamo
-writes them); tried on 2.13.
+"""Operators whose last argument is a tuple of operands, which are the last inputs of their subgraphs, in order. Private
+in torch (how Dynamo writes them); tried on 2.13.
 """
 
 
 def hoist_parameters(gm: fx.GraphModule) -> None:
-    """Takes markers out of the branches in a graph of Dynamo's, in place."""
+    """Moves markers out of the subgraphs of Dynamo's graph, in place."""
     for node in list(gm.graph.nodes):
         if node.target in _CONTROL:
             _hoist_from(gm, node)
@@ -29,7 +29,7 @@ def _hoist_from(gm: fx.GraphModule, node: fx.Node) -> None:
     bodies = [getattr(gm, str(a.target)) for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
     operands: list[fx.Node] = list(node.args[-1])  # type: ignore[arg-type]
     inputs: list[list[fx.Node]] = []
-    """By body: what it gets of the operands."""
+    """By body: its placeholders for the operands."""
     for body in bodies:
         hoist_parameters(body)
         placeholders = body.graph.find_nodes(op="placeholder")
@@ -49,7 +49,7 @@ def _hoist_from(gm: fx.GraphModule, node: fx.Node) -> None:
                     marker.replace_all_uses_with(own[-1])
                     body.graph.erase_node(marker)
     for i in reversed(sources):
-        if not any(own[i].users for own in inputs):  # autograd would bring a gradient to the source itself
+        if not any(own[i].users for own in inputs):  # otherwise autograd would produce a gradient for the source itself
             operands.pop(i)
             for body, own in zip(bodies, inputs, strict=True):
                 body.graph.erase_node(own.pop(i))

@@ -1,18 +1,18 @@
-"""A joint graph, cut as layers are to be: computed again in backward, kept gathered, left out.
+"""Partitions a joint graph as planned: layers are recomputed in backward, kept gathered, or left out.
 
 Note [Partition tags]
-Where forward ends and backward begins is decided on the joint graph, by torch's partitioner, which obeys tags: what is
-tagged to be computed again is not saved. So what a plan chooses for layers (`mfsdp.config.layer_choices`) is tags and
-nothing else, put there before it cuts. A layer that AOTAutograd has traced once for many (Note [Layer outlining]) has
-been cut by then; its joint graph is kept, cut again with tags, once for each way in which layers of its kind are
-treated, and calls of those take the place of the calls that were there (`vary`).
+torch's partitioner splits the joint graph into forward and backward, and obeys tags: it does not save nodes that are
+tagged for recomputation. So a plan's choices for layers (`mfsdp.config.layer_choices`) become tags, added before
+partitioning, and nothing else. A layer that AOTAutograd traced once for many (Note [Layer outlining]) is already
+partitioned by then. Its joint graph is kept and partitioned again, once for each treatment of that kind of layers, and
+calls of the results replace the original calls (`vary`).
 
-A layer that is computed again saves what it is given, and what its operators give that are named in ``saved``: matrix
-products, attention. A layer's own checkpoints stay as they are.
+A recomputed layer saves its inputs, and the results of operators named in ``saved``: matrix products, attention. A
+layer's own checkpoints stay as they are.
 
-For planning the joint graph is kept whole (`JointGraph`) and cut as often as needed: what it gives is what compiling
-with those choices gives, node for node. And layers can be left out (`without`): of equal layers, one behind the other,
-a few say what many cost (`mfsdp.cost_model.extrapolate`).
+For planning, the whole joint graph is kept (`JointGraph`) and partitioned as often as needed: the result equals that of
+compiling with those choices, node for node. Layers can also be left out (`without`): of consecutive equal layers, a few
+determine the cost of many (`mfsdp.cost_model.extrapolate`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from ..ir.roles import Kind, role
 from .layer_match import CALL, class_of, fqn, layer_of
 
 BODY = "mfsdp_body"
-"""``meta`` key of forward's graph of a layer: what it was cut from."""
+"""``meta`` key of a layer's forward graph: the `Body` that it was partitioned from."""
 
 Cut = tuple[fx.GraphModule, fx.GraphModule]
 
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """A layer's joint graph, before it was cut, and the arguments of who cuts it."""
+    """A layer's joint graph before partitioning, and the arguments for the partitioner."""
 
     joint: fx.GraphModule
     options: Mapping[str, Any]
@@ -58,23 +58,23 @@ class Body:
 
 @dataclass(frozen=True)
 class Treatment:
-    """What becomes of a layer where it is cut."""
+    """What is done to a layer when it is partitioned."""
 
     again: bool = False
     saved: tuple[str, ...] = ()
     gathered: bool | None = None
-    """``None``: as the units say themselves."""
+    """``None``: as its units specify."""
     offloaded: bool = False
-    """Whether what forward saves goes to the host, of which its cut knows nothing (`leaving`)."""
+    """Whether forward's saved values go to the host (`activation_offload`); the partition does not depend on it."""
 
     @property
     def cut(self) -> Treatment:
-        """What its cut knows of it."""
+        """The treatment, as far as the layer's partition depends on it."""
         return replace(self, offloaded=False)
 
 
 def treatments(choices: Choices) -> dict[str, Treatment]:
-    """By path of a layer."""
+    """Returns treatments by path of a layer."""
     out = {}
     for path, choice, number in numbered(choices):
         again = choice.recomputes(number)
@@ -84,13 +84,12 @@ def treatments(choices: Choices) -> dict[str, Treatment]:
 
 
 class JointGraph:
-    """A joint graph that can be cut more than once. Private in torch (``TracingContext``, the partitioner and its
-    configuration); tried on 2.13, there in 2.11 to 2.15.
+    """A joint graph that can be partitioned more than once. Private in torch (``TracingContext``, the partitioner and
+    its configuration); tried on 2.13, there in 2.11 to 2.15.
 
     Args:
-        joint: with roles, before anything is tagged; it is copied.
-        inputs: the partitioner's arguments.
-        options: the same.
+        joint: the graph with roles, before tagging; it is copied.
+        inputs, options: the partitioner's arguments.
     """
 
     def __init__(self, joint: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]):
@@ -98,9 +97,7 @@ class JointGraph:
         self.context, self.config = TracingContext.try_get(), functorch_config.get_config_copy()
 
     def kinds(self) -> list[Choice]:
-        """Equal layers that are not computed again already, in the order in which forward runs them: nothing is chosen
-        for them.
-        """
+        """Returns kinds of equal layers that are not recomputed already, in forward's order, with nothing chosen."""
         found: dict[Any, list[str]] = {}
         for path, (key, name) in _texts(self.graph).items():
             found.setdefault((name, key), []).append(path)
@@ -108,14 +105,14 @@ class JointGraph:
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """What was set when the graph was traced."""
+        """Restores the settings with which the graph was traced."""
         with tracing(self.context), functorch_config.patch(**self.config), _use_lazy_graph_module(True):
             yield
 
 
 def _texts(joint: fx.GraphModule) -> dict[str, tuple[Any, str]]:
-    """What equal layers have in common, and the name of their class, by path. Not of those that backward does not come
-    to: nothing is saved of them, or gathered again.
+    """Returns, by path, a key that equal layers share, and the name of their class. Skips layers that backward does not
+    reach: nothing of them is saved or gathered again.
     """
     calls = {pair.path: (pair.body, class_of(pair.body.joint.graph.nodes)) for pair in pairs(joint)}
     behind, nodes = differentiated(joint), dict[str, list[fx.Node]]()
@@ -134,7 +131,7 @@ def _texts(joint: fx.GraphModule) -> dict[str, tuple[Any, str]]:
 
 
 def ordered(joint: fx.GraphModule) -> list[str]:
-    """Paths of layers, in the order in which forward begins them."""
+    """Returns paths of layers, in the order in which forward begins them."""
     return list(dict.fromkeys(path for n in joint.graph.nodes if (path := n.meta.get(LAYER))))
 
 
@@ -144,17 +141,17 @@ def _shape(node: fx.Node) -> Any:
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph of its own, of the same graphs in it."""
+    """Returns a copy of a graph; nested graphs are shared."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
     graph.output_node().meta = dict(gm.graph.output_node().meta)
-    twin = _LazyGraphModule(gm, graph)  # no code is written until it is called
+    twin = _LazyGraphModule(gm, graph)  # generates code only when called
     twin.meta = dict(gm.meta)
     return twin
 
 
 def owners(joint: fx.GraphModule) -> dict[str, str]:
-    """The layer that reads a unit's parameters, by the unit's name."""
+    """Returns the layer that reads a unit's parameters, by the unit's name."""
     out = {n: p.path for p in pairs(joint) for x in p.inputs if (n := _shard_of(x))}
     for node in joint.graph.find_nodes(op="call_function", target=ops.param):
         if (r := role(node)) is not None and (path := layer_of(node)):
@@ -163,13 +160,13 @@ def owners(joint: fx.GraphModule) -> dict[str, str]:
 
 
 def _shard_of(node: Any) -> str:
-    """The unit whose shard is given to a call; ``""`` for another thing."""
+    """Returns the unit of a shard; ``""`` if the node is no shard."""
     r = role(node) if isinstance(node, fx.Node) else None
     return r.unit if r is not None and r.kind is Kind.SHARD else ""
 
 
 def name_layers(joint: fx.GraphModule) -> None:
-    """Notes of every node of a joint graph in which layer it is, which AOTAutograd hands on in several ways."""
+    """Records the layer of every node of a joint graph, which AOTAutograd passes on in several ways."""
     for node in joint.graph.nodes:
         if node.op == "call_function" and node.target is not ops.param:
             path = node.meta.get("custom", {}).get(LAYER) if node.target is CALL else layer_of(node)
@@ -178,14 +175,14 @@ def name_layers(joint: fx.GraphModule) -> None:
 
 
 def vary(joint: fx.GraphModule, treated: Mapping[str, Treatment]) -> dict[str, bool]:
-    """Has layers computed again, kept gathered or not, in place, before the graph is cut.
+    """Makes layers recomputed, and kept gathered or not, in place, before the graph is partitioned.
 
     Args:
-        joint: whose nodes have layers.
-        treated: by path of a layer; others stay as they are.
+        joint: its nodes have layers.
+        treated: treatments by path of a layer; other layers stay as they are.
 
     Returns:
-        Whether units stay gathered, by name, of those that have been told here.
+        Whether a unit stays gathered, by name, for the units that are set here.
     """
     gathered: dict[str, bool] = {}
     done: dict[tuple[Body, Treatment], str] = {}
@@ -219,7 +216,7 @@ def _respecify(marker: fx.Node, gathered: bool) -> None:
 
 
 def differentiated(joint: fx.GraphModule) -> set[fx.Node]:
-    """What runs in backward: what hangs on tangents."""
+    """Returns the nodes that run in backward: those that depend on tangents."""
     out: set[fx.Node] = set()
     for node in joint.graph.nodes:
         if node.op == "placeholder":
@@ -231,8 +228,8 @@ def differentiated(joint: fx.GraphModule) -> set[fx.Node]:
 
 
 def tag(nodes: Collection[fx.Node], number: int, saved: Sequence[str]) -> None:
-    """Has forward's operators of a layer computed again, but for those that are saved: an operator and all its elements
-    together, or the partitioner computes it again all the same.
+    """Tags a layer's forward operators for recomputation, except saved ones. An operator and all its elements are saved
+    together, or the partitioner recomputes it anyway.
     """
     kept = {node for node in nodes if operator_of(node) in saved}
     for node in nodes:
@@ -244,14 +241,14 @@ def tag(nodes: Collection[fx.Node], number: int, saved: Sequence[str]) -> None:
 
 
 _LAST_REGION = 1 << 30
-"""Above every checkpoint region's number: a tagged node that a checkpointed region reads is no boundary of it."""
+"""Above every checkpoint region's number: a tagged node that such a region reads is not its boundary."""
 
 
 def recompute_parameters(joint: fx.GraphModule) -> None:
-    """Tags markers, and every node all of whose inputs are tagged (views, casts), to be computed again in backward.
+    """Tags markers, and every node all of whose inputs are tagged (views, casts), for recomputation in backward.
 
-    Otherwise the partitioner would save what a marker gives: the whole parameter. Markers of a unit that stays gathered
-    (``reshard_after_forward=False``) are tagged the other way: save.
+    Otherwise the partitioner would save a marker's result: the full parameter. Markers of a unit that stays gathered
+    (``reshard_after_forward=False``) are tagged to be saved.
     """
     tagged: set[fx.Node] = set()
     for node in joint.graph.nodes:
@@ -270,8 +267,8 @@ def recompute_parameters(joint: fx.GraphModule) -> None:
 
 
 def operator_of(node: fx.Node) -> str:
-    """The name of a matrix product or an attention in its layer: the path of its module there, and ``attention`` for
-    one of those; ``""`` for anything else. Private in torch (``nn_module_stack``).
+    """Returns the name of a matrix product or attention in its layer: the path of its module there, plus ``attention``
+    for attention; ``""`` for other nodes. Private in torch (``nn_module_stack``).
     """
     if node.op != "call_function" or not flops(node):
         return ""
@@ -284,8 +281,8 @@ def operator_of(node: fx.Node) -> str:
 
 
 def described(node: fx.Node) -> fx.Node:
-    """Who says where a node was met: one of its elements, where the partitioner has wrapped it, as it does with what
-    draws random numbers and is computed again. Private in torch (``nn_module_stack``).
+    """Returns the node whose ``meta`` has the module of `node`: one of its elements if the partitioner has wrapped it,
+    as it does with recomputed random operators. Private in torch (``nn_module_stack``).
     """
     told = any(key in node.meta for key in ("nn_module_stack", "fwd_nn_module_stack"))
     return node if told else next(filter(is_element, node.users), node)
@@ -293,14 +290,14 @@ def described(node: fx.Node) -> fx.Node:
 
 @dataclass(eq=False)
 class Pair:
-    """A call of a layer's forward, and that of its backward."""
+    """The call of a layer's forward, and the call of its backward."""
 
     gm: fx.GraphModule
     forward: fx.Node
     backward: fx.Node
     body: Body
     saved: list[fx.Node | None]
-    """Elements of forward's results that backward is given, in order."""
+    """Elements of forward's results that are backward's inputs, in order."""
 
     @property
     def path(self) -> str:
@@ -315,15 +312,15 @@ class Pair:
         return self.backward.args[2 + len(self.saved) :]
 
     def results(self) -> dict[int, fx.Node]:
-        """Elements of forward's results that are for others than backward."""
+        """Returns the elements of forward's results that are not saved for backward, by index."""
         end = self.body.options["num_fwd_outputs"]
         return {e.args[1]: e for e in self.forward.users if is_element(e) and e.args[1] < end}  # type: ignore[operator, misc]
 
     def swap(self, treatment: Treatment, done: dict[tuple[Body, Treatment], str]) -> None:
-        """Calls graphs instead that are cut otherwise.
+        """Replaces the two calls with calls of graphs that are partitioned for a treatment.
 
         Args:
-            done: names of graphs that are there already.
+            done: name suffixes of graphs that exist already.
         """
         forward, backward = cut(self.body, treatment)
         key = (self.body, treatment)
@@ -365,7 +362,7 @@ def _values(gm: fx.GraphModule) -> list[Any]:
 
 
 def pairs(gm: fx.GraphModule) -> Iterator[Pair]:
-    """Calls of layers in a joint graph, forward's with backward's, in forward's order."""
+    """Yields the calls of layers in a joint graph, each forward with its backward, in forward's order."""
     for call in gm.graph.find_nodes(op="call_function", target=CALL):
         body = getattr(gm, str(call.args[0].target)).meta.get(BODY)
         if body is None:
@@ -379,7 +376,7 @@ def pairs(gm: fx.GraphModule) -> Iterator[Pair]:
 
 
 def cut(body: Body, treatment: Treatment) -> Cut:
-    """A layer's joint graph, cut as it is to be treated; calls of one body share what they call."""
+    """Returns a layer's joint graph, partitioned as it is treated; calls of one body share the result."""
     if treatment not in body.cuts:
         joint = copied(body.joint)
         if treatment.gathered is not None:
@@ -398,9 +395,9 @@ def cut(body: Body, treatment: Treatment) -> Cut:
 
 
 def removable(joint: fx.GraphModule) -> set[str]:
-    """Layers that can be left out (`without`) with nobody the wiser: equal ones, each called once and right behind the
-    other. Where anything runs between them (another kind of layers, a dropout), or somebody else reads what one of them
-    gives, few do not say what many cost.
+    """Returns layers that can be left out (`without`) so that a few determine the cost of many: equal layers, each
+    called once and directly after the one before. Nothing may run between them (another kind of layers, a dropout), and
+    only the next layer may read a layer's results.
     """
     order = list(dict.fromkeys(path for n in joint.graph.nodes if (path := n.meta.get(LAYER))))
     found: set[str] = set()
@@ -413,11 +410,11 @@ def removable(joint: fx.GraphModule) -> set[str]:
 
 
 def without(joint: fx.GraphModule, paths: Collection[str]) -> bool:
-    """Leaves layers out, in place: what one of them is given its successor is given instead, and its predecessor's
-    backward what its own is. Each stands between two others like it, and gives all that it gives to the next one.
+    """Leaves layers out, in place. A layer's inputs go to its successor instead, and its tangents to its predecessor's
+    backward. Each must stand between two equal layers, and give all its results to the next one.
 
     Returns:
-        Whether it could be done; if not, the graph is of no use.
+        Whether it could be done; if not, the graph is unusable.
     """
     for calls in _by_body(joint).values():
         chain = _chain(calls)
@@ -429,7 +426,7 @@ def without(joint: fx.GraphModule, paths: Collection[str]) -> bool:
 
 
 def _by_body(joint: fx.GraphModule) -> dict[Body, list[Pair]]:
-    """Calls of each layer's graph, in forward's order."""
+    """Returns the calls of each layer's graph, in forward's order."""
     found: dict[Body, list[Pair]] = {}
     for pair in pairs(joint):
         found.setdefault(pair.body, []).append(pair)
@@ -437,7 +434,7 @@ def _by_body(joint: fx.GraphModule) -> dict[Body, list[Pair]]:
 
 
 def _chain(calls: Sequence[Pair]) -> dict[int, int]:
-    """Which arguments of a call are which results of the call before it; none, if that is not so of all of them."""
+    """Maps arguments of a call to results of the call before it; empty if the calls differ in this."""
     links: list[dict[int, int]] = []
     for a, b in itertools.pairwise(calls):
         given = {e: j for j, e in a.results().items()}

@@ -1,6 +1,4 @@
-"""Layers in a graph of Dynamo's: which nodes they are, which are equal, and which can be calls (Note [Layer
-outlining]).
-"""
+"""Finds layers in Dynamo's graph: their nodes, which are equal, and which can become calls (Note [Layer outlining])."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ from ..ir.program import LAYER
 from ..sharding.mutation_check import storage, written
 
 CALL = torch.ops.higher_order.invoke_subgraph
-"""torch's call of a graph in a graph. Private in torch, as are ``nn_module_stack`` and what cuts its graphs; tried on
-2.11 and 2.13, there in 2.11 to 2.15."""
+"""torch's call of a nested graph. Private in torch, as are ``nn_module_stack`` and the partitioning of nested graphs;
+tried on 2.11 and 2.13, there in 2.11 to 2.15.
+"""
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 
@@ -33,7 +32,7 @@ _NUMBERED = re.compile(r"(?:\.|\[')\d+(?:'\])?$")
 
 
 def _path(gm: fx.GraphModule, node: fx.Node) -> str:
-    """The path of the outermost numbered module in which Dynamo met a node; of a checkpoint, in which it met what is
+    """Returns the path of the outermost numbered module in which Dynamo traced a node; for a checkpoint, of a node
     inside. Private in torch (``nn_module_stack``).
     """
     if node.target is CHECKPOINT:
@@ -44,15 +43,15 @@ def _path(gm: fx.GraphModule, node: fx.Node) -> str:
 
 
 def layer_of(node: fx.Node) -> str:
-    """The path of the layer in which a node of a joint graph was met, or of the one that it differentiates; ``""`` for
-    none. Private in torch (``fwd_nn_module_stack``).
+    """Returns the path of the layer of a joint graph's node, or of the layer that it differentiates; ``""`` for none.
+    Private in torch (``fwd_nn_module_stack``).
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return fqn(next((path for path, _ in stack.values() if _NUMBERED.search(path)), ""))
 
 
 def class_of(nodes: Iterable[fx.Node]) -> str:
-    """The name of the class of the layer that nodes are in. Private in torch (``nn_module_stack``)."""
+    """Returns the name of the class of the layer that contains the nodes. Private in torch (``nn_module_stack``)."""
     stacks = (node.meta.get("nn_module_stack") or {} for node in nodes)
     found = (kind for stack in stacks for path, kind in stack.values() if _NUMBERED.search(path))
     kind = next(found, "")
@@ -60,18 +59,18 @@ def class_of(nodes: Iterable[fx.Node]) -> str:
 
 
 def fqn(path: str) -> str:
-    """``L['self'].blocks[0]`` and ``L['self']._modules['blocks']._modules['0']`` as ``blocks.0``."""
+    """Returns ``blocks.0`` for ``L['self'].blocks[0]`` and ``L['self']._modules['blocks']._modules['0']``."""
     text = re.sub(r"^L\['\w+'\]|(?<=[.\]])_modules(?=\[)|\._modules(?=\[)", "", path)
     return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", text).strip(".")
 
 
 def _inside(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
-    """The graph that a checkpoint calls."""
+    """Returns the graph that a checkpoint calls."""
     return getattr(gm, str(node.args[0].target))  # type: ignore[union-attr, no-any-return]
 
 
 def layers(gm: fx.GraphModule) -> Iterator[Layer]:
-    """What runs in one layer, without anything else between."""
+    """Yields consecutive nodes of one layer."""
     run: list[fx.Node] = []
     path, context = "", _Context()
     for node in gm.graph.nodes:
@@ -93,7 +92,7 @@ _HARMLESS = ("_log_api_usage_once",)
 
 
 class _Context:
-    """What a graph sets for operators that follow. A layer's backward is traced elsewhere, where it does not hold."""
+    """State that a graph sets for later operators. A layer's backward is traced elsewhere, without that state."""
 
     def __init__(self) -> None:
         self.autocast = int(any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")))
@@ -113,12 +112,12 @@ class _Context:
 
 
 class Layer:
-    """One layer's nodes in a graph of Dynamo's."""
+    """One layer's nodes in Dynamo's graph."""
 
     def __init__(self, gm: fx.GraphModule, nodes: list[fx.Node], context: str):
         self.gm, self.nodes, self.context = gm, nodes, context
         self.path = _path(gm, nodes[0])
-        """Of the module, as Dynamo writes it."""
+        """Path of the module, as Dynamo writes it."""
         self.inside = set(nodes)
         reads = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in self.inside)
         self.attributes = [node for node in reads if node.op == "get_attr"]
@@ -127,11 +126,11 @@ class Layer:
 
     @property
     def again(self) -> bool:
-        """Whether it is computed again in backward, or a part of it."""
+        """Whether backward recomputes the layer or a part of it."""
         return any(node.target is CHECKPOINT for node in self.nodes)
 
     def text(self) -> Any:
-        """What two layers have in common if they are equal."""
+        """Returns a key that equal layers share."""
         places = {node: f"%{i}" for i, node in enumerate([*self.inputs, *self.nodes])}
         attributes = {node: _shape(getattr(self.gm, str(node.target))) for node in self.attributes}
         lines = _lines(self.nodes, {**places, **attributes})
@@ -139,7 +138,7 @@ class Layer:
         return (*given, lines, *(places[n] for n in self.outputs), *gives)
 
     def body(self) -> fx.GraphModule:
-        """A graph that does what the layer does."""
+        """Returns a graph that does what the layer does."""
         graph, held = fx.Graph(), dict[fx.Node, fx.Node]()
         for i, node in enumerate(self.inputs):
             held[node] = graph.placeholder(f"arg{i}")
@@ -155,13 +154,13 @@ class Layer:
         return fx.GraphModule(own, graph)
 
     def call(self, name: str, moved: dict[fx.Node, fx.Node]) -> None:
-        """Calls a graph instead. ``moved``: what stands for nodes that calls have taken the place of."""
+        """Replaces the layer with a call of a graph. ``moved``: nodes' replacements so far; extended here."""
         graph = self.gm.graph
         with graph.inserting_before(self.nodes[-1].next):
             body = graph.get_attr(name)
             call = graph.call_function(CALL, (body, name, *(moved.get(n, n) for n in self.inputs)))
             call.meta["example_value"] = tuple(node.meta["example_value"] for node in self.outputs)
-            call.meta["custom"] = {LAYER: fqn(self.path)}  # which AOTAutograd hands on, to the call of backward too
+            call.meta["custom"] = {LAYER: fqn(self.path)}  # AOTAutograd copies it, to the call of backward too
             for i, node in enumerate(self.outputs):
                 element = graph.call_function(operator.getitem, (call, i))
                 element.meta = dict(node.meta)
@@ -173,7 +172,7 @@ class Layer:
 
 
 def _shape(module: Any) -> Any:
-    """What graphs in a graph have in common if they are equal; other things are equal if they are the same."""
+    """Returns a key that equal nested graphs share; other attributes are equal if they are identical."""
     if not isinstance(module, fx.GraphModule):
         return id(module)
     inner = {n: _shape(getattr(module, n.target)) for n in module.graph.find_nodes(op="get_attr")}
@@ -183,7 +182,7 @@ def _shape(module: Any) -> Any:
 
 
 def _lines(nodes: Iterable[fx.Node], places: Mapping[fx.Node, Any]) -> Any:
-    """Operators and arguments, the latter by place."""
+    """Returns operators and arguments; nodes among the arguments are written as places."""
 
     def line(node: fx.Node) -> Any:
         arguments = map_aggregate(
@@ -196,7 +195,7 @@ def _lines(nodes: Iterable[fx.Node], places: Mapping[fx.Node, Any]) -> Any:
 
 
 class _Place:
-    """Stands for a node where arguments are written down."""
+    """Represents a node where arguments are written as text."""
 
     def __init__(self, text: Any):
         self.text = text
@@ -206,7 +205,7 @@ class _Place:
 
 
 def _value(node: fx.Node) -> Any:
-    """What is known of a value that a layer reads or gives."""
+    """Returns the known properties of a value that a layer reads or returns."""
     value = node.meta.get("example_value")
     if not isinstance(value, torch.Tensor):
         return repr(value)
@@ -220,7 +219,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def unfit(alike: Sequence[Layer]) -> str:
-    """Why equal layers cannot be calls of one graph; ``""`` if they can."""
+    """Returns why equal layers cannot be calls of one graph; ``""`` if they can."""
     first = alike[0]
     if context := next(filter(None, (layer.context for layer in alike)), ""):
         return context
@@ -243,8 +242,8 @@ def unfit(alike: Sequence[Layer]) -> str:
 
 
 def _reached(gm: fx.GraphModule) -> set[fx.Node]:
-    """Values that a result of the graph is differentiated by. To others of its own a call gives gradients of zero,
-    where a graph without calls has none.
+    """Returns the values that get gradients from a result of the graph. For its other results a call computes zero
+    gradients, where a graph without calls computes none.
     """
     found: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
@@ -259,7 +258,7 @@ def _differentiable(node: fx.Node) -> bool:
 
 
 def _shares(layer: Layer) -> str:
-    """What depends on more than equal operators: who else has a layer's inputs and outputs."""
+    """Returns why other users of a layer's inputs and outputs prevent a call; ``""`` if they do not."""
     storages = [_storage(node) for node in (*layer.inputs, *layer.outputs)]
     if len(set(storages)) < len(storages):
         return "what goes in or out shares storage"
@@ -275,7 +274,7 @@ def _shares(layer: Layer) -> str:
 
 
 def _reads(gm: fx.GraphModule, user: fx.Node, node: fx.Node) -> int:
-    """How many operators read a value where one node does."""
+    """Returns how many operators in a node read a value."""
     if user.target is not CHECKPOINT:
         return 1
     given = _inside(gm, user).graph.find_nodes(op="placeholder")
@@ -290,7 +289,7 @@ _STATEFUL = ("_enter_autocast", "_exit_autocast", "_set_grad_enabled")
 
 
 def _runs(layer: Layer) -> str:
-    """Runs a layer on fake tensors, and looks at what it calls."""
+    """Runs a layer on fake tensors; returns why its operators prevent a call, or ``""``."""
     body = layer.body()
     graphs = [body, *(m for m in body.modules() if isinstance(m, fx.GraphModule))]
     for node in (n for g in graphs for n in g.graph.nodes):
@@ -308,7 +307,7 @@ def _runs(layer: Layer) -> str:
             with calls:
                 calls.inputs = {storage(value) for value in given}
                 fx.Interpreter(body).run(*given)
-        except Exception as error:  # sizes that only data tells, above all
+        except Exception as error:  # mostly data-dependent sizes
             return f"{type(error).__name__} on fake tensors: {error}"
     return calls.reason
 
@@ -318,7 +317,7 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 
 class _Calls(TorchDispatchMode):
-    """Looks at every operator that is called."""
+    """Inspects every operator that is called."""
 
     def __init__(self, checkpointed: bool):
         super().__init__()

@@ -1,12 +1,12 @@
-"""From a finished program to something that runs: Inductor's code, or ATen kernels one by one.
+"""Lowers a finished program to Inductor's code, or to ATen kernels that are called one by one.
 
 Note [Lowerings]
-All lowerings take the same passes. ``"stitched"`` and ``"whole"`` go through Inductor's own front end with Inductor's
-decompositions and joint-graph passes, so that sharding costs nothing that ``torch.compile`` would have saved. The
-second hands Inductor the graph as it is, the first each kind of stretch once (Note [Subgraphs]), which is what
-``"inductor"`` means: its time does not grow with depth. ``"eager"`` takes the ATen graph as autograd wrote it, without
-decompositions, and calls its kernels one after the other in the listing's order: the oracle that other lowerings are
-compared with, and bitwise what eager PyTorch computes.
+All lowerings use the same passes. ``"stitched"`` and ``"whole"`` go through Inductor's front end with its
+decompositions and joint-graph passes, so that sharding loses none of ``torch.compile``'s optimizations. ``"whole"``
+gives Inductor the graph as it is. ``"stitched"``, also called ``"inductor"``, compiles each kind of subgraph once
+(Note [Subgraphs]), so that compile time does not grow with depth. ``"eager"`` takes the ATen graph as autograd wrote
+it, without decompositions, and calls its kernels in the listing's order: the reference for the other lowerings, bitwise
+equal to eager PyTorch.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ Run = Callable[[list[Any]], Any]
 """A compiled graph: takes its arguments as one list."""
 
 Transform = Callable[[fx.GraphModule, Phase], Callable[[Run, str], Run] | None]
-"""Runs the pipeline on a graph, in place; what it returns is given the compiled graph and its code, and may wrap it."""
+"""Runs the pipeline on a graph, in place; the result takes the compiled graph and its code, and may wrap the graph."""
 
 INDUCTOR = {
-    # Order is the schedule's business (`prefetch`, `defer`, `inplace_wgrad`): Inductor must not move launches or waits.
+    # Passes (`prefetch`, `defer`, `inplace_wgrad`) decide the order: Inductor must not move launches or waits.
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
     "reorder_for_compute_comm_overlap": False,
-    # A captured program would replay what Python decides anew in every step: whether to refresh, hold, add or store.
+    # A CUDA graph would replay decisions that Python makes in every step: whether to refresh, hold, add or store.
     "triton.cudagraphs": False,
 }
 
 
 def patches() -> dict[str, Any]:
-    """Inductor's configuration for our graphs: `INDUCTOR`, and Inductor's own overlap of collectives off, as far as
-    this version has it (from 2.14 on it is on by default). Private in torch (``aten_distributed_optimizations``); tried
-    on 2.13 and 2.14, of 2.11 to 2.15 that are supported.
+    """Returns Inductor's configuration for our graphs: `INDUCTOR`, with Inductor's own overlap of collectives off where
+    this version has it (on by default since 2.14). Private in torch (``aten_distributed_optimizations``); tried on 2.13
+    and 2.14, of 2.11 to 2.15 that are supported.
     """
     options = inductor_config.aten_distributed_optimizations
     overlaps = [name for name in ("enable_simple_overlap", "enable_overlap_scheduling") if hasattr(options, name)]
@@ -65,15 +65,14 @@ def inductor(
     *,
     compile: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Compiles with Inductor, never into CUDA graphs, whoever asks for them. Private in torch (``compile_fx``); tried
-    on 2.11 to 2.15.
+    """Compiles with Inductor, never into CUDA graphs. Private in torch (``compile_fx``); tried on 2.11 to 2.15.
 
     Args:
-        key: says, together with the graph, what `transform` will make of it; AOTAutograd's cache may then be asked
-            (Note [Warm starts]). Where there is none, that cache would hand back graphs that the passes have not seen.
+        key: identifies, with the graph, the result of `transform`, so that AOTAutograd's cache may be used
+            (Note [Warm starts]). Without a key that cache is off: it would return graphs that the passes have not seen.
         compile: takes a finished program, as ``compile_fx_inner`` does.
     """
-    gm.meta.pop("cudagraph_annotation", None)  # torch._dynamo.override_cudagraphs, which goes before the configuration
+    gm.meta.pop("cudagraph_annotation", None)  # of torch._dynamo.override_cudagraphs; it overrides the configuration
 
     def inner(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
         phase: Phase = (
@@ -111,7 +110,7 @@ def eager(
 
         return compile
 
-    # Nothing here writes over what forward has saved, so backward may be called twice (``retain_graph=True``).
+    # Nothing here overwrites what forward has saved, so backward may be called twice (``retain_graph=True``).
     with functorch_config.patch(enable_autograd_cache=False, donated_buffer=False):
         return aot_autograd(  # type: ignore[no-any-return]
             fw_compiler=compiler("forward"),
@@ -123,9 +122,9 @@ def eager(
 
 
 def _donates_nothing() -> None:
-    """Says that the backward of the graph that is being compiled has no donated buffers: where nobody has looked for
-    any, torch refuses ``retain_graph=True`` once it was called without. Private in torch (``TracingContext``,
-    ``bw_donated_idxs``); tried on 2.11, 2.13 and 2.14, not on 2.12 and 2.15.
+    """Records that the backward of the graph being compiled has no donated buffers: without a record torch refuses
+    ``retain_graph=True`` after a backward without it. Private in torch (``TracingContext``, ``bw_donated_idxs``); tried
+    on 2.11, 2.13 and 2.14, not on 2.12 and 2.15.
     """
     context = TracingContext.try_get()
     if context is not None and context.fw_metadata is not None:
@@ -141,7 +140,7 @@ def _whole(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
 
 
 def _each(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
-    """Inductor's cache keeps what it compiles for whoever has the same: the partitioner has done its work."""
+    """Compiles without the partitioner, which has already run: equal graphs share entries of Inductor's cache."""
     with inductor_config.patch(custom_partitioner_fn=None):
         return compile_fx_inner(graph, example, **kwargs)
 
@@ -164,29 +163,30 @@ CAPTURES: dict[str, Callable[..., Callable[..., Any]]] = {
     **dict.fromkeys(("inductor", "stitched", "whole"), partial(inductor, compile=_nothing)),
     "eager": eager,
 }
-"""The same graphs, without Inductor's code generation: for looking at, not for running."""
+"""The same graphs without Inductor's code generation: for inspection, not for execution."""
 
 
 def memory_budget(gm: fx.GraphModule) -> float:
-    """The part of its activations that a graph may save, as far as somebody has limited it. Private in torch
-    (``activation_memory_budget``, and what ``region_activation_memory_budget`` leaves on nodes); tried on 2.13.
+    """Returns the fraction of its activations that a graph may save; 1 if nobody has limited it. Private in torch
+    (``activation_memory_budget``, and the mark that ``region_activation_memory_budget`` leaves on nodes); tried on
+    2.13.
     """
     marks = [n.meta.get("custom", {}).get("_region_activation_memory_budget", 1.0) for n in gm.graph.nodes]
     return float(min([functorch_config.activation_memory_budget, *marks]))
 
 
 def strip(graph: fx.GraphModule) -> None:
-    """Drops `free` nodes: both lowerings drop a buffer's last reference where its last reader is, which is there."""
+    """Drops `free` nodes: they stand at a buffer's last reader, where both lowerings drop its last reference."""
     for node in graph.graph.find_nodes(op="call_function", target=ops.free):
         graph.graph.erase_node(node)
     graph.recompile()
 
 
 def keep_order(graph: fx.GraphModule) -> None:
-    """Makes each collective of another parallelism say that it writes what the one before has written, an empty tensor.
+    """Keeps the order of other parallelisms' collectives: each is declared to write to the same empty tensor.
 
-    Their sources are often what one kernel has computed, which Inductor would fuse with a kernel that reads what a
-    later collective brings, and so launch that one first. (Ours read what stays in place, or was packed.)
+    Otherwise Inductor may fuse the kernel that computes a collective's source with one that reads a later collective's
+    result, and so launch the later one first. (mfsdp's own collectives read data that stays in place or was packed.)
     """
     launches = graph.graph.find_nodes(op="call_function", target=ops.collective)
     if len(launches) < 2:
@@ -201,7 +201,7 @@ def keep_order(graph: fx.GraphModule) -> None:
 
 
 def keep_codes(graph: fx.GraphModule) -> None:
-    """Makes codes and casts that last be read last of all: Inductor would give their memory to other values then."""
+    """Adds a last reader for persistent FP8 payloads and kept casts: otherwise Inductor reuses their memory."""
     output = graph.graph.output_node()
     with graph.graph.inserting_before(output):
         for target in (ops.refresh_codes, ops.kept_cast):
@@ -211,18 +211,15 @@ def keep_codes(graph: fx.GraphModule) -> None:
 
 
 def keep_accumulators(graph: fx.GraphModule) -> None:
-    """Tells accumulates that their sources cannot become accumulators: Inductor would give their memory to other values
-    behind that.
-    """
+    """Tells accumulates that their sources cannot become accumulators: Inductor reuses the sources' memory."""
     for node in graph.graph.find_nodes(op="call_function", target=ops.accumulate):
         node.args = (*node.args[:4], True)
     graph.recompile()
 
 
 def forget_visible(graph: fx.GraphModule) -> None:
-    """Takes outputs that the passes have made ``None`` off the list of those that the user sees, which Inductor wrote
-    before: where it pads strides (on GPUs), it looks each of them up. Private in torch (``user_visible_output_idxs``);
-    tried on 2.13.
+    """Removes outputs that the passes have set to ``None`` from Inductor's earlier list of user-visible outputs: where
+    it pads strides (on GPUs), it looks each of them up. Private in torch (``user_visible_output_idxs``); tried on 2.13.
     """
     output = graph.graph.output_node()
     results: Any = output.args[0]

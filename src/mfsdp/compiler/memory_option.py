@@ -1,4 +1,4 @@
-"""The option ``memory``: a plan that is made while a model is compiled, and what to do where none fits."""
+"""The option ``memory``: makes a plan while a model is compiled, and says what to do if none fits."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ from .planner import Planner, Setting
 log = logging.getLogger("mfsdp")
 
 RUNNING = ("gathered", "recompute", "offload", "prefetch")
-"""What may be chosen (`planner.ALLOWED`) of what is being compiled; the optimizer is there already, and not known."""
+"""What the option may choose, of `planner.ALLOWED`; the optimizer exists already and is not known here."""
 
 
 LEFT = {
     "recompute": "layers computed again", "offload": "activations on the host",
     "optimizer": "optimizer state on the host", "prefetch": "prefetch and reduce_lag of 0",
 }  # fmt: skip
-"""What takes less memory where it is allowed, in words."""
+"""Texts for choices that take less memory where they are allowed."""
 
 
 def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: Hardware) -> None:
-    """Chooses for a program that is being compiled, by the option ``memory``: what the first rank that gets here has
-    chosen holds for all of them.
+    """Plans a program that is being compiled, for the option ``memory``. All ranks follow the first rank's choice.
 
     Raises:
         DoesNotFit: nothing fits.
@@ -66,7 +65,7 @@ def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: H
     capture.options = chosen["options"]
     log.info("mfsdp: %s: %s", capture.name, chosen["text"])
     mine = planner.score(Setting(choices, **chosen["options"]))
-    if mine.peak > options.memory:  # of longer sequences than those for which it was decided
+    if mine.peak > options.memory:  # the plan was made for smaller inputs
         log.warning(
             "mfsdp: %s: planned for %s, but what is compiled here takes %s: the plan was made for smaller inputs, "
             "and ranks have to follow one", capture.name, size(options.memory), size(mine.peak),
@@ -75,15 +74,15 @@ def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: H
 
 @cache
 def planned_machine() -> Hardware:
-    """What programs run on, as its maker describes it, or measured: then all ranks come here together, as they compile.
-    Private in torch (``unset_fake_temporarily``); tried on 2.13, there in 2.11 to 2.15.
+    """Returns the hardware that programs run on: the vendor's figures if known, else measured ones (all ranks
+    measure together, as they compile). Private in torch (``unset_fake_temporarily``); tried on 2.13, there in 2.11 to 2.15.
     """
     with unset_fake_temporarily():
         return this_machine() or measure()
 
 
 def refusal(planner: Planner, budget: int) -> str:
-    """Why nothing fits, and what would be cheapest that did."""
+    """Returns why nothing fits, and the cheapest changes that would make it fit."""
     floor = planner.score(planner.floor)
     account = planner.streamed if planner.floor.streamed else planner.account
     steps = account.at_step + planner.changed(planner.floor)

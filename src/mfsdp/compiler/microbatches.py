@@ -1,4 +1,4 @@
-"""`together`: several microbatches in one program."""
+"""`together`: compiles several microbatches into one program."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ class Together:
         """Runs the model on each microbatch.
 
         Args:
-            microbatches: of each its positional arguments as a tuple, its keyword arguments as a dict, or the one
-                argument that is a tensor.
+            microbatches: for each one a tuple of positional arguments, a dict of keyword arguments, or a single tensor.
 
         Returns:
-            what the model returns of each, in their order.
+            the model's result for each microbatch, in order.
 
         Raises:
-            TypeError: ``microbatches`` is no list, or one of them none of these.
-            ValueError: there is none.
+            TypeError: ``microbatches`` is no list, or a microbatch is none of these.
+            ValueError: the list is empty.
         """
         calls = [_call(batch) for batch in _sequence(microbatches)]
         broken = counters["graph_break"].total()
@@ -56,22 +55,22 @@ class Together:
 
 
 def together(model: nn.Module) -> Together:
-    """Several microbatches in one program: forward beside forward, backward beside backward, with one gather and one
-    reduction per unit for all of them.
+    """Runs several microbatches in one program: their forwards side by side, their backwards side by side, with one
+    gather and one reduction per unit for all of them.
 
         outs = mfsdp.together(model)([a, b])
         sum(outs).backward()
 
-    What one microbatch exchanges (all-to-alls of experts, all-reduces of tensor parallelism) travels while another
-    computes (`mfsdp.passes.interleave`). All activations live at once. Losses are bitwise each microbatch's own, but
-    for random numbers, which are drawn in another order; gradients are the sum of all, added up in another order than
-    by accumulation. Call backward once, on all results together.
+    Collectives of one microbatch (all-to-alls of experts, all-reduces of tensor parallelism) overlap with compute of
+    another (`mfsdp.passes.interleave`). All activations live at once. Losses equal each microbatch's own bitwise,
+    except with random numbers, which are drawn in another order. Gradients are the sum of all, in another order than
+    with accumulation. Call backward once, on all results together.
 
     Args:
-        model: compiled, ``torch.compile(model, backend="mfsdp")``; its options are obeyed, its graphs are not touched.
+        model: compiled with ``torch.compile(model, backend="mfsdp")``; its options are used, its graphs stay unchanged.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the model is not compiled with this backend.
     """
     if not isinstance(model, OptimizedModule):
         raise TypeError(
@@ -81,7 +80,7 @@ def together(model: nn.Module) -> Together:
     known = model.__dict__.get(_KEY)
     if known is None:
         known = Together(model)
-        object.__setattr__(model, _KEY, known)  # torch hands on other attributes to the model
+        object.__setattr__(model, _KEY, known)  # torch passes other attributes on to the model
     return known  # type: ignore[no-any-return]
 
 
@@ -110,11 +109,11 @@ def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def settings(model: Any, caller: str) -> dict[str, Any]:
-    """What a model was compiled with. Private in torch (``dynamo_ctx``, ``innermost_backend``); tried on 2.13, not on
-    the others of 2.11 to 2.15.
+    """Returns the settings that a model was compiled with. Private in torch (``dynamo_ctx``, ``innermost_backend``);
+    tried on 2.13, not on the others of 2.11 to 2.15.
 
     Raises:
-        TypeError: another backend than ours.
+        TypeError: the backend is not mfsdp.
     """
     context = _context(model)
     backend: Any = innermost_backend(context.callback)
@@ -126,7 +125,7 @@ def settings(model: Any, caller: str) -> dict[str, Any]:
 
 
 def _context(model: Any) -> Any:
-    """Of torch.compile's wrapper, or of what ``model.compile()`` has left in the model (private in torch as well)."""
+    """Returns the context of torch.compile's wrapper or of ``model.compile()`` (private in torch as well)."""
     if isinstance(model, OptimizedModule):
         return model.dynamo_ctx
     called = model._compiled_call_impl

@@ -1,17 +1,18 @@
-"""Equal layers, captured once: AOTAutograd traces and cuts one of them, and the program has all of them.
+"""Captures equal layers once: AOTAutograd traces and partitions one of them, and the program contains all.
 
 Note [Layer outlining]
-What AOTAutograd does to a graph (functionalise, differentiate, cut into forward and backward) costs Python per operator
-and grows with depth. So before it runs, each of several equal layers becomes a call of one graph (`outline`), which it
-traces and cuts once (torch's ``invoke_subgraph``). When it has cut the graph around them, the calls are written out
-again (`inline`): passes, laws, listings and costs see one flat program, with every layer's own parameters in it.
+AOTAutograd's work on a graph (functionalize, differentiate, partition into forward and backward) costs Python time for
+each operator, and grows with depth. So before it runs, equal layers become calls of one graph (`outline`), which
+AOTAutograd traces and partitions once (torch's ``invoke_subgraph``). After it has partitioned the graph around the
+calls, `inline` expands them: passes, invariants, listings and costs see one flat program with every layer's own
+parameters.
 
-A layer is what runs under one numbered module (``layers.3``), as Dynamo notes it on every node. Layers are equal if
-they do the same to tensors of the same shapes, in the same order. What cannot be a call of a graph stays as it is:
-layers that write to what they are given, hand it on, or have sizes that nobody knows yet (`layers.unfit`).
+A layer is everything that runs under one numbered module (``layers.3``), which Dynamo records on every node. Layers are
+equal if they do the same to tensors of the same shapes, in the same order. Layers that cannot be calls stay as they
+are: those that write to their inputs, return them, or have unknown sizes (`layer_match.unfit`).
 
-Against a graph that was never outlined two things may differ: numbers in names of values, and what is kept for
-backward, which is decided for one layer and not for all at once. Values do not.
+Outlining may change two things: numbers in names of values, and what is saved for backward, which is decided for one
+layer and not for all at once. It does not change values.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from .layer_match import CALL, Layer, layers, unfit
 log = logging.getLogger("mfsdp")
 
 MIN_LAYERS = 4
-"""Equal layers that are worth it: fewer are as fast one by one."""
+"""The fewest equal layers that are outlined: fewer are as fast one by one."""
 
 NAME, AGAIN = "mfsdp_region", "_again"
 
 
 def outline(gm: fx.GraphModule) -> list[str]:
-    """Makes calls of one graph of equal layers, in a graph that Dynamo has traced, in place.
+    """Replaces equal layers with calls of one graph, in place, in a graph that Dynamo traced.
 
     Returns:
-        Why layers that are equal have not become calls, a text for each kind of them.
+        For each kind of equal layers that stay as they are, a text that says why.
     """
     bodies: list[tuple[list[Layer], fx.GraphModule]] = []
     refused: list[str] = []
@@ -58,7 +59,7 @@ def outline(gm: fx.GraphModule) -> list[str]:
                 refused.append(f"{len(alike)} equal layers, {alike[0].path} the first of them: {reason}")
             else:
                 bodies.append((alike, alike[0].body()))
-    except Exception as error:  # of looking; nothing has been changed yet
+    except Exception as error:  # while inspecting; nothing has been changed yet
         return [f"{type(error).__name__}: {error}"]
     moved: dict[fx.Node, fx.Node] = {}
     for number, (alike, body) in enumerate(bodies):
@@ -72,11 +73,11 @@ def outline(gm: fx.GraphModule) -> list[str]:
 
 
 def captured(gm: fx.GraphModule, compile: Callable[[], Any], cut: Callable[[], bool]) -> Any:
-    """Has a graph of Dynamo's compiled with equal layers as calls; as it is, where torch cannot cut it like that.
+    """Compiles Dynamo's graph with equal layers as calls; without calls if torch cannot partition that graph.
 
     Args:
         compile: compiles the graph.
-        cut: whether it has been cut, or is to be run for inference: what raises then is not about regions.
+        cut: returns whether the graph has been partitioned or is for inference: later errors are not about outlining.
     """
     for refused in outline(gm):
         log.info("mfsdp: layers are captured one by one: %s", refused)
@@ -97,10 +98,10 @@ def captured(gm: fx.GraphModule, compile: Callable[[], Any], cut: Callable[[], b
 
 @contextmanager
 def _trusted() -> Iterator[None]:
-    """Spares torch finding out at each call whether the graph writes to what it is given, for which it would trace it:
-    it does not (`layers.unfit`). And its advice on calls whose backward it traces more than once. Private in torch
-    (``_supports_training_input_mutation``); tried on 2.13. Where there is no such attribute (of 2.11 to 2.15) tracing
-    calls takes longer.
+    """Skips torch's check at each call whether the graph writes to its inputs, which would trace the graph: it does not
+    (`layer_match.unfit`). Silences torch's advice on calls whose backward is traced more than once. Private in torch
+    (``_supports_training_input_mutation``); tried on 2.13. Versions of 2.11 to 2.15 without this attribute trace calls
+    more slowly.
     """
     before = getattr(CALL, "_supports_training_input_mutation", False)
     CALL._supports_training_input_mutation = True
@@ -113,14 +114,14 @@ def _trusted() -> Iterator[None]:
 
 
 def inline(gm: fx.GraphModule, beside: fx.GraphModule | None = None) -> dict[str, fx.Node]:
-    """Writes the calls out again, in place. Its code is not made anew: passes are still to come.
+    """Expands the calls, in place. Does not recompile the graph: passes follow.
 
     Args:
-        gm: a graph of Dynamo's or of AOTAutograd's.
-        beside: another, whose names are not used again.
+        gm: a graph of Dynamo or AOTAutograd.
+        beside: another graph, whose names are not reused.
 
     Returns:
-        What stands for results of calls, by the names that those had.
+        Replacements for results of calls, by the results' former names.
     """
     graph = gm.graph
     for node in beside.graph.nodes if beside is not None else ():
@@ -153,13 +154,13 @@ def inline(gm: fx.GraphModule, beside: fx.GraphModule | None = None) -> dict[str
         if not node.users:
             graph.erase_node(node)
     if found:
-        gm.delete_all_unused_submodules()  # whose graphs, with their nodes, caches could not write down
+        gm.delete_all_unused_submodules()  # caches could not pickle their graphs and nodes
     return found
 
 
 def _apart(results: Sequence[Any], held: Mapping[fx.Node, Any], call: fx.Node) -> None:
-    """Gives results of a call fake values of their own: what calls of one graph give shares no storage, though torch
-    notes the same values for what backward reads of all of them. What shares storage inside of a call still does.
+    """Gives the results of a call their own fake values. Results of different calls share no storage, although torch
+    records the same values for what backward reads of all of them. Results that share storage inside a call still do.
     """
     storages: dict[int, torch.Tensor] = {}
     values: dict[fx.Node, torch.Tensor] = {}
@@ -191,11 +192,11 @@ def _apart(results: Sequence[Any], held: Mapping[fx.Node, Any], call: fx.Node) -
 
 
 def layer_boundaries(gm: fx.GraphModule) -> None:
-    """Makes the borders of calls, in the joint graph around them, what they are between operators.
+    """Makes the boundaries of calls, in the joint graph around them, like those between operators.
 
-    What a call only hands through (an argument that backward reads) is read from where it comes from: several calls
-    that keep the same tensor keep it once. And what a checkpoint gives to the next one is kept, as the partitioner does
-    where it sees both.
+    A result that is only an argument handed through (for backward) is read from its source: several calls that save the
+    same tensor save it once. And what a checkpoint gives to the next one is saved, as the partitioner does when it sees
+    both.
     """
     for call in _calls(gm):
         _, body = _called(gm, call)
@@ -214,7 +215,7 @@ _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUT
 
 
 def writes(joint: fx.GraphModule) -> None:
-    """Looks at the joint graph of a call: torch does not make it functional, and passes expect that it is.
+    """Checks the joint graph of a call: torch does not make it functional, but passes expect it to be.
 
     Raises:
         NotImplementedError: it writes to a value.
@@ -232,13 +233,13 @@ def _calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _called(gm: fx.GraphModule, call: fx.Node) -> tuple[str, fx.GraphModule]:
-    """The graph that is called, and its name."""
+    """Returns the name of the called graph, and the graph."""
     name: Any = call.args[0].target  # type: ignore[union-attr]
     return name, getattr(gm, name)
 
 
 def _moved(gm: fx.GraphModule, body: fx.GraphModule, name: str, attribute: Any) -> str:
-    """The name under which a graph has what a graph in it has."""
+    """Returns the name under which a graph has an attribute of a nested graph; adds the attribute if it is missing."""
     if not hasattr(gm, name):
         setattr(gm, name, getattr(body, attribute))
     return name

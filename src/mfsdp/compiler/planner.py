@@ -667,7 +667,8 @@ class Planner:
             if key not in self.cuts:
                 self.cuts[key] = self._programs(treated, self._left_out(treated))
                 for program in self.cuts[key]:
-                    pipeline.rewrite(program, _passes(options, self.machine.cuda, self.pace)[0])
+                    rows = pipeline.chosen(options, self.machine.cuda, pace=self.pace)
+                    pipeline.rewrite(program, pipeline.phases(rows).first)
             self.laid[key, setting.reduce_lag] = tuple(
                 _Laid(original.copy(), options, self.machine.cuda, self.pace, self.rounds == 1)
                 for original in self.cuts[key]
@@ -837,38 +838,25 @@ class _Laid:
     gathers move past what the passes between them do (`mfsdp.cost_model.auto_prefetch`).
 
     Args:
-        program: behind the first of its passes (`_passes`).
+        program: behind the first of its passes (`pipeline.Phases`).
         first: whether accumulators come to be in it (`mfsdp.cost_model.memory_model.Ledger.first`).
     """
 
     def __init__(self, program: Program, options: Options, wide: bool, pace: OffloadTiming, first: bool):
         self.program, self.memo, self.first = program, dict[Any, Any](), first
         self.options, self.wide = options, wide
-        pipeline.rewrite(program, _passes(options, wide, pace)[1])
+        pipeline.rewrite(program, pipeline.phases(pipeline.chosen(options, wide, pace=pace)).deferred)
         self.order = program.nodes[:-1]
 
     def launched(self, depth: int, pace: OffloadTiming, profile: Any) -> Extrapolated:
         """Its events, with gathers launched so far ahead."""
         p = self.program
         p.move(self.order, p.output)
-        pipeline.rewrite(p, _passes(replace(self.options, prefetch=depth), self.wide, pace)[2])
+        rows = pipeline.chosen(replace(self.options, prefetch=depth), self.wide, pace=pace)
+        pipeline.rewrite(p, pipeline.phases(rows).again)
         known = profile.given(p) if profile is not None else {}
         times = op_cost.op_times(p, pace.machine, fused=pace.fused, memo=self.memo, **known)
         return extrapolated(p, times, pace.fused, self.memo, accumulators=self.first)
-
-
-_OVER_AND_OVER = ("prefetch", "schedule_offload", "plan_memory")
-
-
-def _passes(options: Options, wide: bool, pace: OffloadTiming) -> tuple[pipeline.Table, pipeline.Table, pipeline.Table]:
-    """The pipeline in three: passes of which no option is chosen here, those that obey ``reduce_lag``, with what stands
-    behind them, and those that can be done over and over.
-    """
-    rows = pipeline.chosen(options, wide, pace=pace)
-    late = tuple(row for row in rows if row[0] in _OVER_AND_OVER)
-    rest = tuple(row for row in rows if row[0] not in _OVER_AND_OVER)
-    first = next((i for i, (name, _) in enumerate(rest) if name == "defer"), len(rest))
-    return rest[:first], rest[first:], late
 
 
 class _Bare(Program):

@@ -1,4 +1,4 @@
-"""Whether generated code does what the listing says, in its order (invariant 16)."""
+"""Checks that generated code runs the listing's operations in the listing's order (invariant 16)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .subgraphs import CALLED
 log = logging.getLogger("mfsdp")
 
 Operand = tuple[str, Any]
-"""``("op", i)``: what the i-th operation of ours gives. ``("in", name)``: an input. ``("is", value)``: a constant."""
+"""``("op", i)``: the result of our i-th operation. ``("in", name)``: an input. ``("is", value)``: a constant."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,16 @@ class Operation:
 
     verb: str
     operands: tuple[Operand | None, ...]
-    """Up to the first list; ``None`` for what other kernels compute."""
+    """Up to the first list; ``None`` for results of other kernels."""
     text: str
     node: Node | None = None
     group: str = ""
-    """That a collective runs over."""
+    """The group of a collective."""
 
     def same(self, other: Operation) -> bool:
-        """Whether it may be the same one. What comes from a cast in a listing may be an input in code, or nothing."""
+        """Returns whether both may be the same operation. A cast's result in a listing may be an input in code, or
+        missing.
+        """
         pairs = zip(self.operands, other.operands, strict=False)
         return self.verb == other.verb and all(a == b or not _known(a, b) for a, b in pairs)
 
@@ -45,8 +47,8 @@ def _known(a: Operand | None, b: Operand | None) -> bool:
 
 
 def listed(program: Program, driven: bool = False) -> list[Operation]:
-    """Our operations of a program that is about to be lowered, in order; for a driver (`stitched`), those of the
-    schedule.
+    """Returns our operations of a program that is about to be lowered, in order; for a driver (`stitched`), those of
+    the schedule.
     """
     number: dict[Node, int] = {}
     out: list[Operation] = []
@@ -77,8 +79,8 @@ def _operand(arg: Any, number: Mapping[Node, int], driven: bool) -> Operand | No
 
 
 def written(code: str, driven: bool = False) -> list[Operation]:
-    """Our operations in Inductor's code, in order, or those of the schedule in a driver's. The form of Inductor's is
-    private in torch; tried on 2.11 to 2.15.
+    """Returns our operations in Inductor's code, in order, or those of the schedule in a driver's. The form of
+    Inductor's code is private in torch; tried on 2.11 to 2.15.
     """
     try:
         tree = ast.parse(code)
@@ -112,13 +114,13 @@ def written(code: str, driven: bool = False) -> list[Operation]:
 
 
 def _statements(body: ast.AST) -> Iterator[ast.stmt]:
-    """In the order of the lines, whatever they are nested in."""
+    """Returns statements in the order of their lines, however nested."""
     found = [n for n in ast.walk(body) if isinstance(n, ast.stmt) and n is not body]
     return iter(sorted(found, key=lambda n: n.lineno))
 
 
 def _call(value: Any) -> tuple[str, list[ast.expr], str]:
-    """Which of our operations is called, and with what, and the text of that."""
+    """Returns which of our operations is called, its arguments, and the text of the call."""
     if not isinstance(value, ast.Call):
         return "", [], ""
     text = ast.unparse(value)
@@ -138,12 +140,12 @@ def _value(arg: ast.expr, bound: Mapping[str, Operand]) -> Operand | None:
 
 
 def compare(expected: list[Operation], code: str, driven: bool = False) -> None:
-    """Compares a listing with the code that was made of it (``driven``: a driver's, where each operation of the
-    schedule is); logs a warning where something else has moved.
+    """Compares a listing with the code generated from it (``driven``: a driver's, which contains every operation of the
+    schedule). Logs a warning if an operation other than a collective has moved.
 
     Raises:
         LawError: the code runs the collectives of a process group in another order, or lacks an operation. Ranks
-            compile for themselves: others may have kept the order.
+            compile separately, so others may have kept the order.
     """
     found = written(code, driven)
     if expected and not found:
@@ -184,12 +186,12 @@ def compare(expected: list[Operation], code: str, driven: bool = False) -> None:
 
 
 def _constants(operation: Operation) -> tuple[Any, ...]:
-    """Of a collective: with its verb they say what it runs over."""
+    """Returns a collective's verb and constants, which together identify its group."""
     return operation.verb, *(o[1] for o in operation.operands if o is not None and o[0] == "is")
 
 
 def _alike(a: Operation, those: list[Operation], b: Operation, others: list[Operation]) -> bool:
-    """Whether two operations do the same to the same, whatever the numbers of those that they read."""
+    """Returns whether two operations do the same with the same operands, regardless of the operands' numbers."""
     if a.verb != b.verb:
         return False
     for x, y in zip(a.operands, b.operands, strict=False):

@@ -1,7 +1,8 @@
-"""A program as bodies, compiled by Inductor once per kind, and a driver that runs its schedule (Note [Subgraphs]).
+"""Runs a program as bodies, which Inductor compiles once per kind, and a driver that runs its schedule
+(Note [Subgraphs]).
 
-The driver is Python text, one line per step. It calls our kernels directly, in the listing's order, which no compiler
-sees; every value goes where it is read for the last time: into the list that a body gets, or out of the frame.
+The driver is Python text, one line per step, which no compiler sees. It calls our kernels directly, in the listing's
+order, and drops each value at its last reader: into the list that a body gets, or from the frame.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from .subgraphs import CannotSplit, Step, Subgraph, is_view, split
 log = logging.getLogger("mfsdp")
 
 Compile = Callable[..., Any]
-"""``compile_fx_inner``, or what takes its place."""
+"""``compile_fx_inner``, or a replacement."""
 
 
 class Stitched:
     """A compiled program; takes its arguments as one list, which it empties.
 
     Args:
-        driver: its text.
-        bodies: the kinds of stretches, compiled, by name.
-        dying: which of its inputs a body may write over.
-        constants: what else the driver reads.
+        driver: the driver's text.
+        bodies: the compiled kinds of subgraphs, by name.
+        dying: by name, the indices of inputs that a body may overwrite.
+        constants: other values that the driver reads.
     """
 
     _boxed_call = True
@@ -63,9 +64,9 @@ class Stitched:
         return self._call(args)
 
     def _first(self, name: str, given: list[Any]) -> Any:
-        """Runs a body for the first time, and sees to it that its results own their storages: a compiler may compute
-        one of them in a part of another (``cat``), or give one twice, and another body may write over either. That is
-        a property of the code: if it is so once, those results are copied every time.
+        """Runs a body for the first time, and ensures that its results own their storages: a compiler may compute one
+        in a part of another (``cat``), or return one twice, and another body may overwrite either. The code determines
+        this, so that later calls copy the same results.
         """
         body, dying = self.bodies[name], self.dying[name]
         taken = {_address(x) for i, x in enumerate(given) if i not in dying}
@@ -80,13 +81,13 @@ class Stitched:
 
     @property
     def source_code(self) -> str:
-        """The driver, and the code of each kind of stretch."""
+        """The driver, and the code of each kind of subgraph."""
         parts = [(name, str(getattr(body, "source_code", ""))) for name, body in self.bodies.items()]
         return "\n\n".join([self.driver, *(f"# {name}\n\n{code}" for name, code in parts)])
 
 
 def _address(x: torch.Tensor) -> int | None:
-    """Of the storage; ``None`` if there is none, which nobody shares."""
+    """Returns the address of the storage; ``None`` if it is empty, and so not shared."""
     return x.untyped_storage().data_ptr() or None
 
 
@@ -95,11 +96,11 @@ def _apart(body: Callable[..., Any], shared: Collection[int], given: list[Any]) 
 
 
 def stitched(whole: Compile, each: Compile) -> Compile:
-    """Compiles a program in stretches.
+    """Returns a function that compiles a program as subgraphs.
 
     Args:
-        whole: compiles programs that cannot be cut.
-        each: compiles a kind of stretch.
+        whole: compiles programs that cannot be split.
+        each: compiles a kind of subgraph.
     """
 
     def compile(gm: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
@@ -131,10 +132,10 @@ def stitched(whole: Compile, each: Compile) -> Compile:
 
 
 def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Subgraph, str]) -> str:
-    """The text of a driver. ``names``: of the bodies of stretches.
+    """Returns the text of a driver. ``names``: names of the subgraphs' bodies.
 
-    Before every operation that can be shown stands which one of the program's it is (Note [Names]). Names that are no
-    value's begin with a capital.
+    Before every operation that can be shown, the text sets the operation's number in the program (Note [Names]). Names
+    that are not values begin with a capital.
     """
     inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
     last: dict[Node, Step | None] = {}
@@ -185,7 +186,7 @@ def _listed(nodes: Sequence[Node]) -> str:
 
 
 def _text(value: Any) -> str:
-    """An argument, as Python reads it."""
+    """Returns an argument as Python source."""
     if isinstance(value, Node):
         return f"Constant_{value.name}" if value.op == "get_attr" else value.name
     if isinstance(value, (list, tuple)):
@@ -207,8 +208,8 @@ def _text(value: Any) -> str:
 
 
 def _donated(gm: fx.GraphModule) -> set[Node]:
-    """Placeholders that nobody else will read, as AOTAutograd says, without what shares a storage, and without what is
-    ours. Private in torch (``bw_donated_idxs``); tried on 2.11, 2.13 and 2.15.
+    """Returns AOTAutograd's donated placeholders, which have no other reader, except those that share a storage and our
+    own. Private in torch (``bw_donated_idxs``); tried on 2.11, 2.13 and 2.15.
     """
     context = TracingContext.try_get()
     numbers = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None) or ()
@@ -219,7 +220,7 @@ def _donated(gm: fx.GraphModule) -> set[Node]:
 
 
 def _body(stretch: Subgraph, dying: list[int], compile: Compile, kwargs: Mapping[str, Any]) -> Any:
-    """Compiles a kind of stretch."""
+    """Compiles a kind of subgraph."""
     gm = stretch.body()
     more = dict(kwargs, static_input_idxs=(), is_backward=kwargs.get("is_backward", False) or bool(dying))
     with part(dying):
@@ -233,8 +234,8 @@ def _shown(stretch: Subgraph) -> str:
 
 @contextmanager
 def part(donated: list[int]) -> Iterator[None]:
-    """Lets Inductor compile a part of a graph: it tells nobody the strides of what it returns, and may write over other
-    inputs than the graph may. Private in torch (``output_strides``, ``bw_donated_idxs``, which Inductor looks at in
+    """Lets Inductor compile a part of a graph: it does not report strides of results, and may overwrite other inputs
+    than those of the graph. Private in torch (``output_strides``, ``bw_donated_idxs``, which Inductor reads in
     backward); tried on 2.11, 2.13 and 2.15.
     """
     context = TracingContext.try_get()
@@ -253,8 +254,8 @@ def part(donated: list[int]) -> Iterator[None]:
 
 @contextmanager
 def kept(gm: fx.GraphModule) -> Iterator[None]:
-    """Lets Inductor compile a graph, and not take what lies on the host for memory that it may write over. Private in
-    torch (``bw_donated_idxs``); tried on 2.13.
+    """Lets Inductor compile a graph without reusing the memory of inputs on the host. Private in torch
+    (``bw_donated_idxs``); tried on 2.13.
     """
     metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
     numbers = getattr(metadata, "bw_donated_idxs", None)
@@ -270,8 +271,8 @@ def kept(gm: fx.GraphModule) -> Iterator[None]:
 
 
 def _tell_strides(gm: fx.GraphModule) -> None:
-    """Tells AOTAutograd that all results have the strides that they were traced with. Private in torch
-    (``output_strides``); tried on 2.11, 2.13 and 2.15, not on the others of 2.11 to 2.15.
+    """Tells AOTAutograd that all results have their traced strides. Private in torch (``output_strides``); tried on
+    2.11, 2.13 and 2.15, not on the others of 2.11 to 2.15.
     """
     context = TracingContext.try_get()
     if context is not None and context.output_strides is not None:

@@ -1,22 +1,23 @@
-"""Where a program falls into stretches of compute between the operations of its schedule.
+"""Splits a program into subgraphs of compute between the operations of its schedule.
 
 Note [Subgraphs]
-A schedule is a list of a few operations, and what lies between them repeats from layer to layer. So a program is cut
-into *steps*: an operation of the schedule, a view that such an operation reads, or a *stretch*, all compute up to the
-next operation. Stretches that do the same to tensors of the same shapes are of one *kind*, and compiled once: their
-number does not grow with depth.
+A schedule is a list of a few operations, and the compute between them repeats from layer to layer. So a program is
+split into *steps*: an operation of the schedule, a view that such an operation reads, or a *subgraph*, all compute up
+to the next operation. Subgraphs that do the same to tensors of the same shapes are of one *kind*, and are compiled
+once: the number of kinds does not grow with depth.
 
-* What a stretch reads of others, and gives to them, are values that own their storage. Views it takes of them itself:
-  no compiled body returns a view of its input, and equal layers cut equal views.
-* An input that nobody reads afterwards dies there. If its storage is its own, the body may write over it, as a graph
-  that was compiled whole would.
-* A compiler fuses inside of a stretch only. At the border of two layers that would cost: the sum of the residual stream
-  at the end of one is the first thing that the norm of the next reads. So a stretch does not end with such a run of
-  pointwise compute, of values that are in memory anyway, whose reader could take it in: that run is the next one's. Nor
-  does one begin with pointwise compute of what a run at the end of the one before has computed, without anything that
-  the operations between them bring: gradients of two branches, say, whose sum follows the launch of a reduction.
-* For the same reason a stretch computes again what follows pointwise from its other inputs (the inside of a GELU from
-  its argument), instead of having it kept in memory.
+* A subgraph's inputs and outputs are values that own their storage. It takes views of inputs itself: no compiled body
+  returns a view of its input, and equal layers take equal views.
+* An input without later readers dies in the subgraph. If nothing shares its storage, the body may overwrite it, as a
+  graph compiled in full would.
+* A compiler fuses only inside a subgraph. At the border of two layers that would cost: the norm of one layer begins by
+  reading the residual sum at the end of the layer before. So a run of pointwise compute at the end of a subgraph, on
+  values that are in memory anyway, moves to the next subgraph if its reader there can be fused with it. And pointwise
+  compute at the beginning of a subgraph moves to the subgraph before if it reads the result of a run at that subgraph's
+  end, and no result of the operations between them: for example, the sum of two branches' gradients after the launch of
+  a reduction.
+* For the same reason a subgraph recomputes values that follow pointwise from its other inputs (the inside of a GELU
+  from its argument), so that they are not kept in memory.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ class Subgraph:
     """Compute between two operations of a schedule."""
 
     nodes: list[Node]
-    """In order, with the views that it takes of what others have computed."""
+    """In order, with the views that it takes of other subgraphs' values."""
     inputs: list[Node]
-    """What it reads of others, in order of first use."""
+    """Values that it reads of others, in order of first use."""
     outputs: list[Node]
-    """What others read of it."""
+    """Values that others read."""
     dying: list[Node] = field(default_factory=list)
-    """Inputs that nobody reads afterwards, and whose storage nobody else has."""
+    """Inputs without later readers, whose storage nothing else shares."""
 
     def kind(self) -> tuple[Any, ...]:
-        """What two stretches have alike if one compiled body will do for both."""
+        """Returns a key that subgraphs share if one compiled body serves them."""
         number = {n: i for i, n in enumerate([*self.inputs, *self.nodes])}
         lines = tuple(
             (str(n.target), repr(map_arg((n.args, n.kwargs), lambda a: _Number(number[a])))) for n in self.nodes
@@ -61,8 +62,8 @@ class Subgraph:
         return given, lines, tuple(number[n] for n in self.outputs), tuple(_described(n) for n in self.outputs)
 
     def body(self) -> fx.GraphModule:
-        """Its compute as a graph of its own. Placeholders of dying inputs are called ``dying``: what a compiler may
-        write over is part of what its caches look at.
+        """Returns its compute as a graph of its own. Placeholders of dying inputs are named ``dying``, because a
+        compiler's caches must distinguish which inputs may be overwritten.
         """
         graph, copies = fx.Graph(), {}
         for i, node in enumerate(self.inputs):
@@ -71,7 +72,7 @@ class Subgraph:
         for node in self.nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         output = graph.output(tuple(copies[n] for n in self.outputs))
-        # every stride is as the other stretches expect it: no padding
+        # other subgraphs expect these strides: no padding
         output.meta["user_visible_output_idxs"] = list(range(len(self.outputs)))
         return fx.GraphModule(torch.nn.Module(), graph)
 
@@ -80,14 +81,14 @@ Step = Subgraph | Node
 
 
 def split(gm: fx.GraphModule, donated: Collection[Node] = ()) -> list[Step]:
-    """The steps of a program, in order, after all passes, without `free`.
+    """Returns the steps of a program, in order, after all passes, without `free`.
 
     Args:
-        gm: its graph.
-        donated: placeholders whose storage nobody else will read, so that a compiled body may write over them.
+        gm: the program's graph.
+        donated: placeholders whose storage has no other reader, so that a compiled body may overwrite them.
 
     Raises:
-        Uncut: why it cannot be cut.
+        CannotSplit: says why the program cannot be split.
     """
     found = _subgraphs(gm)
     _hand_over(found)
@@ -95,12 +96,12 @@ def split(gm: fx.GraphModule, donated: Collection[Node] = ()) -> list[Step]:
 
 
 class CannotSplit(Exception):
-    """A program has what stretches cannot hold."""
+    """Subgraphs cannot hold a part of the program."""
 
 
 def scheduled(node: Node) -> bool:
-    """Whether it is an operation of the schedule; what packs gradients into a bucket is compute. So that a generator's
-    state, whose size is not known, goes through no stretch, what draws random numbers again is one too.
+    """Returns whether a node is an operation of the schedule. Packing gradients into a bucket is compute. Recomputed
+    random operators are scheduled, so that a generator's state, whose size is not known, is no subgraph's input.
     """
     if node.op != "call_function" or node.target in _CALLED:
         return False
@@ -111,7 +112,7 @@ def scheduled(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether it computes nothing: a view of a value, or one of several views."""
+    """Returns whether a node computes nothing: a view of a value, or one of several views."""
     if node.op != "call_function" or mutates(node) or scheduled(node):
         return False
     if is_element(node):
@@ -120,14 +121,14 @@ def is_view(node: Node) -> bool:
 
 
 def base(node: Node) -> Node:
-    """The value that owns the storage; of several results each is one."""
+    """Returns the value that owns the storage; each of several results is one."""
     while is_view(node):
         node = view_of(node)  # type: ignore[assignment]
     return node
 
 
 _Found = dict[Node, int]
-"""Which stretch each node of compute is in; views are in none."""
+"""The subgraph that each compute node is in, by number; views are in none."""
 
 
 def _subgraphs(gm: fx.GraphModule) -> _Found:
@@ -160,7 +161,7 @@ def _symbolic(value: Any) -> bool:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Who reads a value, itself or through views."""
+    """Yields the readers of a value, direct or through views."""
     for user in node.users:
         if is_view(user):
             yield from _readers(user)
@@ -169,13 +170,13 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _hand_over(found: _Found) -> None:
-    """Moves pointwise compute over the operations between two stretches, where a compiler would have fused it with
-    what is on the other side (Note [Subgraphs]).
+    """Moves pointwise compute past the operations between two subgraphs, to the side where a compiler would fuse it
+    (Note [Subgraphs]).
     """
     members: dict[int, list[Node]] = {}
     for node, number in found.items():
-        # what compilers only call reads what is there, whenever that was computed; what a shard is quantised with
-        # does not come between layers
+        # operators that compilers only call read from memory, regardless of when it was written; the computation of
+        # a shard's quantization scale does not lie between layers
         if node.target not in _CALLED and not (is_kind(node, Kind.CAST) or SCALE in node.meta):
             members.setdefault(number, []).append(node)
     for number, later in pairwise(members):
@@ -191,16 +192,16 @@ def _hand_over(found: _Found) -> None:
 
 
 def _may_go_back(node: Node, number: int, found: _Found, run: Collection[Node]) -> bool:
-    """Whether a node can be computed in the stretch before its own, and is better computed behind a run there."""
+    """Returns whether a node can move to the subgraph before its own, and is better computed after a run there."""
     sources = [base(source) for source in node.all_input_nodes]
     there = (s.op == "placeholder" or found.get(s, number + 1) <= number for s in sources)
     return any(s in run for s in sources) and all(there) and not any(map(_touched, sources))
 
 
 def _may_go_on(node: Node, later: int, found: _Found, run: Collection[Node]) -> bool:
-    """Whether a node of a run can be computed one stretch later, and is better computed there."""
+    """Returns whether a node of a run can move to the next subgraph, and is better computed there."""
     if not _pointwise(node) or any(_touched(base(source)) for source in node.all_input_nodes):
-        return False  # what has been gathered goes before the next stretch
+        return False  # gathered buffers are freed before the next subgraph
     readers = list(_readers(node))
     outside = [r for r in readers if r not in run]
     if any(r.op != "output" and found.get(r, -1) < later for r in outside):
@@ -209,17 +210,17 @@ def _may_go_on(node: Node, later: int, found: _Found, run: Collection[Node]) -> 
 
 
 def _touched(node: Node) -> bool:
-    """Whether an operation of the schedule gives it, or is given it to wait for or to refresh in place, or a buffer is
-    written: what reads it stays where it is.
+    """Returns whether a value must keep its readers in place: an operation of the schedule returns it, waits for it or
+    refreshes it in place, or a buffer is written.
     """
-    users = (user for user in node.users if user.target is not ops.probe)  # which writes nothing
+    users = (user for user in node.users if user.target is not ops.probe)  # it writes nothing
     return scheduled(node) or any(scheduled(user) or node in mutates(user) for user in users)
 
 
 def _pointwise(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
-        return False  # random numbers are drawn in the order of the listing
+        return False  # random numbers are drawn in the listing's order
     return torch.Tag.pointwise in tags or node.target is torch.ops.prims.convert_element_type.default
 
 
@@ -232,7 +233,7 @@ def _steps(gm: fx.GraphModule, found: _Found, donated: Collection[Node]) -> list
     there: set[Node] = set()
 
     def directly(node: Node) -> None:
-        """A step of its own, behind the views that it reads, which all of these steps share."""
+        """Adds a node as a step of its own, after the views that it reads, which all such steps share."""
         for source in node.all_input_nodes:
             views = []
             while is_view(source) and source not in there:
@@ -283,7 +284,7 @@ def _subgraph(compute: Sequence[Node]) -> Subgraph:
 
 
 def _gathered(compute: Sequence[Node], again: Collection[Node]) -> tuple[list[Node], list[Node]]:
-    """Compute behind the views that it reads, and behind what is computed again; and what it reads of others."""
+    """Returns compute with the views and recomputed values that it reads before it, and its inputs."""
     own, nodes, inputs = set(compute), dict[Node, None](), dict[Node, None]()
 
     def take(node: Node) -> None:
@@ -301,8 +302,8 @@ def _gathered(compute: Sequence[Node], again: Collection[Node]) -> tuple[list[No
 
 
 def _again(inputs: Sequence[Node]) -> list[Node]:
-    """Pointwise compute of other stretches that a stretch does itself, from what it reads anyway: a compiler that saw
-    both would not have put the result into memory either.
+    """Returns pointwise compute of other subgraphs that a subgraph repeats, from inputs that it reads anyway: a
+    compiler that saw both subgraphs would not store the result either.
     """
     out: list[Node] = []
     left = set(inputs)
@@ -315,7 +316,7 @@ def _again(inputs: Sequence[Node]) -> list[Node]:
 
 
 def _follows(node: Node, known: Collection[Node], chain: list[Node]) -> bool:
-    """Whether a value follows by a short chain of pointwise compute from others that are known."""
+    """Returns whether a value follows from known values by a short chain of pointwise compute."""
     if node.op != "call_function" or len(chain) == _LONGEST or not _pointwise(node) or mutates(node) or _touched(node):
         return False
     chain.append(node)
@@ -324,11 +325,11 @@ def _follows(node: Node, known: Collection[Node], chain: list[Node]) -> bool:
 
 
 _LONGEST = 12
-"""Operations that are done again rather than to keep their result."""
+"""The most operators that are repeated to avoid storing their result."""
 
 
 def _last(steps: Sequence[Step], output: Node, donated: Collection[Node]) -> None:
-    """Finds out which inputs of stretches nobody reads afterwards."""
+    """Finds the inputs of subgraphs without later readers."""
     done = set(map(base, output.all_input_nodes))
     for step in reversed(steps):
         if isinstance(step, Subgraph):
@@ -341,7 +342,7 @@ def _last(steps: Sequence[Step], output: Node, donated: Collection[Node]) -> Non
 
 
 class _Number(int):
-    """A node, in the text of a kind."""
+    """A node in a kind's key."""
 
     def __repr__(self) -> str:
         return f"%{int(self)}"

@@ -1,4 +1,4 @@
-"""`trace`: the programs of a toy model, on a laptop: no process group, no accelerator, no memory for the model."""
+"""`trace`: returns a toy model's programs, on a laptop: no process group, no accelerator, no memory for the model."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from .lowering import CAPTURES
 
 @dataclass
 class Programs:
-    """What `trace` gives: programs before any pass. ``inference`` is there when nothing requires gradients."""
+    """Programs before any pass, as `trace` returns them. ``inference`` is set when nothing requires gradients."""
 
     forward: Program | None = None
     backward: Program | None = None
     inference: Program | None = None
     all: list[Program] = field(default_factory=list)
     model: nn.Module | None = None
-    """What was traced: the model, sharded, on the meta device."""
+    """The traced model, sharded, on the meta device."""
     capture: Capture | None = None
-    """What has captured it; it keeps the joint graph, to be cut otherwise (Note [Partition tags])."""
+    """The model's capture; it keeps the joint graph, to be partitioned again (Note [Partition tags])."""
 
     def __iter__(self) -> Any:
         return iter(self.all)
@@ -65,24 +65,24 @@ def trace(
     together: int = 1,
     **sharding: Any,
 ) -> Programs:
-    """The forward and backward programs of a model as ``world`` ranks would run them, before any pass.
+    """Returns the forward and backward programs of a model as ``world`` ranks would run them, before any pass.
 
     Args:
-        model: any module; it is copied to the meta device, not changed. One that is sharded already is traced as it is
-            sharded, but over ``world`` ranks. One that another parallelism has cut has its process groups
-            (`fake_ranks`); if it is sharded already, it is traced over the ranks that it is sharded over.
+        model: any module; it is copied to the meta device, not changed. A sharded model is traced as it is sharded, but
+            over ``world`` ranks. A model that another parallelism has split keeps its process groups (`fake_ranks`); if
+            it is sharded already, it is traced over the ranks that it is sharded over.
         args, kwargs: example inputs (values do not matter).
         world: ranks to shard over; by default 8.
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
         train: ``False`` traces under ``torch.no_grad()``: one inference program.
-        name: what listings call the programs; default: the class of the model.
-        lowering: for which: ``"eager"`` has operators as autograd wrote them, ``"inductor"`` Inductor's decompositions.
-        together: how many microbatches are in one program, as `mfsdp.together` has them; passes for them are
+        name: the programs' name in listings; default: the class of the model.
+        lowering: ``"eager"`` keeps operators as autograd wrote them, ``"inductor"`` applies Inductor's decompositions.
+        together: number of microbatches in one program, as with `mfsdp.together`; their passes are
             ``mfsdp.pipeline.table(turns=True)``.
         **sharding: arguments of `mfsdp.fully_shard` (``units``, ``mp_policy``, ...).
 
     Raises:
-        ValueError: bad arguments, or some of fully_shard's for a model that is sharded already.
+        ValueError: bad arguments, or arguments of fully_shard for a model that is sharded already.
         RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place), or forward writes to a
             parameter.
     """
@@ -111,7 +111,7 @@ def trace(
     anew = local_mesh("cpu", shape, numbers=range(0, math.prod(shape) * apart, apart))
     if "ignored_params" in sharding:
         sharding["ignored_params"] = [plan.twins.get(id(p), p) for p in sharding["ignored_params"] or ()]
-    plan.twins.clear()  # of parameters that nobody else holds `fully_shard` need not ask whether an optimizer does
+    plan.twins.clear()  # `fully_shard` looks for optimizers only if others hold the parameters
     ignored = [p for p in meta.parameters() if getattr(p, "_mfsdp_ignored", False)]
     for module, call, grid in plan.calls or [(meta, sharding, [])]:
         mesh = _as_sharded(grid) if cut else anew
@@ -121,7 +121,7 @@ def trace(
     forward = own_code(kind.forward, kind.__name__)  # so that traces do not count as recompilations of the model
     meta.__class__ = type(kind.__name__, (kind,), {"forward": forward})
     out = Programs(model=meta)
-    found = [out]  # torch keeps backends
+    found = [out]  # torch keeps backends alive
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         try:
@@ -159,12 +159,12 @@ def trace(
 
 
 def each(model: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-    """What a model gives for each of several microbatches: what `mfsdp.together` compiles."""
+    """Runs a model on each of several microbatches: `mfsdp.together` compiles this function."""
     return [model(*args, **kwargs) for args, kwargs in calls]
 
 
 def _as_sharded(grid: list[Any]) -> DeviceMesh:
-    """The ranks of a call of `fully_shard`, without process groups."""
+    """Returns the mesh of a `fully_shard` call, without process groups."""
     ranks = torch.tensor(grid, device="cpu")
     numbers = ranks.flatten().tolist()
     return local_mesh("cpu", tuple(ranks.shape), numbers[0], numbers)
@@ -172,8 +172,8 @@ def _as_sharded(grid: list[Any]) -> DeviceMesh:
 
 @contextmanager
 def _constants_on_meta() -> Iterator[None]:
-    """Lets a model make constants where its input is: ``torch.tensor(0.5, device=x.device)`` on the meta device is no
-    fake tensor, and fake tensors do not mix with others unless told to. Private in torch; tried on 2.11 to 2.15.
+    """Lets a model create constants on its input's device: ``torch.tensor(0.5, device=x.device)`` on the meta device is
+    no fake tensor, and fake tensors refuse other tensors by default. Private in torch; tried on 2.11 to 2.15.
     """
     before = fake_tensor_tls.allow_non_fake_inputs_override
     fake_tensor_tls.allow_non_fake_inputs_override = True
@@ -184,8 +184,8 @@ def _constants_on_meta() -> Iterator[None]:
 
 
 def _logs_nothing() -> AbstractContextManager[Any]:
-    """Lets a model log in its forward, which is a graph break otherwise: nothing runs here that anybody would hear of.
-    Private in torch (``ignore_logging_functions``, ``ignore_logger_methods`` before 2.12); tried on 2.11 to 2.15.
+    """Lets a model log in its forward, which is a graph break otherwise: tracing runs nothing worth logging. Private in
+    torch (``ignore_logging_functions``, ``ignore_logger_methods`` before 2.12); tried on 2.11 to 2.15.
     """
     names = ("debug", "info", "warning", "error", "exception", "critical", "log", "warning_once", "info_once")
     methods = {getattr(logging.Logger, n) for n in (*names, "warning_advice") if hasattr(logging.Logger, n)}
@@ -195,12 +195,12 @@ def _logs_nothing() -> AbstractContextManager[Any]:
 
 
 def _refuse(error: Exception, *args: Any) -> Any:
-    """From inside of a backend Dynamo would wrap the error in its own."""
+    """Raises an error in the compiled function: Dynamo would wrap an error raised inside a backend."""
     raise error
 
 
 class _Traced(Exception):
-    """There are programs; nothing has to run."""
+    """The programs exist; nothing has to run."""
 
 
 def _stop(*args: Any) -> Any:
@@ -208,9 +208,9 @@ def _stop(*args: Any) -> Any:
 
 
 def _on_cpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Fake CPU tensors like the inputs, and the graph made to fit. Tracing goes on with them: on the meta device some
-    compositions of operators (``nll_loss``) have kernels of their own, which autograd does not see through. Private in
-    torch (``TracingContext``, ``force_non_lazy_backward_lowering``); tried on 2.11 to 2.15.
+    """Returns fake CPU tensors like the inputs, and adapts the graph to them. Tracing continues with them: on the meta
+    device some composite operators (``nll_loss``) have their own kernels, which autograd does not see through. Private
+    in torch (``TracingContext``, ``force_non_lazy_backward_lowering``); tried on 2.11 to 2.15.
     """
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None, "a backend runs inside of Dynamo"
@@ -221,7 +221,7 @@ def _on_cpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
     for node in list(gm.graph.nodes):
         node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
-        if node.target is torch.histc:  # of integers: accelerators have it, CPUs have not (transformers' experts)
+        if node.target is torch.histc:  # accelerators support integers, CPUs do not (transformers' experts)
             with gm.graph.inserting_before(node):
                 counted = gm.graph.call_method("float", (node.args[0],))
             node.args = (counted, *node.args[1:])
@@ -236,7 +236,7 @@ def _on_cpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _settings(model: nn.Module, meta: nn.Module) -> None:
-    """What has been set since a model was sharded."""
+    """Copies settings that were changed after the model was sharded."""
     for old, new in zip(model.modules(), meta.modules(), strict=True):
         if not (isinstance(old, FSDPModule) and isinstance(new, FSDPModule)):
             continue

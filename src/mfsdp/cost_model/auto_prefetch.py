@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import pipeline
 from ..config.best_effort import only_tells
 from ..config.hardware import Hardware
 from ..config.options import Options
@@ -32,12 +33,6 @@ from ..ir import ops
 from ..ir.byte_costs import nbytes
 from ..ir.program import Program
 from ..ir.roles import role
-from ..passes.assign_groups import assign_groups
-from ..passes.defer import defer
-from ..passes.inplace_wgrad import inplace_wgrad
-from ..passes.plan_memory import plan_memory
-from ..passes.prefetch import prefetch
-from ..passes.schedule_offload import schedule_offload
 from ..runtime import buffer_registry, groups
 from ..state.flat_buffer import FlatBuffer
 from . import op_cost
@@ -141,21 +136,18 @@ class _Tried:
     """A copy of a program on which depths are tried one after another."""
 
     def __init__(self, program: Program, auto: AutoPrefetch, machine: Hardware):
-        options = auto.options
-        self.auto, self.machine, self.fused = auto, machine, options.lowering != "eager"
+        self.options = replace(auto.options, passes=None)
+        self.auto, self.machine, self.fused = auto, machine, self.options.lowering != "eager"
         self.copy = program.copy()
-        defer(self.copy, lag=options.reduce_lag)
-        inplace_wgrad(self.copy, wide=auto.wide)
-        assign_groups(self.copy)
+        pipeline.rewrite(self.copy, pipeline.phases(pipeline.chosen(self.options, auto.wide)).deferred)
         self.nodes, self.memo = self.copy.nodes[:-1], dict[Any, Any]()
         self.known = auto.profile.given(self.copy) if auto.profile is not None else {}
 
     def launch(self, depth: int) -> Program:
         """Returns the copy with its gathers prefetched at this depth."""
         self.copy.move(self.nodes, self.copy.output)
-        prefetch(self.copy, depth=depth, limit=self.auto.options.max_unsharded)
-        if self.auto.pace is not None:
-            schedule_offload(self.copy, pace=self.auto.pace)
+        rows = pipeline.chosen(replace(self.options, prefetch=depth), self.auto.wide, pace=self.auto.pace)
+        pipeline.rewrite(self.copy, pipeline.phases(rows).again)
         return self.copy
 
     def seconds(self, depth: int) -> float:
@@ -173,7 +165,6 @@ class _Tried:
 
     def _fits(self, depth: int) -> bool:
         copy = self.launch(depth)
-        plan_memory(copy, on=self.auto.options.pool)
         account = ledger([copy], [], inputs=0, other=self.auto.held, optimizer="none", fused=self.fused)
         return account.peak <= self.machine.memory
 

@@ -135,7 +135,6 @@ def replayed(
         programs: the programs of a step, in order.
         temporaries: bytes of each temporary of the optimizer's step.
         fused: whether neighbouring kernels fuse.
-        steps: number of steps.
         first: whether backward allocates the accumulators (`Ledger.first`).
     """
     out = CachingAllocator()

@@ -184,8 +184,8 @@ class _Part:
 
 
 def _taking_turns(parts: list[_Part]) -> list[_Part]:
-    """Returns the first forward, the merged programs of a backward and the next forward, and the last backward. Returns
-    ``parts`` unchanged unless both programs have collectives to overlap.
+    """Returns the first forward, a backward merged with the next forward, and the last backward. Returns ``parts``
+    unchanged for a single round, or if forward or backward has no collective of another parallelism.
     """
     if len(parts) != 2 or parts[0].runs == 1:
         return parts

@@ -1,18 +1,17 @@
-"""A step of few layers, scored as one of many: a program as events, of which a stretch is repeated.
+"""Extrapolates a step with few layers to many layers: turns a program into events and repeats a section of them.
 
 Note [Extrapolation]
-Where equal layers stand one behind the other, all but the first and the last of them do the same, at the same distance
-in time and in memory. So of a run of equal layers a few are kept (more than gathers are launched ahead and reductions
-may lag behind), passes run on those, and what they have made becomes events: so many seconds of compute, a launch into
-a queue, a wait for what was launched so many launches before in it; and with each what memory does. Then the stretch
-from one layer to the next is repeated in the middle, as often as layers were left out. The clock's simulation of the
-events is that of the whole program, to the last digit but those that floating-point sums lose; so is the peak.
+In a sequence of equal layers, all but the first and the last take the same time and memory. So a program is cut to a
+few of its equal layers (more than the prefetch depth and the reduce lag), and the passes run on that program. It is
+turned into events: seconds of compute, a launch into a queue, a wait for an earlier launch in the queue, each with its
+change in memory. Then the events from one layer to the next are repeated in the middle, once for each removed layer.
+Simulated time and peak memory equal those of the full program, up to floating-point rounding.
 
     forward, of 3 layers       | a | b | b' | c |
     of 5                       | a | b | b' | b' | b' | c |
 
-Static buffers are given out anew over the whole: which one the last layer comes to depends on how many there are, and
-with it what a unit of another size behind it takes.
+Static buffers are assigned again over all repeated events: the number of layers decides which buffer the last layer
+gets, and so what a later unit of another size needs.
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ from .timeline import Links, Moving, queue_of
 
 @dataclass
 class Event:
-    """What happens between two things that are launched or waited for."""
+    """A launch or a wait, if any, and the compute after it."""
 
     seconds: float
-    """Of compute, behind what is waited for."""
+    """Seconds of compute, after the wait."""
     top: int
-    """Bytes that are live at most meanwhile, above those at its beginning."""
+    """Peak live bytes during the event, relative to its start."""
     delta: int
-    """Bytes that come to be, less those that go."""
+    """Bytes allocated less bytes freed."""
     queue: str = ""
-    """What is launched, or waited for, goes through it; ``""``: nothing is."""
+    """Queue of the launch or the wait; ``""`` for none."""
     launch: Transfer | None = None
     host: int = 0
-    """Bytes that come to lie on the host."""
+    """Bytes offloaded to the host."""
     back: int = 0
-    """What is waited for: that which was launched so many launches before the last one in the queue."""
+    """Of a wait: which launch it awaits, counted back from the last one in the queue."""
     unit: str = ""
-    """Whose parameters are gathered, or waited for."""
+    """Unit whose gather is launched or awaited."""
     gradients: int = 0
-    """Of `delta`, bytes of accumulators, which stay."""
+    """Bytes of `delta` that are accumulators, which stay allocated."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,11 @@ class Extrapolated:
 
     Args:
         events: in order.
-        starts: index of the first event of each layer, by its path.
-        live: bytes live at the beginning, static buffers not counted.
-        buffers: those that get static ones, by what names of these begin with: each from an event and a line in it to
-            others.
-        backward: whether what layers free was there at the beginning.
+        starts: index of each layer's first event, by the layer's path.
+        live: live bytes at the start, without static buffers.
+        buffers: lifetimes of the values in static buffers, by name prefix of the buffers (`FAMILIES`); a lifetime
+            starts and ends at (event, line in the event).
+        backward: whether the bytes that layers free were live at the start.
     """
 
     events: tuple[Event, ...]
@@ -83,16 +82,17 @@ class Extrapolated:
 
     @cached_property
     def slots(self) -> dict[str, int]:
-        """Bytes of static buffers, by name."""
+        """Bytes of static buffers by name."""
         found = ((family, coloured(buffers)) for family, buffers in self.buffers.items())
         return {f"{family}{i}": held[0].nbytes for family, slots in found for i, held in enumerate(slots)}
 
     def repeated(self, first: str, behind: str, times: int) -> Extrapolated:
-        """With what runs from the start of one layer to that of another one so many times more often.
+        """Returns a copy that repeats the events from one layer's start to another's.
 
         Args:
-            first: the layer that runs first of those that are repeated, in this program.
-            behind: the layer that runs behind them.
+            first: the first repeated layer, in the order of this program.
+            behind: the layer after the last repeated one.
+            times: number of additional repetitions.
         """
         a, b = self.starts[first], self.starts[behind]
         assert a < b, f"{first} does not run before {behind}"
@@ -104,8 +104,8 @@ class Extrapolated:
         return replace(self, events=events, starts=starts, live=self.live + times * freed, buffers=buffers)
 
     def rests(self, borders: Sequence[str]) -> bool:
-        """Whether what goes to the host and comes back has come to rest: in each stretch from the start of one of these
-        layers to that of the next the same happens, and leaves copies as far behind.
+        """Returns whether host copies have reached a steady state: whether the events from each of these layers to the
+        next are equal, and leave equal host copies in flight.
         """
         marks = [self.starts[path] for path in borders]
         left, found = segment(self.events[: marks[0]]).left, list[tuple[Sequence[Event], Left]]()
@@ -119,41 +119,41 @@ class Extrapolated:
 
     @property
     def host(self) -> int:
-        """Bytes that lie on the host at the end."""
+        """Bytes on the host at the end."""
         return sum(e.host for e in self.events)
 
     def play(self) -> tuple[float, int]:
-        """Seconds, and bytes that are live at most, static buffers not counted."""
+        """Returns seconds and peak live bytes, without static buffers."""
         whole = segment(self.events)
         return whole.seconds + drained(whole.left), self.live + whole.top
 
 
 Queue = tuple[str, tuple[tuple[Transfer, float, float] | None, ...]]
-"""A queue, and of each launch in it from the first one on that is not complete the transfer and what is left of it,
-before bytes move and of moving them, in seconds, to the picosecond; ``None`` of what takes no time.
+"""A queue and its launches from the first incomplete one on: the transfer, and what is left of its fixed and its moving
+time in seconds, rounded to picoseconds; ``None`` for a completed launch.
 """
 
 Left = tuple[Queue, ...]
-"""What is under way."""
+"""Launches in flight, by queue."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What some events take."""
+    """Time and memory of a sequence of events."""
 
     seconds: float
     delta: int
     top: int
-    """Above what was live at its beginning."""
+    """Peak live bytes relative to the start."""
     left: Left
-    """What is under way at the end."""
+    """Launches in flight at the end."""
 
 
 def segment(events: Sequence[Event], left: Left = ()) -> Segment:
-    """Time and memory, while events happen: what follows depends on nothing but what is under way.
+    """Returns time and memory of events. They depend only on the events and the launches in flight at the start.
 
     Args:
-        left: is under way at the beginning.
+        left: launches in flight at the start.
     """
     links = Links()
     launched = _under_way(left, links)
@@ -177,7 +177,7 @@ def segment(events: Sequence[Event], left: Left = ()) -> Segment:
 
 
 def drained(left: Left) -> float:
-    """Seconds until nothing is under way."""
+    """Returns the seconds until all launches in flight are complete."""
     links = Links()
     for queue in _under_way(left, links).values():
         for moving in queue:
@@ -186,7 +186,7 @@ def drained(left: Left) -> float:
 
 
 def _under_way(left: Left, links: Links) -> dict[str, list[Moving]]:
-    """Launches, by queue, which time will pass for."""
+    """Adds launches in flight to ``links``. Returns them by queue."""
     launched: dict[str, list[Moving]] = {}
     for queue, waiting in left:
         links.queues[queue] = deque()
@@ -202,7 +202,7 @@ def _under_way(left: Left, links: Links) -> dict[str, list[Moving]]:
 
 
 def _left(launched: Mapping[str, Sequence[Moving]]) -> Iterator[Queue]:
-    """What is under way of all that has been launched."""
+    """Yields the launches that are still in flight."""
     for queue, all_of_them in sorted(launched.items()):
         waiting = tuple(itertools.dropwhile(lambda m: m.end >= 0, all_of_them))
         if waiting:
@@ -211,7 +211,7 @@ def _left(launched: Mapping[str, Sequence[Moving]]) -> Iterator[Queue]:
 
 
 def _again(buffers: Sequence[Interval], a: int, b: int, times: int) -> Iterator[Interval]:
-    """Those of a program in which the events from a to b happen so many times more often."""
+    """Yields the lifetimes in a program that repeats the events from ``a`` to ``b`` this many more times."""
     known = {(buffer.nbytes, buffer.start) for buffer in buffers}
     longer = times * (b - a)
     for buffer in buffers:
@@ -220,7 +220,7 @@ def _again(buffers: Sequence[Interval], a: int, b: int, times: int) -> Iterator[
             yield from (_later(buffer, n * (b - a)) for n in (range(times + 1) if end >= a else [0]))
         elif start >= a or (buffer.nbytes, _later(buffer, b - a).start) in known:
             yield _later(buffer, longer)
-        else:  # of no layer: it is there all along
+        else:  # belongs to no layer: live throughout
             yield buffer._replace(end=_later(buffer, longer).end)
 
 
@@ -230,7 +230,7 @@ def _later(buffer: Interval, by: int) -> Interval:
 
 
 def _alike(a: Event, b: Event) -> bool:
-    """Whether the same happens, to whichever unit."""
+    """Returns whether two events are equal except for their units."""
     return math.isclose(a.seconds, b.seconds, rel_tol=1e-9) and replace(a, seconds=0.0, unit="") == replace(
         b, seconds=0.0, unit=""
     )
@@ -244,13 +244,13 @@ def extrapolated(
     *,
     accumulators: bool = True,
 ) -> Extrapolated:
-    """A program after all passes as events.
+    """Returns a program after all passes as events.
 
     Args:
-        times: what its lines take (`mfsdp.cost_model.op_cost.op_times`).
+        times: times of its lines (`mfsdp.cost_model.op_cost.op_times`).
         fused: whether neighbouring kernels fuse.
-        memo: what is known of lines already (`mfsdp.cost_model.fusion.together`).
-        accumulators: whether they come to be here (`mfsdp.ir.byte_costs.lines`).
+        memo: cache of fusion decisions (`mfsdp.cost_model.fusion.together`).
+        accumulators: whether the program allocates the accumulators (`mfsdp.ir.byte_costs.lines`).
     """
     pooled = sum(program.slots.values())
     out: list[Event] = []
@@ -295,12 +295,12 @@ def extrapolated(
 
 
 def _firsts(paths: Sequence[str], seconds: Sequence[float]) -> dict[int, str]:
-    """Where layers begin, by line: with their first one behind which less than half is left of the layer before. Single
-    lines may stand anywhere before that: what backward computes again.
+    """Returns the layers by the number of their first line. A layer begins at its first line after half of the previous
+    layer's time has passed; earlier lines, which backward recomputes, do not count.
 
     Args:
         paths: the layer of each line, or ``""``.
-        seconds: of each line.
+        seconds: the time of each line.
     """
     own: dict[str, list[int]] = {}
     for i, path in enumerate(paths):
@@ -316,21 +316,21 @@ def _firsts(paths: Sequence[str], seconds: Sequence[float]) -> dict[int, str]:
 
 
 def _middle(rows: Sequence[int], seconds: Sequence[float]) -> int:
-    """The line with which half of the time has passed."""
+    """Returns the line at which half of the rows' time has passed."""
     sums = list(itertools.accumulate(seconds[i] for i in rows))
     return rows[bisect.bisect_left(sums, sums[-1] / 2)]
 
 
 def _gathered(node: Node) -> str:
-    """The unit whose parameters are gathered there; ``""`` for anything else."""
+    """Returns the unit that an all-gather gathers; ``""`` for other nodes."""
     return role(node).unit if node.target is ops.all_gather else ""  # type: ignore[union-attr]
 
 
 def _buffers(program: Program, events: Mapping[Node, int]) -> dict[str, tuple[Interval, ...]]:
-    """Those that get static ones, by what names of these begin with.
+    """Returns lifetimes of values in static buffers, by name prefix of the buffers.
 
     Args:
-        events: that which each line is of.
+        events: the event of each line.
     """
     places: dict[Node, tuple[int, int]] = {}
     event = into = 0
@@ -345,7 +345,7 @@ def _buffers(program: Program, events: Mapping[Node, int]) -> dict[str, tuple[In
 
 
 def _join(event: Event, more: Event) -> None:
-    """What follows, with nothing launched or waited for, is the same event."""
+    """Appends compute without a launch or wait to an event."""
     event.top = max(event.top, event.delta + more.top)
     event.delta += more.delta
     event.gradients += more.gradients
@@ -353,12 +353,12 @@ def _join(event: Event, more: Event) -> None:
 
 
 def runs(states: Sequence[object], least: int, period: int = 1) -> list[tuple[int, int, int]]:
-    """Where a sequence repeats itself, one behind the other: (start, length of what is repeated, how often).
+    """Splits a sequence into repetitions: (start, length of the repeated part, count).
 
     Args:
-        states: of layers, in order.
-        least: how many are worth it.
-        period: besides 1, what may be the length of what is repeated.
+        states: states of layers, in order.
+        least: smallest number of layers worth repeating.
+        period: a length of the repeated part to try besides 1.
     """
     found, i = [], 0
     while i < len(states):

@@ -1,8 +1,8 @@
-"""Which lines of a program are one kernel, and how many operations it does.
+"""Groups a program's lines into kernels and counts their floating-point operations.
 
-Under ATen lowering each line is a kernel of its own. Inductor fuses neighbours: a run of lines, up to the next product,
-attention, collective or wait, counts as one kernel, which reads what comes from outside of it and writes what is read
-outside of it; what is read only inside never has memory. That is coarser than Inductor, which fuses by shapes.
+With ATen lowering each line is one kernel. With Inductor, consecutive lines up to the next matrix product, attention,
+collective or wait count as one fused kernel. It reads values from outside and writes values that are read outside;
+values read only inside take no memory. This is coarser than Inductor, which fuses by shapes.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _ALONE = (ops.wait, ops.pack, ops.mm, ops.bucket, ops.hold, ops.accumulate, ops.
 
 
 def together(program: Program, fusing: bool, memo: dict[Any, Any] | None = None) -> Iterator[list[Node]]:
-    """Lines that are one kernel together, in order; `free` is none.
+    """Yields the lines of each kernel, in order; `free` is no kernel.
 
     Args:
         program: after any pass.
         fusing: whether neighbours fuse (Inductor) or not (ATen).
-        memo: what is known of lines already, by node.
+        memo: cache of fusion decisions, by node.
     """
     run: list[Node] = []
     known: dict[Any, Any] = {} if memo is None else memo
@@ -54,17 +54,17 @@ def together(program: Program, fusing: bool, memo: dict[Any, Any] | None = None)
 
 
 def fused(program: Program, memo: dict[Any, Any] | None = None) -> list[list[Node]]:
-    """The kernels that Inductor writes, each as its lines; calls left out. `memo` is as for `together`."""
+    """Returns the lines of each kernel that Inductor generates, without calls. ``memo`` is as for `together`."""
     known: dict[Any, Any] = {} if memo is None else memo
     return [run for run in together(program, True, known) if known[run[0]]]
 
 
 def fuses(node: Node) -> bool:
-    """Whether Inductor writes the kernel, and may write it together with its neighbours: what it has no lowering for
-    (custom operators, sorting, grouped products) is a call of its own. Private in torch (``lowerings``,
-    ``fallbacks``); tried on 2.11 to 2.15.
+    """Returns whether Inductor generates the kernel and may fuse it with its neighbours. Operators without a lowering
+    (custom operators, sorting, grouped products) are separate calls. Private in torch (``lowerings``, ``fallbacks``);
+    tried on 2.11 to 2.15.
     """
-    from torch._inductor import lowering as inductor  # takes a second, which a warm start does without
+    from torch._inductor import lowering as inductor  # the import takes a second; a warm start avoids it
 
     target: Any = node.target
     known = target in inductor.lowerings and target not in inductor.fallbacks and operator(node)[0] is target
@@ -72,13 +72,13 @@ def fuses(node: Node) -> bool:
 
 
 def total_flops(program: Program) -> int:
-    """Operations of all matrix products and attentions."""
+    """Returns the floating-point operations of all matrix products, convolutions and attentions."""
     return sum(flops(node) for node in program.nodes if is_line(node))
 
 
 def flops(node: Node) -> int:
-    """Operations of a matrix product, a convolution or an attention, by torch.utils.flop_counter's formulas or those of
-    `_FORMULAS`; else 0, and where a formula fails, with a warning.
+    """Returns the floating-point operations of a matrix product, a convolution or an attention, by `_FORMULAS` or
+    torch.utils.flop_counter's formulas. Returns 0 for other lines, and, with a warning, if a formula fails.
     """
     if node.target is ops.mm:
         a, b = (_plain(x.meta["val"]) for x in node.args[4:6])  # type: ignore[union-attr]
@@ -94,36 +94,41 @@ def flops(node: Node) -> int:
 
 @cache
 def _formula(target: Any) -> Callable[..., Any] | None:
-    """What counts an operator's operations, if it is a product, a convolution or an attention."""
+    """Returns the formula for an operator's operations; ``None`` unless it is a product, convolution or attention."""
     packet = getattr(target, "overloadpacket", None)
     found: Any = _FORMULAS.get(packet) or flop_registry.get(packet)  # type: ignore[arg-type]
     return _grouped if found is None and "grouped_mm" in str(packet) else found  # type: ignore[no-any-return]
 
 
 def _plain(value: Any) -> Any:
-    """A tensor as its shape; hints for what is symbolic."""
+    """Returns a tensor's shape, or a value's hint if it is symbolic."""
     if isinstance(value, torch.Tensor):
         return shape_of(value)
     return hint(value)
 
 
 def _attention(q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """q [batch, heads, rows, width]; k, v [batch, kv heads, keys, width], of v its own. Each head of q has a product
-    with a k and one with a v, also where several share those.
+    """Counts attention with q [batch, heads, rows, width] and k, v [batch, kv heads, keys, width]; v may have another
+    width. Each head of q has one product with k and one with v, also if heads share k and v.
     """
     batch, heads, rows, width = q
     return int(2 * batch * heads * rows * k[2] * (width + v[3]))
 
 
 def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Scores once more, and gradients of scores, v, q and k."""
+    """Counts the backward: recomputed scores, and gradients of scores, v, q and k."""
     batch, heads, rows, width = q
     return int(2 * batch * heads * rows * k[2] * (3 * width + 2 * v[3]))
 
 
 def _rows_first(count: Callable[..., int], tensors: int, longest: int) -> Callable[..., int]:
-    """Of the kernels below: their tensors are [batch, rows, heads, width]. Sequences of many lengths lie behind one
-    another, [rows, heads, width]; each is counted with as many keys as the longest, the argument of that number.
+    """Returns a formula for kernels whose tensors are [batch, rows, heads, width]. Packed sequences of different
+    lengths are [rows, heads, width]; each counts with as many keys as the longest.
+
+    Args:
+        count: formula for tensors with heads before rows.
+        tensors: number of leading tensor arguments.
+        longest: index of the argument with the longest sequence's length.
     """
 
     def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -137,8 +142,8 @@ def _rows_first(count: Callable[..., int], tensors: int, longest: int) -> Callab
 
 
 def _grouped(a: Any, b: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Rows of a, [rows, k], are dealt out to the products of b, [groups, k, n], or to those of their transposes; a
-    backward in one operator (that of transformers) gives two such products.
+    """Counts a grouped product: rows of a [rows, k] are distributed over the matrices of b [groups, k, n] or their
+    transposes. A backward in one operator (in transformers) returns two such products.
     """
     products = len(out_val) if isinstance(out_val[0], torch.Size) else 1
     return int(2 * a.numel() * b[-1] * products)
@@ -169,5 +174,5 @@ def _formulas() -> dict[Any, Callable[..., int]]:
 
 
 _FORMULAS = _formulas()
-"""Attention. torch's table leaves out that of CPUs, for which programs are traced, and in 2.11 it refuses k and v of
-fewer heads than q (``enable_gqa``)."""
+"""Formulas for attention. torch's table has none for CPU attention, with which programs are traced, and in 2.11 rejects
+k and v with fewer heads than q (``enable_gqa``)."""

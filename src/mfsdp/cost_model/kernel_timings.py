@@ -1,9 +1,9 @@
-"""Kernels measured on the machine that is to run them, by operator, shapes and dtypes: for a clock that estimates less.
+"""Measures kernels on the target machine, by operator, shapes and dtypes, to replace estimates of the cost model.
 
-`measure` runs every distinct kernel of given programs on random numbers, each alone: matrix products, attention and
-whatever else is called one by one, and runs of lines that Inductor fuses, compiled. What sharding adds (buckets, packs,
-accumulators, waits) is left to bytes. A file keeps what was found, with the hardware's name; other programs, of other
-models too, add what is new to them. Programs are traced for a CPU, whose attention a GPU has not: there its own is run.
+`measure` runs each distinct kernel of the given programs alone on random numbers: matrix products, attention and other
+calls one by one, and lines that Inductor fuses compiled together. Operations that sharding adds (buckets, packs,
+accumulators, waits) are still estimated from bytes. A file stores the times with the hardware's name; other programs
+and models add their new kernels. Programs are traced for a CPU; on a GPU, its own attention replaces the CPU's.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from . import fusion
 aten = torch.ops.aten
 
 LEAST = 0.02
-"""Seconds for which a kernel is run, over and over."""
+"""Seconds for which each kernel is repeated."""
 
 ROUNDS = 3
-"""How often at least. Of a GPU the fastest counts, of the CPU the median."""
+"""Minimum number of measurements. The result is the fastest one on a GPU, the median on the CPU."""
 
 CACHES = 2**24
-"""Bytes that are written between two calls on the CPU. With none, models of the benchmark were predicted to be 19 to
-31% faster than they are; four times as many made the largest of them 14% slower."""
+"""Bytes written between two calls on the CPU, to evict caches. With none, the benchmark's models were predicted 19 to
+31% too fast; with four times as many, the largest one 14% too slow."""
 
 
 @dataclass
 class Kernels:
-    """Seconds by kernel. ``explain(kernels=...)`` takes it, or the path of its file."""
+    """Measured seconds of kernels. ``explain(kernels=...)`` takes this object or its file's path."""
 
     hardware: str
-    """Where they were measured, in words."""
+    """Hardware and torch version of the measurements (`here`)."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """By `key`."""
+    """Seconds by `key`."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a file that `load` reads."""
+        """Writes a JSON file that `load` reads."""
         Path(path).write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Kernels:
-        """Reads a file of `save`.
+        """Reads a file written by `save`.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the file has another format.
         """
         try:
             found = cls(**json.loads(Path(path).read_text()))
@@ -74,8 +74,8 @@ class Kernels:
         return found
 
     def of(self, program: Program, fused: bool) -> dict[str, float]:
-        """Seconds by name of a line, of the kernels that are known: what `mfsdp.cost_model.op_cost.op_times` takes.
-        Lines of one kernel share them by the bytes of what they give.
+        """Returns the seconds of a program's measured kernels by line name, for `mfsdp.cost_model.op_cost.op_times`. A
+        kernel's time is split over its lines in proportion to their output bytes.
         """
         out: dict[str, float] = {}
         for run in fusion.together(program, fused):
@@ -87,8 +87,8 @@ class Kernels:
 
 
 def key(run: Sequence[Node]) -> str:
-    """What a kernel does, as text: operators with dtypes, shapes and strides of what they read; the same for all that
-    take the same time.
+    """Returns a kernel's description: its operators with dtypes, shapes and strides of their inputs. Kernels with equal
+    keys take the same time.
     """
     at = {node: i for i, node in enumerate(run)}
 
@@ -100,7 +100,7 @@ def key(run: Sequence[Node]) -> str:
         return str(hint(value))
 
     def line(node: Node) -> str:
-        if node.target is ops.mm:  # wherever in a bucket it is written
+        if node.target is ops.mm:  # its place in the bucket does not matter
             into = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
             return f"{aten.mm.default}({', '.join(map(word, node.args[4:6]))}) -> {into}"
         target, args, kwargs = operator(node)
@@ -125,16 +125,17 @@ def _numbers(values: Iterable[Any]) -> str:
 def measure(
     programs: Iterable[Program], *, fused: bool = True, known: Kernels | None = None, compiled: bool = True
 ) -> Kernels:
-    """Runs every distinct kernel of programs on the CPU or the GPU of this process, and times it.
+    """Times each distinct kernel of programs on the CPU or GPU of this process.
 
     Args:
-        programs: after all passes, as `mfsdp.trace` and `mfsdp.pipeline.run` give them.
+        programs: after all passes, from `mfsdp.trace` and `mfsdp.pipeline.run`.
         fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
-        known: what has been measured already, which is kept; what is found is added to a copy.
-        compiled: whether fused kernels are compiled and run; seconds for each. Otherwise bytes stand for them.
+        known: earlier measurements. The result is a copy with the new kernels added.
+        compiled: whether to compile and time fused kernels, which takes seconds for each. Otherwise they are estimated
+            from bytes.
 
     Raises:
-        ValueError: they were measured on other hardware.
+        ValueError: ``known`` was measured on other hardware.
     """
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     assert device is not None
@@ -155,7 +156,7 @@ def measure(
 
 
 def here(device: torch.device) -> str:
-    """The hardware, and what else kernels depend on, in words."""
+    """Returns a description of the hardware, the CPU's thread count and the torch version."""
     name = platform.processor() or platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -166,7 +167,7 @@ def here(device: torch.device) -> str:
 
 
 def _runs(run: Sequence[Node]) -> bool:
-    """Whether it can be run alone: operators of ATen's that write nothing but what they give, and products that write
+    """Returns whether a kernel can run alone: only ATen and prims operators without mutation, and products that write
     into buckets.
     """
     return all(n.target is ops.mm or (_namespace(n) in ("aten", "prims") and not mutates(n)) for n in run)
@@ -177,7 +178,7 @@ def _namespace(node: Node) -> str:
 
 
 def _alone(run: Sequence[Node], device: torch.device) -> tuple[Callable[..., Any], list[Any]]:
-    """A kernel's lines as a graph of their own, and what to call it with."""
+    """Returns a kernel as a graph module, and random inputs for it."""
     graph, inside = torch.fx.Graph(), set(run)
     inputs: list[Any] = []
     copies: dict[Node, Node] = {}
@@ -206,12 +207,12 @@ def _alone(run: Sequence[Node], device: torch.device) -> tuple[Callable[..., Any
 
 
 def _numbered(arguments: Any, device: torch.device) -> Any:
-    """Numbers for symbols, and this machine's device for that of the trace."""
+    """Replaces symbols by their hints and the trace's device by this machine's."""
     return pytree.tree_map(lambda x: device if isinstance(x, torch.device) else hint(x), arguments)
 
 
 def _random(value: Any, device: torch.device) -> Any:
-    """Something like a value of a trace: numbers, and zeros where they are indices."""
+    """Returns a value like a traced one: random floats, zeros for other dtypes, which may be indices."""
     if isinstance(value, (list, tuple)):
         return type(value)(_random(v, device) for v in value)
     if not isinstance(value, torch.Tensor):
@@ -225,7 +226,7 @@ def _random(value: Any, device: torch.device) -> Any:
 
 
 def attention(node: Node, device: torch.device) -> tuple[Callable[..., Any], list[Any]] | None:
-    """The device's own attention, or its derivative, for a line with the CPU's; and what to call it with. ``None`` for
+    """Returns the device's own attention or its backward, and inputs, for a line with the CPU's attention. ``None`` for
     other lines.
     """
     target, args, kwargs = operator(node)
@@ -252,14 +253,14 @@ def attention(node: Node, device: torch.device) -> tuple[Callable[..., Any], lis
 
 
 def _seconds(call: Callable[..., Any], inputs: list[Any]) -> float:
-    """Of one call, once it has been called."""
+    """Returns the seconds of one call after a warm-up call."""
     with torch.no_grad():
         call(*inputs)
         return _of_gpu(call, inputs) if torch.accelerator.is_available() else _of_cpu(call, inputs)
 
 
 def _of_gpu(call: Callable[..., Any], inputs: list[Any]) -> float:
-    """Many calls at once, so that launches hide behind kernels."""
+    """Times many calls together, so that launch overhead is hidden."""
 
     def timed(count: int) -> float:
         torch.accelerator.synchronize()
@@ -274,8 +275,8 @@ def _of_gpu(call: Callable[..., Any], inputs: list[Any]) -> float:
 
 
 def _of_cpu(call: Callable[..., Any], inputs: list[Any]) -> float:
-    """One call after the other, each behind something else that has filled the caches, as in a step; on one thread of
-    the processor's time, which nobody else on the core makes longer.
+    """Times calls one by one. Before each, another operation fills the caches, as in a step. With one thread it
+    measures CPU time, which other processes on the core do not lengthen.
     """
     now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     others, times = torch.zeros(CACHES // 4), list[float]()

@@ -1,24 +1,24 @@
-"""A step put together of pieces: one layer treated in some way, as it is among others that are treated alike.
+"""Estimates a step layer by layer: each layer's events come from a program that treats all layers equally.
 
 Note [Layer model]
-What a layer does under a choice hardly depends on what is chosen for the others. So a program in which all layers are
-treated alike is cut and folded for each way to treat them, with and without gathers ahead, and taken apart where layers
-begin: where they wait for their parameters, or compute something before that. A setting that treats layers differently
-is put together of those pieces, in a fraction of a millisecond:
+A layer's time and memory under a choice hardly depend on the choices for other layers. So for each treatment (saved,
+recomputed, ...), with and without prefetched gathers, a program that treats all layers equally is turned into events
+(Note [Extrapolation]) and split where layers begin: where they wait for their parameters, or compute before that wait.
+The events of a setting that mixes treatments are composed of these pieces, in a fraction of a millisecond:
 
     all saved         | a | a | a | a | a |
     all recomputed    | b | b | b | b | b |
     first 2 recomputed, last 1 gathered, 2. offloaded
                       | b | a'| a | a | a"|
 
-What stays gathered (a") is gathered in no time, and takes its memory from its forward to its backward. What goes to
-the host (a') is launched in four parts while its forward goes on, away when as much time has passed as a copy takes,
-and launched back as long before its backward needs it; where copies take less time than a layer, there is a program for
-that too. A piece takes what it takes by what is under way at its beginning, and nothing else: pieces and what they
-leave under way are numbered, and each pair is played once.
+A layer that stays gathered (a") takes no time to gather, and holds its memory from its forward to its backward. An
+offloaded layer (a') copies its values in four parts while its forward runs. Each part's memory is freed after the
+copy's duration, and its reload is launched as long before its backward needs it. If copies take less time than a layer,
+a separate program covers that (`AWAY`). A piece's time and memory depend only on the launches in flight at its start:
+pieces and in-flight states are numbered, and each pair is simulated once.
 
-Where unlike layers meet this is not exact: fused kernels and rooms for what is gathered may differ. So these are
-estimates, for searching; what is found is scored with its own program.
+Between layers with different treatments this is not exact: fused kernels and static buffers may differ. So the search
+uses these estimates, and the planner scores its result with the setting's own program.
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ Events = tuple[Event, ...]
 
 @dataclass(frozen=True)
 class Layer:
-    """One of a setting's."""
+    """A layer of a setting, and which events it takes."""
 
     stand: str
     """Path of the layer whose piece it takes."""
     way: int = 0
-    """In which of the programs."""
+    """Number of the treatment."""
     gathered: bool = False
+    """Whether its parameters stay gathered."""
     away: tuple[Transfer, Transfer, int] | None = None
-    """Copies to the host and back of one of `PARTS` of what it saves, and its bytes."""
+    """If offloaded: the copies of one of `PARTS` parts to the host and back, and the part's bytes."""
 
 
 Both = tuple[Extrapolated, Extrapolated]
-"""Of forward and of backward."""
+"""Events of forward and of backward."""
 
 WHOLE, AWAY = -1, -2
-"""Where all layers stay gathered; where what all of them save goes to the host, as copies take no longer than layers.
-"""
+"""Treatments: all layers stay gathered; all layers are offloaded, as copies take no longer than layers."""
 
 PARTS = 4
-"""In how many copies a layer's values are taken to move, one behind the other."""
+"""Number of successive copies that an offloaded layer's values are modelled with."""
 
 
 class LayerModel:
-    """Of programs each of which has all layers treated alike.
+    """Composes steps of layers from programs that each treat all layers equally.
 
     Args:
-        programs: gives those of a way to treat them; of `WHOLE`: those of the first way, but all layers stay gathered.
-        owners: the layer that reads a unit's parameters, by its name.
-        order: paths of the programs' layers, in forward's order.
+        programs: returns the programs of a treatment; of `WHOLE`, those of treatment 0 with all layers gathered.
+        owners: path of the layer that reads a unit's parameters, by the unit's name.
+        order: paths of the programs' layers, in the order of forward.
     """
 
     def __init__(self, programs: Callable[[int], Both], owners: Mapping[str, str], order: Sequence[str]):
@@ -81,13 +81,16 @@ class LayerModel:
         self.took: dict[tuple[int, int], tuple[Segment, int]] = {}
 
     def _parts(self, way: int, backward: bool) -> dict[str, Events]:
-        """Events of each layer, and under ``""`` those before all of them."""
+        """Returns the events of each layer, and under ``""`` those before all layers."""
         events = self.programs(way)[backward].events
         return {path: events[at:end] for path, (at, end, _) in self.clock(way, backward).items()}
 
     def _clock(self, way: int, backward: bool, gathered: bool = False) -> dict[str, tuple[int, int, list[float]]]:
-        """Of each layer, and under ``""`` of what comes before all of them, its first event and the one behind its last
-        one, and when these and those between begin, in seconds from the first, where all stay gathered or none.
+        """Returns for each layer, and under ``""`` for what comes before all layers: its first event, the one after its
+        last, and the start times of these and of those between, in seconds from the first.
+
+        Args:
+            gathered: whether all layers stay gathered.
         """
         part = self.programs(way)[backward]
         starts = sorted((at, path) for path, at in part.starts.items() if path in self.place)
@@ -106,9 +109,9 @@ class LayerModel:
         }
 
     def _begins(self, layer: str, events: Events, last: int, at: int) -> int:
-        """Where a layer begins: where it waits for its parameters, if it computes nothing before that (what it computes
-        again may need none) and less than half is left of the layer before, or launches their gather, if nothing is
-        computed until they are waited for.
+        """Returns the event with which a layer begins. That is its start ``at`` (recomputation may need no parameters)
+        or an earlier wait for its parameters, if half of the previous layer's time has passed by then. The layer's
+        gathers and waits directly before that, with no compute, belong to it.
         """
         passed = list(accumulate((e.seconds for e in events[last:at]), initial=0.0))
         for i in range(last, at):
@@ -120,10 +123,10 @@ class LayerModel:
         return at
 
     def play(self, layers: Sequence[Layer], backward: bool) -> tuple[float, int]:
-        """Seconds, and bytes that are live at most, static buffers not counted.
+        """Returns seconds and peak live bytes, without static buffers.
 
         Args:
-            layers: in forward's order.
+            layers: in the order of forward.
         """
         now, live, top, left, gradients = 0.0, 0, 0, 0, 0
         for piece in self._sequence(layers, backward):
@@ -136,19 +139,19 @@ class LayerModel:
             live += taken.delta
             gradients += self.gradients(piece)
         some = self.programs(0)[backward]
-        # what is there at the end of backward but accumulators is the same, however it came to be
+        # memory at the end of backward, without accumulators, is the same in all settings
         begin = some.live + (_delta(some.events) - _gradients(some.events) - live + gradients if backward else 0)
         return now + drained(self.states[left]), begin + top
 
     def _state(self, left: Left) -> int:
-        """The number of what is under way."""
+        """Returns the number of an in-flight state."""
         if left not in self.numbers:
             self.numbers[left] = len(self.states)
             self.states.append(left)
         return self.numbers[left]
 
     def slots(self, layers: Sequence[Layer]) -> dict[str, int]:
-        """Bytes of static buffers, by name."""
+        """Returns the bytes of static buffers by name."""
         ways = {WHOLE} if all(layer.gathered for layer in layers) else {layer.way for layer in layers}
         out: dict[str, int] = {}
         for name, taken in (slot for way in ways for part in self.programs(way) for slot in part.slots.items()):
@@ -156,7 +159,7 @@ class LayerModel:
         return out
 
     def _sequence(self, layers: Sequence[Layer], backward: bool) -> list[int]:
-        """What happens, as numbers of `events`: first what comes before all layers."""
+        """Returns the pieces in order, as indices of ``events``: first the piece before all layers."""
         order = range(len(layers))[:: -1 if backward else 1]
         head = replace(layers[order[0]], stand="", gathered=False, away=None)
         pieces = [(len(layers), head), *((i, layers[i]) for i in order)]
@@ -169,7 +172,7 @@ class LayerModel:
         ]
 
     def _kept(self, layers: Sequence[Layer], at: int, layer: Layer, backward: bool) -> tuple[bool, ...]:
-        """Of gathers that backward launches in a piece, whether they are of layers that stay gathered."""
+        """Returns, for each gather that backward launches in a piece, whether its layer stays gathered."""
         if not backward or not any(other.gathered for other in layers):
             return ()
         found = []
@@ -190,7 +193,7 @@ class LayerModel:
                 events = tuple(_there(e) if e.launch is not None and e.unit and next(gone) else e for e in events)
             before = [0, *(at for at, *_ in copies), len(events)]
             mixed = list(events[: before[1]])
-            queue = "reload" if backward else "offload"  # apart from those in programs of their own (`AWAY`)
+            queue = "reload" if backward else "offload"  # other queues than those of `AWAY`'s programs
             for (_, launch, delta, back), (at, end) in zip(copies, pairwise(before[1:]), strict=True):
                 moved = Event(0.0, max(0, delta), delta, queue, launch, back=back if launch is None else 0)
                 mixed += [moved, *events[at:end]]
@@ -201,7 +204,7 @@ class LayerModel:
         return self.made[key]
 
     def _gathered(self, stand: str, events: list[Event], backward: bool) -> list[Event]:
-        """The same of a layer that stays gathered."""
+        """Returns the events of a layer if it stays gathered."""
         freed, kept = self.parts(0, True)[stand], self.parts(WHOLE, True)[stand]
         taken = _delta(freed) - _delta(kept)
         if not backward:
@@ -212,15 +215,15 @@ class LayerModel:
         return [*(shorter if e is longest else e for e in events), Event(0.0, 0, -taken)]
 
     def takes(self, stand: str, way: int, backward: bool, gathered: bool = False) -> float:
-        """Seconds of a layer, where all stay gathered or none."""
+        """Returns the seconds of a layer. ``gathered``: whether all layers stay gathered."""
         return self.clock(way, backward, gathered)[stand][2][-1]
 
     def _copies(self, layers: Sequence[Layer], backward: bool) -> dict[int, Copies]:
-        """Copies and waits for them, by the number of the layer in which they stand: about where `schedule_offload`
-        would place them.
+        """Returns host copies and their waits, by number of the layer that contains them: approximately where
+        `schedule_offload` places them.
 
         Args:
-            layers: as they run, what comes before all of them first. In forward the last one has the head with it.
+            layers: in execution order, after the piece before all layers. In forward the last one includes the head.
         """
         begun = [self.clock(x.way, backward, backward and x.gathered)[x.stand][2] for x in layers]
         starts = list(accumulate((times[-1] for times in begun), initial=0.0))
@@ -244,29 +247,29 @@ class LayerModel:
 
 
 Copy = tuple[int, Transfer | None, int, int]
-"""The event it stands in front of, what is launched (``None``: what was launched before is waited for), the bytes that
-come to be, and how many others are under way behind it.
+"""The event that follows it, the launched transfer (``None`` for a wait), the bytes allocated, and the number of copies
+in flight after it.
 """
 
 Copies = tuple[Copy, ...]
 
 Part = tuple[float, tuple[Transfer, Transfer, int]]
-"""When it is there, or needed, in seconds; copies to the host and back, and bytes."""
+"""When a part is computed (forward) or needed (backward), in seconds; its copies to the host and back; its bytes."""
 
 
 def _line(begun: Sequence[float], when: float, backward: bool) -> int:
-    """The event in front of which something stands that happens then: in backward before what runs then, in forward
-    behind it.
+    """Returns the event before which to place something at time ``when``: in backward the one that runs then, in
+    forward the next one.
 
     Args:
-        begun: when events begin, and when the last one ends.
+        begun: start times of the events, and the end of the last one.
     """
     line = bisect_right(begun, when + _SOON) - 1 if backward else bisect_left(begun, when - _SOON)
     return min(line, len(begun) - 1)
 
 
 def _out(parts: Sequence[Part], end: float) -> Iterator[tuple[float, Transfer | None, int]]:
-    """When copies to the host are launched and complete, one behind the other, and what that takes."""
+    """Yields launches and completions of successive copies to the host: time, transfer, change in memory."""
     free = 0.0
     for when, (copy, _, taken) in parts:
         yield when, copy, 0
@@ -275,7 +278,7 @@ def _out(parts: Sequence[Part], end: float) -> Iterator[tuple[float, Transfer | 
 
 
 def _back(parts: Sequence[Part]) -> list[tuple[float, Transfer | None, int]]:
-    """When copies from the host are launched, as late as they still arrive, and needed."""
+    """Returns launches of copies from the host, each as late as it still arrives in time, and their waits."""
     moves: list[tuple[float, Transfer | None, int]] = []
     due = math.inf
     for when, (_, copy, taken) in reversed(parts):
@@ -285,11 +288,11 @@ def _back(parts: Sequence[Part]) -> list[tuple[float, Transfer | None, int]]:
 
 
 _SOON = 1e-9
-"""Seconds that make no difference."""
+"""Tolerance in seconds."""
 
 
 def _there(event: Event) -> Event:
-    """The same where parameters that it gathers are there."""
+    """Returns an event whose gather, if it launches one, takes no time."""
     return replace(event, launch=Transfer(0.0, 0.0)) if event.launch is not None and event.unit else event
 
 

@@ -1,4 +1,4 @@
-"""What this machine can do: as its maker says, or measured."""
+"""Describes this machine: from the maker's data, or measured."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..runtime import devices, execution, groups
 
 
 def this_machine() -> Hardware | None:
-    """The GPU of this process as its maker describes it, with the memory that it has and as many ranks a node as
-    torchrun has started (``LOCAL_WORLD_SIZE``); ``None`` if it is none of `KNOWN`. Nothing is measured.
+    """Returns this process's GPU by its maker's data, with its actual memory and the ranks per node that torchrun
+    started (``LOCAL_WORLD_SIZE``); ``None`` if it is not in `KNOWN`. Measures nothing.
     """
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    key = max((key for key in KNOWN if key in name), key=len, default=None)  # a GB200 is no B200
+    key = max((key for key in KNOWN if key in name), key=len, default=None)  # the longest: "b200" is in "gb200"
     if key is None:
         return None
     known = KNOWN[key]
@@ -31,9 +31,9 @@ def this_machine() -> Hardware | None:
 
 
 def measure() -> Hardware:
-    """Measures the accelerator of this process, or its share of the CPU: matrix products per dtype, memory bandwidth,
-    the smallest kernel, copies to the host; and, if there are several ranks, what connects them (all must call it).
-    Takes a few seconds.
+    """Measures this process's accelerator, or its share of the CPU: matrix products per dtype, memory bandwidth, the
+    smallest kernel, copies to the host, and with several ranks the link between them (all ranks must call it). Takes a
+    few seconds.
     """
     gpu = torch.accelerator.is_available()
     device = torch.accelerator.current_accelerator() if gpu else torch.device("cpu")
@@ -41,7 +41,7 @@ def measure() -> Hardware:
     width, copied = (8192, 2**30) if gpu else (768, 2**26)
     flops = {}
     for dtype, short in SHORT.items():
-        if gpu or dtype is not torch.float16:  # emulated, and slow
+        if gpu or dtype is not torch.float16:  # CPUs emulate it slowly
             a = torch.ones(width, width, dtype=dtype, device=device)
             flops[short] = 2 * width**3 / _best(lambda a=a: a @ a)  # type: ignore[misc]
     source = torch.ones(copied // 4, device=device)
@@ -67,9 +67,9 @@ def measure() -> Hardware:
 
 
 def fixed() -> int:
-    """Bytes that this process has taken of its GPU beside tensors: context, loaded kernels, communicators' buffers,
-    libraries' workspaces, and what other processes hold there; 0 on the CPU. To be asked behind the first collectives
-    and products, as they make theirs.
+    """Returns the GPU bytes in use besides this process's tensors: context, loaded kernels, communicators' buffers,
+    libraries' workspaces, and other processes' memory; 0 on the CPU. Call it after the first collectives and matrix
+    products, which allocate their buffers.
     """
     if not torch.cuda.is_available():
         return 0
@@ -78,7 +78,7 @@ def fixed() -> int:
 
 
 def _best(function: Callable[[], object], rounds: int = 5) -> float:
-    """Seconds, once warm."""
+    """Returns the fastest time in seconds, after a warm-up call."""
     best = float("inf")
     for _ in range(rounds + 1):
         begun = time.perf_counter()
@@ -89,8 +89,8 @@ def _best(function: Callable[[], object], rounds: int = 5) -> float:
 
 
 def _host(device: torch.device, bandwidth: float, nbytes: int = 2**28) -> Link:
-    """Copies to pinned memory of the host, or back, whichever are slower; of the CPU, whose host is the same memory,
-    what a copy within it reaches, for which it computes nothing else.
+    """Measures copies to pinned host memory and back, and returns the slower direction. On the CPU, host and device
+    memory are the same: the link has the rate of a copy in memory, which takes the processor's time.
     """
     if device.type == "cpu":
         return Link(bandwidth / 2, 0.0, cpu=2 / bandwidth)
@@ -102,11 +102,12 @@ def _host(device: torch.device, bandwidth: float, nbytes: int = 2**28) -> Link:
 
 
 def _link(device: torch.device, work: Callable[[], object], nbytes: int = 2**22, rounds: int = 8) -> Link:
-    """What connects the ranks of the default group, measured with gathers of ``nbytes``; the same on all ranks, which
-    must call it together.
+    """Measures the link between the ranks of the default group with gathers. Returns the same result on all ranks,
+    which must call it together.
 
     Args:
-        work: a piece of computation, which runs beside gathers to see what they take from it.
+        work: compute that runs beside gathers, to measure how much they slow it down.
+        nbytes: bytes of each gather.
     """
     ranks, everybody = groups.world(), groups.default_group()
     shard = torch.zeros(nbytes // ranks, dtype=torch.uint8, device=device)
@@ -133,7 +134,7 @@ def _link(device: torch.device, work: Callable[[], object], nbytes: int = 2**22,
     queued, burnt = min(timed(rounds, shard, full, True) for _ in range(3))
     sent = shard.numel() * (ranks - 1)
     taken = lost([lambda: execution.current().gather([(full, shard)], everybody)] * rounds, work, queued) / rounds
-    taken = max(taken, burnt) if device.type == "cpu" else taken  # no less than what they take alone
+    taken = max(taken, burnt) if device.type == "cpu" else taken  # at least the CPU time of gathers alone
     numbers = torch.tensor([sent / queued, small / (ranks - 1), taken, max(0.0, alone / queued - 1)])
     rate, hop, taken, restart = groups.broadcast(numbers.double().to(device), everybody).tolist()
     if device.type == "cpu":
@@ -144,15 +145,16 @@ def _link(device: torch.device, work: Callable[[], object], nbytes: int = 2**22,
 def lost(
     launches: Sequence[Callable[[], Callable[[], None]]], work: Callable[[], object], seconds: float, rounds: int = 7
 ) -> float:
-    """Seconds that computation takes longer beside transfers than alone, in turns: on the CPU, whose cores others may
-    want too, of this process, with the threads that move the bytes. As in a program each transfer is launched on its
-    own, and waited for behind a piece of computation that it hides behind: each wakes who moves its bytes. All ranks
-    must call it together.
+    """Returns how many seconds longer computation takes beside transfers than alone, measured alternately. On the CPU,
+    whose cores other processes may use, it measures this process's CPU time, including the threads that move the bytes.
+    As in a program, each transfer is launched separately and awaited after compute that hides it, so that each one
+    wakes the threads that move its bytes. All ranks must call it together.
 
     Args:
-        launches: each begins a transfer; gives what waits for it.
-        work: a piece of computation, which is done again and again until a transfer is over for sure.
-        seconds: what one transfer takes alone.
+        launches: each starts a transfer and returns a function that waits for it.
+        work: compute, repeated until a transfer has certainly completed.
+        seconds: time of one transfer alone.
+        rounds: number of measurements; the result is from their medians.
     """
     now = time.perf_counter if torch.accelerator.is_available() else time.process_time
 

@@ -1,4 +1,4 @@
-"""What fills the memory of one rank, before anything has run."""
+"""Predicts the memory of one rank before anything runs: the memory ledger."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from ..state.flat_optimizer import TOGETHER
 from . import fusion
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
-"""Tensors of state per parameter, in the dtype of the main weights."""
+"""State tensors per parameter, in the dtype of the main weights."""
 
 TEMPORARIES = {"adamw": (1, 2), "adam": (1, 2), "adagrad": (2, 1), "rmsprop": (1, 1)}
-"""Tensors that an optimizer's step holds for each parameter it works on: on all at once (``foreach``), or on one."""
+"""Temporary tensors per parameter in an optimizer step: with ``foreach``, for all parameters at once; without, for one
+parameter at a time."""
 
 STEPPING = ("whole", "flat", "offloaded")
-"""How the optimizer steps: on all parameters at once, as torch's do; with `fully_shard_optimizer`, on some units at a
-time; with its ``offload``, on one unit at a time, whose state comes from the host."""
+"""How the optimizer steps: all parameters at once, as in torch; some units at a time (`fully_shard_optimizer`); one
+unit at a time, with state from the host (its ``offload``)."""
 
 
 @dataclass(frozen=True)
@@ -35,53 +36,52 @@ class Entry:
 
     name: str
     nbytes: int
-    """At the peak."""
+    """Bytes at the peak."""
     what: str
 
 
 @dataclass(frozen=True)
 class Ledger:
-    """The memory of one rank in a step after the first: static buffers and optimizer state are there, accumulators
-    come to be in backward (Note [Accumulator memory]). Where a step has several backwards, it is of one behind the
-    first, and accumulators are there from its forward on.
+    """The memory of one rank in a step after the first: static buffers and optimizer state exist, backward allocates
+    the accumulators (Note [Accumulator memory]). For a step with several backwards it describes one after the first,
+    in which accumulators exist from forward on.
     """
 
     entries: tuple[Entry, ...]
     peak: int
     """Bytes: the sum of the entries."""
     phase: str
-    """Which program holds the peak; ``"optimizer"`` for none of them."""
+    """Program of the peak, or ``"optimizer"``."""
     line: str
-    """Name of the line, and what it does."""
+    """Name of the line of the peak."""
     padding: int
-    """Bytes among them that belong to no parameter."""
+    """Bytes of `peak` that belong to no parameter."""
     live: dict[str, dict[str, int]]
-    """By phase and name of a line: bytes of everything while it runs."""
+    """Total bytes while a line runs, by phase and line name."""
     after: dict[str, dict[str, int]]
-    """The same, behind it."""
+    """Total bytes after a line, by phase and line name."""
     lasting: int = 0
-    """Bytes that are there throughout, static buffers included."""
+    """Bytes held throughout the step, with static buffers."""
     at_step: int = 0
-    """Bytes of everything at most while the optimizer steps."""
+    """Peak bytes while the optimizer steps."""
     on_host: tuple[Entry, ...] = ()
+    """Host memory, which no other number includes."""
     tensors: tuple[int, ...] = ()
-    """Bytes of what is there throughout, without `fixed`: of a unit's tensors, of one kind, together."""
+    """Bytes of tensors held throughout, without `FIXED`; a unit's tensors of one kind count as one."""
     temporaries: tuple[int, ...] = ()
-    """Bytes of what is there only while the optimizer steps."""
+    """Bytes of tensors that exist only while the optimizer steps."""
     blocks: int = 0
-    """Bytes at most of the blocks that CUDA's caching allocator gives out for it
-    (`mfsdp.cost_model.caching_allocator`); 0: not known.
-    """
+    """Peak bytes of blocks in CUDA's caching allocator (`mfsdp.cost_model.caching_allocator`); 0: not known."""
     reserved: int = 0
-    """Bytes of the segments that those are cut from, of which none is given back."""
+    """Bytes of that allocator's segments, none of which is returned."""
     first: bool = True
-    """Whether it is of a step's first microbatch: accumulators come to be in its backward."""
+    """Whether it describes a step's first microbatch, whose backward allocates the accumulators."""
     occasions: tuple[Entry, ...] = ()
-    """What is there at most besides a step: while the model is initialised, while it is saved."""
+    """Peak memory outside of steps: while the model is initialised, while it is saved."""
 
     @property
     def host(self) -> int:
-        """Bytes of host memory, which are in no other number: the sum of `on_host`."""
+        """Bytes of host memory: the sum of `on_host`."""
         return sum(e.nbytes for e in self.on_host)
 
     def __str__(self) -> str:
@@ -100,14 +100,12 @@ class Ledger:
 
     @property
     def taken(self) -> int:
-        """Bytes of the device that it takes in all: what the allocator reserves, and what is taken before it; 0: not
-        known.
-        """
+        """Device bytes in total: reserved by the allocator, and fixed; 0: not known."""
         return self.reserved + self._fixed if self.reserved else 0
 
     @property
     def beside(self) -> str:
-        """What they are more than the peak, in words."""
+        """Text that explains the difference between `taken` and the peak."""
         rounding = max(0, self.blocks - (self.peak - self._fixed))
         return (
             f"reserved by CUDA's caching allocator, about: {size(rounding)} of rounding, "
@@ -139,26 +137,26 @@ def ledger(
     rounds: int = 1,
     stands: Mapping[str, str] | None = None,
 ) -> Ledger:
-    """Fills in the ledger.
+    """Returns the memory ledger of a step.
 
     Args:
-        programs: of one step, after all passes, in the order in which they run.
+        programs: a step's programs after all passes, in execution order.
         buffers: every flat buffer of the model.
         inputs: bytes of the batch.
-        other: bytes of what is not sharded: buffers, ignored parameters.
-        plain: how many of them are parameters that train.
+        other: bytes that are not sharded: buffers, ignored parameters.
+        plain: bytes among them of trainable parameters.
         optimizer: a name in `OPTIMIZER_STATES`.
         stepping: one of `STEPPING`.
         fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
-        foreach: whether the optimizer works on all tensors at once (torch's default on CUDA), or on one after another.
-        fixed: bytes that are taken before the first tensor (`mfsdp.cost_model.machine.fixed`).
-        on_host: what is in memory of the host instead of the device's.
-        waiting: how many other microbatches' activations are there while one is computed.
-        rounds: how many backwards a step has.
-        stands: of modules whose parameters programs would read as they read those of another one, which one that is.
+        foreach: whether the optimizer works on all tensors at once (torch's default on CUDA) or one at a time.
+        fixed: bytes in use before the first tensor (`mfsdp.cost_model.machine.fixed`).
+        on_host: entries in host memory instead of device memory.
+        waiting: number of other microbatches whose activations are held meanwhile.
+        rounds: number of backwards in a step.
+        stands: for modules missing in the programs, the module whose parameters are read in the same way.
 
     Raises:
-        ValueError: there is no such optimizer, or no such way to step.
+        ValueError: ``optimizer`` or ``stepping`` is unknown.
     """
     check_names(optimizer, stepping)
     states = OPTIMIZER_STATES[optimizer]
@@ -247,7 +245,7 @@ def ledger(
 
 
 def _largest(buffer: FlatBuffer) -> int:
-    """Bytes of main weights of the largest part of a parameter that some rank has."""
+    """Returns the main-weight bytes of the largest part of a parameter on any rank."""
     layout = buffer.layout
     if not buffer.trainable:
         return 0
@@ -256,7 +254,7 @@ def _largest(buffer: FlatBuffer) -> int:
 
 
 def check_names(optimizer: str, stepping: str) -> None:
-    """Raises ValueError where there is no such optimizer, or no such way to step."""
+    """Raises ValueError if ``optimizer`` or ``stepping`` is unknown."""
     if optimizer not in OPTIMIZER_STATES:
         raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
     if stepping not in STEPPING:
@@ -264,8 +262,8 @@ def check_names(optimizer: str, stepping: str) -> None:
 
 
 def _stepped(buffers: Sequence[FlatBuffer], plain: int, states: int, stepping: str) -> tuple[list[int], list[int], int]:
-    """Bytes of optimizer state on the device and of the weights that are stepped at once, by unit, and of state on the
-    host. In one parameter group, so that each buffer is one run.
+    """Returns bytes by unit of optimizer state on the device and of weights that are stepped at once, and the bytes of
+    state on the host. Assumes one parameter group, so that each buffer is one range.
     """
     runs = [b.weights.main.nbytes for b in buffers if b.trainable]
     largest = max(runs, default=0)
@@ -277,19 +275,19 @@ def _stepped(buffers: Sequence[FlatBuffer], plain: int, states: int, stepping: s
 
 
 def _early(programs: Sequence[Program]) -> list[Node]:
-    """What a step's launches ahead of forward take besides static buffers, if the optimizer is a flat one."""
+    """Returns the gathers of Note [Step prefetch] that have no static buffer; a flat optimizer launches them early."""
     forward = next((p for p in programs if p.phase == "forward"), None)
     first = [] if forward is None else first_launches(forward)
     return [n for n in first if n.target is ops.all_gather and not slot_of(n)]
 
 
 Read = tuple[str, Layout]
-"""Parameters that travel together: path of their module, and where they lie."""
+"""Parameters that are communicated together: path of their module, and their layout."""
 
 
 def _lasting(programs: Sequence[Program]) -> tuple[dict[Read, int], set[Read]]:
-    """Bytes of codes that last, of forward's recipe and of backward's if that is another, and the units that are read
-    in no other way.
+    """Returns bytes of persistent FP8 payloads, of forward's recipe and of backward's if it differs; and the units that
+    are read only as FP8.
     """
     codes: dict[tuple[Read, Any], int] = {}
     filled: set[Read] = set()
@@ -308,7 +306,7 @@ def _lasting(programs: Sequence[Program]) -> tuple[dict[Read, int], set[Read]]:
 
 
 def _casting(programs: Sequence[Program]) -> dict[Read, Unit]:
-    """Units whose casts are kept (Note [Kept casts])."""
+    """Returns the units with kept casts (Note [Kept casts])."""
     found: dict[Read, Unit] = {}
     for p in programs:
         for node in p.nodes:
@@ -331,7 +329,7 @@ def _names(slots: dict[str, int], family: str) -> str:
 
 
 def _saved(program: Program, at: Node) -> int:
-    """Bytes of forward's activations that backward has not let go of before a line."""
+    """Returns the bytes of saved activations that backward still holds at a line."""
     held, shared = saved(program)
     last = {node: max(program.readers(node), default=node) for node in [*held, *shared]}
     for node, owner in shared.items():

@@ -1,7 +1,7 @@
-"""How long compute stands at each line, for whoever places copies to the host (`mfsdp.passes.schedule_offload`).
+"""Gives the pass `mfsdp.passes.schedule_offload` the times of lines and host copies.
 
-Ranks on unlike hardware may place them differently: no other rank takes part in a copy. What was measured of kernels is
-not asked: a plan says for which hardware it was made, and copies have to stand where it has put them when it compiles.
+Ranks on different hardware may place copies differently, as no other rank takes part in a copy. Kernel measurements are
+not used: a plan names the hardware it was made for, and compilation must place the copies where the plan did.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from .timeline import simulate
 
 @dataclass(frozen=True)
 class OffloadTiming:
-    """Seconds of the lines of a program; `pipeline.table` takes it.
+    """Returns the seconds of a program's lines. `pipeline.table` takes it.
 
     Args:
-        machine: on what they run.
+        machine: the hardware.
         fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
     """
 
@@ -37,14 +37,14 @@ class OffloadTiming:
 
     @classmethod
     def of_run(cls, inputs: Sequence[Any], fused: bool) -> OffloadTiming | None:
-        """For a graph with these inputs; ``None`` where nothing is known of the machine."""
+        """Returns one for a graph with these inputs; ``None`` if this machine is not known."""
         gpu = any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in inputs)
         machine = this_machine() if gpu else None
         return None if machine is None else cls(machine, fused)
 
     def __call__(self, program: Program) -> dict[Node, float]:
-        """Of compute's lines how long they take, waits for collectives with what is exposed of them, as if copies took
-        no time; and of each copy how long that takes on its link.
+        """Returns the seconds of each compute line, with exposed time at waits for collectives, as if host copies took
+        no time; and the seconds of each host copy on its link.
         """
         times = op_cost.op_times(program, self.machine, fused=self.fused)
         copies = {node: t.transfer.seconds for node, t in times.items() if node.target in ops.HOST and t.transfer}

@@ -1,8 +1,8 @@
-"""What a program costs in time, line by line, on given hardware.
+"""Estimates the time of each line of a program on given hardware.
 
-Matrix products take their operations at the rate that the hardware reaches, or their bytes, whichever is longer; a
-GPU's attention takes more or less than a product (`CAUSAL`). All other kernels take bytes: what comes from
-outside of a kernel (`mfsdp.cost_model.fusion`) is read once, what is read outside of it is written. Collectives:
+A matrix product takes the longer of its compute time and its memory time, at the rates that the hardware reaches. A
+GPU's attention takes a factor more or less (`CAUSAL`). Other kernels take the time of their bytes: a kernel
+(`mfsdp.cost_model.fusion`) reads each value from outside once, and writes values that are read outside. For collectives
 see `mfsdp.config.hardware.transfer`.
 """
 
@@ -32,15 +32,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OpTime:
-    """What one line takes."""
+    """The time of one line."""
 
     seconds: float
-    """Of a kernel; 0 for a collective, which compute does not wait for."""
+    """Seconds of a kernel; 0 for a collective, which compute does not wait for."""
     flops: int = 0
     limit: str = ""
-    """What decides: ``"compute"``, ``"memory"`` or ``"launch"``."""
+    """What limits it: ``"compute"``, ``"memory"`` or ``"launch"``; ``"measured"`` if it was measured."""
     transfer: Transfer | None = None
-    """Of a collective."""
+    """Cost of a collective or host copy."""
 
 
 def op_times(
@@ -52,15 +52,15 @@ def op_times(
     compute: float | None = None,
     memo: dict[Any, Any] | None = None,
 ) -> dict[Node, OpTime]:
-    """What every line takes.
+    """Returns the time of every line.
 
     Args:
         program: after any pass.
-        machine: on what.
+        machine: the hardware.
         fused: whether neighbouring kernels fuse (Inductor) or not (ATen).
-        measured: seconds by name of a line, which replace estimates.
-        compute: seconds that all kernels together have been measured to take; estimates share them.
-        memo: of earlier calls, since which only places of lines have changed: kernels that stay the same are known.
+        measured: measured seconds by line name, which replace estimates.
+        compute: measured seconds of all kernels together; estimates are scaled to this sum.
+        memo: cache of earlier calls, if lines have only moved since: unchanged kernels keep their times.
     """
     out: dict[Node, OpTime] = {}
     memo = {} if memo is None else memo
@@ -77,7 +77,7 @@ def op_times(
 
 
 def _known(node: Node, time: OpTime, measured: Mapping[str, float]) -> OpTime:
-    """With what a line was measured to take, if it was."""
+    """Returns the measured time of a line if there is one, else ``time``."""
     seconds = measured.get(node.name)
     if seconds is None or time.transfer is not None or node.target is ops.wait:
         return time
@@ -85,19 +85,18 @@ def _known(node: Node, time: OpTime, measured: Mapping[str, float]) -> OpTime:
 
 
 class _Host:
-    """Launches kernels one after the other, each when the one before is launched, whatever the device does: a kernel
-    begins when the device is free and the host has come to it. As if nothing was waited for: a wait lets the host get
-    further ahead, so that this is the most that launching costs. A program's first kernel is in time: the host comes
-    from the program before, or a gather is waited for.
+    """Models launch overhead: the host launches kernels one after another, and a kernel starts when the host has
+    launched it and the device is free. Waits are ignored; as a wait lets the host get further ahead, this is an upper
+    bound. The first kernel of a program is never late: the host comes from the program before, or a gather is awaited.
     """
 
     def __init__(self, launch: float) -> None:
         self.launch = launch
         self.ahead = math.inf
-        """Seconds from the host's last launch to when the device has nothing left to do."""
+        """Seconds from the host's last launch until the device is idle."""
 
     def launched(self, kernel: dict[Node, OpTime]) -> dict[Node, OpTime]:
-        """What its lines take, the first with the time for which the device waits for the host."""
+        """Returns the times of a kernel's lines; adds the device's wait for the host to the first one."""
         busy = sum(time.seconds for time in kernel.values())
         if not self.launch or not (busy or any(time.transfer for time in kernel.values())):
             return kernel
@@ -110,7 +109,7 @@ class _Host:
 
 
 def _kernel(program: Program, run: Sequence[Node], machine: Hardware) -> dict[Node, OpTime]:
-    """What the lines of one kernel take."""
+    """Returns the times of the lines of one kernel."""
     out: dict[Node, OpTime] = {}
     inside, read = set(run), set[Node]()
     for node in run:
@@ -120,12 +119,12 @@ def _kernel(program: Program, run: Sequence[Node], machine: Hardware) -> dict[No
 
 
 def _time(program: Program, node: Node, inside: set[Node], read: set[Node], machine: Hardware, first: bool) -> OpTime:
-    """What a line takes.
+    """Returns the time of a line.
 
     Args:
         inside: the lines of its kernel.
-        read: what lines before it have read already.
-        first: whether it is the kernel's first.
+        read: values that earlier lines of the kernel have read.
+        first: whether it is the kernel's first line.
     """
     if node.target is ops.wait:
         coding = _coding(program, node) / (machine.bandwidth * machine.reached_bandwidth)
@@ -144,17 +143,17 @@ def _time(program: Program, node: Node, inside: set[Node], read: set[Node], mach
 
 
 CAUSAL, UNMASKED, MASKED = 0.90, 1.8, 2.86
-"""Seconds of a GPU's attention, forward or backward, relative to a product of as many operations. torch's formulas
+"""Seconds of a GPU's attention, forward or backward, relative to a matrix product of equal operations. torch's formulas
 count all pairs of tokens, masked or not. Measured on one H100 80 GB, torch 2.11.0+cu130, on 2026-11-26: 16 layers of
 Llama-3.2-1B (32 heads of 64, 8 of keys and values, bf16, 2 x 4,096 tokens) count 15.4e12 operations, 22.2 ms at 0.7 of
-the peak. With ``is_causal`` they took 20.1 ms: FlashAttention leaves out half of the pairs. With an explicit mask they
-took 63.6 ms, 3.16 times as much: the memory-efficient kernels take all pairs, and read the mask once for each head,
-which is in the figure. ``UNMASKED`` was not measured: FlashAttention on twice as many pairs.
+the peak. With ``is_causal`` they took 20.1 ms: FlashAttention skips half of the pairs. With an explicit mask they took
+63.6 ms, 3.16 times as long: the memory-efficient kernels compute all pairs and read the mask once per head, which the
+figure includes. ``UNMASKED`` was not measured: it assumes FlashAttention on twice as many pairs.
 """
 
 
 def _attention(node: Node) -> float:
-    """What multiplies the seconds of a line if it is a GPU's attention, else 1."""
+    """Returns the factor on a line's seconds if it is a GPU's attention, else 1."""
     target, args, kwargs = operator(node)
     if "attention" not in str(target) or not hasattr(target, "_schema"):
         return 1.0
@@ -166,7 +165,7 @@ def _attention(node: Node) -> float:
 
 
 def _short(node: Node) -> str:
-    """The dtype in which a product works: that of its narrowest operand, whatever adds up or scales."""
+    """Returns the dtype of a product's narrowest operand, which decides its rate; accumulators and scales do not."""
     values = pytree.tree_leaves([a.meta.get("val") for a in node.all_input_nodes])
     dtypes = [v.dtype for v in values if isinstance(v, torch.Tensor) and v.dtype.is_floating_point]
     dtype = min(dtypes, key=lambda d: d.itemsize, default=torch.float32)
@@ -174,24 +173,24 @@ def _short(node: Node) -> str:
 
 
 def _bytes(node: Node, inside: set[Node], before: set[Node]) -> int:
-    """What the line reads and writes of memory, as a part of its kernel."""
+    """Returns the bytes that a line reads and writes in memory, as part of its kernel."""
     if node.target is ops.bucket:
         holes = node.args[1]
         return sum(b - a for a, b in zip(holes[::2], holes[1::2], strict=True)) * node.meta["val"].dtype.itemsize  # type: ignore
     if node.target is ops.kept_cast:
-        return 0  # made once, for all programs of a step
+        return 0  # computed once for all programs of a step
     if node.target in (ops.hold, ops.probe):
-        return 0  # outside of no_sync, and in most steps, they do nothing
+        return 0  # no work outside of no_sync (hold) and in most steps (probe)
     if node.target is ops.pack:
         return 2 * sum(nbytes(g.meta["val"]) for g in node.args[1])  # type: ignore
     if node.target is ops.accumulate:
         if node.args[3] == 1.0 and base_of(node.args[1]).target is ops.bucket:  # type: ignore[arg-type]
-            return 0  # it becomes the accumulator
+            return 0  # the bucket becomes the accumulator
         return 3 * nbytes(node.args[1].meta["val"])  # type: ignore[union-attr]
     if node.target is ops.spread:
         return _size(node) + sum(_size(scale) for scale in node.args[1])  # type: ignore
     if node.target is aten.embedding.default:
-        return 2 * _size(node)  # rows of the table that are asked for
+        return 2 * _size(node)  # only the rows that are looked up
     reads = {base_of(a): a for a in node.all_input_nodes}
     read = sum(min(_size(a), _size(b)) for b, a in reads.items() if b not in inside and b not in before)
     if node.target is ops.mm:
@@ -229,20 +228,22 @@ def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:
 
 
 def _maxima(program: Program, node: Node, over: Sequence[Group], machine: Hardware) -> Transfer:
-    """Maxima of blocks, after an optimizer step: forward's first brings all of them at once (Note [Amax])."""
+    """Returns the cost of reducing amax after an optimizer step: forward's first all-reduce brings all amax at once, so
+    the later ones have no latency (Note [Amax]).
+    """
     found = _together([transfer("all_reduce", _size(node), group, machine) for group in over])
     first = next(n for n in program.nodes if n.target is ops.maxima)
     return found if node is first and program.phase != "backward" else replace(found, fixed=0.0)
 
 
 WRITE, READ, ADD = 17, 5, 12
-"""Bytes of memory for an element in int8: to write one (a quotient, rounded in place, then a byte), besides what it is
-read from, twice; to read one in float32; and to add that to a sum."""
+"""Bytes of memory traffic per int8 element: to write it (a quotient, rounded in place, then a byte), besides reading
+its source twice; to read it in float32; to add that to a sum."""
 
 
 def _coding(program: Program, wait: Node) -> int:
-    """Bytes of memory that writing and reading int8 moves, all of them where it is waited for; parameters that last
-    are not counted.
+    """Returns the memory traffic, in bytes, of encoding and decoding int8. All of it counts at the wait. Persistent
+    parameters are not counted.
     """
     product = wait.args[0]
     assert isinstance(product, Node)
@@ -262,7 +263,7 @@ def _coding(program: Program, wait: Node) -> int:
 
 
 def _others(node: Node, machine: Hardware) -> Transfer:
-    """A collective of another parallelism; an all-to-all sends as much as a reduce-scatter, to every rank its part."""
+    """Returns the cost of another parallelism's collective. An all-to-all sends as many bytes as a reduce-scatter."""
     axis = Axis.decode(node.args[2])  # type: ignore[arg-type]
     group = Group.of(range(0, axis.ranks * axis.stride, axis.stride), machine.linked)
     kind = str(node.args[1]).partition(" ")[0]
@@ -271,7 +272,9 @@ def _others(node: Node, machine: Hardware) -> Transfer:
 
 
 def _refresh(spec: UnitSpec, machine: Hardware, codes: bool) -> Transfer:
-    """Parameters that last, or codes, after an optimizer step: over the outer axis, then over that of the shards."""
+    """Returns the cost of gathering persistent parameters or FP8 payloads after an optimizer step: over the outer axis,
+    then over the shard axis.
+    """
     shard, outer = groups(spec, machine)
     parts = []
 
@@ -288,22 +291,27 @@ def _refresh(spec: UnitSpec, machine: Hardware, codes: bool) -> Transfer:
 
 
 def _together(parts: Sequence[Transfer]) -> Transfer:
-    """Several, one behind the other."""
+    """Returns the cost of several transfers in sequence."""
     link = "between" if any(p.link == "between" for p in parts) else "inside"
     fixed, moving, cpu, restart = (sum(getattr(p, x) for p in parts) for x in ("fixed", "moving", "cpu", "restart"))
     return Transfer(fixed, moving, cpu, restart, link)
 
 
 def groups(spec: UnitSpec, machine: Hardware) -> tuple[Group, Group]:
-    """The shard axis and the outer axis, each by the worst of its groups."""
+    """Returns the slowest group of the shard axis and of the outer axis."""
     shard, outer = _kinds((spec.world, spec.stride), (spec.outer, spec.outer_stride or spec.world), machine.linked)
     return _worst(shard, machine), _worst(outer, machine)
 
 
 @cache
 def _kinds(shard: tuple[int, int], outer: tuple[int, int], per_node: int) -> tuple[list[Group], list[Group]]:
-    """The groups of the shard axis and of the outer axis that differ; of each axis its ranks, and how far apart. How
-    groups lie on nodes repeats after as many of them as a node has ranks, if not before.
+    """Returns the distinct groups of the shard axis and of the outer axis. The placement of groups on nodes repeats
+    after at most ``per_node`` groups.
+
+    Args:
+        shard: ranks of the shard axis, and the stride between them.
+        outer: the same of the outer axis.
+        per_node: ranks per node.
     """
 
     def found(axis: tuple[int, int], other: tuple[int, int]) -> list[Group]:
@@ -319,7 +327,7 @@ def _worst(found: Sequence[Group], machine: Hardware) -> Group:
 
 
 def kernel_kind(node: Node, time: OpTime | None) -> str:
-    """In a word, for colours: what a line is, given what it takes."""
+    """Returns a line's kind in one word, for colours."""
     if node.target is ops.wait:
         return "wait"
     if node.target in ops.LAUNCHED:

@@ -1,4 +1,4 @@
-"""A step on the clock and in memory, as data."""
+"""A step's predicted time and memory, as data."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from .memory_model import Ledger
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a listing, on the clock and in memory."""
+    """One line of a listing, with its time and memory."""
 
     name: str
-    """Of the value, the FX node's own."""
+    """Name of the FX node."""
     text: str
-    """What it does."""
+    """The line's text."""
     gutter: str
-    """The whole line of the listing."""
+    """The full line of the listing, with its columns."""
     unit: str
-    """Path of the unit it serves, ``""`` for the model's own computation."""
+    """Path of its unit, ``""`` for the model's own computation."""
     lane: str
     """``"C"``, ``"G"``, ``"R"``, ``"O"``, ``"T"``, ``"A"`` or ``"H"`` (`Lane`)."""
     queue: str
-    """Of a wait: the lane that compute waits for; else as ``lane``."""
+    """The lane that a wait waits for; else as ``lane``."""
     kind: str
     """``"matrix"``, ``"other"``, ``"sharding"``, ``"collective"`` or ``"wait"``."""
     start: float
     """Seconds from the start of the step."""
     end: float
     exposed: float
-    """Seconds that compute stands still here."""
+    """Seconds that compute waits here."""
     why: str
-    """What decides how long it takes, or why compute stands still."""
+    """What limits its time, or why compute waits."""
     live: int
-    """Bytes of everything on this rank while it runs."""
+    """Total bytes on this rank while it runs."""
     after: int
-    """The same, behind it."""
+    """Total bytes on this rank after it."""
     flops: int
     source: str
-    """Where the model's code says so: file, line, code."""
+    """Its line in the model's code: file, line number, code."""
 
 
 @dataclass(frozen=True)
@@ -53,51 +53,51 @@ class View:
 
     phase: str
     stages: tuple[Stage, ...]
-    """The listing after every pass."""
+    """Listings after every pass."""
     lines: tuple[Line, ...]
-    """On the clock as if each program of the step ran once, one behind the other."""
+    """Lines with times as if each program of the step ran once, one after another."""
     units: tuple[Unit, ...]
     runs: int = 1
-    """How often it runs in a step."""
+    """Executions in a step."""
 
     @property
     def seconds(self) -> float:
-        """Of one run."""
+        """Seconds of one execution."""
         return max((x.end for x in self.lines), default=0.0) - min((x.start for x in self.lines), default=0.0)
 
 
 @dataclass(frozen=True)
 class Exposed:
-    """A wait that compute stands still at."""
+    """A wait with exposed communication."""
 
     phase: str
     line: str
     unit: str
     seconds: float
-    """In all runs of the program."""
+    """Seconds over all executions of the program."""
     why: str
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change that the simulation says is worth it."""
+    """A change that pays off in the simulation."""
 
     text: str
     step: float
-    """Seconds."""
+    """Seconds of the step with it."""
     peak: int
-    """Bytes."""
+    """Peak bytes with it."""
 
 
 @dataclass
 class StepData:
-    """What `mfsdp.explain` has found out."""
+    """The results of `mfsdp.explain`."""
 
     name: str
     world: int
     """Ranks whose losses are averaged."""
     mesh_shape: tuple[int, ...]
-    """Of them."""
+    """Mesh of these ranks."""
     machine: Hardware
     options: dict[str, Any]
     views: list[View]
@@ -105,38 +105,38 @@ class StepData:
     optimizer: float
     """Seconds of the optimizer."""
     step: float
-    """Seconds of a whole step, all its microbatches."""
+    """Seconds of a step with all its microbatches."""
     compute: float
-    """Seconds that kernels take, the optimizer's too."""
+    """Seconds of kernels, including the optimizer's."""
     tokens: int
-    """Per rank and step; 0 if the inputs are no token ids."""
+    """Tokens per rank and step; 0 if the inputs are not token ids."""
     flops: int
-    """Of the model per rank and step: three times forward's."""
+    """Floating-point operations of the model per rank and step: three times forward's."""
     warnings: list[str] = field(default_factory=list)
     suggestions: list[Suggestion] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What was done to the model's graph before any pass, or could not be."""
+    """Changes to the model's graph before the passes, and failed attempts at them."""
     beside: dict[str, int] = field(default_factory=dict)
-    """Axes of tensor parallelism, and their ranks: each of ``world`` is so many."""
+    """Tensor-parallel axes and their sizes; the ranks of ``world`` are multiplied by them."""
     measured: bool = False
-    """Whether a profile stands behind the times."""
+    """Whether times come from a profile."""
     error: str = ""
-    """How far such estimates have been from measured steps."""
+    """Accuracy of such estimates against measured steps."""
     plan: Plan | None = None
-    """What the programs follow."""
+    """Plan that the programs follow."""
     schedule: str = ""
-    """How a step goes through several microbatches, in words; ``""`` if it has one."""
+    """Text that describes the schedule of several microbatches; ``""`` for one."""
 
     bubble: float = 0.0
-    """Seconds that a stage of a pipeline waits for its first microbatch, and the first stage for its last."""
+    """Seconds of the pipeline bubble: a stage waits for its first microbatch, the first stage for its last."""
     stages: list[int] = field(default_factory=list)
-    """Peak of each stage of a pipeline, in bytes: the first keeps activations of the most microbatches."""
+    """Peak bytes of each pipeline stage; the first stage holds activations of the most microbatches."""
     price: float = 0.0
-    """Of a rank and an hour; 0: not known."""
+    """Price of a rank per hour; 0: not known."""
 
     @property
     def peak(self) -> int:
-        """Bytes on one rank at the worst line."""
+        """Peak bytes on one rank."""
         return self.ledger.peak
 
     @property
@@ -145,20 +145,20 @@ class StepData:
         return self.peak <= self.machine.memory
 
     def fits_on(self, *others: Hardware) -> dict[str, bool]:
-        """Whether this step, on as many ranks, would fit in the memory of other hardware, by its name; of all that is
-        known by default. What `fixed` takes of this one is taken to be the same there.
+        """Returns whether this step, on as many ranks, fits in other hardware's memory, by hardware name. By default it
+        checks all of `KNOWN`. It assumes the same fixed memory (`Hardware.fixed`) there.
         """
         return {machine.name: self.peak <= machine.memory for machine in others or KNOWN.values()}
 
     @property
     def communicators(self) -> int:
-        """Process groups of our own that the plan's units communicate over: two per axis of more than one rank."""
+        """Number of mfsdp's own process groups that the units use: two per axis of more than one rank."""
         return len({group for view in self.views for unit in view.units for group in unit.spec.groups if group})
 
     @property
     def uncounted(self) -> str:
-        """What takes memory of a CUDA device and is in no ledger, in words; ``""`` on other hardware. Figures: reports
-        of 2023, NVIDIA/nccl#864 (1.6 GB for one communicator, 6 GB for three) and #964 (544 to 688 MB for each); ATen's
+        """Text that lists CUDA memory missing in the ledger; ``""`` on other hardware. Figures: NVIDIA/nccl#864 (1.6 GB
+        for one communicator, 6 GB for three) and #964 (544 to 688 MB each), both reported in 2023; ATen's
         cuda/CublasHandlePool.cpp.
         """
         if not self.machine.cuda:
@@ -176,7 +176,7 @@ class StepData:
 
     @property
     def exposed(self) -> list[Exposed]:
-        """Every wait that costs time, the longest first."""
+        """All waits with exposed time, the longest first."""
         found = [
             Exposed(view.phase, x.text + (" (outer)" if x.queue == "O" else ""), x.unit, view.runs * x.exposed, x.why)
             for view in self.views
@@ -187,45 +187,45 @@ class StepData:
 
     @property
     def slowed(self) -> float:
-        """Seconds that computation takes longer because bytes move beside it."""
+        """Seconds that concurrent transfers add to computation."""
         return max(0.0, self.step - self.bubble - self.compute - sum(x.seconds for x in self.exposed))
 
     @property
     def drawn(self) -> float:
-        """Seconds of the step as it is drawn: every program once, and the optimizer."""
+        """Seconds of the step in charts: every program once, and the optimizer."""
         return sum(view.seconds for view in self.views) + self.optimizer
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Total number of ranks."""
         return self.world * math.prod(self.beside.values()) * max(1, len(self.stages))
 
     @property
     def grid(self) -> str:
-        """The mesh, for people: ``[2, 64] x tp 8``."""
+        """Text of the mesh: ``[2, 64] x tp 8``."""
         stages = [f"{len(self.stages)} stages"] if len(self.stages) > 1 else []
         return " x ".join([str(list(self.mesh_shape)), *(f"{name} {n}" for name, n in self.beside.items()), *stages])
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks."""
         return self.tokens * self.world / self.step if self.step else 0.0
 
     @property
     def cost(self) -> float:
-        """Of a million tokens, in what the price is in; 0 if it or they are not known."""
+        """Cost of a million tokens, in the currency of ``price``; 0 if the price or the tokens are not known."""
         return 1e6 * self.price * self.ranks / 3600 / self.tokens_per_second if self.tokens else 0.0
 
     @property
     def utilization(self) -> float:
-        """Model FLOP/s utilization: the model's operations against the bf16 peak (PaLM, arXiv:2204.02311)."""
+        """Model FLOP/s utilization, relative to the bf16 peak (PaLM, arXiv:2204.02311)."""
         return self.flops / self.step / self.machine.peak("bf16") if self.step else 0.0
 
     def listing(self, phase: str, stage: str | None = None) -> str:
-        """The listing of a program after a pass, the last one by default.
+        """Returns the listing of a program after a pass, by default the last one.
 
         Raises:
-            ValueError: there is no such program or pass.
+            ValueError: ``phase`` or ``stage`` is unknown.
         """
         for view in self.views:
             if view.phase == phase:
@@ -242,7 +242,7 @@ WHY = {
     "compute": "too little compute between launch and wait",
     "memory limit": "max_unsharded holds its launch back",
 }
-"""Why compute stands still, in words."""
+"""Reasons for exposed communication, as text."""
 
 
 def seconds(x: float) -> str:

@@ -1,12 +1,12 @@
-"""A program on the clock: compute and one queue per process group, side by side.
+"""Simulates a program in time: compute and one queue per process group, in parallel.
 
 compute   |addmm|relu|wait....|addmm|
 gather      |u1_full==========|u2_full====|          launched in program order, one at a time per group
 reduce                              |u0_gshard==|    beside it, sharing the link
 
-Collectives of one group run one after the other, in the order of their launches; those of several groups at once share
-the link they have in common evenly. Compute stops at a `wait` until its collective is complete; what it stood still is
-exposed. Where moving bytes takes the processor's time (`Link.cpu`), compute runs slower meanwhile.
+Collectives of one group run one after another in launch order. Concurrent collectives of several groups share a common
+link evenly. Compute stops at a `wait` until its collective is complete; this time is exposed. If moving bytes takes the
+processor's time (`Link.cpu`), compute runs slower meanwhile.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from ..passes.prefetch import LIMITED
 from .op_cost import OpTime
 
 BUSIEST = 0.9
-"""Of the processor's time, what moving bytes takes at most."""
+"""Largest fraction of the processor's time that moving bytes takes."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """One line on the clock, in seconds from the start of the program."""
+    """One line in time, in seconds from the start of the program."""
 
     node: Node
     lane: Lane
     start: float
     end: float
     exposed: float = 0.0
-    """Of a wait: how long compute stood still."""
+    """Of a wait: seconds that compute stops."""
     why: str = ""
-    """What would have to change for it to be shorter: ``"bandwidth"``, ``"latency"``, ``"compute"`` (too little of it
-    between launch and wait) or ``"memory limit"``; of a kernel, what decides its time."""
+    """Of a wait, its bottleneck: ``"bandwidth"``, ``"latency"``, ``"compute"`` (too little between launch and wait) or
+    ``"memory limit"``; of a kernel, what limits its time."""
 
 
 @dataclass
 class Moving:
-    """A collective under way."""
+    """A collective or copy in flight."""
 
     node: Node | None
     transfer: Transfer
@@ -58,18 +58,18 @@ class Moving:
 
     @staticmethod
     def of(transfer: Transfer, now: float, node: Node | None = None) -> Moving:
-        """One that is launched now."""
+        """Returns a transfer that is launched now."""
         return Moving(node, transfer, now, transfer.fixed, transfer.moving)
 
 
 class Links:
-    """The queues; time passes here."""
+    """Queues of transfers, and the current time."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.queues: dict[str, deque[Moving]] = {}
         self.known: tuple[list[tuple[Moving, int]], float] | None = None
-        """What `_heads` gives, for as long as that stays so."""
+        """Cached result of `_heads`; ``None`` after a change."""
 
     def launch(self, queue: str, moving: Moving) -> None:
         waiting = self.queues.setdefault(queue, deque())
@@ -79,7 +79,7 @@ class Links:
         waiting.append(moving)
 
     def compute(self, seconds: float) -> None:
-        """Lets compute work for so long."""
+        """Advances time by this many seconds of compute at full speed."""
         while seconds > 1e-12:
             heads, rate = self._heads()
             if not heads:
@@ -88,12 +88,14 @@ class Links:
             seconds -= self._step(heads, seconds / rate) * rate
 
     def until(self, moving: Moving) -> None:
-        """Lets compute stand still until a collective is complete."""
+        """Stops compute until a transfer is complete."""
         while moving.end < 0:
             self._step(self._heads()[0], float("inf"))
 
     def _heads(self) -> tuple[list[tuple[Moving, int]], float]:
-        """What moves, or is about to, and among how many its link is shared; how fast compute is meanwhile."""
+        """Returns the first transfer of each queue with the number of transfers that share its link; and the relative
+        speed of compute meanwhile.
+        """
         if self.known is None:
             heads = [queue[0] for queue in self.queues.values() if queue]
             for head in heads:
@@ -106,12 +108,12 @@ class Links:
 
     @staticmethod
     def _rate(heads: list[tuple[Moving, int]]) -> float:
-        """How fast compute is while bytes move."""
+        """Returns the relative speed of compute while bytes move."""
         taken = sum(h.transfer.cpu / h.transfer.moving / n for h, n in heads if h.fixed <= 0 and h.transfer.moving > 0)
         return 1.0 - min(BUSIEST, taken)
 
     def _step(self, heads: list[tuple[Moving, int]], most: float) -> float:
-        """Passes time until something changes, at most so much; how much."""
+        """Advances time until a transfer changes state, at most by ``most``. Returns by how much."""
         passed = most
         for h, n in heads:
             left = h.fixed if h.fixed > 0 else h.left * n
@@ -139,11 +141,11 @@ class Links:
 
 
 def simulate(program: Program, times: Mapping[Node, OpTime]) -> list[Span]:
-    """Every line's place on the clock, in program order.
+    """Returns the start and end of every line, in program order.
 
     Args:
         program: after any pass.
-        times: what its lines take (`mfsdp.cost_model.op_cost.op_times`).
+        times: times of its lines (`mfsdp.cost_model.op_cost.op_times`).
     """
     links = Links()
     under_way: dict[Node, Moving] = {}
@@ -180,7 +182,7 @@ def simulate(program: Program, times: Mapping[Node, OpTime]) -> list[Span]:
 
 
 def queue_of(program: Program, node: Node) -> str:
-    """The queue that a collective or a copy stands in: of those in one, each begins when the one before is complete."""
+    """Returns the queue of a collective or host copy. In a queue, each one starts when the previous one is complete."""
     if node.target in ops.HOST:
         return str(node.target)
     return group_of(program, node) or f"lane {lane_of(node)}"
@@ -199,7 +201,7 @@ def _why(moving: Moving | None, limited: bool) -> str:
     if limited:
         return "memory limit"
     if moving.end - moving.launched > 1.05 * alone:
-        return "bandwidth"  # it stood behind others, or shared the link with them
+        return "bandwidth"  # it waited behind others, or shared the link with them
     return "latency" if moving.transfer.fixed > moving.transfer.moving else "compute"
 
 

@@ -1,1 +1,1 @@
-"""Programs: their operations, roles and edits, what they cost in bytes, the laws, and the listing."""
+"""Programs: operations, roles, edits, memory costs, the invariants and their verifier, and the listing."""

@@ -1,4 +1,4 @@
-"""What a program costs in bytes, line by line."""
+"""The memory that each line of a program allocates and frees, in bytes."""
 
 from __future__ import annotations
 
@@ -27,41 +27,43 @@ def nbytes(value: Any) -> int:
 
 
 def numel(value: torch.Tensor) -> int:
-    """Elements, symbolic sizes with their hints."""
+    """Number of elements. Symbolic sizes count with their hints."""
     return shape_of(value).numel()
 
 
 @dataclass(frozen=True)
 class Line:
-    """One node that costs something: a kernel, a collective, a wait, a change of memory."""
+    """One node with a cost: a kernel, a collective, a wait or an allocation or free."""
 
     node: Node
     delta: int
-    """Bytes allocated minus bytes freed by it."""
+    """Bytes that it allocates minus bytes that it frees."""
     live: int
-    """Bytes live after it: gathered buffers, activations, gradients; not what the caller owns."""
+    """Bytes live after it: gathered buffers, activations and gradients, without what the caller owns."""
     top: int
-    """Bytes live while it runs: what it reads is still there, what it writes already."""
+    """Bytes live while it runs: its inputs and its outputs."""
 
 
 def is_line(node: Node) -> bool:
-    """Views, questions for shapes, constants, placeholders and the output cost nothing and have no line."""
+    """Whether the node is a line. Views, shape queries, constants, placeholders and the output cost nothing and are
+    not.
+    """
     if node.target in SHAPES:
         return False
     return node.op == "call_function" and view_of(node) is None and hasattr(operator(node)[0], "_schema")
 
 
 class Move(NamedTuple):
-    """A value that comes to be, or goes."""
+    """An allocation or a free of one value."""
 
     node: Node
-    """Whose, all that it gives."""
+    """The node that allocates the value; all its results, unless `part` says otherwise."""
     nbytes: int
-    """Less than nothing, where it goes."""
+    """Negative for a free."""
     part: int | None = None
-    """Only that one of several results; `ROOM`: what a collective takes besides."""
+    """Index of one of several results; `ROOM` for the extra buffers of a collective."""
     place: Node | None = None
-    """Whose memory it takes over."""
+    """The node whose memory the value reuses."""
 
 
 ROOM = -1
@@ -74,16 +76,17 @@ def lines(
     *,
     accumulators: bool = True,
 ) -> list[Line]:
-    """Every line with its bytes. Full buffers live until their `free`, accumulators to the end, everything else until
-    its last reader.
+    """Returns every line with its bytes. Full buffers live until their `free`, accumulators to the end, and everything
+    else until its last reader.
 
     Args:
         program: after any pass.
-        fused: runs of lines that are one kernel each. What is read only inside of one, or is cheap enough to be
-            computed again wherever it is read, has no memory; what a kernel writes takes the place of what it is the
-            last to read, if that is as large.
-        moves: takes down what comes to be, and what goes, in order.
-        accumulators: whether they come to be here (Note [Accumulator memory]), as in the first backward of a step.
+        fused: runs of lines that the compiler fuses into one kernel each. A value takes no memory if only its own
+            kernel reads it, or if it is cheap enough to recompute at every use. What a kernel writes reuses the memory
+            of an input of the same size that it reads last.
+        moves: a list to which every allocation and free is appended, in order.
+        accumulators: whether accumulators are allocated here (Note [Accumulator memory]), as in the first backward of a
+            step.
     """
     moves = [] if moves is None else moves
     nodes, output = program.nodes, program.output
@@ -99,7 +102,7 @@ def lines(
             if arg in results:
                 apart[results[arg]] = end.get(node, node)
     again = _inlined(nodes, end, bases)
-    for node in reversed(again):  # what they read has to be there when they are computed again
+    for node in reversed(again):  # inputs of a recomputed value must live until the recomputation
         for arg in node.all_input_nodes:
             owner = bases[arg]
             owner = shared.get(owner, owner)
@@ -119,7 +122,7 @@ def lines(
     frees: dict[Node, list[Node]] = {}
     for owner, reader in last.items():
         if is_kind(owner, Kind.FULL) and not any(is_kind(u, Kind.FREE) for u in owner.users):
-            continue  # nobody frees it
+            continue  # the program does not free it
         if reader is not output and owned(owner):
             frees.setdefault(reader, []).append(owner)
     several = dict.fromkeys(owner for owner, _ in apart)
@@ -141,7 +144,7 @@ def lines(
     parts: dict[Node, list[tuple[Node, int]]] = {}
     for owner in several:
         for i in range(len(owner.meta["val"])):
-            if (reader := apart.get((owner, i), owner)) is not last[owner]:  # what nobody reads is gone at once
+            if (reader := apart.get((owner, i), owner)) is not last[owner]:  # no readers: freed at once
                 parts.setdefault(reader, []).append((owner, i))
     out = []
     rooms: dict[Node, int] = {}
@@ -163,7 +166,7 @@ def lines(
         allocates = allocated[node] + taken_too
         top = live + allocates
         if node not in last and not is_kind(node, Kind.FULL, Kind.ACCUMULATE):
-            gone.append(Move(node, -held[node]))  # nobody reads it
+            gone.append(Move(node, -held[node]))  # no readers
         moves += [Move(node, allocated[node], None, over.get(node)), Move(node, taken_too, ROOM), *gone]
         delta = allocates + sum(move.nbytes for move in gone)
         live += delta
@@ -172,20 +175,20 @@ def lines(
 
 
 def _without(owner: Node, part: int, held: dict[Node, int]) -> Move:
-    """One of several results goes, while others stay."""
-    taken = min(held[owner], nbytes(owner.meta["val"][part]))  # nothing, where the owner has no memory
+    """Frees one of several results while the others stay allocated."""
+    taken = min(held[owner], nbytes(owner.meta["val"][part]))  # zero if the owner has no memory
     held[owner] -= taken
     return Move(owner, -taken, part)
 
 
 def accumulator(program: Program, node: Node) -> int:
-    """Bytes of the accumulator that an accumulate stores to."""
+    """Bytes of the accumulator that an accumulate writes to."""
     spec = program.unit(role(node).unit).spec  # type: ignore[union-attr]
     return spec.main_numel * spec.precision.grad.itemsize
 
 
 def becomes(program: Program, node: Node) -> bool:
-    """Whether what a first accumulate of a step is given becomes the accumulator (Note [Accumulator memory])."""
+    """Whether the first gradient of a step becomes the accumulator without a copy (Note [Accumulator memory])."""
     source = base_of(node.args[1])  # type: ignore[arg-type]
     if source.target not in (ops.bucket, ops.reduce_scatter) or slot_of(source):
         return False
@@ -193,9 +196,10 @@ def becomes(program: Program, node: Node) -> bool:
 
 
 def room(node: Node) -> int:
-    """Bytes that a collective takes besides what it gives, until it has been waited for: of a sum over ranks that adds
-    up in a wider dtype than what travels as much as is sent, for what arrives; of an all-reduce also the part that it
-    gathers again. In int8: what is sent, and what arrives.
+    """Bytes that a collective allocates besides its result, until its wait.
+
+    A sum over ranks in a dtype wider than the communication dtype needs a receive buffer as large as what is sent; an
+    all-reduce also needs one for the part that it gathers again. In int8: a send buffer and a receive buffer.
     """
     if node.target not in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
         return 0
@@ -214,14 +218,14 @@ def room(node: Node) -> int:
 
 
 def refreshed(spec: UnitSpec) -> int:
-    """The same of parameters that last: in int8 what is sent and what arrives, over each axis."""
+    """The same for a refresh of persistent parameters: in int8 a send and a receive buffer over each axis."""
     over = [(2, spec.outer)] * spec.outer_optim + [(0, spec.world)] * spec.replica
     return sum((ranks + 1) * spec.int8_bytes(lane) for lane, ranks in over) if spec.precision.wire else 0
 
 
 def travels(node: Node) -> int:
-    """Bytes of the whole that an all-gather brings, or that a reduce-scatter or an all-reduce adds up, as they travel:
-    with their scales, where they are in int8.
+    """Bytes of the full buffer of an all-gather, reduce-scatter or all-reduce in its communication format, in int8 with
+    the scales.
     """
     spec = UnitSpec.decode(node.args[1])  # type: ignore[arg-type]
     if node.target is ops.all_gather:
@@ -240,19 +244,19 @@ def travels(node: Node) -> int:
 
 
 def _donated(node: Node) -> bool:
-    """Whether Inductor may write over the value: its own, or what forward saved and did not return, but not what
-    autograd hands in.
+    """Whether Inductor may overwrite the value: its own results, and saved tensors that forward did not return, but not
+    tensors that autograd passes in.
     """
     return node.op != "placeholder" or bool(node.meta.get(STORAGE, (0, None, False))[2])
 
 
 READS = 4
-"""What a value that is computed several times may read: Inductor's ``realize_reads_threshold``. Its other rules (heavy
-operations on a CPU, long chains) keep more values than are counted here."""
+"""Most reads of a value that is recomputed at every use: Inductor's ``realize_reads_threshold``. Inductor's other rules
+(heavy operations on a CPU, long chains) materialise more values than are counted here."""
 
 
 def _bases(nodes: Iterable[Node]) -> dict[Node, Node]:
-    """`base_of` every node."""
+    """Maps every node to its `base_of`."""
     out: dict[Node, Node] = {}
     for node in nodes:
         parent = view_of(node)
@@ -261,7 +265,7 @@ def _bases(nodes: Iterable[Node]) -> dict[Node, Node]:
 
 
 def _results(nodes: Iterable[Node]) -> dict[Node, tuple[Node, int]]:
-    """Of operators that give several tensors, each with memory of its own: whose result a node is, or is a view of."""
+    """Maps each element of a multiple output with its own memory, and each view of one, to (operator, index)."""
     out: dict[Node, tuple[Node, int]] = {}
     for node in nodes:
         parent = view_of(node)
@@ -273,8 +277,8 @@ def _results(nodes: Iterable[Node]) -> dict[Node, tuple[Node, int]]:
 
 
 def _inlined(nodes: Sequence[Node], fused: Mapping[Node, Any], bases: Mapping[Node, Node]) -> dict[Node, int]:
-    """Values that Inductor computes anew wherever they are read, and what they read: elementwise ones, read by nothing
-    but kernels that it writes itself. In program order.
+    """Values that Inductor recomputes at every use, with the number of their reads, in program order: pointwise
+    operators whose readers are all kernels that Inductor generates.
     """
     out: dict[Node, int] = {}
     for node in nodes:
@@ -288,7 +292,7 @@ def _inlined(nodes: Sequence[Node], fused: Mapping[Node, Any], bases: Mapping[No
 
 
 def _readers(node: Node) -> set[Node]:
-    """Who reads the value or a view of it."""
+    """The readers of the value and of its views."""
     found, stack = set[Node](), [node]
     while stack:
         for user in stack.pop().users:
@@ -300,7 +304,9 @@ def _readers(node: Node) -> set[Node]:
 
 
 def saved(program: Program) -> tuple[dict[Node, int], dict[Node, Node]]:
-    """What forward has saved: bytes of every storage, by the first placeholder that has it, and that one for others."""
+    """What forward has saved: bytes of each storage, keyed by its first placeholder, and a map from the other
+    placeholders of the storage to that one.
+    """
     held: dict[Node, int] = {}
     shared: dict[Node, Node] = {}
     first: dict[int, Node] = {}
@@ -316,33 +322,33 @@ def saved(program: Program) -> tuple[dict[Node, int], dict[Node, Node]]:
 
 
 def escapes(node: Node, inside: set[Node]) -> bool:
-    """Whether somebody outside of a kernel reads the value."""
+    """Whether a node outside of the kernel reads the value."""
     return not _readers(node) <= inside
 
 
 def allocation(node: Node) -> int:
-    """Bytes that the node's value takes when it comes to be: none in a static buffer, where it lasts, on the host."""
+    """Bytes that the node allocates: none for a static buffer, for persistent or kept values, or on the host."""
     elsewhere = node.target in (ops.refresh_codes, ops.kept_cast, ops.offload)
     return 0 if slot_of(node) or elsewhere else nbytes(node.meta.get("val"))
 
 
 def on_host(program: Program) -> int:
-    """Bytes that lie on the host between forward and backward."""
+    """Bytes on the host between forward and backward."""
     return sum(nbytes(node.meta["val"]) for node in program.find(Kind.OFFLOAD))
 
 
 def owned(node: Node) -> bool:
-    """Whether the program itself frees the value: not the caller's inputs."""
+    """Whether the program frees the value; the caller frees its own inputs."""
     return not (node.op == "get_attr" or (node.op == "placeholder" and INPUT in node.meta))
 
 
 def peak(rows: Iterable[Line]) -> int:
-    """The largest number of bytes live while any line runs."""
+    """The most bytes live while any line runs."""
     return max((row.top for row in rows), default=0)
 
 
 def size(n: int, sign: bool = False) -> str:
-    """Bytes as the listing writes them: ``512B``, ``258K``, ``2.02M``, ``1.50G``."""
+    """Formats bytes as in the listing: ``512B``, ``258K``, ``2.02M``, ``1.50G``."""
     lead = ("+" if n > 0 else "-" if n < 0 else "") if sign else ""
     n = abs(n)
     if n < 2**10:

@@ -1,9 +1,10 @@
-"""Which parameters a program reads only as codes of one byte, and how it makes these.
+"""Finds parameters that a program reads only as FP8 payloads (one byte per element), and how it computes the payloads.
 
-What hangs on a parameter is followed from its marker: views and permutations move its elements, pointwise operators
-keep them apart, ``amax`` of magnitudes gives a *maximum* for each block. The first value of one byte per element is the
-*code*. Between parameter and code there is a pointwise *recipe*, of the element itself and of *scales*, which are
-computed from maxima alone. Names of nodes and the order of operators do not matter, so it works under every lowering.
+The analysis starts at a parameter's marker and follows its users. Views and permutations move elements, pointwise
+operators keep them separate, and ``amax`` of magnitudes gives one amax per block. The first value of one byte per
+element is the payload. Its *recipe* is the chain of pointwise operators from the parameter's element and *scales* to
+the payload; scales depend on amax values alone. Node names and the order of operators do not matter, so the analysis
+works under every lowering.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from .symbolic_sizes import shape_of
 aten, prims = torch.ops.aten, torch.ops.prims
 
 SCALE = "mfsdp_scale"
-"""``node.meta`` key of what scales are computed with, once it stands in front of a gather."""
+"""``node.meta`` key of nodes that compute scales and that a pass has moved in front of a gather."""
 
 Dims = tuple[tuple[Digit, ...], ...]
-"""For each dimension of a value the digits that it counts of an index into the flattened parameter."""
+"""For each dimension of a value: its digits of an index into the flattened parameter (`config.block_grid`)."""
 
 Step = tuple[Any, tuple[Any, ...]]
-"""A pointwise operator of a recipe, and its arguments: constants, `Operand`."""
+"""A pointwise operator of a recipe and its arguments: constants and `Operand`."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """An argument in a recipe."""
+    """An argument of a step."""
 
     kind: str
     """``"element"`` of the parameter, result of a ``"step"``, or a ``"scale"``."""
@@ -46,18 +47,18 @@ class Operand:
 
 @dataclass(eq=False)
 class Fp8Cast:
-    """A value of one byte per element of a parameter."""
+    """An FP8 payload of a parameter."""
 
     nodes: list[Node]
-    """Where the program has it; and its dimensions."""
+    """The nodes that compute it, and the dimensions of each."""
     dims: list[Dims]
     steps: tuple[Step, ...]
-    """The recipe; the last step gives the code."""
+    """The recipe; the last step gives the payload."""
     scales: list[tuple[Node, Grid]]
     meaning: Any
-    """Equal for equal codes of one parameter, also as text, and in other programs if there are no ``constants``."""
+    """Equal for equal payloads of one parameter. Its text compares across programs if ``constants`` is empty."""
     constants: list[str] = field(default_factory=list)
-    """Tensors of the program's own that scales hang on."""
+    """The program's own tensors that scales depend on."""
 
 
 @dataclass(eq=False)
@@ -67,20 +68,20 @@ class Read:
     markers: list[Node]
     offset: int
     elements: dict[Node, Dims] = field(default_factory=dict)
-    """Every value that has all its elements, before the code."""
+    """Values that hold all elements of the parameter, before the payload."""
     maxima: dict[Node, Dims] = field(default_factory=dict)
     codes: list[Fp8Cast] = field(default_factory=list)
     reason: str = ""
-    """Why it has to be there in the dtype that the policy says."""
+    """Why the program needs the parameter in the policy's dtype."""
     foreign: bool = False
-    """Whether it goes into an operator that is not torch's own."""
+    """Whether an operator that is not torch's own reads it."""
 
 
 def reads(p: Program, markers: Sequence[Node]) -> list[Read]:
-    """How a program reads the parameters of one unit, by their places.
+    """Returns how a program reads the parameters of one unit, one `Read` per offset.
 
     Args:
-        markers: all of the unit, in program order.
+        markers: all markers of the unit, in program order.
     """
     found: dict[int, Read] = {}
     whose: dict[Node, Read] = {}
@@ -95,7 +96,7 @@ def reads(p: Program, markers: Sequence[Node]) -> list[Read]:
     todo = list(dict.fromkeys(user for marker in markers for user in marker.users))
     heapify(todo)
     seen = set(todo)
-    while todo:  # in program order: what a node reads has been followed before
+    while todo:  # in program order, so a node's inputs were followed before it
         node = heappop(todo)
         if node.target in SHAPES:
             continue
@@ -117,7 +118,7 @@ def _called(read: Read) -> str:
 
 
 def _follow(node: Node, read: Read, whose: dict[Node, Read], meanings: _Meanings) -> None:
-    """Says what a node makes of elements of a parameter."""
+    """Records what a node computes from elements of a parameter."""
     value = node.meta.get("val")
     dims = None
     if isinstance(value, torch.Tensor):
@@ -173,7 +174,7 @@ def _whole(shape: tuple[int, ...]) -> Dims:
 
 
 def _viewed(dims: Dims, node: Node, shape: tuple[int, ...]) -> Dims | None:
-    """Other dimensions over the same order of elements."""
+    """The dimensions after a view: the same order of elements in another shape."""
     flat = [d for dim in dims for d in dim]
     if prod(d.size for d in flat) != prod(shape):
         return None
@@ -225,13 +226,13 @@ _MOVED: dict[Any, Callable[[Dims, Node, tuple[int, ...]], Dims | None]] = {
     ),
     **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default), _same),
 }  # fmt: skip
-"""Operators that give the same elements, in other dimensions."""
+"""Operators that return the same elements with other dimensions."""
 
 _CASTS = (aten._to_copy.default, prims.convert_element_type.default)
 
 
 def pointwise(node: Node) -> bool:
-    """Whether each element of the result hangs on the same element of the arguments."""
+    """Whether each element of the result depends on the same element of the arguments only."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         return False
@@ -241,7 +242,7 @@ def pointwise(node: Node) -> bool:
 
 
 def _reduced(node: Node, read: Read) -> Dims | None:
-    """The dimensions of maxima of magnitudes, if that is what a node gives."""
+    """The dimensions of the result if the node is an amax of magnitudes, else ``None``."""
     if node.target not in (aten.amax.default, aten.max.default) or not _magnitude(node.args[0], read):
         return None
     dims = read.elements[node.args[0]]  # type: ignore[index]
@@ -252,7 +253,7 @@ def _reduced(node: Node, read: Read) -> Dims | None:
 
 
 def _magnitude(node: Any, read: Read) -> bool:
-    """Whether it has the magnitudes of a parameter's elements, in whatever order and in no narrower dtype."""
+    """Whether the value holds the magnitudes of a parameter's elements, in any order, and never in a narrower dtype."""
     signless = False
     while node not in read.markers:
         if node not in read.elements:
@@ -268,18 +269,20 @@ def _magnitude(node: Any, read: Read) -> bool:
     return signless
 
 
-# What a code means
+# Identity of payloads
 
 
 class _Meanings:
-    """Says of values when they are the same: what hangs on maxima alone."""
+    """Identifies values that depend on amax alone, so that equal values compare equal."""
 
     def __init__(self, whose: dict[Node, Read]):
         self.whose = whose
         self._known: dict[Node, Any] = {}
 
     def of(self, node: Node) -> Any:
-        """Equal for equal values; ``None`` for one that hangs on anything else, which may differ from rank to rank."""
+        """Equal for equal values; ``None`` if the value depends on anything but amax and constants and may differ
+        between ranks.
+        """
         if node not in self._known:
             self._known[node] = self._of(node)
         return self._known[node]
@@ -297,11 +300,11 @@ class _Meanings:
         return self._name((str(node.target), tuple(told), str(spec)))
 
     def _largest(self, node: Node) -> Read | None:
-        """The parameter whose maxima it has."""
+        """The parameter whose amax the node computes."""
         return next((r for n in node.all_input_nodes if (r := self.whose.get(n)) and node in r.maxima), None)
 
     def _alone(self, node: Node) -> bool:
-        """Whether it hangs on maxima and constants alone."""
+        """Whether the value depends on amax and constants alone."""
         todo, seen = [node], {node}
         while todo:
             node = todo.pop()
@@ -316,11 +319,11 @@ class _Meanings:
 
     @staticmethod
     def _name(meaning: Any) -> str:
-        """Short, and the same in every program."""
+        """A short hash, the same in every program."""
         return sha256(repr(meaning).encode()).hexdigest()[:16]
 
     def constants(self, node: Node) -> list[str]:
-        """Names of the tensors of the program's own among what a scale hangs on."""
+        """Names of the program's own tensors that a scale depends on."""
         found: list[str] = []
         todo, seen = [node], {node}
         while todo:
@@ -334,7 +337,7 @@ class _Meanings:
 
 
 def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Fp8Cast | str:
-    """The recipe of a code; or why there is none."""
+    """The payload with its recipe, or the reason why there is none."""
     steps: list[Step] = []
     numbers: dict[Node, Operand] = {}
     scales: list[tuple[Node, Grid]] = []
@@ -350,7 +353,7 @@ def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Fp8Cast | 
             raise _Unlike(f"the scale of {_called(read)} hangs on more than maxima of weights ({arg.name})")
         kinds = {n.meta["val"].dtype for n in by.all_input_nodes if n in read.elements}
         if not arg.meta["val"].ndim and kinds != {arg.meta["val"].dtype}:
-            # of a single number the dtype counts for less than that of as many as there are elements
+            # type promotion ranks a 0-d tensor's dtype below that of a tensor with dimensions
             raise _Unlike(f"{_called(read)} meets a scale of another dtype in {_operator(by)}")
         grid = _grid(read.offset, at, arg)
         means.append((meaning, grid))
@@ -383,11 +386,11 @@ def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Fp8Cast | 
 
 
 class _Unlike(Exception):
-    """A code is made in a way that a shard cannot be quantised in."""
+    """A shard cannot be quantized in the way that a program computes a payload."""
 
 
 def _grid(offset: int, dims: Dims, scale: Node) -> Grid:
-    """Which element of a scale each element of a parameter meets where the two are broadcast."""
+    """The grid that maps each element of a parameter to the element of a scale that broadcasts to it."""
     shape = tuple(shape_of(scale.meta["val"]))
     strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
     extents, steps = (1,) * (len(dims) - len(shape)) + shape, [0] * (len(dims) - len(shape)) + strides
@@ -400,11 +403,11 @@ def _grid(offset: int, dims: Dims, scale: Node) -> Grid:
 
 
 def blocks(offset: int, every: Dims, kept: Dims, strides: Sequence[int]) -> Grid:
-    """Where a maximum lies, whose strides are given.
+    """The grid that maps elements to their block's amax in a tensor with the given strides.
 
     Args:
         every: dimensions of the elements.
-        kept: dimensions of the maxima.
+        kept: dimensions of the amax.
     """
     places: dict[tuple[int, int], int] = {}
     for dim, step in zip(kept, strides, strict=True):

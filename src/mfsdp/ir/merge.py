@@ -1,5 +1,5 @@
-"""A backward and the forward beside it as one program: what `mfsdp.overlapped` runs, written down (Note [Interleaved
-programs]).
+"""Merges a backward and a concurrent forward into one program, the static form of `mfsdp.overlapped`
+(Note [Interleaved programs]).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from .roles import Kind, is_kind, role
 
 
 def merge(backward: Program, forward: Program) -> Program:
-    """The program of two programs that take turns: the backward up to its first wait for another parallelism's
-    collective, the forward up to its first, and so on. Each keeps its own order. Values of the backward are called
-    ``b_...``, its static buffers come behind the forward's.
+    """Merges two programs that take turns: the backward runs up to its first wait for a collective of another
+    parallelism, then the forward up to its first, and so on. Each keeps its own order. Values of the backward get the
+    prefix ``b_``; its static buffers are numbered after the forward's.
 
     Args:
         backward, forward: of one frame, after all passes.
 
     Returns:
-        a program of phase ``"overlapped"``: the backward's arguments and results, then the forward's; what both read
-        parameters from is one argument.
+        a program of phase ``"overlapped"``. Its arguments and results are the backward's, then the forward's; they
+        share one argument per unit's shard.
     """
     return beside(backward, forward)[0]
 
 
 def beside(backward: Program, forward: Program) -> tuple[Program, dict[Node, Node]]:
-    """The same, and of each of its nodes which one of theirs it is."""
+    """The same, with a map from each new node to its original."""
     graph = fx.Graph()
     moved: dict[Node, Node] = {}
     sources: dict[str, Node] = {}
@@ -69,7 +69,7 @@ def beside(backward: Program, forward: Program) -> tuple[Program, dict[Node, Nod
 
 
 def _segments(p: Program) -> Iterator[list[Node]]:
-    """A program's lines, cut in front of its waits for collectives of other parallelisms."""
+    """The program's lines, split before its waits for collectives of other parallelisms."""
     segment: list[Node] = []
     for node in p.nodes:
         if node.op in ("placeholder", "output"):

@@ -1,52 +1,52 @@
-"""The operations that programs are made of: schemas, shapes, derivatives. Their kernels are in `runtime`.
+"""The operations of programs: schemas, fake kernels, derivatives. The kernels are in `runtime`.
 
-Two are markers, the only ones that a model's own trace contains:
+Two operations are markers, the only ones in a model's own trace:
 
     param(shard, offset, shape, spec)         parameter at `offset` of the unit's full buffer
-    param_grad(grad, shard, offset, spec)     its derivative: the gradient belongs to that parameter
+    param_grad(grad, shard, offset, spec)     its derivative: the gradient of that parameter
 
-Their kernels do what they say, alone (gather the unit, cut one parameter out; reduce one gradient), so that a traced
-program runs before any pass has touched it, and every pass can be compared with the one before. The rest is what
-passes rewrite them into:
+Each marker's kernel works by itself (gathers the unit and cuts out one parameter; reduces one gradient). So a traced
+program runs before the first pass, and every pass can be compared with the one before. Passes insert the others:
 
-    returned(param) -> copy                   what forward returns of a parameter, in memory of its own
-    refresh(source)                           parameters that last are gathered again, if the optimizer has stepped;
+    returned(param) -> copy                   copy of a parameter that forward returns, in its own memory
+    refresh(source)                           re-gathers persistent parameters after an optimizer step; launched,
+                                              not finished
+    refresh_codes(code, source, key, back, spec) -> codes   the same for FP8 payloads, from this rank's rows of `code`
+                                              (Note [Persistent FP8]); a backward reads the weights of its forward;
                                               launched, not finished
-    refresh_codes(code, source, key, back, spec) -> codes   the same of quantised weights, one byte per element: from
-                                              this rank's rows of `code` (Note [Persistent FP8]); a backward reads
-                                              what its forward's weights were; launched, not finished
-    all_gather(shard, spec, slot) -> full     launched, not finished; of main weights in another dtype than the one
-                                              that travels: of their cast, which is kept (Note [Kept casts]); of
-                                              quantised weights, one byte per element: as they are
-    maxima(shard, grids, spec) -> found       the largest magnitude in every block, over all ranks, float32; launched,
-                                              not finished, and once per optimizer step (Note [Amax])
-    spread(shard, scales, grids, spec) -> flat    for every element of main weights the one scale that is its block's
-    cast(shard, spec) -> flat                 the main weights in the dtype that travels, rounded, whoever reads them
-    kept_cast(shard, spec) -> flat            the same, kept until main weights are written (Note [Kept casts]); nobody
-                                              may write to it
-    wait(out, inputs)                         out is complete; inputs had to live until now
-    free(full)                                the buffer is gone after this line
-    bucket(like, holes, spec, slot) -> gfull  room for a unit's gradients; zeros in the holes (start, end, start, ...)
-    pack(gfull, grads, offsets, scale)        copies gradients to their places
-    mm(gfull, offset, size, stride, a, b)     writes a product to its place, in the dtype of that (`multiplies`)
-    hold(source, grads, offsets)              between synchronisations: grads stay here, and the reductions of them that
-                                              follow do nothing; at the next one: what has stayed is added to grads
+    all_gather(shard, spec, slot) -> full     launched, not finished; gathers main weights in the communication dtype
+                                              (through a kept cast, Note [Kept casts]) and FP8 payloads as they are
+    maxima(shard, grids, spec) -> found       amax of every block over all ranks, float32; launched, not finished;
+                                              communicated once per optimizer step (Note [Amax])
+    spread(shard, scales, grids, spec) -> flat    the scale of its block for every element of main weights
+    cast(shard, spec) -> flat                 main weights rounded to the communication dtype; compilers cannot fuse the
+                                              rounding away
+    kept_cast(shard, spec) -> flat            the same, kept until main weights are written (Note [Kept casts]);
+                                              read-only
+    wait(out, inputs)                         out is complete; inputs must live until here
+    free(full)                                frees the buffer
+    bucket(like, holes, spec, slot) -> gfull  allocates a unit's gradient buffer, with zeros in the holes (start, end,
+                                              start, ...)
+    pack(gfull, grads, offsets, scale)        copies gradients to their offsets, times scale
+    mm(gfull, offset, size, stride, a, b)     writes a matrix product to its place, in the buffer's dtype (`multiplies`)
+    hold(source, grads, offsets)              under `no_sync`: keeps grads unreduced, and the reductions of them that
+                                              follow do nothing; at a synchronisation: adds what was kept to grads
     reduce_scatter(gfull, spec, lane) -> gshard   sum over ranks; launched, not finished
-    all_reduce(gfull, spec, lane)             in place, sum over ranks; launched, not finished
-    accumulate(shard, gshard, offsets, scale, reused)   adds scale * gshard to the accumulator that belongs to the
-                                              shard; the parameters at `offsets` have a gradient now. The first one of a
-                                              step may become the accumulator itself (Note [Accumulator memory]), unless
-                                              a compiler reuses its memory
-    collective(source, verb, axis, received, splits, order) -> out   one of another parallelism; launched, not finished
-    offload(x) -> host                        a copy of x in host memory, as it lies there; launched, not finished
-    reload(host, device) -> x                 and back; launched, not finished
-    probe(value, source, starts, sizes, names, what)   in some steps: is it finite, and is it the same on ranks that
-                                              should have the same; changes nothing (Note [Runtime checks])
+    all_reduce(gfull, spec, lane)             sum over ranks, in place; launched, not finished
+    accumulate(shard, gshard, offsets, scale, reused)   adds scale * gshard to the shard's accumulator; the parameters
+                                              at `offsets` have a gradient now. The first gshard of a step may become
+                                              the accumulator (Note [Accumulator memory]), unless a compiler reuses its
+                                              memory
+    collective(source, verb, axis, received, splits, order) -> out   of another parallelism; launched, not finished
+    offload(x) -> host                        copy of x in host memory, with its strides; launched, not finished
+    reload(host, device) -> x                 copy back to the device; launched, not finished
+    probe(value, source, starts, sizes, names, what)   in some steps, checks that the value is finite and equal on ranks
+                                              that share it; changes nothing (Note [Runtime checks])
 
-``slot`` is the number of a static buffer (`mfsdp.passes.plan_memory`), -1 for memory of its own; ``lane`` says which of
-the spec's process groups carries it: 0 and 1 those of the shard axis, 2 and 3 those of the outer axis. All are
-stateless but `refresh`, `refresh_codes`, `hold` and `accumulate`, whose state is found through the tensor that programs
-read parameters from (Note [Accumulators]).
+``slot`` is the number of a static buffer (`mfsdp.passes.plan_memory`), -1 for memory of its own. ``lane`` selects a
+process group of the spec: 0 and 1 on the shard axis, 2 and 3 on the outer axis. All operations are stateless except
+`refresh`, `refresh_codes`, `hold` and `accumulate`; their state is found through the tensor that programs read
+parameters from (Note [Accumulators]).
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec, int lane) -> ()")
 LIBRARY.define(
     "collective(Tensor source, str verb, str axis, SymInt[] received, SymInt[] splits, Tensor(a!)? order=None)"
     " -> Tensor",
-    tags=(torch.Tag.flexible_layout,),  # a copy made for strides would not be what `wait` keeps
+    tags=(torch.Tag.flexible_layout,),  # `wait` keeps the source alive, not a copy made to fix its strides
 )
 LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale, bool reused=False) -> ()")
 LIBRARY.define("offload(Tensor x) -> Tensor")
 LIBRARY.define("reload(Tensor host, Device device) -> Tensor")
-LIBRARY.define(  # it writes nothing, but says so: compilers leave out what gives nothing, and keep writes in place
+LIBRARY.define(  # writes nothing, but declares a write: compilers drop pure operations without results
     "probe(Tensor(a!) value, Tensor? source, int[] starts, int[] sizes, str names, str what) -> ()",
     tags=(torch.Tag.flexible_layout,),
 )
@@ -123,41 +123,41 @@ offload = _ops.offload.default
 reload = _ops.reload.default
 
 OURS = (refresh, refresh_codes, maxima, all_gather, reduce_scatter, all_reduce)
-"""Collectives of data parallelism: of a unit."""
+"""Collectives of data parallelism, each of one unit."""
 
 COLLECTIVES = (*OURS, collective)
 
 HOST = (offload, reload)
-"""Copies to host memory and back: no other rank takes part."""
+"""Copies to and from host memory, without other ranks."""
 
 LAUNCHED = (*COLLECTIVES, *HOST)
-"""Operations that run beside compute; what they give is waited for."""
+"""Operations that run concurrently with compute and complete at a wait."""
 
 IN_PLACE = (refresh, all_reduce)
-"""Collectives that write to their first argument and have no result."""
+"""Collectives that write to their first argument and return nothing."""
 
 SHOWN = (wait, spread, cast, kept_cast, bucket, pack, mm, hold, accumulate, probe, *LAUNCHED)
-"""Operations that observers see, under their name and their unit's."""
+"""Operations that instrumentation shows, by their name and unit."""
 
 SLOT = {all_gather: 2, bucket: 3}
-"""Operations that may fill a static buffer, and which of their arguments says so."""
+"""Operations that may fill a static buffer, and the index of their slot argument."""
 
 
 def multiplies(product: torch.Tensor, dtype: torch.dtype, wide: bool | None = None) -> bool:
-    """Whether `mm` can write a product to a place of that dtype: its own, or float32 for one of 16 bits if ``wide``;
-    ``None``: if its device can.
+    """Whether `mm` can write the product to a buffer of that dtype: the product's own dtype, or float32 for a 16-bit
+    product if ``wide``; ``None``: if the device can.
     """
     narrow = product.dtype in (torch.bfloat16, torch.float16) and dtype is torch.float32
     return product.dtype is dtype or (narrow and (widens(product.device) if wide is None else wide))
 
 
 def gathered(shard: torch.Tensor, spec: UnitSpec) -> torch.dtype:
-    """What an all-gather of it brings: the dtype of the policy, or bytes that a pass has made of the shard."""
+    """The dtype of an all-gather's result: the shard's own if it is an FP8 payload, else the policy's."""
     return shard.dtype if shard.dtype.itemsize == 1 else spec.precision.comm
 
 
 def widens(device: torch.device) -> bool:
-    """Whether torch multiplies 16-bit matrices into float32 there: on CUDA; not on CPUs, on ROCm not in all builds."""
+    """Whether torch multiplies 16-bit matrices into float32: on CUDA yes; on CPUs no; on ROCm not in all builds."""
     return device.type == "cuda" and torch.version.hip is None
 
 
@@ -259,7 +259,7 @@ def _(
 
 
 def shape_after(source: torch.Tensor, verb: str, axis: Axis, received: Sequence[int]) -> list[int]:
-    """The shape of what a collective of another parallelism gives."""
+    """The shape of the result of another parallelism's collective."""
     rows, *rest = source.shape or (1,)
     if verb == "all_gather":
         return [rows * axis.ranks, *rest]

@@ -1,8 +1,8 @@
-"""The listing: a program as text, one line for each kernel, collective, wait and change of memory.
+"""Prints a program as text (the listing): one line per kernel, collective, wait, allocation or free.
 
-The gutter is the schedule. Lanes: ``C`` compute, ``G`` gather, ``R`` reduce, on two-level meshes ``O`` outer,
-of other parallelisms ``T`` and, all-to-alls, ``A``, and ``H``, to and from the host. ``*``
-issued here, ``|`` in flight, ``.`` idle, ``<-o`` compute waits for that lane, ``>-*`` the lane first waits for compute.
+The gutter is the schedule. Lanes: ``C`` compute, ``G`` gather, ``R`` reduce, ``O`` outer axis of two-level meshes,
+``T`` other parallelisms, ``A`` their all-to-alls, ``H`` host copies. ``*`` issued here, ``|`` in flight, ``.`` idle,
+``<-o`` compute waits for that lane, ``>-*`` the lane first waits for compute.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ OPERANDS_SHOWN = 6
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the gutter says, in numbers."""
+    """The gutter in numbers."""
 
     in_flight: int
-    """The most collectives and copies that are under way at once."""
+    """The most collectives and copies in flight at once."""
     exposed: int
     """Those with no computation between launch and wait."""
     collectives: int
-    """All of them."""
+    """Number of collectives and copies."""
 
 
 def render(
@@ -48,14 +48,14 @@ def render(
     fold: bool = True,
     rows: Sequence[byte_costs.Line] | None = None,
 ) -> str:
-    """The whole listing after the pass ``stage``.
+    """Returns the full listing after the pass ``stage``.
 
     Args:
-        program: what to show.
-        stage: name of the pass that ran last, ``"capture"`` before any.
+        program: the program to print.
+        stage: name of the pass that ran last; ``"capture"`` before the first.
         before: summary of the program before the pass (`summary`), for the ``change`` and ``peak`` lines.
-        fold: whether units equal to an earlier one are shown as ``like u1``, and long lists of parameters cut.
-        rows: its lines, if somebody has counted them.
+        fold: whether units equal to an earlier one are printed as ``like u1``, and long parameter lists are cut.
+        rows: the program's lines, if already computed.
     """
     rows = byte_costs.lines(program) if rows is None else rows
     table = _table(program, rows)
@@ -78,13 +78,13 @@ def render(
 
 
 def summary(rows: Sequence[byte_costs.Line]) -> str:
-    """Counts and peak of a program's lines, as `render` wants them of the program before a pass."""
+    """Returns peak and counts of a program's lines, for `render`'s ``before``."""
     counts = Counter(_verb(r.node) for r in rows if role(r.node) is not None)
     return f"{byte_costs.peak(rows)} " + " ".join(f"{k}={v}" for k, v in sorted(counts.items()))
 
 
 def around(program: Program, fault: Node, context: int = 10) -> str:
-    """The lines either side of a fault, the fault marked with ``->``."""
+    """Returns the lines around a fault, which is marked with ``->``."""
     rows = byte_costs.lines(program)
     order = {node: i for i, node in enumerate(program.nodes)}
     shown_lines = list(body(program, rows))
@@ -94,7 +94,7 @@ def around(program: Program, fault: Node, context: int = 10) -> str:
 
 
 def schedule(program: Program) -> Schedule:
-    """Counts what is in flight and what is exposed."""
+    """Counts collectives in flight and exposed collectives."""
     flying: dict[Node, bool] = {}
     most = exposed = collectives = 0
     for node in program.nodes:
@@ -113,7 +113,7 @@ def schedule(program: Program) -> Schedule:
 
 
 def _product(node: Node) -> Node:
-    """The value that a collective or a copy completes: its result, or the argument it works on in place."""
+    """The value that a collective or copy completes: its result, or the argument that it writes in place."""
     return node.args[0] if node.target in ops.IN_PLACE else node  # type: ignore[return-value]
 
 
@@ -143,14 +143,14 @@ def _head(program: Program, rows: Sequence[byte_costs.Line], before: str | None)
 
 
 def _quantised(program: Program) -> dict[str, torch.dtype]:
-    """In what units travel whose weights are quantised before."""
+    """FP8 dtype of each unit that is communicated quantized."""
     travelling = (*program.find(Kind.CODES), *program.find(Kind.FULL))
     travel = {role(n).unit: n.meta["val"].dtype for n in travelling}  # type: ignore[union-attr]
     return {unit: dtype for unit, dtype in travel.items() if dtype.itemsize == 1}
 
 
 def _dtypes(units: Sequence[Unit], quantised: Mapping[str, torch.dtype]) -> Iterator[str]:
-    """The life of a weight and of its gradient, where it changes dtype on the way."""
+    """The dtypes of a weight and its gradient along their path, if they differ."""
     alike: dict[Any, list[str]] = {}
     for unit in units:
         total = unit.spec.sum_dtype(2 if unit.spec.outer > 1 else 0)
@@ -219,7 +219,7 @@ def _params(unit: Unit, fold: bool) -> str:
 
 
 def body(program: Program, rows: Sequence[byte_costs.Line], table: _Table | None = None) -> Iterator[str]:
-    """One line of text for each of a program's lines."""
+    """Yields one line of text for each of a program's lines."""
     table = table or _table(program, rows)
     top = byte_costs.peak(rows)
     peak_at = next((i for i, r in enumerate(rows) if r.top == top), -1)
@@ -243,12 +243,12 @@ def body(program: Program, rows: Sequence[byte_costs.Line], table: _Table | None
 
 @dataclass(frozen=True)
 class _Table:
-    """What lines of a listing do, and the widths that they have in common."""
+    """Operation texts of a listing's lines, and the common column widths."""
 
     texts: tuple[str, ...]
     value: int
     op: int
-    """With the value."""
+    """Includes the value column."""
     type: int
 
 
@@ -264,12 +264,14 @@ def _table(program: Program, rows: Sequence[byte_costs.Line]) -> _Table:
 
 
 def _shown(name: str) -> str:
-    """A name as people know it, without what torch adds where it traced, which need not be where it will run."""
+    """A readable name, without torch's suffix for the device it traced on, which may differ from the device it runs
+    on.
+    """
     return name.replace("_for_cpu", "").replace("scaled_dot_product_", "").removeprefix("_")
 
 
 def _gutter(node: Node, flying: dict[Node, Lane], lanes: Sequence[Lane]) -> str:
-    """Two characters a lane, less one: the lanes and what joins them; keeps ``flying`` up to date."""
+    """The gutter of a line, two characters per lane minus one. Updates ``flying``."""
     busy = set(flying.values())
     cells = {lane: ("|" if lane in busy else ".") for lane in lanes}
     r = role(node)
@@ -288,7 +290,7 @@ def _gutter(node: Node, flying: dict[Node, Lane], lanes: Sequence[Lane]) -> str:
 
 
 def _joined(cells: dict[Lane, str], lane: Lane, left: str, right: str) -> str:
-    """A line from the compute lane to another one, crossing what is in flight between them."""
+    """A connector from the compute lane to another lane, across collectives in flight between them."""
     out, lanes = left, list(cells)
     for between in lanes[1:]:
         if between is lane:
@@ -308,7 +310,7 @@ def _verb(node: Node) -> str:
 
 
 def text(node: Node) -> str:
-    """What a line does, as people read it."""
+    """Returns the operation column of a line."""
     if node.target in (ops.wait, ops.free, ops.refresh):
         return f"{_verb(node)} {operand(node.args[0])}"
     if node.target in (ops.maxima, ops.cast, ops.kept_cast, ops.refresh_codes):
@@ -350,7 +352,7 @@ def text(node: Node) -> str:
 
 
 def _known(node: Node) -> list[Any]:
-    """Arguments worth reading: not the text of a spec, not trailing defaults."""
+    """Arguments worth showing: no encoded specs, no trailing defaults."""
     if is_kind(node, Kind.PARAM, Kind.GRAD):
         return [a for a in node.args if not isinstance(a, str)]
     _, args, kwargs = operator(node)
@@ -366,7 +368,7 @@ def _factor(scale: Any) -> str:
 
 
 def operand(arg: Any) -> str:
-    """An argument as people read it: views fold into what they view."""
+    """Returns an argument as text; a view prints as the value it views."""
     if isinstance(arg, Node):
         return _name(arg)
     if isinstance(arg, (list, tuple)):
@@ -396,7 +398,7 @@ def _name(node: Node) -> str:
 
 
 _UNSAID = (type(None), torch.device, torch.layout, torch.memory_format)
-"""Arguments that a listing leaves out: some differ between machines."""
+"""Argument types that a listing omits; some differ between machines."""
 
 _TRANSPOSES = (
     torch.ops.aten.t.default,
@@ -414,7 +416,7 @@ def _type(value: Any) -> str:
 
 
 def _extent(n: Any) -> str:
-    """A size; what depends on data is ``n0`` here, as units are ``u0``."""
+    """A size as text; data-dependent sizes print as ``n0``, since ``u0`` names a unit."""
     return str(n) if type(n) is int else re.sub(r"\bu(\d+)\b", r"n\1", str(n)).replace(" ", "")
 
 

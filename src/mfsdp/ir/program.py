@@ -1,6 +1,6 @@
-"""A program: one forward, backward or inference graph on the way to being sharded, with queries and legal edits.
+"""A program: one forward, backward or inference graph that passes rewrite, with queries and edits.
 
-Nodes compare by position: ``a < b`` says that a runs before b.
+Nodes compare by position: ``a < b`` means that a runs before b.
 """
 
 from __future__ import annotations
@@ -22,63 +22,66 @@ from . import ops
 from .roles import Kind, Role, is_kind, mark, role
 
 STORAGE = "mfsdp_storage"
-"""``node.meta`` key of what forward saved: (number, fake tensor) of the storage, which several of them may share,
-``None`` for the tensor if it is the caller's; and whether backward may write over it."""
+"""``node.meta`` key of values that forward saved: (number, fake tensor, overwritable). Values of one storage share the
+number; the tensor is the storage's, ``None`` if the caller owns it; the last entry says whether backward may overwrite
+it."""
 
 SHAPES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, torch.ops.aten.sym_stride.int)
-"""Operators that ask for a shape and read no value."""
+"""Operators that read a shape and no value."""
 
 Phase = Literal["forward", "backward", "inference", "overlapped"]
 
 INPUT = "mfsdp_input"
-"""``node.meta`` key of placeholders that belong to the caller (as opposed to what forward saved for backward); the
-value is a readable name."""
+"""``node.meta`` key of placeholders that the caller owns (as opposed to what forward saved for backward); the value is
+a readable name."""
 
 GIVEN = "mfsdp_given"
-"""``node.meta`` key of these, if they are no parameters: ``"argument"`` of the call, or a module's ``"buffer"``."""
+"""``node.meta`` key of caller-owned placeholders that are no parameters: ``"argument"`` of the call, or a module's
+``"buffer"``."""
 
 AXIS = "mfsdp_axis"
-"""``node.meta`` key of torch's own collectives: the ranks that they go over, an `Axis`."""
+"""``node.meta`` key of torch's own collectives: their ranks, an `Axis`."""
 
 LAYER = "mfsdp_layer"
-"""``node.meta`` key of what runs in a layer, forward and backward: the layer's path."""
+"""``node.meta`` key of nodes in a layer, forward and backward: the layer's path."""
 
 READ = "mfsdp_read"
-"""``node.meta`` key of these: whether parameters are read through them, shards or what the eager path has gathered."""
+"""``node.meta`` key of caller-owned placeholders: whether parameters are read through them (shards, or what the eager
+fallback has gathered)."""
 
 
 class Program:
     """An ATen graph whose placeholders, markers and inserted nodes carry roles.
 
     Args:
-        gm: the graph, functional but for the operations of `ops` and trailing ``copy_`` to buffers.
-        phase: ``"forward"``, ``"backward"``, ``"inference"``, or ``"overlapped"``: a backward and the forward beside it
-            (`merge`).
-        units: the flat buffers the graph reads or writes, in order of first use in forward.
-        name: what listings call it.
+        gm: the graph, functional except for the operations of `ops` and trailing ``copy_`` to buffers.
+        phase: ``"forward"``, ``"backward"``, ``"inference"``, or ``"overlapped"``: a backward merged with a concurrent
+            forward (`merge`).
+        units: the flat buffers that the graph reads or writes, in order of first use in forward.
+        name: its name in listings.
     """
 
     def __init__(self, gm: torch.fx.GraphModule, phase: Phase, units: Sequence[Unit], name: str = "model"):
         self.gm, self.phase, self.units, self.name = gm, phase, tuple(units), name
         self._units = {u.name: u for u in self.units}
         self.gradients: dict[int, tuple[str, int]] = {}
-        """Backward: which outputs are gradients of parameters that are not sharded: index -> (unit, offset)."""
+        """Backward: the outputs that are gradients of unsharded parameters: index -> (unit, offset)."""
         self.trained: dict[str, frozenset[int]] = {}
-        """Backward: units with gradients when the program was captured, and the offsets of their parameters."""
+        """Backward: units that had gradients at capture, with their parameters' offsets."""
         self.returned: int | None = None
-        """Forward, when it was captured: how many of its first results are for its caller. The rest is saved."""
+        """Forward, at capture: how many of its first results the caller gets. The rest is saved for backward."""
         self.reduced = False
         """Whether `reduce` has run: from then on all these gradients reach accumulators (invariant 15)."""
         self.slots: dict[str, int] = {}
-        """Bytes of every static buffer, by name, once there are any."""
+        """Bytes of each static buffer, by name; empty before they are planned."""
         self.remarks: list[str] = []
-        """What was done, or is to be known, before any pass, for the listing's head."""
+        """Remarks from before the first pass, for the listing's head."""
         self.notes: list[str] = []
-        """What the running pass has to say, for the listing's ``change`` line."""
+        """Notes of the current pass, for the listing's ``change`` line."""
         self.changes: list[str] = []
-        """What it has changed besides adding and removing lines."""
+        """Changes of the current pass that counts of lines do not show."""
         self.told = True
-        """Whether anybody reads that: what costs time to find out need not be, if nobody does."""
+        """Whether notes will be read. If not, passes skip notes that take time to compute."""
 
     # queries
 
@@ -107,7 +110,7 @@ class Program:
         return [n for n in self.graph.nodes if is_kind(n, kind)]
 
     def by_unit(self, kind: Kind) -> dict[Unit, list[Node]]:
-        """Nodes of a kind, in program order, of every unit that has any; units in their order."""
+        """Nodes of a kind for every unit that has any, in program order; units in their order."""
         found: dict[str, list[Node]] = {}
         for node in self.find(kind):
             found.setdefault(role(node).unit, []).append(node)  # type: ignore[union-attr]
@@ -129,19 +132,19 @@ class Program:
         return sorted(family)
 
     def readers(self, node: Node) -> list[Node]:
-        """Every node that reads or writes the value or a view of it, plain views excluded, in program order. What a
-        collective of torch's reads, its wait reads too.
+        """Nodes that read or write the value or a view of it, without plain views, in program order. The wait of a
+        torch collective counts as a reader of the collective's inputs.
         """
         family = set(self.aliases(node))
         found = {u for n in family for u in n.users if (u not in family or mutates(u)) and u.target not in SHAPES}
         return sorted(found.union(*(u.users for u in found if is_functional_collective(u))))
 
     def copy(self) -> Program:
-        """A program of its own, to run other passes on."""
+        """An independent copy, to run other passes on."""
         graph = torch.fx.Graph()
         graph.output(graph.graph_copy(self.graph, {}))
         graph.output_node().meta = dict(self.output.meta)
-        gm = _LazyGraphModule(self.gm, graph)  # no code is written until it is called
+        gm = _LazyGraphModule(self.gm, graph)  # generates no code until it is called
         twin = Program(gm, self.phase, self.units, self.name)
         twin.gradients, twin.slots = dict(self.gradients), dict(self.slots)
         twin.trained, twin.reduced, twin.returned = dict(self.trained), self.reduced, self.returned
@@ -159,21 +162,19 @@ class Program:
         name: str | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> Node:
-        """A new node before another one, with its role; its shape follows from the operation's fake kernel."""
+        """Inserts a node with a role before another node; the operation's fake kernel gives its value."""
         with self.graph.inserting_before(before):
             node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         node.meta["val"] = self._fake(target, args, kwargs)
         return mark(node, r)
 
     def rewrite(self, node: Node, target: Any, args: tuple[Any, ...]) -> None:
-        """Makes a node compute something else, of the same role and name."""
+        """Changes what a node computes; its role and name stay."""
         node.target, node.args, node.kwargs = target, args, {}
         node.meta["val"] = self._fake(target, args)
 
     def fill(self) -> None:
-        """Gives the wrappers of operators that draw random numbers (`operator`) a name and a value, which AOTAutograd
-        leaves out.
-        """
+        """Names the wrappers of random operators (`operator`) and gives them values, which AOTAutograd omits."""
         for node in self.nodes:
             target, args, kwargs = operator(node)
             if target is node.target:
@@ -184,7 +185,7 @@ class Program:
             self.rename(node, target._schema.name.split("::")[-1])
 
     def _fake(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        """What the operation would give."""
+        """The operation's fake result."""
         values, named = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
         with self._fake_mode, torch.no_grad():
             return target(*values, **named)
@@ -197,16 +198,16 @@ class Program:
         return mode
 
     def start(self) -> Node:
-        """The first node behind the placeholders."""
+        """The first node after the placeholders."""
         return next(n for n in self.nodes if n.op != "placeholder")
 
     def move(self, nodes: Sequence[Node], before: Node) -> None:
-        """Moves nodes, in the order given, in front of another one; all others keep their places."""
+        """Moves nodes, in the given order, before another node; all others keep their places."""
         for node in nodes:
             before.prepend(node)
 
     def rename(self, node: Node, name: str) -> None:
-        """Gives the node a name that says its role."""
+        """Renames the node after its role."""
         node._rename(name)
 
     def set_results(self, values: Sequence[Any]) -> None:
@@ -214,28 +215,28 @@ class Program:
         self.output.args = (tuple(values),)
 
     def erase(self, node: Node) -> None:
-        """Removes a node that nothing reads any more."""
+        """Removes a node without readers."""
         self.graph.erase_node(node)
 
     def changed(self, text: str) -> None:
-        """Says what the running pass did that the count of lines does not show."""
+        """Records a change by the current pass that counts of lines do not show."""
         self.changes.append(text)
 
     def note(self, text: str) -> None:
-        """Says with what knobs the running pass did it, or why it did nothing (invariant 28)."""
+        """Records the current pass's settings, or why it did nothing (invariant 28)."""
         self.notes.append(text)
 
 
 def is_functional_collective(node: Node) -> bool:
-    """Whether it is one of torch's, launched, to be waited for by ``wait_tensor``. Private in torch; tried on 2.11 to
-    2.15.
+    """Whether it launches a collective of torch's own, which ``wait_tensor`` completes. Private in torch; tried on
+    2.11 to 2.15.
     """
     namespace, _, name = getattr(getattr(node.target, "_schema", None), "name", "").partition("::")
     return namespace == "_c10d_functional" and name != "wait_tensor"
 
 
 def is_element(node: Node) -> bool:
-    """Whether the node is one of several results of another."""
+    """Whether the node is one of several results of another node."""
     return _takes_one(node.target)
 
 
@@ -244,9 +245,9 @@ def _takes_one(target: Any) -> bool:
 
 
 def view_of(node: Node) -> Node | None:
-    """The node whose storage this one shares, or ``None`` when it has its own.
+    """The node whose storage this one shares, or ``None`` if it owns its storage.
 
-    Views, in-place results and the elements of a multiple output share. Told from the operator's schema, not its name.
+    Views, in-place results and elements of a multiple output share. The operator's schema decides, not its name.
     """
     if node.op != "call_function" or not _shares(node.target):
         return None
@@ -256,18 +257,18 @@ def view_of(node: Node) -> Node | None:
 
 @cache
 def _shares(target: Any) -> bool:
-    """Whether what an operator gives shares the storage of its first argument."""
+    """Whether an operator's result shares the storage of its first argument."""
     if _takes_one(target) or target is torch.ops.aten._unsafe_view.default:
-        return True  # whatever the schema says
+        return True  # their schemas do not say it
     schema = getattr(target, "_schema", None)
     return bool(schema is not None and schema.returns and schema.returns[0].alias_info is not None)
 
 
 def operator(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """What a node calls, and with which arguments.
+    """The operator that a node calls, with its arguments.
 
-    AOTAutograd wraps an operator that may draw random numbers and is computed again in backward: in one that saves the
-    generator's state, and in one that goes back to it. Private in torch (``rng_prims``); tried on 2.13.
+    AOTAutograd wraps a random operator that backward recomputes: one wrapper saves the generator's state, another
+    restores it. Private in torch (``rng_prims``); tried on 2.13.
     """
     target, args, kwargs = node.target, node.args, node.kwargs
     if target in (rng_prims.run_and_save_rng_state, rng_prims.graphsafe_run_with_rng_state):
@@ -290,19 +291,19 @@ def mutates(node: Node) -> list[Node]:
 
 
 def first_launches(program: Program) -> list[Node]:
-    """Gathers that it launches before it waits for anything."""
+    """Gathers that the program launches before its first wait."""
     nodes = itertools.takewhile(lambda n: n.target is not ops.wait, program.nodes)
     return [n for n in nodes if n.target in (ops.refresh, ops.all_gather)]
 
 
 def by_module(program: Program, nodes: Iterable[Node]) -> list[list[Node]]:
-    """Nodes with units, one behind the other, in runs of those whose flat buffers are one module's."""
+    """Groups consecutive nodes with units by the module of their flat buffers."""
     fqn = {unit.name: unit.fqn for unit in program.units}
     return [list(run) for _, run in itertools.groupby(nodes, key=lambda node: fqn[role(node).unit])]  # type: ignore[union-attr]
 
 
 def slot_of(node: Node) -> str:
-    """Name of the static buffer that the node fills, ``p0`` (gathered) or ``g0`` (gradients); ``""`` for none."""
+    """Name of the static buffer that the node fills, ``p0`` (gathered) or ``g0`` (gradients); ``""`` if none."""
     place = ops.SLOT.get(node.target)  # type: ignore[call-overload]
     number = node.args[place] if place is not None and len(node.args) > place else -1
     if not isinstance(number, int) or number < 0:
@@ -311,7 +312,7 @@ def slot_of(node: Node) -> str:
 
 
 def group_of(program: Program, node: Node) -> str:
-    """Name of the process group that a collective goes through."""
+    """Name of the process group of a collective."""
     if node.target is ops.collective:
         return Axis.decode(node.args[2]).group  # type: ignore[arg-type]
     r = role(node)
@@ -320,7 +321,9 @@ def group_of(program: Program, node: Node) -> str:
 
 
 def lane_of(node: Node) -> int:
-    """Which of its unit's process groups (`Spec.groups`) a collective goes through; that of gathers for others."""
+    """Index of the collective's process group in the unit's `Spec.groups`; for anything but reductions, the
+    gather's.
+    """
     if node.target in (ops.reduce_scatter, ops.all_reduce):
         return node.args[2]  # type: ignore[return-value]
     return 0
@@ -334,7 +337,7 @@ def base_of(node: Node) -> Node:
 
 
 def storage_of(node: Node) -> Node:
-    """Like `base_of`, but the elements of a multiple output are apart, unless those are views (``split``)."""
+    """Like `base_of`, but elements of a multiple output own their storage, unless they are views (``split``)."""
     while (parent := view_of(node)) is not None:
         if is_element(node) and view_of(parent) is None:
             break

@@ -1,4 +1,4 @@
-"""What a node is for. Every node that a pass inserts carries one; nothing is recognised by its neighbours."""
+"""Roles: the purpose of each node. Every node that a pass inserts has one; passes never infer it from neighbours."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import torch.fx
 
 
 class Kind(Enum):
-    """The closed vocabulary of values and events (docs/guides/listing.md, "Names")."""
+    """The kinds of values and events (docs/guides/listing.md, "Names")."""
 
-    SHARD = "shard"  # placeholder: what programs read parameters from, as a rule this rank's flat shard
-    REFRESH = "refresh"  # parameters that last are gathered again after an optimizer step
-    CODES = "codes"  # parameters that last, in one byte per element
-    CAST = "cast"  # the shard in the dtype that travels, and what it is quantised with
-    MAXIMA = "maxima"  # the largest magnitudes in blocks of a unit's parameters, over all ranks
+    SHARD = "shard"  # placeholder that programs read parameters from, usually this rank's flat shard
+    REFRESH = "refresh"  # re-gathers persistent parameters after an optimizer step
+    CODES = "codes"  # FP8 payload: persistent parameters in one byte per element
+    CAST = "cast"  # the shard in the communication dtype, and what quantizes it
+    MAXIMA = "maxima"  # amax of blocks of a unit's parameters, over all ranks
     FULL = "full"  # the gathered flat buffer
-    PARAM = "param"  # a parameter: a view into the full buffer (or a marker, before `gather`)
+    PARAM = "param"  # a parameter: a view of the full buffer (before `gather`: a marker)
     WAIT = "wait"  # compute waits for a collective
-    FREE = "free"  # the full buffer is gone
-    GRAD = "grad"  # a marker: the gradient of one parameter (before `reduce`)
+    FREE = "free"  # frees the full buffer
+    GRAD = "grad"  # marker: the gradient of one parameter (before `reduce`)
     GFULL = "gfull"  # the flat buffer that gradients are packed into
-    PACK = "pack"  # gradients come to their places in it
-    HOLD = "hold"  # gradients stay here until the next synchronisation
+    PACK = "pack"  # copies gradients into the flat buffer
+    HOLD = "hold"  # keeps gradients unreduced until the next synchronization
     ALL_REDUCE = "all_reduce"  # gradients summed in place
     GSHARD = "gshard"  # this rank's part of the reduced gradients
-    GOUTER = "gouter"  # the same, of gradients that were reduced over the outer axis too
-    ACCUMULATE = "accumulate"  # gradients added to the accumulator
-    PROBE = "probe"  # somebody looks at a value, in some steps
+    GOUTER = "gouter"  # the same after the reduction over the outer axis
+    ACCUMULATE = "accumulate"  # adds gradients to the accumulator
+    PROBE = "probe"  # runtime check of a value, in some steps
     COLLECTIVE = "collective"  # a collective of another parallelism, or of the model itself
-    OFFLOAD = "offload"  # what forward saves, on the host: its copy there, in backward a placeholder
+    OFFLOAD = "offload"  # host copy of a saved activation; in backward a placeholder
     RELOAD = "reload"  # the same, back on the device
 
 
 class Lane(Enum):
-    """A queue of work that runs beside the others: column of the listing."""
+    """A queue of work that runs concurrently with the others: a column of the listing."""
 
     COMPUTE = "C"
     GATHER = "G"
@@ -50,8 +50,8 @@ class Lane(Enum):
 class Role:
     kind: Kind
     unit: str
-    """Name of the unit, ``u0``; of another parallelism's collectives and waits that of the axis, ``tp``; of copies to
-    and from the host, the path of the layer."""
+    """Name of the unit, ``u0``. For another parallelism's collectives and waits: the axis, ``tp``. For host copies: the
+    layer's path."""
     lane: Lane = Lane.COMPUTE
 
 
@@ -64,7 +64,7 @@ def role(node: torch.fx.Node) -> Role | None:
 
 
 def mark(node: torch.fx.Node, role: Role) -> torch.fx.Node:
-    """Give the node a role. AOTAutograd carries it from the joint graph to forward and backward."""
+    """Gives the node a role. AOTAutograd copies it from the joint graph to forward and backward."""
     node.meta[_KEY] = role
     return node
 

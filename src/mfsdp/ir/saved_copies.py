@@ -1,8 +1,8 @@
-"""What forward saves that is as large as a parameter, because it was computed from one.
+"""Finds saved activations that are as large as a parameter because they were computed from one.
 
-Memory that sharding was to save comes back that way, once for every layer: a quantised copy that an operator keeps for
-its backward, a weight that is divided by a norm in a buffer. What hangs on parameters alone is computed again in
-backward (`capture.recompute_parameters`), and invariant 47 says that it is. The rest is told.
+They take back the memory that sharding saves, once per layer: a quantized copy that an operator keeps for its backward,
+a weight divided by a norm in a buffer. Backward recomputes values that depend on parameters alone
+(`joint_graph.recompute_parameters`), which invariant 47 checks. The others are reported.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from .roles import Kind, is_kind, role
 from .symbolic_sizes import shape_of
 
 ALONE = "from parameters"
-"""How a copy was computed, if from nothing else."""
+"""How a copy that depends on parameters alone was computed."""
 
 _TRANSPARENT = {"aten", "prims", "mfsdp", "_c10d_functional", "_c10d_functional_autograd"}
-"""Namespaces of operators that save what a graph says they save."""
+"""Namespaces of operators that save exactly what the graph shows."""
 
 
 def copies(p: Program) -> list[tuple[Node, str]]:
-    """What a forward saves of parameters that backward gathers again, and how it was computed: ``"from parameters"``
-    alone; ``"from parameters and buffers or random numbers"``, as many elements as one of the parameters has; or
-    ``"by my::operator"``, which is not torch's own, reads a parameter, and gives something of its shape.
+    """Returns copies that forward saves of parameters that backward gathers again, and how each was computed.
+
+    How is one of: ``"from parameters"`` alone; ``"from parameters and buffers or random numbers"``, with as many
+    elements as one of the parameters; ``"by my::operator"``, not torch's own, which reads a parameter and returns a
+    tensor of its shape.
     """
     if p.returned is None:
         return []
     behind: dict[Node, frozenset[Node]] = {}
-    """The parameters behind every value that no argument of the call is behind."""
+    """For every value that depends on no argument of the call: the parameters that it depends on."""
     alone: set[Node] = set()
     opaque: dict[Node, frozenset[Node]] = {}
     for node in p.nodes:
@@ -67,7 +69,7 @@ def copies(p: Program) -> list[tuple[Node, str]]:
 
 
 def _gathered(p: Program, node: Node) -> bool:
-    """Whether it is a parameter, or several, that are not there between forward and backward."""
+    """Whether the node is one or several parameters that are freed between forward and backward."""
     if not is_kind(node, Kind.PARAM, Kind.FULL):
         return False
     spec = p.unit(role(node).unit).spec  # type: ignore[union-attr]
@@ -75,7 +77,7 @@ def _gathered(p: Program, node: Node) -> bool:
 
 
 def _draws(node: Node) -> bool:
-    """Whether it may give other numbers when it is computed again, but for a generator's state, which it gives too."""
+    """Whether AOTAutograd's RNG wrapper calls the operator: recomputing it without the saved RNG state may differ."""
     return operator(node)[0] is not node.target
 
 
@@ -94,7 +96,7 @@ def _numel(node: Node) -> int:
 
 
 def told(p: Program) -> str:
-    """The same in words; ``""`` if there are none."""
+    """Describes the copies as text; ``""`` if there are none."""
     found = copies(p)
     whole, by = sum(nbytes(node.meta["val"]) for node, _ in found), dict.fromkeys(how for _, how in found)
     return f"forward saves {size(whole)} of parameters' shapes, computed {', '.join(by)}" if found else ""

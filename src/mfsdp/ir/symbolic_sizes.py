@@ -1,8 +1,8 @@
-"""Sizes that are symbols: what to count with, before a program has run.
+"""Estimates symbolic sizes before a program has run.
 
-A size that varies from call to call has a hint, that of the call that was traced. A size that depends on data (tokens
-that an expert gets) has none: it is expected to be what a balanced router would give, an equal part of the rows that
-are sent; else the most that is possible; else one. Private in torch (symbolic shapes); tried on 2.11 to 2.15.
+A size that varies between calls has a hint: its value in the traced call. A data-dependent size (tokens of an expert)
+has none; its estimate is a balanced router's: an equal part of the rows that are sent. Without that, it is the upper
+bound; without a bound, one. Private in torch (symbolic shapes); tried on 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 _expected: WeakKeyDictionary[Any, dict[Any, int]] = WeakKeyDictionary()
-"""By the tracing that has made them (a ``ShapeEnv``): symbols that depend on data."""
+"""Estimates of data-dependent symbols, per tracing (a ``ShapeEnv``)."""
 
 
 def hint(size: Any) -> Any:
-    """A number for a symbolic one; anything else as it is. Whoever computes with live symbols puts guards on them, and
-    the program is compiled anew for every shape.
+    """Returns a number for a symbolic size; anything else unchanged. Computing with live symbols would add guards, and
+    the program would recompile for every shape.
     """
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return size
@@ -28,13 +28,13 @@ def hint(size: Any) -> Any:
 
 
 def shape_of(value: torch.Tensor) -> torch.Size:
-    """The shape, as numbers."""
+    """Returns the shape as numbers."""
     shape = value.shape
     return shape if all(type(n) is int for n in shape) else torch.Size(hint(n) for n in shape)
 
 
 def expect(sizes: Sequence[Any], total: int) -> None:
-    """Says of data-dependent sizes what they add up to; each is expected to be an equal part."""
+    """Records the sum of data-dependent sizes; the estimate of each is an equal part."""
     for size in sizes:
         if isinstance(size, torch.SymInt) and size.node.hint is None:
             known = _expected.setdefault(size.node.shape_env, {})

@@ -1,7 +1,7 @@
-"""The laws that a graph can break, one function each. Run after every pass; a broken one names itself.
+"""Verifies the invariants that a graph can violate, one function each, after every pass.
 
-A law yields the node at fault and what is wrong with it; `check` raises for the first. The laws and the bugs
-behind them are listed in docs/internals/invariants.md; the tests break each of them on purpose.
+Each function yields the node at fault and a description; `check` raises for the first. docs/internals/invariants.md
+lists the invariants and the bugs behind them; the tests violate each one on purpose.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Fault = tuple[Node, str]
 
 
 class LawError(AssertionError):
-    """A program breaks a law. It was not run; this is a bug of a pass, not of the model."""
+    """A program violates an invariant and did not run. This is a bug of a pass, not of the model."""
 
     def __init__(self, law: int, node: Node, text: str):
         super().__init__(f"{text} (law {law})")
@@ -30,10 +30,10 @@ class LawError(AssertionError):
 
 
 def check(p: Program) -> None:
-    """Checks every law.
+    """Checks every invariant.
 
     Raises:
-        LawError: naming the first law broken and the node at fault.
+        LawError: names the first violated invariant and the node at fault.
     """
     p.graph.lint()
     for law, function in INVARIANTS:
@@ -42,7 +42,7 @@ def check(p: Program) -> None:
 
 
 def stored(p: Program) -> Iterator[Fault]:
-    """2: every element of a gradient buffer is written once, by a gradient or by the zeros between them."""
+    """2: every element of a gradient buffer is written once, by a gradient or by zeros."""
     for node in p.find(Kind.GFULL):
         if node.target is not ops.bucket:
             continue
@@ -63,7 +63,7 @@ def stored(p: Program) -> Iterator[Fault]:
 
 
 def _written(p: Program, gfull: Node) -> Iterator[tuple[Node, int, int]]:
-    """What comes to places in a gradient buffer: the node that writes, first element, elements."""
+    """Writes to a gradient buffer: (writing node, first element, number of elements)."""
     for user in p.readers(gfull):
         if user.target is ops.pack:
             for grad, offset in zip(user.args[1], user.args[2], strict=True):  # type: ignore[arg-type]
@@ -83,8 +83,8 @@ def one_path(p: Program) -> Iterator[Fault]:
 
 
 def apart(p: Program) -> Iterator[Fault]:
-    """4: source and destination of an accumulate never alias; the source, which may become the destination, is not read
-    or written afterwards.
+    """4: source and destination of an accumulate never alias. Nothing uses the source afterwards; it may become the
+    destination.
     """
     for node in p.nodes:
         if node.target is ops.accumulate:
@@ -92,12 +92,14 @@ def apart(p: Program) -> Iterator[Fault]:
             if base_of(shard) is base_of(gshard):  # type: ignore[arg-type]
                 yield node, f"{node.name} adds a buffer to itself"
             for reader in p.readers(base_of(gshard)):  # type: ignore[arg-type]
-                if reader > node and reader.target is not ops.accumulate:  # which 3 and 14 look at
+                if reader > node and reader.target is not ops.accumulate:  # checked by 3 and 14
                     yield reader, f"{reader.name} uses {base_of(gshard).name} after it was accumulated"  # type: ignore[arg-type]
 
 
 def freed(p: Program) -> Iterator[Fault]:
-    """5: a buffer is freed once, after its last reader; nothing gathered is alive at the end, once any is freed."""
+    """5: a buffer is freed once, after its last reader. If a program frees any, no gathered buffer is alive at its
+    end.
+    """
     frees = [n for n in p.nodes if n.target is ops.free]
     dead: dict[Node, Node] = {}
     for node in frees:
@@ -117,7 +119,7 @@ def freed(p: Program) -> Iterator[Fault]:
 
 
 def regathered(p: Program) -> Iterator[Fault]:
-    """6: forward saves no view of a gathered buffer, except of units that stay whole on request."""
+    """6: forward saves no view of a gathered buffer, except of units that stay gathered on request."""
     for result in p.results():
         if not isinstance(result, Node):
             continue
@@ -131,14 +133,14 @@ def regathered(p: Program) -> Iterator[Fault]:
 
 
 def computed_again(p: Program) -> Iterator[Fault]:
-    """47: forward saves nothing that hangs on parameters alone, except of units that stay whole on request."""
+    """47: forward saves nothing computed from parameters alone, except of units that stay gathered on request."""
     for node, how in saved_copies.copies(p):
         if how == saved_copies.ALONE:
             yield node, f"{node.name} is saved for backward, and computed from parameters alone"
 
 
 def inside(p: Program) -> Iterator[Fault]:
-    """7: parameters lie inside their unit's full buffer, apart from each other."""
+    """7: parameters lie inside their unit's full buffer and do not overlap."""
     params = p.by_unit(Kind.PARAM)
     for unit in p.units:
         end = 0
@@ -157,7 +159,7 @@ def inside(p: Program) -> Iterator[Fault]:
 
 
 def _own(unit: Unit, param: Node) -> Iterator[Fault]:
-    """A view is of what its own unit gathers, or keeps."""
+    """A parameter is a view of its own unit's gathered or persistent buffer."""
     owner = base_of(param)
     r = role(owner)
     if r is None or r.unit != unit.name or (r.kind is Kind.FULL) is not unit.spec.gathers:
@@ -169,7 +171,7 @@ def _own(unit: Unit, param: Node) -> Iterator[Fault]:
 
 
 def tied(p: Program) -> Iterator[Fault]:
-    """8: each parameter's gradient comes to its place once, after all its uses."""
+    """8: each parameter's gradient is packed once, after all its uses."""
     for gfull in p.find(Kind.GFULL):
         seen: set[int] = set()
         for node, offset, _ in _written(p, gfull) if gfull.target is ops.bucket else ():
@@ -179,7 +181,7 @@ def tied(p: Program) -> Iterator[Fault]:
 
 
 def slotted(p: Program) -> Iterator[Fault]:
-    """9: a slot holds one buffer at a time, no larger than itself."""
+    """9: a static buffer holds one tensor at a time, no larger than itself."""
     busy: dict[str, tuple[Node, Node]] = {}
     for node in p.nodes:
         slot = slot_of(node)
@@ -198,7 +200,7 @@ def slotted(p: Program) -> Iterator[Fault]:
 
 
 def fresh(p: Program) -> Iterator[Fault]:
-    """10: parameters that last are read only after forward has asked for them to be gathered again."""
+    """10: persistent parameters are read only after forward's refresh."""
     if p.phase in ("backward", "overlapped"):
         return
     for source in p.find(Kind.SHARD):
@@ -207,18 +209,18 @@ def fresh(p: Program) -> Iterator[Fault]:
         asked = min((u for u in source.users if u.target is ops.refresh), default=None)
         for reader in p.readers(source):
             if reader is p.output or reader.target in (ops.param, ops.refresh, ops.wait, *_OF_MAIN):
-                continue  # saved for backward; asks by itself; is the asking; reads main weights
+                continue  # saved for backward; refreshes itself; is the refresh; reads main weights
             if asked is None or reader < asked:
                 yield reader, f"{source.name} is read before it is refreshed"
 
 
 _OF_MAIN = (ops.maxima, ops.spread, ops.cast, ops.refresh_codes, ops.probe)
-"""Operations that find main weights through what parameters are read from."""
+"""Operations that take the source as an argument but read main weights."""
 
 
 def finished(p: Program) -> Iterator[Fault]:
-    """11: what a collective, or a copy to or from the host, writes is read only after the wait, and what it reads lives
-    until then.
+    """11: the output of a collective or host copy is read only after the wait; its input lives, unwritten, until
+    then.
     """
     waits: dict[Node, list[Node]] = {}
     for node in p.nodes:
@@ -249,8 +251,8 @@ def finished(p: Program) -> Iterator[Fault]:
 
 
 def joined(p: Program) -> Iterator[Fault]:
-    """14: every gradient is in its buffer when the reduction starts, every reduction reaches its destination, and what
-    gets there has been summed over all ranks.
+    """14: every gradient is packed before its reduction starts; every reduction reaches its destination, summed over
+    all ranks.
     """
     results = {base_of(r) for r in p.results() if isinstance(r, Node)}
     for node in p.nodes:
@@ -278,7 +280,7 @@ def joined(p: Program) -> Iterator[Fault]:
 
 
 def _over_all_ranks(p: Program, end: Node, grads: Node, name: str | None = None) -> Iterator[Fault]:
-    """What ends as a unit's gradient was reduced over each axis of its ranks, once, from that unit's buffer."""
+    """A unit's gradient was reduced over each axis of its ranks, once, from the unit's own buffer."""
     name = name or _unit(end)
     spec, axes, buffer = p.unit(name).spec, [], base_of(grads)
     while True:
@@ -295,7 +297,7 @@ def _over_all_ranks(p: Program, end: Node, grads: Node, name: str | None = None)
 
 
 def everywhere(p: Program) -> Iterator[Fault]:
-    """15: a unit whose gradients are in the captured program reduces all of them in one buffer, and none is lost."""
+    """15: a unit with gradients in the captured program reduces all of them in one buffer; none is lost."""
     buckets: set[str] = set()
     of: dict[str, list[Node]] = {}
     for node in p.nodes:
@@ -318,8 +320,10 @@ def everywhere(p: Program) -> Iterator[Fault]:
 
 
 def _brought(p: Program, name: str, mine: list[Node]) -> Iterator[tuple[Node, set[int]]]:
-    """Parameters of a unit, whose nodes are given, whose gradients are somewhere on their way, by offset; and where:
-    every stage in turn.
+    """Offsets of a unit's parameters whose gradients reach each stage, with a node of the stage.
+
+    Args:
+        mine: the unit's nodes.
     """
     unit, results = p.unit(name), p.results()
     if not unit.sharded:
@@ -362,8 +366,8 @@ def scaled(p: Program) -> Iterator[Fault]:
 
 
 def wide(p: Program) -> Iterator[Fault]:
-    """18: parameters and gradients travel in the dtypes that the policy says, and a last reduction gives what it has
-    added up.
+    """18: parameters and gradients are communicated in the policy's dtypes; the last reduction returns the dtype it
+    sums in.
     """
     for node in p.nodes:
         if node.target is ops.all_gather:
@@ -379,8 +383,8 @@ def wide(p: Program) -> Iterator[Fault]:
 
 
 def own_rows(p: Program) -> Iterator[Fault]:
-    """46: a shard of one byte per element is made of this rank's own rows, element by element, and of maxima over all
-    rows, both of the same weights; of nothing else.
+    """46: an FP8 shard depends only on this rank's own rows, elementwise, and on amax over all rows of the same
+    weights.
     """
     for full in (*p.find(Kind.CODES), *p.find(Kind.FULL)):
         if full.target not in (ops.all_gather, ops.refresh_codes) or full.meta["val"].dtype.itemsize > 1:
@@ -418,8 +422,8 @@ def own_rows(p: Program) -> Iterator[Fault]:
 
 
 def one_way(p: Program) -> Iterator[Fault]:
-    """53: what forward saves goes one way, whole and once: what lies on the host is not on the device too, and is
-    fetched once.
+    """53: an offloaded activation is copied once, as its full storage, does not stay on the device too, and is fetched
+    once.
     """
     results = [r for r in p.results() if isinstance(r, Node)]
     gone: set[Node] = set()

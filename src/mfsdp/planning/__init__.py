@@ -1,1 +1,1 @@
-"""What a training run will do and cost, before anything runs."""
+"""Plans and explains a training step before anything runs."""

@@ -1,4 +1,4 @@
-"""`explain`: what a training step will do, cost and hold, before anything runs."""
+"""`explain`: predicts a training step's programs, time and memory before anything runs."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from ..state.mesh import TENSOR
 from ..state.tp_shards import sizes_along
 
 GAIN = 0.01
-"""What a suggestion has to promise: a part of the step."""
+"""Fraction of the step that a suggestion must save."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Seconds that the kernels of a step have been measured to take, without communication; lines share them in
-    proportion to their estimates. A profile that knows single lines is `mfsdp.profile`.
+    """Measured seconds of a step's kernels, without communication. They are split over lines in proportion to
+    estimates. `mfsdp.profile` measures single lines.
     """
 
     forward: float
@@ -53,25 +53,25 @@ class Calibration:
     optimizer: float
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What `mfsdp.cost_model.op_cost.op_times` takes."""
+        """Returns arguments of `mfsdp.cost_model.op_cost.op_times`."""
         return {"compute": self.backward if program.phase == "backward" else self.forward}
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """Kernels, as something to ask like a profile."""
+    """Measured kernels with the interface of a profile."""
 
     kernels: Kernels
     fused: bool = True
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What `mfsdp.cost_model.op_cost.op_times` takes."""
+        """Returns arguments of `mfsdp.cost_model.op_cost.op_times`."""
         return {"measured": self.kernels.of(program, self.fused)}
 
 
 @dataclass(frozen=True, eq=False)
 class _Question:
-    """One combination of what may vary."""
+    """One combination of the values to compare."""
 
     world: int | None
     mesh_shape: tuple[int, int] | None
@@ -82,7 +82,7 @@ class _Question:
 
     @property
     def traced(self) -> tuple[Any, ...]:
-        """What a new trace is needed for; combinations share the objects that do not vary."""
+        """Key of the trace: combinations with equal keys share one. Values that do not vary are the same objects."""
         shared = tuple((k, id(v)) for k, v in self.sharding.items())
         return self.world, self.mesh_shape, self.schedule.together, self.options.lowering, shared
 
@@ -109,45 +109,44 @@ def explain(
     suggest: bool = True,
     **sharding: Any,
 ) -> Any:
-    """What a training step will do, cost and hold on ``world`` ranks. No process group, no GPU, no memory for the
-    model.
+    """Returns the predicted programs, time and memory of a training step on ``world`` ranks. Needs no process group,
+    GPU or memory for the model.
 
     Args:
-        model: any module, on the meta device or not, sharded already or not; it is not changed.
-        args, kwargs: example inputs of one rank (values do not matter), one microbatch.
-        world: ranks; by default 8, and of a model that is sharded beside another parallelism those that it is sharded
-            over (`trace`).
-        mesh_shape: (outer, shard) ranks of a two-level mesh instead.
+        model: any module, on any device, sharded or not; it is not changed.
+        args, kwargs: example inputs of one rank for one microbatch (values do not matter).
+        world: ranks, by default 8; for a model sharded beside another parallelism, by default the ranks that it is
+            sharded over (`trace`).
+        mesh_shape: (outer, shard) ranks of a two-level mesh, instead of ``world``.
         hardware: a name in `mfsdp.config.hardware.KNOWN`, a JSON file, ``"this"`` (`mfsdp.measure`), or a
             `mfsdp.config.hardware.Hardware`.
-        microbatches: of one step, by default as many as are ``together``; gradients are reduced in each of their
-            backwards.
-        together: how many of them `mfsdp.together` has in one program.
-        overlapped: whether the step is inside of `mfsdp.overlapped`.
-        stages: of a pipeline, of which the model is one: all are taken to be alike and on ``world`` ranks each, in
-            turns of one forward and one backward. What they send to each other is not counted.
-        slowest: how many times as long the slowest rank computes; the others wait for it in every collective.
-        prices: of a rank and an hour, by name of the hardware: a mapping, or a JSON file with one.
-        options: those of the backend.
+        microbatches: microbatches in a step, by default ``together``; each backward reduces gradients.
+        together: microbatches in one program (`mfsdp.together`).
+        overlapped: whether the step runs inside of `mfsdp.overlapped`.
+        stages: pipeline stages, of which the model is one. All are assumed equal, on ``world`` ranks each, with the
+            schedule 1F1B. Communication between stages is not counted.
+        slowest: compute time of the slowest rank relative to the others, which wait for it in every collective.
+        prices: price of a rank per hour by hardware name: a mapping, or a JSON file with one.
+        options: backend options.
         optimizer: a name in `mfsdp.cost_model.memory_model.OPTIMIZER_STATES`.
-        stepping: how it steps: ``"whole"``, on all parameters at once; ``"flat"``, by `fully_shard_optimizer`;
-            ``"offloaded"``, by that with ``offload="state"``. By default as the model's plan says, or ``"whole"``.
-        profile: of `mfsdp.profile`, of the same programs: measured times instead of estimates. kernels: measured
-        on the hardware, `mfsdp.cost_model.kernel_timings.Kernels` or their file (`mfsdp measure
-            --kernels`): for the lines that are in it, instead of estimates.
-        suggest: whether to look for changes that make the step faster.
-        **sharding: arguments of `mfsdp.fully_shard`; none if the model is sharded already.
+        stepping: how the optimizer steps: ``"whole"``, all parameters at once; ``"flat"``, with
+            `fully_shard_optimizer`; ``"offloaded"``, with its ``offload="state"``. By default as in the model's plan,
+            or ``"whole"``.
+        profile: result of `mfsdp.profile` for the same programs; its measured times replace estimates.
+        kernels: kernels measured on the hardware, a `mfsdp.cost_model.kernel_timings.Kernels` or its file
+            (`mfsdp measure --kernels`); they replace the estimates of the lines that they contain.
+        suggest: whether to search for changes that make the step faster.
+        **sharding: arguments of `mfsdp.fully_shard`; none if the model is already sharded.
 
-    Several values at once, as a list (``world=[8, 64]``, ``hardware=["h100", "h200"]``, ``strategy=[2, 3]``,
-    ``options={"prefetch": [0, 1, 2]}``, ``units=[[Block], ["layers.*"]]``), give a `Comparison` of all
-    combinations.
+    Lists of values (``world=[8, 64]``, ``hardware=["h100", "h200"]``, ``strategy=[2, 3]``,
+    ``options={"prefetch": [0, 1, 2]}``, ``units=[[Block], ["layers.*"]]``) give a `Comparison` of all combinations.
 
     Returns:
         A `Report`, or a `Comparison`.
 
     Raises:
-        ValueError: bad arguments.
-        RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
+        ValueError: arguments are invalid.
+        RuntimeError: Dynamo finds a graph break in the model (Dynamo's own error, which names the place).
     """
     check_names(optimizer, stepping or "whole")
     steps = {"optimizer": optimizer, "stepping": stepping or "whole"}
@@ -203,11 +202,11 @@ _STEPPING = {
     "flat": "fully_shard_optimizer(optimizer)",
     "offloaded": 'fully_shard_optimizer(optimizer, offload="state")',
 }
-"""What makes an optimizer step otherwise, and take less."""
+"""Code that makes the optimizer step with less memory, by ``stepping``."""
 
 
 def _worthwhile(found: list[Suggestion]) -> list[Suggestion]:
-    """The best first; none that gives no more than one that changes less."""
+    """Returns the suggestions, the best first, without those that save no more than one that changes less."""
     kept: list[Suggestion] = []
     for s in sorted(found, key=lambda s: (len(s.text), s.step)):
         if all(s.step < k.step * (1 - GAIN / 2) for k in kept):
@@ -216,14 +215,14 @@ def _worthwhile(found: list[Suggestion]) -> list[Suggestion]:
 
 
 def _ideas(q: _Question, report: Report) -> Iterator[tuple[str, _Question]]:
-    """What might be faster, without tracing anew."""
+    """Yields changes that may help and need no new trace."""
     o = q.options
 
     def option(text: str, **changes: Any) -> Iterator[tuple[str, _Question]]:
         if changes.keys() <= pipeline.obeyed(o):
             yield text, replace(q, options=replace(o, **changes))
 
-    ahead = o.prefetch if isinstance(o.prefetch, int) else None  # as it is decided, nothing is to be changed
+    ahead = o.prefetch if isinstance(o.prefetch, int) else None  # "auto" is not changed
     if not report.fits:
         for depth in range(o.reduce_lag if ahead is None else min(ahead, o.reduce_lag)):
             if ahead is None:
@@ -244,12 +243,12 @@ def _ideas(q: _Question, report: Report) -> Iterator[tuple[str, _Question]]:
 
 
 def _lists(value: list[Any]) -> bool:
-    """Whether it is several values of what is a list itself, or ``"auto"``."""
+    """Returns whether it is a list of values that are lists or ``"auto"``."""
     return any(isinstance(v, list) for v in value) and all(isinstance(v, list) or v == "auto" for v in value)
 
 
 def _is_table(value: Any) -> bool:
-    """Whether it is one table of passes, not several."""
+    """Returns whether it is one table of passes, not a list of tables."""
     return isinstance(value, (list, tuple)) and all(
         isinstance(r, tuple) and len(r) == 2 and isinstance(r[0], str) for r in value
     )
@@ -263,7 +262,7 @@ def _questions(
     options: Mapping[str, Any] | None,
     sharding: Mapping[str, Any],
 ) -> tuple[list[_Question], list[str]]:
-    """All combinations, and the names of what varies."""
+    """Returns all combinations, and the names of the arguments that vary."""
     axes: dict[str, list[Any]] = {}
     several: list[str] = []
 
@@ -335,7 +334,7 @@ def _schedule(microbatches: Any, together: Any, overlapped: Any, stages: Any, sl
 
 
 def _prices(given: Any) -> dict[str, float]:
-    """Of a rank and an hour, by name of hardware, from a mapping or a file."""
+    """Returns prices of a rank per hour by hardware name, from a mapping or a JSON file."""
     if given is None:
         return {}
     try:
@@ -356,7 +355,7 @@ def _price(machine: Hardware, prices: Mapping[str, float]) -> float:
 
 
 def machine_of(what: Any) -> Hardware:
-    """Hardware by name, from a file, measured, or as it is."""
+    """Returns hardware by name, from a file, measured (``"this"``), or as given."""
     return measure() if what == "this" else find_hardware(what)
 
 
@@ -377,20 +376,20 @@ def _values(q: _Question, varied: Sequence[str]) -> dict[str, str]:
 
 
 def buffers_of(model: nn.Module | None) -> list[FlatBuffer]:
-    """Every flat buffer of a model."""
+    """Returns every flat buffer of a model."""
     modules = [] if model is None else list(model.modules())
     units = dict.fromkeys(m._mfsdp_unit for m in modules if isinstance(m, FSDPModule))
     return [b for unit in units for b in unit.buffers]
 
 
 def _beside(model: nn.Module | None) -> dict[str, int]:
-    """Axes of tensor parallelism, and their ranks."""
+    """Returns the tensor-parallel axes and their sizes."""
     modules = [] if model is None else list(model.modules())
     return sizes_along([ref.piece.mesh for m in modules for ref in refs(m).values() if ref.piece is not None], TENSOR)
 
 
 def unsharded(model: nn.Module | None) -> tuple[int, int]:
-    """Bytes of buffers and of ignored parameters, and of those among them that train."""
+    """Returns the bytes of buffers and ignored parameters, and of the trainable parameters among them."""
     if model is None:
         return 0, 0
     plain = {id(p): p for p in model.parameters() if type(p) is nn.Parameter}
@@ -400,7 +399,7 @@ def unsharded(model: nn.Module | None) -> tuple[int, int]:
 
 
 def _occasions(model: nn.Module, buffers: Sequence[FlatBuffer], optimizer: str, again: bool) -> tuple[Entry, ...]:
-    """What is in memory besides steps."""
+    """Returns ledger entries for memory outside of steps: initialising and saving."""
     main = sum(b.weights.main.nbytes for b in buffers)
     given = materialize.most(model, again)
     made = Entry(
@@ -412,7 +411,7 @@ def _occasions(model: nn.Module, buffers: Sequence[FlatBuffer], optimizer: str, 
 
 
 _Known = dict[tuple[Any, ...], tuple[list[Program], list[pipeline.Stages]]]
-"""What passes have made of traces."""
+"""Programs and listings after the passes, by combination."""
 
 
 def _report(
@@ -424,12 +423,12 @@ def _report(
     listings: bool = True,
     known: _Known | None = None,
 ) -> Report:
-    """One combination.
+    """Returns the report of one combination.
 
     Args:
-        steps: which optimizer, and how it steps.
-        listings: whether to render.
-        known: of other combinations, of which some differ in what passes do not ask for.
+        steps: ``optimizer`` and ``stepping``.
+        listings: whether to render listings.
+        known: programs of other combinations; reused if only values differ that passes do not read.
     """
     o = q.options
     if isinstance(profile, _Measured):
@@ -452,7 +451,7 @@ def _report(
     if key not in known:
         table = pipeline.chosen(o, q.hardware.cuda, decide, pace)
         programs = [original.copy() for original in traced]
-        checked = o.check and listings  # what is only a suggestion is checked when it is asked for
+        checked = o.check and listings  # suggestions are not verified
         stages = [pipeline.run(p, upto=o.upto, passes=table, checked=checked, listings=listings) for p in programs]
         known[key] = programs, stages
     programs, stages = known[key]

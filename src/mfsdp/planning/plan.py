@@ -1,4 +1,4 @@
-"""`plan`: the fastest training step that fits a budget of memory, before anything runs."""
+"""`plan`: finds the fastest training step that fits a memory budget, before anything runs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ..sharding.module import FSDPModule
 from .explain import buffers_of, machine_of, unsharded
 
 BUDGETS = 8
-"""How many other budgets a plan tells of."""
+"""Number of other budgets in a plan's curve."""
 
 PRICES = 6
-"""How many changes it tells of, of either direction."""
+"""Maximum number of changes in each direction in a plan's marginal-cost table."""
 
 
 def plan(
@@ -48,30 +48,29 @@ def plan(
     curve: bool = True,
     **sharding: Any,
 ) -> Plan:
-    """The fastest step that fits a budget of memory: which layers are computed again in backward and which of their
-    operators are saved all the same, which stay gathered, which go to the host; how far ahead parameters are gathered
-    and how long reductions may lag. Nothing runs, and no process group, GPU or memory for the model is needed.
+    """Returns the fastest plan that fits a memory budget. A plan chooses which layers to recompute and which of their
+    operators to save, which layers stay gathered, which to offload, the prefetch depth and the reduce lag. Nothing
+    runs, and no process group, GPU or memory for the model is needed.
 
-    Time is the clock's, memory the ledger's (`mfsdp.explain`), of every setting that is looked at; the searches
-    are those of `mfsdp.compiler.planner`.
+    The cost model and the memory ledger (`mfsdp.explain`) score each setting; `mfsdp.compiler.planner` searches.
 
     Args:
-        model: any module, on the meta device or not, sharded already or not; it is not changed.
-        args, kwargs: example inputs of one rank (values do not matter), one microbatch.
-        memory: bytes of the device that a rank may take, or a text (``"70GB"``, ``"64GiB"``): live bytes, as the ledger
-            counts them.
+        model: any module, on any device, sharded or not; it is not changed.
+        args, kwargs: example inputs of one rank for one microbatch (values do not matter).
+        memory: device bytes that a rank may take, or a text (``"70GB"``, ``"64GiB"``): live bytes as in the ledger.
         world, mesh_shape, hardware, microbatches, optimizer, profile: as for `mfsdp.explain`. ``mesh_shape`` may
-            be a list of shapes, of which the best is taken.
-        options: those of the backend, but not what the plan chooses.
-        allow: what it may choose: some of ``gathered``, ``recompute``, ``offload``, ``optimizer`` (its state on the
+            be a list of shapes; the plan takes the best one.
+        options: backend options, except those that the plan chooses.
+        allow: what the plan may choose: some of ``gathered``, ``recompute``, ``offload``, ``optimizer`` (state on the
             host), ``prefetch`` (with ``reduce_lag``).
-        curve: whether to look at other budgets too.
-        **sharding: arguments of `mfsdp.fully_shard`; none if the model is sharded already. ``strategy`` and
-            ``outer_strategy`` may be lists, of which the best are taken: each combination is traced anew.
+        curve: whether to plan for other budgets too.
+        **sharding: arguments of `mfsdp.fully_shard`; none if the model is already sharded. ``strategy`` and
+            ``outer_strategy`` may be lists; the plan takes the best combination. Each one is traced separately.
 
     Raises:
-        ValueError: bad arguments; or it does not fit: says by how many bytes, and what would be cheapest that did.
-        RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place).
+        ValueError: arguments are invalid.
+        DoesNotFit: no setting fits; a ``ValueError`` that names the missing bytes and the cheapest change that fits.
+        RuntimeError: Dynamo finds a graph break in the model (Dynamo's own error, which names the place).
     """
     budget = nbytes_of(memory, "plan: memory")
     wrong = sorted(set(allow) - set(ALLOWED))
@@ -147,8 +146,8 @@ def _combinations(mesh_shape: Any, sharding: Mapping[str, Any]) -> Iterator[dict
 
 
 def _prices(planner: Planner, best: Setting) -> Iterator[Price]:
-    """About what single changes would cost and bring (Note [Layer model]): none that another one beats, or the host has
-    no room for.
+    """Yields the estimated costs of single changes (Note [Layer model]). It omits changes that another one beats or
+    that exceed the host's memory.
     """
     here = planner.estimate(best)
     near = [(s, x) for s in planner.near(best) if planner.fits(x := planner.estimate(s), math.inf)]
@@ -160,7 +159,7 @@ def _prices(planner: Planner, best: Setting) -> Iterator[Price]:
 
 
 def _undominated(found: list[tuple[Setting, Score]]) -> list[tuple[Setting, Score]]:
-    """Those that are faster than all that take less."""
+    """Returns the settings that are faster than every setting with less memory."""
     out: list[tuple[Setting, Score]] = []
     for setting, score in sorted(found, key=lambda x: (x[1].peak, x[1].seconds)):
         if not out or score.seconds < out[-1][1].seconds:
@@ -169,7 +168,7 @@ def _undominated(found: list[tuple[Setting, Score]]) -> list[tuple[Setting, Scor
 
 
 def _difference(a: Setting, b: Setting) -> str:
-    """What is otherwise in b."""
+    """Returns text that lists what differs in ``b``."""
     parts = [str(y) or f"{y.name}: as it is" for x, y in zip(a.choices, b.choices, strict=True) if x != y]
     parts += [f"prefetch {b.prefetch}"] if a.prefetch != b.prefetch else []
     parts += [f"reduce_lag {b.reduce_lag}"] if a.reduce_lag != b.reduce_lag else []
@@ -179,12 +178,12 @@ def _difference(a: Setting, b: Setting) -> str:
 
 
 def _most(top: int, there: int, floor: int) -> int:
-    """The largest budget to look at: what is there, if that is less than what is worth anything."""
+    """Returns the curve's largest budget: the memory ``top`` of the fastest setting, or less if less is there."""
     return min(top, there) if there > floor else top
 
 
 def _curve(planner: Planner, floor: int, most: int) -> Iterator[Point]:
-    """The best step of budgets from the least to the most."""
+    """Yields the best step for budgets from ``floor`` to ``most``."""
     for i in range(BUDGETS + 1):
         budget = floor + (most - floor) * i // BUDGETS
         best = planner.best(budget)

@@ -1,1 +1,1 @@
-"""What people look at: reports, pages, dumps, profiles."""
+"""Reports, HTML pages, dumps and profiles."""

@@ -1,4 +1,4 @@
-"""The chart of a step, as Bokeh's JSON: timeline above memory."""
+"""The chart of a step as Bokeh JSON: timeline above memory."""
 
 from __future__ import annotations
 
@@ -32,27 +32,26 @@ KERNEL = {
     "launch": "too small: starting it decides its time",
     "measured": "measured",
 }
-"""What decides a kernel's time, in words; `mfsdp.cost_model.step_data.WHY` is the same for waits and collectives.
-"""
+"""What limits a kernel's time, as text; `mfsdp.cost_model.step_data.WHY` is the same for waits and collectives."""
 
 BANDS = ("#5f6f81", "#7f8ea0", "#9fabb9", "#bcc5cf", "#d3d9e0", "#b8ad9a", "#cfc6b6", "#e2dccf")
-"""Memory that lasts, from the bottom up."""
+"""Colours of memory held throughout the step, from the bottom up."""
 
 LASTING = {
     "main weights", "optimizer state", "parameters that last", "gathered parameters", "gradient buckets", "not sharded",
     "inputs",
 }  # fmt: skip
-"""Entries of the ledger that are there from the beginning to the end of a step."""
+"""Ledger entries held throughout the step."""
 
 NEAR = 0.5
-"""From which part of the hardware's memory on the plot shows where that ends."""
+"""Fraction of the hardware's memory from which on the plot shows the limit."""
 
 FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 MONO = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
 class _Bokeh:
-    """Its modules, imported when something is drawn. Untyped: its types do not know its own arguments."""
+    """Bokeh's modules, imported on first use. Untyped, as Bokeh's types lack some of its own arguments."""
 
     def __getattr__(self, module: str) -> Any:
         try:
@@ -93,7 +92,7 @@ labels.data = out;
 const alpha = visible < plot.inner_width / 8 ? 1 : 0;
 for (const g of glyphs) if (g.line_alpha !== alpha) g.line_alpha = alpha;
 """
-"""Writes into every box what there is room for; outlines boxes once they are wide enough not to be all outline."""
+"""Writes the label that fits into each box; outlines the boxes when few enough are visible."""
 
 TAPPED = """
 const i = cb_data.source.selected.indices[0];
@@ -125,7 +124,7 @@ BOX_COLUMNS = ("left", "right", "bottom", "top", "label", "short", "ink", "text"
 
 
 def rows(lines: Sequence[Line], listing: Sequence[str]) -> Iterator[int]:
-    """Number of the listing's line for each line; -1 if it is not there."""
+    """Yields each line's row number in the listing; -1 if it has none."""
     at = 0
     for x in lines:
         found = next((i for i in range(at, len(listing)) if x.gutter and listing[i] == x.gutter), -1)
@@ -134,7 +133,7 @@ def rows(lines: Sequence[Line], listing: Sequence[str]) -> Iterator[int]:
 
 
 def charts(report: StepData) -> Any:
-    """Timeline above memory, on one axis of time."""
+    """Returns the timeline above memory, with a shared time axis."""
 
     factor, unit = next((f, name) for least, f, name in SCALES if report.drawn >= least)
     end = max(report.drawn * factor, 1e-9)
@@ -153,7 +152,7 @@ def charts(report: StepData) -> Any:
 
 
 def figure(axis: Any, **more: Any) -> Any:
-    """A plot that zooms and pans sideways only."""
+    """Returns a plot that zooms and pans only horizontally."""
 
     pan, wheel = (
         bokeh.models.PanTool(dimensions="width"),
@@ -227,7 +226,7 @@ def ticks(plot: Any, labels: Mapping[float, str]) -> None:
 
 
 def label(plot: Any, sources: Sequence[Any], glyphs: Sequence[Any]) -> None:
-    """Text in the boxes, written anew whenever the view changes."""
+    """Adds text to the boxes, updated whenever the view changes."""
     labels = bokeh.models.ColumnDataSource({"x": [], "y": [], "text": [], "color": []})
     plot.text(
         "x", "y", "text", source=labels, text_color="color", text_font_size="11px", text_font={"value": "monospace"},
@@ -243,7 +242,7 @@ def label(plot: Any, sources: Sequence[Any], glyphs: Sequence[Any]) -> None:
 
 
 def _phases(plot: Any, report: StepData, factor: float) -> Any:
-    """The row above the lanes: which program runs."""
+    """Draws the row above the lanes, which shows the running program."""
 
     spans = [
         (f"{v.runs} x {v.phase}" if v.runs > 1 else v.phase, v.lines[0].start, max(x.end for x in v.lines))
@@ -263,7 +262,7 @@ def _phases(plot: Any, report: StepData, factor: float) -> Any:
 
 
 def _step_boxes(report: StepData, factor: float, heights: Mapping[str, int]) -> dict[str, list[dict[str, Any]]]:
-    """By kind; lines that take no time have none."""
+    """Returns the boxes by kind; lines that take no time have none."""
     out: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for program, view in enumerate(report.views):
         final = view.stages[-1].listing.split("\n") if view.stages else []
@@ -283,7 +282,7 @@ def _step_boxes(report: StepData, factor: float, heights: Mapping[str, int]) -> 
 
 
 _UNIT = re.compile(r"\bu\d+[a-z]?(?=_)")
-"""The unit in a line's text, for boxes too narrow for more."""
+"""Matches the unit in a line's text, the label of narrow boxes."""
 
 
 def _step_box(x: Line, factor: float, height: int, ink: str) -> dict[str, Any]:
@@ -342,7 +341,7 @@ def _band(plot: Any, boxes: Sequence[Mapping[str, Any]], color: str) -> Any:
 
 
 def _curve(plot: Any, report: StepData, factor: float, scale: int, base: int) -> Any:
-    """What comes and goes, on top of what lasts."""
+    """Draws transient memory on top of the memory held throughout."""
     points = list(memory(report)) or [(0.0, base)]
     x = [at * factor for at, _ in points]
     y = [live / scale for _, live in points]
@@ -355,7 +354,7 @@ def _curve(plot: Any, report: StepData, factor: float, scale: int, base: int) ->
 
 
 def _under_mouse(plot: Any, report: StepData, factor: float, scale: int, base: int) -> Any:
-    """Invisible boxes below the curve, for the hover."""
+    """Draws invisible boxes below the curve, for hovering."""
     boxes = [
         {
             "left": x.start * factor,
@@ -375,7 +374,7 @@ def _under_mouse(plot: Any, report: StepData, factor: float, scale: int, base: i
 
 
 def _peak(plot: Any, report: StepData, factor: float, scale: int) -> bool:
-    """Marks it; whether it is in the second half of the step."""
+    """Marks the peak. Returns whether it is in the second half of the step."""
     where = next(
         (x for v in report.views if v.phase == report.ledger.phase for x in v.lines if x.name == report.ledger.line),
         None,

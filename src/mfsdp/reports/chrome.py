@@ -1,4 +1,4 @@
-"""A simulated step in Chrome's trace format."""
+"""Writes a simulated step in Chrome's trace format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LANES = {"C": "Compute", "G": "Gather", "R": "Reduce", "O": "Outer", "T": "Tenso
 
 
 def chrome(report: StepData) -> str:
-    """The simulated step in Chrome's trace format: a thread per lane, and the bytes in use. Times in microseconds."""
+    """Returns the simulated step as a Chrome trace: one thread per lane, and the live bytes. Times in microseconds."""
     used = [lane for lane in LANES if lane == "C" or any(x.lane == lane for v in report.views for x in v.lines)]
     threads = {lane: i for i, lane in enumerate(used)}
     events: list[dict[str, Any]] = [_meta("process_name", 0, name=f"{report.name}, rank 0 of {report.ranks}")]
@@ -42,7 +42,9 @@ def _event(x: Line, phase: str, thread: int) -> dict[str, Any]:
 
 
 def memory(report: StepData) -> Iterator[tuple[float, int]]:
-    """Bytes from a moment on, in order. A collective's memory is taken when compute launches it, not when it starts."""
+    """Yields times and the live bytes from then on, in order. A collective's memory counts from its launch, not from
+    its start.
+    """
     now, last = 0.0, -1
     for view in report.views:
         for x in view.lines:
@@ -56,7 +58,7 @@ def memory(report: StepData) -> Iterator[tuple[float, int]]:
                     yield at, live
                     last = live
     if report.optimizer > 0:
-        # Of the optimizer only the peak is known, and only if it is the step's.
+        # The optimizer's memory is only known if it is the step's peak.
         begin = report.drawn - report.optimizer
         yield begin, report.peak if report.ledger.phase == "optimizer" else max(last, 0)
         yield report.drawn, max(last, 0)

@@ -1,4 +1,4 @@
-"""What a run leaves for people: ``MFSDP_DUMP=folder``, and the artifacts of tlparse.
+"""Writes files for debugging (``MFSDP_DUMP=folder``) and tlparse artifacts.
 
 graph0.forward.3.gather.txt     the listing after every pass
 graph0.forward.code.py          what Inductor made of it
@@ -33,13 +33,13 @@ log = logging.getLogger("mfsdp")
 
 
 class Dump:
-    """The files of one graph that Dynamo has traced; one rank writes them. Once the report is written it holds nothing.
+    """Writes the files of one graph that Dynamo traced. One rank writes them. After the report it holds no references.
 
     Args:
-        folder: made when it is needed.
-        number: of the graph.
-        options: those of the backend.
-        inputs: of the graph.
+        folder: created when needed.
+        number: number of the graph.
+        options: backend options.
+        inputs: inputs of the graph.
     """
 
     def __init__(self, folder: Path, number: int, options: Options, inputs: Sequence[Any]):
@@ -55,7 +55,9 @@ class Dump:
         self.seen: list[tuple[Program, Sequence[Stage]]] = []
 
     def add(self, program: Program, stages: Sequence[Stage]) -> Callable[[str], None]:
-        """Writes what there is of a program, and the report once there is a backward. What it returns writes code."""
+        """Writes a program's listings, and the report after a backward or inference program. Returns a function that
+        writes the generated code.
+        """
         stem = f"graph{self.number}.{program.phase}"
         for i, stage in enumerate(stages):
             self._write(f"{stem}.{i}.{stage.name}.txt", stage.listing.encode("ascii", "replace").decode())
@@ -70,7 +72,7 @@ class Dump:
         return show
 
     def _write(self, name: str, text: str) -> None:
-        """What cannot be written is said; the other ranks go on, and so does this one."""
+        """Writes a file. If that fails, it logs a warning and training continues."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_text(text, encoding="utf-8")
@@ -78,7 +80,7 @@ class Dump:
             log.warning("mfsdp: could not write %s: %s", self.folder / name, error)
 
     def _report(self) -> None:
-        """Nothing that goes wrong here stops a run."""
+        """Writes the report. Errors are logged and never stop training."""
         programs, stages = [p for p, _ in self.seen], [s for _, s in self.seen]
         path = self.folder / f"graph{self.number}.report.html"
         try:
@@ -95,12 +97,12 @@ class Dump:
 
 
 def traced() -> bool:
-    """Whether somebody collects artifacts for tlparse (``TORCH_TRACE=folder``)."""
+    """Returns whether torch collects artifacts for tlparse (``TORCH_TRACE=folder``)."""
     return bool(os.environ.get("TORCH_TRACE"))
 
 
 def artifacts(number: int, phase: str, stages: Sequence[Stage]) -> None:
-    """Hands the listings to tlparse. Private in torch (``trace_structured``); tried on 2.11 to 2.15."""
+    """Logs the listings for tlparse. Private in torch (``trace_structured``); tried on 2.11 to 2.15."""
     for i, stage in enumerate(stages) if traced() else ():
         about = {"name": f"mfsdp_graph{number}_{phase}_{i}_{stage.name}", "encoding": "string"}
         trace_structured("artifact", metadata_fn=partial(dict, about), payload_fn=partial(str, stage.listing))

@@ -1,4 +1,4 @@
-"""Where the parameters of a unit lie, and which ranks hold them, as Bokeh's JSON."""
+"""Charts of a unit's layout as Bokeh JSON: where its parameters lie and which ranks hold them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CUTS_SHOWN = 600
 
 
 def layout_chart(unit: Unit) -> Any:
-    """A unit's flat buffer: gathered, then a row for every rank: what lies where in its shard."""
+    """Returns a chart of a unit's flat buffer: gathered, and a row per rank with the contents of its shard."""
     return bokeh.embed.json_item(
         bokeh.layouts.column(_full(unit.layout), _shards(unit.layout), sizing_mode="stretch_width")
     )
 
 
 def _full(layout: Layout) -> Any:
-    """The gathered buffer, with the lines along which ranks cut it."""
+    """Draws the gathered buffer, with marks at the boundaries between ranks."""
     plot = _bars(layout.full_numel, 1, "element of the gathered buffer")
     ticks(plot, {0.0: "gathered"})
     boxes = [
@@ -76,14 +76,14 @@ def _draw(plot: Any, boxes: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _shown(world: int) -> list[int | None]:
-    """The first ranks and the last; ``None`` where some are left out."""
+    """Returns the first ranks and the last one; ``None`` stands for omitted ranks."""
     if world <= RANKS_SHOWN:
         return list(range(world))
     return [*range(RANKS_SHOWN - 2), None, world - 1]
 
 
 def _pieces(layout: Layout, rank: int, height: int) -> Iterator[dict[str, Any]]:
-    """What a rank's shard holds, padding without a colour."""
+    """Yields the boxes of a rank's shard; padding has no colour."""
     place = {"bottom": height - 0.4, "top": height + 0.4}
     end = 0
     held = [(layout.local(i, rank), i) for i in range(len(layout.slots))]

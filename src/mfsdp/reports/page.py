@@ -1,8 +1,8 @@
-"""A report as one HTML page that needs no network.
+"""Renders a report as one HTML page that needs no network.
 
-The page's data (charts as Bokeh's JSON, listings as text) travels as one deflated, base64 coded JSON: that keeps ten
-listings of thousands of lines small, and nothing that a model is called can be read as HTML or script. The browser
-builds a listing, and the plot of a unit, when it is asked for.
+The page embeds its data (charts as Bokeh JSON, listings as text) as one deflated, base64-encoded JSON. This keeps ten
+listings of thousands of lines small, and no name in a model can be parsed as HTML or script. The browser builds a
+listing or a unit's plot when the user opens it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .layouts import layout_chart
 
 
 def render(report: StepData) -> str:
-    """The page: timeline, memory, listings after every pass, layouts, ledger, waits.
+    """Returns the page: timeline, memory, listings after every pass, layouts, ledger, waits.
 
     Raises:
         ImportError: Bokeh is not installed.
@@ -52,7 +52,7 @@ def render(report: StepData) -> str:
 
 
 def _tiles(report: StepData) -> list[tuple[str, str, str, str]]:
-    """Of the header: name, value, remark, class."""
+    """Returns the header's tiles: name, value, remark, CSS class."""
     exposed = sum(x.seconds for x in report.exposed)
     share = exposed / report.step if report.step else 0.0
     out = [
@@ -71,7 +71,7 @@ def _tiles(report: StepData) -> list[tuple[str, str, str, str]]:
 
 
 def _listings(view: View) -> dict[str, Any]:
-    """The texts of a program, and the final one's lines on the clock: ``[row, start, end, exposed, source]``."""
+    """Returns a program's listings, and the times of the final one's lines: ``[row, start, end, exposed, source]``."""
     final = view.stages[-1].listing.split("\n") if view.stages else []
     marks = [
         [row, x.start, x.end, int(x.exposed > 0), x.source]
@@ -86,7 +86,7 @@ def _listings(view: View) -> dict[str, Any]:
 
 
 def _alike(views: Sequence[View]) -> Iterator[list[Unit]]:
-    """Units by layout: those of one list differ in name only."""
+    """Yields groups of units that differ only in name."""
     units = {u.name: u for view in views for u in view.units}
     groups: dict[Any, list[Unit]] = {}
     for u in units.values():
@@ -95,7 +95,7 @@ def _alike(views: Sequence[View]) -> Iterator[list[Unit]]:
 
 
 def _unit_row(alike: Sequence[Unit]) -> dict[str, str]:
-    """A line of the table of units."""
+    """Returns a row of the table of units."""
     u, last = alike[0], alike[-1]
     p, layout = u.spec.precision, u.layout
     several = len(alike) > 1

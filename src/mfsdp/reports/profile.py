@@ -1,4 +1,4 @@
-"""`profile`: real steps, joined to the listing of the programs that ran."""
+"""`profile`: measures real steps and assigns the times to the lines of their programs' listings."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from ..ir.roles import role
 from ..runtime import instrumentation
 
 _OPERATIONS = {x: x._schema.name.split("::")[1] for x in ops.SHOWN}
-"""Names under which `runtime` shows them."""
+"""Operations' names in `mfsdp.runtime`."""
 
 
 @dataclass(frozen=True)
 class Outlined:
-    """One line of a program that has been compiled."""
+    """One line of a compiled program."""
 
     name: str
     text: str
     unit: str
     operation: str
-    """What `runtime` calls it, ``""`` for the model's own computation."""
+    """Its name in `mfsdp.runtime`; ``""`` for the model's own computation."""
     weight: float
-    """Its share of the time between two operations: an estimate."""
+    """Its share of the time between two operations, by estimate."""
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A program, as far as a profile needs it."""
+    """The parts of a program that a profile needs."""
 
     model: str
     phase: str
@@ -50,22 +50,22 @@ class Outline:
 
     @property
     def name(self) -> str:
-        """What stacks and other profilers call it: ``GPT forward``."""
+        """Name in stack traces and other profilers: ``GPT forward``."""
         return f"{self.model} {self.phase}"
 
     @property
     def operations(self) -> list[str]:
-        """Names of what sharding does, in order, with the unit's path: ``all_gather layers.3``."""
+        """Names of sharding operations in order, with the unit's path: ``all_gather layers.3``."""
         return [f"{x.operation} {x.unit}" for x in self.lines if x.operation]
 
     @property
     def texts(self) -> list[str]:
-        """Their lines in the listing."""
+        """Lines of these operations in the listing."""
         return [f"{x.name} = {x.text}" for x in self.lines if x.operation]
 
 
 def outline(program: Program) -> Outline:
-    """The outline of a program that is about to be lowered."""
+    """Returns the outline of a program before it is lowered."""
     times = only_tells("estimates in profiles", {}, op_cost.op_times, program, KNOWN["h100"])
     units = {u.name: u.fqn for u in program.units}
     lines = []
@@ -82,12 +82,12 @@ def outline(program: Program) -> Outline:
 
 @dataclass(frozen=True)
 class Measured:
-    """One line, the median over steps."""
+    """One line with its median time over steps."""
 
     phase: str
     line: Outlined
     seconds: float
-    """Of a kernel; of a launch, what launching takes; of a wait, how long compute stood still."""
+    """Seconds of a kernel; of a launch, to launch it; of a wait, that compute waited."""
 
 
 class profile(AbstractContextManager["profile"]):
@@ -102,19 +102,19 @@ class profile(AbstractContextManager["profile"]):
     print(seen.against(mfsdp.explain(...)))       # beside what was planned
     mfsdp.explain(..., profile=seen)              # a plan with measured times
 
-    Collectives, waits and what sharding adds are measured one by one; the kernels between two of them together, and
-    shared by estimates. Enter when the model is warm: a step that compiles would count.
+    Collectives, waits and other sharding operations are measured one by one. The kernels between two of them are
+    measured together, and their time is split by estimates. Enter it after warm-up, as a step that compiles counts.
 
     Args:
-        model: as it was compiled, or what was given to torch.compile.
-        steps: how many to record; later ones run unseen.
+        model: the compiled model, or the model given to torch.compile.
+        steps: number of steps to record; later ones are not recorded.
 
     Raises:
         ValueError: ``steps`` is not positive.
     """
 
     one_by_one = True
-    """Programs do not run beside each other meanwhile (`mfsdp.overlapped`)."""
+    """Disables the overlap of programs (`mfsdp.overlapped`) while measuring."""
 
     def __init__(self, model: nn.Module, steps: int = 3):
         if steps < 1:
@@ -127,13 +127,13 @@ class profile(AbstractContextManager["profile"]):
         self.lines: list[Measured] = []
         """Every line of every program of a step, in order."""
         self.total = 0.0
-        """Seconds of a step, the median."""
+        """Median seconds of a step."""
         self.optimizer = 0.0
-        """Seconds behind the last program of a step."""
+        """Seconds after the last program of a step."""
         self.outside = 0.0
-        """Seconds before and between programs: data, autograd, what is not compiled."""
+        """Seconds before and between programs: data, autograd, uncompiled code."""
         self.ahead: dict[str, float] = {}
-        """Seconds that launching takes of what an optimizer's step launches ahead of forward (Note [Step prefetch])."""
+        """Seconds to launch each collective prefetched from the optimizer step (Note [Step prefetch])."""
         self._early: list[dict[str, tuple[Any, Any]]] = []
         self._logs: list[list[_Ran]] = []
         self._marks: list[Any] = []
@@ -157,7 +157,7 @@ class profile(AbstractContextManager["profile"]):
             self._join()
 
     def step(self) -> bool:
-        """Ends a step. Whether more are wanted."""
+        """Ends a step. Returns whether to record more."""
         if self._observing is None:
             return False
         self._marks.append(_now())
@@ -170,7 +170,7 @@ class profile(AbstractContextManager["profile"]):
         return True
 
     def program(self, outline: Outline, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        """A program runs (called by `runtime`)."""
+        """Runs a program and records its time (called by `mfsdp.runtime`)."""
         ran = _Ran(outline, _now(), [])
         if outline.model == self.model:
             self._logs[-1].append(ran)
@@ -180,7 +180,7 @@ class profile(AbstractContextManager["profile"]):
             ran.ended = _now()
 
     def operation(self, name: str, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """One of its operations runs (called by `runtime`)."""
+        """Runs an operation of a program and records its time (called by `mfsdp.runtime`)."""
         ran = self._logs[-1][-1] if self._logs[-1] and self._logs[-1][-1].ended is None else None
         if ran is None and not name.endswith(" ahead"):
             return kernel(*args)
@@ -193,7 +193,7 @@ class profile(AbstractContextManager["profile"]):
         return out
 
     def _join(self) -> None:
-        """Gives every line its time."""
+        """Computes the time of every line."""
         steps = []
         for (begun, ended), log in zip(pairwise(self._marks), self._logs):
             lines = [(ran.outline.phase, line, s) for ran in log for line, s in ran.shared()]
@@ -220,15 +220,15 @@ class profile(AbstractContextManager["profile"]):
 
     @property
     def exposed(self) -> float:
-        """Seconds of a step that compute stood still."""
+        """Seconds of a step that compute waited."""
         return sum(x.seconds for x in self.lines if x.line.operation == "wait")
 
     contended = True
-    """Its kernels ran beside transfers: what these take from computation is in their times."""
+    """Kernels were measured beside transfers, so their times include the slowdown."""
 
     def given(self, program: Program) -> dict[str, Any]:
-        """What `mfsdp.cost_model.op_cost.op_times` takes: measured lines, or, if the program has others (those of
-        another lowering), what all of them take together.
+        """Returns arguments of `mfsdp.cost_model.op_cost.op_times`: times of measured lines, or, if the program has
+        other lines (from another lowering), the total time of all kernels.
         """
         mine = [x for x in self.lines if x.phase == program.phase]
         kernels = {x.line.name: x.seconds for x in mine if x.line.operation not in _ELSEWHERE}
@@ -241,10 +241,10 @@ class profile(AbstractContextManager["profile"]):
         return self._text(None)
 
     def against(self, report: StepData) -> str:
-        """Every line as it was planned and as it was measured, in ms.
+        """Returns a table of every line's predicted and measured time, in ms.
 
         Args:
-            report: of `mfsdp.explain`, of the same model.
+            report: result of `mfsdp.explain` for the same model.
         """
         return self._text(report)
 
@@ -274,8 +274,8 @@ class profile(AbstractContextManager["profile"]):
 
 
 class ranges(AbstractContextManager["ranges"]):
-    """Names what sharding does in other profilers' timelines: inside of the ``with`` every program and every one of its
-    operations is a range of ``torch.profiler.record_function``, and of NVTX on CUDA, with the path of its unit
+    """Names sharding operations in other profilers' timelines: inside the ``with``, every program and each of its
+    sharding operations is a range of ``torch.profiler.record_function``, and of NVTX on CUDA, with the path of its unit
     (``all_gather layers.3``).
 
     with torch.profiler.profile() as profile, mfsdp.ranges():
@@ -300,12 +300,12 @@ class ranges(AbstractContextManager["ranges"]):
             self._observing = None
 
     def program(self, outline: Outline, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-        """A program runs (called by `runtime`)."""
+        """Runs a program in a range (called by `mfsdp.runtime`)."""
         with _range(outline.name):
             return run(args)
 
     def operation(self, name: str, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """One of its operations runs (called by `runtime`)."""
+        """Runs an operation of a program in a range (called by `mfsdp.runtime`)."""
         with _range(name):
             return kernel(*args)
 
@@ -324,12 +324,12 @@ def _enter(inside: ExitStack, name: str) -> None:
 
 
 _ELSEWHERE = ("wait", *(_OPERATIONS[x] for x in ops.LAUNCHED))
-"""Operations that are no kernels."""
+"""Operations that are not kernels."""
 
 
 @dataclass
 class _Ran:
-    """A program that ran once: when, and when each of its operations did."""
+    """One execution of a program: the times of it and of its operations."""
 
     outline: Outline
     begun: Any
@@ -337,7 +337,7 @@ class _Ran:
     ended: Any = None
 
     def shared(self) -> Iterator[tuple[Outlined, float]]:
-        """Every line and its seconds: operations as they were seen, what lies between two of them by weight."""
+        """Yields every line with its seconds: operations as measured, the time between two of them split by weight."""
         seen = iter(self.operations)
         pending: list[Outlined] = []
         at = 0.0
@@ -359,7 +359,7 @@ def _by_weight(lines: Sequence[Outlined], passed: float) -> Iterator[tuple[Outli
 
 
 def _now() -> Any:
-    """A moment: of the processor, or of the accelerator's current stream."""
+    """Returns the current time: of the processor, or an event on the accelerator's current stream."""
     if not torch.accelerator.is_available():
         return time.perf_counter()
     event = torch.Event(device=torch.accelerator.current_accelerator(), enable_timing=True)

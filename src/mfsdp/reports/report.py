@@ -1,4 +1,4 @@
-"""What `mfsdp.explain` gives: text, tables, files."""
+"""Results of `mfsdp.explain` as text, tables and files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from . import chrome, page
 
 
 class Report(StepData):
-    """A step, explained. ``print(report)`` shows it; `html` and `trace` write files."""
+    """The predicted step. ``print(report)`` shows it; `html` and `trace` write files."""
 
     def __str__(self) -> str:
         return "\n".join([self.summary(), "", *(self.listing(view.phase) for view in self.views)])
 
     def summary(self, waits: int = 8) -> str:
-        """All but the listings."""
+        """Returns the report without listings.
+
+        Args:
+            waits: maximum number of exposed waits to list.
+        """
         waited = sum(x.seconds for x in self.exposed)
         lines = [
             f"{self.name} on {self.ranks} ranks {self.grid}, {self.machine.name}"
@@ -78,7 +82,7 @@ class Report(StepData):
         return "\n".join(lines).rstrip()
 
     def html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the page: one file that needs no network. Needs the extra ``report``."""
+        """Writes one HTML page that needs no network. Requires the extra ``report``."""
         Path(path).write_text(page.render(self), encoding="utf-8")
 
     def trace(self, path: str | os.PathLike[str]) -> None:
@@ -88,7 +92,7 @@ class Report(StepData):
 
 @dataclass
 class Comparison:
-    """Several reports side by side. ``print`` shows a table; `plot` draws it."""
+    """Several reports. ``print`` shows a table; `plot` draws a chart."""
 
     varied: list[str]
     values: list[dict[str, str]]
@@ -96,7 +100,7 @@ class Comparison:
 
     @property
     def best(self) -> int | None:
-        """Number of the one with the shortest step of those that fit; ``None`` if none does."""
+        """Index of the fastest report that fits; ``None`` if none does."""
         fitting = [i for i, r in enumerate(self.reports) if r.fits]
         return min(fitting, key=lambda i: (self.reports[i].step, self.reports[i].peak), default=None)
 
@@ -125,7 +129,7 @@ class Comparison:
         return "\n".join("  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws step times, exposed communication in them, and peaks (extra ``demo``: matplotlib)."""
+        """Draws step times with their exposed communication, and peaks. Requires the extra ``demo`` (matplotlib)."""
         import matplotlib
 
         matplotlib.use("Agg")

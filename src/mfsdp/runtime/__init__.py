@@ -1,3 +1,3 @@
-"""What programs do when they run: kernels, runs, static buffers, ranks that stay in step, and whoever carries bytes."""
+"""Runs compiled programs: kernels, executions, static buffers, desync detection, transports."""
 
 from . import kernels  # noqa: F401  (registers them)

@@ -1,15 +1,14 @@
-"""Memory of the host: where what forward saves lies until backward, and the copies there and back.
+"""Host buffers for offloaded activations, and the copies to and from them.
 
 Note [Activation memory on the host]
-A room is host memory of a size, pinned where there is a device, that stays from step to step: to pin memory takes
-milliseconds. Like a static buffer (Note [Vacant static buffers]) it is free when nobody has a tensor over it, and torch
-counts that. What forward saves is such a tensor, so a room is taken until backward has read it for the last time
-(autograd drops it then), until a forward whose backward never comes is dropped, or until an exception has taken both
-away; a second forward finds it taken, and gets another. Who is given a room that a device may still read or write has
-its copy wait.
+A `HostBuffer` is host memory of a fixed size, pinned for a device, and persists between steps, since pinning takes
+milliseconds. Like a static buffer (Note [Vacant static buffers]) it is free when no tensor uses its storage; torch
+counts the references. A saved activation is such a tensor. It holds the buffer until autograd drops it: after
+backward's last read, with a forward that has no backward, or after an exception. A second forward gets another buffer.
+A copy waits for a device's earlier copies of the same buffer.
 
-A copy runs beside compute: on a device on a stream for each direction, on a CPU, where the host is only another pool,
-in a thread for each (`hosts`). What it reads and writes is kept until compute waits for it (Note [In flight]).
+Copies overlap with compute: each direction has a stream on a device, and a thread on the CPU, where the host is just
+another pool. Operands stay alive until compute has waited for the copy (Note [In flight]).
 """
 
 from __future__ import annotations
@@ -27,43 +26,43 @@ from .transport import End
 
 
 class HostBuffer:
-    """Memory of the host, for one device (Note [Activation memory on the host]).
+    """Host memory for one device (Note [Activation memory on the host]).
 
     Args:
-        nbytes: of it. Not of torch's allocator, which rounds pinned memory up to a power of two. Shared with forked
-            processes rather than copied when it is written to, away from where a device writes.
-        device: that copies to it.
+        nbytes: size. mmap provides it, because torch's allocator rounds pinned memory up to a power of two. Forked
+            processes share it: copy-on-write would move its pages away from those that a device writes to.
+        device: copies to the buffer.
     """
 
     def __init__(self, nbytes: int, device: torch.device):
         self.nbytes, self.round = nbytes, 0
-        """When it was taken last."""
+        """`HostPool.round` when the buffer was last taken."""
         self.storage = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8).untyped_storage()
         self.copied: torch.Event | None = None
-        """Behind the last copy to it or from it."""
+        """Recorded after the last copy to or from the buffer."""
         if device.type == "cuda":
             _pin(self, self.storage.data_ptr(), nbytes)
 
     def vacant(self) -> bool:
-        """Whether nobody has a tensor over it."""
+        """Whether no tensor uses the storage."""
         return static_buffers.holders(self.storage) <= 1
 
     def copying(self) -> bool:
-        """Whether a device still reads or writes it: nobody waits for that before memory of the system's goes."""
+        """Whether a device still reads or writes the buffer. Freeing system memory does not wait for that."""
         return self.copied is not None and not self.copied.query()
 
     def tensor(self, dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...]) -> torch.Tensor:
-        """A tensor over it, with a version of its own: autograd does not see that copies write to it."""
+        """A tensor on this storage with its own version counter: autograd does not see the copies' writes."""
         with torch.inference_mode(False), torch.no_grad():
             return torch.empty(0, dtype=dtype).set_(self.storage, 0, size, stride)  # type: ignore[call-overload, no-any-return]
 
 
 def _pin(room: HostBuffer, at: int, nbytes: int) -> None:
-    """Pins memory until the room is gone. Has not run on a GPU; as torch's own checkpoints do
-    (``_create_cpu_state_dict``).
+    """Pins memory until the buffer is deleted, like torch's own checkpoints (``_create_cpu_state_dict``). Has not run
+    on a GPU.
 
     Raises:
-        RuntimeError: the system does not let it.
+        RuntimeError: the system refuses to pin it.
     """
     cudart: Any = torch.cuda.cudart()
     if (error := int(cudart.cudaHostRegister(at, nbytes, 0))) != 0:
@@ -75,14 +74,14 @@ def _pin(room: HostBuffer, at: int, nbytes: int) -> None:
 
 
 class HostPool(list[HostBuffer]):
-    """The rooms of a device."""
+    """The host buffers of one device."""
 
     round = 0
-    """How often one of them was taken while all were free: a step, as a rule."""
+    """How often a buffer was taken while all were free; normally the number of steps."""
 
     def take(self, nbytes: int, device: torch.device) -> HostBuffer:
-        """The smallest that is free and not much too large, or a new one. Then those go that the last rounds have not
-        needed (for a length of sequences that has not come again).
+        """Returns the smallest free buffer that fits and is at most a quarter too large, else a new one. Before
+        allocating, drops free buffers unused for `ROUNDS` rounds (sizes of sequence lengths that did not recur).
         """
         free = [room for room in self if room.vacant()]
         self.round += len(free) == len(self)
@@ -106,47 +105,49 @@ _lock = threading.Lock()
 
 
 def sizes() -> list[int]:
-    """Bytes of every room."""
+    """Bytes of each host buffer."""
     return sorted(room.nbytes for rooms in _rooms.values() for room in rooms)
 
 
 def taken() -> int:
-    """Bytes of the rooms that somebody uses."""
+    """Bytes of the host buffers in use."""
     return sum(room.nbytes for rooms in _rooms.values() for room in rooms if not room.vacant())
 
 
 def _take(x: torch.Tensor, nbytes: int) -> tuple[HostBuffer, torch.Tensor]:
-    """A room, and a tensor over it, laid out as ``x``."""
+    """A host buffer, and a tensor in it with the layout of ``x``."""
     with _lock:
         room = _rooms.setdefault(x.device, HostPool()).take(nbytes, x.device)
         return room, room.tensor(x.dtype, x.shape, x.stride())
 
 
 def offload(x: torch.Tensor) -> tuple[torch.Tensor, End]:
-    """Launches the copy of a tensor to the host; what it gives, laid out alike, and what waits until it is complete."""
+    """Launches a tensor's copy to the host. Returns the host tensor, of equal layout, and a function that waits for the
+    copy.
+    """
     source = _flat(x)
     room, out = _take(x, source.numel() * x.itemsize)
     return out, _copy(_flat(out), source, "out", room)
 
 
 def reload(host: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, End]:
-    """Launches the copy back to a device."""
+    """Launches the copy back to a device; returns the same pair."""
     out = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
     return out, _copy(_flat(out), _flat(host), "in", _at.get(host.data_ptr()))
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """A tensor's memory from its first element to its last, in the order in which it lies there."""
+    """A tensor's memory from first to last element, flat and in memory order."""
     extent = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
     return x.detach().as_strided((extent,), (1,), x.storage_offset())
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor, way: host_memory.Direction, room: HostBuffer | None) -> End:
-    """Launches a copy, behind the last one of the same room.
+    """Launches a copy after the last one of the same host buffer.
 
     Args:
-        way: ``"out"``, to the host, or ``"in"``.
-        room: the host's part of it.
+        way: ``"out"`` to the host, ``"in"`` to the device.
+        room: the host buffer.
     """
     last = [] if room is None or room.copied is None else [room.copied]
     end = host_memory.copy([(target, source)], way, last)

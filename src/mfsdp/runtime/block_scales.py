@@ -1,8 +1,7 @@
-"""Maxima of blocks, and scales of blocks, on the rows that one rank has: what `config.block_grid` says, done with
-tensors.
+"""Block amax and block scales for one rank's rows of a parameter (`config.block_grid` defines the blocks).
 
-Maxima are bit patterns here, int32: those of floats without a sign stand in the order of the floats, NaN above
-infinity, so that a maximum over ranks keeps NaN, whoever takes it.
+Amax values are int32 bit patterns. Those of non-negative floats sort like the floats, with NaN above infinity, so a
+maximum over ranks keeps NaN.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from ..config.block_grid import Digit, Grid
 
 
 def largest(rows: torch.Tensor, first: int, grid: Grid) -> torch.Tensor:
-    """The largest magnitude in each block, among some rows of a parameter.
+    """The amax of each block among some rows of a parameter.
 
     Args:
         rows: [rows, elements of a row], of any floating dtype.
-        first: number of the first of them in the parameter.
+        first: index of the first row in the parameter.
         grid: blocks.
 
     Returns:
-        int32[grid.numel], the bits of float32 values; 0 for a block that has no element here.
+        int32[grid.numel], the bits of float32 values; 0 for a block without an element here.
     """
     out = torch.zeros(grid.numel, dtype=torch.int32, device=rows.device)
     if not rows.numel():
@@ -34,7 +33,7 @@ def largest(rows: torch.Tensor, first: int, grid: Grid) -> torch.Tensor:
     shared = [1 + i for i, d in enumerate(lower) if not d.place]
     values = (values.amax(shared) if shared else values).reshape(len(rows), -1)
     block = _run(upper)
-    if block > 1:  # rows of one block are neighbours: all but the first and the last block are here whole
+    if block > 1:  # rows of a block are adjacent: only the first and last block can be incomplete here
         start, stop = -(-first // block) * block - first, (first + len(rows)) // block * block - first
         if start >= stop:
             start = stop = min(max(start, 0), len(rows))
@@ -44,7 +43,7 @@ def largest(rows: torch.Tensor, first: int, grid: Grid) -> torch.Tensor:
         keys = _keys(upper, block, first // block, len(values), rows.device)
     else:
         keys = _keys(upper, 1, first, len(values), rows.device)
-    bits = values.float().contiguous().view(torch.int32) & 0x7FFFFFFF  # a NaN may have come by a sign
+    bits = values.float().contiguous().view(torch.int32) & 0x7FFFFFFF  # a NaN may have a sign bit
     placed = [d for d in (*upper, *lower) if d.place]
     if keys is None:
         natural = bits.amax(0)
@@ -57,12 +56,12 @@ def largest(rows: torch.Tensor, first: int, grid: Grid) -> torch.Tensor:
 
 
 def spread(values: torch.Tensor, rows: torch.Tensor, first: int, grid: Grid) -> None:
-    """Writes to every element of some rows of a parameter what its block has.
+    """Writes each block's value to its elements among some rows of a parameter.
 
     Args:
         values: flat, [grid.numel].
         rows: [rows, elements of a row], written.
-        first: number of the first of them in the parameter.
+        first: index of the first row in the parameter.
         grid: blocks.
     """
     if not rows.numel():
@@ -80,7 +79,7 @@ def spread(values: torch.Tensor, rows: torch.Tensor, first: int, grid: Grid) -> 
 
 
 def _halves(grid: Grid, row: int) -> tuple[list[Digit], list[Digit]]:
-    """Digits that count rows, and those that count inside of a row."""
+    """The digits that count rows, and those that count elements within a row."""
     upper = [d for d in grid.digits if d.stride >= row]
     lower = [d for d in grid.digits if d.stride < row]
     assert prod(d.size for d in lower) == row, f"{grid} does not end with rows of {row} elements"
@@ -88,7 +87,7 @@ def _halves(grid: Grid, row: int) -> tuple[list[Digit], list[Digit]]:
 
 
 def _run(upper: list[Digit]) -> int:
-    """How many rows, one behind the other, share a block: 1 if all rows do, or others between them do not."""
+    """How many consecutive rows share a block; 1 if all rows do, or if a block's rows are not adjacent."""
     block = 1
     for digit in reversed(upper):
         if digit.place:
@@ -98,7 +97,7 @@ def _run(upper: list[Digit]) -> int:
 
 
 def _keys(upper: list[Digit], block: int, first: int, count: int, device: torch.device) -> torch.Tensor | None:
-    """Of runs of rows, which of the placed digits' values they have, as one number; ``None`` if there are no such."""
+    """The placed digits of each run of ``block`` rows, as one number; ``None`` without placed digits."""
     placed = tuple(d for d in upper if d.place)
     return _numbers(placed, block, first, count, device) if placed else None
 

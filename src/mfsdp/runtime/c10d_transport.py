@@ -1,4 +1,4 @@
-"""A device's own collectives, NCCL's above all: launched behind the current stream, on a stream of their group."""
+"""Transport over a device's own collectives, mainly NCCL: launched after the current stream, on the group's stream."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ from . import devices, groups
 from .inflight import InFlight, beside
 from .transport import End, Member, Pairs, Turn
 
-# Named *_single from torch 2.13 on, where the old names warn; tried on 2.11 to 2.15.
+# torch 2.13 renamed these to *_single and warns on the old names; tried on 2.11 to 2.15.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _launched(options: Any) -> Any:
-    """Options of a collective that nobody waits for yet. Private in torch (``asyncOp``); tried on 2.13, not on the
-    others of 2.11 to 2.15.
+    """Makes a collective's options asynchronous. Private in torch (``asyncOp``); tried on 2.13, not on the others of
+    2.11 to 2.15.
     """
     options.asyncOp = True
     return options
 
 
 _GATHER, _SCATTER = _launched(AllgatherOptions()), _launched(ReduceScatterOptions())
-"""Those of one tensor."""
+"""Options of a collective over one tensor."""
 
 
 class C10dTransport(Member):
-    """Collectives of the group's backend for a kind of device. They have no tags: ranks agree before they launch."""
+    """The group's backend for one device type. Collectives have no tags, so ranks compare fingerprints before they
+    launch.
+    """
 
     prompt = False
 
@@ -43,8 +45,8 @@ class C10dTransport(Member):
         return self._at_once(_all_gather, pairs)
 
     def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
-        """A sum in another dtype than what travels is an all-to-all and a sum here: NCCL adds up in what travels. It
-        takes room for what arrives, as much as is sent.
+        """Reduce-scatter. NCCL sums in the communication dtype; a sum in another dtype is an all-to-all and a local
+        sum, with a receive buffer as large as the input.
         """
         turn.agree()
         if all(full.dtype is shard.dtype is dtype for full, shard in pairs):
@@ -75,24 +77,24 @@ class C10dTransport(Member):
         return work.wait  # type: ignore[no-any-return]
 
     def _at_once(self, collective: Callable[..., Any], tensors: Pairs) -> End:
-        """Launches a collective for each pair of what it writes and what it reads, together: one of NCCL's calls, and
-        one latency. Private in torch (``_coalescing_manager``); tried on 2.13, over gloo.
+        """Launches a collective for each (output, input) pair as one NCCL call with one latency. Private in torch
+        (``_coalescing_manager``); tried on 2.13, over gloo.
         """
         with dist.distributed_c10d._coalescing_manager(self.group, async_ops=True) as works:
             for out, read in tensors:
                 collective(out, read, group=self.group, async_op=True)
         return works.wait  # type: ignore[no-any-return]
 
-    # words
+    # fingerprints
 
     def exchange(self, word: int) -> Answers:
         return Answers(self, word)
 
     def sever(self) -> None:
-        """Nothing: a communicator that is aborted may take the process with it. Others wait for its own limit."""
+        """Does nothing: aborting a communicator may kill the process. Other ranks wait for its timeout."""
 
     def abort(self) -> None:
-        """Aborts the communicators, as somebody has asked for (``on_stall="raise"``). Has not run on a GPU yet."""
+        """Aborts the communicators, if the user asks for it (``on_stall="raise"``). Has not run on a GPU yet."""
         other = groups.other_of(self.name)
         for group in (self.group, *(() if other is None else (groups.process_group(other),))):
             with suppress(RuntimeError):
@@ -100,15 +102,15 @@ class C10dTransport(Member):
 
 
 def gather_one(group: dist.ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> End:
-    """An all-gather as process groups have it, without what torch looks up around it. Private in torch
-    (``_allgather_base`` before 2.13); tried on 2.13, not on the others of 2.11 to 2.15.
+    """An all-gather on the process group itself, without torch's wrapper. Private in torch (``_allgather_base`` before
+    2.13); tried on 2.13, not on the others of 2.11 to 2.15.
     """
     return _gather_of(group, full, shard, _GATHER).wait  # type: ignore[no-any-return]
 
 
 def scatter_one(group: dist.ProcessGroup, full: torch.Tensor, shard: torch.Tensor) -> End:
-    """A reduce-scatter, a sum, in the same way. Private in torch (``_reduce_scatter_base`` before 2.13); tried on 2.13,
-    not on the others of 2.11 to 2.15.
+    """A reduce-scatter (sum), likewise. Private in torch (``_reduce_scatter_base`` before 2.13); tried on 2.13, not on
+    the others of 2.11 to 2.15.
     """
     return _scatter_of(group, shard, full, _SCATTER).wait  # type: ignore[no-any-return]
 
@@ -118,9 +120,7 @@ _scatter_of: Any = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or 
 
 
 class Answers:
-    """Words that are gathered: on the stream of the group's collectives, and from there to the host, without that
-    either the host or the current stream waits.
-    """
+    """Gathers fingerprints on the group's stream and copies them to the host; neither host nor current stream waits."""
 
     def __init__(self, line: C10dTransport, word: int):
         device = devices.collective_device(line.name)

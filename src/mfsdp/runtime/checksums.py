@@ -1,4 +1,4 @@
-"""Checksums of values: exact, and the same in whatever order and on however many ranks they are added up."""
+"""Exact checksums of values, independent of summation order and number of ranks."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 import torch
 
 PART = 2**22
-"""Elements that are looked at together."""
+"""Elements processed at a time."""
 
 
 def checksum(values: torch.Tensor, offsets: Sequence[int] = (), shape: Sequence[int] = ()) -> torch.Tensor:
-    """Every bit of every element, mixed with its place and added up modulo 2**64; int64, on the values' device.
+    """Mixes each element's bits with its position and adds modulo 2**64; returns int64 on the values' device.
 
     Args:
-        values: a box of a tensor; of 1, 2, 4 or 8 bytes per element.
-        offsets: where it begins in that tensor; by default at its beginning.
-        shape: of that tensor; by default the box's own.
+        values: a box of a tensor; 1, 2, 4 or 8 bytes per element.
+        offsets: where the box starts in that tensor; default zeros.
+        shape: that tensor's shape; default the box's own.
     """
     values = values.detach()
     if not values.dim():
@@ -39,8 +39,8 @@ def checksum(values: torch.Tensor, offsets: Sequence[int] = (), shape: Sequence[
 
 
 def _mixed(bits: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """A number of 64 bits that any bit of either changes: twice multiplied by odd numbers, high bits folded onto low
-    ones in between (the constants are splitmix64's).
+    """A 64-bit hash of both arguments' bits: two multiplications by odd numbers, with high bits folded onto low ones in
+    between (constants of splitmix64).
     """
     mixed = (bits + index * _signed(0x9E3779B97F4A7C15)).mul_(_signed(0xBF58476D1CE4E5B9))
     return mixed.bitwise_xor_(mixed >> 31).mul_(_signed(0x94D049BB133111EB))

@@ -1,8 +1,8 @@
-"""Gathers and sums of what travels in a format of its own (`config.comm_formats`): written when it is launched, and
-read when somebody waits, behind what carries bytes.
+"""All-gathers and reduce-scatters in a communication format (`config.comm_formats`), on top of transports of bytes. The
+launch quantizes, the wait dequantizes.
 
-Every rank reads all that a gather has brought, its own part too: nobody sees values that others do not have. Between
-programs and transports nothing changes: full buffers, and sums, have the dtypes that they have without a format.
+Every rank dequantizes the whole message, its own part included, so all ranks see equal values. Programs and transports
+do not change: full buffers and sums keep their dtypes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from .inflight import InFlight
 from .transport import End, Pairs
 
 AT_ONCE = 2**23
-"""Elements that are written at once: it takes four bytes for each, for a moment."""
+"""Elements quantized at a time; each takes four bytes temporarily."""
 
 LEAST = 127 * torch.finfo(torch.float32).tiny
-"""A block with nothing larger becomes zeros: its scale would be subnormal, which devices may take for zero."""
+"""A block with a smaller amax becomes zeros: its scale would be subnormal, which devices may flush to zero."""
 
 
 def gather(run: Execution, pairs: Pairs, group: str, wire: str | None) -> End:
-    """Launches all-gathers of shards, [n] of any floating dtype, into whole buffers, [ranks * n] in their own, in the
-    format ``wire``; ``None``: as they are.
+    """Launches all-gathers of shards, [n] of any floating dtype, into full buffers, [ranks * n] in their own. ``wire``
+    is the format; ``None``: none.
     """
     if wire is None:
         return run.gather(pairs, group)
@@ -47,8 +47,8 @@ def gather(run: Execution, pairs: Pairs, group: str, wire: str | None) -> End:
 
 
 def scatter(run: Execution, pairs: Pairs, dtype: torch.dtype, group: str, wire: str | None) -> End:
-    """Launches sums of whole buffers, [ranks * n], over ranks, into shards, [n] in their own dtype. With a format every
-    rank sends every other one its part, and adds up in ``dtype``, in the order of ranks, what it gets.
+    """Launches reduce-scatters of full buffers, [ranks * n], into shards, [n] in their own dtype. With a format, ranks
+    exchange their parts, and each sums what it receives in ``dtype``, in rank order.
     """
     if wire is None:
         return run.scatter(pairs, dtype, group)
@@ -76,18 +76,18 @@ def scatter(run: Execution, pairs: Pairs, dtype: torch.dtype, group: str, wire: 
 
 
 def _messages(rows: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, ...]:
-    """The part of each segment in messages, [ranks, bytes of all]."""
+    """Splits messages, [ranks, bytes of all segments], by segment."""
     return rows.split([is_quantized(n) for n in sizes], 1)  # type: ignore[no-any-return]
 
 
 def write(rows: torch.Tensor, messages: torch.Tensor) -> None:
-    """Quantises to int8: ``round(x / scale)``, with the scale ``max(abs(x)) / 127`` of each block, in float32. A value
-    is off by half a scale at most, and in a block of nothing larger than `LEAST` by that. Where there is a NaN or an
-    infinity the block's scale is one, and nothing finite is read from it. Zeros stay zeros.
+    """Quantizes to int8: ``round(x / scale)``, where each block's scale is ``max(abs(x)) / 127`` in float32. The error
+    is at most half a scale, or `LEAST` in a block whose amax is below it. A block with a NaN or an infinity has a
+    non-finite scale and reads back as non-finite. Zeros stay zeros.
 
     Args:
-        rows: [rows, n], floating point; blocks begin anew in every row.
-        messages: [rows, coded(n)], uint8.
+        rows: [rows, n], floating point; each row starts a new block.
+        messages: [rows, is_quantized(n)], uint8.
     """
     numel = rows.shape[1]
     values, scales = _parts(messages, numel)
@@ -102,7 +102,7 @@ def write(rows: torch.Tensor, messages: torch.Tensor) -> None:
 
 
 def read(messages: torch.Tensor, rows: torch.Tensor) -> None:
-    """What `write` has written: values times the scales of their blocks, rounded once, to the dtype of ``rows``."""
+    """Dequantizes messages of `write`: values times block scales, rounded once to the dtype of ``rows``."""
     values, scales = _parts(messages, rows.shape[1])
     for start, end, first, last in _stretches(*rows.shape):
         x, scale = values[:, start:end].unflatten(1, (last - first, -1)), scales[:, first:last].unsqueeze(2)
@@ -116,7 +116,7 @@ def _parts(messages: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _stretches(rows: int, numel: int) -> Iterator[tuple[int, int, int, int]]:
-    """Columns of equal blocks, with the numbers of those: first and last elements, first and last blocks."""
+    """Column ranges of equal blocks: (first element, end element, first block, end block)."""
     whole, step = numel // BLOCK, max(1, AT_ONCE // (rows * BLOCK))
     for first in range(0, whole, step):
         last = min(first + step, whole)

@@ -1,35 +1,33 @@
-"""Ranks stay in step: each says what it is about to run, and looks at what the others have said.
+"""Desync detection: ranks announce what they run next, and compare.
 
 Note [Desync detection]
-Collectives of a process group meet in the order in which each rank launches them, whatever they carry. Two ranks that
-take different ways through a model (LayerDrop, early exit, a branch on data, evaluation on one rank) would give each
-other the wrong parameters; where sizes are equal, nobody would notice. So every rank announces what it is about to run:
-once per program, which is compared as a whole, and once per gather or reduction on the eager path. An announcement is
-one word of eight bytes, a hash of the collectives' texts with the paths of their units, and it costs no waiting:
+Process groups match collectives by launch order only. Two ranks that take different paths through a model (LayerDrop,
+early exit, a branch on data, evaluation on one rank) would exchange wrong parameters, unnoticed if sizes are equal. So
+every rank announces what it runs next: once per program, compared as a whole, and once per gather or reduction of the
+eager fallback. It sends a fingerprint of eight bytes, a hash of the collectives' texts with their units' paths. This
+costs no wait:
 
-* Over gloo the word is a message to every other rank, launched where the program begins and looked at where it waits
-  for the first time. The program's own messages carry a tag made from the word and from how many there were before, so
-  messages of two programs never meet: neither wrong values, nor sizes at which gloo ends the process.
-* Over NCCL words are gathered in front of the program's own collectives, on the same stream, and the host looks at them
-  once they are there: at once in a program's first run, one or a few programs later in all others.
+* Over gloo the fingerprint is a message to every other rank, sent when the program begins and compared at its first
+  wait. The program's own messages have a tag made from the fingerprint and the number of earlier announcements, so
+  messages of two programs never match: no wrong values, and no wrong sizes, at which gloo ends the process.
+* Over NCCL an all-gather of fingerprints precedes the program's collectives on their stream. The host compares them
+  once they arrive: at once in a program's first execution, one or a few programs later in all others.
 
-A bit of the word is not of what is run, but of how: whether this rank has to gather anew what was launched ahead of a
-program (Note [Step prefetch]), or lasts (Note [Unseen writes]). It may differ where the host waits for answers anyway;
-elsewhere that is an error too.
+One bit says whether this rank must gather prefetched (Note [Step prefetch]) or persistent parameters (Note [Unseen
+writes]) again. Ranks may differ in it where the host waits for answers anyway; elsewhere that is an error.
 
-Five more are the number of steps that optimizers have taken on what the group shares, modulo 32. A rank that has left
-a step out (an exception that it swallowed) would train on with shards of another step than the others', in collectives
-that are all alike.
+Five bits count optimizer steps on the group's parameters, modulo 32. A rank that skips a step (it caught an exception)
+would train on with shards of another step, in collectives that are the same on all ranks.
 
-The rest of a word is mixed with what has been loaded into the weights that the group shares: of state dicts names, and
-some values of whole tensors. One that a rank alone has loaded would leave some weights old and some new.
+The other bits are mixed with a digest of the state dicts loaded into the group's weights: names, and some values of
+full tensors. If only one rank loads one, some weights are old and some new.
 
-Words that differ are an error on every rank, which then tell each other what they meant through the store.
+If fingerprints differ, every rank raises, and ranks explain theirs through the store.
 
-A rank that an exception takes out of a program has not launched what the others wait for. It says so in the store, and
-before it communicates again it makes sure that all ranks have left the same program at the same collective (all of them
-ran out of memory): then they begin anew. Otherwise the group is lost: the rank writes down why, breaks the connections
-that others may be waiting on, and all raise.
+A rank that an exception takes out of a program has not launched collectives that others wait for. It records that in
+the store. Before it communicates again, it checks that all ranks left the same program at the same collective (all ran
+out of memory): then they start over. Otherwise the group is lost: the rank records why and breaks the connections that
+others may wait on, and all raise.
 """
 
 from __future__ import annotations
@@ -44,10 +42,10 @@ from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 PATIENCE = 10.0
-"""Seconds that ranks are given to say why they have gone apart, or that they have left a program too."""
+"""Seconds for other ranks to explain why they diverged, or to report that they left a program too."""
 
 BEHIND = 16
-"""Announcements that may be under way, where the host does not wait for them."""
+"""Limit of unchecked announcements, where the host does not wait for them."""
 
 
 @dataclass(frozen=True)
@@ -55,61 +53,61 @@ class Fingerprint:
     """What a rank is about to run on a process group."""
 
     name: str
-    """The program, or the operation, for people."""
+    """The program or operation, for error messages."""
     lines: tuple[str, ...]
-    """What ranks must have alike: each collective, with its unit's path and sizes."""
+    """Must be the same on all ranks: each collective, with its unit's path and sizes."""
     optional: bool = False
-    """Whether ranks that are about to do something else take part in it (Note [Joining with zeros])."""
+    """Whether ranks about to run something else join with zeros (Note [Joining with zeros])."""
 
     def __post_init__(self) -> None:
         _known[self.digest] = self
 
     @cached_property
     def digest(self) -> int:
-        """57 bits, the last of them says whether it is optional."""
+        """57 bits; the lowest says whether it is optional."""
         hashed = int.from_bytes(hashlib.sha256("\n".join(self.lines).encode()).digest()[:8]) >> 7
         return hashed & ~1 | self.optional
 
 
 ANEW = 1 << 62
-"""The bit of a word that says: this rank gathers anew what was launched ahead, or lasts."""
+"""The bit that says: this rank gathers prefetched or persistent parameters again."""
 
 STEPS = 31 << 57
-"""The bits of a word that say how often optimizers have stepped on this rank."""
+"""The bits that count this rank's optimizer steps."""
 
 HOW = ANEW | STEPS
 
 LOADS = (1 << 57) - 2
-"""The bits of a word that are mixed with what has been loaded on this rank."""
+"""The bits mixed with what this rank has loaded."""
 
 
 _known: dict[int, Fingerprint] = {}
-"""All that this process has meant to say: most often it is what another rank has said, too."""
+"""This process's fingerprints by digest; another rank's is usually among them."""
 
 
 @cache
 def operation(what: str, optional: bool = False) -> Fingerprint:
-    """The words for a single operation."""
+    """The fingerprint of a single operation."""
     return Fingerprint(what, (what,), optional)
 
 
 class Answers(Protocol):
-    """An exchange under way."""
+    """An exchange of fingerprints in flight."""
 
     def ready(self) -> bool:
-        """Whether nobody has to be waited for."""
+        """Whether `wait` returns at once."""
 
     def wait(self) -> list[int]:
-        """Every rank's word, by rank of the group."""
+        """Every rank's fingerprint, by rank of the group."""
 
 
 @runtime_checkable
 class Wire(Protocol):
-    """What carries words between the ranks of a group (`carriers.wire_of`)."""
+    """Exchanges fingerprints between a group's ranks (`transport_registry.wire_of`)."""
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Of the default group, in order."""
+        """Ranks of the default group, in group order."""
 
     @property
     def me(self) -> int: ...
@@ -123,28 +121,30 @@ class Wire(Protocol):
     def tell(self, key: str, text: str) -> None: ...
 
     def ask(self, key: str, seconds: float) -> str | None:
-        """What somebody has told, or ``None`` after so many seconds."""
+        """The text stored under ``key``, or ``None`` after ``seconds``."""
 
     def sever(self) -> None:
-        """Ends what other ranks of the group are waiting for, with an error."""
+        """Makes waits of the group's other ranks fail."""
 
     def abort(self) -> None:
-        """Ends what this rank is waiting for, too, in whatever thread."""
+        """Makes this rank's waits fail too, in all threads."""
 
 
 class DesyncError(RuntimeError):
-    """Ranks have gone apart."""
+    """Ranks have diverged."""
 
 
 class PeerLostError(RuntimeError):
-    """Other ranks are not there any more."""
+    """Other ranks cannot be reached any more."""
 
 
 class Standing(Protocol):
-    """What takes part where another rank uses a unit (Note [Joining with zeros])."""
+    """Joins with zeros where another rank uses a unit (Note [Joining with zeros])."""
 
     def choices(self) -> Iterable[tuple[Fingerprint, Callable[[PendingCheck], None]]]:
-        """What a rank may say of it, and what takes part in that for one that says something else."""
+        """Fingerprints that a rank may announce for the unit, each with the function that joins on ranks that announced
+        something else.
+        """
 
 
 @dataclass
@@ -153,25 +153,25 @@ class Left:
 
     name: str
     place: str
-    """The operation that it was in."""
+    """The operation that raised."""
     launched: int
-    """Its collectives until then."""
+    """Collectives launched until then."""
     why: str
     companies: list[GroupState]
-    """Those that were told of it."""
+    """Groups that the program was announced to."""
     all: list[GroupState]
-    """Those whose ranks may wait, besides."""
+    """These, and other groups whose ranks may wait."""
     ends: list[Callable[[], Any]]
-    """What has to be called for what it had launched."""
+    """Ends of work that the program had launched."""
 
     def __str__(self) -> str:
         return f"left {self.name} {self.place}, after {self.launched} collectives ({self.why})"
 
     def begin_anew(self) -> None:
-        """Makes sure that all ranks have left where this one has.
+        """Checks that all ranks left at the same collective, then starts over.
 
         Raises:
-            Apart: some have not.
+            DesyncError: some did not.
         """
         for company in self.companies:
             company.compare_left(self)
@@ -183,26 +183,26 @@ class Left:
 
 @dataclass
 class PendingCheck:
-    """An announcement."""
+    """One announcement, with its answers."""
 
     company: GroupState
     words: Fingerprint
     tag: int
-    """For the messages of what was announced; never that of another announcement that they could meet."""
+    """Of the announced messages; announcements in flight have different tags."""
     answers: Answers
     anew: bool = False
-    """Whether this rank gathers anew what was launched ahead, or lasts; once it is checked, whether any does."""
+    """Whether this rank gathers prefetched or persistent parameters again; after the check, whether any rank does."""
     steps: int = 0
-    """The bits of its word that say how often optimizers had stepped."""
+    """Its bits that count optimizer steps."""
     loads: int = 0
-    """What its word is mixed with."""
+    """What its fingerprint is mixed with."""
     checked: bool = False
 
     def check(self) -> None:
-        """Waits for the other ranks' words and compares.
+        """Waits for the other ranks' fingerprints and compares.
 
         Raises:
-            Apart: a rank is about to run something else, or has not stepped as often.
+            DesyncError: a rank is about to run something else, or has taken another number of steps.
         """
         if self.checked:
             return
@@ -221,40 +221,39 @@ class PendingCheck:
         self.company.known.add(mine)
 
     def heard(self) -> list[int]:
-        """Every rank's word, by rank, without what this rank has loaded."""
+        """Every rank's fingerprint, by rank, unmixed with this rank's `loads`."""
         return [theirs ^ self.loads for theirs in self.answers.wait()]
 
 
 @dataclass(eq=False)
 class GroupState:
-    """The ranks of a process group, as one of them sees it."""
+    """One rank's view of a process group."""
 
     name: str
     wire: Wire
     known: set[int] = field(default_factory=set)
-    """Words that all ranks have said at once."""
+    """Digests that all ranks have announced together."""
     count: int = 0
     """Announcements so far, the same on all ranks."""
     steps: int = 0
-    """Of optimizers so far, on what the group shares."""
+    """Optimizer steps on the group's parameters."""
     loads: int = 0
-    """A number of all state dicts that have been loaded into what the group shares."""
+    """Digest of all state dicts loaded into the group's parameters."""
     loaded: str = "no state dict"
-    """The last of them, for people."""
+    """The last of them, for error messages."""
     left: Left | None = None
     lost: str = ""
-    """Why nothing can be run any more."""
+    """Why the group cannot be used any more."""
     standing: WeakSet[Standing] = field(default_factory=WeakSet)
-    """What its ranks may leave out: then every announcement is waited for before anything is launched."""
+    """Units that ranks may skip; with any, every announcement is checked before launches."""
     _open: deque[PendingCheck] = field(default_factory=deque)
-    """Announcements that have not been compared."""
+    """Not compared yet."""
 
     def announce(self, words: Fingerprint, anew: bool = False) -> PendingCheck:
-        """Tells the other ranks what comes next, and whether this one gathers anew what was launched ahead of it, or
-        lasts.
+        """Announces what comes next. ``anew``: this rank gathers prefetched or persistent parameters again.
 
         Raises:
-            Apart: ranks have gone apart before.
+            DesyncError: ranks diverged before.
         """
         if self.left is not None:
             self.left.begin_anew()
@@ -272,7 +271,7 @@ class GroupState:
         return self._tag(words), self.wire.exchange(words.digest ^ self.loads | ANEW * anew | self._stepped)
 
     def load(self, what: str, digest: int) -> None:
-        """Counts a state dict that is loaded into what the group shares."""
+        """Counts a state dict loaded into the group's parameters."""
         self.loads, self.loaded = (self.loads * 0x9E3779B1 + digest) & LOADS, what
 
     @property
@@ -280,9 +279,9 @@ class GroupState:
         return (self.steps << 57) & STEPS
 
     def meet(self, said: PendingCheck) -> list[int]:
-        """Waits until all ranks are about to run what has been announced, and stands in for those that run before it
-        what this one leaves out (Note [Joining with zeros]). Gives every rank's word, by rank: all alike, unless ranks
-        differ in what may not be left out.
+        """Waits until all ranks announce the same. Until then, joins with zeros the units that other ranks use first
+        (Note [Joining with zeros]). Returns every rank's fingerprint, by rank: equal, unless ranks differ in something
+        that they may not skip.
         """
         while True:
             answers = said.heard()
@@ -291,11 +290,11 @@ class GroupState:
             if len(there) == 1 or not optional or len({theirs & STEPS for theirs in answers}) > 1:
                 return answers
             first = min(optional)  # the same on all ranks
-            if first == said.words.digest:  # the others stand in
+            if first == said.words.digest:  # the others join with zeros
                 return [first | theirs & HOW for theirs in answers]
             choices = (choice for each in self.standing for choice in each.choices())
             known = next((choice for choice in choices if choice[0].digest == first), None)
-            if known is None:  # of a model that is not here
+            if known is None:  # of a model that this rank does not have
                 return answers
             words, stand_in = known
             stand_in(
@@ -304,7 +303,7 @@ class GroupState:
             said.tag, said.answers = self._say(said.words, said.anew)
 
     def _tag(self, words: Fingerprint) -> int:
-        """31 bits, the first of them set: apart from the small ones that users take."""
+        """31 bits with the highest set, unlike the small tags of users."""
         return 1 << 30 | (words.digest ^ self.count * 0x9E3779B1) & (1 << 30) - 1
 
     def _look_back(self) -> None:
@@ -316,7 +315,7 @@ class GroupState:
             said.check()
 
     def differ(self, said: PendingCheck, other: int, theirs: int) -> None:
-        """Raises an error that says what both ranks are about to run, or have loaded."""
+        """Raises an error that names what both ranks are about to run, or have loaded."""
         me, mine = self.wire.me, said.words
         self.wire.tell(f"loads/{self.name}/{me}", json.dumps([said.loads, self.loaded]))
         loads, loaded = json.loads(self.wire.ask(f"loads/{self.name}/{other}", PATIENCE) or "[null, null]")
@@ -336,30 +335,30 @@ class GroupState:
         )
 
     def gone_apart(self, anew: bool, other: int) -> None:
-        """Raises: some ranks gather anew what others take as it is (invariant 63)."""
+        """Raises: only some ranks gather again (invariant 63)."""
         me = self.wire.me
         writer, taker = (me, other) if anew else (other, me)
         self.lose(
-            f"mfsdp: rank {writer} has written to its rows of weights, and rank {taker} has not (invariant 63), since an "
-            "optimizer's step launched forward's first gathers, or since parameters that last were gathered. Where the "
-            "host does not wait for other ranks, write on all of them together, through the parameter itself "
+            f"mfsdp: rank {writer} has written to its rows of weights, and rank {taker} has not (invariant 63), since "
+            "an optimizer's step launched forward's first gathers, or since parameters that last were gathered. Where "
+            "the host does not wait for other ranks, write on all of them together, through the parameter itself "
             "(param.copy_(...), under no_grad); and behind a step, if one rank has to write alone, build the optimizer "
             "with mfsdp.fully_shard_optimizer(optimizer, ahead=False)."
         )
 
     def stepped_apart(self, other: int) -> None:
-        """Raises: some ranks have left out an optimizer's step (invariant 66)."""
+        """Raises: some ranks have skipped an optimizer step (invariant 66)."""
         me = self.wire.me
         self.wire.tell(f"steps/{self.name}/{me}", str(self.steps))
         theirs = self.wire.ask(f"steps/{self.name}/{other}", PATIENCE) or "another number of"
         self.lose(
-            f"mfsdp: rank {me} has taken {self.steps} steps of its optimizers, and rank {other} {theirs} (invariant 66): "
-            "their shards are of different weights. An optimizer's step can be left out only on all ranks together; an "
-            "exception that one rank catches in front of it has to end the run on all."
+            f"mfsdp: rank {me} has taken {self.steps} steps of its optimizers, and rank {other} {theirs} "
+            "(invariant 66): their shards are of different weights. An optimizer's step can be left out only on all "
+            "ranks together; an exception that one rank catches in front of it has to end the run on all."
         )
 
     def loaded_apart(self, other: int, loaded: str) -> None:
-        """Raises: ranks have loaded different state dicts, or drawn different values (invariant 69)."""
+        """Raises: ranks have loaded different state dicts or drawn different values (invariant 69)."""
         self.lose(
             f"mfsdp: rank {self.wire.me} and rank {other} have loaded different state dicts (invariant 69), at last "
             f"{self.loaded}, and {loaded}: some weights would be old and some new. Every rank has to load, and the "
@@ -369,18 +368,18 @@ class GroupState:
         )
 
     def lose(self, text: str) -> None:
-        """Raises, now and whenever the group is used again."""
+        """Raises, now and on every later use of the group."""
         self.lost = text
         self._open.clear()
         raise DesyncError(text)
 
     def leave(self, left: Left) -> None:
-        """Notes that an exception has ended a program, and tells the others."""
+        """Records that an exception has ended a program, and tells the other ranks."""
         self.left = left
         self._tell_quietly(f"left/{self.name}/{self.count}/{self.wire.me}", json.dumps([left.launched, str(left)]))
 
     def compare_left(self, left: Left) -> None:
-        """Raises unless all ranks have left the same program at the same collective."""
+        """Raises unless all ranks left the same program at the same collective."""
         for other in self.wire.ranks:
             told = self.wire.ask(f"left/{self.name}/{self.count}/{other}", PATIENCE)
             launched, story = json.loads(told) if told else (None, "did not")
@@ -394,14 +393,14 @@ class GroupState:
                 self.lost_with(left.all, text)
 
     def lost_with(self, companies: Sequence[GroupState], text: str) -> None:
-        """Raises, after it has told all ranks of some groups why, whatever they are waiting for."""
+        """Raises, after telling all ranks of some groups why and breaking their connections."""
         _lose_all(companies, text)
         for company in companies:
             company.wire.sever()
         raise DesyncError(text)
 
     def story(self) -> str:
-        """Why another rank has broken the connections, if it has said so."""
+        """Why another rank broke the connections, or ``""``."""
         try:
             return self.wire.ask(f"lost/{self.name}/{self.wire.ranks[0]}", 0.1) or ""
         except RuntimeError:
@@ -410,14 +409,12 @@ class GroupState:
     def _tell_quietly(self, key: str, text: str) -> None:
         try:
             self.wire.tell(key, text)
-        except RuntimeError:  # the store has died with its process; the error under way says more
+        except RuntimeError:  # the store died with its process; the current error says more
             return
 
 
 def end_all(companies: Sequence[GroupState], text: str) -> None:
-    """Ends what ranks of some groups wait for, from a thread that is in none of it: all raise, now or when they use the
-    group again.
-    """
+    """Ends waits of some groups, from a thread that uses none of them: their ranks raise, now or on the next use."""
     _lose_all(companies, text)
     for company in companies:
         company.wire.abort()
@@ -431,7 +428,7 @@ def _lose_all(companies: Sequence[GroupState], text: str) -> None:
 
 
 def difference(me: int, mine: Sequence[str], other: int, theirs: Sequence[str]) -> str:
-    """The first line that differs, and some before it."""
+    """The first line that differs, after up to three before it."""
     at = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
     lines = [f"    {i}  {text}" for i, text in enumerate(mine[:at])][-3:]
     a, b = (s[at] if at < len(s) else "nothing more" for s in (mine, theirs))

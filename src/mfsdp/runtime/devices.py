@@ -13,14 +13,14 @@ from . import groups
 
 
 def accelerator() -> torch.device | None:
-    """The kind of accelerator that is here, without an index; asking does not begin to use it."""
+    """The available accelerator's type, without an index. Does not initialize it."""
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def home() -> torch.device:
-    """The device of this process: the one that the default group is bound to; else, if the process has not used its
-    accelerator yet, the one of ``LOCAL_RANK``, which torchrun sets; else the current one. The CPU, if there is no
-    accelerator. What a process that had chosen none gets is its current device from now on.
+    """The device of this process: the default group's bound device; else, if the accelerator is not initialized, that
+    of ``LOCAL_RANK`` (set by torchrun); else the current one. The CPU without an accelerator. If the accelerator is not
+    initialized, the chosen device becomes the current one.
     """
     kind = accelerator()
     if kind is None:
@@ -37,19 +37,19 @@ def home() -> torch.device:
 
 
 def collective_device(group: str) -> torch.device:
-    """A device whose tensors the group's collectives take: a group that ``init_process_group()`` makes by itself on a
-    machine with an accelerator has no backend for the CPU's.
+    """A device whose tensors the group's collectives accept: on a machine with an accelerator, the group of a plain
+    ``init_process_group()`` has no CPU backend.
     """
     config = dist.get_backend_config(groups.process_group(group))
     return torch.device("cpu") if "cpu:" in config else home()
 
 
 def alone_on(device: torch.device) -> None:
-    """Makes sure that no other rank has this device, where NCCL connects them: it refuses that in words that help
-    nobody, or memory runs out first. The last of two ranks to come finds out.
+    """Checks that no other rank uses this device, where NCCL connects the ranks: NCCL's own error is unclear, or memory
+    runs out first. Of two ranks on one device, the later one raises.
 
     Raises:
-        ValueError: another rank has it.
+        ValueError: another rank uses the device.
     """
     config = dist.get_backend_config() if groups.initialized() else ""
     shared = device.type == "cpu" or f"{device.type}:nccl" not in config
@@ -81,7 +81,7 @@ _SLOW = {
 
 @functools.cache
 def told_of_environment(kind: str) -> list[str]:
-    """Warns, once for a kind of device, of variables that keep communication from overlapping with computation; gives
+    """Warns, once per device type, of environment variables that prevent overlap of communication and compute; returns
     their names.
     """
     if kind != "cuda":
@@ -93,18 +93,18 @@ def told_of_environment(kind: str) -> list[str]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits for everything that has been launched on a device."""
+    """Waits for all work launched on a device."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that this thread launches on; ``None`` where there is none."""
+    """The stream this thread launches on; ``None`` on devices without streams."""
     return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
 class Place:
-    """Where this thread launches what it computes."""
+    """The device index and stream on which the creating thread launches."""
 
     def __init__(self) -> None:
         self.index, self.stream = 0, None
@@ -112,26 +112,26 @@ class Place:
             self.index, self.stream = torch.accelerator.current_device_index(), torch.accelerator.current_stream()
 
     def settle(self) -> None:
-        """Makes another thread launch there too."""
+        """Makes the calling thread launch there too."""
         if self.stream is not None:
             torch.accelerator.set_device_index(self.index)
             torch.accelerator.set_stream(self.stream)
 
     def join(self) -> None:
-        """Makes the current stream wait for what has been launched there."""
+        """Makes the current stream wait for work launched there."""
         if self.stream is not None and (here := torch.accelerator.current_stream()) != self.stream:
             here.wait_stream(self.stream)
 
 
 @functools.cache
 def side(device: torch.device, what: str) -> torch.Stream | None:
-    """A stream beside those of compute, one for each thing that is done there; ``None`` where there are no streams."""
+    """A side stream for one purpose; ``None`` on devices without streams."""
     return None if device.type in ("cpu", "meta") else torch.Stream(device)
 
 
 def follow(stream: torch.Stream | None, tensor: torch.Tensor) -> None:
-    """Makes the current stream wait for what another one has done to a tensor, and keeps the tensor's memory from being
-    given away before the current one is done with it.
+    """Makes the current stream wait for another one's work on a tensor, and protects the tensor's memory from reuse
+    until the current stream is done.
     """
     here = current_stream(tensor.device)
     if here is not None and stream is not None and here != stream:

@@ -1,4 +1,4 @@
-"""What autograd's engine is asked while it runs."""
+"""Queries of autograd's engine while it runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 def accumulates(node: Any) -> bool:
-    """Whether the backward that is running will bring a gradient to a leaf, given its accumulation node; outside of
-    one, ``True``. Private in torch (``_will_engine_execute_node``); tried on 2.11 to 2.15.
+    """Whether the running backward will accumulate into a leaf, given its accumulation node; ``True`` outside a
+    backward. Private in torch (``_will_engine_execute_node``); tried on 2.11 to 2.15.
     """
     return _number() < 0 or bool(torch._C._will_engine_execute_node(node))
 
 
 def backward_number() -> int:
-    """A number of its own for every backward, -1 outside. Private in torch; tried on 2.11 to 2.15."""
+    """A unique number per backward, -1 outside. Private in torch; tried on 2.11 to 2.15."""
     return _number()
 
 
@@ -26,8 +26,8 @@ _number: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[att
 
 
 def nested() -> bool:
-    """Whether this thread runs a backward inside of another one (reentrant checkpointing). By the names of torch's
-    frames (``_engine_run_backward``); tried on 2.13.
+    """Whether this thread runs a backward inside another (reentrant checkpointing). Counts frames of torch's
+    ``_engine_run_backward``; tried on 2.13.
     """
     frame: FrameType | None = sys._getframe()
     count = 0
@@ -38,13 +38,13 @@ def nested() -> bool:
 
 
 def accumulation_node(leaf: torch.Tensor) -> Any:
-    """Where autograd adds up a leaf's gradient; a new one every time, as long as nobody computes with the leaf."""
+    """A leaf's accumulation node; a new one on each call until a computation uses the leaf."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Calls something when the backward that is running ends. Private in torch (``_execution_engine.queue_callback``);
+    """Calls something at the end of the running backward. Private in torch (``_execution_engine.queue_callback``);
     tried on 2.11 to 2.15.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Runs: one execution of a program, or one operation outside of programs, with all that it has under way.
+"""Executions: one call of a program, or one operation outside of programs.
 
-What a run has launched and not waited for, the gradients that it keeps back, and where in its program it is live in one
-object per execution. When an exception passes, that is dropped whole; what other ranks must hear of it, they are told.
+An `Execution` holds launched work, unreduced gradients and the position in the program. An exception drops it as a
+whole; other ranks are told what concerns them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .transport_registry import group_state, transport_of
 
 
 class Execution:
-    """A program that is running, or an operation of the eager path (Note [Desync detection])."""
+    """A running program, or an operation of the eager fallback (Note [Desync detection])."""
 
     def __init__(
         self,
@@ -36,57 +36,57 @@ class Execution:
     ):
         self.name = name
         self.names = names
-        """Gives its operations, each with the path of its unit, ``all_gather layers.3``."""
+        """Returns its operations' names with unit paths, such as ``all_gather layers.3``."""
         self.meets = meets
-        """Names of all groups in which other ranks may wait for this one, once it has gone apart from some."""
+        """All groups in which other ranks may wait for this one once it has diverged."""
         self.shown = shown
-        """Whether somebody looks at its operations (Note [Names])."""
+        """Whether somebody observes its operations (Note [Names])."""
         self.loose = False
-        """Whether each of its collectives is announced by itself (Note [Joining with zeros])."""
+        """Whether each collective is announced separately (Note [Joining with zeros])."""
         self.reducing: dict[int, Any] = {}
-        """Then: whose gradients are at an address, on their way to the first reduction."""
+        """If `loose`: buffers by address of their gradients, until the first reduction."""
         self.outer: dict[int, torch.Tensor] = {}
-        """Then: what the reduction over the outer axis has made of those that the first one gave, by address."""
+        """If `loose`: results of the reduction over the outer axis, by address of the first reduction's result."""
         self.at = -1
-        """Number of the operation that is running, or ran last."""
+        """Index of the current or last operation."""
         self.launched = 0
         """Collectives so far."""
         self.waits = 0
-        """Waits begun and ended: odd while one lasts (Note [Watchdog])."""
+        """Waits begun plus waits ended: odd during a wait (Note [Watchdog])."""
         self.number = 0
-        """How often its program has run, with this one; 0: it is no program."""
+        """Executions of its program so far, this one included; 0: not a program."""
         self.listed: Callable[[], Sequence[str]] = tuple
-        """Gives the lines of its operations in the listing."""
+        """Returns its operations' lines of the listing."""
         self.said: list[PendingCheck] = []
         self.tags: dict[str, int] = {}
-        """Of its messages, by group."""
+        """Message tags by group."""
         self.compared = True
         self.pending: dict[int, list[End]] = {}
-        """What has to be called before a collective's result may be read, by address of the result's storage."""
+        """What to call before a collective's result may be read, by address of the result's storage."""
         self.copying: dict[int, End] = {}
-        """The same of copies to and from the host, which need no other rank."""
+        """The same for host copies, which need no other rank."""
         self.turn: Callable[[], None] | None = None
-        """Lets the program beside this one run, before one of other parallelisms is waited for (Note [Interleaved
+        """Lets the interleaved program run before a wait for a collective of another parallelism (Note [Interleaved
         programs]).
         """
         self.exchanges: set[int] = set()
-        """Addresses of what those give, while somebody takes turns."""
+        """Addresses of these collectives' results, while programs interleave."""
         self.held: set[int] = set()
-        """Gradients that stay where they are, and what reductions of them would have given, by address."""
+        """Addresses of unreduced gradients, and of what their reductions would have produced."""
         self.early: list[Any] = []
-        """What was launched ahead, for its first collectives in their order; ``None`` where it launches one itself."""
+        """Prefetched gathers for its first collectives, in order; ``None`` where it launches one itself."""
         self.measured: Sequence[Any] = ()
-        """Weights of all units whose maxima it reads (Note [Amax])."""
+        """Weights of all units whose amax it reads (Note [Amax])."""
         self.looking: Any = None
-        """What its probes look with, in the steps in which they do (Note [Runtime checks])."""
+        """What its runtime checks use, in steps that check (Note [Runtime checks])."""
         self.lines: dict[tuple[str, torch.device], Transport] = {}
-        """Transports that it has found, by group."""
+        """Transports found so far."""
 
-    # in step
+    # desync detection
 
     def announce(self, sequences: Mapping[str, Fingerprint], anew: Collection[str] = ()) -> None:
-        """Tells the ranks of groups what this one is about to run; those of the groups ``anew`` also that it gathers
-        anew what was launched ahead, or lasts.
+        """Tells the ranks of groups what this rank is about to run; in groups ``anew`` also that it gathers prefetched
+        or persistent parameters again.
         """
         for name, words in sequences.items():
             company = group_state(name)
@@ -96,7 +96,7 @@ class Execution:
                     said = company.announce(words, name in anew)
                     if company.standing:
                         said.check()
-                except DesyncError as error:  # where the host does not wait for answers it hears of it here
+                except DesyncError as error:  # where the host does not wait for answers, errors appear here
                     company.lost_with(list(dict.fromkeys([company, *self.all()])), str(error))
                 except RuntimeError as error:
                     self.disconnected(error, [company])
@@ -106,7 +106,7 @@ class Execution:
                 self.part(said)
 
     def part(self, said: PendingCheck) -> None:
-        """Takes part in what has been announced."""
+        """Takes part in what was announced."""
         self.said.append(said)
         name = said.company.name
         self.tags[name] = said.tag
@@ -115,24 +115,24 @@ class Execution:
         self.compared = False
 
     def next(self, what: str, group: str, over: Iterable[str]) -> None:
-        """Announces its next collective, over some groups, to another one, where each is announced by itself."""
+        """Announces its next collective, over some groups, to ``group``, if each is announced separately."""
         self.said = [said for said in self.said if said.company.name != group]
         self.announce({group: operation(what, optional=True)})
         self.carry(group, over)
 
     def carry(self, group: str, over: Iterable[str]) -> None:
-        """Sends messages over some groups under the tag of what was announced to another one."""
+        """Uses the tag of the announcement to ``group`` for messages over other groups."""
         for name in over if group in self.tags else ():
             self.tags[name] = self.tags[group]
             if (other := groups.other_of(name)) is not None:
                 self.tags[other] = self.tags[group]
 
     def anew(self, group: str, here: bool) -> bool:
-        """Whether what was launched ahead, or lasts, is gathered anew: where the host waits for answers anyway, if any
-        rank of the group says so; elsewhere if this one does, which then makes sure that the others do.
+        """Whether to gather prefetched or persistent parameters again. Where the host waits for answers anyway: if any
+        rank of the group says so. Elsewhere: if this rank does; it then checks that the others do too.
 
         Raises:
-            Apart: they do not.
+            DesyncError: they do not.
         """
         said = next((said for said in self.said if said.company.name == group), None)
         if said is None:
@@ -148,8 +148,8 @@ class Execution:
         return here
 
     def written(self, over: Sequence[str], here: bool) -> bool:
-        """Whether any rank has written unseen to parameters that last and are gathered over these groups (Note [Rows
-        written unseen]). Ranks of two axes ask along one, then along the other. ``here``: whether this one has.
+        """Whether any rank has made unseen writes to persistent parameters gathered over these groups (Note [Unseen
+        writes]); ``here``: this rank has. Ranks of two axes ask along one, then along the other.
         """
         for i, group in enumerate(over):
             company = group_state(group)
@@ -160,11 +160,11 @@ class Execution:
         return here
 
     def tag(self, group: str) -> int:
-        """Of its messages over a group: those of two programs never meet."""
+        """The tag of its messages over a group; no two programs share one."""
         return self.tags.get(group, UNANNOUNCED)
 
     def agree(self) -> None:
-        """Makes sure that all ranks are running the same, before what they send is waited for."""
+        """Checks that all ranks run the same, before waiting for their messages."""
         if self.compared:
             return
         self.compared = True
@@ -175,7 +175,7 @@ class Execution:
                     said.check()
         except DesyncError as error:
             companies = self.all()
-            if len(companies) > 1:  # ranks of the other groups have seen no difference
+            if len(companies) > 1:  # ranks of the other groups see no difference
                 companies[0].lost_with(companies, str(error))
             raise
         except RuntimeError as error:
@@ -185,16 +185,16 @@ class Execution:
             self.waits += 1
 
     def all(self) -> list[GroupState]:
-        """The ranks of all groups that it has to do with: those that have been told first."""
+        """All groups involved, those told first."""
         companies = [said.company for said in self.said]
         meets = (group_state(name) for name in self.meets)
         return list(dict.fromkeys([*companies, *(c for c in meets if c is not None)]))
 
     def disconnected(self, error: RuntimeError, companies: list[GroupState]) -> None:
-        """Raises with words what is left of a broken connection."""
+        """Replaces the error of a broken connection with a clear one."""
         if not companies or isinstance(error, (DesyncError, PeerLostError)):
             return
-        ended = next((c.lost for c in companies if c.lost), "")  # by the watch
+        ended = next((c.lost for c in companies if c.lost), "")  # by the watchdog
         story = ended or next(filter(None, (c.story() for c in companies)), "") or groups.first_to_end() or f"{error}"
         at = f"{self.place} of {self.name}" if self.place else self.name
         for company in companies:
@@ -202,45 +202,45 @@ class Execution:
             company.lost = ended or f"mfsdp: rank {groups.rank()} has lost the other ranks at {at}: {story}"
         raise PeerLostError(companies[0].lost) from error
 
-    # its operations
+    # operations
 
     @property
     def place(self) -> str:
-        """The operation that is running, or ran last, with the path of its unit; ``""`` before the first."""
+        """The current or last operation with its unit's path; ``""`` before the first."""
         names = self.names()
         return names[self.at] if 0 <= self.at < len(names) else ""
 
     @property
     def line_of_listing(self) -> str:
-        """Of the operation that is running, or ran last."""
+        """The same operation's line of the listing."""
         lines = self.listed()
         return lines[self.at] if 0 <= self.at < len(lines) else ""
 
     def show(self, kernel: Callable[..., Any], *args: Any) -> Any:
-        """Runs an operation in the frame of its place in the program, and tells whoever observes."""
+        """Runs an operation in a frame of its name, and notifies the observer."""
         verb, name, seen = kernel.__name__, self.place, observer()
-        if name.partition(" ")[0] != verb:  # not the order of the outline: no name is better than a wrong one
+        if name.partition(" ")[0] != verb:  # not in the outline's order: no name is better than a wrong one
             name = verb
         if seen is None:
             return frame(name)(kernel, self, *args)
         return seen.operation(name, partial(frame(name), kernel, self), args)
 
-    # what it has under way
+    # work in flight
 
     def line(self, group: str, device: torch.device) -> Transport:
-        """What carries tensors on a device over a group."""
+        """The transport of a group for tensors on a device."""
         found = self.lines.get((group, device))
         if found is None:
             found = self.lines[group, device] = transport_of(group, device)
         return found
 
     def gather(self, pairs: Pairs, group: str) -> End:
-        """Launches all-gathers of shards into whole buffers."""
+        """Launches all-gathers of shards into full buffers."""
         device = pairs[0][0].device
         return InFlight(device, partial(self.finish, self.line(group, device).gather(pairs, self)), pairs)
 
     def scatter(self, pairs: Pairs, dtype: torch.dtype, group: str) -> End:
-        """Launches reduce-scatters of whole buffers into shards; sums are taken in a dtype."""
+        """Launches reduce-scatters of full buffers into shards, summed in ``dtype``."""
         device = pairs[0][0].device
         return InFlight(device, partial(self.finish, self.line(group, device).scatter(pairs, dtype, self)), pairs)
 
@@ -252,12 +252,12 @@ class Execution:
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], group: str
     ) -> End:
-        """Launches an exchange of rows."""
+        """Launches an all-to-all of rows."""
         end = self.line(group, out.device).all_to_all(out, sent, received, splits, self)
         return InFlight(out.device, partial(self.finish, end), out, sent)
 
     def finish(self, arrived: End) -> None:
-        """Waits for what was launched."""
+        """Waits for launched work."""
         if not self.compared:
             self.agree()
         self.waits += 1
@@ -270,12 +270,12 @@ class Execution:
             self.waits += 1
 
     def launch(self, out: torch.Tensor, *ends: End) -> None:
-        """Notes a collective: what has to be called before ``out`` may be read, behind what there is."""
+        """Records a collective: what to call, after earlier entries, before ``out`` may be read."""
         self.launched += 1
         self.pending.setdefault(out.untyped_storage().data_ptr(), []).extend(ends)
 
     def copy(self, out: torch.Tensor, end: End) -> None:
-        """Notes a copy to or from the host: what has to be called before ``out`` may be read."""
+        """Records a host copy: what to call before ``out`` may be read."""
         self.copying[out.untyped_storage().data_ptr()] = end
 
     def wait(self, out: torch.Tensor) -> None:
@@ -291,17 +291,17 @@ class Execution:
             end()
 
     def adopt(self, early: Any) -> torch.Tensor:
-        """Takes what was launched ahead for a collective of its own."""
+        """Uses a prefetched gather as its own collective."""
         self.launch(early.out, *early.ends)
         return early.out  # type: ignore[no-any-return]
 
     def leave(self, error: BaseException) -> None:
-        """Notes that an exception has ended it, and on the exception where. What it had launched is called for when all
-        ranks begin anew: not earlier, the others may not come.
+        """Records that an exception has ended it, and notes the operation on the exception. Launched collectives are
+        waited for only when all ranks start over: the others may never join.
         """
         if self.place:
             error.add_note(f"mfsdp: in {self.place} of {self.name}, or after it")
-        while self.copying:  # these come by themselves, and their memory is anybody's afterwards
+        while self.copying:  # copies need no other rank, and their memory may be reused afterwards
             with suppress(Exception):
                 self.copying.popitem()[1]()
         companies = [said.company for said in self.said]
@@ -312,51 +312,51 @@ class Execution:
         self.held.clear()
         self.outer.clear()
         if not companies:
-            for end in ends:  # nobody else is there
-                with suppress(Exception):  # the one under way says more
+            for end in ends:  # no other rank is involved
+                with suppress(Exception):  # the current error says more
                     end()
         elif any(company.lost for company in companies):
-            static_buffers.reset()  # those that it has taken will never be free
+            static_buffers.reset()  # those taken here would never become free
         else:
             place = f"at or after {self.place}" if self.place else "at its beginning"
             why = f"{type(error).__name__}: {error}"
-            launched = 0 if self.loose else self.launched  # what they have announced tells ranks apart
+            launched = 0 if self.loose else self.launched  # announcements already distinguish the ranks
             left = Left(self.name, place, launched, why, companies, self.all(), ends)
             for company in companies:
                 company.leave(left)
 
 
 UNANNOUNCED = 0x6D66
-"""The tag of our messages that nobody has announced, so that they do not meet a user's own (pipeline stages)."""
+"""The tag of unannounced messages, distinct from a user's own (pipeline stages)."""
 
 
 class _Outside(Execution):
-    """What stands for neither a program nor an operation: it lasts, and process groups may go before it does."""
+    """The execution outside of programs and operations. It may outlive process groups, so it caches no transports."""
 
     def line(self, group: str, device: torch.device) -> Transport:
         return transport_of(group, device)
 
 
 _stacks: dict[int, list[Execution]] = {}
-"""What threads are in, by thread, for whoever looks from another one."""
+"""Executions per thread, for access from other threads."""
 
 
 class _Here(threading.local):
     def __init__(self) -> None:
         self.runs: list[Execution] = [_Outside()]
-        """What this thread is in: programs and operations, the innermost last; the first stands for neither."""
+        """This thread's programs and operations, the innermost last; the first entry is neither."""
         _stacks[threading.get_ident()] = self.runs
 
 
 _here = _Here()
 _last: tuple[str, float] = ("", 0.0)
 _behind: deque[tuple[Execution, torch.Event]] = deque(maxlen=1024)
-"""Programs whose collectives run on a device, and an event behind each; the watch takes away what is there."""
+"""Programs with collectives on a device, each with an event after it; `waiting` removes complete ones."""
 
 
 def waiting() -> list[tuple[int, Execution]]:
-    """What waits for a collective, in whatever thread: by thread, or by minus one for a device, on which the host does
-    not wait. On a device this has not run yet.
+    """Executions that wait for a collective, with their thread, or -1 for a device, on which the host does not wait.
+    The device part has not run yet.
     """
     while _behind and _behind[0][1].query():
         _behind.popleft()
@@ -365,22 +365,22 @@ def waiting() -> list[tuple[int, Execution]]:
 
 
 def innermost() -> Execution | None:
-    """What the threads are in, of those that are in anything."""
+    """The innermost execution of any thread that has one."""
     return next((each[-1] for each in list(_stacks.values()) if len(each) > 1), None)
 
 
 def last() -> tuple[str, float]:
-    """The name of the program that was left last, ``""`` for none, and when, by ``time.monotonic``."""
+    """The name of the program that ended last, ``""`` for none, and its ``time.monotonic``."""
     return _last
 
 
 def current() -> Execution:
-    """What this thread is in: the innermost program or operation."""
+    """This thread's innermost program or operation."""
     return _here.runs[-1]
 
 
 def in_program() -> bool:
-    """Whether this thread is in any program or operation."""
+    """Whether this thread is in a program or operation."""
     return len(_here.runs) > 1
 
 
@@ -388,10 +388,15 @@ def in_program() -> bool:
 def announced(
     what: str, *over: str, meets: Sequence[str] = (), carried: Sequence[str] = (), anew: bool = False
 ) -> Iterator[None]:
-    """Around collectives of no program: tells the ranks of groups what this one is about to do. Inside of something
-    that has been announced it is part of that. ``meets``: other groups whose ranks may wait for this one later;
-    ``carried``: others that it communicates over, whose ranks are in the first that is told, and stand in for it;
-    ``anew``: as for `Execution.announce`, all of ``over``.
+    """Surrounds collectives outside of programs with an announcement; does nothing inside of another one over any of
+    these groups.
+
+    Args:
+        what: the announced text.
+        over: groups that are told.
+        meets: other groups whose ranks may wait for this one later.
+        carried: other groups it communicates over; their ranks are in the first of ``over``, and may join with zeros.
+        anew: as for `Execution.announce`, in all of ``over``.
     """
     if not over or any(group in current().tags for group in over):
         yield
@@ -407,10 +412,10 @@ def announced(
 
 
 def all_call(what: str, over: Sequence[str]) -> None:
-    """Makes sure that all ranks of some groups are about to do something that other libraries communicate for.
+    """Checks that all ranks of some groups are about to run something whose collectives another library launches.
 
     Raises:
-        Apart: some do something else.
+        DesyncError: some run something else.
     """
     with announced(what, *over):
         current().agree()
@@ -418,7 +423,7 @@ def all_call(what: str, over: Sequence[str]) -> None:
 
 @contextmanager
 def inside(run: Execution) -> Iterator[None]:
-    """Around a program: an exception ends the run."""
+    """Surrounds a program: an exception ends its execution."""
     global _last
     with part_of(run):
         try:
@@ -438,7 +443,7 @@ def inside(run: Execution) -> Iterator[None]:
 
 @contextmanager
 def part_of(run: Execution) -> Iterator[None]:
-    """Around a part of what a run launches."""
+    """Surrounds a part of what an execution launches."""
     _here.runs.append(run)
     try:
         yield
@@ -447,7 +452,7 @@ def part_of(run: Execution) -> Iterator[None]:
 
 
 def dispatched(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel as the dispatcher calls it, without the run: the next operation of the one that this thread is in."""
+    """Adapts a kernel to the dispatcher: each call is the next operation of this thread's innermost execution."""
 
     @wraps(kernel)
     def call(*args: Any) -> Any:

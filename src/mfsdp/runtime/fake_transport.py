@@ -1,4 +1,4 @@
-"""One rank as if the others were its mirror images: torch's fake process groups, for plans and tests."""
+"""Transport for torch's fake process groups, for plans and tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .transport import End, Member, Pairs, Turn
 
 
 class FakeTransport(Member):
-    """All ranks have what this one has; nothing travels. Everything is done when it is launched."""
+    """All ranks hold this rank's values; nothing is communicated, and everything completes at launch."""
 
     def gather(self, pairs: Pairs, turn: Turn) -> End:
         for full, shard in pairs:

@@ -1,6 +1,6 @@
-"""Gloo, for tensors on the CPU: all-gathers and reduce-scatters are messages of ours, straight into the buffers.
+"""Gloo transport for CPU tensors: messages directly between buffers.
 
-Gloo's own all-gather goes into memory of its own and copies; its own reduce-scatter is an all-reduce, twice the bytes.
+Gloo's own all-gather copies through internal memory; its reduce-scatter is an all-reduce, with twice the bytes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ WORD = 0x6D67
 """The tag of announcements."""
 
 Messages = Sequence[tuple[int, torch.Tensor]]
-"""Ranks of the group, and what is sent to them or received from them."""
+"""(rank of the group, tensor to send or receive) pairs."""
 
 _messages: dict[int, list[Any]] = {}
-"""Under way, or never waited for: gloo breaks a connection if a message's handle goes before the message has."""
+"""In flight, or never waited for: gloo breaks a connection if a message's handle is dropped before it completes."""
 
 
 class GlooTransport(Member):
-    """Messages on the CPU. All ranks of a pair send and receive in one order."""
+    """Messages on the CPU. All ranks of a pair send and receive in the same order."""
 
     prompt = True
 
@@ -40,8 +40,8 @@ class GlooTransport(Member):
         return self.swap(here, there, turn.tag(self.name))
 
     def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
-        """Every rank sends every other one its part, and adds up what it gets in the order of ranks, when it is waited
-        for. Two ranks need no memory besides the result, if all dtypes are one.
+        """Ranks exchange their parts; the wait sums them in rank order. Two ranks need no memory besides the result if
+        all dtypes are equal.
         """
         here, there, sums = [], [], []
         for full, shard in pairs:
@@ -87,18 +87,18 @@ class GlooTransport(Member):
 
         return end
 
-    # words
+    # fingerprints
 
     def exchange(self, word: int) -> Answers:
         return Answers(self, word)
 
     def sever(self) -> None:
-        """A message that times out breaks all connections of its group, on both sides."""
+        """Breaks all connections of the group, on both sides: a receive that times out does that."""
         if self._group() is None:
             return
         other = groups.other_of(self.name)
         lanes = [self.group]
-        with suppress(RuntimeError):  # it may be gone
+        with suppress(RuntimeError):  # the group may be gone
             lanes += [] if other is None else [groups.process_group(other)]
         for over in lanes:
             for peer in set(range(over.size())) - {over.rank()}:
@@ -110,7 +110,7 @@ class GlooTransport(Member):
 
 
 class Answers:
-    """Words that are messages."""
+    """An exchange of fingerprints by messages."""
 
     def __init__(self, line: GlooTransport, word: int):
         self.words = torch.full((line.size,), word)
@@ -128,10 +128,9 @@ class Answers:
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """Keeps what is launched out of torch's profiles: a message has an entry until it is waited for; if the profile
-    has ended by then, as it may behind an optimizer's step, the entry's end is written to memory that is others'
-    (crashes in the next garbage collection). `mfsdp.ranges` shows launches and waits. Private in torch; tried on 2.13,
-    not on the others of 2.11 to 2.15.
+    """Hides the messages from torch's profiler. A message's entry stays open until its wait. If the profile ends first,
+    as it may after an optimizer step, closing the entry corrupts memory (a crash in the next garbage collection).
+    `mfsdp.ranges` shows launches and waits. Private in torch; tried on 2.13, not on the others of 2.11 to 2.15.
     """
     if not torch.autograd._profiler_enabled():
         yield
@@ -144,7 +143,7 @@ def _unrecorded() -> Iterator[None]:
 
 
 def _add(parts: list[torch.Tensor], dtype: torch.dtype, out: torch.Tensor) -> None:
-    """The sum of parts, in their order; ``out`` may be one of them."""
+    """Sums parts in order into ``out``, which may be one of them."""
     first, second, *more = parts
     if out.dtype is first.dtype is dtype:
         total = torch.add(first, second, out=out)

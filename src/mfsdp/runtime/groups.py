@@ -1,4 +1,4 @@
-"""Process groups and the store behind them: who is there, and what ranks tell each other outside of programs."""
+"""Process groups and their store, through which ranks communicate outside of programs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def initialized() -> bool:
 
 
 def told_of_launcher() -> None:
-    """Warns if torchrun has started several processes and there is no default group: each would train by itself."""
+    """Warns if torchrun has started several processes without a default group: each would train on its own."""
     started = os.environ.get("WORLD_SIZE", "1")
     if started != "1" and not initialized():
         warnings.warn(
@@ -51,27 +51,26 @@ def told_of_launcher() -> None:
 
 
 def default() -> Any:
-    """The default group, ``None`` when there is none."""
+    """The default group, ``None`` if there is none."""
     return dist.group.WORLD if initialized() else None
 
 
 def real() -> bool:
-    """Whether the default group's other ranks are there."""
+    """Whether the default group's other ranks exist."""
     return bool(dist.get_backend() != "fake")
 
 
 def world() -> int:
-    """Ranks of the default group, 1 when there is none."""
+    """Ranks of the default group, 1 without one."""
     return dist.get_world_size() if initialized() else 1
 
 
 def rank() -> int:
-    """This process's rank in the default group, 0 when there is none."""
+    """This process's rank in the default group, 0 without one."""
     return dist.get_rank() if initialized() else 0
 
 
 def default_group() -> str:
-    """Name of the default group."""
     assert dist.group.WORLD is not None
     return str(dist.group.WORLD.group_name)
 
@@ -82,8 +81,8 @@ def ranks(name: str) -> list[int]:
 
 
 def axis_of(name: str) -> Axis:
-    """The ranks of a group as an axis; its name is the mesh's, if the group is of one. Private in torch
-    (``group_desc``); tried on 2.11 to 2.15.
+    """A group's ranks as an axis, named after the mesh axis if there is one. Private in torch (``group_desc``); tried
+    on 2.11 to 2.15.
     """
     group = process_group(name)
     members = ranks(name)
@@ -94,7 +93,7 @@ def axis_of(name: str) -> Axis:
 
 
 def as_mesh(group: Any, device: str, name: str) -> DeviceMesh | None:
-    """A process group as a mesh of one axis over a type of device, ``None`` if it is none; the same one every time."""
+    """A process group as a mesh of one axis over a device type; ``None`` for other objects. Cached."""
     if not isinstance(group, dist.ProcessGroup):
         return None
     key = str(group.group_name), device
@@ -105,13 +104,13 @@ def as_mesh(group: Any, device: str, name: str) -> DeviceMesh | None:
 
 
 def lanes_of(name: str, device: str) -> tuple[str, str]:
-    """Names of two groups over the ranks of a group, for gathers and for reductions: collectives of one group run one
-    after the other, of two at once. Over NCCL both are our own, on streams of high priority, so that nobody waits for
-    a collective of the user's or behind the blocks of a running product; over gloo gathers go through the group itself.
-    Its ranks call together; made once for a type of device.
+    """Names of two groups over a group's ranks, for gathers and for reductions: collectives of one group are serial,
+    those of two overlap. Over NCCL both are new, with high-priority streams, so that nothing waits for a user's
+    collective or for the blocks of a running matmul. Over gloo, gathers use the group itself. All its ranks call
+    together; cached per device type.
 
     Raises:
-        RuntimeError: ranks know different numbers of groups, and would not find each other.
+        RuntimeError: ranks know different numbers of groups, so names would differ.
     """
     group = process_group(name)
     found = _lanes.get((name, device))
@@ -124,21 +123,21 @@ def lanes_of(name: str, device: str) -> tuple[str, str]:
 
 
 def other_of(name: str) -> str | None:
-    """The group for reductions that `lanes_of` has made for a group, or for its gathers."""
+    """The reduction group that `lanes_of` made beside a gather group, or ``None``."""
     return next((lanes[1] for made, lanes in _lanes.values() if lanes[0] == name and made() is not None), None)
 
 
 def gathers_of(name: str, device: str) -> str:
-    """The group that gathers over the ranks of a group go through; itself, where there is no other."""
+    """The group for gathers over a group's ranks; the group itself without another."""
     found = _lanes.get((name, device))
     return name if found is None or found[0]() is not process_group(name) else found[1][0]
 
 
 def _one_name(name: str, ranks: Sequence[int], hashed: bool) -> None:
-    """Makes sure that the next group gets one name on its ranks, under which they find each other. It is made from a
-    count of groups made, which is brought up to the highest of these ranks (from torch 2.14 on groups that not all
-    ranks make count too), or, if hashed and before 2.14, from how many groups a rank is in. Private in torch
-    (``_world``, ``_hash_ranks_to_str``); tried on 2.12 to 2.14, not on the others of 2.11 to 2.15.
+    """Makes sure that the next group has one name on all its ranks, which find each other by it. torch derives it from
+    a count of groups made, here raised to these ranks' maximum (from torch 2.14 on groups of only some ranks count
+    too), or, if hashed and before 2.14, from how many groups a rank is in. Private in torch (``_world``,
+    ``_hash_ranks_to_str``); tried on 2.12 to 2.14, not on the others of 2.11 to 2.15.
     """
     world = c10d._world
     others = others_that_differ(name, [f"{world.group_count}"])
@@ -156,21 +155,20 @@ def _one_name(name: str, ranks: Sequence[int], hashed: bool) -> None:
 
 
 def _nccl_of(group: dist.ProcessGroup, device: str) -> str:
-    """Which of NCCL's backends a group has for a type of device: ``"nccl"``, which torch 2.15 makes a ``"nccl2"``,
-    ``"nccl2"``, ``"nccl-lazy"`` or ``"nccl-legacy"``; ``""`` for none.
+    """A group's NCCL backend for a device type: ``"nccl"`` (torch 2.15 makes it ``"nccl2"``), ``"nccl2"``,
+    ``"nccl-lazy"`` or ``"nccl-legacy"``; ``""`` for none.
     """
     backends = (each.split(":") for each in dist.get_backend_config(group).split(","))
     return next((name for kind, name in backends if kind == device and name.startswith("nccl")), "")
 
 
 def _another(group: dist.ProcessGroup, desc: str, device: str, nccl: str) -> str:
-    """Name of a new group over the same ranks, which alone call. Where the default group is bound to a device (eager
-    NCCL, and every ``"nccl2"``) `new_group` splits the default group's communicator, for which its other ranks would
-    have to call too: there a group of some ranks is split from the one that it has the ranks of, by a backend of the
-    same name, as torch demands.
+    """Name of a new group over the same ranks; only they call. If the default group is bound to a device (eager NCCL,
+    and every ``"nccl2"``), `new_group` splits its communicator, which needs a call on all its ranks. Then a smaller
+    group is split from ``group``, by a backend of the same name, as torch demands.
 
     Args:
-        nccl: its backend, as `_nccl_of` says; ``""``: that of the default group.
+        nccl: its backend, from `_nccl_of`; ``""``: the default group's.
     """
     options = None
     ranks = dist.get_process_group_ranks(group)
@@ -191,13 +189,13 @@ def _another(group: dist.ProcessGroup, desc: str, device: str, nccl: str) -> str
 
 
 def _split(group: dist.ProcessGroup, backend: str, **how: Any) -> dist.ProcessGroup:
-    """A group split from all ranks of another one; only that backend of it where torch can leave others out (from 2.13
-    on, and 2.13 does not know those of a group that was not told its backends).
+    """A group split from all ranks of another one; only its ``backend``, where torch can split one alone (from 2.13 on;
+    2.13 fails for groups created without explicit backends).
     """
     split: Any = dist.split_group
     everybody = [list(range(group.size()))]
     if "backend" in inspect.signature(dist.split_group).parameters:
-        with suppress(ValueError):  # raised before anything is communicated, on all ranks
+        with suppress(ValueError):  # raised before any communication, on all ranks
             return split(group, everybody, backend=backend, **how)  # type: ignore[no-any-return]
     return split(group, everybody, **how)  # type: ignore[no-any-return]
 
@@ -208,7 +206,7 @@ _lanes: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], tuple[str, s
 
 @contextmanager
 def shared_by_copies() -> Iterator[None]:
-    """What is copied meanwhile (``copy.deepcopy``) has the same process groups and meshes."""
+    """Inside of the ``with``, ``copy.deepcopy`` shares process groups and meshes."""
     kinds: set[Any] = {dist.ProcessGroup, DeviceMesh, *((type(dist.group.WORLD),) if initialized() else ())}
     before = {kind: copyreg.dispatch_table.get(kind) for kind in kinds}
     copyreg.dispatch_table.update(dict.fromkeys(kinds, lambda group: ""))
@@ -224,15 +222,15 @@ def shared_by_copies() -> Iterator[None]:
 
 @contextmanager
 def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
-    """One rank of a job that is not there, for planning: inside of it meshes can be made, and models cut over them and
-    given to `mfsdp.explain` and `mfsdp.trace`. Collectives do nothing.
+    """Simulates one rank of a job, for planning. Inside of the ``with`` meshes can be made, models sharded over them
+    and passed to `mfsdp.explain` and `mfsdp.trace`. Collectives do nothing.
 
     Args:
         world: the number of ranks.
-        rank: which of them this process is to be.
+        rank: this process's rank.
 
     Raises:
-        RuntimeError: torch.distributed is initialised: there is a real job.
+        RuntimeError: torch.distributed is initialized: there is a real job.
 
     Private in torch (its backend ``"fake"``); tried on 2.11 to 2.15.
     """
@@ -251,8 +249,8 @@ def fake_ranks(world: int, rank: int = 0) -> Iterator[None]:
 
 
 def _forget_meshes() -> None:
-    """Empties DTensor's caches, in which meshes of a job that is gone are taken for equal ones of the next. Private in
-    torch; tried on 2.13, and left out where a version lacks one.
+    """Empties DTensor's caches, which take meshes of an ended job for equal ones of the next. Private in torch; tried
+    on 2.13, and skipped where a version lacks one.
     """
     from torch.distributed.tensor import _redistribute, debug
 
@@ -262,18 +260,18 @@ def _forget_meshes() -> None:
             clear()
 
 
-# What ranks tell each other
+# Communication through the store
 
 
 def _store() -> Any:
-    """The default group's, under names of our own. Private in torch (``_get_default_store``); tried on 2.11 to 2.15."""
+    """The default group's store, with a prefix. Private in torch (``_get_default_store``); tried on 2.11 to 2.15."""
     return dist.PrefixStore(_prefix(), c10d._get_default_store())
 
 
 def _prefix() -> str:
-    """Of these names. torchrun starts processes anew with the store of those before (torch 2.13; not with
-    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``): what those have said is not for these. Agents of several nodes count
-    restarts differently, so there that is left to the variable.
+    """The prefix of mfsdp's keys. torchrun restarts processes with the store of the previous ones (torch 2.13; not with
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``), whose keys must not be read. Agents of several nodes count restarts
+    differently, so several nodes need that variable.
     """
     alone = os.environ.get("GROUP_WORLD_SIZE") == "1"
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
@@ -281,8 +279,8 @@ def _prefix() -> str:
 
 
 def watch_store() -> Any:
-    """The same by a connection of its own, for the watch's thread: one waits as long as another is in a call. ``None``
-    where it cannot be had. Tried on 2.13; ``clone`` may be missing in others of 2.11 to 2.15.
+    """The store by another connection, for the watchdog's thread: one connection serves one call at a time. ``None`` if
+    unavailable. Tried on 2.13; ``clone`` may be missing in others of 2.11 to 2.15.
     """
     clone = getattr(c10d._get_default_store(), "clone", None)
     if clone is None:
@@ -294,20 +292,20 @@ def watch_store() -> Any:
 
 
 def first_to_end() -> str:
-    """What the first rank has said that an exception has ended; ``""`` if none has."""
+    """The message of the first rank that an exception has ended; ``""`` for none."""
     try:
         return ask("watch/ended/1", 0.3) or ""
-    except RuntimeError:  # the store has ended with its process
+    except RuntimeError:  # the store ended with its process
         return ""
 
 
 def tell(key: str, text: str) -> None:
-    """Leaves a text for other ranks."""
+    """Stores a text for other ranks."""
     _store().set(key, text)
 
 
 def ask(key: str, seconds: float) -> str | None:
-    """What somebody has told, or ``None`` after so many seconds."""
+    """The stored text, or ``None`` after ``seconds``."""
     store = _store()
     try:
         store.wait([key], timedelta(seconds=seconds))
@@ -317,25 +315,25 @@ def ask(key: str, seconds: float) -> str | None:
 
 
 def first_to_say(key: str, text: str) -> str:
-    """What the first rank said that called it."""
+    """The text of the first rank that called."""
     return str(_store().compare_set(key, "", text).decode())
 
 
 def agreed(key: str, text: str) -> str:
-    """The same, where there are others."""
+    """The same, or ``text`` without other ranks."""
     alone = world() == 1 or dist.get_backend() == "fake"
     return text if alone else first_to_say(key, text)
 
 
 def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0) -> dict[int, list[str]]:
-    """What other ranks of a group have said, by rank, where it is not what this one says; all call it together. Costs a
-    few messages through the process group's store, and one with the lines if they differ.
+    """The lines of a group's other ranks, by rank, where they differ from this one's. All its ranks call together.
+    Costs a few messages through the store, and one with the lines if they differ.
 
     Raises:
-        RuntimeError: a rank has not come to this point in ``patience`` seconds.
+        RuntimeError: a rank has not called within ``patience`` seconds.
     """
     if dist.get_backend(process_group(group)) == "fake":
-        return {}  # nobody is there
+        return {}  # there are no other ranks
     ranks = dist.get_process_group_ranks(process_group(group))
     text = "\n".join(lines)
     store, me = _store(), dist.get_rank()
@@ -365,7 +363,7 @@ _asked: dict[str, int] = {}
 
 
 def all_objects(mine: Any) -> list[Any]:
-    """Every rank's small object, by rank; over the default group, if there is one."""
+    """Every rank's small object, by rank of the default group, if there is one."""
     if world() == 1:
         return [mine]
     found: list[Any] = [None] * world()
@@ -374,13 +372,13 @@ def all_objects(mine: Any) -> list[Any]:
 
 
 class Everybody:
-    """The ranks of the default group, or this process alone, and what they tell the first and hear from it."""
+    """The ranks of the default group, or this process alone; sends objects to and from the first rank."""
 
     def __init__(self) -> None:
         self.rank, self.world = rank(), world()
 
     def to_first(self, mine: Any) -> list[Any]:
-        """Every rank's object, by rank, on the first one; elsewhere none."""
+        """Every rank's object, by rank, on the first rank; elsewhere nothing."""
         if self.world == 1:
             return [mine]
         found: list[Any] = [None] * (0 if self.rank else self.world)
@@ -388,7 +386,7 @@ class Everybody:
         return found
 
     def from_first(self, said: Any) -> Any:
-        """The first rank's object, on all."""
+        """The first rank's object, on all ranks."""
         if self.world == 1:
             return said
         found = [said]
@@ -397,14 +395,14 @@ class Everybody:
 
 
 class SideChannel(Everybody):
-    """The same for a thread beside the one that trains, over connections of their own: gloo's, whatever else there is.
-    torch does not know of them, and ``destroy_process_group`` leaves them alone. All ranks make it together.
+    """The same for a thread beside training, over separate gloo connections, regardless of other backends. torch does
+    not know of them, and ``destroy_process_group`` leaves them alone. All ranks make it together.
 
     Args:
-        name: the same on all ranks, and never given before.
+        name: the same on all ranks, used once.
 
     Raises:
-        RuntimeError: torch has been built without gloo.
+        RuntimeError: this torch has no gloo.
     """
 
     def __init__(self, name: str):
@@ -416,7 +414,7 @@ class SideChannel(Everybody):
         self._of = weakref.ref(dist.group.WORLD)
 
     def lasts(self) -> bool:
-        """Whether the default group still is that of its ranks."""
+        """Whether the default group is still the same."""
         return self._of() is default()
 
     def to_first(self, mine: Any) -> list[Any]:
@@ -446,12 +444,11 @@ class SideChannel(Everybody):
 
 
 def barrier() -> None:
-    """Waits for all ranks of the default group."""
     dist.barrier()
 
 
 def broadcast(tensor: torch.Tensor, group: str) -> torch.Tensor:
-    """The tensor of the group's first rank, in place."""
+    """Broadcasts the first rank's tensor, in place."""
     over = process_group(group)
     dist.broadcast(tensor, dist.get_global_rank(over, 0), group=over)
     return tensor

@@ -1,8 +1,7 @@
-"""Memory of the host beside a device's, and copies there and back beside compute.
+"""Host memory of a device, and copies that overlap with compute.
 
-On a device it is pinned, and each direction has a stream of its own. On the CPU a host is played, for tests and
-benchmarks: memory that torch's allocator does not count, a thread for each direction, and a link that is as fast as
-`at_rate` says.
+On an accelerator memory is pinned, and each direction has a stream. On the CPU a host is simulated, for tests and
+benchmarks: memory outside of torch's allocator, a thread per direction, and a link with the bandwidth of `at_rate`.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ Direction = Literal["in", "out"]
 """Of a copy: to the device, or from it."""
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""What is copied in one go: (where to, where from)."""
+"""(destination, source) pairs of one copy."""
 
 _rate: float = float("inf")
 
 
 class CopyHandle(Protocol):
-    """Of a copy that is under way. It keeps what it reads and writes alive until it has been called."""
+    """A copy in flight. Keeps its operands alive until called."""
 
     def __call__(self) -> None:
-        """Returns once it is complete; on a device, once the current stream is behind it.
+        """Returns once the copy is complete; on a device, once the current stream waits for it.
 
         Raises:
-            Exception: what the copy has raised, in every call.
+            Exception: the copy's own error, on every call.
         """
 
     def landed(self) -> None:
-        """The same, and the host itself may read what was copied."""
+        """The same, but the host may read the data afterwards."""
 
 
 @contextmanager
 def at_rate(rate: float) -> Iterator[None]:
-    """Inside of the ``with`` the CPU's link to its host moves this many bytes per second, each way."""
+    """Sets the simulated link's bandwidth, in bytes per second and direction, inside the ``with``."""
     global _rate
     before, _rate = _rate, rate
     try:
@@ -56,7 +55,7 @@ def at_rate(rate: float) -> Iterator[None]:
 
 
 def room(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Memory on a device's host, [nbytes] of uint8, of any content."""
+    """Uninitialized host memory of a device, [nbytes] of uint8."""
     with torch.inference_mode(False):
         if device.type == "cpu":
             return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
@@ -64,12 +63,12 @@ def room(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def copy(pairs: Pairs, direction: Direction, after: Sequence[CopyHandle | torch.Event] = ()) -> CopyHandle:
-    """Launches copies between a device and its host, behind what compute has been given so far, those of the same
-    direction, and others.
+    """Launches copies between a device and its host, after the compute launched so far, earlier copies of the same
+    direction, and ``after``.
 
     Args:
-        pairs: contiguous tensors. Until the end nobody may write what is read, nor touch what is written.
-        after: ends of copies of the other direction; on a device also events behind them.
+        pairs: contiguous tensors. Until the end, do not write sources or touch destinations.
+        after: ends of copies of the other direction; on a device also events.
     """
     out, source = pairs[0]
     device = out.device if direction == "in" else source.device
@@ -95,13 +94,13 @@ def _copied(pairs: list[tuple[torch.Tensor, torch.Tensor]], rate: float, after: 
     for out, source in pairs:
         out.copy_(source)
         total += source.nbytes
-    pairs.clear()  # whoever has the end lets go of them
+    pairs.clear()  # the handle's owner holds the last references
     time.sleep(max(0.0, begun + total / rate - time.perf_counter()))
 
 
 @functools.cache
 def _thread(direction: str, process: int) -> ThreadPoolExecutor:
-    """One for each direction; a fork has none of its parent's."""
+    """One thread per direction; a fork does not inherit its parent's."""
     return ThreadPoolExecutor(1, thread_name_prefix=f"mfsdp host {direction}")
 
 

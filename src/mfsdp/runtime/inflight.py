@@ -1,14 +1,13 @@
-"""What runs beside the current stream, collectives and copies, with all that they read and write.
+"""Keeps operands of asynchronous work (collectives, copies) alive while it runs beside the current stream.
 
 Note [In flight]
-The allocator gives a tensor's memory away with its last reference, to whatever comes next on the stream that the memory
-was allocated on. Another stream, of a collective or a copy, may still read or write it then. So the last reference must
-not go before either the host has seen that stream's event complete, or the stream of the allocation waits for it; that
-some third stream waits is not enough (``Work.wait()`` under a side stream gives up what the Work itself holds).
+When a tensor's last reference goes, the allocator may reuse its memory on the stream that it was allocated on, while
+another stream, of a collective or a copy, still uses it. So the last reference must stay until the host has seen that
+stream's event complete, or the allocating stream waits for it. A third stream's wait is not enough (``Work.wait()``
+under a side stream drops the Work's references).
 
-`InFlight` is the one place that keeps this rule. Whatever is launched asynchronously is held by one until then, with
-the closures that end it, and tests read the sources for launches that are not. It is created on the stream that its
-operands were allocated on.
+Only `InFlight` implements this rule. It holds every asynchronous launch, with the closures that end it, until then;
+tests search the sources for launches without one. Create it on the stream that the operands were allocated on.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ End = Callable[[], Any]
 
 
 class InFlight:
-    """The end of something under way: called, it returns when the current stream is behind it (without streams: when it
-    is complete), and lets go of its operands (Note [In flight]).
+    """The end of asynchronous work. When called, makes the current stream wait for the work (without streams: waits
+    itself) and releases the operands (Note [In flight]).
 
     Args:
-        device: where it runs.
-        arrive: makes the current stream wait for it; what it refers to is held as well.
-        operands: what it reads and writes.
-        event: behind it, where a stream of ours runs it.
+        device: where the work runs.
+        arrive: makes the current stream wait; what it refers to stays alive too.
+        operands: inputs and outputs.
+        event: recorded after work on a stream of mfsdp.
     """
 
     __slots__ = ("_arrive", "_device", "_home", "_operands", "event")
@@ -59,12 +58,12 @@ class InFlight:
             _here.kept.append(held)
 
     def ready(self) -> bool:
-        """Whether what a stream of ours runs is complete."""
+        """Whether work on a stream of mfsdp is complete."""
         assert self.event is not None
         return bool(self.event.query())
 
     def landed(self) -> None:
-        """Returns once it is complete: the host may read what was copied."""
+        """Returns once the work is complete and the host may read its result."""
         assert self.event is not None
         self.event.synchronize()
         self._arrive, self._operands = None, ()
@@ -76,14 +75,14 @@ class InFlight:
 
 class _Here(threading.local):
     kept: list[Any] | None = None
-    """Inside of `beside`: what ends called there have let go of."""
+    """Inside of `beside`: what ends called there have released."""
 
 
 _here = _Here()
 
 _unfinished: list[tuple[torch.Event | None, End | None, Sequence[object]]] = []
-"""What nobody waits for any more: held until its event is complete. A collective has none: after an exception the other
-ranks may never come, and it is held for good.
+"""Work that nobody waits for any more, held until its event completes. Collectives have no event and stay forever:
+after an exception other ranks may never join them.
 """
 
 
@@ -94,14 +93,14 @@ def beside(
     *operands: object,
     after: Sequence[torch.Event] = (),
 ) -> InFlight:
-    """Launches something on another stream, behind what the current one has been given.
+    """Launches work on another stream, after the current stream's work.
 
     Args:
-        stream: where it runs.
-        device: of the stream.
-        work: launches it; it may return what is left to be called when somebody waits.
-        operands: what it reads and writes, besides what ``work`` refers to.
-        after: events that it waits for.
+        stream: where the work runs.
+        device: the stream's device.
+        work: launches it; may return a function to call at the wait.
+        operands: inputs and outputs that ``work`` does not refer to.
+        after: events to wait for first.
     """
     if _unfinished:
         _unfinished[:] = [each for each in _unfinished if each[0] is None or not each[0].query()]

@@ -1,10 +1,10 @@
-"""Who looks at operations as they run, and the frames that they are then given.
+"""Observers of operations, and named Python frames for operations that are observed.
 
 Note [Names]
-Where in its program a run is, is a number (`Run.at`); errors say the name behind it. A frame of that name, for whoever
-looks at stacks, costs about as much as an operation itself, so operations get one only while somebody looks: an
-observer (`mfsdp.profile`, `mfsdp.ranges`), torch's FlightRecorder if the environment asks for it, and whoever sets the
-option ``frames``, for py-spy and debuggers, which come unannounced. Programs always have theirs.
+An execution knows its operation by number (`Execution.at`); errors look up the name. A Python frame of that name costs
+about as much as the operation. So operations run in one only for an observer (`mfsdp.profile`, `mfsdp.ranges`), if the
+environment enables torch's FlightRecorder, or with the option ``frames``, for py-spy and debuggers, which attach
+unannounced. Programs always have theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..config.best_effort import only_tells
 
 
 class Observer(Protocol):
-    """Whoever wants to see what programs do as they run (`mfsdp.profile`): called instead of it, with it."""
+    """Called in place of a program or operation, which it must run (`mfsdp.profile`)."""
 
     def program(self, outline: Any, run: Callable[[list[Any]], Any], args: list[Any]) -> Any: ...
 
@@ -30,18 +30,18 @@ _observer: Observer | None = None
 
 
 def observer() -> Observer | None:
-    """Who looks, in all threads."""
+    """The observer, for all threads."""
     return _observer
 
 
 def one_by_one() -> bool:
-    """Whether somebody looks who can follow one program at a time only, and says so (``one_by_one``)."""
+    """Whether the observer can follow only one program at a time (``one_by_one``)."""
     return getattr(_observer, "one_by_one", False)
 
 
 @contextmanager
 def observed(by: Observer) -> Iterator[None]:
-    """Shows an observer every program, and every operation of those that begin inside of the ``with``.
+    """Shows an observer every program that begins inside of the ``with``, and its operations.
 
     Raises:
         RuntimeError: there is one already.
@@ -58,8 +58,8 @@ def observed(by: Observer) -> Iterator[None]:
 
 @functools.cache
 def frame(name: str) -> Callable[..., Any]:
-    """Calls what it is given in a frame of that name, for whoever looks at stacks: tracebacks, py-spy, and torch's
-    FlightRecorder, whose entries have no other room for a unit.
+    """Calls its argument in a frame of that name, for tracebacks, py-spy, and torch's FlightRecorder, whose entries
+    have no other field for a unit.
     """
 
     def named(kernel: Callable[..., Any], *args: Any) -> Any:
@@ -74,8 +74,8 @@ def frame(name: str) -> Callable[..., Any]:
 
 
 def recorded() -> bool:
-    """Whether the environment asks torch's FlightRecorder to keep stacks. Newer versions keep some unasked, in which
-    operations have their lines in a driver.
+    """Whether the environment makes torch's FlightRecorder keep stacks. Newer versions keep some by default; there,
+    operations appear as lines of a driver.
     """
     sizes = (os.environ.get(name, "") for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"))
     return any(size.isdecimal() and int(size) > 0 for size in sizes)

@@ -1,26 +1,25 @@
-"""Units that a rank may leave out of a step: it stands in for them, so that the others need not wait.
+"""Lets a rank skip units: it joins their collectives with zeros, so that other ranks need not wait.
 
 Note [Joining with zeros]
-A branch on data, layers that are dropped, a tower for pictures where a batch has none: some ranks use a unit, others do
-not, and nobody knows before (``may_be_unused``). In such a model, a *loose* one, every collective is announced by
-itself (Note [Desync detection]), also those of compiled programs, which ranks may have different ones of, and nothing
-is launched before all ranks of the group have answered. Where answers differ and some are about units of such a model,
-one of these comes first, the same on all ranks. Those who said something else stand in: they send their shard and drop
-what they get, or reduce zeros and accumulate what the others have brought. Then they say again what they had said. So
-it does not matter when a rank uses a unit, how often, compiled or not, or in which order: sums are the same, whoever
-brings what when.
+With a data-dependent branch, dropped layers, or a vision tower and no pictures, some ranks use a unit, others do not,
+and none knows in advance (``may_be_unused``). In such a *loose* model, each collective is announced separately (Note
+[Desync detection]), also in compiled programs, which may differ between ranks, and launches only when all ranks of the
+group have answered. If answers differ and some concern units of a loose model, one of these comes first, the same on
+all ranks. Ranks that announced something else join it: they send their shard and drop the result, or reduce zeros and
+accumulate the sum. Then they repeat their announcement. So a rank may use a unit at any time, any number of times, in
+any order, compiled or not; the sums are the same.
 
-On a mesh of two axes all ranks of both are told of everything, as one group, and a reduction over both is one
-operation: if ranks of an axis agreed among themselves, two of them might each be bound to another one's choice.
+On a mesh of two axes, all ranks of both get every announcement, as one group, and a reduction over both is one
+operation. If each axis agreed separately, two ranks could be bound to different choices.
 
-A rank may be done while others are not: the end of a backward is announced too (of a forward, where there is no
-backward), and what a unit has kept back under `no_sync` is reduced there, if nobody has used it since. Units that were
-not said to be left out are named there: who has left out one of these is told (invariant 13). Parameters have a gradient if
-any rank has used their unit, so nobody has to ask for which.
+Ranks may finish at different times. So the end of a backward is announced too (of a forward, if there is no backward).
+Gradients that a unit keeps unreduced under `no_sync` are reduced there, if no rank has used it since. The announcement
+names the used units that are not optional, so a rank that skipped one is reported (invariant 13). A parameter has a
+gradient if any rank used its unit; ranks need not ask for which.
 
-It costs one answer of all ranks for each collective; what is sent in two stages, and parameters that last, are waited
-for at once. Between two of these announcements ranks must not wait for each other in other ways (a barrier of the
-user's own in the middle of forward): whoever left the unit out would be in that, and the others here.
+Costs: all ranks answer before each collective; collectives over two axes and gathers of persistent parameters complete
+at once. Between announcements, ranks must not wait for each other otherwise (a user's barrier in the middle of
+forward): a rank that skips the unit would wait there, and the others here.
 """
 
 from __future__ import annotations
@@ -43,18 +42,18 @@ from .transport_registry import group_state
 
 
 class OptionalUnits:
-    """What a model knows of units that its ranks may leave out; nothing, if every rank uses every unit."""
+    """A model's optional units; false if every rank uses every unit."""
 
     def __init__(self) -> None:
         self.name = ""
-        """The model's, and a number: ranks tell a model from its copies."""
+        """The model's name and a number, which tells copies apart."""
         self.group = ""
-        """Name of the group of all ranks that have a part of the model."""
+        """Name of the group of all ranks with a part of the model."""
         self.scopes = 0
-        """Forwards in plain Python that are open."""
+        """Open forwards in plain Python."""
         self._members: weakref.WeakSet[Any] = weakref.WeakSet()
         self._used: set[str] = set()
-        """Units that may not be left out and have had gradients of this rank in the backward that is running."""
+        """Units that are not optional and had gradients of this rank in the running backward."""
         self._ending = -1
         """Number of the backward whose end will be announced."""
 
@@ -68,11 +67,11 @@ class OptionalUnits:
         return twin
 
     def loosen(self, name: str, group: str) -> None:
-        """Lets ranks leave units out."""
+        """Allows ranks to skip units."""
         self.name, self.group = f"{name} {next(_models)}", group
 
     def join(self, buffer: Any) -> None:
-        """Takes in a buffer of the model."""
+        """Adds a buffer of the model."""
         self._members.add(buffer)
         buffer.left_out = buffer.left_out or SkippedUnit(buffer)
         company = group_state(self.group)
@@ -80,18 +79,18 @@ class OptionalUnits:
             company.standing.add(buffer.left_out)
 
     def begins(self) -> None:
-        """What is outside of a backward begins: an earlier one may have died of an exception."""
+        """Resets the state outside of a backward; an exception may have ended the last one."""
         if engine.backward_number() < 0:
             self._ending = -1
             self._used.clear()
 
     def uses(self, buffer: Any) -> None:
-        """This rank has gradients of a buffer."""
+        """Records that this rank has gradients of a buffer."""
         if self and not buffer.spec.optional:
             self._used.add(buffer.unit.fqn)
 
     def in_backward(self) -> None:
-        """A part of the model runs in a backward, if one runs: the end of the outermost one will be announced."""
+        """Schedules the announcement of the outermost backward's end, if one runs."""
         now = engine.backward_number()
         if not self or now < 0 or now == self._ending or (self._ending >= 0 and engine.nested()):
             return
@@ -101,34 +100,34 @@ class OptionalUnits:
 
     def _end_backward(self) -> None:
         for buffer in sorted(self._members, key=lambda buffer: buffer.path):
-            if buffer.gradients.holds and buffer.gradients.sync:  # nobody has used it since
+            if buffer.gradients.holds and buffer.gradients.sync:  # no rank has used it since
                 sync_collectives.reduce_nothing(buffer.weights.source, buffer.text)
         used, self._used = self._used, set()
         self.end("backward", f", with gradients of {', '.join(sorted(used)) or 'no unit that has to be used'}")
         self._ending = -1
 
     def end(self, phase: str, what: str = "") -> None:
-        """Returns when all ranks have come to the end of a phase of the model; stands in until then.
+        """Returns when all ranks have reached the end of a phase; joins their collectives until then.
 
         Raises:
-            RuntimeError: they have not, or not with the same units.
+            RuntimeError: some have not, or have used other units.
         """
         with execution.announced(f"end of {phase} of {self.name}{what}", self.group):
             pass
 
 
 _models = itertools.count()
-"""Numbers of loose models, the same on all ranks, which make them together."""
+"""Numbers of loose models, equal on all ranks, which create them together."""
 
 
 class SkippedUnit:
-    """A flat buffer, for ranks that run something else where another one uses it."""
+    """A flat buffer that this rank joins with zeros when another one uses it."""
 
     def __init__(self, buffer: Any):
         self._buffer = weakref.ref(buffer)
 
     def choices(self) -> Iterator[tuple[Fingerprint, Callable[[PendingCheck], None]]]:
-        """What ranks may say of it, and how another one stands in."""
+        """What other ranks may announce for it, each with the function that joins."""
         buffer = self._buffer()
         if buffer is None:
             return
@@ -152,7 +151,7 @@ class SkippedUnit:
 
 def _refresh(source: torch.Tensor, spec: str) -> None:
     weights = owner(source).weights
-    weights.stale = True  # another rank's is
+    weights.stale = True  # another rank's parameters are stale
     at_once(weights.refresh())
 
 
@@ -165,8 +164,8 @@ def gather(run: Execution, buffer: Any) -> None:
 
 
 def refresh(run: Execution, buffer: Any) -> list[End]:
-    """Announces the gather of parameters that last, if it is due, and waits for it: who stands in for what comes next
-    reads them. Gives what is left to be called, nothing.
+    """Announces the gather of persistent parameters, if due, and completes it: a rank that joins the next collective
+    reads them. Returns an empty list.
     """
     weights = buffer.weights
     if not weights.due():
@@ -176,8 +175,8 @@ def refresh(run: Execution, buffer: Any) -> list[End]:
 
 
 def reduce_scatter(run: Execution, given: torch.Tensor, out: torch.Tensor, s: UnitSpec, lane: int) -> torch.Tensor:
-    """Announces and launches a reduce-scatter into ``out``. Where another reduction follows, over the outer axis, both
-    are done here: whoever stands in does so, and must not meet others in between.
+    """Announces and launches a reduce-scatter into ``out``. If one over the outer axis follows, both are done here: a
+    rank that joins does both, and must not meet others in between.
     """
     if lane >= 2 and s.world > 1:
         out = run.outer.pop(given.data_ptr())
@@ -200,7 +199,7 @@ def reduce_scatter(run: Execution, given: torch.Tensor, out: torch.Tensor, s: Un
 
 
 def all_reduce(run: Execution, given: torch.Tensor, s: UnitSpec, lane: int) -> None:
-    """Announces and launches a sum in place, unless `reduce_scatter` has done it."""
+    """Announces and completes a sum in place, unless `reduce_scatter` has done it."""
     run.launch(given)
     if run.outer.pop(given.data_ptr(), None) is None:
         _announced(run, given)
@@ -208,7 +207,7 @@ def all_reduce(run: Execution, given: torch.Tensor, s: UnitSpec, lane: int) -> N
 
 
 def _announced(run: Execution, given: torch.Tensor) -> Any:
-    """Announces the reduction of a bucket; gives the buffer that it is of."""
+    """Announces a bucket's reduction; returns its flat buffer."""
     buffer = run.reducing.pop(given.data_ptr())
     run.next(reduction_of(buffer.weights.source), _group(buffer), buffer.spec.peer_groups)
     return buffer
@@ -220,7 +219,7 @@ def _group(buffer: Any) -> str:
 
 
 def at_once(ends: Iterable[End]) -> list[End]:
-    """Calls ends; none are left."""
+    """Calls ends; returns an empty list."""
     for end in ends:
         end()
     return []

@@ -1,7 +1,7 @@
-"""The kernels behind `ir.ops`, each with the run that it is part of, which keeps what they have under way.
+"""The kernels of `ir.ops`. Each gets its execution, which holds what is in flight.
 
-What they need of a unit's spec is resolved once for each (spec, slot) or (spec, lane), and views of a static buffer are
-made once for each place in it.
+Values derived from a spec are computed once per (spec, slot) or (spec, lane), and views of a static buffer once per
+place in it.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from .execution import Execution
 from .sync_collectives import gather_now, packed, scattered, summed
 from .transport import Pairs, parts
 
-# What is resolved once
+# Values derived from a spec
 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
-    """A full buffer: of parameters to be gathered, or of gradients."""
+    """A full buffer, for parameters or gradients."""
 
     slot: str
-    """Its static buffer, ``""`` for none."""
+    """Its static buffer; ``""`` for none."""
     numel: int
     dtype: torch.dtype
     splits: tuple[int, ...]
     ranks: int
     group: str
-    """That gathers."""
+    """Process group of the gather."""
     wire: str | None
-    """The format that it gathers in."""
+    """Communication format of the gather."""
 
 
 @cache
 def _room(spec: str, slot: int, kind: str, one_byte: bool = False) -> _Room:
-    """``one_byte``: whether that travels, instead of what the policy says."""
+    """``one_byte``: an FP8 payload is communicated, instead of the policy's dtype."""
     s = UnitSpec.decode(spec)
     name = f"{kind}{slot}" if slot >= 0 else ""
     dtype = torch.uint8 if one_byte else s.precision.comm if kind == "p" else s.precision.grad_comm
@@ -57,7 +57,7 @@ def _room(spec: str, slot: int, kind: str, one_byte: bool = False) -> _Room:
 
 @dataclass(frozen=True, slots=True)
 class _Reduction:
-    """A reduce-scatter on a lane: what it gives, and how it adds up."""
+    """A reduce-scatter on a lane: its result, and how it sums."""
 
     numel: int
     dtype: torch.dtype
@@ -80,7 +80,7 @@ def _reduction(spec: str, lane: int) -> _Reduction:
 
 
 def refresh(run: Execution, source: torch.Tensor) -> None:
-    """Launches the gather of parameters that last, if their main weights have changed since."""
+    """Launches the gather of persistent parameters, if main weights have changed since the last one."""
     if run.early and (early := run.early.pop(0)) is not None:
         run.adopt(early)
         return
@@ -91,8 +91,8 @@ def refresh(run: Execution, source: torch.Tensor) -> None:
 def refresh_codes(
     run: Execution, code: torch.Tensor, source: torch.Tensor, key: str, back: bool, spec: str
 ) -> torch.Tensor:
-    """Launches the gather of codes that last, if main weights have changed since (Note [Persistent FP8]). ``code``:
-    [main_numel]; returns [source_numel], not yet complete. Nobody may write to it.
+    """Launches the gather of a persistent FP8 payload, if main weights have changed since the last one (Note
+    [Persistent FP8]). ``code``: [main_numel]. Returns [source_numel], not yet complete, read-only.
     """
     codes, ends = _known(owner(source)).weights.lasting.refresh(key, code, back)
     run.launch(codes, *ends)
@@ -100,9 +100,9 @@ def refresh_codes(
 
 
 def all_gather(run: Execution, shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
-    """Launches the all-gather of a unit. ``shard``: [shard_numel], or main weights whose cast is kept (Note [Kept
-    casts]), or that travel in a format of their own; returns [full_numel], not yet complete. What was launched ahead is
-    taken (Note [Step prefetch]).
+    """Launches a unit's all-gather, or takes a prefetched one (Note [Step prefetch]). ``shard``: [shard_numel], or main
+    weights, sent as their kept cast (Note [Kept casts]) or in a communication format. Returns [full_numel], not yet
+    complete.
     """
     if run.early and (early := run.early.pop(0)) is not None:
         return run.adopt(early)
@@ -119,7 +119,7 @@ def all_gather(run: Execution, shard: torch.Tensor, spec: str, slot: int = -1) -
 
 
 def maxima(run: Execution, shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
-    """Launches what is due of a unit's maxima (Note [Amax]), and of those of the program's other units."""
+    """Launches a unit's amax all-reduce, if due, with those of the program's other units (Note [Amax])."""
     weights = _known(owner(shard)).weights
     out = torch.empty(sum(g.numel for g in block_grid.decode(grids)), device=shard.device)
     run.launch(out, *weights.maxima.read(grids, out, run.measured))
@@ -127,7 +127,7 @@ def maxima(run: Execution, shard: torch.Tensor, grids: str, spec: str) -> torch.
 
 
 def spread(run: Execution, shard: torch.Tensor, scales: Sequence[torch.Tensor], grids: str, spec: str) -> torch.Tensor:
-    """For every element of the main weights the scale of its block, [main_numel]; 1 where no parameter is."""
+    """The scale of each main weight's block, [main_numel]; 1 outside of parameters."""
     weights = _known(owner(shard)).weights
     out = torch.ones(UnitSpec.decode(spec).main_numel, dtype=scales[0].dtype, device=shard.device)
     for scale, one in zip(scales, block_grid.decode(grids), strict=True):
@@ -137,40 +137,40 @@ def spread(run: Execution, shard: torch.Tensor, scales: Sequence[torch.Tensor], 
 
 
 def cast(run: Execution, shard: torch.Tensor, spec: str) -> torch.Tensor:
-    """The main weights in the dtype that travels, in memory of their own: compilers may write to it. An operation,
-    because they do not round what they read again.
+    """The main weights in the communication dtype, in new memory: compilers may write to it. It is an operation because
+    compilers do not round what they read again.
     """
     return _known(owner(shard)).weights.main.detach().to(UnitSpec.decode(spec).precision.comm, copy=True)  # type: ignore[no-any-return]
 
 
 def kept_cast(run: Execution, shard: torch.Tensor, spec: str) -> torch.Tensor:
-    """The same, kept until main weights are written (Note [Kept casts]): nobody may write to it."""
+    """The same, kept until main weights are written (Note [Kept casts]): read-only."""
     if (buffer := owner(shard)) is None:
         return shard.detach().to(UnitSpec.decode(spec).precision.comm)
     return buffer.weights.cast()  # type: ignore[no-any-return]
 
 
 def _pairs(r: _Room | _Reduction, full: torch.Tensor, shard: torch.Tensor) -> Pairs:
-    """The segments that travel together, as `transport.segments`; those of a static buffer are cut once."""
+    """Segments that are communicated together, as `transport.segments`; those of a static buffer are cut once."""
     if len(r.splits) == 1:
         return [(full, shard)]
     return list(zip(static_buffers.views(full, parts, r.splits, r.ranks), parts(shard, r.splits, 1), strict=True))
 
 
 def wait(run: Execution, out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
-    """Returns once ``out`` may be read (on CUDA: once the current stream is behind the collective)."""
+    """Returns when ``out`` may be read (on CUDA: when the current stream waits for the collective)."""
     run.wait(out)
 
 
 def free(full: torch.Tensor) -> None:
-    """Nothing: lowerings drop the node, and with it the last reference."""
+    """Does nothing: lowerings drop the node, and with it the last reference."""
 
 
 # Gradients
 
 
 def bucket(run: Execution, like: torch.Tensor, holes: Sequence[int], spec: str, slot: int = -1) -> torch.Tensor:
-    """Room for a unit's gradients, [full_numel] in the dtype that travels; zeros in the holes, nothing elsewhere."""
+    """A bucket for a unit's gradients, [full_numel] in the communication dtype: zeros in the holes, else uninitialized."""
     r = _room(spec, slot, "g")
     gfull = static_buffers.room(r.slot, r.numel, r.dtype, like.device)
     if run.held:
@@ -189,7 +189,7 @@ def _holes(gfull: torch.Tensor, holes: Sequence[int]) -> list[torch.Tensor]:
 def pack(
     run: Execution, gfull: torch.Tensor, grads: Sequence[torch.Tensor], offsets: Sequence[int], scale: float
 ) -> None:
-    """Copies gradients to their places, cast and scaled."""
+    """Copies gradients to their offsets, cast and scaled."""
     if grads:
         places = static_buffers.views(gfull, _places, tuple(offsets), tuple(map(_shape, grads)))
         torch._foreach_copy_(places, grads)  # type: ignore[arg-type]
@@ -213,7 +213,7 @@ def mm(
     a: torch.Tensor,
     b: torch.Tensor,
 ) -> None:
-    """Writes ``a @ b`` to its place, in the dtype of that."""
+    """Writes ``a @ b`` to its place, in the bucket's dtype."""
     (place,) = static_buffers.views(gfull, _place, offset, tuple(size), tuple(stride))
     if place.dtype is a.dtype:
         torch.mm(a, b, out=place)
@@ -233,14 +233,14 @@ def multiply_wide(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def hold(run: Execution, source: torch.Tensor, grads: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Keeps gradients back, or adds what was kept back to them."""
+    """Keeps gradients unreduced, or adds unreduced ones to them."""
     held, key = run.held, grads.data_ptr()
     if key not in held and owner(source).gradients.hold(grads, offsets):
-        held.add(key)  # where it is there, an earlier reduction has not happened
+        held.add(key)  # the key is present if an earlier reduction was skipped
 
 
 def reduce_scatter(run: Execution, gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
-    """Launches the sum over ranks. ``gfull``: [full_numel], on an outer lane [shard_numel]; returns this rank's part,
+    """Launches the sum over ranks. ``gfull``: [full_numel], on an outer lane [shard_numel]. Returns this rank's part,
     not yet complete.
     """
     r, held = _reduction(spec, lane), run.held
@@ -277,8 +277,8 @@ def accumulate(
     scale: float,
     reused: bool = False,
 ) -> None:
-    """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators]), or makes it that; not
-    where a compiler gives its memory to another value afterwards (``reused``).
+    """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators]), or makes it the
+    accumulator, unless a compiler reuses its memory later (``reused``).
     """
     buffer = owner(shard)
     if buffer is None and orphan(shard):
@@ -288,11 +288,13 @@ def accumulate(
     if held and gshard.data_ptr() in held:
         held.remove(gshard.data_ptr())
     else:
-        buffer.gradients.accumulate(gshard.detach() if reused else gshard, offsets, scale)  # an alias: it is shared
+        buffer.gradients.accumulate(
+            gshard.detach() if reused else gshard, offsets, scale
+        )  # an alias: its storage is shared
 
 
 def _known(buffer: Any) -> Any:
-    """The owner of a shard, if there is one."""
+    """The owner of a shard; a RuntimeError if there is none."""
     if buffer is None:
         raise RuntimeError(
             "mfsdp: backward got a copy of a shard instead of the shard. Saved-tensor hooks that copy what they are "
@@ -301,7 +303,7 @@ def _known(buffer: Any) -> Any:
     return buffer
 
 
-# Probes
+# Runtime checks
 
 
 def probe(
@@ -313,15 +315,15 @@ def probe(
     names: str,
     what: str,
 ) -> None:
-    """Looks at a value, if it is time (Note [Runtime checks]).
+    """Checks a value, if a check is due (Note [Runtime checks]).
 
     Args:
-        value: what to look at; under ``"weights"`` the source.
-        source: what the unit's parameters are read from; ``None``, if they are not sharded, or none are read.
+        value: the value; under ``"weights"`` the source.
+        source: where the unit's parameters are read from; ``None`` if they are not sharded, or none are read.
         starts: where the unit's parameters begin in a flat value; empty: it is this rank's rows of them, or not flat.
         sizes: their elements.
-        names: their names, with commas between.
-        what: see `probes.Place`.
+        names: their names, separated by commas.
+        what: see `runtime_checks.Place`.
     """
     if run.looking is not None:
         run.looking.look(run, value, source, starts, sizes, names, what)
@@ -331,16 +333,14 @@ def probe(
 
 
 def offload(run: Execution, x: torch.Tensor) -> torch.Tensor:
-    """Launches the copy of a tensor to host memory, where it lies as it does here (Note [Activation memory on the
-    host]).
-    """
+    """Launches the copy of a tensor to the host, with the same strides (Note [Activation memory on the host])."""
     out, end = activation_host.offload(x)
     run.copy(out, end)
     return out
 
 
 def reload(run: Execution, x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Launches the copy of what lies on the host to a device."""
+    """Launches the copy of a host tensor to a device."""
     out, end = activation_host.reload(x, device)
     run.copy(out, end)
     return out
@@ -361,16 +361,16 @@ def collective(
     """Launches a collective of another parallelism.
 
     Args:
-        source: what this rank gives.
+        source: this rank's input.
         verb: ``"all_reduce OP"``, ``"all_gather"``, ``"reduce_scatter OP"`` (along dimension 0, as
             ``_c10d_functional``'s) or ``"all_to_all"``; OP is ``sum``, ``avg``, ``max`` or ``min``.
-        axis: over which ranks, an `Axis` as text.
-        received: of an all-to-all: how many rows come from each rank; empty: equal parts.
-        splits: how many go to each.
+        axis: the ranks, an `Axis` as text.
+        received: of an all-to-all: rows from each rank; empty: equal parts.
+        splits: rows to each rank.
         order: for compilers (`lowering.keep_order`).
 
     Returns:
-        what is not complete yet.
+        the result, not yet complete.
     """
     over, (kind, _, op) = Axis.decode(axis), verb.partition(" ")
     source = source.contiguous()
@@ -386,7 +386,7 @@ def collective(
         even = [source.shape[0] // over.ranks] * over.ranks
         end = run.all_to_all(out, source, received or even, splits or even, over.group)
 
-    def complete(reads: torch.Tensor = source) -> None:  # which may be a copy of ours
+    def complete(reads: torch.Tensor = source) -> None:  # keeps a contiguous copy alive
         end()
         if op == "avg":
             out.div_(over.ranks)
@@ -398,16 +398,16 @@ def collective(
 
 
 def _apart(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Room with an address of its own, also if it is empty (an expert without tokens)."""
+    """Memory with an address of its own, also if empty (an expert without tokens)."""
     numel = prod(shape)
     return like.new_empty(max(numel, 1))[:numel].view(shape)
 
 
-# Markers that no pass has seen
+# Markers that no pass has rewritten
 
 
 def param(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torch.Tensor:
-    """The marker's own meaning: gathers the unit and copies one parameter out."""
+    """Runs the marker by itself: gathers the unit and copies one parameter out."""
     if not execution.in_program():
         _warn_of_another_backend(path(shard))
     full = gather_now(shard, spec)
@@ -416,7 +416,7 @@ def param(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torc
 
 
 def _warn_of_another_backend(unit: str) -> None:
-    """Markers run by themselves in no program of ours: the model was compiled, but not by this backend."""
+    """Warns once: markers run outside of programs, so another backend has compiled the model."""
     global _told
     if not _told:
         _told = True
@@ -431,8 +431,8 @@ _told = False
 
 
 def param_grad(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) -> torch.Tensor:
-    """The marker's own meaning: one gradient in the shape and dtype of what was read, reduced if that
-    is a shard; `immediate.reduce_rest` does the rest.
+    """Runs the marker by itself: one gradient in the shape and dtype of the tensor read, reduced if that is a shard;
+    `sync_collectives.reduce_rest` does the rest.
     """
     s = UnitSpec.decode(spec)
     gfull = packed([grad], [offset], s, grad.device)
@@ -443,7 +443,7 @@ def param_grad(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) 
 
 
 def returned(param: torch.Tensor) -> torch.Tensor:
-    """A copy. Not ``clone``, which Inductor takes out where it thinks that nobody will notice."""
+    """A copy. Not ``clone``, which Inductor removes where it takes it for redundant."""
     return param.clone()
 
 
@@ -461,4 +461,4 @@ for _kernel in _KERNELS:
     LIBRARY.impl(_kernel.__name__, execution.dispatched(_kernel), "CompositeExplicitAutograd")
 
 SHOWN = SimpleNamespace(**{k.__name__: partial(_shown, k) for k in _KERNELS})
-"""The same for programs that somebody looks at (Note [Names])."""
+"""The same, for observed programs (Note [Names])."""

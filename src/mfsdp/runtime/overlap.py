@@ -1,17 +1,17 @@
-"""Two programs at once: a backward that waits runs beside the next forward, and they take turns (1F1B).
+"""Runs a deferred backward and the next forward in turns (1F1B).
 
 Note [Interleaved programs]
-What experts exchange in one program travels while the other computes. Neither program is changed: each runs in a thread
-of its own, one of them at a time, and the turn goes over wherever a program would wait for a collective of another
-parallelism. So the order of the two together follows from theirs, the same on every rank and under every lowering: the
+While one program communicates its expert exchanges, the other computes. Neither program changes. Each runs in its own
+thread, one at a time, with its own static buffers, and the turn passes where a program would wait for a collective of
+another parallelism. So their common order follows from their own, the same on every rank and under every lowering: the
 backward up to its first such wait, the forward up to its first, the backward up to its next, and so on (`ir.merge`
-writes it down). Their static buffers are apart.
+writes it down).
 
-A backward may wait if gradients are all that it gives, through accumulators (Note [Accumulators]), and nobody wants to
-hear of them: it is then remembered with its arguments, and autograd goes on as if it had run. Whoever looks at a
-gradient runs it first (`Gradients.due`), whatever he is in the middle of: another backward, autocast, inference mode.
-So it runs in a thread that knows nothing of that, and launches where autograd would have. What belongs to the caller is
-copied; weights, and what forward has saved, must stay as they are.
+A backward can be deferred if it only accumulates gradients (Note [Accumulators]) and no hook needs them. It is stored
+with its arguments, and autograd goes on as if it had run. Any access to a gradient runs it first (`Gradients.due`),
+regardless of the caller's context: another backward, autocast, inference mode. So it runs in a thread without this
+context, and launches where autograd would have. The caller's tensors are copied; weights and saved tensors must not be
+written.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from .instrumentation import one_by_one
 log = logging.getLogger("mfsdp")
 
 Turn = Callable[[], None]
-"""Lets the other program run up to its next wait."""
+"""Runs the other program up to its next wait."""
 
 
 @dataclass
 class Part:
-    """An execution of a program that an `Overlap` may put off.
+    """An execution of a program that an `Overlap` may defer.
 
     Args:
         name: the program's, for logs.
-        run: runs it with its arguments; ``turn`` is called where it would wait, ``None``: it runs alone.
-        args: its arguments, one list, emptied by whoever takes them.
-        buffers: whose gradients it brings, or whose parameters it reads.
-        results: how many results it has, if it gives none of them: all are ``None``; else 0.
-        given: which arguments may be written to before it runs: the caller's own, and buffers of the model.
+        run: runs it with its arguments; calls ``turn`` where it would wait; ``None``: it runs alone.
+        args: its arguments, one list, emptied when they are taken.
+        buffers: whose gradients it produces, or whose parameters it reads.
+        results: number of results, if all are ``None``; else 0.
+        given: arguments that may be written before it runs: the caller's, and buffers of the model.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Part:
 
 
 class Overlap:
-    """The backward that waits, if there is one, of a model (`mfsdp.overlapped`)."""
+    """A model's deferred backward, if there is one (`mfsdp.overlapped`)."""
 
     def __init__(self) -> None:
         self._waiting: _Waiting | None = None
@@ -66,7 +66,7 @@ class Overlap:
         self._told: set[str] = set()
 
     def backward(self, part: Part) -> Any:
-        """Puts a backward off, or runs it, if it cannot wait."""
+        """Defers a backward, or runs it if it cannot be deferred."""
         self.finish()
         why = "a profile looks at programs one by one" if one_by_one() else _urgent(part)
         if why:
@@ -78,7 +78,7 @@ class Overlap:
         return (None,) * part.results
 
     def forward(self, part: Part) -> Any:
-        """Runs a forward, and beside it the backward that waits."""
+        """Runs a forward, in turns with the deferred backward."""
         if one_by_one():
             self.finish()
         waiting = self._taken()
@@ -87,14 +87,14 @@ class Overlap:
         return _beside(waiting, partial(part.run, part.args))
 
     def finish(self) -> None:
-        """Runs the backward that waits, if there is one."""
+        """Runs the deferred backward, if there is one."""
         waiting = self._taken()
         if waiting is not None:
             _threads().submit(waiting.run, None).result()
             waiting.place.join()
 
     def leave(self, model: str) -> None:
-        """Runs what waits; says so if nothing ever has."""
+        """Runs the deferred backward; logs if none ever was."""
         self.finish()
         if not self._waited:
             self._tell(
@@ -103,17 +103,17 @@ class Overlap:
             )
 
     def drop(self) -> None:
-        """Forgets what waits, and gives back static buffers."""
+        """Forgets the deferred backward, and frees static buffers."""
         waiting, self._waiting = self._waiting, None
         for buffer in waiting.buffers if waiting is not None else ():
             buffer.gradients.due = None
         static_buffers.forget_beside()
 
     def _taken(self) -> _Waiting | None:
-        """What waits, for whoever runs it now.
+        """Takes the deferred backward, to run it.
 
         Raises:
-            RuntimeError: what it needs has been written to. It goes on waiting: whoever looks again is told again.
+            RuntimeError: its inputs have been written. It stays deferred, and every later access raises.
         """
         waiting = self._waiting
         if waiting is not None:
@@ -130,7 +130,7 @@ class Overlap:
 
 
 def _urgent(part: Part) -> str:
-    """Why a backward cannot wait; ``""`` if it can."""
+    """Why a backward cannot be deferred; ``""`` if it can."""
     if not part.results:
         return "it gives gradients of inputs"
     for buffer in part.buffers:
@@ -144,7 +144,7 @@ def _urgent(part: Part) -> str:
 
 
 class _Waiting:
-    """A backward with its arguments as they were, where it was called, and how gradients were to be synchronised."""
+    """A deferred backward with its arguments, place, and gradient synchronization."""
 
     def __init__(self, part: Part):
         self.part, self.buffers, self.place = part, list(dict.fromkeys(part.buffers)), devices.Place()
@@ -157,7 +157,7 @@ class _Waiting:
         self.syncs = [buffer.gradients.sync for buffer in self.buffers]
 
     def check(self) -> None:
-        """Raises a RuntimeError if what it needs has been written to."""
+        """Raises a RuntimeError if its inputs have been written."""
         for buffer, history in zip(self.buffers, self.weights, strict=True):
             if buffer.weights.history != history:
                 raise RuntimeError(
@@ -171,7 +171,7 @@ class _Waiting:
             )
 
     def run(self, turn: Turn | None) -> None:
-        """Runs it, in a thread of its own."""
+        """Runs it, in a separate thread."""
         self.place.settle()
         now = [buffer.gradients.sync for buffer in self.buffers]
         try:
@@ -191,7 +191,7 @@ def _version(arg: Any) -> int:
 
 
 def _copied(arg: Any) -> Any:
-    """A copy, with the strides that a program was compiled for."""
+    """A copy with the strides that a program was compiled for."""
     if not isinstance(arg, torch.Tensor) or not arg.numel():
         return arg
     with torch.no_grad():
@@ -200,8 +200,8 @@ def _copied(arg: Any) -> Any:
 
 
 def _beside(waiting: _Waiting, forward: Callable[[Turn], Any]) -> Any:
-    """Runs both in turns, the backward first; returns what the forward returns. If one raises the other still runs to
-    its end: its ranks count on it.
+    """Runs both in turns, the backward first; returns the forward's result. If one raises, the other still runs to its
+    end, for the other ranks' collectives.
     """
     turns = _Turns()
 
@@ -229,12 +229,12 @@ def _beside(waiting: _Waiting, forward: Callable[[Turn], Any]) -> Any:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """Threads for backwards; each is used again, with the pools that compute has made for it."""
+    """Threads for backwards, reused with the thread pools that compute creates for them."""
     return ThreadPoolExecutor(thread_name_prefix="mfsdp backward")
 
 
 class _Turns:
-    """Two threads, 0 and 1, of which one runs."""
+    """Two threads, 0 and 1; one runs at a time."""
 
     def __init__(self) -> None:
         self._mine = threading.Semaphore(0), threading.Semaphore(0)
@@ -245,12 +245,12 @@ class _Turns:
         self._mine[me].acquire()
 
     def give(self, me: int) -> None:
-        """Gives the turn to the other one and waits to get it back."""
+        """Passes the turn to the other thread, and waits to get it back."""
         if not self._left[1 - me]:
             self._mine[1 - me].release()
             self.take(me)
 
     def leave(self, me: int) -> None:
-        """Gives it for good."""
+        """Passes the turn for good."""
         self._left[me] = True
         self._mine[1 - me].release()

@@ -1,21 +1,18 @@
-"""Probes: whether what programs read, compute and give is finite, and whether replicas are alike, every so many steps.
+"""Runtime checks: every n steps, whether values in programs are finite, and replicas equal.
 
 Note [Runtime checks]
-Under ``check_finite`` and ``check_replicas`` a program has probes in its lines (`mfsdp.passes.insert_checks`). In most
-steps they return at once. In every so many of them each takes the largest magnitude of what it looks at, parameter by
-parameter, and of weights a checksum; nothing is waited for. Behind the program one small tensor says what was wrong
-where: on the CPU it is there already, from a device it is copied, and looked at when a later program begins and finds
-it there.
+Under ``check_finite`` and ``check_replicas``, programs contain probes (`mfsdp.passes.insert_checks`). In most steps
+they return at once. In every n-th, each takes the largest magnitude of its value, per parameter, and of weights a
+checksum; nothing waits. After the program, one small tensor tells what failed. The CPU reads it at once; from a device
+it is copied, and read when a later program begins after it has arrived.
 
-What is not finite goes with the next gather or sum to all ranks, and from then on is everywhere; the first line of
-the first program that has found it is the news, and the rank whose line it is. So a rank tells all ranks (through the
-watch) when a model that was well the last time is not any more, once. Weights and arguments of the call are a rank's
-own, and told at once; results and gradients may follow from what others have, and sums over ranks do: they are told a
-second or two later, if until then nobody has told of what comes before.
+The next gather or sum spreads a non-finite value to all ranks. So only the first line of the first program that finds
+one is reported, by its rank, to all ranks (through the watchdog), once, when a model fails after it has passed. Weights
+and arguments are a rank's own, and are reported at once. Results and gradients may follow from other ranks' values, and
+sums do: they are reported one or two seconds later, unless a rank has reported an earlier cause.
 
-A step ends with a backward that synchronises gradients: that is the same on all ranks (invariant 13), and all microbatches
-of a step are looked at. Nothing is changed and nothing raised: a GradScaler's steps may have Inf in gradients, and go
-on.
+A step ends with a backward that synchronizes gradients, which is the same on all ranks (invariant 13); all its
+microbatches are checked. Checks change and raise nothing: a GradScaler's steps may have Inf in gradients.
 """
 
 from __future__ import annotations
@@ -34,23 +31,23 @@ from .buffer_registry import owner
 from .checksums import checksum
 
 NAMED = 4
-"""Places of which a report has the names, and ranks that tell of what is their own."""
+"""Places that a report names, and ranks that report their own values."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """What was looked at."""
+    """What was checked."""
 
     what: str
-    """``"weights"``, ``"argument NAME"``, ``"result"``, ``"gradient"``, ``"sum"``; or ``"over AXIS"`` of replicas."""
+    """``"weights"``, ``"argument NAME"``, ``"result"``, ``"gradient"``, ``"sum"``; or ``"over AXIS"`` for replicas."""
     name: str
-    """The path of a parameter, or of a unit."""
+    """Path of a parameter or a unit."""
     line: str = ""
     number: int = 0
-    """In the order of the program."""
+    """Position in the program."""
 
     def told(self) -> tuple[int, int]:
-        """How far from what was wrong first it may be, and how many ranks tell of it."""
+        """The distance from the first cause that it may have, and how many ranks report it."""
         if self.what == "weights" or self.what.startswith("argument"):
             return 0, NAMED
         return (1, NAMED) if self.what in ("result", "gradient") else (2, 1)
@@ -66,33 +63,33 @@ class Place:
 
 @dataclass(eq=False)
 class Health:
-    """What is known of a model."""
+    """What checks know of a model."""
 
     number: int = 0
-    """The same on all ranks, once a program of it has looked; models may have one name."""
+    """Equal on all ranks after a program's first check; models may share a name."""
     wrong: dict[tuple[str, ...], int] = field(default_factory=dict)
-    """The last step in which something was wrong, by kind."""
+    """The last step with a failure, by kind."""
 
 
 _models = itertools.count(1)
 
 
 class Looking:
-    """A run whose probes look."""
+    """An execution whose probes check."""
 
     def __init__(self, model: str, health: Health, phase: str, step: int, finite: int, compares: int):
         self.model, self.health, self.phase, self.step = model, health, phase, step
         self.finite, self.compares = finite, compares
         self.found: dict[torch.dtype, list[tuple[Place, torch.Tensor]]] = {}
-        """Largest magnitudes."""
+        """Largest magnitudes, by dtype."""
         self.sums: dict[str, list[tuple[str, torch.Tensor]]] = {}
-        """Checksums of weights, by the group whose ranks should have the same."""
+        """Checksums of weights, by the group whose ranks should have equal ones."""
 
     def look(
         self, run: execution.Execution, value: torch.Tensor, source: torch.Tensor | None, starts: Sequence[int],
         sizes: Sequence[int], names: str, what: str,
     ) -> None:  # fmt: skip
-        """Looks at what a probe is given (`kernels.probe`)."""
+        """Checks a probe's value (`kernels.probe`)."""
         buffer = None if source is None else owner(source)
         path, line = run.place.partition(" ")[2], run.line_of_listing.rpartition("probe ")[2]
         path = path if buffer is None else buffer.unit.fqn
@@ -116,7 +113,7 @@ class Looking:
                 self.found.setdefault(part.dtype, []).append((place, _largest(part)))
 
     def close(self) -> None:
-        """Behind the program: what was wrong, told at once or, on a device, when it is known."""
+        """Reports failures after the program: at once, or on a device when they are known."""
         with torch.inference_mode(False), torch.no_grad():
             for group, members in self.sums.items():
                 apart = self._compared(group, [total for _, total in members])
@@ -133,8 +130,8 @@ class Looking:
         return CheckOutcome(self.model, self.health, self.phase, self.step, every, kind, places)
 
     def _compared(self, group: str, sums: list[torch.Tensor]) -> torch.Tensor:
-        """1 where ranks of a group have other sums: the largest is not the smallest."""
-        mine = (torch.stack(sums) & (2**50 - 1)).double()  # exact
+        """1 where ranks of a group have different checksums: the largest is not the smallest."""
+        mine = (torch.stack(sums) & (2**50 - 1)).double()  # exact in float64
         with execution.announced(f"comparison of {len(sums)} weights of {self.model}", group):
             high, low = sync_collectives.reduced(torch.cat([mine, -mine]), "max", group).chunk(2)
         return (high + low != 0).to(torch.uint8)
@@ -145,7 +142,7 @@ def _path(unit: str, name: str) -> str:
 
 
 def _largest(part: torch.Tensor) -> torch.Tensor:
-    """NaN if there is one, Inf if there is one. On a CPU the norm takes ten times as long."""
+    """NaN if there is one, Inf if there is one. On the CPU, the norm takes ten times as long."""
     with torch.no_grad():
         if part.device.type != "cpu":
             largest: torch.Tensor = torch.linalg.vector_norm(part, float("inf"))
@@ -159,33 +156,33 @@ def _codes(largest: torch.Tensor) -> torch.Tensor:
     return largest.isinf().to(torch.uint8) + 2 * largest.isnan().to(torch.uint8)
 
 
-# When a program looks
+# When a program checks
 
 
 class RuntimeChecks:
-    """Those of a compiled program.
+    """The checks of a compiled program.
 
     Args:
         phase: the program's.
-        finite: every how many steps it looks for what is not finite, 0 for never.
-        compares: every how many steps it compares replicas.
+        finite: steps between checks for Inf and NaN; 0: never.
+        compares: steps between comparisons of replicas; 0: never.
     """
 
     def __init__(self, phase: str, finite: int, compares: int):
         self.phase, self.finite, self.compares = phase, finite, compares if phase != "backward" else 0
         self._own = Health()
-        """Of a model that is not sharded, as far as it is in this program."""
+        """Of an unsharded model, in this program only."""
         self._steps: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        """By whose parameters it reads: how often gradients had been synchronised, and which step that was."""
+        """By the buffer that it reads: how often gradients had been synchronized, and the step then."""
 
     def begin(self, run: execution.Execution, buffers: Sequence[Any]) -> Looking | None:
-        """What a run is looked at with; ``None`` where it is not."""
+        """The checks of an execution; ``None`` if none are due."""
         poll()
         first = next((buffer for buffer in buffers if buffer is not None), None)
         step, health = self._step(first), self._own if first is None else first.unit.outermost.health
         finite, compares = (every if every and (step - 1) % every == 0 else 0 for every in (self.finite, self.compares))
         if first is not None and first.spec.any_optional:
-            compares = 0  # ranks may run other programs
+            compares = 0  # ranks may run different programs
         model = run.name.removesuffix(f" {self.phase}")
         if not (finite or compares):
             return None
@@ -202,25 +199,25 @@ class RuntimeChecks:
         return step
 
 
-# What is told
+# Reports
 
 
 @dataclass
 class CheckOutcome:
-    """What a run has found, or a comparison."""
+    """Results of an execution's checks, or of a comparison."""
 
     model: str
     health: Health
     phase: str
     step: int
     every: int
-    """Steps from one look to the next."""
+    """Steps between checks."""
     kind: tuple[str, ...]
     """``("not finite",)``, or ``("apart", GROUP)``."""
     places: list[Place]
 
     def tell(self, codes: Sequence[int]) -> None:
-        """Has all ranks told, if something is wrong that was not when the model was looked at before."""
+        """Reports failures to all ranks, unless the previous check failed too."""
         wrong = [(place, code) for place, code in zip(self.places, codes, strict=True) if code]
         wrong.sort(key=lambda found: found[0].number)
         if not wrong:
@@ -248,11 +245,11 @@ class CheckOutcome:
 
 
 _pending: deque[tuple[CheckOutcome, torch.Tensor, torch.Event]] = deque()
-"""What a device has not brought yet."""
+"""Results not yet here from a device."""
 
 
 def _bring(outcome: CheckOutcome, codes: torch.Tensor) -> None:
-    """Tells of it, as soon as that can be without waiting. On a device this has not run yet."""
+    """Reports results as soon as possible without waiting. Not run on a device yet."""
     if codes.device.type == "cpu":
         outcome.tell(codes.tolist())
         return
@@ -264,7 +261,7 @@ def _bring(outcome: CheckOutcome, codes: torch.Tensor) -> None:
 
 
 def poll() -> None:
-    """Tells of what has come."""
+    """Reports results that have arrived."""
     while _pending and _pending[0][2].query():
         outcome, codes, _ = _pending.popleft()
         outcome.tell(codes.tolist())

@@ -1,13 +1,13 @@
-"""Static buffers: memory that stays from step to step, and that programs share.
+"""Static buffers: memory that programs share and that stays from step to step.
 
 Note [Vacant static buffers]
-A static buffer is free when nobody but this file has a tensor over it. That is counted, by torch: each tensor holds the
-storage once. What stays here, a flat tensor for each size and the views that operations want of it, is made once, and
-its number is known (`StaticBuffer.own`). Who asks for room gets another tensor (``.data``, one small object), so that
-the count says whether it is still there.
+A static buffer is vacant when only this file has tensors over it. torch counts them: each holds the storage once. The
+tensors kept here (a flat one for each size, and the views that operations request) are made once and counted
+(`StaticBuffer.own`). A caller gets a new tensor (``.data``, one small object), so the count shows whether that still
+exists.
 
-Nobody gets the tensors that stay but for the time of a call or until a collective has been waited for, and until then
-the run holds the tensor that was given out as well (`runs.Run.gather`).
+Kept tensors are lent only for a call, or until a collective has been waited for; until then the execution also holds
+the caller's tensor (`Execution.gather`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from . import devices
 log = logging.getLogger("mfsdp")
 
 _pools: dict[tuple[torch.device, str], torch.cuda.MemPool] = {}
-"""Where the buffers of GPUs come from, one each: a pool gives memory back only when it goes. Above the buffers, because
-Python clears modules from the top: a pool that goes before its buffer frees nothing, and so does not wait, when a
-process ends, for a collective that will never be complete.
+"""Memory pools of GPU buffers, one each: a pool frees memory only when it is destroyed. They are defined above the
+buffers because Python clears modules from the top: a pool that goes before its buffer frees nothing, and so does not
+wait, at exit, for a collective that never completes.
 """
 
 Cut = Callable[..., Sequence[torch.Tensor]]
@@ -46,28 +46,28 @@ class StaticBuffer:
     def __init__(self, storage: torch.UntypedStorage):
         self.storage = storage
         self.own = 1
-        """Tensors and handles over it that stay."""
+        """Tensors and handles over it that are kept here."""
         self.flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         """By size."""
         self.cuts: dict[tuple[Cut, torch.dtype, Any], Sequence[torch.Tensor]] = {}
-        """Views, by what has made them."""
+        """Views, by what made them."""
 
     def vacant(self) -> bool:
-        """Whether nobody else uses it."""
+        """Whether nothing else uses it."""
         return holders(self.storage) <= self.own
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor."""
+        """A flat tensor over it."""
         flat = self.flats.get((numel, dtype))
         if flat is None:
-            with torch.inference_mode(False):  # one that autograd may save, whoever comes first
+            with torch.inference_mode(False):  # no inference tensor: autograd may save it
                 flat = torch.empty(0, dtype=dtype, device=self.storage.device)
                 self.flats[numel, dtype] = flat.set_(self.storage, 0, (numel,))  # type: ignore[call-overload]
             self.own += 1
         return flat.data
 
     def views(self, like: torch.Tensor, cut: Cut, args: tuple[Any, ...]) -> Sequence[torch.Tensor]:
-        """What ``cut`` makes of a flat tensor that was taken; from now on it stays."""
+        """What ``cut`` makes of a flat tensor that was taken; it is kept."""
         key = cut, like.dtype, args
         with _lock, torch.inference_mode(False), torch.no_grad():
             if key not in self.cuts:
@@ -83,11 +83,11 @@ _at: dict[int, StaticBuffer] = {}
 """By address."""
 
 _lock = threading.Lock()
-"""So that no two threads take one at once."""
+"""Keeps two threads from taking the same buffer."""
 
 PATIENCE = 0.002
-"""Seconds that a static buffer on the CPU is waited for: gloo's threads let go of a collective's tensors a moment after
-they have woken whoever waits for it.
+"""Seconds to wait for a static buffer on the CPU: gloo's threads release a collective's tensors a moment after they
+wake its waiter.
 """
 
 
@@ -97,16 +97,16 @@ def sizes() -> dict[str, int]:
 
 
 def reset() -> None:
-    """Lets go of all static buffers; programs make them anew. What is free in a pool stays there: to give it back, the
-    host would wait for the device, and with it for a collective that others have left.
+    """Drops all static buffers; programs make new ones. Free memory stays in its pool: to return it, the host would
+    wait for the device, and so for a collective that others have left.
     """
     _slots.clear()
     _at.clear()
 
 
 def release() -> None:
-    """Gives back the static buffers that nobody uses: the last model is gone. Garbage collectors call it, anywhere, so
-    it waits for no other thread; what it leaves the next model uses.
+    """Frees unused static buffers when the last model is gone. Garbage collectors call it anywhere, so it waits for no
+    thread; the next model uses the rest.
     """
     if _lock.acquire(blocking=False):
         try:
@@ -117,7 +117,7 @@ def release() -> None:
 
 
 misses: Counter[str] = Counter()
-"""How often a static buffer was still in use, by name."""
+"""How often each static buffer was still in use, by name."""
 
 
 def _miss(slot: str, size: int) -> None:
@@ -132,8 +132,8 @@ def _miss(slot: str, size: int) -> None:
 
 
 def room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised flat tensor, in a static buffer if one is named. A buffer that is still in use (two forwards
-    before a backward, a lowering that kept an alias) is left alone: then the tensor has memory of its own.
+    """An uninitialized flat tensor, in a static buffer if one is named. If that is in use (two forwards before a
+    backward, a lowering that kept an alias), the tensor has its own memory.
     """
     if not slot:
         return torch.empty(numel, dtype=dtype, device=device)
@@ -150,7 +150,7 @@ def room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> tor
 
 
 def views(flat: torch.Tensor, cut: Cut, *args: Any) -> Sequence[torch.Tensor]:
-    """Views into what `room` has given: ``cut(flat, *args)``. Those of a static buffer are made once: hold them no
+    """Views into a tensor from `room`: ``cut(flat, *args)``. Those of a static buffer are made once: hold them no
     longer than ``flat``.
     """
     static = _at.get(flat.data_ptr())
@@ -165,8 +165,8 @@ Rooms = Mapping[tuple[torch.device, str], int]
 
 
 def reserve(rooms: Rooms) -> None:
-    """Makes static buffers for the current stream before a program begins, so that none is cut out of a block that
-    others have left. On the CPU, nothing: there they are made as they are used.
+    """Makes static buffers for the current stream before a program begins, so that none is cut from a block that others
+    freed. On the CPU, does nothing: they are made at first use.
     """
     for (device, slot), size in rooms.items():
         if device.type != "cpu":
@@ -179,7 +179,7 @@ def reserve(rooms: Rooms) -> None:
 
 class _Here(threading.local):
     beside = ""
-    """What names of static buffers end in, in this thread."""
+    """Suffix of static buffers' names in this thread."""
 
 
 _here = _Here()
@@ -187,9 +187,7 @@ _here = _Here()
 
 @contextmanager
 def beside() -> Iterator[None]:
-    """Gives this thread static buffers of its own, beside those of a program in another thread (Note [Interleaved
-    programs]).
-    """
+    """Gives this thread separate static buffers, beside a program in another thread (Note [Interleaved programs])."""
     _here.beside = "+"
     try:
         yield
@@ -198,21 +196,21 @@ def beside() -> Iterator[None]:
 
 
 def forget_beside() -> None:
-    """Gives back the static buffers of programs that have run beside others, but those that are still in use."""
+    """Frees static buffers of programs that ran beside others, except those in use."""
     with _lock:
         for key in [key for key, static in _slots.items() if "+" in key[1] and static.vacant()]:
             _drop(*key)
 
 
 def _of_stream(slot: str, device: torch.device) -> str:
-    """A static buffer's name in this thread and on its stream: nobody orders two streams, so each has its own."""
+    """A static buffer's name in this thread and stream: streams are not ordered, so each has its own."""
     slot += _here.beside
     stream = devices.current_stream(device)
     return slot if stream is None or not stream.stream_id else f"{slot}@{stream.stream_id}"
 
 
 def _make(device: torch.device, slot: str, size: int) -> StaticBuffer:
-    _drop(device, slot)  # the old and the new one are never there at once
+    _drop(device, slot)  # the old and the new buffer never coexist
     with _pool(slot, device):
         static = _slots[device, slot] = StaticBuffer(
             torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
@@ -223,7 +221,7 @@ def _make(device: torch.device, slot: str, size: int) -> StaticBuffer:
 
 
 def _drop(device: torch.device, slot: str) -> None:
-    """Gives a static buffer's memory back, if nobody else has it: the pool goes behind it, or it frees nothing."""
+    """Frees a static buffer's memory, if nothing else has it. The pool goes last, or it frees nothing."""
     former = _slots.pop((device, slot), None)
     if former is not None:
         pool = _pools.pop((device, slot), None)
@@ -233,9 +231,9 @@ def _drop(device: torch.device, slot: str) -> None:
 
 
 def _pool(slot: str, device: torch.device) -> AbstractContextManager[None]:
-    """Takes what this thread allocates on a GPU from the pool of a static buffer. Has not run on a GPU; written after
-    torch 2.13. NCCL registers such a pool with one call (``register_mem_pool`` of its backend); for symmetric windows
-    the pool has to have NCCL's own allocator, which does not compose with expandable segments.
+    """Takes this thread's GPU allocations from a static buffer's pool. Has not run on a GPU; written after torch 2.13.
+    NCCL registers such a pool with one call (``register_mem_pool`` of its backend). Symmetric windows need a pool with
+    NCCL's own allocator, which does not compose with expandable segments.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -246,7 +244,7 @@ def _pool(slot: str, device: torch.device) -> AbstractContextManager[None]:
 
 
 def _becomes_vacant(static: StaticBuffer, device: torch.device) -> bool:
-    """Whether others let go of a static buffer, if one waits a moment."""
+    """Whether a static buffer becomes vacant within a moment."""
     deadline = time.monotonic() + (PATIENCE if device.type == "cpu" else 0)
     while not (free := static.vacant()) and time.monotonic() < deadline:
         time.sleep(1e-5)

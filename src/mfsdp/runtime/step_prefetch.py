@@ -1,40 +1,39 @@
-"""Gathers that are launched ahead of a forward, behind the optimizer's step of their units.
+"""Launches a forward's first gathers early, after the optimizer's step of their units.
 
     backward | step u0 | step u1 | step u2 ... u9 | forward: takes u0, takes u1, wait u0 ...
                        |u0_full==|u1_full==|
 
 Note [Step prefetch]
-What a forward launches before it waits for anything, its first `prefetch` gathers (or all refreshes of parameters that
-last), hides behind nothing of its own. So the flat optimizer (`state.flat_optimizer`) launches these, each as soon as
-its unit's weights are new, and the next forward takes them. What they bring is, bit for bit, what forward would have
-gathered.
+Nothing in forward hides what it launches before its first wait: its first `prefetch` gathers, or all refreshes of
+persistent parameters. So the flat optimizer (`state.flat_optimizer`) launches these, each when its unit's weights are
+new, and the next forward takes them. The results are bitwise those of forward's own gathers.
 
-Which. A program knows it when it is compiled (`First`). Each model remembers those of the first forward that trained
-behind the last step, with the buffers that it read: static slots, specs and order are the program's own, so a gather
-goes where forward wants it, and takes no memory that forward does not take. Launched are those whose every parameter
-that trains is this optimizer's, over the group of the first of them; the others stay forward's.
+Selection. A program knows these collectives at compile time (`First`). A model remembers those of the first training
+forward after the last step, with their buffers. Static buffers, specs and order are the program's, so a gather writes
+where forward wants it and uses no extra memory. The optimizer launches those whose trainable parameters are all its
+own, over the group of the first of them; forward launches the others.
 
-All ranks alike. What is launched hangs on programs, parameter groups and what was taken before, which ranks have alike;
-it is announced like a program (Note [Desync detection]). Who may be alone is a rank that has written to its weights
-since: no rule makes a write collective. So each says, in the word that it sends anyway where the program begins,
-whether it could take what was launched (`agreement.ANEW`), and if any could not, all gather anew: the others have what
-that one sent before it wrote. Where the host does not wait for words (NCCL) each goes by its own, and a rank that
-gathers anew makes sure first that the others do, and raises if not.
+Equal on all ranks. Launches depend on programs, parameter groups and earlier prefetches, which are equal on all ranks,
+and are announced like a program (Note [Desync detection]). But one rank alone may write to its weights afterwards:
+writes are not collective. So each rank says in the next program's fingerprint whether it could take the gathers
+(`desync.ANEW`). If any cannot, all gather again: the others hold what that rank sent before it wrote. Where the host
+does not wait for fingerprints (NCCL), each rank decides alone; one that gathers again first checks that the others do,
+and raises if not.
 
-Taken is what begins the same program's list again, on the same stream, from weights that nobody has written since:
-their versions and writes counted are those of the launch. Rows that are out as plain tensors may be written past both;
-of such a shard a copy is sent, and compared with the rows when forward comes. Rows that get out while their gather is
-under way wait for it first.
+Validity. A program takes the gathers if it begins with the same list, on the same stream, and the weights' versions and
+counted writes are those of the launch. Writes to rows exposed as plain tensors may escape both: of such a shard a copy
+is sent, and compared with the rows when forward begins. Rows are exposed only after a gather in flight has completed.
 
-Parameters that last are not written while a forward waits for its backward (`StepPrefetch.open`), which reads them.
+Persistent parameters are not overwritten while a forward waits for its backward (`StepPrefetch.open`), which reads
+them.
 
-Not taken is: what another program, or another model's step, wants the static buffer of; what a program that gathers
-something else first meets; what the next step meets; what uncompiled code refreshes. It is waited for and dropped,
-never left to write into a buffer that somebody else has. Twice in a row, and the model launches nothing ahead any more:
-something writes behind every step, or two models train in turns over the same static buffers.
+Drops. Gathers are dropped if another program or another model's step needs their static buffer, if a program that
+gathers something else begins first, at the next step, or if uncompiled code refreshes the parameters. A drop waits for
+the gather, which must not write to a reused buffer. After two drops in a row the model launches no more: some code
+writes after every step, or two models train in turns over the same static buffers.
 
-An end that nobody calls keeps tensors and a static buffer: what a model leaves that is garbage is waited for where the
-next program begins, or by `mfsdp.synchronize`, not by a garbage collector.
+An end that is never called keeps tensors and a static buffer. If its model is garbage, the next program or
+`mfsdp.synchronize` waits for it, not a garbage collector.
 """
 
 from __future__ import annotations
@@ -56,53 +55,53 @@ from .transport import End
 log = logging.getLogger("mfsdp")
 
 WASTED = 2
-"""After so many launches in a row that no forward could take there are no more."""
+"""Launches in a row that no forward could take, after which there are no more."""
 
 
 @dataclass(frozen=True)
 class First:
-    """A collective that a program launches before it waits for anything."""
+    """A collective that a program launches before its first wait."""
 
     argument: int
     """The source, among the program's arguments."""
     spec: str
-    """Of an all-gather; ``""`` for a refresh."""
+    """Spec of an all-gather; ``""`` for a refresh."""
     slot: int
     casts: bool
     """Whether the program casts the shard itself."""
 
 
 Wanted = tuple[Any, str, int, bool]
-"""The same in one run: with the buffer instead of the argument."""
+"""The same in one execution: with the buffer instead of the argument."""
 
 
 @dataclass(eq=False)
 class PrefetchedGather:
-    """A collective under way that a forward may take."""
+    """A gather in flight that a forward may take."""
 
     buffer: weakref.ref[Any]
     out: torch.Tensor
-    """What it writes to: a full buffer, or a source."""
+    """Its output: a full buffer, or a source."""
     ends: list[End]
     history: tuple[int, int]
-    """Writes to its weights, when it was launched."""
+    """Writes to its weights at the launch."""
     stream: torch.Stream | None
     slot: str
-    """The static buffer, ``""`` for none."""
+    """Its static buffer; ``""`` for none."""
     snapshot: torch.Tensor | None
-    """The main weights that were sent, where plain tensors of them are out."""
+    """The main weights that were sent, if rows are exposed as plain tensors."""
 
     def finish(self) -> None:
-        """Returns once it is complete (on CUDA: once the current stream is behind it)."""
+        """Returns when it is complete (on CUDA: when the current stream waits for it)."""
         ends, self.ends = self.ends, []
         for end in ends:
             end()
         here = devices.current_stream(self.out.device)
         if ends and here is not None and self.stream is not None and here != self.stream:
-            self.stream.wait_stream(here)  # who takes it there has nothing left to wait for
+            self.stream.wait_stream(here)  # a reader on that stream need not wait
 
     def usable(self) -> bool:
-        """Whether it brings this rank's weights as they are now, to the stream that wants them."""
+        """Whether it holds this rank's current weights, on the stream that needs them."""
         buffer = self.buffer()
         if buffer is None or devices.current_stream(self.out.device) != self.stream:
             return False
@@ -112,13 +111,13 @@ class PrefetchedGather:
         return self.snapshot is None or torch.equal(_bits(self.snapshot), _bits(weights.main))
 
     def drop(self) -> None:
-        """Waits for it, and lets go of what it wrote: parameters that last are due again."""
+        """Waits for it and releases its output; persistent parameters are due again."""
         _under_way.remove(self)
         self.finish()
         self.out = self.out.new_empty(0)
         buffer = self.buffer()
         if buffer is None:
-            buffer_registry.gone()  # and now nobody uses its static buffer
+            buffer_registry.gone()  # now nothing uses its static buffer
         elif buffer.spec.persistent:
             buffer.weights.stale = True
 
@@ -128,54 +127,54 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _under_way: list[PrefetchedGather] = []
-"""Everything that no forward has taken yet, of all models."""
+"""Gathers that no forward has taken yet, of all models."""
 
 
 class StepPrefetch:
-    """What is launched ahead of one model's forwards."""
+    """Prefetched gathers of one model."""
 
     def __init__(self) -> None:
         self.wanted: tuple[Wanted, ...] = ()
-        """What the first forward that trained behind the last step launched first."""
+        """First collectives of the first training forward after the last step."""
         self.learns = True
-        """Whether no such forward has come since."""
+        """Whether there has been no such forward yet."""
         self.group = ""
-        """Over which something was launched that no program has decided on; ``""`` for nothing."""
+        """Group of a launch that no program has decided on; ``""`` for none."""
         self.wants: tuple[Wanted, ...] = ()
-        """``wanted`` when it was."""
+        """``wanted`` at the launch."""
         self.launched: list[PrefetchedGather | None] = []
-        """By place in ``wants``."""
+        """By position in ``wants``."""
         self.wasted = 0
-        """Launches in a row that nobody took."""
+        """Launches in a row that no forward took."""
         self.open = 0
-        """Forwards since the last step that no backward has come for."""
+        """Forwards since the last step that have had no backward."""
 
     def __reduce__(self) -> Any:
-        """A copy of a model has nothing under way."""
+        """A copy of a model has nothing in flight."""
         return StepPrefetch, ()
 
-    # behind an optimizer's step
+    # after an optimizer's step
 
     def depart(self, stepped: Collection[Any], mine: Collection[int], name: str) -> GatherLauncher | None:
-        """What the step that begins now may launch.
+        """The launcher for the step that begins now; ``None`` if it may launch nothing.
 
         Args:
-            stepped: buffers of which it steps parameters.
+            stepped: buffers whose parameters it steps.
             mine: ``id`` of every parameter of the optimizer.
-            name: of the model.
+            name: the model's.
         """
         if engine.backward_number() >= 0:
-            return None  # it steps inside of a backward, which wants the static buffers
+            return None  # it steps inside of a backward, which needs the static buffers
         alive, self.open = self.open > 0, 0
         if self.group and not any(e is not None and e.buffer() in stepped for e in self.launched):
-            return None  # another optimizer's, of other units
+            return None  # another optimizer's gathers, of other units
         self.settle()
         self.learns = True
         if not self.wanted or self.wasted >= WASTED:
             return None
         group, chosen = "", []
         for want in self.wanted:
-            held = alive and not want[1]  # a backward to come wants parameters that last as they are
+            held = alive and not want[1]  # a later backward needs the persistent parameters unchanged
             over = "" if held else _group(want, stepped, mine)
             group = group or over
             chosen.append(want if over and over == group else None)
@@ -204,10 +203,10 @@ class StepPrefetch:
             )
         return []
 
-    # where a program begins
+    # at the beginning of a program
 
     def meet(self, wanted: tuple[Wanted, ...], trains: bool) -> bool:
-        """A program begins that launches this first. Whether it may take what was launched: then `decide`."""
+        """Notes that a program begins with these collectives. True if it may take what was launched (`decide`)."""
         if trains and self.learns:
             self.wanted, self.learns = wanted, False
         if self.group and wanted != self.wants:
@@ -220,13 +219,15 @@ class StepPrefetch:
         return not all(early is None or (early in _under_way and early.usable()) for early in self.launched)
 
     def decide(self, run: execution.Execution, anew: bool) -> None:
-        """Gives a run what was launched, or, if any rank says that, drops it. ``anew``: what this rank has said."""
+        """Gives an execution what was launched, or drops it if any rank cannot take it. ``anew``: what this rank has
+        said.
+        """
         again = run.anew(self.group, anew)
         run.early = self._decided(taken=not again)
 
 
 def _group(want: Wanted, stepped: Collection[Any], mine: Collection[int]) -> str:
-    """The group that an optimizer may launch it over; ``""``: it is not for it to launch."""
+    """The group that an optimizer may launch it over; ``""`` if it must not."""
     buffer, text, _, _ = want
     spec: UnitSpec = buffer.spec
     if not text:  # main weights that no step writes need no refresh
@@ -243,32 +244,32 @@ def _group(want: Wanted, stepped: Collection[Any], mine: Collection[int]) -> str
 
 @dataclass(eq=False)
 class GatherLauncher:
-    """The launches of one step, in forward's order: each once its unit has been stepped."""
+    """Launches the gathers of one step in forward's order, each after its unit's step."""
 
     ahead: StepPrefetch
     chosen: list[Wanted | None]
-    """By place in what forward wants first."""
+    """By position in forward's first collectives; ``None``: forward launches it."""
     group: str
     name: str
     at: int = 0
-    """The next of them."""
+    """Position of the next one."""
     run: execution.Execution | None = None
 
     @property
     def buffers(self) -> list[Any]:
-        """Those of units that are launched, in order."""
+        """Buffers of the gathers to launch, in order."""
         return [want[0] for want in self.chosen if want is not None]
 
     @property
     def complete(self) -> bool:
-        """Whether everything is launched."""
+        """Whether there is nothing left to launch."""
         return self.at == len(self.chosen)
 
     def launch(self, ready: Collection[Any] | None = None) -> None:
-        """Launches what comes next, as long as its buffer's step is done: those in ``ready``, or all.
+        """Launches the next gathers whose buffers' steps are done: those in ``ready``, or all.
 
         Raises:
-            Apart: other ranks launch something else.
+            DesyncError: other ranks launch something else.
         """
         while not self.complete:
             want = self.chosen[self.at]
@@ -293,7 +294,7 @@ class GatherLauncher:
             self.ahead.launched[self.at] = _launched(want, self.run)
 
     def abandon(self, error: BaseException) -> None:
-        """An exception has ended the step: what was launched is called for when all ranks begin anew."""
+        """Ends a step that raised: the launches' ends are called when all ranks begin anew."""
         run, ahead = self.run, self.ahead
         if run is None:
             return
@@ -306,7 +307,7 @@ class GatherLauncher:
 
 
 def _line(want: Wanted) -> str:
-    """What ranks compare: the name of the operation, and what else they have to have alike."""
+    """What ranks compare: the operation's name, and values that must be equal."""
     buffer, text, slot, _ = want
     verb = "all_gather" if text else "refresh"
     return f"{verb} {buffer.unit.fqn} ahead, to slot {slot}, {buffer.spec.sizes}"
@@ -337,18 +338,18 @@ def _launched(want: Wanted, run: execution.Execution) -> PrefetchedGather:
     return early
 
 
-# For whoever comes across what is under way
+# For code that meets gathers in flight
 
 
 def make_room(rooms: Collection[tuple[torch.device, str]]) -> None:
-    """Drops what is in static buffers that somebody wants now, and what models that are gone have left."""
+    """Drops gathers in static buffers that are needed now, and those of deleted models."""
     for early in list(_under_way):
         if early.buffer() is None or (early.slot and (early.out.device, early.slot) in rooms):
             early.drop()
 
 
 def of(buffers: Iterable[Any]) -> list[PrefetchedGather]:
-    """What is under way for buffers."""
+    """Gathers in flight for buffers."""
     if not _under_way:
         return []
     those = set(buffers)
@@ -356,7 +357,9 @@ def of(buffers: Iterable[Any]) -> list[PrefetchedGather]:
 
 
 def showing(buffer: Any) -> None:
-    """Before rows of a buffer get out as plain tensors: waits for what reads them, and remembers what was sent."""
+    """Before rows of a buffer become plain tensors: waits for gathers that read them, and keeps a copy of what was
+    sent.
+    """
     for early in of([buffer]):
         early.finish()
         if early.snapshot is None:
@@ -364,7 +367,7 @@ def showing(buffer: Any) -> None:
 
 
 def complete(buffers: Iterable[Any]) -> None:
-    """Waits for what is under way for buffers, or for no model any more; forward may still take it."""
+    """Waits for the gathers of buffers, which forward may still take; drops those of deleted models."""
     those = set(buffers)
     for early in list(_under_way):
         if (buffer := early.buffer()) is None:
@@ -374,5 +377,5 @@ def complete(buffers: Iterable[Any]) -> None:
 
 
 def any_under_way() -> bool:
-    """Whether anything is."""
+    """Whether any gather is in flight."""
     return bool(_under_way)

@@ -1,4 +1,4 @@
-"""Gathers and reductions at once, for code that no program covers."""
+"""Gathers and reductions that complete at once, for code outside of programs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .transport import End, segments
 
 
 def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
-    """The complete full buffer, in the dtype that the model computes in. Shares the source's storage where nothing
-    has to be gathered or cast.
+    """The complete full buffer, in the compute dtype. Shares the source's storage if there is nothing to gather or
+    cast.
     """
     s = UnitSpec.decode(spec)
     buffer = owner(source)
@@ -23,7 +23,7 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     due = buffer is not None and buffer.weights.due()
     over: tuple[str, ...] = s.gather_groups if s.gathers or s.persistent else ()
     carried: tuple[str, ...] = ()
-    if s.any_optional:  # as programs do (Note [Joining with zeros])
+    if s.any_optional:  # as in programs (Note [Joining with zeros])
         loose = buffer.unit.outermost.loose
         loose.in_backward()
         if due:
@@ -49,12 +49,12 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
 
 
 def _given(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
-    """What a gather is given of main weights: their cast, or, for a format of its own, all that they are."""
+    """What a gather sends of main weights: their cast, or themselves for a communication format."""
     return main if s.precision.wire else main.to(s.precision.comm)
 
 
 def gather_main(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
-    """All main weights of a unit, [full_numel], as they are, in memory of their own."""
+    """All main weights of a unit, [full_numel] in their dtype, in new memory."""
     flat = main.detach()
     if s.outer_optim:
         flat = _whole(flat, s.splits_on(2), s.outer, s.outer_group)
@@ -64,9 +64,9 @@ def gather_main(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
 
 
 def replicate(main: torch.Tensor, source: torch.Tensor, s: UnitSpec) -> list[End]:
-    """Launches what brings main weights, [main_numel], to the parameters that last, [source_numel]; or bytes that were
-    made of them. Over two axes one gather sends what another brings, and compute waits for neither: on a device a
-    stream beside it does, on the CPU the second is launched when somebody waits.
+    """Launches the gather of main weights, [main_numel], or of an FP8 payload of them, into persistent parameters,
+    [source_numel]. Over two axes, one gather sends another's result, and compute waits for neither: on a device, a side
+    stream does; on the CPU, the end launches the second.
     """
     run, shard, wire = execution.current(), main, None
     if source.dtype.itemsize > 1:
@@ -96,12 +96,12 @@ def _whole(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str)
 
 
 def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], spec: str) -> None:
-    """Reduces and accumulates gradients at once, packed ones; ``offsets`` say which parameters have one."""
+    """Reduces and accumulates packed gradients at once; ``offsets`` tells which parameters have one."""
     s = UnitSpec.decode(spec)
     buffer = owner(source)
     total = gfull if s.predivide == 1 else gfull.mul_(s.predivide)
     over, carried = s.peer_groups, s.peer_groups[:0]
-    if s.any_optional:  # as programs do (Note [Joining with zeros])
+    if s.any_optional:  # as in programs (Note [Joining with zeros])
         loose = buffer.unit.outermost.loose
         loose.in_backward()
         over, carried = () if held_whole(s, buffer.gradients.sync) else (loose.group,), s.peer_groups
@@ -120,12 +120,12 @@ def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], sp
 
 
 def held_whole(s: UnitSpec, sync: bool) -> bool:
-    """Whether gradients are kept back before anything is communicated."""
+    """Whether gradients stay unreduced before any communication."""
     return not sync and (s.hold or s.world == 1) and s.unreduced_numel > 0
 
 
 def reduce_nothing(source: torch.Tensor, spec: str, wanted: bool = True) -> None:
-    """The same without gradients, for a unit that others have used, or that was used before (Note [Joining with
+    """The same without gradients, for a unit that other ranks used, or that was used before (Note [Joining with
     zeros]). ``wanted``: whether they accumulate.
     """
     gradients = owner(source).gradients
@@ -135,7 +135,7 @@ def reduce_nothing(source: torch.Tensor, spec: str, wanted: bool = True) -> None
 
 
 def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
-    """What markers have left to be reduced: from the source's shape to that of the main weights."""
+    """Completes a marker's reduction: from the source's shape to that of the main weights."""
     s = UnitSpec.decode(spec)
     grad = grad.to(s.precision.grad_comm)
     if s.replica:
@@ -144,7 +144,7 @@ def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
 
 
 def packed(grads: list[torch.Tensor], offsets: list[int], s: UnitSpec, device: torch.device) -> torch.Tensor:
-    """Gradients at their places among zeros, [full_numel] in the dtype that travels."""
+    """Gradients at their offsets among zeros, [full_numel] in the communication dtype."""
     gfull = torch.zeros(s.full_numel, dtype=s.precision.grad_comm, device=device)
     if grads:
         places = [gfull[o : o + g.numel()].view(g.shape) for g, o in zip(grads, offsets, strict=True)]
@@ -153,7 +153,7 @@ def packed(grads: list[torch.Tensor], offsets: list[int], s: UnitSpec, device: t
 
 
 def scattered(gfull: torch.Tensor, s: UnitSpec, lane: int) -> torch.Tensor:
-    """This rank's part of the sum over the ranks of a lane."""
+    """Returns this rank's part of the sum over the ranks of a lane."""
     gshard = gfull.new_empty(sum(s.splits_on(lane)), dtype=s.scatter_dtype(lane))
     pairs = segments(s.splits_on(lane), s.outer if lane >= 2 else s.world, gfull, gshard)
     comm_formats.scatter(
@@ -171,9 +171,9 @@ def over_outer(gshard: torch.Tensor, s: UnitSpec) -> torch.Tensor:
 
 
 def summed(tensor: torch.Tensor, s: UnitSpec, lane: int) -> End:
-    """Launches the sum over the ranks of a lane, in place. Libraries add up in what travels: where that is narrower
-    than the sum is to be, or has a format of its own, it is a reduce-scatter, and a gather that is launched when
-    somebody waits. The same bytes. In int8 both are rounded: what is sent, and the sum.
+    """Launches the sum over the ranks of a lane, in place. Libraries sum in the communication dtype. If the sum's dtype
+    is wider, or there is a communication format, a reduce-scatter and a gather (launched by the end) replace the
+    all-reduce: the same bytes. In int8, inputs and sum are both rounded.
     """
     run, group, ranks = execution.current(), s.reduce_group_on(lane), s.outer if lane >= 2 else s.world
     total, wire = s.sum_dtype(lane), s.precision.grad_wire
@@ -198,7 +198,7 @@ def summed(tensor: torch.Tensor, s: UnitSpec, lane: int) -> End:
 
 
 def on_any_rank(here: torch.Tensor, s: UnitSpec) -> torch.Tensor:
-    """Where any rank that trains the unit says yes. ``here``: booleans."""
+    """Where any rank that trains the unit has true. ``here``: booleans."""
     told = here.to(torch.uint8)
     for group in filter(None, (s.group, s.outer_group)):
         reduced(told, "max", group)
@@ -212,7 +212,7 @@ def reduced(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 
 def gathered(part: torch.Tensor, group: str) -> torch.Tensor:
-    """All ranks' tensors of one size, flat, one behind the other."""
+    """All ranks' tensors of one size, flat, concatenated."""
     out = part.new_empty(groups.process_group(group).size() * part.numel())
     execution.current().gather([(out, part.reshape(-1))], group)()
     return out

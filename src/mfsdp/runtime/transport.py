@@ -1,8 +1,8 @@
-"""The seam between operations and whoever carries their bytes: gloo's messages, or a device's own collectives.
+"""Interface between operations and what communicates their bytes: gloo's messages, or a device's own collectives.
 
-What is launched gives an *end*, to be called before the result may be read: on the CPU it returns when the bytes are
-there; on a device when the current stream is behind them, and the host goes on. Until then nobody may write what is
-sent, nor touch what is received.
+A launch returns an *end*, to be called before the result is read: on the CPU it returns when the bytes are there; on a
+device it makes the current stream wait, and the host goes on. Until then, nothing may write the input or touch the
+output.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from . import groups
 End = Callable[[], Any]
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""What travels at once: the parts of whole flat buffers, [ranks * n], and of shards of them, [n]; contiguous."""
+"""What is communicated together: parts of full buffers, [ranks * n], and of their shards, [n]; contiguous."""
 
 
 class Turn(Protocol):
-    """Who communicates: a program that is running, or an operation outside of programs (`runs.Run`)."""
+    """The communicating program, or operation outside of programs (`execution.Execution`)."""
 
     def tag(self, group: str) -> int:
-        """Of its messages over a group: those of two programs never meet."""
+        """The tag of its messages over a group; no two programs share one."""
 
     def agree(self) -> None:
-        """Makes sure that all ranks run the same. For whatever has no tag: before it is launched.
+        """Checks that all ranks run the same. Transports without tags call it before a launch.
 
         Raises:
             RuntimeError: they do not.
@@ -37,13 +37,13 @@ class Turn(Protocol):
 
 
 class Transport(Protocol):
-    """What carries bytes between the ranks of a process group. Everything is launched and not waited for."""
+    """Communicates between the ranks of a process group; launches and does not wait."""
 
     def gather(self, pairs: Pairs, turn: Turn) -> End:
-        """All-gathers every rank's shards into whole buffers."""
+        """All-gathers every rank's shards into full buffers."""
 
     def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
-        """Sums whole buffers over ranks, in ``dtype``, and leaves each rank its shard, in the shard's own dtype."""
+        """Sums full buffers over ranks, in ``dtype``, into each rank's shard, in the shard's dtype."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
         """Reduces a tensor in place; ``op`` is ``"sum"``, ``"min"`` or ``"max"``."""
@@ -51,8 +51,8 @@ class Transport(Protocol):
     def all_to_all(
         self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
     ) -> End:
-        """Sends every rank its rows of ``sent``, ``splits[rank]`` of them in the order of ranks, and receives
-        ``received[rank]`` from each into ``out``.
+        """Sends each rank ``splits[rank]`` rows of ``sent``, in rank order, and receives ``received[rank]`` from each
+        into ``out``.
         """
 
 
@@ -60,7 +60,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.
 
 
 class Member:
-    """A rank's place in a process group, the words that it leaves for others there, and torch's own all-reduce."""
+    """A rank of a process group, with its texts for other ranks and torch's all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = weakref.ref(group)
@@ -92,7 +92,7 @@ class Member:
 def segments(
     splits: Sequence[int], ranks: int, full: torch.Tensor, shard: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The parts of a full buffer and of a shard that travel together."""
+    """Parts of a full buffer and of a shard that are communicated together."""
     if len(splits) == 1:
         return [(full, shard)]
     return list(zip(parts(full, splits, ranks), parts(shard, splits, 1), strict=True))

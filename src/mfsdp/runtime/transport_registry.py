@@ -1,4 +1,4 @@
-"""Which transport a process group has, for tensors on a device and for words."""
+"""Finds a process group's transport, for tensors and for fingerprints."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .transport import Transport
 
 
 def transport_of(name: str, device: torch.device) -> Transport:
-    """What carries tensors on a device between the ranks of a group."""
+    """The transport for tensors on a device between the ranks of a group."""
     return _made(name, device.type)
 
 
 def wire_of(name: str) -> Wire | None:
-    """What carries words between the ranks of a group, over the CPU where it can; ``None`` if nobody else is there."""
+    """The transport for a group's fingerprints, over the CPU if possible; ``None`` if there is no other rank."""
     kinds = [kind.partition(":")[0] for kind in dist.get_backend_config(groups.process_group(name)).split(",")]
     found = _made(name, "cpu" if "cpu" in kinds else kinds[0])
     return found if isinstance(found, Wire) and len(found.ranks) > 1 else None
@@ -33,7 +33,7 @@ _companies: dict[str, tuple[weakref.ref[dist.ProcessGroup], GroupState | None]] 
 
 
 def group_state(name: str) -> GroupState | None:
-    """The ranks of a group, where there is somebody to agree with."""
+    """A group's state; ``None`` if there is no other rank."""
     group = groups.process_group(name)
     found = _companies.get(name)
     if found is None or found[0]() is not group:
@@ -43,22 +43,22 @@ def group_state(name: str) -> GroupState | None:
 
 
 def group_states() -> list[GroupState]:
-    """Of all groups that there are."""
+    """The states of all groups that exist."""
     return [c for made, c in list(_companies.values()) if c is not None and made() is not None]
 
 
 def count_step(names: Iterable[str]) -> None:
-    """Counts a step of an optimizer, once in each group that shares what it has stepped on (invariant 66)."""
+    """Counts an optimizer step, once in each group that shares its parameters (invariant 66)."""
     for name in set(names):
         made, company = _companies.get(name, (None, None))
-        if made is not None and made() is not None and company is not None:  # they have communicated
+        if made is not None and made() is not None and company is not None:  # the group has communicated
             company.steps += 1
 
 
 def count_load(names: Iterable[str], what: str, digest: int) -> None:
-    """Counts a state dict that is loaded, once in each group that shares what it is loaded into (invariant 69)."""
+    """Counts a loaded state dict, once in each group that shares its weights (invariant 69)."""
     for name in set(names):
-        with suppress(RuntimeError):  # a group that is gone has nobody to compare with
+        with suppress(RuntimeError):  # a deleted group has nothing to compare
             if (company := group_state(name)) is not None:
                 company.load(what, digest)
 
@@ -89,7 +89,7 @@ _stand_in: Callable[[dist.ProcessGroup, str], Transport] | None = None
 
 @contextmanager
 def carried_by(make: Callable[[dist.ProcessGroup, str], Transport]) -> Iterator[None]:
-    """Puts something else behind the seam, for all groups, inside of the ``with``."""
+    """Replaces the transports of all groups inside of the ``with``."""
     global _stand_in
     former, there, met = _stand_in, dict(_transports), dict(_companies)
     _stand_in = make

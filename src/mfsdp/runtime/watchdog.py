@@ -1,20 +1,20 @@
-"""The watch: says what a collective that is not complete in time waits for, and for whom.
+"""The watchdog: reports collectives that do not complete in time, and ranks that have not arrived.
 
 Note [Watchdog]
-One thread of every process looks, every few seconds, at what the other threads are in. They pay for it with a count
-of waits, begun and ended: odd while one lasts. On a device, where the host waits for nothing, every program leaves an
-event behind itself instead. A wait that lasts longer than `patience` is a stall.
+One thread per process looks, every few seconds, at what the other threads execute. They pay for a counter of waits
+begun and ended, odd during a wait. On a device, where the host does not wait, every program records an event behind
+itself instead. A wait longer than `patience` is a stall.
 
-Whoever sees one first calls all ranks, through a connection of its own to the store, not through the group that hangs.
-Every watch answers, whatever its process does meanwhile: how many announcements it has made in each group (Note [In
-step]), what it is in, what it left last and when, its main thread's stack. Who has made fewer announcements, or is not
-as far in the same program, has not come. The first rank writes the report, all log it, once for a stall, and go on
-waiting: a rank that comes late costs time, and nothing else. Only ``on_stall="raise"`` ends the run, on all ranks.
+The first rank to see one calls all ranks, over its own connection to the store, not the group that hangs. Every
+watchdog answers, whatever its process does: announcements made in each group (Note [Desync detection]), current
+execution, last execution and its age, the main thread's stack. A rank with fewer announcements, or less far in the same
+program, has not arrived. The first rank writes the report; all log it, once per stall, and go on waiting: a late rank
+costs only time. Only ``on_stall="raise"`` ends the run, on all ranks.
 
-A process that an exception ends tells the others which, the same way: they hear of it before they miss it. So does one
-that finds what is not finite (Note [Runtime checks]).
+A process that an exception ends tells the others in the same way, before they miss it. So does one that finds
+non-finite values (Note [Runtime checks]).
 
-Time in which a rank that has not come compiles, or agrees with others on what it shards, does not count.
+Time in which a late rank compiles, or agrees with others on what it shards, does not count.
 """
 
 from __future__ import annotations
@@ -43,46 +43,46 @@ from .desync import DesyncError, PeerLostError, end_all
 log = logging.getLogger("mfsdp")
 
 PATIENCE = 120.0
-"""Seconds, where no option says otherwise."""
+"""Seconds; the option's default."""
 
 ANSWERS = 6.0
-"""Seconds in which a watch answers, if its process lets Python run."""
+"""Seconds for a watchdog to answer, if its process lets Python run."""
 
 SLOWEST = 5.0
-"""Seconds between two looks, at most."""
+"""Most seconds between two looks."""
 
 GRACE = 1.0
-"""Seconds that a rank waits for one that knows better what has gone wrong."""
+"""Seconds to wait for a rank that is nearer to the cause."""
 
 SHOWN = 4
-"""Ranks of which a report has the stack."""
+"""Ranks whose stack a report shows."""
 
 
 @dataclass
 class Settings:
-    """Those of the model that was compiled last."""
+    """Settings of the model compiled last."""
 
     patience: float | None = PATIENCE
     raises: bool = False
     folder: str | None = None
-    """Where stacks of all threads go, and what torch's FlightRecorder has."""
+    """For stacks of all threads, and the entries of torch's FlightRecorder."""
 
 
 @dataclass
 class Seen:
-    """A wait, and since when it lasts. It holds nothing that the run has under way."""
+    """A wait and its beginning. It holds nothing that the execution has in flight."""
 
     whose: weakref.ref[execution.Execution]
     name: str
     waits: int
     since: float
     told: bool = False
-    """Whether it has been called out."""
+    """Whether a call was made about it."""
 
 
 @dataclass(eq=False)
 class Watchdog:
-    """Looks after one process, as long as its default group lasts."""
+    """Watches one process while its default group exists."""
 
     store: Any
     """A connection of its own."""
@@ -97,15 +97,15 @@ class Watchdog:
     answered: int = 0
     """Calls so far."""
     open: dict[int, float] = field(default_factory=dict)
-    """Calls whose report has not come, and when they were answered."""
+    """Calls without a report yet, and when they were answered."""
     heard: int = 0
-    """News so far: processes that exceptions have ended, and what probes have found."""
+    """News so far: processes ended by exceptions, and failed runtime checks."""
     own: set[int] = field(default_factory=set)
-    """Those that this process has told."""
+    """Those that this process published."""
     later: list[tuple[float, str, str, int, int]] = field(default_factory=list)
-    """What it will tell, and when (`tell_all`)."""
+    """What it will report, and when (`tell_all`)."""
     excused: int = 0
-    """Calls without a report: somebody compiled, or everybody had come."""
+    """Calls without a report: a rank compiled, or all had arrived."""
 
     def __post_init__(self) -> None:
         self.process = os.getpid()
@@ -124,7 +124,7 @@ class Watchdog:
                 return
             try:
                 self.look(time.monotonic())
-            except Exception as error:  # the store went with its process, most often
+            except Exception as error:  # most often, the store's process has ended
                 log.debug("mfsdp: the watch ends: %s", error)
                 return
 
@@ -134,7 +134,7 @@ class Watchdog:
         return pause if patience is None else min(pause, max(patience / 4, 0.05))
 
     def stop(self) -> None:
-        """Ends the thread: one that is in the store when Python ends would take the process with it."""
+        """Ends the thread, which would crash the process if it were in the store when Python ends."""
         self.over = True
         self.woken.set()
         if self.thread.is_alive() and threading.current_thread() is not self.thread:
@@ -143,7 +143,7 @@ class Watchdog:
             log.error("%s", text)
 
     def look(self, now: float) -> None:
-        """Once: answers, and calls if there is a stall."""
+        """Looks once: answers calls, and makes one if there is a stall."""
         self._answer(now)
         while self.store.check([f"news/{self.heard + 1}"]):
             self.heard += 1
@@ -157,12 +157,12 @@ class Watchdog:
             if run is not None and patience is not None and not seen.told and now - seen.since >= patience:
                 seen.told = True
                 met = [f"{said.company.name}:{said.company.count}" for said in run.said]
-                stall = f"stall/{run.name}/{','.join(met)}"  # the same on all ranks that are in it
+                stall = f"stall/{run.name}/{','.join(met)}"  # equal on all ranks in this stall
                 if self.store.add(f"{stall}/{self.excused}", 1) == 1:
                     self._call(run, stall, now - seen.since)
 
     def _waits(self, now: float) -> list[Seen]:
-        """What threads and devices wait for, since when."""
+        """What threads and devices wait for, and since when."""
         lasting = {}
         for thread, run in execution.waiting():
             known, waits = self.seen.get(thread), run.waits
@@ -192,7 +192,7 @@ class Watchdog:
                 del self.open[number]
 
     def _call(self, run: execution.Execution, stall: str, waited: float) -> None:
-        """Asks all ranks where they are, and tells them what that means."""
+        """Asks all ranks for their state, and gives them the report."""
         waits, now = run.waits, time.monotonic()
         number = int(self.store.add("calls", 1))
         self._answer(now)
@@ -205,13 +205,13 @@ class Watchdog:
         others = {r: json.loads(self.store.get(k).decode()) if self.store.check([k]) else None for r, k in keys.items()}
         late = {rank: theirs for rank, theirs in others.items() if theirs is None or not has_come(mine, theirs)}
         busy = any(theirs is not None and theirs["busy"] for theirs in late.values())
-        arrived = not late and self.store.add(f"{stall}/all", 1) == 1  # a moment ago, perhaps
+        arrived = not late and self.store.add(f"{stall}/all", 1) == 1  # perhaps all ranks have arrived since
         text = "" if busy or arrived or run.waits != waits else report(mine, late, len(others) + 1, self.settings)
         self.store.set(f"{number}/report", text)
         self._answer(now)
 
     def _heard(self, number: int, text: str, now: float) -> None:
-        if not text:  # no stall, or not yet: patience begins anew
+        if not text:  # no stall, or not yet: patience starts again
             self.excused += 1
             for seen in self.seen.values():
                 seen.since, seen.told = now, False
@@ -229,16 +229,16 @@ class Watchdog:
     # news
 
     def publish(self, text: str, ends: bool) -> None:
-        """Has the other ranks log a text. ``ends``: whether it may end the run (``on_stall="raise"``)."""
-        with suppress(RuntimeError):  # the store went with its process
+        """Makes the other ranks log a text. ``ends``: whether it may end the run (``on_stall="raise"``)."""
+        with suppress(RuntimeError):  # the store's process has ended
             number = int(self.store.add("news", 1))
             self.own.add(number)
             if ends:
-                self.store.set(f"ended/{self.store.add('ends', 1)}", text)  # for whoever waits for it (`first_to_end`)
+                self.store.set(f"ended/{self.store.add('ends', 1)}", text)  # read by `first_to_end`
             self.store.set(f"news/{number}", json.dumps([ends, text]))
 
     def _tell_later(self, now: float) -> None:
-        """Tells of what it is time for, if nobody has said what is nearer to the cause (`tell_all`)."""
+        """Publishes reports that are due, unless a rank has reported one nearer to the cause (`tell_all`)."""
         for one in [one for one in self.later if one[0] <= now]:
             self.later.remove(one)
             _, text, event, far, most = one
@@ -247,10 +247,10 @@ class Watchdog:
                 log.error("%s", text)
                 self.publish(text, ends=False)
 
-    # how its process ends
+    # the end of its process
 
     def end_with(self, error: BaseException) -> None:
-        """Tells the others what ends this process; not if that is another's end."""
+        """Tells the others what ends this process, unless that is another's end."""
         if (
             isinstance(error, (DesyncError, PeerLostError))
             or groups.default() is not self.group
@@ -265,10 +265,10 @@ class Watchdog:
         said += [f"    {at.filename}:{at.lineno} in {at.name}: {at.line}" for at in frames]
         self.publish("\n".join(said), ends=True)
 
-    # what it says of its process
+    # the state of its process
 
     def state(self, now: float, run: execution.Execution | None = None) -> dict[str, Any]:
-        """Where this process is; in which run, if it is in several."""
+        """This process's state; ``run`` selects an execution, if it is in several."""
         frames = _frames()
         main = frames.get(threading.main_thread().ident or 0)
         run = execution.innermost() if run is None else run
@@ -288,12 +288,13 @@ class Watchdog:
 
 
 def report(mine: dict[str, Any], late: dict[int, dict[str, Any] | None], ranks: int, settings: Settings) -> str:
-    """What a stall means, for people.
+    """The report of a stall.
 
     Args:
-        mine: state of the rank that has waited too long, what for and how long.
-        late: states of those that have not come; ``None`` where there is no answer.
-        ranks: how many there are that may have to come.
+        mine: state of the rank that waited too long, with what for and how long.
+        late: states of ranks that have not arrived; ``None`` without an answer.
+        ranks: number of ranks that may have to arrive.
+        settings: whether the run ends, and the folder.
     """
     lines = [f"mfsdp: rank {mine['rank']} has waited {mine['waited']:.0f} s at {_where(mine)}"]
     if mine["line"]:
@@ -317,7 +318,7 @@ _GOES_ON = "It goes on once they come, or ends at the process group's own timeou
 
 
 def has_come(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Whether another rank is where this one waits, or further, by what both say of themselves."""
+    """Whether another rank is where this one waits, or further, by both states."""
     shared = [name for name, ranks in mine["groups"].items() if theirs["rank"] in ranks]
     further = [theirs["counts"].get(name, 0) - mine["counts"][name] for name in shared]
     if min(further, default=0) < 0:
@@ -341,7 +342,7 @@ def _what(state: dict[str, Any] | None) -> str:
 
 
 def _list(ranks: Sequence[int]) -> str:
-    """``"0-2, 5"``"""
+    """Ranks as text: ``"0-2, 5"``."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][1] == rank - 1:
@@ -352,8 +353,8 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 def _frames() -> dict[int, FrameType]:
-    """Those of other threads. With its own it would keep all of them, and the tensors in them, until the next garbage
-    collection: a cycle.
+    """Frames of other threads. Its own would form a cycle that keeps all frames and their tensors until the next
+    garbage collection.
     """
     frames = sys._current_frames()
     frames.pop(threading.get_ident(), None)
@@ -390,7 +391,7 @@ def _busy(frames: Iterable[FrameType]) -> bool:
 
 
 def _attach(folder: Path, number: int, rank: int) -> None:
-    """Writes stacks of all threads, and what torch's FlightRecorder has, if it records. Private in torch
+    """Writes stacks of all threads, and the entries of torch's FlightRecorder, if it records. Private in torch
     (``_dump_fr_trace_json``); tried on 2.13, and left out where a version lacks it.
     """
     import torch
@@ -410,7 +411,7 @@ def _attach(folder: Path, number: int, rank: int) -> None:
             )
 
 
-# The one of this process
+# The watchdog of this process
 
 _watch: Watchdog | None = None
 _settings = Settings()
@@ -420,14 +421,14 @@ _former: list[Any] = []
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Python's, for an exception that ends the process."""
+    """``sys.excepthook``, for an exception that ends the process."""
     if _watch is not None:
         _watch.end_with(error)
     _former[0](kind, error, trace)
 
 
 def begin() -> None:
-    """Has this process looked after, if there are others. Called again it does nothing."""
+    """Starts this process's watchdog, if there are other ranks. Called again, it does nothing."""
     global _watch
     group = groups.default()
     if _watch is not None and _watch.group is group and _watch.thread.is_alive():
@@ -444,7 +445,7 @@ def begin() -> None:
 
 
 def settle(patience: float | None, raises: bool, folder: str | None) -> None:
-    """What a model that is compiled asks for; that of the last one holds."""
+    """Applies the settings of a model that is compiled; the last one's hold."""
     _settings.patience, _settings.raises, _settings.folder = patience, raises, folder
     begin()
     if _watch is not None:
@@ -455,10 +456,10 @@ def tell_all(text: str, event: str, far: int, most: int) -> None:
     """Logs an error on all ranks.
 
     Args:
-        text: what to say.
-        event: of what; the same on all ranks that have something to say of it.
-        far: how far from its cause it may be: it is said only if nobody has said what is nearer.
-        most: how many ranks say what is as far.
+        text: the message.
+        event: identifies the event; equal on all ranks that report it.
+        far: distance from the cause; logged only if no rank has reported one nearer.
+        most: how many ranks report at this distance.
     """
     watch = _watch if _watch is not None and _watch.process == os.getpid() else None
     if watch is None:
@@ -469,7 +470,7 @@ def tell_all(text: str, event: str, far: int, most: int) -> None:
 
 
 def end() -> None:
-    """Ends it."""
+    """Stops it."""
     global _watch
     if _watch is not None and _watch.process == os.getpid():
         _watch.stop()

@@ -1,1 +1,1 @@
-"""From modules to units: what fully_shard takes, how modules come to read their parameters, and the eager path."""
+"""From modules to units: `fully_shard`, how modules read their parameters, and the eager fallback."""

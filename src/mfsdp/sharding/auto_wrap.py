@@ -1,21 +1,21 @@
-"""Which modules become units where nobody has said: ``units="auto"``.
+"""Chooses the modules that become units if the user names none: ``units="auto"``.
 
 Note [Units of a model]
-Blocks: what the model's own plan names (``_no_split_modules``, else the patterns of ``_fsdp_plan``), if there are two
-of a class, and beside that every list of modules of one class that holds a hundredth of the parameters or more.
-Outermost ones: what is inside of a block, experts among it, belongs to it.
+Blocks become units. Blocks are the modules that the model's own plan names (``_no_split_modules``, else the patterns of
+``_fsdp_plan``), if it has at least two of a class, and every list of modules of one class that holds at least one
+hundredth of the parameters. Only outermost ones count: what a block contains, such as experts, belongs to it.
 
-Ends: what stands in front of the blocks (embeddings) and what stands behind them (a norm, the head) are needed at two
-ends of a program. In one unit, the root's, both are gathered before the first block can begin, and again before
-backward can. So one of them becomes a unit of its own: that in front, if it is all in one module, whose parameters
-backward does not read; else the largest module behind. Never both: what is left in the root would be a norm or two,
-whose gather takes its hops all the same, and holds up the next one's launch: on the clock that is mostly slower than
-one, and sometimes than none (docs/guides/explain_and_plan.md has figures). And only if there is enough behind that
-moving it takes longer than one more collective's hops: `APART` bytes for each rank. What is tied to something elsewhere
-stays in the root: one parameter, one unit.
+The modules before the blocks (embeddings) and after them (a norm, the head) are needed at opposite ends of a program.
+In one unit, the root's, both would be gathered before the first block of forward, and again before that of backward. So
+one of them becomes its own unit: the front, if it is a single module (backward does not read its parameters), else the
+largest module after the blocks. Not both: the rest would be a norm or two, whose gather still costs its hops and delays
+the next launch. By the cost model, two such units are mostly slower than one, and sometimes slower than none
+(docs/guides/explain_and_plan.md has figures). And only if communicating what is after the blocks takes longer than the
+hops of one more collective: `APART` bytes per rank. Parameters tied to another place stay in the root: one parameter,
+one unit.
 
-In front and behind are told from the order in which modules are registered. Where a model calls them in another, the
-units are as right, and may be slower.
+The order of registration tells front from end. If a model calls its modules in another order, the units are still
+correct, but may be slower.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from .unit_assignment import Claim, matches
 log = logging.getLogger("mfsdp")
 
 APART = 2**20
-"""Bytes for each rank that there have to be behind the blocks. A rank receives as much in every hop of a ring; of H100
-that takes 2.7 us inside of a node, 3.1 us between nodes, and the hop's latency is taken to be 2 and 6 us."""
+"""Bytes per rank that the modules after the blocks need. In each hop of a ring a rank receives that many: on H100 2.7
+us inside a node and 3.1 us between nodes, against an assumed hop latency of 2 and 6 us."""
 
 SMALL = 100
-"""Lists of modules with less than this part of the parameters are no blocks."""
+"""Lists that hold less than 1/`SMALL` of the parameters are no blocks."""
 
 LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -48,12 +48,12 @@ Large = Callable[[Iterable[nn.Parameter]], bool]
 
 
 def auto(whole: Claim, policy: MixedPrecisionPolicy, placement: ShardingPlan) -> list[str]:
-    """Names of the modules that become units (Note [Units of a model]); what they do not have is the root's.
+    """Returns the names of the modules that become units (Note [Units of a model]); the root gets all other parameters.
 
     Args:
-        whole: all parameters that are to be sharded, as one unit.
-        policy: says in which dtype they travel.
-        placement: says over how many ranks.
+        whole: all parameters to shard, as one unit.
+        policy: gives their communication dtype.
+        placement: gives the number of ranks.
     """
     model = _Model(whole)
     blocks = model.planned()
@@ -82,7 +82,7 @@ def auto(whole: Claim, policy: MixedPrecisionPolicy, placement: ShardingPlan) ->
 
 
 class _Model:
-    """A model, as far as it matters here: its modules in order, and which of them parameters are in."""
+    """A model's modules in order, and the modules that own each parameter."""
 
     def __init__(self, whole: Claim):
         self.root = whole.module
@@ -92,7 +92,7 @@ class _Model:
         self.inside = {m: set(m.modules()) for m in self.names}
 
     def own(self, module: nn.Module) -> list[nn.Parameter]:
-        """Parameters that a module has to itself, with what is in it."""
+        """Parameters that only the module and its submodules use."""
         return [p for p, owners in self.owners.items() if self.inside[module].issuperset(owners)]
 
     def planned(self) -> list[nn.Module]:
@@ -103,14 +103,14 @@ class _Model:
         return found or self.alike(self.outermost([m for top in self.names for m in self._patterns(top)]))
 
     def _patterns(self, top: nn.Module) -> list[nn.Module]:
-        """What the plan for sharding of a module names with wildcards, below it."""
+        """Modules below ``top`` that match the wildcard patterns of its sharding plan."""
         plan = getattr(top, "_fsdp_plan", None)
         wild = [x.split(".") for x in _texts(plan if isinstance(plan, dict) else None) if "*" in x]
         below = top.named_modules() if wild else ()
         return [m for name, m in below if m is not top and any(matches(name.split("."), x) for x in wild)]
 
     def repeated(self, blocks: Collection[nn.Module]) -> list[nn.Module]:
-        """Blocks in lists outside of those that are known."""
+        """Blocks in lists, outside of the known blocks."""
         least = sum(p.numel() for p in self.owners) / SMALL
         taken = {m for block in blocks for m in self.inside[block]}
         out: list[nn.Module] = []
@@ -125,17 +125,17 @@ class _Model:
         return out
 
     def alike(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
-        """Those of a class of which there are several, with parameters; in the model's order."""
+        """Modules with parameters whose class occurs several times, in the model's order."""
         full = [m for m in modules if isinstance(m, FSDPModule) or self.own(m)]
         count = Counter(own_class(m) for m in full)
         return sorted((m for m in full if count[own_class(m)] > 1), key=lambda m: self.order[m])
 
     def outermost(self, modules: Collection[nn.Module]) -> list[nn.Module]:
-        """Those that are in no other of them."""
+        """Modules that no other of the given modules contains."""
         return [m for m in dict.fromkeys(modules) if not any(m in self.inside[o] for o in modules if o is not m)]
 
     def end(self, blocks: Collection[nn.Module], large: Large) -> nn.Module | None:
-        """The module at an end of the model that becomes a unit of its own."""
+        """The module before or after the blocks that becomes its own unit."""
         covered = {m for block in blocks for m in self.inside[block]}
         above = {m for m in self.names if not covered.isdisjoint(self.inside[m])} - covered
         first, last = (pick(self.order[m] for m in covered) for pick in (min, max))
@@ -153,11 +153,11 @@ class _Model:
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """What ``torch.compile(module)`` was called on."""
+    """The module that ``torch.compile(module)`` wraps."""
     inner = getattr(module, "_orig_mod", module)
     return inner if isinstance(inner, nn.Module) else module
 
 
 def _texts(plan: Any) -> list[str]:
-    """The texts among what a model says of itself, whatever it is."""
+    """The strings in a model's plan attribute, of any type."""
     return [x for x in plan if isinstance(x, str)] if isinstance(plan, (list, tuple, set, frozenset, dict)) else []

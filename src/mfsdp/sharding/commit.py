@@ -1,4 +1,4 @@
-"""Buffers are made, values taken over, and modules handed their new parameters."""
+"""Allocates the buffers, takes parameter values over, and gives modules their new parameters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def ignore(param: nn.Parameter, undo: Rollback) -> None:
 
 
 def move_buffers(module: nn.Module, device: torch.device, undo: Rollback) -> None:
-    """Buffers go where parameters go, tied ones once; those on the meta device get theirs with their values."""
+    """Moves buffers to the parameters' device, tied ones once. Buffers on the meta device get memory with their
+    values.
+    """
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for m in module.modules():
         for name, buffer in m._buffers.items():
@@ -64,7 +66,7 @@ def fill(
     synced: Sequence[str],
     undo: Rollback,
 ) -> None:
-    """Makes the unit's buffers; takes values over, parameter by parameter, and frees the originals."""
+    """Allocates the unit's flat buffers, copies values parameter by parameter, and frees the originals."""
     undo.steps.append(lambda: forget_former(unit))
     for index, draft in enumerate(claim.drafts):
         buffer = FlatBuffer(

@@ -1,4 +1,4 @@
-"""Around training: gradients that wait, and parameters that are whole for a while."""
+"""Context managers and functions around training: gradient synchronization, full parameters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .module import FSDPModule, buffers_of
 
 
 def _buffers(module: nn.Module) -> list[FlatBuffer]:
-    """Those that parameters of a module, and of modules in it, are in."""
+    """The flat buffers of a module's parameters, submodules included."""
     return list({r.buffer: None for m in module.modules() for r in refs(m).values()})
 
 
 def _sharded(module: nn.Module, asked: str) -> list[FlatBuffer]:
-    """The same; a ValueError, with the name of what was called, if there is none."""
+    """The same; raises a ValueError that names the caller if there is none."""
     found = _buffers(module)
     if not found:
         raise ValueError(f"{asked}: the model is not sharded; call mfsdp.fully_shard first")
@@ -29,10 +29,12 @@ def _sharded(module: nn.Module, asked: str) -> list[FlatBuffer]:
 
 @contextmanager
 def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
-    """Backward calls inside of the ``with`` do not synchronise gradients; the next one outside does, for all.
+    """Skips gradient synchronization in backward calls inside the ``with``; the next backward outside synchronizes them
+    all.
 
-    Every unit that took part inside has to take part in the one that synchronises. What waits is not in ``.grad``;
-    ``zero_grad`` of an optimizer, of the model or of torch.compile's wrapper forgets it, and the step is given up.
+    Every unit that took part inside must take part in the synchronizing backward. Unreduced gradients are not in
+    ``.grad``. To abandon the step, call ``zero_grad`` of an optimizer, of the model or of torch.compile's wrapper: it
+    drops them.
 
     Args:
         module: a sharded model, or any of its modules.
@@ -56,22 +58,22 @@ def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def overlapped(module: nn.Module) -> Iterator[None]:
-    """Inside of the ``with`` a microbatch's backward waits for the next one's forward, and both run beside each other
-    (1F1B): what experts exchange in one travels while the other computes.
+    """Runs each microbatch's backward together with the next one's forward (1F1B): one computes while the other's
+    expert all-to-alls are communicated.
 
         with mfsdp.overlapped(model):
             for batch in microbatches:
                 loss = model(batch)
                 loss.backward()
 
-    Leaving runs the last backward; whoever looks at a gradient before (``.grad``, an optimizer's step, `norms`,
-    ``zero_grad``) runs it there. Gradients are bitwise those of the same loop without. Weights and what forward has
-    returned must not be written to while a backward waits. What cannot wait runs at once, and the log says why
-    (INFO): a model without collectives of other parallelisms, inputs that want gradients, gradient hooks. All ranks
-    must enter together.
+    Leaving runs the last backward. An earlier access to gradients (``.grad``, an optimizer's step, `norms`,
+    ``zero_grad``) runs it at that point. Gradients are bitwise those of the same loop without the ``with``. Do not
+    write to weights or to forward's results while a backward is deferred. A backward that cannot be deferred runs at
+    once, and the log gives the reason (INFO): a model without collectives of other parallelisms, inputs that require
+    gradients, gradient hooks. All ranks must enter together.
 
     Args:
-        module: a sharded model, compiled or not (what is not compiled does not wait).
+        module: a sharded model, compiled or not (backwards of uncompiled code are not deferred).
 
     Raises:
         ValueError: nothing of the module is sharded, or it is overlapped already.
@@ -110,23 +112,23 @@ def overlapped(module: nn.Module) -> Iterator[None]:
 
 
 def keep_gradients(module: nn.Module, keep: bool = True) -> None:
-    """Lets the memory of gradients stay where it is when ``zero_grad()`` sets them to ``None``, so that every step
-    finds it at the same address, as a captured step has to. By default it is given back, as FSDP2's is, and the next
-    backward allocates it anew.
+    """Keeps the memory of gradients when ``zero_grad()`` sets them to ``None``. Every step then finds gradients at the
+    same addresses, as a captured step requires. By default, as in FSDP2, the memory is freed and the next backward
+    allocates it.
 
     Args:
         module: a sharded model, or any of its modules.
-        keep: ``False`` goes back to the default, and gives back what has stayed.
+        keep: ``False`` restores the default and frees kept memory.
     """
     for buffer in _buffers(module):
         buffer.gradients.keeps = keep
 
 
 def synchronize(module: nn.Module) -> None:
-    """Returns once no gather of the model is under way: those that an optimizer's step has launched ahead of forward
-    (`fully_shard_optimizer`). On a device, once what this thread launches comes behind them. Forward may take them all
-    the same. Call it before anything that torch does not know of reads or writes weights, and before process groups
-    are destroyed.
+    """Waits for the gathers that an optimizer step prefetched for the next forward (`fully_shard_optimizer`).
+
+    On a device it makes what this thread launches next wait for them. Forward can still use them. Call it before code
+    that torch does not track reads or writes weights, and before destroying process groups.
 
     Args:
         module: a sharded model, or any of its modules.
@@ -140,12 +142,14 @@ def synchronize(module: nn.Module) -> None:
 
 @contextmanager
 def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
-    """Whole main weights as plain parameters inside of the ``with``; edits are kept. All ranks must enter together.
-    What tensor or expert parallelism has cut is what it was before `fully_shard`: a DTensor over their mesh.
+    """Replaces parameters by full main weights as plain parameters inside the ``with``, and keeps edits. All ranks must
+    enter together. Parameters cut by tensor or expert parallelism are what they were before `fully_shard`: DTensors
+    over its mesh.
 
     Args:
         module: a sharded model, or any of its modules.
-        writeback: whether edits are written back to the shards; each rank writes its own part, so edit alike.
+        writeback: whether to write edits back to the shards. Each rank writes its own part, so all ranks must make the
+            same edits.
 
     Raises:
         ValueError: nothing of the module is sharded, or it is summoned already.
@@ -184,19 +188,19 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """Keeps all parameters gathered inside of the ``with``, for many forwards of the same weights: generation,
-    evaluation. Nothing is communicated per forward, compiled or not; memory holds the whole model in ``compute_dtype``.
-    All ranks must enter together; what runs inside may differ by rank.
+    """Keeps all parameters gathered inside the ``with``, for many forwards with the same weights: generation,
+    evaluation. Forwards communicate nothing, compiled or not; memory holds the full model in ``compute_dtype``. All
+    ranks must enter together; they may run different code inside.
 
-    Compiled graphs are compiled once more, without collectives. Parameters are read as they were on entry: leave before
-    the optimizer steps. Gradients of a backward inside are reduced, unit by unit, so ranks must call it together.
+    Compiled graphs compile once more, without collectives. Parameters keep their values from entry: leave before the
+    optimizer steps. A backward inside reduces gradients unit by unit, so all ranks must call it together.
 
     Args:
         module: a sharded model, or any of its modules.
 
     Raises:
         ValueError: nothing of the module is sharded.
-        RuntimeError: it is called inside of itself, or inside of a forward of the model.
+        RuntimeError: it is nested, or called inside a forward of the model.
     """
     units = [m for m in module.modules() if isinstance(m, FSDPModule)]
     if not units:

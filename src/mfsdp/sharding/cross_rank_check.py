@@ -1,9 +1,9 @@
-"""Whether all ranks are about to shard the same model; and making its values the same.
+"""Checks that all ranks shard the same model, and copies the first rank's values.
 
-Each rank keeps its own rows of what it has built. Where ranks have built different models, collectives would not fit;
-where they have the same model with different values (no common seed), rows of several models are mixed, or replicas
-differ for ever. So they compare, through the process group's store, once per call of `fully_shard`: what a model is
-made of, which has to be the same, and a sample of its values, which need not be if a checkpoint is loaded next.
+Each rank keeps its rows of the model that it has built. If ranks have built different models, collectives do not match.
+If they have the same model with different values (no common seed), the parameters mix rows of several models, or
+replicas differ permanently. So each call of `fully_shard` compares ranks once, through the process group's store: the
+structure, which must be equal, and a sample of values, which may differ if a checkpoint is loaded next.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from ..runtime import groups
 from ..runtime.desync import difference
 
 SAMPLE = 2**10
-"""Elements of a parameter that are compared, evenly spread."""
+"""Number of compared elements per parameter, evenly spaced."""
 
 _VALUES = "value of "
 
 
 def check_same_model(over: Sequence[str], structure: Sequence[str], values: Mapping[str, torch.Tensor]) -> None:
-    """Compares this rank's model with those of the other ranks of some process groups; all call it together.
+    """Compares this rank's model with those of the other ranks in some process groups; all ranks call it together.
 
     Args:
-        over: their names.
-        structure: what has to be the same, one line for each thing.
-        values: tensors that should be, by name.
+        over: names of the groups.
+        structure: what must be equal, one item per line.
+        values: tensors that should be equal, by name.
 
     Warns:
         UserWarning: values differ; names the first of them.
 
     Raises:
-        RuntimeError: the structure differs, with the first difference; or a rank does not come.
+        RuntimeError: the structure differs, with the first difference; or a rank does not arrive.
     """
     lines = [*structure, *(f"{_VALUES}{name} {mark}" for name, mark in _marks(values).items())]
     for group in over:
@@ -57,7 +57,7 @@ def check_same_model(over: Sequence[str], structure: Sequence[str], values: Mapp
 
 
 def _marks(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """A number for each tensor, from the bits of a sample: exact, and the same on every kind of processor."""
+    """A number per tensor, from the bits of a sample: exact, and the same on every kind of processor."""
     marks = []
     for tensor in values.values():
         some = sample(tensor)
@@ -69,7 +69,7 @@ def _marks(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Elements of a tensor that are compared; of a sample they are all."""
+    """Returns the elements of a tensor that are compared. A sample of a sample is the sample."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLE)].contiguous()
 
@@ -78,7 +78,9 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def of_first_rank(tensor: torch.Tensor, over: Iterable[str], device: torch.device) -> torch.Tensor:
-    """The tensor of the first rank of all groups, on a device that they communicate on; this rank's is not changed."""
+    """Returns the first rank's tensor, on a device that the groups communicate on. This rank's tensor does not
+    change.
+    """
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach())
     for group in over:
         groups.broadcast(out.view(-1).view(torch.uint8), group)

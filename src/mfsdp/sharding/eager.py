@@ -1,23 +1,23 @@
-"""The eager path: code that no compiled graph covers still sees whole parameters.
+"""The eager fallback: gathers full parameters for code outside of compiled graphs.
 
-Parameters are read through properties (`shard`). Under Dynamo these leave a marker in the graph. Where a unit's forward
-runs as plain Python instead (a graph break, ``torch.compiler.disable``, an uncompiled call), it opens a `Scope`: the
-unit is gathered, everything inside reads the gathered parameters, pieces that Dynamo still compiles take them as
-inputs, and the end of the forward lets go of them. Backward gathers again when autograd asks for the first tensor that
-forward saved. One gather per unit and pass.
+Modules read parameters through properties (`sharding.module`). Under Dynamo a property leaves a marker in the graph. If
+a unit's forward runs as plain Python (a graph break, ``torch.compiler.disable``, an uncompiled call), it opens a
+`Scope`. The scope gathers the unit; all code inside reads the gathered parameters, and subgraphs that Dynamo still
+compiles take them as inputs. The end of the forward frees them. Backward gathers again when autograd unpacks the first
+saved tensor. Forward and backward gather a unit once each.
 
 Note [Saved tensors]
-What autograd saves of a gathered buffer is packed into a ticket (saved-tensor hooks). The last ticket to die, when its
-backward node is done, takes the gathered buffer along: nobody has to know when a unit's backward is over, and frozen
-units, which have no backward of their own, are no special case. Hooks that are already there, such as
-``torch.utils.checkpoint``'s, keep getting every other tensor.
+Saved-tensor hooks pack what autograd saves of a gathered buffer into a ticket. The gathered buffer dies with its last
+ticket, when that backward node is done. So no code has to know when a unit's backward ends, and frozen units, which
+have no backward, need no special case. Existing hooks, such as ``torch.utils.checkpoint``'s, still get every other
+tensor.
 
 Note [Recomputation]
-A checkpointed region runs again in backward, where the unit that was open around it no longer is: modules in it open
-that unit themselves, and what is read between them is gathered all the same. Such a unit stays gathered until backward
-ends. Checkpointing compares what is saved both times. So the rule of who sees what must not depend on who opened the
-unit: inside of a module that owns sharded parameters our hooks are on top, elsewhere checkpoint's are. A module whose
-unit is open already therefore puts our hooks back where somebody else's cover them.
+Backward runs a checkpointed region again when the unit around it is no longer open. Modules in the region then open
+that unit themselves, and parameters read between them are gathered too. Such a unit stays gathered until backward ends.
+Checkpointing compares what both runs save, so which hooks see a tensor must not depend on who opened the unit: inside a
+module that owns sharded parameters our hooks are on top, elsewhere checkpoint's. A module whose unit is open already
+therefore pushes our hooks on top again if foreign hooks cover them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Scope] = []
         self.tickets: dict[int, Ticket] = {}
-        """Gathered buffers that forward is reading, by address of their storage."""
+        """Gathered buffers that forward reads, by address of their storage."""
         self.visited: set[UnitState] = set()
-        """Units that are read inside of another unit's scope only."""
+        """Units that are read only inside another unit's scope."""
         self.again: dict[UnitState, int] = {}
-        """Units that a recomputation reads and nobody will close, and the number of the backward."""
+        """Units that a recomputation reads and no scope closes, with the number of the backward."""
 
 
 _here = _Thread()
@@ -58,7 +58,7 @@ _warned: set[str] = set()
 
 
 class Ticket:
-    """One forward's claim on a gathered buffer; gathers again when backward needs it."""
+    """One forward's use of a gathered buffer; gathers again when backward needs it."""
 
     def __init__(self, buffer: FlatBuffer, full: torch.Tensor | None):
         self.buffer, self.full = buffer, full
@@ -74,9 +74,7 @@ class Ticket:
 
 
 class _Saved:
-    """A tensor over a gathered buffer, as autograd keeps it: any view, of any dtype; of a DTensor its local tensor is
-    one.
-    """
+    """A saved tensor over a gathered buffer: any view, in any dtype, or a DTensor whose local tensor is one."""
 
     def __init__(self, ticket: Ticket, like: torch.Tensor):
         self.ticket = ticket
@@ -96,7 +94,7 @@ class _Saved:
 
 
 class _Kept:
-    """Any other tensor, as autograd keeps it: torch does not look for writes to what hooks have packed."""
+    """Any other saved tensor. Checks its version, since torch does not for tensors that hooks have packed."""
 
     def __init__(self, tensor: torch.Tensor):
         self.value, self.version = tensor, tensor._version
@@ -113,7 +111,7 @@ class _Kept:
 
 
 class _Gather(torch.autograd.Function):
-    """Whole parameters from the shard; their gradients to the accumulator."""
+    """Returns full parameters from the shard; its backward adds their gradients to the accumulator."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -136,14 +134,14 @@ class _Gather(torch.autograd.Function):
 
 
 class Cover:
-    """A forward of a module whose unit is open already: puts our hooks on top of somebody else's."""
+    """A forward of a module whose unit is already open: pushes our hooks on top of foreign ones."""
 
     def __init__(self, hooks: torch.autograd.graph.saved_tensors_hooks):
         self.hooks = hooks
         hooks.__enter__()
 
     def check(self) -> None:
-        """Whoever opened the unit looks."""
+        """Does nothing; the scope that opened the unit checks."""
 
     @torch.compiler.disable
     def close(self) -> None:
@@ -151,12 +149,12 @@ class Cover:
 
 
 class Scope:
-    """A forward of a unit, in plain Python: gathers it, and lets go of it in the end.
+    """A forward of a unit in plain Python: gathers the unit and frees it at the end.
 
     Args:
         unit: the unit.
-        place: what warnings and errors call the forward.
-        own: whether it is that of the unit's own module, not of one below.
+        place: the forward's name in warnings and errors.
+        own: whether it is the forward of the unit's own module, not of one below.
     """
 
     def __init__(self, unit: UnitState, place: str, own: bool):
@@ -173,13 +171,13 @@ class Scope:
         try:
             for index in range(0 if transformed else len(unit.buffers)):
                 _whole(unit, index, place)
-        except BaseException:  # ranks have gone apart: nobody has the scope yet, to close it
+        except BaseException:  # ranks have diverged, and no caller has the scope yet to close it
             self.close()
             raise
 
     @torch.compiler.disable
     def check(self) -> None:
-        """Raises a RuntimeError if the forward, which is through, has written to a parameter."""
+        """Raises a RuntimeError if the completed forward has written to a parameter."""
         for unit in [self.unit, *(_here.visited if len(_here.stack) == 1 else ())]:
             check(unit, self.place)
         loose = self.unit.outermost.loose
@@ -204,7 +202,7 @@ class Scope:
 
 @torch.compiler.disable
 def scope(module: nn.Module, own: bool) -> Scope | Cover | None:
-    """Opens the scope of a module's unit (its own, or one that it is part of); close it when the call ends."""
+    """Opens the scope of a module's unit (its own, or the one around it). The caller closes it after the call."""
     if module.__dict__["_mfsdp_unit"].open:
         hooks = _hooks() if _here.stack and _outer_hooks() is not None else None
         return None if hooks is None else Cover(hooks)
@@ -218,19 +216,19 @@ def scope(module: nn.Module, own: bool) -> Scope | Cover | None:
 
 
 def inside() -> bool:
-    """Whether ``parameters()`` shows whole parameters now: in a forward in plain Python, where gradients are asked for.
-    Under ``torch.no_grad()`` it shows shards in a forward too: what is done to them there lasts (moving averages).
+    """Whether ``parameters()`` yields full parameters: in a plain Python forward with gradients enabled. Under
+    ``torch.no_grad()`` it yields shards in a forward too, since updates made there are persistent (moving averages).
     """
     return bool(_here.stack) and torch.is_grad_enabled()
 
 
 @torch.compiler.disable
 def read(module: nn.Module, name: str, ref: Ref) -> torch.Tensor:
-    """A parameter as plain Python sees it now: whole inside of a forward, a DTensor elsewhere; what
-    ``torch.func.functional_call`` has put in its place, if it has.
+    """Returns a parameter as plain Python sees it: full inside a forward, else a DTensor; or the tensor that
+    ``torch.func.functional_call`` has put in its place.
 
     Raises:
-        NotImplementedError: inside of a ``torch.func`` transform, which does not see through a gather.
+        NotImplementedError: inside a ``torch.func`` transform, which cannot transform a gather.
     """
     now: Any = module._parameters[name]
     if now is not ref.buffer.params[ref.slot]:
@@ -261,10 +259,10 @@ def _whole(unit: UnitState, index: int, place: str) -> Sequence[torch.Tensor]:
 
 
 def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
-    """All parameters of a buffer, whole, with autograd; one collective."""
+    """Returns all parameters of a buffer, full, with autograd; one collective."""
     full = sync_collectives.gather_now(buffer.weights.source, buffer.text)
     ticket = _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
-    with torch.enable_grad():  # whoever reads them next may want gradients
+    with torch.enable_grad():  # later readers may need gradients
         params = _Gather.apply(buffer.weights.source, buffer, full, ticket.loans.main_grads)  # type: ignore[no-untyped-call]
     ticket.watch = mutation_check.MutationCheck(buffer, params)
     buffer_registry.register_full(params, buffer)
@@ -272,7 +270,7 @@ def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
 
 
 def lend(value: torch.Tensor) -> torch.Tensor:
-    """What a module that keeps its weights beside autograd gets of one that it has read (Note [Lent weights])."""
+    """Returns what a module that keeps weights outside of autograd gets for a gathered one (Note [Lent weights])."""
     ticket = _here.tickets.get(value.untyped_storage().data_ptr()) if type(value) is torch.Tensor else None
     if ticket is None or not torch.is_grad_enabled():
         return value
@@ -286,12 +284,12 @@ def check(unit: UnitState, place: str) -> None:
         if ticket.buffer in unit.buffers and ticket.watch is not None:
             slot = ticket.watch.written()
             if slot is not None:
-                ticket.buffer.weights.stale = True  # it may have been written to where it lasts
+                ticket.buffer.weights.stale = True  # a persistent buffer may have been written to
                 raise mutation_check.refuse(ticket.buffer, slot, place)
 
 
 def release(unit: UnitState) -> None:
-    """Lets go of what the unit gathered, unless it is kept; backward gathers again."""
+    """Frees what the unit gathered, unless it is kept; backward gathers again."""
     if unit not in _here.again:
         _release(unit, _here.tickets)
 
@@ -315,13 +313,13 @@ def _drop(ticket: Ticket) -> None:
 
 
 def _transformed() -> bool:
-    """Whether a ``torch.func`` transform is running, or forward-mode AD. Private in torch; tried on 2.11 to 2.14."""
+    """Whether a ``torch.func`` transform or forward-mode AD is running. Private in torch; tried on 2.11 to 2.14."""
     level = torch.autograd.forward_ad._current_level
     return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _recomputing() -> bool:
-    """Whether a checkpointed region runs again: backward is under way, and gradients are asked for all the same."""
+    """Whether a checkpointed region runs again: inside a backward, with gradients enabled."""
     return torch.is_grad_enabled() and engine.backward_number() >= 0
 
 
@@ -335,7 +333,7 @@ def _keep_until_backward_ends(unit: UnitState) -> None:
 
 
 def _recomputed(again: dict[UnitState, int], tickets: dict[int, Ticket]) -> None:
-    """Lets go of what a backward has gathered for recomputations."""
+    """Frees what a backward has gathered for recomputation."""
     units = list(again)
     again.clear()
     for unit in units:
@@ -343,7 +341,7 @@ def _recomputed(again: dict[UnitState, int], tickets: dict[int, Ticket]) -> None
 
 
 def _forget_recomputed() -> None:
-    """The same, after a backward that an exception has ended, or for one inside of another."""
+    """The same for a backward that an exception has ended, or that was nested in another."""
     if _here.again and engine.backward_number() not in _here.again.values():
         _recomputed(_here.again, _here.tickets)
 
@@ -351,7 +349,7 @@ def _forget_recomputed() -> None:
 def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:
     outer = _outer_hooks()
     if outer is not None and getattr(outer[0], "_mfsdp", False):
-        return None  # ours are there already
+        return None  # our hooks are on top already
 
     def pack(t: torch.Tensor) -> Any:
         local = here(t) if type(t) is DTensor else t
@@ -372,7 +370,7 @@ def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:
 
 
 def never_a_frame(function: Any) -> None:
-    """Dynamo may inline the function but not compile it by itself. Private in torch; tried on 2.11 to 2.15."""
+    """Lets Dynamo inline the function but never compile it as a frame. Private in torch; tried on 2.11 to 2.15."""
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)
@@ -383,13 +381,13 @@ def _plain(t: torch.Tensor) -> bool:
 
 
 def _outer_hooks() -> tuple[Any, Any] | None:
-    """The saved-tensor hooks in force, as (pack, unpack). Private in torch; tried on 2.11 to 2.15."""
+    """The active saved-tensor hooks, as (pack, unpack). Private in torch; tried on 2.11 to 2.15."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks  # type: ignore[no-any-return]
 
 
 def _warn(unit: UnitState, place: str) -> None:
-    """Names the place that runs outside of a compiled graph, once for each place."""
+    """Warns once per place that code outside of a compiled graph reads parameters there."""
     if place in _warned:
         return
     _warned.add(place)
@@ -410,7 +408,7 @@ def _warn(unit: UnitState, place: str) -> None:
 
 
 def _tell_of_plain(root: nn.Module) -> None:
-    """Warns of parameters whose gradients nobody averages, once for each of them."""
+    """Warns once per parameter about parameters whose gradients are not averaged."""
     unit: UnitState = root.__dict__["_mfsdp_unit"]
     if unit.fqn != "(root)" or unit.ranks == 1 or not torch.is_grad_enabled():
         return
@@ -435,7 +433,7 @@ def _scalars_are_captured() -> bool:
 
 
 def _caller() -> str:
-    """The innermost line of code that is neither torch's nor ours."""
+    """The innermost line of code outside of torch and mfsdp."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _internal(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,7 +1,8 @@
-"""Which weights a module casts to one byte per element, so that they travel so (`passes.quantize`).
+"""Tells which weights a module casts to one byte per element, so that FP8 payloads are communicated
+(`passes.quantize`).
 
-A flat buffer travels in one dtype. So weights that are cast have one of their own beside that of the unit's norms and
-biases. A module of yours may say it of itself: ``quantized_parameters = ("weight",)``.
+A flat buffer has one communication dtype, so these weights get their own buffer, apart from the unit's norms and
+biases. A module class of yours declares such weights itself: ``quantized_parameters = ("weight",)``.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ import warnings
 from torch import nn
 
 _KNOWN = {("torchao.float8.float8_linear", "Float8Linear"): ("weight",)}
-"""By where a class is defined, and its name; tried on torchao 0.18."""
+"""By defining module and name of the class; tried on torchao 0.18."""
 
 
 def fp8_weights_of(module: nn.Module, name: str) -> bool:
-    """Whether a module's forward reads its parameter only as codes of one byte per element."""
+    """Whether the module's forward reads the parameter only as an FP8 payload."""
     known = (_KNOWN.get((kind.__module__, kind.__name__), ()) for kind in type(module).__mro__)
     said = getattr(module, "quantized_parameters", ())
     return name in said or any(name in names for names in known)
 
 
 def tell(root: nn.Module) -> None:
-    """Says of what FSDP2 would need for the same that it is not needed.
+    """Warns that settings for FSDP2's FP8 all-gather are not needed.
 
     Warns:
         UserWarning: torchao was told to prepare weights for FSDP2's FP8 all-gather.

@@ -1,4 +1,4 @@
-"""FSDP2's spelling: arguments and methods of torch's ``fully_shard``, as ours, or refused with what to say instead."""
+"""FSDP2's arguments and methods of ``fully_shard``: translated to ours, or refused with the alternative."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ..config.options import MixedPrecisionPolicy, Precision
 
 
 def policy_of(given: Any) -> MixedPrecisionPolicy:
-    """The policy that was given, ours, torch's, or none. Torch's leaves main weights in the model's own dtype, and
-    sends gradients in ``reduce_dtype``; where that is ``None``, before torch 2.15 in ``param_dtype``, from then on in
-    the parameter's own dtype.
+    """Returns the policy: ours, torch's converted, or the default for ``None``.
+
+    Torch's policy keeps main weights in the model's own dtype and reduces gradients in ``reduce_dtype``. If that is
+    ``None``: in ``param_dtype`` before torch 2.15, in the parameter's own dtype from then on.
 
     Raises:
         ValueError: it is neither.
@@ -46,14 +47,14 @@ def policy_of(given: Any) -> MixedPrecisionPolicy:
 
 
 class _OwnDtype(MixedPrecisionPolicy):
-    """Sends gradients in the dtype that their parameters have."""
+    """Communicates gradients in their parameters' own dtype."""
 
     def resolve(self, dtype: torch.dtype, trains: bool = True) -> Precision:
         return replace(super().resolve(dtype, trains), grad_comm=dtype)
 
 
 def _reduces_in_own_dtype() -> bool:
-    """Whether FSDP2 does so where ``reduce_dtype`` is ``None``: from torch 2.15 on."""
+    """Whether FSDP2 does so if ``reduce_dtype`` is ``None``: from torch 2.15 on."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 15)
 
@@ -62,7 +63,7 @@ def reshards(given: Any) -> None:
     """Checks ``reshard_after_forward``.
 
     Raises:
-        ValueError: it is neither ``True``, ``False`` nor ``None``.
+        ValueError: it is not ``True``, ``False`` or ``None``.
         NotImplementedError: it is a number of ranks.
     """
     if given is None or isinstance(given, bool):
@@ -76,10 +77,10 @@ def reshards(given: Any) -> None:
 
 
 def no_offload(offload_policy: Any, shard_placement_fn: Any) -> None:
-    """Checks two arguments that change nothing here.
+    """Checks two arguments that have no effect here.
 
     Raises:
-        NotImplementedError: something is to be offloaded, or placed otherwise.
+        NotImplementedError: they ask for offloading, or for another placement.
     """
     if offload_policy is not None and type(offload_policy) is not fsdp.OffloadPolicy:
         raise NotImplementedError(
@@ -93,29 +94,29 @@ def no_offload(offload_policy: Any, shard_placement_fn: Any) -> None:
 
 
 class Unsharding:
-    """What ``unshard(async_op=True)`` gives: the parameters are there already."""
+    """The handle of ``unshard(async_op=True)``; the parameters are already gathered."""
 
     def wait(self) -> None:
         """Returns at once."""
 
 
 class Spelling:
-    """Methods of FSDP2's ``FSDPModule`` that ask for what is always so, or for what is said elsewhere here."""
+    """Methods of FSDP2's ``FSDPModule`` whose behavior is fixed or set elsewhere here."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Nothing to do: every backward finishes its reductions."""
+        """Does nothing: every backward completes its reductions."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Nothing to do: compiled backward gathers what it reads, and nothing else."""
+        """Does nothing: compiled backward gathers exactly what it reads."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Nothing to do: reductions are sums, always."""
+        """Does nothing: reductions are always sums."""
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Nothing to do: what is gathered lies in static buffers, whose addresses stay (option ``pool``)."""
+        """Does nothing: gathered parameters lie in static buffers with constant addresses (option ``pool``)."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """``False`` is always so.
+        """Accepts ``False``, the fixed behavior.
 
         Raises:
             NotImplementedError: ``True``.
@@ -124,7 +125,7 @@ class Spelling:
             _instead("set_manual_backward_finalization(True)", "every backward finishes its reductions by itself")
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """``True`` is always so.
+        """Accepts ``True``, the fixed behavior.
 
         Raises:
             NotImplementedError: ``False``.
@@ -136,7 +137,7 @@ class Spelling:
             )
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """``True`` is always so.
+        """Accepts ``True``, the fixed behavior.
 
         Raises:
             NotImplementedError: ``False``.
@@ -145,10 +146,10 @@ class Spelling:
             _instead("set_separate_reduce_scatter_group(False)", "reductions have a process group of their own, always")
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """What a unit's parameters did not get is sent as zeros, always.
+        """Accepts ``False``: a unit's missing gradients are always reduced as zeros.
 
         Raises:
-            NotImplementedError: ``True``, since units that a rank does not use at all are not served.
+            NotImplementedError: ``True``, since units that a rank does not use at all are not supported.
         """
         if reduce_scatter_unused_params:
             _instead(
@@ -157,7 +158,7 @@ class Spelling:
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """``False`` is always so.
+        """Accepts ``False``, the fixed behavior.
 
         Raises:
             NotImplementedError: ``True``.
@@ -183,7 +184,7 @@ _ELSEWHERE = {
     "set_custom_reduce_scatter": _PASS,
     "set_symm_mem_for_comm": "buffers are allocated as tensors",
 }
-"""Methods that have no meaning here, and what to do instead."""
+"""Methods without a meaning here, and their alternatives."""
 
 
 def _refusal(name: str, words: str) -> Callable[..., NoReturn]:
@@ -199,15 +200,15 @@ for _name, _words in _ELSEWHERE.items():
     setattr(Spelling, _name, _refusal(_name, _words))
 
 
-# What enters a unit's forward, and what leaves it
+# Casts of a unit's inputs and outputs
 
 
 def with_casts(
     forward: Callable[..., Any], entering: torch.dtype | None, leaving: torch.dtype | None
 ) -> Callable[..., Any]:
-    """The forward, with floating-point tensors among its arguments, and in its result, cast to dtypes; ``None``: not.
+    """Returns the forward with floating-point tensors in its arguments and its result cast; ``None`` means no cast.
 
-    Containers are walked and, where something in them was cast, made anew: tuples, lists, dicts, dataclasses.
+    Walks tuples, lists, dicts and dataclasses, and rebuilds a container if a tensor in it was cast.
     """
     if entering is None and leaving is None:
         return forward
@@ -222,7 +223,9 @@ def with_casts(
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The value, with tensors of 16, 32 and 64 bit floats as ``dtype``; the same object where nothing changes."""
+    """Returns the value with 16, 32 and 64 bit floating-point tensors cast to ``dtype``; the same object if nothing
+    changes.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype in _CAST and value.dtype != dtype else value
     if isinstance(value, (tuple, list)):

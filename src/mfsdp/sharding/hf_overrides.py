@@ -1,4 +1,5 @@
-"""What frameworks do to modules that a sharded one cannot let pass, and what they are told instead."""
+"""Overrides of framework methods (transformers, peft) that do not work on sharded modules: adapted, or refused with the
+alternative."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from torch import nn
 
 
 def overrides(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """Methods that a class gets when a module of it is sharded: those of transformers' models, if it has them."""
+    """Returns the methods of transformers' models that a sharded module's class overrides, if the class has them."""
     ours: dict[str, Callable[..., Any]] = {
         "save_pretrained": save_pretrained,
         "resize_token_embeddings": resize_token_embeddings,
@@ -33,11 +34,11 @@ def _over(base: type[nn.Module], name: str, method: Callable[..., Any]) -> Calla
 def save_pretrained(
     model: nn.Module, theirs: Callable[..., Any], folder: Any, *args: Any, state_dict: Any = None, **more: Any
 ) -> Any:
-    """transformers' own, where whole tensors are at hand: given, or on this rank; or where it gathers them itself, of
-    models that it has loaded in parts.
+    """Calls transformers' own if full tensors are available: passed in, or on this rank; or if transformers gathers
+    them itself, for models that it has loaded in parts.
 
     Raises:
-        NotImplementedError: parameters are cut over ranks, of which it may have been called on one only.
+        NotImplementedError: parameters are sharded over several ranks, and possibly one rank alone has called it.
     """
     if state_dict is None and getattr(model, "is_distributed_loading_by_transformers", False):
         return theirs(model, folder, *args, **more)
@@ -52,7 +53,7 @@ def save_pretrained(
                 "model, folder) on every rank, which from_pretrained reads, or give save_pretrained a whole "
                 "state_dict=, get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
             )
-        if id(tensor) not in once:  # what is tied stays so
+        if id(tensor) not in once:  # tied tensors stay tied
             once[id(tensor)] = tensor.full_tensor() if ranks else tensor
         whole[name] = once[id(tensor)]
     if state_dict is not None or "state_dict" in inspect.signature(theirs).parameters:
@@ -63,10 +64,10 @@ def save_pretrained(
 def resize_token_embeddings(
     model: nn.Module, theirs: Callable[..., Any], size: int | None = None, *args: Any, **more: Any
 ) -> Any:
-    """transformers' own, where nothing is to be resized.
+    """Returns the embeddings, as transformers' own does if there is nothing to resize.
 
     Raises:
-        NotImplementedError: something is.
+        NotImplementedError: the call would resize.
     """
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     if size is not None or more.get("pad_to_multiple_of"):
@@ -78,17 +79,17 @@ def resize_token_embeddings(
 
 
 def _ranks(tensor: Any) -> int:
-    """Over how many ranks a tensor is cut; 0 for one that is not ours."""
+    """Number of ranks over which a tensor is sharded; 0 if it is not a sharded parameter."""
     sharding = getattr(tensor, "_sharding", None)
     return 0 if sharding is None else int(sharding.layout.world)
 
 
 def _refuse_adapters(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Before peft makes an adapter for a sharded layer, which it takes for one of tensor parallelism: its adapters get
-    the sizes of this rank's rows. Not where the mesh has the name by which it knows better.
+    """Checks before peft creates an adapter for a sharded layer. Peft takes the layer for a tensor-parallel one and
+    gives the adapter the sizes of this rank's rows, unless the mesh axis has the name that peft recognizes.
 
     Raises:
-        ValueError: it is about to.
+        ValueError: peft would create such an adapter.
     """
     if name != "base_layer" or child is None or "_mfsdp_refs" not in child.__dict__:
         return

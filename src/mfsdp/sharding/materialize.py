@@ -1,13 +1,13 @@
-"""Models built on the meta device get their values module by module, sharded as they come.
+"""Initializes models built on the meta device, module by module, directly into shards.
 
-The values are those of an unsharded init under the same seed: every module's own initialiser runs on whole tensors, in
-the order in which constructors run (children first), and each rank keeps its part. Initialisers are
-``reset_parameters()`` (``_reset_parameters()``), then, where a module has one, ``_init_weights(module)`` on itself and
-everything below, as many GPTs do at the end of their constructors, and Hugging Face models in ``post_init``; then the
-user's function, as ``model.apply(function)`` would call it. Only one module's own parameters are whole at a time.
+The values equal those of an unsharded init under the same seed: every module's own initializer runs on full tensors, in
+the order in which constructors run (children first), and each rank keeps its part. The initializers are
+``reset_parameters()`` (or ``_reset_parameters()``); then, if a module has it, ``_init_weights(module)`` on itself and
+everything below, as many GPTs do at the end of their constructors and Hugging Face models in ``post_init``; then the
+user's function, as ``model.apply(function)`` would call it. Only one module's own parameters are unsharded at a time.
 
-What was not on the meta device keeps its value, whatever an initialiser does to it (invariant 51): its own module's
-initialiser writes to copies, and what others write is taken back.
+Tensors that were not on the meta device keep their values, whatever an initializer does to them (invariant 51): their
+own module's initializer writes to copies, and writes by others are undone.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _POSTPONED: ContextVar[list[Callable[[], None]] | None] = ContextVar("_POSTPONED
 
 @contextmanager
 def postponed() -> Iterator[list[Callable[[], None]]]:
-    """Calls of `materialize` in this block are put off, into the list: whoever reads values from files first makes them
-    afterwards, in this order, for what the files have not (`came`).
+    """Defers calls of `materialize` in this block and yields the list of them. A loader first reads values from files,
+    then makes these calls in order for values that the files lack (`came`).
     """
     calls: list[Callable[[], None]] = []
     token = _POSTPONED.set(calls)
@@ -47,17 +47,17 @@ def postponed() -> Iterator[list[Callable[[], None]]]:
 
 
 def came(ref: Ref) -> bool:
-    """The parameter's value is there: no initialiser will give it one. Returns whether this was news."""
+    """Marks a parameter's value as loaded: no initializer will write it. Returns whether it was missing before."""
     return ref.buffer.weights.born_on_meta.pop(ref.slot, None) is not None
 
 
 def materialize(root: nn.Module, device: torch.device, over: Sequence[str], init_fn: Init | None = None) -> None:
-    """Gives values to the sharded parameters and to the buffers of ``root`` that were built on the meta device.
+    """Initializes the sharded parameters and the buffers of ``root`` that were built on the meta device.
 
-    All ranks must call it together. They draw the same random numbers, those of rank 0's generators.
+    All ranks must call it together. They draw the same random numbers, from the state of rank 0's generators.
 
     Warns:
-        UserWarning: no initialiser has written some tensors; names them. Floating-point ones hold NaN.
+        UserWarning: no initializer has written some tensors; names them. Floating-point ones hold NaN.
     """
     if (calls := _POSTPONED.get()) is not None:
         calls.append(partial(materialize, root, device, over, init_fn))
@@ -75,10 +75,12 @@ def materialize(root: nn.Module, device: torch.device, over: Sequence[str], init
 
 
 def most(root: nn.Module, again: bool = False) -> int:
-    """Bytes of the device at most, about, besides main weights, while `materialize` runs: the parameters of one module
-    whole, and a byte for each element of one of them, as it is asked whether it was written; where an initialiser
-    starts from what another one has left, what gathers one: as many parts as there are ranks, all as long as the
-    longest, and itself, unless they are just that; and what casts it to the dtype that it was built in.
+    """Returns an upper estimate of the device bytes that `materialize` needs besides main weights.
+
+    It counts one module's full parameters, plus one byte per element of one of them for the check whether it was
+    written. If an initializer starts from the values of another one, it adds the gather (one part per rank, all as long
+    as the longest, and the parameter itself unless it is exactly those parts) and the cast to the dtype that it was
+    built in.
 
     Args:
         root: sharded, built on the meta device.
@@ -107,7 +109,9 @@ def _buffers_of(modules: Iterable[nn.Module]) -> Iterable[FlatBuffer]:
 
 
 def _forget_what_was_written_since(modules: Iterable[nn.Module]) -> None:
-    """What somebody has written after an earlier call had initialised it, on all ranks, is not from the meta device."""
+    """Stops treating parameters as from the meta device if they were written, on all ranks, after an earlier call
+    initialized them.
+    """
     for buffer in _buffers_of(modules):
         if buffer.weights.initialised and buffer.weights.stale:
             buffer.weights.born_on_meta.clear()
@@ -120,7 +124,7 @@ def _initialise(
     over: Sequence[str],
     init_fn: Init | None,
 ) -> None:
-    """Calls every initialiser of the modules, children first, that has something from the meta device to write."""
+    """Calls every initializer, children first, of modules that have something from the meta device to write."""
     with _same_random_numbers(device, over):
         for module in modules:
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -157,7 +161,9 @@ def _name_what_is_missing(root: nn.Module, born: Iterable[nn.Module], blank: Ite
 
 
 def _initialiser_below(module: nn.Module) -> Init | None:
-    """``_init_weights(module)``; Hugging Face's ``_initialize_weights`` also knows what an inner model has done."""
+    """Finds ``_init_weights(module)``, or Hugging Face's ``_initialize_weights``, which knows what an inner model has
+    initialized.
+    """
     for name in ("_initialize_weights", "_init_weights"):
         found = getattr(module, name, None)
         if callable(found) and inspect.signature(found).parameters:
@@ -190,7 +196,7 @@ def _from_meta(ref: Ref) -> bool:
 
 @contextmanager
 def _buffers_from_meta(born: Iterable[nn.Module], device: torch.device) -> Iterator[list[tuple[nn.Module, str]]]:
-    """Allocates buffers that are on the meta device, tied ones once, and names them; takes it back on an exception."""
+    """Allocates buffers that are on the meta device, tied ones once, and yields their names; undone on an exception."""
     places = [(m, name, b) for m in born for name, b in m._buffers.items() if b is not None and b.is_meta]
     new = {old: _blank_like(old, device) for _, _, old in places}
     for m, name, old in places:
@@ -205,7 +211,7 @@ def _buffers_from_meta(born: Iterable[nn.Module], device: torch.device) -> Itera
 
 @contextmanager
 def _real_values_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """What is real when it begins is what it was when it ends: parameters, sharded or ignored, and buffers."""
+    """Restores, at exit, the values that were real at entry: of parameters, sharded or ignored, and of buffers."""
     places: list[tuple[nn.Module, str, torch.Tensor]] = []
     real: dict[torch.Tensor, torch.Tensor] = {}
     for m in modules:
@@ -226,7 +232,7 @@ def _real_values_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor whose values show that nobody has written them."""
+    """A tensor whose values show that it is unwritten."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
     low = False if dtype is torch.bool else torch.iinfo(dtype).min
@@ -234,7 +240,7 @@ def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def _blank_like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """One for a buffer; for a DTensor, laid out as it is."""
+    """The same for a buffer; for a DTensor, with its placements."""
     if not isinstance(buffer, DTensor):
         return _blank(buffer.shape, buffer.dtype, device)
     local = _blank(buffer.to_local().shape, buffer.dtype, device)
@@ -254,10 +260,10 @@ def _untouched(tensor: torch.Tensor | None) -> bool:
 
 @contextmanager
 def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[None]:
-    """The module's own parameters as whole tensors, if any was built on meta; each rank keeps its part of those.
+    """Replaces the module's own parameters by full tensors if any was built on meta; each rank keeps its part of those.
 
-    In the ``first`` round they start blank, and a tied one keeps what its first module wrote; later rounds start from
-    what is there. Real parameters beside them are copies, which are dropped.
+    In the ``first`` round they start blank, but a tied one keeps what its first module wrote; later rounds start from
+    the current values. Real parameters beside them are replaced by copies that are discarded.
     """
     mine: list[tuple[str, Ref, nn.Parameter, bool]] = []
     found = refs(module) if any(_from_meta(ref) for ref in refs(module).values()) else {}
@@ -285,7 +291,7 @@ def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[Non
 
 @contextmanager
 def _same_random_numbers(device: torch.device, over: Sequence[str]) -> Iterator[None]:
-    """Rank 0's generators on every rank; a rank that was seeded otherwise gets its own back at the end."""
+    """Sets rank 0's generator states on every rank; at the end, a rank with another seed gets its own back."""
 
     def of_rank_0(state: torch.Tensor) -> torch.Tensor:
         there = state.to(device)

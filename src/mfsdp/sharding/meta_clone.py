@@ -1,4 +1,4 @@
-"""A model as it was before it was sharded, for tracing."""
+"""Copies a model, as it was before sharding, to the meta device for tracing."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from .parallel import piece_of
 
 @dataclass
 class MetaClone:
-    """A model on the meta device as it was before it was sharded, if it was; and how it was."""
+    """An unsharded copy of a model on the meta device, and how the original was sharded."""
 
     model: nn.Module
     calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any], list[Any]]]
-    """Which of its modules were given to `fully_shard`, with which arguments, over which ranks ([shard] or
-    [outer, shard]), in order."""
+    """The `fully_shard` calls in order: the module or modules, the arguments, and the ranks ([shard] or [outer,
+    shard])."""
     twins: dict[int, Any]
-    """What has become of tensors, by ``id``."""
+    """Copies of tensors, by the original's ``id``."""
 
 
 def clone_on_meta(model: nn.Module) -> MetaClone:
-    """The plan of a model, which is not changed; parameters require gradients as when they were sharded.
+    """Copies a model to the meta device; parameters require gradients as when they were sharded. The model does not
+    change.
 
     Raises:
-        ValueError: the model holds something that cannot be copied, or is a part of a unit of several modules.
+        ValueError: the model holds an object that cannot be copied, or is part of a unit of several modules.
     """
     memo: dict[int, Any] = {}
     inside = {id(m._parameters) for m in model.modules()}
@@ -113,7 +114,7 @@ def clone_on_meta(model: nn.Module) -> MetaClone:
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """What somebody has put in place of a module's forward, with copies of the modules that it holds on to."""
+    """Copies a replacement of a module's forward, with the copies of the modules that it references."""
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, types.MethodType):
@@ -129,7 +130,7 @@ def _rebound(value: Any, memo: dict[int, Any]) -> Any:
         out.__dict__.update(value.__dict__)
         memo[id(value)] = out
         for cell, theirs in zip(cells, value.__closure__, strict=True):
-            with suppress(ValueError):  # an empty one
+            with suppress(ValueError):  # an empty cell
                 cell.cell_contents = _rebound(theirs.cell_contents, memo)
         return out
     if callable(value) and not isinstance(value, (type, nn.Module)) and hasattr(value, "__dict__"):

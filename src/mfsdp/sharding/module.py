@@ -1,4 +1,4 @@
-"""What sharded modules become: a subclass whose parameters are properties, and the methods of a unit."""
+"""The class of a sharded module: a subclass whose parameters are properties, with the methods of a unit."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from . import eager, fsdp2_api, hf_overrides
 from .rollback import Rollback
 
 Casts = tuple[torch.dtype | None, torch.dtype | None]
-"""What floating-point arguments of a unit's forward are cast to, and its results."""
+"""Dtypes that a unit's forward casts floating-point arguments and results to."""
 
 
 class FSDPModule(fsdp2_api.Spelling):
-    """What a module is, besides itself, once it is a unit. Method names are FSDP2's.
+    """Base class of a unit's module. Method names are FSDP2's.
 
-    It is no ``torch.distributed.fsdp.FSDPModule``: who finds one reaches for the state behind it, and there is none
-    (torch's pipeline schedules hold its gradients back and reduce them through it; its memory tracker reads it). What
-    asks by ``isinstance`` takes this one for a plain module, which gives the right numbers; ask for
-    ``mfsdp.FSDPModule``.
+    It does not inherit from ``torch.distributed.fsdp.FSDPModule``: code that finds one uses its internal state, which
+    does not exist here (torch's pipeline schedules delay and reduce its gradients through that state; torch's memory
+    tracker reads it). Code that checks ``isinstance`` treats it as a plain module, which gives correct numbers. Check
+    for ``mfsdp.FSDPModule``.
     """
 
     _mfsdp_unit: UnitState
@@ -36,19 +36,19 @@ class FSDPModule(fsdp2_api.Spelling):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True, hold: bool | None = None
     ) -> None:
-        """Whether the backward calls that follow synchronise gradients: set to ``False`` for all microbatches of a step
-        but the last. Switching costs no recompilation.
+        """Sets whether following backwards synchronize gradients. Set ``False`` for all microbatches of a step but the
+        last; switching does not recompile.
 
-        In between, ``no_shard`` and ``optim`` add up whole gradients, and nothing is communicated;
-        ``optim_grads`` and ``optim_grads_params`` scatter gradients in every backward and add up shards, which on a
-        two-level mesh leaves out the reduction over the outer axis, and on a one-level mesh nothing.
+        Without synchronization, ``no_shard`` and ``optim`` add up full gradients and communicate nothing.
+        ``optim_grads`` and ``optim_grads_params`` scatter gradients in every backward and add up shards: on a two-level
+        mesh they skip the reduction over the outer axis, on a one-level mesh they skip nothing.
 
         Args:
-            requires_gradient_sync: what it says.
-            recurse: whether units below are meant too.
-            hold: ``True`` makes ``optim_grads`` and ``optim_grads_params`` add up whole gradients too, from now on:
-                a buffer of the unit's size in ``main_grads_dtype`` for one reduction less per microbatch. Compiled
-                graphs recompile once. ``None`` leaves it as it is.
+            requires_gradient_sync: whether to synchronize.
+            recurse: whether to include units below.
+            hold: ``True`` makes ``optim_grads`` and ``optim_grads_params`` add up full gradients too, from now on. It
+                costs a buffer of the unit's size in ``main_grads_dtype`` and saves one reduction per microbatch.
+                Compiled graphs recompile once. ``None`` leaves it as it is.
         """
         if not isinstance(requires_gradient_sync, bool):
             raise ValueError(f"requires_gradient_sync={requires_gradient_sync!r}: choose True or False")
@@ -58,8 +58,8 @@ class FSDPModule(fsdp2_api.Spelling):
                 buffer.respec(hold=hold)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether the backward calls that follow reduce gradients over the outer axis of a two-level mesh; those over
-        the shard axis go on. Where gradients are whole (``no_shard``, ``optim``) it is their only reduction.
+        """Sets whether following backwards reduce gradients over the outer axis of a two-level mesh; reductions over
+        the shard axis continue. Where gradients are unsharded (``no_shard``, ``optim``) it is their only reduction.
         """
         if not isinstance(requires_all_reduce, bool):
             raise ValueError(f"requires_all_reduce={requires_all_reduce!r}: choose True or False")
@@ -68,16 +68,16 @@ class FSDPModule(fsdp2_api.Spelling):
                 buffer.gradients.sync = requires_all_reduce
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in ``nn.Module``; also forgets gradients that wait for a synchronisation."""
+        """As in ``nn.Module``; also drops unreduced gradients."""
         for buffer in buffers_of(self, recurse=True):
             buffer.gradients.forget()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether forward frees what it gathered. Compiled graphs recompile on the next call.
+        """Sets whether forward frees what it gathered. Compiled graphs recompile on the next call.
 
         Raises:
-            ValueError: it is neither ``True`` nor ``False``.
+            ValueError: it is not ``True`` or ``False``.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: choose True or False")
@@ -86,15 +86,15 @@ class FSDPModule(fsdp2_api.Spelling):
             buffer.respec(reshard=reshard_after_forward)
 
     def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
-        """What sums over ranks are divided by, instead of the number of ranks over which the outermost module was
-        sharded. Compiled graphs recompile.
+        """Sets the divisor of gradient sums over ranks. Default: the number of ranks over which the outermost module
+        was sharded. Compiled graphs recompile.
 
-        For a loss per token, where ranks have different numbers of them: a factor of 1, and every rank divides the sum
-        over its tokens by the number of all ranks' tokens.
+        For a loss per token, when ranks have different numbers of tokens: set the factor to 1, and divide each rank's
+        sum over its tokens by the number of all ranks' tokens.
 
         Args:
             factor: positive.
-            recurse: whether units below are meant too; as in FSDP2 they are not.
+            recurse: whether to include units below; as in FSDP2, not by default.
         """
         if not factor > 0:
             raise ValueError(f"factor={factor!r}: must be positive")
@@ -107,18 +107,18 @@ class FSDPModule(fsdp2_api.Spelling):
         self.set_gradient_divide_factor(factor)
 
     def reset_iter_state(self) -> None:
-        """After an exception: forgets gradients that wait for a synchronisation, as in FSDP2."""
+        """Drops unreduced gradients after an exception, as in FSDP2."""
         for buffer in buffers_of(self, recurse=True):
             buffer.gradients.forget()
 
     def unshard(self, async_op: bool = False) -> fsdp2_api.Unsharding | None:
         """Gathers the unit's own parameters for uncompiled code, and keeps them until `reshard`.
 
-        Compiled graphs are not affected: they gather when they need to. The values are those of the moment: an
-        optimizer's step, or any other write to the sharded parameters, lets go of them as `reshard` does.
+        Compiled graphs are not affected: they gather when they need to. The values are current at the call; an
+        optimizer step, or any other write to the sharded parameters, frees them as `reshard` does.
 
         Args:
-            async_op: ``True`` gives a handle whose ``wait()`` returns at once: they are there already.
+            async_op: ``True`` returns a handle whose ``wait()`` returns at once: the gather is already complete.
         """
         unit = self._mfsdp_unit
         unit.kept, unit.reshard = True, self.reshard
@@ -128,10 +128,10 @@ class FSDPModule(fsdp2_api.Spelling):
         return fsdp2_api.Unsharding() if async_op else None
 
     def reshard(self) -> None:
-        """Lets go of what `unshard` gathered.
+        """Frees what `unshard` gathered.
 
         Raises:
-            RuntimeError: it has been written to; what was written is lost.
+            RuntimeError: a gathered parameter was written to; the write is lost.
         """
         self._mfsdp_unit.kept = False
         try:
@@ -161,14 +161,14 @@ def hand_over(owner: nn.Module, name: str, ref: Ref, former: Callable[[], nn.Par
 
 
 def _put(owner: nn.Module, name: str, param: nn.Parameter) -> None:
-    """Makes it the module's parameter, also in the list of their own that recurrent layers have."""
+    """Sets the module's parameter, also in the parameter list of recurrent layers."""
     owner._parameters[name] = param
     if isinstance(owner, nn.RNNBase) and name in owner._flat_weights_names:
         owner.__dict__["_flat_weights"][owner._flat_weights_names.index(name)] = param
 
 
 def own_class(module: nn.Module) -> Any:
-    """A module's class, before it was sharded."""
+    """A module's class from before it was sharded."""
     return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
 
 
@@ -193,15 +193,15 @@ def _subclass(
     entering: torch.dtype | None,
     leaving: torch.dtype | None,
 ) -> type[nn.Module]:
-    """The class that a module gets: parameters are properties, forward opens a scope for the eager path, and casts what
-    enters and leaves it.
+    """Returns the class of a sharded module: parameters are properties; forward opens a scope for the eager fallback
+    and casts its inputs and outputs.
 
-    Cached, so that equal layers keep equal types and Dynamo's guards stay the same.
+    Cached, so that equal layers share a type and Dynamo's guards stay the same.
     """
     call = fsdp2_api.with_casts(base.forward, entering, leaving)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # A graph break inside of a `try` makes Dynamo run this frame as plain Python, where the scope is opened.
+        # A graph break inside a `try` makes Dynamo run this frame as plain Python, which opens the scope.
         nothing = torch.compiler.is_compiling() or (self._mfsdp_unit.open and not torch.is_grad_enabled())
         scope = None if nothing else eager.scope(self, is_unit)
         try:
@@ -214,7 +214,7 @@ def _subclass(
                 scope.close()
 
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        # Somebody makes another of the same class, as slices of containers do: that one is not sharded.
+        # Called for another instance of the class, such as a slice of a container: that one is not sharded.
         self.__class__ = base
         base.__init__(self, *args, **kwargs)
 
@@ -259,7 +259,7 @@ def _subclass(
         if name in refs(self) and param is not (now := self._parameters.get(name)):
             ref: Any = refs(self)[name]
             if now is not ref.buffer.params[ref.slot] and te.wrapped_again(now, param):
-                return  # by an initialiser, which has written it (`materialize`)
+                return  # an initialiser has registered and written it (`materialize`)
             raise ValueError(
                 f"{type(self).__name__}.{name} is sharded and cannot be replaced; write its values in place, "
                 "with copy_() or inside mfsdp.summon_full_params(model)"
@@ -273,7 +273,7 @@ def _subclass(
                 "torch.__future__.set_swap_module_params_on_conversion(False) loads into them"
             )
         state_dict_hooks.loaded(self, state_dict, prefix)
-        if metadata.get("assign_to_params_buffers"):  # parameters are pieces of flat buffers: they get the values
+        if metadata.get("assign_to_params_buffers"):  # parameters are views of flat buffers: copy the values
             for name in refs(self):
                 param, value = self._parameters[name], state_dict.get(prefix + name)
                 if isinstance(value, torch.Tensor) and param is not None and value.shape == param.shape:
@@ -325,7 +325,7 @@ def _subclass(
 
 
 def _too_late(base: type[nn.Module], name: str) -> RuntimeError:
-    """The error of weight_norm, spectral_norm, pruning and parametrizations, and of ties, behind `fully_shard`."""
+    """The error for weight_norm, spectral_norm, pruning, parametrizations and ties applied after `fully_shard`."""
     return RuntimeError(
         f"mfsdp: {base.__name__}.{name}: sharded, it stays where and what it is; nothing was changed. Tie weights, and "
         "apply weight_norm, spectral_norm, pruning and parametrizations, or remove them, before fully_shard"
@@ -335,8 +335,8 @@ def _too_late(base: type[nn.Module], name: str) -> RuntimeError:
 def _parameters(
     module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What ``named_parameters()`` gives inside of a forward: whole parameters, as ``self.weight`` is. Dynamo traces it,
-    so it never looks at what ``_parameters`` holds.
+    """Yields ``named_parameters()`` inside a forward: full parameters, as ``self.weight`` is. Dynamo traces it, so it
+    never reads the values of ``_parameters``.
     """
     seen: list[Any] = []
     plain: list[Any] = []
@@ -357,7 +357,7 @@ def _parameters(
 
 
 def _dtypes(module: Any) -> Iterator[tuple[str, torch.dtype]]:
-    """A module's own parameters, and the dtypes that they have inside of forward. Dynamo traces it."""
+    """A module's own parameters, with their dtypes inside forward. Dynamo traces it."""
     own = module.__dict__.get("_mfsdp_refs", {})
     for name in module._parameters:
         if name in own:
@@ -367,7 +367,7 @@ def _dtypes(module: Any) -> Iterator[tuple[str, torch.dtype]]:
 
 
 def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function with a code object of its own: Dynamo's caches and recompile limits count by code object."""
+    """Returns the function with its own code object: Dynamo's caches and recompile limits count per code object."""
     assert isinstance(function, types.FunctionType)
     code = function.__code__.replace(co_name=f"{name}_forward")
     out = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
@@ -388,6 +388,6 @@ def _property(name: str) -> property:
             return out if ref.piece is None else ref.seen(out)  # type: ignore[no-any-return]
         return eager.read(self, name, ref)  # type: ignore[no-any-return]
 
-    # Where plain Python reads a parameter, a graph of one marker would gather the unit for it alone.
+    # If Dynamo compiled this frame, a graph of one marker would gather the unit for one parameter.
     eager.never_a_frame(get)
     return property(get)

@@ -1,9 +1,9 @@
-"""What forward writes to a sharded parameter is refused: the next gather would bring the old value back.
+"""Detects and refuses writes to sharded parameters in forward: the next gather would restore the old values.
 
-A gathered parameter lasts as long as one program, or one forward. Writing back what ranks have made of theirs has no
-meaning either: each has seen other data (``max_norm`` renormalises the rows that a batch has asked for). So whoever
-writes is told so by name: `nn.Embedding(max_norm=)` when the model is sharded, a traced model when it is compiled,
-plain Python when the forward ends.
+A gathered parameter lives as long as one program or one forward. Writing the ranks' values back makes no sense either,
+since each rank has seen other data (``max_norm`` renormalizes the rows that a batch has used). So the writer gets an
+error: `nn.Embedding(max_norm=)` when the model is sharded, a traced model when it is compiled, plain Python when the
+forward ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..state.flat_buffer import FlatBuffer
 
 
 def refuse_renormalising(module: nn.Module, fqn: str) -> None:
-    """Refuses a module whose forward is known to write to its weight, given the weight's name.
+    """Refuses a module whose forward is known to write to its weight, ``fqn``.
 
     Raises:
         ValueError: ``nn.Embedding`` or ``nn.EmbeddingBag`` with ``max_norm``.
@@ -50,15 +50,15 @@ def refuse(buffer: FlatBuffer, slot: int, place: str) -> RuntimeError:
 
 
 def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Looks for writes in what Dynamo traced; later, functionalisation drops them without a word.
+    """Checks Dynamo's graph for writes to parameters; functionalization would later drop them silently.
 
     Args:
         gm: Dynamo's graph. Dynamo has run it on the fake tensors in ``meta["example_value"]``: their versions count
-            writes, and views share storage with what they are views of.
+            writes, and views share storage with their bases.
         inputs: its inputs, real tensors.
 
     Raises:
-        RuntimeError: naming the parameter, its unit and the line.
+        RuntimeError: names the parameter, its unit and the line.
     """
     buffers: dict[int, FlatBuffer] = {}
     for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
@@ -76,7 +76,7 @@ def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _writer(marker: fx.Node) -> fx.Node | None:
-    """The node that writes to what a marker gives, or to a view of it; the marker, if it cannot be told which."""
+    """The node that writes to a marker's result or to a view of it; the marker itself if the writer is unknown."""
     family = [marker]
     for node in family:
         family += [u for u in node.users if u not in family and _storage(u) == _storage(marker)]
@@ -89,8 +89,8 @@ def _writer(marker: fx.Node) -> fx.Node | None:
 
 
 def _declared(node: fx.Node, arg: fx.Node) -> bool:
-    """Whether an operator says that it writes to an argument, in its schema, or by its name if it is one of foreach:
-    versions do not count what these do to fake tensors.
+    """Whether an operator declares a write to an argument: in its schema, or by name for ``_foreach_`` operators, whose
+    writes to fake tensors do not change versions.
     """
     schema = getattr(node.target, "_schema", None)
     if schema is not None:
@@ -104,17 +104,17 @@ def _declared(node: fx.Node, arg: fx.Node) -> bool:
 _IN_PLACE = re.compile(
     r"(?!(?:and|or|not|is)_$)[^_].*[^_]_|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)"
 )
-"""Names of operators that write, by torch's convention and Python's, whose ``and_`` is `&`."""
+"""Names of operators that write, by torch's convention and Python's, except Python's ``and_`` (`&`) and the like."""
 
 
 def writes_to(node: fx.Node, arg: fx.Node) -> bool:
-    """Whether an operator of Dynamo's writes to an argument, by its schema or its name."""
+    """Whether an operator in Dynamo's graph writes to an argument, by its schema or its name."""
     named = _IN_PLACE.fullmatch(_name(node)) is not None and bool(node.args) and node.args[0] is arg
     return named or _declared(node, arg) or node.kwargs.get("out") is arg
 
 
 def written(node: fx.Node) -> bool:
-    """Whether a value is written to in a graph of Dynamo's, itself or a view of it."""
+    """Whether Dynamo's graph writes to a value or a view of it."""
     return bool(_version(node)) or any(writes_to(user, node) for user in node.users)
 
 
@@ -128,7 +128,7 @@ def _version(node: fx.Node) -> int:
 
 
 def _storage(node: Any) -> int:
-    """Identity of the storage that a node's fake tensor has; 0 for none."""
+    """Identity of the storage of a node's fake tensor; 0 for none."""
     return storage(node.meta.get("example_value")) if isinstance(node, fx.Node) else 0
 
 
@@ -139,7 +139,7 @@ def storage(value: Any) -> int:
 
 
 def _line(node: fx.Node) -> str:
-    """Where the user's code is that a node comes from."""
+    """File and line of the user's code behind a node."""
     frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
     mine = [f"{file}:{line}" for file, line in frames if not ours(file) and "/torch/" not in file]
     return mine[-1] if mine else ""
@@ -149,11 +149,11 @@ def _line(node: fx.Node) -> str:
 
 
 class MutationCheck:
-    """What the parameters of a gathered buffer were when forward got them.
+    """Records the state of a gathered buffer's parameters, to detect writes by forward.
 
-    Versions count writes through a tensor and its views. Those through ``.data`` they do not count: for these the
-    values are looked at, in a buffer's first forward with gradients and its first without, unless somebody has written
-    to the shards meanwhile, as one may.
+    Versions count writes through a tensor and its views, but not through ``.data``. For those it compares fingerprints
+    of the values, in a buffer's first forward with gradients and its first without, unless the shards were written
+    meanwhile, which is allowed.
     """
 
     def __init__(self, buffer: FlatBuffer, params: Sequence[torch.Tensor]):
@@ -162,7 +162,7 @@ class MutationCheck:
         looked.add(torch.is_grad_enabled())
         self.buffer, self.params, self.version = buffer, params, buffer.weights.main._version
         if not buffer.spec.persistent:
-            buffer.weights.stale = False  # nobody else asks, there: tells of what DTensors write
+            buffer.weights.stale = False  # unused there otherwise; a DTensor write sets it
         self.before = [self._state(p) for p in params]
 
     def _state(self, param: torch.Tensor) -> tuple[int, int, int]:
@@ -170,7 +170,7 @@ class MutationCheck:
         return version, param.data_ptr(), _fingerprint(param) if self.look else 0
 
     def written(self) -> int | None:
-        """The first parameter that has been written to since, by slot."""
+        """The slot of the first parameter written since, or ``None``."""
         main, spec = self.buffer.weights.main, self.buffer.spec
         if self.look and not spec.persistent and (self.buffer.weights.stale or main._version != self.version):
             self.look, self.before = False, [(version, place, 0) for version, place, _ in self.before]
@@ -179,13 +179,13 @@ class MutationCheck:
 
 
 _looked: WeakKeyDictionary[FlatBuffer, set[bool]] = WeakKeyDictionary()
-"""Whether values have been looked at, with gradients and without."""
+"""The grad modes in which a buffer's values were already compared."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _fingerprint(tensor: torch.Tensor, step: int = 2**20) -> int:
-    """A number that changes when an element does, or when two change places."""
+    """A hash that changes if an element changes or two elements swap."""
     if not tensor.numel():
         return 0
     bits = tensor.detach().view(_INTEGERS[tensor.dtype.itemsize]).flatten()

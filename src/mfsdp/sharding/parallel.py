@@ -1,12 +1,12 @@
-"""What other libraries' parallelism says of modules and parameters: DTensors, Megatron-LM's attributes, transformers'
-styles.
+"""Reads what other libraries' parallelism declares on modules and parameters: DTensors, Megatron-LM's attributes,
+transformers' tensor-parallel styles.
 
-Megatron-LM and TransformerEngine say by attributes of a plain parameter that it is a piece of a larger one, or that its
-gradient is reduced over other ranks than those of data parallelism. TransformerEngine sets them without tensor
-parallelism too, so they count unless the module or its configuration says that one rank holds all.
+Attributes of Megatron-LM and TransformerEngine mark a plain parameter as a local shard of a larger one, or its gradient
+as reduced over other ranks than the data-parallel ones. TransformerEngine sets them without tensor parallelism too, so
+they count unless the module or its configuration says that there is one rank.
 
-transformers replaces ``forward`` of a module by a function that a style has written (``tp_forward``, ``ep_forward``),
-which changes ``_parameters`` while it runs: what modules see then is for `Ref.seen` to say.
+transformers replaces a module's ``forward`` by a style's function (``tp_forward``, ``ep_forward``), which changes
+``_parameters`` while it runs. `Ref.seen` decides what modules see then.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .rollback import Rollback
 
 
 def piece_of(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh | None) -> TPShard | None:
-    """What another parallelism has left of a parameter on this rank, ``None`` of one that is whole.
+    """Returns the local shard that another parallelism has left of a parameter, ``None`` for an unsharded one.
 
     Args:
         fqn: its name.
         param: the parameter.
         owner: a module that has it.
-        mesh: that was given to `fully_shard`; an axis of it may be tensor parallelism's.
+        mesh: the mesh passed to `fully_shard`; one of its axes may belong to tensor parallelism.
 
     Raises:
-        ValueError: a DTensor that is neither cut nor copied.
-        NotImplementedError: it is said to be a piece, and not of what.
+        ValueError: a DTensor that is neither sharded nor replicated.
+        NotImplementedError: it is marked as a local shard, but the full parameter is unknown.
     """
     if hasattr(param, "_mfsdp_piece"):
         return param._mfsdp_piece  # type: ignore[no-any-return]
@@ -64,7 +64,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "average_gradients_across_tp_domain": (True, "its gradient is also averaged over the ranks of tensor parallelism"),
     "allreduce": (False, "it is an expert that other ranks of data parallelism do not have"),
 }
-"""Attributes, by which value they mean something, and what."""
+"""Attributes that are refused: the value that is meant, and its meaning."""
 
 
 def _by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh | None) -> TPShard | None:
@@ -115,7 +115,7 @@ def _by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: Device
 
 
 def _ranks(owner: nn.Module, expert: bool) -> int | None:
-    """How many ranks the module's own parallelism has, if the module, its configuration or Megatron-LM says so."""
+    """Number of ranks of the module's own parallelism, if the module, its configuration or Megatron-LM tells it."""
     config = getattr(owner, "config", None)
     if expert:
         said = [_size(getattr(owner, "ep_group", None)), getattr(config, "expert_model_parallel_size", None)]
@@ -156,7 +156,7 @@ _THEIRS = "transformers.distributed."
 
 
 def _cells(module: nn.Module) -> dict[str, types.CellType]:
-    """What the function that transformers has put in front of a module's forward holds on to, by name."""
+    """The closure cells, by name, of the function by which transformers has replaced a module's forward."""
     forward = module.__dict__.get("forward")
     if not isinstance(forward, types.FunctionType) or not forward.__module__.startswith(_THEIRS):
         return {}
@@ -164,7 +164,7 @@ def _cells(module: nn.Module) -> dict[str, types.CellType]:
 
 
 def _summed_over(module: nn.Module) -> DeviceMesh | None:
-    """Over which ranks gradients of a module that is copied are summed, by hooks that its forward registers."""
+    """The ranks over which hooks, registered by a replicated module's forward, sum its gradients."""
     cells = _cells(module)
     if "is_already_hooked" not in cells:
         return None
@@ -175,7 +175,7 @@ def _summed_over(module: nn.Module) -> DeviceMesh | None:
 
 
 def is_sum(hook: Any) -> bool:
-    """Whether a hook of a parameter is what `TPShard.partial` does."""
+    """Whether a parameter's hook does what `TPShard.partial` does."""
     return str(getattr(hook, "__module__", "")).startswith(_THEIRS) and hook.__name__ == "_all_reduce_grad"
 
 
@@ -183,7 +183,7 @@ def understood(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]) 
     """Refuses styles that `adapt` cannot adapt.
 
     Raises:
-        NotImplementedError: one of somebody else's, or one that sums gradients of which some are not to be ours.
+        NotImplementedError: a third-party style, or one that sums gradients of which only some are ours.
     """
     for module in modules:
         cells, name = _cells(module), type(module).__name__
@@ -202,7 +202,9 @@ def understood(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]) 
 
 
 def adapt(modules: Iterable[nn.Module], undo: Rollback) -> None:
-    """Makes forwards of transformers' styles leave ``_parameters`` alone, and call that of the module's new class."""
+    """Makes forwards of transformers' styles leave ``_parameters`` alone and call the forward of the module's new
+    class.
+    """
     for module in modules:
         cells = _cells(module) if refs(module) else {}
         if "is_already_hooked" in cells:  # `TPShard.partial` sums them
@@ -227,7 +229,7 @@ def adapt(modules: Iterable[nn.Module], undo: Rollback) -> None:
 
 
 def _called(module: nn.Module, cell: types.CellType) -> Any:
-    """The module's forward, of the class that it has now, where what is called was that of the class it had."""
+    """If the cell holds the module's former forward, returns that of its current class; else the cell's content."""
     bound = cell.cell_contents
     own = isinstance(bound, types.MethodType) and bound.__self__ is module and bound.__name__ == "forward"
     return types.MethodType(type(module).forward, module) if own else bound
@@ -247,14 +249,14 @@ def _put(thing: Any, name: str, value: Any, undo: Rollback) -> None:
 
 
 class _Inside:
-    """A style whose forward shows local tensors, and changes no ``_parameters``."""
+    """A style whose forward shows local tensors without changing ``_parameters``."""
 
     inside: bool
-    """Whether it runs, and shows them."""
+    """Whether its forward runs and shows local tensors."""
 
 
 class _Showing:
-    """A context in which a module sees local tensors, or does not."""
+    """A context that sets whether a module sees local tensors."""
 
     def __init__(self, style: _Inside, value: bool):
         self.style, self.value, self.before = style, value, False
@@ -267,7 +269,7 @@ class _Showing:
 
 
 def _adapted(style: Any) -> Any:
-    """The style for one module: others share it."""
+    """A copy of the style for one module, since modules share styles."""
     kind: Any = type(style)
     out: Any = object.__new__(_style(kind))
     out.__dict__.update(style.__dict__, inside=False)
@@ -277,7 +279,7 @@ def _adapted(style: Any) -> Any:
 @functools.cache
 def _style(kind: type) -> type:
     theirs: Any = kind
-    hides = theirs.context_around_forward.__qualname__.startswith("RowwiseParallel.")  # its bias: DTensors need not
+    hides = theirs.context_around_forward.__qualname__.startswith("RowwiseParallel.")  # hides its bias: no need here
 
     def should_use_local_tensors(self: Any, module: nn.Module) -> bool:
         return not hides and theirs.should_use_local_tensors(self, module)
@@ -291,8 +293,8 @@ def _style(kind: type) -> type:
 
 @functools.cache
 def _unbranched(kind: type) -> type:
-    """A way to bring tokens to experts that in a graph never asks whether there are any: how many is not known there,
-    and experts take none.
+    """An expert dispatcher that in a graph never branches on the number of tokens, which is unknown there; experts
+    accept none.
     """
     theirs: Any = kind.__call__
 

@@ -1,4 +1,4 @@
-"""How `fully_shard` leaves a model as it was when something fails half-way."""
+"""Restores a model if `fully_shard` fails half-way."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..state.sharded_dtensor import carry_attributes
 
 
 class Rollback:
-    """How to take changes back, in reverse order, when something fails.
+    """Undoes changes in reverse order if an exception leaves the block.
 
-    Originals are freed as their values are taken over. Undoing puts them back if somebody still holds them, or gives
-    their values to new parameters if this rank has them whole; if it has not, they end on the meta device, and an error
-    says so: gathering them would be a collective that other ranks, which have not failed, do not know of.
+    Originals are freed once their values are copied. The rollback puts an original back if it still exists, or gives
+    its values to a new parameter if this rank has all of them. Otherwise the parameter ends on the meta device and an
+    error says so: a gather would be a collective that other ranks, which have not failed, do not join.
 
     Args:
-        whole: whether this rank's buffers hold whole parameters.
-        keep: whether to keep originals to the end, as for models partly on the meta device: nothing but users'
-            initialisers is likely to fail.
+        whole: whether this rank's buffers hold full parameters.
+        keep: whether to keep originals to the end, as for models partly on the meta device, where little but users'
+            initializers can fail.
     """
 
     def __init__(self, whole: bool, keep: bool):
@@ -46,7 +46,9 @@ class Rollback:
             ) from error
 
     def former(self, param: nn.Parameter, ref: Ref) -> Callable[[], nn.Parameter]:
-        """How to get a parameter back that `ref` is about to replace; the same one every time."""
+        """Returns a function that restores a parameter which `ref` replaces; it returns the same parameter every
+        time.
+        """
         found: list[nn.Parameter] = [param] if self.keep or param.is_meta else []
         weak, dtype, trainable = weakref.ref(param), param.dtype, param.requires_grad
 

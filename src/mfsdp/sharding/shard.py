@@ -1,4 +1,4 @@
-"""`fully_shard`: modules become units, their parameters shards of flat buffers."""
+"""`fully_shard`: makes modules units and their parameters shards of flat buffers."""
 
 from __future__ import annotations
 
@@ -53,74 +53,73 @@ def fully_shard(
 ) -> Given:
     """Shards the parameters of a module over data-parallel ranks, in one flat buffer per unit.
 
-    The same object comes back; its class becomes a subclass that also is `FSDPModule`. ``parameters()`` and
-    ``state_dict()`` show DTensors with the original names and global shapes; inside ``forward`` a parameter is the full
-    tensor, in ``compute_dtype``. As in FSDP2 one may instead call it on every block and then on the root.
+    Returns the same object; its class becomes a subclass that is also `FSDPModule`. ``parameters()`` and
+    ``state_dict()`` show DTensors with the original names and global shapes. Inside ``forward`` a parameter is the full
+    tensor, in ``compute_dtype``. As in FSDP2, you can instead call it on every block and then on the root.
 
-    Originals are freed as their values are taken over: at no time there is more than the model, the shards made so far
-    and one unit (quantised originals of TransformerEngine are freed at the end). If something fails after that has
-    begun (memory, an initialiser), the model is put back as it was;
-    where originals were freed, new parameters get their values, or, where this rank holds only a part of them, an error
-    says that the model has to be built anew.
+    Originals are freed as their values are copied: memory never holds more than the model, the shards made so far and
+    one unit (quantized originals of TransformerEngine are freed at the end). If a later step fails (memory, an
+    initializer), the model is restored. Parameters whose originals were freed get new tensors with their values; if
+    this rank holds only a part of them, an error asks to build the model again.
 
     Args:
-        module: the root, or one unit of a larger model; or several modules, which are one unit together (a norm and the
-            head behind it). Compiled code gathers them once, uncompiled code in the forward of each.
+        module: the root, or one unit of a larger model; or several modules that form one unit (a norm and the head
+            after it). Compiled code gathers such a unit once, uncompiled code in the forward of each module.
         units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
-            number); each match becomes a unit, what no unit claims belongs to ``module``. ``None``: one unit.
-            ``"auto"``: the blocks of the model's own plan, else the modules that it has several of, and its embedding
-            apart from its head, where that is worth a gather (`mfsdp.sharding.auto_wrap`). A module that is called
-            ``auto`` is ``units=["auto"]``.
-        mesh: ``DeviceMesh``, 1-D or (outer, shard); or a larger one with axes named ``dp_shard`` and, for two levels,
-            ``dp_outer`` or ``dp_replicate`` (other names: `mfsdp.state.mesh`). An axis ``cp`` is part
-            of the shard axis; ``tp`` and ``pp`` are left alone; what is neither is refused.
-            Default: all ranks of the default process group, or this process alone when there is none.
-        dp_mesh_dims: which axes of ``mesh`` are meant, if their names do not say so: torch's ``DataParallelMeshDims``,
-            a dict ``{"shard": name, "replicate": name}`` (several names: these axes are taken as one), or two names,
-            (outer, shard). Axes that it leaves out belong to others.
-        strategy: what is sharded, by name or number: ``"no_shard"``/0, ``"optim"``/1 (optimizer state; gradients are
-            added up locally and reduced at a synchronisation), ``"optim_grads"``/2 (gradients are scattered in every
-            backward), ``"optim_grads_params"``/3 (parameters are gathered in every forward and backward; below 3 they
-            stay whole on every rank, and are gathered once per optimizer step). 0 and 1 take both axes of a two-level
-            mesh as one.
-        outer_strategy: over the outer axis of a two-level mesh: ``"no_shard"`` (HSDP: gradients are all-reduced over
-            it) or ``"optim"`` (HFSDP: optimizer state is sharded over it too).
+            number). Each match becomes a unit; ``module`` gets the parameters that no unit claims. ``None``: one unit.
+            ``"auto"``: the blocks of the model's own plan, else repeated modules, and the embedding apart from the head
+            if that is worth a gather (`mfsdp.sharding.auto_wrap`). For a module named ``auto``, pass
+            ``units=["auto"]``.
+        mesh: a ``DeviceMesh``, 1-D or (outer, shard), or a larger one with axes named ``dp_shard`` and, for two levels,
+            ``dp_outer`` or ``dp_replicate`` (other names: `mfsdp.state.mesh`). An axis ``cp`` is part of the shard
+            axis; ``tp`` and ``pp`` are left alone; other axes are refused. Default: all ranks of the default process
+            group, or this process alone if there is none.
+        dp_mesh_dims: the axes of ``mesh`` to use, if their names do not tell: torch's ``DataParallelMeshDims``, a dict
+            ``{"shard": name, "replicate": name}`` (several names: these axes count as one), or two names, (outer,
+            shard). Axes that it omits are left to others.
+        strategy: what to shard, by name or number. ``"no_shard"``/0: nothing. ``"optim"``/1: optimizer state; gradients
+            are added up locally and reduced at a synchronization. ``"optim_grads"``/2: gradients too; they are
+            scattered in every backward. ``"optim_grads_params"``/3: parameters too; they are gathered in every forward
+            and backward. Below 3, parameters stay unsharded on every rank and are gathered once per optimizer step. 0
+            and 1 treat both axes of a two-level mesh as one.
+        outer_strategy: what to shard over the outer axis of a two-level mesh: ``"no_shard"`` (HSDP: gradients are
+            all-reduced over it) or ``"optim"`` (HFSDP: optimizer state is sharded over it too).
         mp_policy: dtypes per role, `MixedPrecisionPolicy`, or torch's own of that name.
         reshard_after_forward: ``False`` keeps the parameters gathered from forward to backward; ``None``, FSDP2's
             default, is ``False`` for the outermost module and ``True`` for all others.
-        ignored_params: parameters left as they are, not sharded, their gradients not reduced.
-        device: where parameters live, and modules' buffers; what is on the meta device is materialised there unit by
-            unit, with the values that an unsharded init under the same seed gives. Default: the current accelerator,
-            else the CPU.
-        param_init_fn: for models on the meta device, what ``model.apply(param_init_fn)`` is for others: after the
-            modules' own initialisers it gets every module that has parameters or buffers from the meta device,
-            children first, and writes them: parameters are whole, meanwhile.
-        offload_policy, shard_placement_fn: FSDP2's, refused unless they ask for nothing.
-        sync_module_states: gives parameters and buffers the values that they have on the first rank of the mesh.
-            Without it a sample of the values is compared, and a warning names parameters that differ.
-        may_be_unused: whether ranks may leave units of this call out of a step, in forward or altogether, while others
-            use them (a branch on data, dropped layers, a tower for pictures): ``True`` for all of them, or those that
-            are meant, as in ``units``. Ranks that leave one out take part in its gathers and reductions, with zeros.
-            A unit that any rank has used in a backward has gradients on every rank, for all of its parameters; one
-            that none has used has none. Every collective of such a model is announced to all ranks before it is
-            launched (`mfsdp.runtime.join`), which costs an answer of all of them each time. Without it ranks
-            that differ are an error that names unit and ranks. Branches of ``torch.cond`` do not need it.
-        plan: of `mfsdp.plan`, for this model over as many ranks. What compiles the model follows it: which layers
-            are computed again, stay gathered after forward, or go to the host, and how far ahead to gather. (Uncompiled
-            code does as without it.) Given where the whole model is sharded, in the last call.
+        ignored_params: parameters that are left unsharded and whose gradients are not reduced.
+        device: the device of parameters and buffers. Tensors on the meta device are materialized there unit by unit,
+            with the values of an unsharded init under the same seed. Default: the current accelerator, else the CPU.
+        param_init_fn: for models on the meta device, the counterpart of ``model.apply(param_init_fn)``. After the
+            modules' own initializers, it is called on every module with parameters or buffers from the meta device,
+            children first, and writes them; parameters are unsharded meanwhile.
+        offload_policy, shard_placement_fn: FSDP2's; refused unless they have no effect.
+        sync_module_states: copies parameters and buffers from the first rank of the mesh. Without it, ranks compare a
+            sample of the values, and a warning names parameters that differ.
+        may_be_unused: whether ranks may skip units of this call in a step, in forward or entirely, while others use
+            them (a data-dependent branch, layer drop, an image tower). ``True`` for all units, or a list as in
+            ``units``. Ranks that skip a unit join its gathers and reductions with zeros. If any rank has used a unit in
+            a backward, all its parameters have gradients on every rank; if none has, it has none. Ranks announce every
+            collective of such a model before launching it (`mfsdp.runtime.join`), which costs an answer from all of
+            them each time. Without it, ranks that differ raise an error that names unit and ranks. Branches of
+            ``torch.cond`` do not need it.
+        plan: from `mfsdp.plan`, for this model over as many ranks. Compiled code follows it: which layers are
+            recomputed, stay gathered after forward, or are offloaded to the host, and the prefetch depth. Uncompiled
+            code ignores it. Pass it where the whole model is sharded, in the last call.
 
     Warns:
-        UserWarning: parameters have other values on other ranks; no initialiser has written some from the meta device.
+        UserWarning: parameters differ between ranks; no initializer has written some from the meta device.
 
     Raises:
         ValueError: bad arguments, a unit that matches nothing, a module or parameter that is sharded already, a
-            parameter that is not floating point, parameters on different devices, a mesh this rank is not in, an
+            parameter that is not floating point, parameters on different devices, a mesh without this rank, an
             optimizer that holds parameters of the module, a unit below that is gathered or has gradients. Nothing has
             been copied or changed then.
-        NotImplementedError: a combination that is not built yet, a parameter that is a tensor subclass, has sparse
-            gradients, or is said to be a piece and not of what (Megatron-LM's attributes); likewise.
+        NotImplementedError: an unsupported combination; a parameter that is a tensor subclass, has sparse gradients, or
+            is marked as a local shard of an unknown parameter (Megatron-LM's attributes). Nothing has been copied or
+            changed then.
         RuntimeError: other ranks have built another model, or shard it differently; or it failed half-way, and this
-            rank alone cannot put the model back.
+            rank alone cannot restore the model.
     """
     strategy = strategy_name(strategy)
     if outer_strategy not in OUTER:
@@ -175,7 +174,7 @@ def fully_shard(
         _apart_from(placement, pieces, nested)
         meshes = dict.fromkeys(p.mesh for p in (*pieces, *nested))
         beside = [*found.beside(), *(g for mesh in meshes for g in over_tensor_ranks(mesh, TENSOR))]
-        once = {tuple(groups_of.ranks(g)): g for g in beside}  # torch may give equal meshes groups of their own
+        once = {tuple(groups_of.ranks(g)): g for g in beside}  # torch may give equal meshes separate groups
         placement = replace(placement, beside=tuple(once.values()))
     groups = [g for g in placement.groups[::2] if g and target.type != "meta"]
     if groups:
@@ -188,7 +187,7 @@ def fully_shard(
     state_dict_hooks.teach()
     kinds = {(p.is_meta, te.quantised(p) or torchao.wrapped(p)) for claim in claims for p in claim.owners}
     keep = len({is_meta for is_meta, _ in kinds}) > 1 or any(quantised for _, quantised in kinds)
-    with torch.inference_mode(False), Rollback(placement.cut == 1, keep) as undo:  # what is made here trains
+    with torch.inference_mode(False), Rollback(placement.cut == 1, keep) as undo:  # tensors made here train
         for param in ignored:
             ignore(param, undo)
         for claim in claims:
@@ -227,14 +226,14 @@ def fully_shard(
 
 
 _calls = itertools.count()
-"""Numbers of calls, in their order."""
+"""Numbers calls in their order."""
 
 
 def _modules(given: Any) -> tuple[nn.Module, ...]:
-    """What is to be a unit.
+    """Returns the modules of the unit.
 
     Raises:
-        ValueError: it is neither a module nor several.
+        ValueError: the argument is neither a module nor several.
     """
     found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if not found or not all(isinstance(m, nn.Module) for m in found):
@@ -243,7 +242,7 @@ def _modules(given: Any) -> tuple[nn.Module, ...]:
 
 
 def _name(root: nn.Module, own: UnitState, outermost: Outermost) -> None:
-    """Names the units of ``root``, whose own is ``own``: those of earlier calls thought that they were the root."""
+    """Names the units of ``root``, whose own is ``own``. Units of earlier calls had the root's name."""
     members: dict[UnitState, list[tuple[str, FSDPModule]]] = {}
     for fqn, m in root.named_modules():
         if isinstance(m, FSDPModule):
@@ -255,16 +254,17 @@ def _name(root: nn.Module, own: UnitState, outermost: Outermost) -> None:
 
 
 def _nested_pieces(root: nn.Module) -> list[TPShard]:
-    """Those of units of earlier calls."""
+    """Local shards of units of earlier calls."""
     found = [ref.piece for m in root.modules() for ref in refs(m).values()]
     return [piece for piece in found if piece is not None]
 
 
 def _apart_from(placement: ShardingPlan, pieces: Sequence[TPShard], nested: Sequence[TPShard]) -> None:
-    """Makes sure that ranks of data parallelism have data of their own, not that of tensor parallelism's ranks.
+    """Checks that data-parallel ranks are not ranks of tensor parallelism, which share data.
 
     Raises:
-        ValueError: an axis that has cut a parameter, or one called as those of tensor parallelism are, is in both.
+        ValueError: an axis over which a parameter was cut, or one with a tensor-parallel name, shares ranks with data
+            parallelism.
     """
     ours = {r for name in placement.groups[::2] if name for r in groups_of.ranks(name)}
     for piece, earlier in [*((p, False) for p in dict.fromkeys(pieces)), *((p, True) for p in dict.fromkeys(nested))]:
@@ -282,8 +282,8 @@ def _apart_from(placement: ShardingPlan, pieces: Sequence[TPShard], nested: Sequ
 
 
 def _divide_alike(root: nn.Module, placement: ShardingPlan) -> None:
-    """Gradients of units of earlier calls are divided as those of this one, by all ranks whose losses are
-    averaged, also where fewer of them hold the same parameters (experts).
+    """Sets the divisor of gradients in units of earlier calls to this call's: all ranks whose losses are averaged, even
+    if fewer of them hold the same parameters (experts).
     """
     for unit in _units(root):
         unit.ranks = placement.ranks
@@ -293,10 +293,10 @@ def _divide_alike(root: nn.Module, placement: ShardingPlan) -> None:
 
 
 def _optional(root: nn.Module, asked: bool | Iterable[UnitLike], claims: Sequence[Claim]) -> set[nn.Module]:
-    """Modules whose units ranks may leave out.
+    """Returns the modules whose units ranks may skip.
 
     Raises:
-        ValueError: one that is meant is no unit of this call.
+        ValueError: a match is no unit of this call.
     """
     mine = {claim.module for claim in claims}
     if isinstance(asked, bool):
@@ -313,10 +313,10 @@ def _optional(root: nn.Module, asked: bool | Iterable[UnitLike], claims: Sequenc
 
 
 def _together(root: nn.Module, found: Axes, placement: ShardingPlan) -> str:
-    """Name of the group of all ranks that share a model whose units may be left out; ``""`` for one process.
+    """Returns the name of the group of all ranks that share a model with optional units; ``""`` for one process.
 
     Raises:
-        ValueError: units of earlier calls are shared with others besides.
+        ValueError: units of earlier calls are shared with further ranks.
     """
     first = next(filter(None, placement.groups[::2]), "")
     group = str(found.one().get_group(0).group_name) if placement.world > 1 and placement.outer > 1 else first
@@ -334,7 +334,7 @@ def _together(root: nn.Module, found: Axes, placement: ShardingPlan) -> str:
 
 
 def _loosen(root: nn.Module, outermost: Outermost, group: str) -> None:
-    """Tells all units of a model that ranks may leave out some (Note [Joining with zeros])."""
+    """Tells all units of a model that ranks may skip some (Note [Joining with zeros])."""
     outermost.loose.loosen(outermost.name, group)
     for unit in _units(root):
         for buffer in unit.buffers:
@@ -348,7 +348,7 @@ def _units(root: nn.Module) -> list[UnitState]:
 
 
 def _made_for(plan: Plan, root: nn.Module, ranks: int, sharding: dict[str, Any]) -> None:
-    """Makes sure that a plan was made for a model.
+    """Checks that a plan was made for a model.
 
     Raises:
         ValueError: it was not.

@@ -1,4 +1,4 @@
-"""Parameters from before a model was sharded, and optimizers that still hold them."""
+"""Finds parameters from before sharding, and optimizers that still hold them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..state.flat_buffer import FlatBuffer, UnitState
 
 FORMER: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters from before wrapping that somebody still holds, and what they became; by identity."""
+"""Parameters from before sharding that are still alive, and what replaced them; by identity."""
 
 
 def no_optimizer(module: nn.Module) -> None:
-    """Refuses when an optimizer holds a parameter of the module: it would go on stepping on the old ones."""
+    """Refuses if an optimizer holds a parameter of the module: it would keep stepping on the old ones."""
     if (holder := optimizer_of(module)) is not None:
         raise ValueError(
             f"fully_shard: an optimizer ({type(holder).__name__}) holds parameters of this module; build the optimizer "
@@ -27,14 +27,14 @@ def no_optimizer(module: nn.Module) -> None:
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer | None:
-    """One that holds a parameter of the module."""
+    """Returns an optimizer that holds a parameter of the module."""
     if _references(module) <= _references(nn.Linear(1, 1, device="meta")):
-        return None  # nobody but modules holds any: no need to look at all objects
+        return None  # only modules hold references: no need to search all objects
     return _optimizer_of(set(module.parameters()))
 
 
 def _references(module: nn.Module) -> int:
-    """The most references that any parameter has, besides those of its modules."""
+    """The most references to any parameter, besides those of its modules."""
     owners = [m._parameters for m in module.modules()]
     places = Counter(id(p) for own in owners for p in own.values())
     counts = [sys.getrefcount(p) - places[id(p)] for own in owners for p in own.values() if p is not None]
@@ -42,7 +42,7 @@ def _references(module: nn.Module) -> int:
 
 
 def no_former_optimizer(buffer: FlatBuffer) -> None:
-    """The same question in the first backward, for an optimizer that was given a list from before wrapping."""
+    """Repeats the check in the first backward, for an optimizer built from a parameter list from before sharding."""
     mine = {p for p, ref in FORMER.items() if ref.buffer is buffer}
     holder = _optimizer_of(mine) if mine else None
     if holder is not None:

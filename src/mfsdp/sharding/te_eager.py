@@ -1,16 +1,17 @@
-"""What modules of TransformerEngine are lent on the eager path: whole weights, and room for their gradients.
+"""Lends full weights and gradient memory to TransformerEngine's modules in the eager fallback.
 
 Note [Lent weights]
-Their autograd functions keep the weight itself from forward to backward beside what autograd saves, as ``ctx.weight``,
-where saved-tensor hooks do not see it, and with it the gathered buffer of every layer. So they get a tensor of their
-own over the same storage, which loses it when the unit is let go of: it keeps its shape, and reads as NaN.
+TransformerEngine's autograd functions keep the weight itself from forward to backward, as ``ctx.weight``, outside of
+what autograd saves. Saved-tensor hooks do not see it, so it would keep every layer's gathered buffer alive. Instead
+they get a separate tensor over the same storage. When the unit is freed, that tensor loses the storage: it keeps its
+shape and reads as NaN.
 
-With ``fuse_wgrad_accumulation`` they write a weight's gradient to ``weight.get_main_grad()``, in its dtype, and give
-autograd ``None``. Room for it is the weight's place in the bucket that is reduced: nothing is copied into that. Every
-use of a weight in a backward gets room of its own, zeros: so it does not matter whether they add to it or store in it
-(they store in a step's first microbatch, if they are told of it), nor which of two uses comes first; and an expert
-that has seen no token has zeros. What autograd brings to the same weight, from other readers, is added to that. Room
-that is asked for in a backward which is not for parameters, or for a frozen weight, leads nowhere.
+With ``fuse_wgrad_accumulation`` they write a weight's gradient to ``weight.get_main_grad()``, in its dtype, and return
+``None`` to autograd. That memory is the weight's place in the bucket that is reduced, so no copy is needed. Every use
+of a weight in a backward gets its own zeroed memory. So it does not matter whether they add or store (they store in a
+step's first microbatch, if told of it), nor which of two uses comes first; an expert without tokens has zeros.
+Gradients that autograd computes for the same weight, from other readers, are added. Memory requested in a backward that
+is not for parameters, or for a frozen weight, is discarded.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from ..state.transformer_engine import Lent
 
 
 class MainGrads:
-    """Gradients that modules write themselves, of the parameters that one gather has brought."""
+    """Gradients that modules write themselves, for the parameters of one gather."""
 
     def __init__(self, buffer: FlatBuffer):
         self.buffer = buffer
         self._bucket: torch.Tensor | None = None
-        """[full_numel], in the dtype that travels."""
+        """[full_numel], in the communication dtype."""
         self._more: list[tuple[int, torch.Tensor]] = []
-        """Of further uses of a weight: its slot, and what is to be added."""
+        """Further uses of a weight: (slot, gradient to add)."""
         self._there: set[int] = set()
         self._backward = -1
-        """Which one all this is of. What an earlier one has left, it died of an exception."""
+        """The backward that these belong to. Leftovers of an earlier one mean that it raised an exception."""
 
     def room(self, slot: int) -> torch.Tensor:
-        """Zeros, where a use of a parameter is to put its gradient."""
+        """Returns zeroed memory for the gradient of one use of a parameter."""
         if self._backward != engine.backward_number():
             self._forget()
             self._backward = engine.backward_number()
@@ -54,11 +55,11 @@ class MainGrads:
         return apart
 
     def packed(self, grads: dict[int, torch.Tensor]) -> tuple[torch.Tensor | None, list[int]]:
-        """All gradients at their places, [full_numel], and offsets of those that are there; ``None`` if none is. What
-        modules have written is forgotten here.
+        """Returns all gradients at their offsets, [full_numel], and the offsets that have one; ``None`` if none has.
+        Forgets what modules have written.
 
         Args:
-            grads: what autograd has brought, by slots.
+            grads: autograd's gradients, by slot.
         """
         bucket, slots = self._bucket, self.buffer.layout.slots
         if bucket is None or self._backward != engine.backward_number():
@@ -92,20 +93,20 @@ class MainGrads:
 
 
 class Loans:
-    """Weights that a gathered buffer has been lent as."""
+    """The weights lent from a gathered buffer."""
 
     def __init__(self, buffer: FlatBuffer):
         self.main_grads = MainGrads(buffer)
         self._lent: list[weakref.ref[Lent]] = []
 
     def lend(self, whole: torch.Tensor, slot: int) -> Lent:
-        """A whole parameter, for one use, with autograd."""
+        """Returns a full parameter for one use, with autograd."""
         lent = _Lend.apply(whole, self.main_grads, slot)  # type: ignore[no-untyped-call]
         self._lent.append(weakref.ref(lent))
         return lent  # type: ignore[no-any-return]
 
     def end(self, hollow: bool) -> None:
-        """Forgets them; where the buffer is let go of, they let go of it."""
+        """Forgets the loans; if the buffer is freed, the lent tensors drop its storage."""
         for ref in self._lent:
             lent = ref()
             if lent is not None and hollow:

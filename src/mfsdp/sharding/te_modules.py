@@ -1,4 +1,4 @@
-"""What modules of TransformerEngine are told, and told of, when they are sharded (`state.transformer_engine`)."""
+"""Adapts TransformerEngine's modules when they are sharded (`state.transformer_engine`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .rollback import Rollback
 
 
 def adapt(root: nn.Module, undo: Rollback) -> None:
-    """Tells modules that they are sharded; what they save beside parameters is left out where it is empty.
+    """Tells modules that they are sharded, and omits the extra state that they save if it is empty.
 
     Warns:
         UserWarning: some were to write gradients to ``main_grad`` themselves, and cannot.

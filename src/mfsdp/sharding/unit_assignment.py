@@ -1,4 +1,4 @@
-"""Which parameters belong to which unit: modules are matched, parameters claimed, buffers drafted. Nothing changes."""
+"""Assigns parameters to units: matches modules, claims parameters, drafts buffers. Changes nothing."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ UnitLike = type[nn.Module] | str
 
 
 def match(root: nn.Module, units: Iterable[UnitLike] | None) -> list[nn.Module]:
-    """The modules that become units, in the order of ``root.modules()`` (a set has none that ranks share), the root
-    last.
+    """Returns the modules that become units, in the order of ``root.modules()`` (set order differs between ranks), the
+    root last.
     """
     if isinstance(units, (str, type)):
         raise ValueError(f"units={units!r}: give a list, units=[{units!r}], or 'auto' for the model's own blocks")
@@ -80,7 +80,7 @@ def _import(path: str) -> type | None:
 
 
 def matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Component by component as in shells; ``**`` is any number of components."""
+    """Whether a name matches a pattern, component by component as in shells; ``**`` is any number of components."""
     if not pattern:
         return not name
     if pattern[0] == "**":
@@ -90,7 +90,7 @@ def matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
 
 @dataclass
 class Draft:
-    """A flat buffer to be. Parameters leave the list when their values have been taken over."""
+    """A planned flat buffer. Parameters leave the list once their values are copied."""
 
     layout: Layout
     precision: Precision
@@ -101,7 +101,7 @@ class Draft:
 
 @dataclass
 class Claim:
-    """A unit to be: its module, the modules whose forward it covers, the parameters it owns and where they hang."""
+    """A planned unit: its module, the modules whose forward it covers, its parameters and where they are registered."""
 
     module: nn.Module
     fqn: str
@@ -111,7 +111,7 @@ class Claim:
     drafts: list[Draft] = field(default_factory=list)
 
     def draft(self, policy: MixedPrecisionPolicy, placement: ShardingPlan, mesh: DeviceMesh | None) -> None:
-        """Plans the unit's buffers, one for each kind of parameter."""
+        """Plans the unit's buffers, one per kind of parameter."""
         kinds: dict[tuple[Precision, bool, bool], list[nn.Parameter]] = {}
         for param, places in self.owners.items():
             validate.wide_enough(self.fqn_of(param), param, policy)
@@ -125,12 +125,12 @@ class Claim:
             self.drafts.append(Draft(layout, precision, trainable, params, pieces))
 
     def fqn_of(self, param: nn.Parameter) -> str:
-        """Its name in the whole model."""
+        """The parameter's name in the whole model."""
         return self.names[param] if self.fqn == "(root)" else f"{self.fqn}.{self.names[param]}"
 
 
 def claim_parameters(root: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter]) -> list[Claim]:
-    """Gives every parameter to the innermost unit that holds all its uses. Changes nothing."""
+    """Assigns every parameter to the innermost unit that holds all its uses. Changes nothing."""
     fqns = {m: fqn for fqn, m in root.named_modules()}
     claims = {m: Claim(m, fqns[m] or "(root)") for m in roots}
     path = {m: fqns[m] for m in roots}
@@ -180,7 +180,7 @@ def _not_taken(fqn: str, param: nn.Parameter) -> None:
 
 
 def described(claims: Sequence[Claim], options: str, values: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """What ranks have to agree on, line by line, and values that they should."""
+    """Returns what ranks must agree on, line by line, and the values that should be equal."""
     lines, real = [options], dict[str, torch.Tensor]()
     for claim in claims:
         for draft in claim.drafts:

@@ -1,4 +1,4 @@
-"""What `fully_shard` takes in: dense parameters of modules at rest. The rest is refused by name."""
+"""Validates parameters and modules for `fully_shard`; errors name what is refused."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def validate(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
     Raises:
         ValueError: it is not floating point, has no shape yet, is not strided, is another model's shard, or has a
             gradient or hooks, which would be lost.
-        NotImplementedError: it is a tensor subclass (TransformerEngine's quantised ones are not meant, `wide_enough`),
-            has sparse gradients, or late ones, or is a piece that does not say of what yet.
+        NotImplementedError: it is a tensor subclass (except TransformerEngine's quantized ones, see `wide_enough`), has
+            sparse or delayed gradients, or is a local shard of a parameter not yet known.
     """
     _plain(fqn, param)
     if param.grad is not None:
@@ -100,7 +100,7 @@ def _plain(fqn: str, param: nn.Parameter) -> None:
 
 
 def wide_enough(fqn: str, param: torch.Tensor, policy: MixedPrecisionPolicy) -> None:
-    """Refuses to keep main weights of a quantised parameter in its nominal dtype: a step's updates would be lost in it.
+    """Refuses main weights in the nominal dtype of a quantized parameter: they would lose a step's updates.
 
     Raises:
         ValueError: the policy asks for that.
@@ -114,7 +114,7 @@ def wide_enough(fqn: str, param: torch.Tensor, policy: MixedPrecisionPolicy) -> 
 
 
 def _trivial(kind: Any) -> bool:
-    """Whether tensors of the class behave as ``nn.Parameter``."""
+    """Whether tensors of the class behave like ``nn.Parameter``."""
     return bool(
         nn.Parameter in kind.__mro__
         and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -123,14 +123,14 @@ def _trivial(kind: Any) -> bool:
 
 
 def _fake(param: torch.Tensor) -> bool:
-    """Whether it stands for a plain tensor. Private in torch (``FakeTensor``); tried on 2.11 to 2.15."""
+    """Whether it is a fake plain tensor. Private in torch (``FakeTensor``); tried on 2.11 to 2.15."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(param, FakeTensor)
 
 
 def _hooked(param: torch.Tensor) -> bool:
-    """Whether somebody has registered a hook. Private in torch (two attributes); tried on 2.11 to 2.15."""
+    """Whether a hook is registered. Private in torch (two attributes); tried on 2.11 to 2.15."""
     hooks = [param._backward_hooks, param._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
     return any(not is_sum(hook) for found in hooks if found for hook in found.values())
 
@@ -140,14 +140,14 @@ def _unit_of(param: ShardedParameter) -> str:
     return unit.fqn if isinstance(unit, UnitState) else "?"
 
 
-# Modules that were sharded before
+# Modules that are already sharded
 
 
 def at_rest(module: nn.Module) -> None:
     """Refuses to wrap while a unit below is gathered or has gradients (invariant 27).
 
     Raises:
-        ValueError: names the unit, and says what to call.
+        ValueError: names the unit and the call to make.
     """
     below = {r.unit: None for m in module.modules() for r in refs(m).values()}
     for unit in below:

@@ -7,11 +7,10 @@ forward and backward: the first `maxima` of a program computes the amax of all i
 has requested. All ranks must agree when this is due, so `AmaxTracker.due` is part of the fingerprint: if only one rank
 has written its weights, the program raises a clear error where it begins.
 
-A user who holds rows as a plain tensor can write to them without a version change. The amax would then be stale, and
-larger values would be clipped. For such a buffer each program recomputes this rank's own part where it begins; if it
-has changed, amax are due. Ranks without rows of the written block cannot notice, so ranks may disagree: all of them
-then raise, as after a write on one rank. Persistent parameters keep their values under such writes, and so keep their
-amax.
+Writes through rows that are out as plain tensors may escape detection. The amax would then be stale, and larger values
+would be clipped. For such a buffer each program recomputes this rank's own part where it begins; if it has changed, an
+all-reduce is due. Ranks without rows of the written block cannot notice, so ranks may disagree: all of them then raise,
+as after a write on one rank. Such writes do not change gathered persistent parameters, nor their amax.
 """
 
 from __future__ import annotations
@@ -62,9 +61,7 @@ class AmaxTracker:
         self._asked: dict[str, _Found | None] = {}
 
     def due(self) -> bool:
-        """Whether main weights have been written since the last all-reduce. ``False`` until a program has requested
-        amax.
-        """
+        """Whether main weights changed since the last all-reduce. ``False`` until a program has requested amax."""
         if self._of.exposed and not self._of.spec.persistent:
             with torch.no_grad():
                 for text, found in self._asked.items():

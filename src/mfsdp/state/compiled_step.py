@@ -43,7 +43,7 @@ long ones need 64-bit indices."""
 
 
 class CompiledRange(Protocol):
-    """A parameter range to step."""
+    """A parameter range (`flat_optimizer`)."""
 
     flat: torch.nn.Parameter
     group: int
@@ -70,7 +70,7 @@ class _Plan:
     tail: torch.dtype | None
     """Dtype of the cast that the step also writes."""
     graphs: list[_Graph]
-    """The graphs of this kind."""
+    """Graphs of this kind."""
     weights: torch.Tensor
     length: int
     mine: dict[str, Any]
@@ -119,8 +119,7 @@ class CompiledSteps:
     """Compiled steps of one optimizer.
 
     Args:
-        optimizer: steps the parameters.
-        base: the class whose step is compiled.
+        optimizer, base: the optimizer, and the class whose step is compiled.
         decoupled: whether it reads ``.decoupled_grad``.
 
     Raises:
@@ -369,7 +368,7 @@ def _lowered(recording: Recording, tail: torch.dtype | None) -> _Graph:
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.select_copy.int):
         node.target = torch.ops.aten.select.int  # of numbers; nothing writes to these views
     gm.graph.output_node().args = ((),)
-    gm.shape_env = None  # Inductor would pickle it for its cache key, which fails; the inputs have it
+    gm.shape_env = None  # Inductor cannot pickle it for its cache key; the inputs have it
     if tail is not None:
         _with_cast(gm, tail)
         with mode:

@@ -165,7 +165,7 @@ def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}
     for name, x in given.items():
-        if isinstance(x, (list, tuple)) and len(x) == n:  # before empty ones are dropped, so that all ranks refuse alike
+        if isinstance(x, (list, tuple)) and len(x) == n:  # also empty ones: all ranks refuse
             parts = [part(t, like, name in written) for t, like in zip(x, sharded, strict=True)]
             given[name] = [parts[i] for i in keep]
     out = func(**given) if keep else ()

@@ -11,9 +11,9 @@ full      all other functions: parameters are gathered first, and the result is 
 Note [Eager autograd]
 Data parallelism minimises the sum of all ranks' losses, divided by the number of ranks (or by the divide factor, if
 set). A value that leaves the sharded tensors (a full parameter or a reduction of one) is the same on every rank, but
-each rank may use it differently. Its derivative is the sum of all ranks' derivatives, divided like every gradient. The
-function that returns the value takes that sum in backward, so that the backward on the rows continues with equal
-numbers on all ranks. ``to_local()`` takes no sum: what a rank computes from its own rows, and its gradient, stay local.
+each rank may use it differently. Its derivative is the sum of all ranks' derivatives, divided like every gradient. Both
+exits (`_WayOut`, ``full_tensor()``) take that sum in backward, so the backward on the rows continues with equal numbers
+on all ranks. ``to_local()`` takes no sum: a rank's computation on its own rows stays local, and so does its gradient.
 
 Python numbers passed to an elementwise function must be equal on all ranks; otherwise each rank would scale its rows
 differently. They are recorded, and ranks compare them when a value leaves.

@@ -1,4 +1,4 @@
-"""What one rank keeps: for each unit flat buffers of main weights and gradients, and parameters that are views."""
+"""The flat buffers of a unit: main weights, gradients, and the parameters that are views into them."""
 
 from __future__ import annotations
 
@@ -33,41 +33,41 @@ from .weights import Weights
 
 @dataclass(frozen=True)
 class Outermost:
-    """Names for listings: of the module that was sharded, and of its forward's parameters."""
+    """State of the outermost sharded module; its name and the names of its forward's parameters, for listings."""
 
     name: str
     inputs: tuple[str, ...]
     syncs: list[int] = field(default_factory=lambda: [0], compare=False)
-    """How often gradients of any unit have been synchronised."""
+    """How often gradients of any unit have been reduced."""
     ahead: StepPrefetch = field(default_factory=StepPrefetch, compare=False, repr=False)
-    """What optimizers launch ahead of its forward."""
+    """Gathers that optimizer steps launch for its forward."""
     health: Health = field(default_factory=Health, compare=False, repr=False)
-    """What probes have found."""
+    """Findings of runtime checks."""
     half: list[str] = field(default_factory=list, compare=False)
-    """What has been begun to load and not finished."""
+    """Names a load that has begun and not finished."""
     loose: OptionalUnits = field(default_factory=OptionalUnits, compare=False, repr=False)
-    """What its ranks may leave out of a step."""
+    """Units that a rank may leave out of a step."""
     plan: Plan | None = field(default=None, compare=False, repr=False)
-    """What the programs that read it follow."""
+    """The plan that programs reading the model follow."""
     sharding: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
-    """How it was sharded, for plans that are made for it."""
+    """How it was sharded, for planning."""
 
 
 class FlatBuffer:
-    """The parameters of one unit that share dtypes, device and whether they train.
+    """The parameters of one unit that share dtypes, device and ``requires_grad``.
 
-    ``weights`` and ``gradients`` are flat; ``params[i]`` is parameter i as a DTensor, its local tensor a view into the
-    main weights.
+    ``weights`` and ``gradients`` are flat; ``params[i]`` is parameter i as a DTensor whose local tensor is a view into
+    the main weights.
 
     Args:
-        unit: the module's unit that it belongs to.
-        layout: where each parameter lies; over all ranks that cut the main weights.
-        placement: the strategy, and the ranks.
+        unit: the unit that owns it.
+        layout: where each parameter lies, over all ranks that shard the main weights.
+        placement: the strategy and the ranks.
         precision: dtypes.
-        trainable: whether the parameters require gradients, at first (`set_trains`).
+        trainable: whether the parameters require gradients at first (`set_trains`).
         reshard: whether forward frees the gathered buffer.
         device: where the shard lives.
-        pieces: what another parallelism had left of each parameter; by default they are all whole.
+        pieces: each parameter's local shard under another parallelism; by default all are full.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class FlatBuffer:
         self._main = unit.policy.resolve(precision.main).main
         """The dtype of main weights that train."""
         self.trains = [trainable] * len(layout.slots)
-        """Which parameters require gradients; Dynamo reads it where they are read."""
+        """Which parameters require gradients; Dynamo guards on it where they are read."""
         self.trainable = self.born_trainable = trainable
-        """Whether any does; whether they did at first."""
+        """Whether any parameter trains; whether any did at first."""
         self.spec = placement.spec(layout, precision, reshard)
         self.text = self.spec.encode()
         """The spec as markers carry it."""
@@ -104,19 +104,20 @@ class FlatBuffer:
         rows = [self.weights.view(self.weights.main, i) for i in slots]
         self.params = [ShardedParameter(r, s, trainable, self) for r, s in zip(rows, shardings, strict=True)]
         self.left_out: SkippedUnit | None = None
-        """Lets this rank take part where another one uses it, in a model whose ranks may leave units out."""
+        """Joins other ranks' collectives with zeros, in a model whose ranks may leave units out."""
         self.places: dict[tuple[int, str], tuple[dict[str, Any], int]] = {}
-        """Where its parameters hang: a module's ``_parameters`` and the slot, by ``id`` of the dict and name in it."""
+        """Where its parameters are registered: a module's ``_parameters`` and the slot, by ``id`` of that dict and the
+        name in it."""
 
     @property
     def path(self) -> str:
-        """What errors call it: the model, the unit, and which of the unit's buffers it is."""
+        """Its name in errors: the model, the unit, and which of the unit's buffers."""
         number = self.unit.buffers.index(self)
         which = f", buffer {number}" if number else ""
         return f"unit {self.unit.fqn!r} of {self.unit.outermost.name}{which}  ({self.spec.sizes})"
 
     def copies(self, slot: int) -> tuple[str, ...]:
-        """Names of the process groups whose ranks hold the same part of a parameter as this one."""
+        """Returns the names of the process groups whose ranks hold the same part of a parameter."""
         replicas = (self.spec.outer_group,) if self.spec.outer > 1 and not self.spec.outer_optim else ()
         piece = self.pieces[slot]
         return tuple(dict.fromkeys([*replicas, *(self.placement.beside if piece is None else piece.copied_by)]))
@@ -153,15 +154,15 @@ class FlatBuffer:
         return twin
 
     def place(self, params: dict[str, Any], name: str, slot: int) -> None:
-        """Says where a parameter hangs."""
+        """Records where a parameter is registered."""
         self.places[id(params), name] = params, slot
 
     def in_place(self) -> None:
-        """Makes sure that modules still have these parameters: a compiled program reads them, whatever hangs there.
+        """Checks that modules still hold these parameters: a compiled program reads them whatever the module holds.
 
         Raises:
-            RuntimeError: another tensor is in the place of one: `summon_full_params` is open, or somebody has put it
-                there (``torch.func.functional_call``).
+            RuntimeError: another tensor replaces one: `summon_full_params` is open, or the user put it there
+                (``torch.func.functional_call``).
         """
         for (_, name), (params, slot) in self.places.items():
             there = params.get(name)
@@ -178,15 +179,15 @@ class FlatBuffer:
                 )
 
     def _own_source(self) -> None:
-        """Makes what programs read known as this buffer's."""
-        source = self.weights.source.requires_grad_()  # nobody may register a hook otherwise
+        """Registers the source of programs as this buffer's."""
+        source = self.weights.source.requires_grad_()  # hooks can only be registered if it requires grad
         buffer_registry.register(source, self)
         self.gradients.watch(source)
         source.requires_grad_(self.trainable)
 
     def widen(self) -> None:
-        """Gives parameters that were frozen when the model was sharded the main weights of those that train. Views of
-        the former ones are views of the model no more.
+        """Gives parameters that were frozen when the model was sharded the main-weight dtype of those that train. Views
+        of the former weights no longer show the model's.
         """
         if self._main is self.precision.main:
             return
@@ -196,14 +197,14 @@ class FlatBuffer:
         self.precision = replace(self.precision, main=self._main)
         self.respec(precision=self.precision)
         if self.weights.source is not former:
-            self._former = StorageWeakRef(former.untyped_storage())  # keeps its address, by which `owners` knows it
+            self._former = StorageWeakRef(former.untyped_storage())  # keeps its address, the key of `buffer_registry`
             self._own_source()
         for slot, param in enumerate(self.params):
             param.take_rows(self.weights.view(self.weights.main, slot))
 
     def set_trains(self, slot: int, trains: bool) -> None:
-        """Freezes or unfreezes a parameter; compiled graphs that read it recompile. A buffer in which any parameter
-        trains reduces whole gradients, with zeros for those that do not.
+        """Freezes or unfreezes a parameter; compiled graphs that read it recompile. If any parameter trains, the buffer
+        reduces its full gradient, with zeros for frozen ones.
         """
         self.gradients.arrive()
         self.trains[slot] = trains
@@ -222,14 +223,14 @@ class Ref:
     shape: tuple[int, ...]
     unit: UnitState
     index: int
-    """Which of the unit's buffers."""
+    """Index in the unit's buffers."""
     piece: TPShard | None = None
-    """What another parallelism had left of it."""
+    """Its local shard under another parallelism."""
     style: Any = None
-    """What knows whether its module sees what is on this rank now, where it would see a DTensor: ``style.inside``."""
+    """``style.inside`` tells whether the module currently sees the local tensor instead of a DTensor."""
 
     def seen(self, value: torch.Tensor) -> torch.Tensor:
-        """What its module sees of what was gathered."""
+        """Returns the gathered parameter as its module sees it."""
         if self.piece is None or (self.style is not None and self.style.inside):
             return value
         return self.piece.seen(value)
@@ -237,34 +238,34 @@ class Ref:
 
 @dataclass(eq=False)
 class UnitState:
-    """A unit at run time: its module's buffers, and what the eager path has gathered."""
+    """A unit at run time: its module's buffers, and what the eager fallback has gathered."""
 
     fqn: str
-    """Path of the module from the outermost one that was sharded, ``"(root)"`` for that one."""
+    """Path of the module from the outermost sharded one, ``"(root)"`` for that one."""
     outermost: Outermost
     policy: MixedPrecisionPolicy
     buffers: list[FlatBuffer] = field(default_factory=list)
     open: bool = False
-    """Whether a forward of the unit runs in plain Python now; Dynamo guards on it where parameters are read."""
+    """Whether an uncompiled forward of the unit is running; Dynamo guards on it where parameters are read."""
     full: dict[int, Sequence[torch.Tensor]] = field(default_factory=dict)
-    """Eager path: parameters of gathered buffers, by index of the buffer."""
+    """Eager fallback: gathered parameters, by index of the buffer."""
     kept: bool = False
     """Whether `unshard()` asked to keep them."""
     reshard: Callable[[], None] = lambda: None
-    """Lets go of them then."""
+    """Frees the kept parameters."""
     ranks: int = 1
-    """How many ranks' losses are averaged, also where fewer hold its parameters."""
+    """How many ranks' losses are averaged, also if fewer ranks hold its parameters."""
     divides: bool = False
-    """Whether somebody has said what its gradients are divided by."""
+    """Whether the user has set the divide factor of its gradients."""
     may_be_unused: bool = False
     """Whether ranks may leave it out of a step."""
     root_keeps: bool = False
-    """Whether it does not reshard after forward because it is the outermost, until there is one around it."""
+    """Whether it does not reshard after forward because it is the outermost unit, until another one contains it."""
 
 
 @contextmanager
 def half_loaded(model: nn.Module, what: str) -> Iterator[None]:
-    """Around what writes values over a model's: unless it ends, the model does not compute any more."""
+    """Wraps a load into a model. If the load fails, the model refuses to compute."""
     sharded = [ref.buffer.unit.outermost for module in model.modules() for ref in refs(module).values()]
     for outermost in sharded:
         outermost.half[:] = [what]
@@ -274,11 +275,11 @@ def half_loaded(model: nn.Module, what: str) -> Iterator[None]:
 
 
 def shared_over(model: nn.Module) -> tuple[str, ...]:
-    """Names of the groups of all ranks that the sharded parts of a model are shared with."""
+    """Returns the names of the groups of all ranks that share the sharded parts of a model."""
     buffers = (ref.buffer for module in model.modules() for ref in refs(module).values())
     return tuple(dict.fromkeys(group for buffer in buffers for group in buffer.spec.peer_groups))
 
 
 def refs(module: nn.Module) -> dict[str, Ref]:
-    """The sharded parameters that the module itself owns."""
+    """Returns the sharded parameters that the module itself owns."""
     return cast(dict[str, Ref], module.__dict__.get("_mfsdp_refs", {}))

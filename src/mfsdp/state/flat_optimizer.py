@@ -1,12 +1,12 @@
-"""`fully_shard_optimizer`: any elementwise optimizer, stepping on flat tensors instead of hundreds of DTensors.
+"""`fully_shard_optimizer`: makes any elementwise optimizer step on flat tensors instead of hundreds of DTensors.
 
-The parameters of a flat buffer that lie beside each other, belong to one parameter group and have been stepped alike
-are one *run*: a view into the flat main weights, one into the flat gradients, and optimizer state of the same length.
-For the time of ``step()`` the optimizer sees runs instead of parameters. Before and after, everything is as it was:
-``param_groups`` hold the model's parameters, ``state`` their state, as views into that of the runs.
+Parameters of a flat buffer that are adjacent, belong to one parameter group and have the same step history form a
+*range*: one view into the flat main weights, one into the flat gradients, and optimizer state of the same length.
+During ``step()`` the optimizer sees ranges instead of parameters. Before and after, ``param_groups`` hold the model's
+parameters, and ``state`` their state, as views into the ranges' state.
 
-The padding between parameters takes part. Weights, gradients and state are zero there, and stay so under every
-optimizer that leaves a zero weight with zero gradients alone, as torch's elementwise ones do.
+Ranges include the padding between parameters. Its weights, gradients and state are zero and stay zero under every
+optimizer that leaves zero weights with zero gradients alone, as torch's elementwise ones do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .sharded_dtensor import ShardedDTensor
 from .sharded_parameter import ShardedParameter
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")
-"""Optimizers of torch whose update of one element depends on others."""
+"""torch optimizers whose update of one element depends on others."""
 
 
 def fully_shard_optimizer(
@@ -44,35 +44,35 @@ def fully_shard_optimizer(
     ahead: bool = True,
     offload: bool | str | None = None,
 ) -> Optimizer:
-    """Makes an optimizer step on few flat tensors; the same optimizer comes back, with the same state dict.
+    """Makes an optimizer step on few flat tensors; returns the same optimizer, with the same state dict.
 
-    Results are those of the optimizer as it was. Parameter groups keep their own settings; parameters without a
-    gradient are left alone; parameters that are not sharded step as before. Call it before schedulers are built.
+    Results equal those of the original optimizer. Parameter groups keep their settings; parameters without a gradient
+    are skipped; unsharded parameters step as before. Call it before building schedulers.
 
     Args:
-        optimizer: over parameters of a model that `mfsdp.fully_shard` has sharded; its update is elementwise.
-        use_decoupled_grad: hand gradients over as ``.decoupled_grad`` in ``main_grads_dtype`` (what TransformerEngine's
-            and Apex's fused optimizers read) instead of as ``.grad`` in the dtype of the weights.
-        compile: run the step compiled by Inductor, one graph for each run of a unit. Results are those of the step as
-            it was up to rounding, not bitwise. Numbers (learning rates, step counts) may change in every step and
-            compile nothing anew. The first step of a parameter, which makes its state, is the optimizer's own, and so
-            is the step of parameters that are not sharded. ``torch.compile`` around a step leaves it as it is.
-        ahead: launch what the next forward gathers first, each unit behind its own step (Note [Step prefetch] in
-            ``runtime/step_prefetch.py``). Forward takes it if nothing has written to weights since, and has the same
-            bits. Not with the backend's option ``prefetch=0``. All ranks must choose alike.
-        offload: ``True`` or ``"state"``: state is kept on the host, in pinned memory, and streamed through the device
-            unit by unit while it is stepped (Note [Streamed state] in ``state/host_state.py``). Results are bit for bit
-            those without. For torch's own optimizers; parameters that are not sharded keep theirs on the device, and
-            main weights stay there. ``None``: as the model's plan says (`mfsdp.plan`), or not.
+        optimizer: an elementwise optimizer over parameters of a model sharded by `mfsdp.fully_shard`.
+        use_decoupled_grad: pass gradients as ``.decoupled_grad`` in ``main_grads_dtype`` (as TransformerEngine's and
+            Apex's fused optimizers read them) instead of as ``.grad`` in the dtype of the weights.
+        compile: compile the step with Inductor, one graph call per range. Results equal the original step up to
+            rounding, not bitwise. Numbers (learning rates, step counts) may change in every step without a recompile.
+            The optimizer itself takes a parameter's first step, which creates its state, and steps unsharded
+            parameters. ``torch.compile`` around a step does not change it.
+        ahead: launch the first gathers of the next forward, each after its unit's step (Note [Step prefetch] in
+            ``runtime/step_prefetch.py``). Forward uses them if weights have not been written since; its results are
+            bitwise the same. Not with the backend's option ``prefetch=0``. All ranks must pass the same value.
+        offload: ``True`` or ``"state"``: keep state on the host in pinned memory and stream it through the device unit
+            by unit during the step (Note [Streamed state] in ``state/host_state.py``). Results are bitwise the same.
+            For torch's own optimizers; state of unsharded parameters and main weights stay on the device. ``None``: as
+            the model's plan says (`mfsdp.plan`), else off.
 
     Raises:
-        TypeError: it is no optimizer.
-        ValueError: it is flat already, has no sharded parameter, or a scheduler has wrapped its ``step``; it is torch's
-            or TransformerEngine's and reads gradients elsewhere; it keeps main weights itself; ``offload`` is none of
-            these.
-        NotImplementedError: its update is not elementwise; or, with ``compile``, it is not one of torch's own, or
-            cannot be compiled (it says why); or, with ``offload``, it is not one of torch's own, or to be compiled too;
-            or main weights are to be moved.
+        TypeError: not a `torch.optim.Optimizer`.
+        ValueError: the optimizer is flat already, has no sharded parameter, or a scheduler has wrapped its ``step``; it
+            is torch's or TransformerEngine's and reads gradients elsewhere; it keeps main weights itself; ``offload``
+            is another value.
+        NotImplementedError: its update is not elementwise; with ``compile``, it is not torch's own, or cannot be
+            compiled (the message gives the reason); with ``offload``, it is not torch's own, ``compile`` is set too, or
+            ``offload`` would move main weights.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer: {optimizer!r} is no torch.optim.Optimizer")
@@ -111,14 +111,14 @@ def fully_shard_optimizer(
 
 
 def _planned(optimizer: Optimizer) -> bool:
-    """Whether a plan of the model has the state on the host."""
+    """Whether the model's plan puts optimizer state on the host."""
     ours = (p for g in optimizer.param_groups for p in g["params"] if _ours(p))
     plans = (param._mfsdp_owner.unit.outermost.plan for param in ours)
     return any(plan is not None and plan.optimizer == "host" for plan in plans)
 
 
 def _streamed(offload: bool | str, base: Any, compile: bool) -> bool:
-    """Whether state is to be streamed; refuses what cannot be."""
+    """Whether to stream state; raises for unsupported combinations."""
     if offload is False:
         return False
     if offload in ("main", "all"):
@@ -146,19 +146,19 @@ def _streamed(offload: bool | str, base: Any, compile: bool) -> bool:
 
 
 class _FlatOptimizer:
-    """What such an optimizer is, besides itself."""
+    """Marks the class of a flat optimizer."""
 
 
 @functools.cache
 def _subclass(base: Any) -> Any:
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
-        """A step on flat tensors."""
+        """Takes a step on flat tensors."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         runs = vars(self).get("_mfsdp_runs")
-        if runs is None:  # a copy of one
+        if runs is None:  # this optimizer is a copy
             steps = CompiledSteps(self, base, self._mfsdp_decoupled) if self._mfsdp_compile else None
             rest = self._mfsdp_ahead, self._mfsdp_offload
             runs = self._mfsdp_runs = _ParamRanges(base, self._mfsdp_decoupled, steps, *rest)
@@ -172,13 +172,13 @@ def _subclass(base: Any) -> Any:
         return {**base.__getstate__(self), **mine}
 
     def state_dict(self: Any) -> dict[str, Any]:
-        """As the base's; numbers that parameters of a run share are copied, for whoever loads them counts them up."""
+        """As the base's; copies numbers that parameters of a range share: the loading optimizer updates them."""
         out: dict[str, Any] = te.saves(base).state_dict(self)
         out["state"] = {p: {k: _own(v) for k, v in state.items()} for p, state in out["state"].items()}
         return out
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """As the base's; state that is streamed is not brought to the device."""
+        """As the base's; does not move streamed state to the device."""
         if self._mfsdp_offload:
             load(base.load_state_dict, self, state_dict)
         else:
@@ -210,25 +210,25 @@ class _ParamRange:
     flat: nn.Parameter
     group: int
     ghost: bool = False
-    """This rank holds no rows of the parameters; one element that is always zero stands for them."""
+    """This rank holds no rows of the parameters; a single element, always zero, represents them."""
     made: dict[str, Any] = field(default_factory=dict)
-    """The state that the parameters' state shows."""
+    """The range's state, as the parameters' state shows it."""
     shown: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The parameters' state, by slot."""
     cast: torch.Tensor | None = None
-    """Its part of a kept cast, which a compiled step writes along."""
+    """Its part of a kept cast, which a compiled step also writes."""
     plan: Any = None
-    """How it is called, compiled (`compiled`)."""
+    """How to call its compiled step (`CompiledSteps`)."""
     hosted: HostedState | None = None
-    """Its state, if that is streamed and there is any."""
+    """Its streamed state, if any."""
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return self.buffer.path
 
     def part(self, whole: torch.Tensor, slot: int) -> torch.Tensor:
-        """One parameter's part of a tensor as long as the run."""
+        """Returns one parameter's part of a tensor as long as the range."""
         at = self.buffer.weights.locals[slot]
         start = at.shard_offset - self.start if at.numel else 0
         return whole[start : start + at.numel].view(at.shape)
@@ -242,42 +242,42 @@ class _ParamRange:
 
 
 Members = dict[FlatBuffer, tuple[tuple[int, int], ...]]
-"""Parameters that have a gradient: slots of a buffer, and the parameter groups they are in."""
+"""Parameters that have a gradient: slots of a buffer, with their parameter groups."""
 
 
 ALONE = 2
-"""How many units an uncompiled step takes one by one, for their gathers to be launched in between."""
+"""How many units an uncompiled step takes one by one, to launch their gathers in between."""
 
 TOGETHER = 64 << 20
-"""Bytes of weights of the others that it steps in one call, unless one run has more: what a foreach step holds besides
-is as large. In smaller parts the host would be what a device waits for."""
+"""Bytes of the other weights per call of an uncompiled step, unless one range is larger. A foreach step needs that much
+temporary memory; in smaller parts the host would limit the device."""
 
 
 class _StepPrefetch:
-    """What one step launches behind the steps of units (Note [Step prefetch]).
+    """Launches gathers after the steps of units (Note [Step prefetch]).
 
     Args:
-        departures: of each model, in order.
-        runs: what is stepped.
+        departures: launchers of each model, in order.
+        runs: the ranges to step.
     """
 
     def __init__(self, departures: list[GatherLauncher], runs: list[_ParamRange]):
         self.departures = departures
         self.buffers: dict[FlatBuffer, None] = dict.fromkeys(b for d in departures for b in d.buffers)
-        """Of units that forward wants first, in its order."""
+        """Buffers of the units that forward gathers first, in its order."""
         self.left = Counter(run.buffer for run in runs if run.buffer in self.buffers)
         self.stepped: set[FlatBuffer] = set()
-        """Of those, whose step is done."""
+        """Those of them whose step is done."""
         self.kept: dict[FlatBuffer, Any] = {}
-        """Kept casts that the step writes along."""
+        """Kept casts that the step also writes."""
 
     def ordered(self, runs: list[_ParamRange]) -> list[_ParamRange]:
-        """The runs of these units first."""
+        """Returns the ranges with those of these units first."""
         place = {buffer: i for i, buffer in enumerate(self.buffers)}
         return sorted(runs, key=lambda run: place.get(run.buffer, len(place)))
 
     def __call__(self, run: _ParamRange) -> None:
-        """A run has been stepped."""
+        """Called after a range's step."""
         buffer = run.buffer
         if buffer in self.left:
             self.left[buffer] -= 1
@@ -290,7 +290,7 @@ class _StepPrefetch:
                 self._launch(self.stepped | (self.buffers.keys() - self.left.keys()))
 
     def end(self) -> None:
-        """The whole step is done."""
+        """Called after the whole step."""
         self._launch(None)
 
     def _launch(self, ready: set[FlatBuffer] | None) -> None:
@@ -305,7 +305,7 @@ class _StepPrefetch:
 
 
 class _ParamRanges:
-    """The runs of one optimizer.
+    """The ranges of one optimizer.
 
     Args:
         base: its class.
@@ -321,14 +321,14 @@ class _ParamRanges:
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
 
     def step(self, optimizer: Optimizer) -> None:
-        """The optimizer's own step, on runs."""
+        """Runs the optimizer's own step on ranges."""
         members = _members(optimizer)
         for buffer in members:
             buffer.weights.before_write()
         if members != self.members or not all(self._untouched(optimizer, run) for run in self.runs):
             self._build(optimizer, members)
         if self.streams is not None:
-            self.streams.end(self.runs, looked_at=True)  # hooks before the step
+            self.streams.end(self.runs, looked_at=True)  # for hooks before the step
         departures = self._departures(optimizer)
         if not departures:
             self._step(optimizer, None, self.runs)
@@ -342,7 +342,7 @@ class _ParamRanges:
             raise
 
     def _departures(self, optimizer: Optimizer) -> list[GatherLauncher]:
-        """What may be launched behind the steps of units, by model."""
+        """Returns the launchers of gathers to launch during the step, one per model."""
         if not self.ahead:
             return []
         models = {buffer.unit.outermost.ahead: buffer.unit.outermost.name for buffer in self.members}
@@ -388,14 +388,14 @@ class _ParamRanges:
                 if run.buffer not in launched and (run.buffer not in along or watched):
                     run.buffer.weights.stale = True
             if self.streams is not None:
-                self._show_all(optimizer)  # also what one that was interrupted has made
+                self._show_all(optimizer)  # also what an interrupted step has created
         state.update({p: self.state[p] for p in others if p in self.state})
         self._show_all(optimizer)
 
     def _show_all(self, optimizer: Optimizer) -> None:
-        """Shows state that a step has made."""
+        """Shows state that a step has created."""
         shown = [self._show(optimizer, run) for run in self.runs]
-        if any(shown):  # in the order of parameters: runs, and so theirs, differ by rank
+        if any(shown):  # in the order of parameters: the order of ranges differs by rank
             state = optimizer.state
             order = {p: state[p] for group in optimizer.param_groups for p in group["params"] if p in state}
             state.clear()
@@ -404,8 +404,8 @@ class _ParamRanges:
     def _in_parts(
         self, optimizer: Optimizer, *, plain: list[list[Any]], runs: list[_ParamRange], behind: _StepPrefetch | None
     ) -> None:
-        """The optimizer's own step, one of torch's, on some runs at a time (`_parts`); on what is not sharded with the
-        last of them.
+        """Runs the step of one of torch's optimizers on some ranges at a time (`_parts`), with unsharded parameters in
+        the last part.
         """
         every = [group["params"] for group in optimizer.param_groups]
         parts = self._parts(runs, [] if behind is None else list(behind.left)[:ALONE])
@@ -422,12 +422,12 @@ class _ParamRanges:
                     behind(run)
         if self.streams is not None:
             self.streams.end(runs, looked_at=hooked(optimizer))
-        for group, own in zip(optimizer.param_groups, every, strict=True):  # as hooks behind it see them
+        for group, own in zip(optimizer.param_groups, every, strict=True):  # what post hooks see
             group["params"] = own
 
     def _parts(self, runs: list[_ParamRange], early: list[FlatBuffer]) -> list[list[_ParamRange]]:
-        """What is stepped in one call: the runs of each unit that forward wants first, of the others as many as have
-        `TOGETHER` bytes; with streamed state one run, and nothing at last.
+        """Returns the ranges to step per call: those of each unit that forward gathers first, then up to `TOGETHER`
+        bytes of the others. With streamed state, one range per call and an empty last part.
         """
         if self.streams is not None:
             return [*([run] for run in runs), []]
@@ -443,7 +443,7 @@ class _ParamRanges:
         return [*parts, rest]
 
     def _lent(self, optimizer: Optimizer, runs: list[_ParamRange]) -> AbstractContextManager[None]:
-        """Around one call: the state of its run is on the device."""
+        """Wraps one call: its range's state is on the device."""
         if self.streams is None or not runs:
             return nullcontext()
         (run,) = runs
@@ -451,8 +451,8 @@ class _ParamRanges:
 
     @contextmanager
     def _casts(self, along: set[FlatBuffer], behind: _StepPrefetch | None) -> Iterator[list[Any]]:
-        """Around the compiled part of a step: lends runs their parts of casts that are kept (Note [Kept casts]), and
-        takes down whose were written along, all but those of runs that it is given back.
+        """Wraps the compiled part of a step: lends ranges their parts of kept casts (Note [Kept casts]), and records
+        which casts were written, except for the ranges that the yielded list receives.
         """
         kept = {run.buffer: run.buffer.weights.kept() for run in self.runs}
         for run in self.runs:
@@ -467,11 +467,11 @@ class _ParamRanges:
             buffer.weights.written_along()
 
     def _untouched(self, optimizer: Optimizer, run: _ParamRange) -> bool:
-        """Whether the parameters' state is what the run shows: nobody has loaded another."""
+        """Whether parameters still have the state that the range shows; a load replaces it."""
         return all(optimizer.state.get(run.buffer.params[s]) is run.shown.get(s) for s in run.slots)
 
     def _build(self, optimizer: Optimizer, members: Members) -> None:
-        """Makes runs of the parameters that have gradients, with the state that they have."""
+        """Builds ranges of the parameters that have gradients, with their present state."""
         if self.streams is not None:
             self.streams.forget(self.runs)
         self.members, self.runs, self.state = members, [], defaultdict(dict)
@@ -502,7 +502,7 @@ class _ParamRanges:
             self._show(optimizer, run)
 
     def _room(self, run: _ParamRange, dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
-        """Memory for state of a run's length, of any content."""
+        """Allocates uninitialized state of a range's length."""
         numel, device = run.flat.numel(), run.flat.device
         if self.streams is None:
             return {key: torch.empty(numel, dtype=dtype, device=device) for key, dtype in dtypes.items()}
@@ -511,7 +511,7 @@ class _ParamRanges:
         return {} if run.hosted is None else run.hosted.tensors
 
     def _show(self, optimizer: Optimizer, run: _ParamRange) -> bool:
-        """Makes the parameters' state views into the run's, if the optimizer has made it anew; whether it has."""
+        """Makes parameters' state views into the range's if the optimizer has replaced that; returns whether it has."""
         mine = self.state.get(run.flat, {})
         if len(mine) == len(run.made) and all(run.made.get(key) is value for key, value in mine.items()):
             return False
@@ -546,7 +546,7 @@ def _members(optimizer: Optimizer) -> Members:
 
 
 def _history(optimizer: Optimizer, param: Any) -> tuple[Any, ...]:
-    """What has to be alike for two parameters to share state: the steps taken, and which state there is."""
+    """Returns what must be equal for parameters to share state: steps taken, and names of state entries."""
     state = optimizer.state.get(param, {})
     numbers = [
         v for v in state.values() if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.dim() == 0)
@@ -556,8 +556,8 @@ def _history(optimizer: Optimizer, param: Any) -> tuple[Any, ...]:
 
 
 def _stretches(buffer: FlatBuffer, history: dict[int, tuple[Any, ...]]) -> list[list[int]]:
-    """Slots of equal history that lie beside each other in the shard. Those of which this rank holds no rows join the
-    first like them, or are a stretch by themselves.
+    """Groups adjacent slots of equal history in the shard. A slot without rows on this rank joins the first group of
+    equal history, or forms its own.
     """
     places = buffer.weights.locals
     there = sorted((s for s in range(len(places)) if places[s].numel), key=lambda s: places[s].shard_offset)

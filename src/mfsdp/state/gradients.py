@@ -1,4 +1,4 @@
-"""Gradients of a unit's parameters: what is accumulated, what is kept back, and what hooks are to see."""
+"""Gradients of a unit's parameters: accumulators, unreduced gradients, and gradient hooks."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ PostHook = Callable[[torch.Tensor], None]
 class Gradients:
     """The gradients of a flat buffer.
 
-    ``flat`` is the accumulator, [layout.shard_numel] in ``precision.grad``, there from the first reduction until every
-    ``.grad`` is set to ``None``; whoever reads a ``.grad`` sees it in ``precision.main``: a wider one is what the
-    accumulator becomes until more is accumulated, a narrower one is a copy, whose changes count.
+    ``flat`` is the accumulator, [layout.shard_numel] in ``precision.grad``. It exists from the first reduction until
+    every ``.grad`` is ``None``. A ``.grad`` is in ``precision.main``: if that is wider, the accumulator becomes that
+    wide until more is accumulated; if it is narrower, ``.grad`` is a copy, whose changes count.
 
     Note [Accumulator memory]
-    An accumulator exists from the first `accumulate` of a step until ``zero_grad()``, so that it takes no memory where
-    the loss is computed. The first gradient is stored, not added. It becomes the accumulator itself, without a copy,
-    where nobody else has its memory: what a reduce-scatter gives, and, over one rank, the bucket that products were
-    written to. The program does not read it afterwards, and no static buffer is given away.
+    An accumulator exists from the first `accumulate` of a step until ``zero_grad()``, so it takes no memory while the
+    loss is computed. The first gradient is stored, not added. It becomes the accumulator without a copy if nothing else
+    shares its memory: the output of a reduce-scatter or, over one rank, the bucket that the gradient matmuls wrote to.
+    The program does not read it afterwards, and static buffers are never given away.
 
     Note [Stable addresses]
-    With ``keeps`` the accumulator's memory stays where it is from step to step, so that a step can be captured and
-    replayed: `set` puts it into ``_room``, and the next first gradient is stored there. It is given up for a new one
-    where somebody still has a gradient of before, which he may keep; where the accumulator has become a wider one; and
-    where gradients are dropped inside of a backward, by optimizers that step there to save memory.
+    With ``keeps`` the accumulator keeps its address from step to step, so that a step can be captured and replayed:
+    `set` saves its memory in ``_room``, and the next first gradient is stored there. New memory replaces it if the user
+    still holds a former gradient, which must not be overwritten; if the accumulator was widened; and if gradients are
+    dropped inside of a backward, as by optimizers that step there to save memory.
 
     Args:
-        buffer: whose they are; its weights are there already.
+        buffer: the flat buffer; its weights exist already.
     """
 
     def __init__(self, buffer: FlatBuffer):
@@ -58,58 +58,58 @@ class Gradients:
         self.sync = True
         """Whether backward reduces gradients over the outer axis, or at all (`no_sync`)."""
         self.overlap: Overlap | None = None
-        """What may put backwards off (`mfsdp.overlapped`)."""
+        """Defers backwards (`mfsdp.overlapped`)."""
         self.due: Callable[[], None] | None = None
-        """Runs the backward that has been put off, which has more for this buffer."""
+        """Runs a deferred backward that has gradients for this buffer."""
         self.hooks: dict[int, OrderedDict[int, GradHook]] = {}
-        """What wants to see, and may change, a slot's gradient before it is added to what is there."""
+        """Hooks per slot that see, and may change, a gradient before it is accumulated."""
         self.post_hooks: dict[int, OrderedDict[int, PostHook]] = {}
-        """What wants to know that a slot's ``.grad`` is complete."""
+        """Hooks per slot that run once ``.grad`` is complete."""
         self.before_first: Callable[[FlatBuffer], None] | None = None
-        """Asked once, before anything is accumulated; may raise."""
+        """Called once, before the first accumulation; may raise."""
         self._there: set[int] = set()
         """Slots that have a gradient."""
         self._dropped: set[int] = set()
-        """Slots whose gradient has been set to ``None`` while others of the buffer have theirs."""
+        """Slots whose gradient was set to ``None`` while others of the buffer have one."""
         self._votes: list[torch.Tensor] = []
-        """Which slots have a gradient on any rank, [slots], of reductions whose programs may differ by rank."""
+        """Which slots have a gradient on any rank, [slots], one per reduction whose program may differ by rank."""
         self._ballots: dict[frozenset[int], torch.Tensor] = {}
-        """What this rank has voted for before, by slots."""
+        """This rank's vote tensors, by slots."""
         self._stream: torch.Stream | None = None
-        """Where gradients were accumulated last."""
+        """The stream of the last accumulation."""
         self._kept: dict[int, torch.Tensor] = {}
-        """Gradients that wait for the next synchronisation, by elements: before or after the first reduction."""
+        """Unreduced gradients, by elements: from before or after the first reduction."""
         self._kept_offsets: set[int] = set()
         self._kept_at = 0
-        """`Outermost.syncs` when something was kept last."""
+        """`Outermost.syncs` when a gradient was last kept unreduced."""
         self._pending: torch.Tensor | None = None
-        """What a backward has brought, [layout.shard_numel] in ``precision.grad``, until hooks have seen it."""
+        """Gradients of this backward, [layout.shard_numel] in ``precision.grad``, until hooks have seen them."""
         self._arrived: set[int] = set()
-        """Slots that it has brought gradients for."""
+        """Slots with a gradient in ``_pending``."""
         self._backward = -1
-        """Which backward that was."""
+        """The number of that backward."""
         self._finishes = -1
-        """The last backward whose end was asked for."""
+        """The last backward with an end callback."""
         self._left_out: bool | None = None
-        """Whether they are wanted, while another rank brings some and this one none."""
+        """Whether gradients are wanted, while this rank joins other ranks' reductions with zeros; else ``None``."""
         self._looked: torch.Tensor | None = None
-        """The accumulator in a narrower ``precision.main``, while somebody looks at ``.grad``."""
+        """The accumulator in a narrower ``precision.main``, while ``.grad`` is in use."""
         self._touched = _Touched()
-        """Whether it has been written, through DTensors; through plain tensors its version says."""
+        """Whether DTensors have written to it; versions show writes through plain tensors."""
         self._grads: dict[int, ShardedDTensor] = {}
-        """Every ``.grad`` that has been looked at, views of the accumulator or of ``_looked``."""
+        """Every ``.grad`` that was read, a view of the accumulator or of ``_looked``."""
         self.slots: dict[tuple[int, ...], frozenset[int]] = {}
-        """Those that train, by where they start, as they were asked for; emptied when one is frozen or unfrozen."""
+        """Cache: slots that train, by start offsets; cleared when a parameter is frozen or unfrozen."""
         self._index = {slot.offset: i for i, slot in enumerate(buffer.layout.slots)}
 
     def watch(self, source: torch.Tensor) -> None:
-        """Is told when a backward through it is done."""
-        done = weakref.WeakMethod(self._backward_done)  # a tensor's hooks are no garbage to Python
+        """Registers for the end of backwards through ``source``."""
+        done = weakref.WeakMethod(self._backward_done)  # Python's GC does not see a tensor's hooks
         source.register_post_accumulate_grad_hook(lambda source: (done() or _nobody)(source))
         self._node = engine.accumulation_node(source)
 
     def like(self, other: Gradients) -> None:
-        """Becomes a copy of another buffer's."""
+        """Copies the state of another buffer's gradients."""
         other._settle()
         self.sync = other.sync
         self._kept = {size: kept.clone() for size, kept in other._kept.items()}
@@ -121,12 +121,12 @@ class Gradients:
         self.flat = None if total is None else total.clone()
 
     def wanted(self) -> bool:
-        """Whether the backward that is running is one for parameters (not ``torch.autograd.grad``)."""
+        """Whether the running backward is for parameters (not ``torch.autograd.grad``)."""
         return engine.accumulates(self._node) if self._left_out is None else self._left_out
 
     @contextmanager
     def left_out(self, wanted: bool) -> Iterator[None]:
-        """Inside of the ``with`` they are wanted or not as on ranks that have used the unit."""
+        """Inside of the ``with``, gradients are wanted or not as on ranks that used the unit."""
         self._left_out = wanted
         try:
             yield
@@ -144,20 +144,20 @@ class Gradients:
 
     @property
     def holds(self) -> bool:
-        """Whether some wait for the next synchronisation."""
+        """Whether there are unreduced gradients."""
         return bool(self._kept)
 
     def heard(self) -> bool:
-        """Whether somebody wants to be told of gradients."""
+        """Whether any gradient hooks are registered."""
         return any(self.hooks.values()) or any(self.post_hooks.values())
 
     def arrive(self) -> None:
-        """Lets a backward that has been put off bring what it has, before anything else is seen or done."""
+        """Runs a deferred backward before gradients are read or changed."""
         if self.due is not None:
             self.due()
 
     def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool:
-        """Whether gradients stay here for now: then they are kept. Otherwise what was kept is added to them."""
+        """Keeps gradients unreduced under `no_sync` and returns ``True``; else adds the unreduced ones to them."""
         if not self.wanted():
             return not self.sync
         self.arrive()
@@ -176,11 +176,11 @@ class Gradients:
 
     @property
     def waits(self) -> bool:
-        """Whether gradients wait for the next synchronisation, for hooks, or for their backward to run."""
+        """Whether gradients wait for a reduction, for hooks, or for a deferred backward."""
         return bool(self._kept) or self._pending is not None or self.due is not None
 
     def forget(self, slots: Iterable[int] | None = None) -> None:
-        """Drops what waits for the next synchronisation, or some parameters' part of it."""
+        """Drops unreduced gradients, or those of some parameters."""
         self.arrive()
         if slots is not None:
             chosen = [self._of.layout.slots[slot] for slot in slots]
@@ -196,7 +196,7 @@ class Gradients:
         holding.discard(self)
 
     def _mask(self, slots: Iterable[Slot], numel: int) -> torch.Tensor:
-        """Where some parameters lie in whole gradients, or in this rank's shard of them; booleans, [numel]."""
+        """Returns a boolean mask, [numel], of some parameters in full gradients or in this rank's shard of them."""
         full = torch.zeros(self._of.spec.full_numel, dtype=torch.bool, device=self._of.weights.main.device)
         for slot in slots:
             full[slot.offset : slot.offset + slot.numel] = True
@@ -209,13 +209,13 @@ class Gradients:
         return shard
 
     def vote(self, offsets: Iterable[int]) -> None:
-        """Asks all ranks which parameters have a gradient, before an `accumulate` whose offsets may differ by rank:
-        what any rank has counts on all of them. Nobody waits for the answer until a ``.grad`` is read.
+        """Asks all ranks which parameters have a gradient, before an `accumulate` whose offsets may differ by rank. A
+        gradient on any rank counts on all. The host waits for the answer only when a ``.grad`` is read.
         """
         if not self.wanted():
             return
         mine = self._slots(self._kept_offsets.union(offsets))
-        if mine not in self._ballots:  # once: the host waits where it brings something to a device
+        if mine not in self._ballots:  # cached: a copy to the device makes the host wait
             votes = [slot in mine for slot in range(len(self._of.layout.slots))]
             self._ballots[mine] = torch.tensor(votes, device=self._of.weights.main.device)
         self._votes.append(sync_collectives.on_any_rank(self._ballots[mine], self._of.spec))
@@ -246,7 +246,7 @@ class Gradients:
             self._of.unit.outermost.syncs[0] += 1
 
     def bring(self, slot: int, rows: torch.Tensor) -> None:
-        """Adds what autograd has brought to a parameter itself, from what was computed with it outside of forward."""
+        """Adds a gradient that eager autograd brings to a parameter, from uses outside of forward."""
         self.arrive()
         self._ask_before_first()
         if self.heard():
@@ -271,14 +271,14 @@ class Gradients:
             self.before_first = None
 
     def _of_this_backward(self) -> torch.Tensor | None:
-        """What hooks are to see of it so far. What an earlier one has left, it died of an exception."""
+        """Returns ``_pending`` of this backward; drops that of an earlier one, which an exception ended."""
         now = engine.backward_number()
         if self._backward != now:
             self._backward, self._pending, self._arrived = now, None, set()
         return self._pending
 
     def _of_kept_and(self, offsets: Iterable[int]) -> frozenset[int]:
-        """Slots that something is accumulated for: those that start there, and those of what was kept back."""
+        """Returns the slots to accumulate for: those that start at ``offsets``, and those of unreduced gradients."""
         if self._kept_offsets:
             slots = self._slots(self._kept_offsets.union(offsets))
             self._kept_offsets.clear()
@@ -291,17 +291,17 @@ class Gradients:
         return self.slots[key]
 
     def _slots(self, offsets: Iterable[int]) -> frozenset[int]:
-        """Those that start there, and train."""
+        """Returns the slots that start there and train."""
         return frozenset(slot for offset in offsets if self._of.trains[slot := self._index[offset]])
 
     def _add(self, gshard: torch.Tensor, scale: float) -> None:
-        """Adds to the accumulator, or stores in it."""
+        """Adds to the accumulator, or stores the first gradient."""
         total = self._ready()
         self._become(self._stored(gshard, scale) if total is None else total.add_(gshard, alpha=scale))
 
     def _stored(self, gshard: torch.Tensor, scale: float) -> torch.Tensor:
-        """``scale * gshard`` in the accumulator's dtype: in memory of its own, or in that of ``gshard``, if nobody else
-        has it (Note [Accumulator memory]).
+        """Returns ``scale * gshard`` in the accumulator's dtype, in its own memory, or in that of ``gshard`` if nothing
+        else shares it (Note [Accumulator memory]).
         """
         room = self._left()
         if room is None and self._may_become(gshard):
@@ -309,7 +309,7 @@ class Gradients:
         return scaled(self._empty() if room is None else room, gshard, scale)
 
     def _may_become(self, gshard: torch.Tensor) -> bool:
-        """Whether it can be the accumulator itself: it has the dtype and all of a storage that nobody else has."""
+        """Whether it can become the accumulator: it has its dtype and shape, and a storage of its own."""
         alike = gshard.dtype is self._dtype and gshard.shape == self._of.weights.main.shape
         plain = type(gshard) is torch.Tensor and not gshard.requires_grad and not gshard.is_inference()
         if not (alike and plain) or gshard.is_meta:
@@ -317,12 +317,12 @@ class Gradients:
         return gshard.untyped_storage().nbytes() == gshard.nbytes and not buffer_registry.shared(gshard)
 
     def _accumulator(self) -> torch.Tensor:
-        """Memory for one, of any content."""
+        """Returns uninitialized memory for an accumulator."""
         room = self._left()
         return self._empty() if room is None else room
 
     def _left(self) -> torch.Tensor | None:
-        """What the last accumulator has left (Note [Stable addresses]), if nobody has a gradient that lies there."""
+        """Returns the former accumulator's memory (Note [Stable addresses]), unless a gradient in it is still held."""
         room, self._room = self._room, None
         return None if room is None or buffer_registry.shared(room) else room
 
@@ -332,8 +332,8 @@ class Gradients:
 
     @property
     def keeps(self) -> bool:
-        """Whether the accumulator's memory stays while there is no gradient (Note [Stable addresses]); turned off, it
-        goes.
+        """Whether the accumulator's memory stays while there is no gradient (Note [Stable addresses]); setting it to
+        ``False`` frees it.
         """
         return self._keeps
 
@@ -345,7 +345,7 @@ class Gradients:
             self._room = None
 
     def _ready(self) -> torch.Tensor | None:
-        """The accumulator in its own dtype, without what was dropped: more may be added."""
+        """Returns the accumulator in its own dtype, with dropped slots zeroed, ready for more gradients."""
         if self._looked is None and not self._dropped and (self.flat is None or self.flat.dtype is self._dtype):
             return self.flat
         total = self.total()
@@ -358,7 +358,7 @@ class Gradients:
         return self.flat
 
     def total(self) -> torch.Tensor | None:
-        """The accumulator, with what has been done to ``.grad``; ``None`` where there is no gradient."""
+        """Returns the accumulator, with changes made to ``.grad``; ``None`` without a gradient."""
         self.arrive()
         looked = self._looked
         if looked is not None and self.flat is not None and self._touched != _Touched(looked._version):
@@ -373,8 +373,8 @@ class Gradients:
         self.flat = total
 
     def _backward_done(self, source: torch.Tensor) -> None:
-        """Autograd calls it once per backward, when all programs that read the source are through with it, with what
-        reached it through autograd itself: gradients of programs that ran without our passes.
+        """Called by autograd once per backward, after all programs that read the source. ``source.grad`` holds
+        gradients of programs compiled without our passes, which autograd accumulates itself.
         """
         if source.is_meta:
             return  # nothing runs
@@ -391,16 +391,16 @@ class Gradients:
             self.accumulate(rest, self._index, 1.0)
             source.grad = None
         for gradients in (self._pending, self.flat):
-            if gradients is not None:  # whoever called backward waits for this stream
+            if gradients is not None:  # the caller of backward waits for this stream
                 devices.follow(self._stream, gradients)
         hooked = {slot for slot, hooks in (*self.hooks.items(), *self.post_hooks.items()) if hooks}
         if any(engine.accumulates(engine.accumulation_node(self._of.params[slot])) for slot in hooked):
-            self._finish_later()  # more is to come, from outside of forward
+            self._finish_later()  # uses outside of forward bring more
         else:
             self._finish()
 
     def finish(self) -> None:
-        """Lets hooks know, where autograd will not: a backward that is running has left the unit out."""
+        """Runs hooks where autograd does not: the running backward has left the unit out."""
         if not self.heard():
             return
         if engine.backward_number() < 0:
@@ -409,14 +409,14 @@ class Gradients:
             self._finish_later()
 
     def _finish_later(self) -> None:
-        """`_finish`, once, when the backward that is running ends."""
+        """Runs `_finish` once, when the running backward ends."""
         now = engine.backward_number()
         if self._finishes != now:
             self._finishes = now
             engine.after_backward(self._finish)
 
     def _finish(self) -> None:
-        """Runs hooks, when a backward has brought everything."""
+        """Runs hooks after all gradients of a backward have arrived."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self._arrived |= self._counted()
@@ -445,17 +445,17 @@ class Gradients:
                     mine.copy_(changed)
 
     def _shown(self, gradients: torch.Tensor, slot: int) -> ShardedDTensor:
-        """A parameter's part of flat gradients."""
+        """Returns a parameter's part of flat gradients."""
         return ShardedDTensor(self._of.weights.view(gradients, slot), self._of.params[slot].sharding)
 
     def _counted(self) -> set[int]:
-        """Slots that somebody has voted for; the votes are gone."""
+        """Returns the slots that any rank has voted for, and clears the votes."""
         slots = {slot for votes in self._votes for slot in votes.nonzero().flatten().tolist()}
         self._votes.clear()
         return slots
 
     def _settle(self) -> None:
-        """Counts votes of what has landed."""
+        """Counts the votes of finished reductions."""
         self.arrive()
         if self._votes and self.flat is not None:
             self._there |= self._counted()
@@ -464,7 +464,7 @@ class Gradients:
         """Whether a parameter has a gradient.
 
         Raises:
-            RuntimeError: a backward has synchronised other units, while this one has gradients waiting from before.
+            RuntimeError: a backward has reduced other units, while this one has unreduced gradients from before.
         """
         self.arrive()
         if self._kept and self._of.unit.outermost.syncs[0] > self._kept_at:
@@ -476,7 +476,7 @@ class Gradients:
         return slot in self._there
 
     def of(self, slot: int) -> ShardedDTensor | None:
-        """The gradient of a parameter in ``precision.main``, a view, or ``None``; raises as `has` does."""
+        """Returns a parameter's gradient in ``precision.main``, a view, or ``None``; raises like `has`."""
         if not self.has(slot):
             return None
         assert self.flat is not None
@@ -488,13 +488,13 @@ class Gradients:
             self._touched = _Touched(self._looked._version)
             self._grads.clear()
         if slot not in self._grads:
-            with torch.inference_mode(False):  # whoever looks first
+            with torch.inference_mode(False):  # the first read may be in inference mode
                 self._grads[slot] = self._shown(self.flat if self._looked is None else self._looked, slot)
             self._grads[slot]._mfsdp_written = self._touched
         return self._grads[slot]
 
     def set(self, slot: int, value: torch.Tensor | None) -> None:
-        """``None`` forgets the gradient; a tensor is copied in."""
+        """Drops the gradient for ``None``; else copies a tensor in."""
         self._settle()
         if value is None:
             if self in holding:
@@ -528,15 +528,15 @@ def scaled(out: torch.Tensor, x: torch.Tensor, scale: float, *, fused: bool | No
     """Writes ``scale * x`` to ``out``, multiplied in a dtype that holds both and rounded once.
 
     Args:
-        fused: whether a narrower ``x`` is cast and multiplied by one kernel; ``None``: but on the CPU, where torch
-            makes a copy for that, and two passes are faster.
+        fused: whether one kernel casts and multiplies a narrower ``x``; ``None``: except on the CPU, where torch would
+            copy it first, and two passes are faster.
     """
     if scale == 1.0:
         return out.copy_(x)
     wide = torch.promote_types(x.dtype, out.dtype)
     if wide is out.dtype is not x.dtype:
         if fused or (fused is None and out.device.type != "cpu"):
-            # a number, or a tensor without dimensions, would leave it to multiply in the dtype of x
+            # a number, or a tensor without dimensions, would make it multiply in the dtype of x
             return torch.mul(x, torch.full((1,), scale, dtype=wide, device=out.device), out=out)
         return out.copy_(x).mul_(scale)
     return torch.mul(x.to(wide), scale, out=out)
@@ -544,7 +544,7 @@ def scaled(out: torch.Tensor, x: torch.Tensor, scale: float, *, fused: bool | No
 
 @dataclass
 class _Touched:
-    """What a tensor was when it was made, and whether DTensors over it have written to it since."""
+    """A tensor's version when it was created, and whether DTensors over it have written to it since."""
 
     version: int = -1
     stale: bool = False
@@ -552,4 +552,4 @@ class _Touched:
 
 
 def _nobody(source: torch.Tensor) -> None:
-    """What a hook does for a buffer that is gone."""
+    """Does nothing: the hook's buffer no longer exists."""

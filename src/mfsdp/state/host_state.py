@@ -1,26 +1,26 @@
-"""Optimizer state that lives on the host, and passes through the device while the optimizer steps.
+"""Optimizer state that lives on the host and is streamed through the device during the step.
 
     host in    |load 2     |load 3     |load 0 ...      a run's state is one block of bytes, copied as one
     compute    step 0 | step 1 | step 2 | step 3
     host out          |store 0    |store 1    |store 2    |store 3 ...
 
 Note [Streamed state]
-Between steps a run's state is in host memory only, and that is what parameters' state, ``state_dict()`` and checkpoints
-show. A step takes one run after the other. Each is stepped on its state in one of two rooms on the device, which are
-there from step to step, like all static buffers. What is in a room is stored as soon as the run has been stepped, and
-the room filled with the run after the next; behind the last runs of a step, with the first ones of the next. So first
-loads hide behind forward and backward, last stores too, and nobody has to say when gradients arrive.
+Between steps the state of a parameter range exists in host memory only; parameters' state, ``state_dict()`` and
+checkpoints show that memory. A step processes one range after another, each in one of two persistent device buffers.
+After a range's step its buffer is stored to the host, then loaded with the state of the range after the next one; at
+the end of a step, with that of the next step's first ranges. So first loads and last stores overlap with forward and
+backward, and nothing needs to know when gradients arrive.
 
-Who waits. A load: for the store of what the room held, and of what it reads. A step: for its load. Whoever looks at
-rows of the state: for their store (`HostedDTensor`). Where somebody has got rows as a plain tensor nobody can know when
-he looks, and the step itself waits.
+Waits: a load waits for the store of the buffer's former state, and for the store of what it reads. A step waits for its
+load. Access to rows of the state waits for their store (`HostedDTensor`). If the user holds rows as a plain tensor,
+later accesses cannot be observed, so the step itself waits.
 
-What is loaded early is taken if nobody has written to the state since: versions tell of it, `stale` of writes by
-address; of rows that are out as plain tensors nobody can know, and they are loaded anew.
+An early load is used if the state has not been written since: tensor versions show writes, `stale` shows writes by
+address. If rows are out as plain tensors, the state is loaded again.
 
-A step that is interrupted leaves every run old or new, with its weights. Where the exception comes from inside of a
-run's own step, versions of its weights tell whether they were written. If they were, or cannot tell (fused kernels), it
-is an error of its own, for weights are half new then, and state is as it was before.
+An interrupted step leaves each range entirely old or entirely new, weights and state. If a range's own step raises, the
+version of its weights tells whether they were written. If they were, or the version cannot tell (fused kernels), an
+error reports it: weights may be partly new, and state is as before the step.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ from .shard_spec import ShardSpec
 from .sharded_dtensor import ShardedDTensor
 
 ALIGNED = 256
-"""Bytes that the tensors of a block start at multiples of."""
+"""Alignment in bytes of the tensors in a block."""
 
 Kinds = tuple[tuple[str, torch.dtype], ...]
-"""State that is as long as the weights: names and dtypes."""
+"""State tensors as long as the weights: names and dtypes."""
 
 
 class HostRange(Protocol):
-    """What is stepped."""
+    """A parameter range to step."""
 
     flat: torch.nn.Parameter
     hosted: HostedState | None
-    """Its state, once there is any."""
+    """Its state, once it exists."""
 
     @property
     def name(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
 
 
 class HostedState:
-    """The state of one run: a block of bytes on the host.
+    """The state of one range: a block of bytes on the host.
 
     Args:
-        kinds: what it is made of.
+        kinds: names and dtypes of the state tensors.
         numel: elements of each.
-        device: where it is stepped.
+        device: where the step runs.
     """
 
     def __init__(self, kinds: Kinds, numel: int, device: torch.device):
@@ -70,18 +70,18 @@ class HostedState:
         self.nbytes = sum(size_of(numel, dtype.itemsize) for _, dtype in kinds)
         self.block = host_memory.room(self.nbytes, device)
         self.memory = self.block.data
-        """The same, with a version of its own: what copies write is no write."""
+        """The same memory with its own version, so that copies do not count as writes."""
         self.tensors = self.over(self.block)
-        """What parameters' state shows views of."""
+        """The tensors that parameters' state shows views of."""
         self.stored: host_memory.CopyHandle | None = None
-        """Of a store that may be under way."""
+        """Handle of a store that may be in flight."""
         self.stale = False
-        """Whether it has been written through DTensors since it was loaded."""
+        """Whether DTensors have written it since it was loaded."""
         self.exposed = False
-        """Whether somebody has had rows of it as a plain tensor."""
+        """Whether rows have been given out as a plain tensor."""
 
     def over(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors that a block of bytes is made of."""
+        """Returns a block's tensors by name, as views."""
         out, start = {}, 0
         for name, dtype in self.kinds:
             out[name] = block[start : start + self.numel * dtype.itemsize].view(dtype)
@@ -89,21 +89,21 @@ class HostedState:
         return out
 
     def settle(self) -> None:
-        """Returns once the host may read it."""
+        """Waits until the host may read the state."""
         stored = self.stored
         if stored is not None:
             stored.landed()
             self.stored = None
 
     def show(self, rows: torch.Tensor, sharding: ShardSpec) -> HostedDTensor:
-        """Rows of one of its tensors, as users see them."""
+        """Returns rows of one of its tensors as users see them."""
         out = HostedDTensor(rows, sharding)
         out._mfsdp_written = self
         return out
 
 
 class HostedDTensor(ShardedDTensor):
-    """One whose rows are on the host; whoever asks for them waits for the store that may be on its way there."""
+    """A `ShardedDTensor` with rows on the host; reading them waits for a store in flight."""
 
     _mfsdp_written: HostedState | None = None
 
@@ -118,7 +118,7 @@ class HostedDTensor(ShardedDTensor):
         self._local_tensor_on_host = rows
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As of state that is not streamed."""
+        """Pickles like state that is not streamed."""
         return ShardedDTensor(self._local_tensor, self._sharding).__reduce_ex__(protocol)
 
     @classmethod
@@ -126,12 +126,12 @@ class HostedDTensor(ShardedDTensor):
         return ShardedDTensor(local, sharding, requires_grad)
 
     def beside(self, rows: torch.Tensor) -> ShardedDTensor:
-        """A view of it, given its rows."""
+        """Returns a view with the given rows."""
         hosted = self._mfsdp_written
         return super().beside(rows) if hosted is None else hosted.show(rows, self._sharding)
 
     def _gathered(self) -> torch.Tensor:
-        """Over data-parallel ranks, whose group may take no tensors of the host."""
+        """Gathers over data-parallel ranks, on the device: their group may not support host tensors."""
         rows = self._local_tensor
         device = rows.device if self._mfsdp_written is None else self._mfsdp_written.device
         return ShardedDTensor(rows.to(device), self._sharding)._gathered()
@@ -139,17 +139,17 @@ class HostedDTensor(ShardedDTensor):
 
 @dataclass(eq=False)
 class _Room:
-    """Memory on the device for the state of one run."""
+    """Device memory for the state of one range."""
 
     memory: torch.Tensor
     hosted: HostedState | None = None
-    """Whose state is in it, or on its way."""
+    """The state that it holds or is being loaded with."""
     loaded: host_memory.CopyHandle | None = None
     version: int = -1
-    """Of the state on the host, when it was loaded."""
+    """Version of the host's state when it was loaded."""
 
     def current(self) -> bool:
-        """Whether what is in it is what the host has."""
+        """Whether it holds the host's current state."""
         hosted = self.hosted
         if hosted is None or hosted.exposed or hosted.stale:
             return False
@@ -158,17 +158,17 @@ class _Room:
 
 @dataclass(eq=False)
 class StateStreams:
-    """The state of one optimizer's runs on its way through the device."""
+    """Streams the state of one optimizer's ranges through the device."""
 
     _rooms: list[_Room] = field(default_factory=list)
     _order: list[HostedState] = field(default_factory=list)
-    """What the step takes."""
+    """The order in which the step takes them."""
     _at: int = 0
     _new: list[host_memory.CopyHandle] = field(default_factory=list)
-    """Stores of state that this step has made."""
+    """Stores of state that this step has created."""
 
     def begin(self, runs: Sequence[HostRange]) -> None:
-        """A step begins, and takes these runs in this order."""
+        """Begins a step over these ranges, in this order."""
         self._order, self._at, self._new = [run.hosted for run in runs if run.hosted is not None], 0, []
         devices = {run.flat.device for run in runs}
         if len(devices) > 1:
@@ -190,7 +190,7 @@ class StateStreams:
         count = min(2, len(self._order))
         if count > len(self._rooms) or any(room.memory.numel() < nbytes for room in self._rooms[:count]):
             device = self._order[0].device
-            self._rooms.clear()  # ends of copies hold what is under way
+            self._rooms.clear()  # copy handles keep buffers in flight alive
             self._rooms += [_Room(torch.empty(nbytes, dtype=torch.uint8, device=device)) for _ in range(count)]
 
     def _load(self, hosted: HostedState, room: _Room) -> None:
@@ -201,15 +201,15 @@ class StateStreams:
 
     @contextmanager
     def lent(self, run: HostRange, state: dict[Any, dict[str, Any]], tells: bool) -> Iterator[None]:
-        """Around the step of one run, the next in order: its state is on the device.
+        """Wraps the step of one range, the next in order: its state is on the device.
 
         Args:
-            run: which.
-            state: the optimizer's, which holds the run's on the host before and behind.
-            tells: whether versions tell of what the step writes.
+            run: the range.
+            state: the optimizer's; holds the range's state on the host before and after.
+            tells: whether tensor versions show what the step writes.
 
         Raises:
-            RuntimeError: an exception has interrupted it where it cannot be told that nothing was written.
+            RuntimeError: an exception interrupted the step, and its weights may have been written.
         """
         before = state.get(run.flat)
         numbers = {k: v.clone() for k, v in (before or {}).items() if isinstance(v, torch.Tensor) and not v.dim()}
@@ -240,7 +240,7 @@ class StateStreams:
             ) from error
 
     def _enter(self, hosted: HostedState | None) -> tuple[_Room | None, dict[str, torch.Tensor]]:
-        """The room that a run's state is in, and what is there."""
+        """Returns the device buffer that holds a range's state, and the state tensors in it."""
         if hosted is None:
             return None, {}
         room = next(room for room in self._rooms if room.hosted is hosted)
@@ -256,8 +256,8 @@ class StateStreams:
     def _leave(
         self, run: HostRange, room: _Room | None, there: Mapping[str, torch.Tensor], state: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Launches the store of a run that has been stepped, and the load of the one after the next; its state, on the
-        host.
+        """Launches the store of a stepped range and the load of the one after the next; returns the range's state on
+        the host.
         """
         tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
         if not tensors:
@@ -283,7 +283,7 @@ class StateStreams:
         return {**state, **hosted.tensors}
 
     def _advance(self, room: _Room) -> None:
-        """Fills the room of what has just been stepped."""
+        """Loads the next waiting range into the buffer of the range just stepped."""
         behind = self._at + 2
         following = self._order[behind % len(self._order)]
         self._at += 1
@@ -293,19 +293,19 @@ class StateStreams:
             self._load(following, room)
 
     def end(self, runs: Sequence[HostRange], looked_at: bool) -> None:
-        """A step is done.
+        """Ends a step.
 
         Args:
-            runs: all of them.
-            looked_at: whether somebody is about to look at their state, in ways that do not wait.
+            runs: all ranges.
+            looked_at: whether their state is about to be read in ways that do not wait.
         """
         for run in runs:
             if run.hosted is not None and (looked_at or run.hosted.exposed):
                 run.hosted.settle()
 
     def forget(self, runs: Sequence[HostRange]) -> None:
-        """Other runs take their place. Their last stores end, for whoever still has their state; if one has failed, he
-        is told when he looks.
+        """Waits for the last stores of ranges that others replace; their state may still be referenced. A failed store
+        raises on later access.
         """
         for run in runs:
             if run.hosted is not None:
@@ -314,16 +314,16 @@ class StateStreams:
 
 
 class _Stays:
-    """State that torch takes for no tensor, and brings to no device."""
+    """Hides state from torch, which would move tensors to the device."""
 
     def __init__(self, value: ShardedDTensor):
         self.value = value
 
 
 def load(theirs: Callable[[Any, dict[str, Any]], Any], optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """An optimizer's ``load_state_dict``, which leaves sharded state where it is: torch's brings all of it to the
-    device of the weights, where it need not fit. Where others have hooks in front of it, they see what they expect.
-    Private in torch (``_optimizer_load_state_dict_pre_hooks``); tried on 2.13, not on the others of 2.11 to 2.15.
+    """Runs an optimizer's ``load_state_dict`` and leaves sharded state where it is: torch would move all of it to the
+    device of the weights, where it may not fit. If others have registered pre-hooks, those see plain state. Private in
+    torch (``_optimizer_load_state_dict_pre_hooks``); tried on 2.13, not on the others of 2.11 to 2.15.
     """
     if all(hook is cut_whole_state for hook in optimizer._optimizer_load_state_dict_pre_hooks.values()):
         state_dict = cut_whole_state(optimizer, state_dict) or state_dict
@@ -340,5 +340,5 @@ def load(theirs: Callable[[Any, dict[str, Any]], Any], optimizer: Any, state_dic
 
 
 def size_of(numel: int, itemsize: int) -> int:
-    """Bytes that a tensor takes in a block."""
+    """Returns the bytes that a tensor takes in a block."""
     return -(-numel * itemsize // ALIGNED) * ALIGNED

@@ -103,8 +103,7 @@ def axes(mesh: DeviceMesh | None, dp_mesh_dims: Any, device: torch.device) -> Ax
 
     Raises:
         ValueError: no mesh, a mesh of another device type, without this rank or with ranks out of order; an axis would
-            be
-        unused.
+            be unused.
     """
     if mesh is None:
         if dp_mesh_dims is not None:
@@ -147,7 +146,7 @@ def flat(mesh: DeviceMesh, dims: tuple[int, ...]) -> DeviceMesh:
     made: DeviceMesh = mesh[tuple(names[i] for i in wide)]._flatten()
     if (made.mesh.diff() > 0).all():
         return made
-    return DeviceMesh.from_group(made.get_group(), made.device_type, mesh_dim_names=made.mesh_dim_names)  # keeps the group's rank order
+    return DeviceMesh.from_group(made.get_group(), made.device_type, mesh_dim_names=made.mesh_dim_names)  # in its order
 
 
 def _with_names(mesh: DeviceMesh) -> DeviceMesh:
@@ -207,8 +206,7 @@ def _by_name(mesh: DeviceMesh) -> Axes:
 
 
 def _as_told(mesh: DeviceMesh, dims: Any) -> Axes:
-    """Assigns the axes of a mesh as the user says; axes left out belong to other parallelisms, if their names allow it.
-    """
+    """Assigns axes as the user says; other parallelisms own the axes left out, if their names allow it."""
     replicate, shard = _dims(dims)
     names, given = mesh.mesh_dim_names or (), (*replicate, *shard)
     strangers = [n for n in given if n not in names]

@@ -22,8 +22,7 @@ def norms(
 
     Returns:
         scalar tensors by name, in the dtype and on the device of the measured tensor: norms of full tensors, equal on
-        every
-        rank. There is no device synchronization.
+        every rank. There is no device synchronization.
 
     Raises:
         ValueError: ``of`` is another value.

@@ -1,5 +1,7 @@
-"""What Dynamo meets where an optimizer steps on sharded parameters: it cannot trace those steps, and nobody should find
-that out from an assertion inside of it. A flat optimizer's step is left alone, in words; that of any other is refused.
+"""Hooks on optimizers that step on sharded parameters, which Dynamo cannot trace.
+
+Under ``torch.compile``, a flat optimizer's step runs uncompiled with a warning; other optimizers' steps raise a clear
+error instead of an assertion inside Dynamo.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from .unsupported import refuse_blocks
 
 
 def left_alone(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of an optimizer that ``torch.compile`` around it does not enter; it says so once."""
+    """Wraps an optimizer's method so that ``torch.compile`` around it does not trace it; warns once."""
 
     @functools.wraps(step)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -41,12 +43,14 @@ def _tell(name: str, compiled: bool) -> None:
 
 @functools.cache
 def refuse_elsewhere() -> None:
-    """Gives every optimizer that gets sharded parameters a hook that raises when its step is compiled from outside, one
-    that tells weights of a step (fused optimizers write by address, which no version shows), and one that cuts the
-    state of an unsharded optimizer that is loaded into it.
+    """Registers hooks on every optimizer that gets sharded parameters.
 
-    torch has no hook where optimizers are made: ``torch.optim.Optimizer.add_param_group`` is wrapped, once, when the
-    first model is sharded. The hook is the optimizer's own, so that no other one's step is touched.
+    Before a step, a hook raises if the step is compiled from outside. After it, a hook tells weights that they were
+    written: fused optimizers write through pointers, which no version counter shows. Before ``load_state_dict``, a hook
+    cuts the state of an unsharded optimizer.
+
+    torch has no hook for new optimizers, so this wraps ``torch.optim.Optimizer.add_param_group`` once, when the first
+    model is sharded. Hooks are per optimizer, so other optimizers' steps are unaffected.
     """
     add = Optimizer.add_param_group
 
@@ -64,7 +68,7 @@ def refuse_elsewhere() -> None:
 
 
 def hooked(optimizer: Any) -> bool:
-    """Whether others have hooks behind the steps of an optimizer, which may write to what they see. Private in torch
+    """Returns whether others have hooks after an optimizer's step, which may write to what they see. Private in torch
     (``_optimizer_step_post_hooks``); tried on 2.13, not on the others of 2.11 to 2.15.
     """
     hooks = [*optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()]
@@ -86,15 +90,15 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 @torch.no_grad()
 def cut_whole_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """What an optimizer loads, with whole tensors cut as their parameters are.
+    """Returns the state dict to load, with full tensors cut like their parameters.
 
     Raises:
-        ValueError: a tensor has neither the shape of its parameter, nor is it a number.
+        ValueError: a tensor is no scalar, and its shape is not its parameter's.
     """
     kept = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if len(kept) != len(params):
-        return None  # torch says so
+        return None  # torch raises its own error
     state = dict(state_dict["state"])
     for key, param in zip(kept, params, strict=True):
         if key in state and isinstance(param, ShardedDTensor):
@@ -103,7 +107,7 @@ def cut_whole_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any
 
 
 _NUMBERS = ("step", "mu_product", "eta", "mu")
-"""State of torch's optimizers that is one number, also of a parameter that is one."""
+"""Scalar state of torch's optimizers, also for a scalar parameter."""
 
 
 def _cut(param: ShardedDTensor, name: str, value: Any) -> Any:
@@ -130,20 +134,19 @@ def _tells_weights(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def count(buffers: Iterable[Any]) -> None:
-    """Counts a step of an optimizer in every group that shares buffers whose parameters it has (invariant 66)."""
+    """Counts a step in every group that shares the buffers (invariant 66)."""
     shared = ((*buffer.spec.peer_groups, buffer.unit.outermost.loose.group) for buffer in buffers)
     count_step(name for names in shared for name in names if name)
 
 
 def _buffers(optimizer: Any) -> set[Any]:
-    """Those whose parameters an optimizer has."""
     owners = (getattr(p, "_mfsdp_owner", None) for group in optimizer.param_groups for p in group["params"])
     return {owner for owner in owners if owner is not None}
 
 
 def _skipped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that Dynamo does not enter, but in which it is known to be at work. Private in torch; tried on 2.13,
-    not on the others of 2.11 to 2.15.
+    """Marks a function so that Dynamo does not enter it, while `_compiling` inside still sees Dynamo. Private in torch;
+    tried on 2.13, not on the others of 2.11 to 2.15.
     """
     from torch._dynamo.decorators import skip
 
@@ -151,7 +154,7 @@ def _skipped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiling() -> bool:
-    """Whether Dynamo would compile what is called here. Private in torch; tried on 2.13, not on the others of 2.11 to
+    """Returns whether Dynamo would compile a call here. Private in torch; tried on 2.13, not on the others of 2.11 to
     2.15.
     """
     from torch._C._dynamo.eval_frame import get_eval_frame_callback

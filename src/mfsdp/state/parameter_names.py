@@ -1,8 +1,7 @@
-"""Original names, whichever way a model was compiled.
+"""Original parameter names of models wrapped by ``torch.compile``.
 
-``torch.compile(module)`` wraps the module, and the wrapper puts ``_orig_mod`` into the name of everything below it:
-what is saved under such names nobody else can load. Around what is sharded, wrappers give the names that the model has,
-and take both.
+The wrapper adds ``_orig_mod`` to the names of everything below it, and other code cannot load what is saved under such
+names. Wrappers around sharded modules return the model's own names and accept both.
 """
 
 from __future__ import annotations
@@ -18,15 +17,14 @@ WRAPPER = "_orig_mod"
 
 
 def original(name: str) -> str:
-    """A name without the wrappers' part of it."""
     return ".".join(part for part in name.split(".") if part != WRAPPER) if WRAPPER in name else name
 
 
 def restore(state: MutableMapping[str, Any], prefix: str = "") -> None:
-    """Gives everything below ``prefix`` its original name, in place and in order.
+    """Renames everything below ``prefix`` to its original name, in place and in order.
 
     Raises:
-        ValueError: two things would have one name.
+        ValueError: two entries get the same name.
     """
     if not any(WRAPPER in name and name.startswith(prefix) for name in state):
         return
@@ -39,7 +37,7 @@ def restore(state: MutableMapping[str, Any], prefix: str = "") -> None:
 
 
 def spelled(model: nn.Module, name: str) -> str:
-    """A name as torch finds its way through modules, with the wrappers' part of it."""
+    """Adds the ``_orig_mod`` parts that torch needs to find a name in ``model``."""
     at: Any = model
     out: list[str] = []
     for part in name.split("."):
@@ -52,7 +50,7 @@ def spelled(model: nn.Module, name: str) -> str:
 
 
 def keep_original_names() -> None:
-    """Makes wrappers of sharded modules give original names; the others stay as they are.
+    """Makes wrappers of sharded modules, and no others, return original names.
 
     Private in torch (``OptimizedModule``); tried on 2.12 to 2.14, not on the others of 2.11 to 2.15.
     """
@@ -73,7 +71,7 @@ def _sharded(module: nn.Module) -> bool:
     return any("_mfsdp_unit" in m.__dict__ for m in module.modules())
 
 
-# What wrappers do instead of nn.Module's own
+# Methods of nn.Module, replaced on wrappers
 
 
 def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,22 +1,22 @@
-"""Codes of a unit's parameters that last from one optimizer step to the next, one byte per element.
+"""FP8 payload of a unit's parameters that persists between optimizer steps, one byte per element.
 
 Note [Persistent FP8]
-Where the strategy leaves parameters whole, or a shard of them on every outer rank, programs read a copy that lasts
-(`Weights.source`). Of weights that a program reads only as codes it is the codes that last, and that are gathered: half
-the bytes. Each rank casts its own rows in every program, a small part of what whole weights would be to cast; they are
-sent when main weights have been written since they were last. All ranks agree when that is: maxima are due then
-too, which ranks compare (Note [Amax]).
+Under strategies that keep parameters unsharded, or a shard of them on every outer rank, programs read a persistent copy
+(`Weights.source`). If programs read weights only as FP8, the payload persists and is gathered instead: half the bytes.
+Each rank casts its own rows in every program, a small part of the cost of casting full weights. The payload is gathered
+if main weights were written since the last gather. All ranks agree on when: amax is due then too, which ranks compare
+(Note [Amax]).
 
-Which codes: a key says the recipe, of which parameters, with blocks of which kind, so programs that mean the same read
-the same bytes. Where backward casts as forward does there is one; where it casts along the other dimension there are
-two, both of which last: as many bytes and as much memory as 16 bits have. To gather the second in every backward, and
-free it, would halve the memory, and make the once per step, which these strategies are chosen for, once per microbatch.
+A payload's key consists of the recipe, the parameters and the kind of blocks; programs with equal keys share it. If
+backward casts along another dimension than forward, there are two persistent payloads, with the bytes and memory of
+16-bit weights. Gathering the second in every backward and freeing it would halve the memory, but communicate once per
+microbatch instead of once per step, the reason for these strategies.
 
-A backward reads what its forward has read. If weights have been written between the two, maxima and rows are other ones
-by now, so it raises; forward would have to be called again.
+If weights are written between a forward and its backward, amax and rows change, so backward raises; forward has to be
+called again.
 
-The source of such a unit is only a handle, without memory. Whoever reads it as it is (the eager path, a program that
-reads a parameter in another way) fills it: it lasts beside the codes from then on.
+The source of such a unit is a handle without memory. Code that reads it directly (the eager fallback, a program that
+reads a parameter in another way) fills it, and it then persists beside the payload.
 """
 
 from __future__ import annotations
@@ -37,36 +37,34 @@ _History = tuple[int, int]
 
 @dataclass(eq=False)
 class _Codes:
-    """Those of one recipe."""
-
     values: torch.Tensor
     """[spec.source_numel], one byte each."""
     history: _History | None = None
-    """Of the weights that they are of, once they have arrived."""
+    """History of the weights that were cast, once the payload has arrived."""
 
 
 class PersistentFp8:
-    """Those of one flat buffer, by recipe."""
+    """The FP8 payloads of one flat buffer, by key."""
 
     def __init__(self, weights: Weights):
         self._of = weights
         self._codes: dict[str, _Codes] = {}
         self._read: _History | None = None
-        """Of the weights that forward has read last."""
+        """History of the weights that the last forward read."""
 
     def refresh(self, key: str, code: torch.Tensor, back: bool) -> tuple[torch.Tensor, list[End]]:
-        """Launches the gather of codes if it is due.
+        """Launches the gather of a payload if it is due.
 
         Args:
-            key: which codes.
-            code: this rank's part as main weights are now, [spec.main_numel].
-            back: whether it is for a backward.
+            key: of the payload.
+            code: this rank's part, cast from current main weights, [spec.main_numel].
+            back: whether a backward reads it.
 
         Returns:
-            the codes, [spec.source_numel], and what has to be called before they may be read.
+            the payload, [spec.source_numel], and callables to run before it is read.
 
         Raises:
-            RuntimeError: weights have been written between forward and this backward.
+            RuntimeError: weights were written between forward and this backward.
         """
         now = self._of.history
         if back and now != self._read:
@@ -83,7 +81,7 @@ class PersistentFp8:
             found = self._codes[key] = _Codes(values)
         if found.history == now:
             return found.values, []
-        found.history = None  # still due, should nobody come to wait
+        found.history = None  # stays due if no caller waits
         sent, into = code.view(torch.uint8), found.values.view(torch.uint8)
         ends = sync_collectives.replicate(sent, into, self._of.spec)
         self._of.overtake()

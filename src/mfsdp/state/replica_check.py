@@ -1,7 +1,7 @@
-"""Whether ranks that should hold the same do: a hole of tensor parallelism that nobody else sees.
+"""Compares ranks that should hold equal values. Finds norms that a tensor-parallel plan leaves out.
 
-Sequence parallelism gives each rank a part of the tokens. A norm that is left out of the plan then has on every rank
-the gradient of its own tokens only: smaller than it should be, and different, and training goes on.
+Under sequence parallelism each rank has a part of the tokens. A norm missing from the plan gets the gradient of only
+the local tokens on every rank: too small, and different, and training continues without an error.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from .flat_buffer import Ref, refs
 from .tp_shards import here
 
 SLACK = 64
-"""How many roundings apart two gradients of the same numbers may be."""
+"""Rounding errors by which two gradients of equal values may differ."""
 
 MOST = 2**-5
-"""Of a gradient's norm: what may be apart in narrow dtypes."""
+"""Largest tolerated difference relative to a gradient's norm, in narrow dtypes."""
 
 NONE = 1e300
-"""Stands for a gradient that is not there."""
+"""Marks a missing gradient."""
 
 
 @torch.no_grad()
 def check_replicas(model: nn.Module) -> None:
-    """Raises if ranks that hold the same part of a parameter have different values of it (in any bit) or different
-    gradients (by more than another order of additions explains): over the outer axis of HSDP, under ``no_shard``,
-    over axes of tensor parallelism that a parameter is not cut over, whether the plan names it (``Replicate()``) or
-    not. All ranks must call it, after a backward; all raise.
+    """Raises if ranks that hold the same part of a parameter have different values (in any bit) or different gradients
+    (by more than another order of summation explains).
 
-    Costs a pass over weights and gradients, two small collectives per axis and waits for the device.
+    Compares over the outer axis of HSDP, under ``no_shard``, and over tensor-parallel axes that do not cut a parameter,
+    whether the plan names it (``Replicate()``) or not. All ranks must call it, after a backward; all raise.
+
+    Costs a pass over weights and gradients, two small collectives per axis, and waits for the device.
 
     Args:
         model: a sharded model, or any of its modules.
 
     Raises:
         ValueError: nothing of the model is sharded.
-        RuntimeError: names every parameter that differs, over which axis, and whether its weights or gradients do.
+        RuntimeError: names parameters that differ (up to eight), the axis, and whether weights or gradients differ.
     """
     found = {ref.buffer.params[ref.slot]: (f"{path}.{name}".lstrip("."), ref)
              for path, m in model.named_modules() for name, ref in reversed(refs(m).items())}  # fmt: skip
@@ -63,12 +64,12 @@ def check_replicas(model: nn.Module) -> None:
 
 @dataclass
 class _Fault:
-    """What may be wrong with one parameter's weights or gradients over one axis."""
+    """The comparison of one parameter's weights or gradients over one axis."""
 
     name: str
     ref: Ref
     found: int
-    """0: nothing; 1: they differ; 2: only some ranks have any."""
+    """0: equal; 1: they differ; 2: only some ranks have any."""
 
 
 def _faults(group: str, members: list[tuple[str, Ref]]) -> list[_Fault]:
@@ -77,7 +78,7 @@ def _faults(group: str, members: list[tuple[str, Ref]]) -> list[_Fault]:
     slack: list[torch.Tensor] = []
     for _, ref in members:
         param, device = ref.buffer.params[ref.slot], ref.buffer.weights.main.device
-        marks.append((checksum(here(param)) & (2**50 - 1)).double())  # exact; copies are copies bit by bit
+        marks.append((checksum(here(param)) & (2**50 - 1)).double())  # exact in float64; replicas match bit for bit
         slack.append(torch.zeros((), dtype=torch.float64, device=device))
         mark, tolerated = _sum(None if param.grad is None else here(param.grad), device)
         marks.append(mark)
@@ -97,7 +98,7 @@ def _faults(group: str, members: list[tuple[str, Ref]]) -> list[_Fault]:
 
 
 def _named(faults: list[_Fault]) -> list[str]:
-    """What is wrong anywhere, the same on all ranks that cut a parameter between them: each has looked at its rows."""
+    """Merges the faults of ranks that shard a parameter, each of which has compared only its rows."""
     alike: dict[tuple[str, ...], list[_Fault]] = {}
     for fault in faults:
         alike.setdefault(tuple(fault.ref.buffer.params[fault.ref.slot].sharding.groups), []).append(fault)
@@ -112,7 +113,7 @@ def _named(faults: list[_Fault]) -> list[str]:
 
 
 def _sum(local: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """A weighted sum of a gradient, and how far apart two may be that were added up in another order."""
+    """Returns a weighted sum of a gradient, and the difference that another order of summation may cause."""
     if local is None:
         none, nothing = torch.tensor([NONE, 0.0], dtype=torch.float64, device=device)
         return none, nothing

@@ -1,4 +1,4 @@
-"""What torch is told about rows that it would not find by its own rule."""
+"""DTensor placements of uneven rows, for which torch's own rule gives wrong answers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 class RowShard(Shard):
-    """``Shard(0)`` of which each rank knows the rows that it holds, any number of them.
+    """``Shard(0)`` in which each rank states its own rows, any number of them; torch's own cuts dimension 0 into even
+    chunks.
 
-    torch's own cuts dimension 0 into even chunks. Whoever asks a placement instead of computing (torch's
-    ``compute_local_shape_and_global_offset``, ``redistribute`` of whole tensors) gets the rows that are held. It equals
-    ``Shard(0)``, on which ``DTensorSpec`` insists, and another of its kind only with the same rows.
+    Code that asks a placement instead of computing (torch's ``compute_local_shape_and_global_offset``, ``redistribute``
+    of full tensors) gets the local rows. It equals ``Shard(0)``, which ``DTensorSpec`` requires, and another `RowShard`
+    only with the same rows.
 
-    Private in torch (what it overrides); tried on 2.12 to 2.14, not on the others of 2.11 to 2.15.
+    Private in torch (the methods it overrides); tried on 2.12 to 2.14, not on the others of 2.11 to 2.15.
 
     Args:
-        rows: rows here, and the first of them. ``None``: the tensor is cut inside of its rows, and has no answer.
-        last: whether it is the last axis of the mesh that cuts; those before leave everything to it.
+        rows: the number of local rows, and the first one's index. ``None``: the tensor is cut inside rows; asking
+            raises.
+        last: whether this is the last mesh axis that cuts; earlier axes leave the cut to it.
     """
 
     def __init__(self, rows: tuple[int, int] | None, last: bool = True):
@@ -46,10 +48,10 @@ class RowShard(Shard):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RowShard):
             return (self.rows, self.last) == (other.rows, other.last)
-        return super().__eq__(other)  # perhaps NotImplemented
+        return super().__eq__(other)  # may be NotImplemented
 
     def __hash__(self) -> int:
-        """Not that of ``Shard(0)``: torch's caches must not take one for the other."""
+        """Differs from ``Shard(0)``'s: torch's caches must not confuse the two."""
         return hash((RowShard, self.rows, self.last))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -62,13 +64,13 @@ class RowShard(Shard):
 
 
 class StridedRowShard(_StridedShard):
-    """``_StridedShard(0, split_factor)``: what FSDP2 says of rows whose dimension tensor parallelism has cut before.
+    """``_StridedShard(0, split_factor)``: FSDP2's placement for rows of a dimension that tensor parallelism has cut.
 
-    torch would compute from it which rows are here, by its rule of even chunks: it is refused. Private in torch; tried
-    on 2.11 to 2.15.
+    torch would compute local rows by its rule of even chunks, so those methods raise. Private in torch; tried on 2.11
+    to 2.15.
 
     Args:
-        split_factor: how many pieces the other parallelism has made of dimension 0.
+        split_factor: number of parts into which the other parallelism cuts dimension 0.
     """
 
     def __new__(cls, split_factor: int) -> StridedRowShard:

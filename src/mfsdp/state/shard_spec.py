@@ -1,4 +1,4 @@
-"""How one tensor is cut over ranks: which rows are whose, and over which process groups."""
+"""The sharding of one tensor: which rows each rank holds, and over which process groups."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .tp_shards import Box, TPShard, concatenated, has_groups
 def local_mesh(
     device_type: str, shape: tuple[int, ...], rank: int = 0, numbers: Sequence[int] | None = None
 ) -> DeviceMesh:
-    """A mesh without process groups, over one axis or (outer, shard): for one process, or for planning. ``numbers`` are
-    those of its ranks, by default 0, 1, ...
+    """Returns a mesh without process groups, over one axis or (outer, shard): for one process, or for planning.
+    ``numbers`` are its ranks, by default 0, 1, ...
 
     Private in torch (``_init_backend``, ``_rank``); tried on 2.11 to 2.15.
     """
     names = ("dp_outer", "dp_shard")[-len(shape) :]
-    with torch.device("cpu"):  # whatever the default device is
+    with torch.device("cpu"):  # not on the default device
         ranks = torch.tensor(numbers or range(math.prod(shape))).view(shape)
         return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
 
 
 def layout_rank(mesh: DeviceMesh) -> int:
-    """This rank's number in a layout over the mesh: 1-D, or (outer, shard) with the outer ranks side by side."""
+    """Returns this rank's index in a layout over the mesh: 1-D, or (outer, shard) with outer ranks adjacent."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "fully_shard lets no rank in that is not in the mesh"
     if mesh.ndim == 1:
@@ -46,24 +46,24 @@ def layout_rank(mesh: DeviceMesh) -> int:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """Who holds what of one tensor. A parameter shares it with its gradient and its optimizer state."""
+    """The sharding of one tensor, shared by a parameter, its gradient and its optimizer state."""
 
     layout: Layout
     slot: int
     mesh: DeviceMesh
     copies: DeviceMesh | None = None
-    """Where nothing is cut, and ``mesh`` is this rank alone: the ranks that all hold it whole."""
+    """If nothing is cut and ``mesh`` is this rank alone: the ranks that all hold the full tensor."""
     home: Any = field(default=None, compare=False, repr=False)
-    """A weak reference to the flat buffer that the parameter lies in, if it is one of a model."""
+    """A weak reference to the parameter's flat buffer, if it belongs to a model."""
     piece: TPShard | None = None
-    """What another parallelism had left of it, which is what is cut here."""
+    """The local shard of another parallelism, which data parallelism cuts."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.piece.shape if self.piece else self.layout.slots[self.slot].shape
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """What DTensors say of it; made once, for optimizers make tensors all the time."""
+        """Returns the DTensor spec for a dtype; cached, because optimizers make many tensors."""
         known = self.__dict__.setdefault("_specs", {})
         if dtype not in known:
             shape = torch.Size(self.shape)
@@ -75,7 +75,7 @@ class ShardSpec:
         return {name: value for name, value in self.__dict__.items() if name != "_specs"}
 
     def local(self, rank: int | None = None) -> Local:
-        """The part of a rank, by default of this one."""
+        """Returns a rank's part, by default this one's."""
         return self.layout.local(self.slot, self.rank if rank is None else rank)
 
     @property
@@ -84,8 +84,7 @@ class ShardSpec:
 
     @property
     def groups(self) -> list[str]:
-        """Names of the process groups that hold it between them. Gathering over one after the other gives the layout's
-        order.
+        """Names of the process groups that shard the tensor. Gathering over each in turn gives the layout's order.
 
         Raises:
             RuntimeError: the mesh has none (it was made for planning).
@@ -101,27 +100,26 @@ class ShardSpec:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """Names of all process groups whose ranks hold parts of it: of data parallelism, then of others."""
+        """Names of all process groups whose ranks hold different parts: data-parallel ones first."""
         return (*self.groups, *(self.piece.cut_by if self.piece else ()))
 
     @property
     def parts(self) -> int:
-        """How many parts there are of it."""
         return self.layout.world * (self.piece.parts if self.piece else 1)
 
     @property
     def trains_over(self) -> tuple[tuple[str, ...], float]:
-        """Names of the process groups whose ranks have data of their own; what their derivatives' sum is divided by.
+        """Names of the process groups whose ranks have their own data, and the divisor of summed gradients.
 
         Raises:
-            NotImplementedError: it is a piece, and some of the axes that cut it have the same data, some have not.
+            NotImplementedError: of the other parallelism's axes that cut the tensor, only some have the same data.
         """
         buffer = None if self.home is None else self.home()
         if buffer is None:
             return tuple(self.groups), float(self.layout.world)
         spec, others = buffer.spec, buffer.unit.ranks // buffer.spec.ranks
         names = tuple(filter(None, (spec.group, spec.outer_group)))
-        if others > 1 and self.piece is not None:  # experts: its mesh is one of data, too
+        if others > 1 and self.piece is not None:  # experts: their mesh also splits data
             if self.piece.parts != others:
                 raise NotImplementedError(
                     f"mfsdp: {self.layout.slots[self.slot].name} is cut into {self.piece.parts} pieces, over ranks of "
@@ -131,7 +129,7 @@ class ShardSpec:
         return names, spec.divide
 
     def total(self, grad: torch.Tensor) -> torch.Tensor:
-        """What all ranks' derivatives of one value come to (Note [Eager autograd]); a collective for each group."""
+        """Returns a gradient summed over ranks and divided (Note [Eager autograd]); a collective per group."""
         names, divide = self.trains_over
         total = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True).contiguous()
         with execution.announced(f"derivatives of {self.layout.slots[self.slot].name}{list(self.shape)}", *names):
@@ -140,7 +138,7 @@ class ShardSpec:
         return total.div_(divide).to(grad.dtype)
 
     def same_on_all_ranks(self, number: int) -> bool:
-        """Whether all ranks that hold it have the same number; a collective."""
+        """Returns whether all ranks that hold the tensor have the same number; a collective."""
         low_high = torch.tensor([-number, number], device=self.mesh.device_type)
         with self.announced(f"numbers of {self.layout.slots[self.slot].name}{list(self.shape)}"):
             for group in self.over:
@@ -148,12 +146,12 @@ class ShardSpec:
         return bool(low_high.sum() == 0)
 
     def announced(self, what: str) -> AbstractContextManager[None]:
-        """Around collectives over the ranks that hold it: they are compared (`runs.announced`)."""
+        """Announces collectives over the ranks that hold the tensor (`execution.announced`)."""
         return execution.announced(what, *self.over)
 
     @cached_property
     def _told(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """What torch is told: the mesh, and which rows of dimension 0 are here; of a piece as FSDP2 says it."""
+        """The mesh and placements that torch sees: the local rows; a local shard of TP in FSDP2's form."""
         mesh = self.copies or self.mesh
         if self.piece is None:
             return mesh, self._rows()
@@ -161,7 +159,7 @@ class ShardSpec:
             return self.piece.mesh, self.piece.placements
         try:
             both = concatenated(mesh, self.piece.mesh)
-        except (RuntimeError, TypeError, ValueError):  # without names, or not of one mesh: torch cannot show both
+        except (RuntimeError, TypeError, ValueError):  # unnamed, or not of one root mesh: torch cannot join them
             return self.piece.mesh, self.piece.placements
         return both, (*self._rows_of(self.piece), *self.piece.placements)
 
@@ -180,14 +178,14 @@ class ShardSpec:
         return self._rows() if cuts == 1 else (StridedRowShard(cuts),) * self.mesh.ndim
 
     def boxes(self, rank: int | None = None) -> list[Box]:
-        """A rank's part as boxes, by default this one's."""
+        """Returns a rank's part as boxes, by default this one's."""
         chunks = self.layout.chunks(self.slot, self.rank if rank is None else rank)
         if self.piece is None:
             return [(offsets, offsets, sizes) for offsets, sizes in chunks]
         return [box for chunk in chunks for box in self.piece.boxes(*chunk)]
 
     def same(self, other: ShardSpec) -> bool:
-        """Whether ranks hold the same rows of tensors of the same shape."""
+        """Returns whether ranks hold the same rows of tensors of the same shape."""
         if self is other or other.__dict__.get("_like") is self:
             return True
         alike = (
@@ -204,9 +202,8 @@ class ShardSpec:
         return alike
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a whole tensor."""
         at = self.local()
-        if not any(whole.stride()) and whole.dim():  # one value everywhere, as derivatives of sums are
+        if not any(whole.stride()) and whole.dim():  # one value everywhere, such as the gradient of a sum
             return whole[(0,) * whole.dim()].expand(at.shape) if whole.numel() else whole.new_empty(at.shape)
         if self.piece is not None:
             whole = self.piece.cut(whole)

@@ -1,9 +1,9 @@
-"""DTensors whose shards are uneven: parameters, gradients and optimizer state as users see them.
+"""DTensors with uneven shards: parameters, gradients and optimizer state as users see them.
 
-torch's own DTensor takes for granted that dimension 0 is cut into even pieces. Ours are cut by a `Layout`: every rank
-holds a range of whole rows, of any length, perhaps none. `ShardedDTensor` is a DTensor with a dispatch of its own:
-elementwise operations run on the local tensors, reductions add one collective, and what is neither is refused by name.
-That also takes DTensor's sharding propagation out of the optimizer step.
+torch's DTensor cuts dimension 0 into even chunks. Here a `Layout` cuts it: every rank holds a range of entire rows, of
+any length, perhaps none. `ShardedDTensor` has its own dispatch: elementwise operations run on local tensors, reductions
+add one collective, and other operations raise an error that names them. This also removes DTensor's sharding
+propagation from the optimizer step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from .tp_shards import TPShard
 
 
 def _subclasses_dispatch() -> bool:
-    """Whether ``__torch_dispatch__`` of a DTensor subclass is called: torch 2.11 goes to DTensor's own in C++ instead.
+    """Returns whether torch calls ``__torch_dispatch__`` of a DTensor subclass; torch 2.11 calls DTensor's own in C++
+    instead.
 
-    There every call is taken up in ``__torch_function__``, under a mode that goes first. Tried on 2.11 to 2.15.
+    There ``__torch_function__`` intercepts every call, under a mode that runs first. Tried on 2.11 to 2.15.
     """
     called = []
 
@@ -54,7 +55,7 @@ def _subclasses_dispatch() -> bool:
 
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
-"""What an operator does to sharded tensors: ``handler(func, args, kwargs)``."""
+"""Runs an operator on sharded tensors."""
 
 
 def _nobody(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,7 +66,7 @@ _dispatch: Handler = _nobody
 
 
 def dispatched_by(handler: Handler) -> None:
-    """Says what happens to operators (`dispatch`, which knows these classes)."""
+    """Sets the handler of operators (`dispatch`, which imports these classes)."""
     global _dispatch
     _dispatch = handler
 
@@ -81,7 +82,7 @@ _DISPATCHES = _subclasses_dispatch()
 
 
 def _native(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls a function of torch on sharded tensors as they are."""
+    """Calls a torch function without ``__torch_function__``."""
     if _DISPATCHES:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -93,20 +94,21 @@ _DETACHES = (torch.Tensor.detach, torch.detach)
 
 
 class ShardedDTensor(DTensor):
-    """A DTensor whose local tensor is the range of rows that its `ShardSpec` gives this rank.
+    """A DTensor whose local tensor is the rows that its `ShardSpec` gives this rank.
 
     Args:
         local: this rank's rows, of shape ``sharding.local().shape``.
-        sharding: who holds what.
+        sharding: which rank holds which rows.
     """
 
     _local_tensor: torch.Tensor
     _sharding: ShardSpec
     _mfsdp_written: Any = None
-    """What it is a view of, weights or gradients of a flat buffer, if it is: ``stale`` is set when it is written to,
-    ``exposed`` when somebody gets its rows as a plain tensor."""
+    """Weights or gradients of a flat buffer that it views, if any. Writing to it sets ``stale``; handing out its rows
+    as a plain tensor sets ``exposed``.
+    """
     _mfsdp_numbers: str = ""
-    """The numbers that it was computed with, outside of forward (`outside`)."""
+    """Python numbers that it was computed with, outside of forward (`eager_autograd`)."""
 
     @staticmethod
     def __new__(cls, local: torch.Tensor, sharding: ShardSpec, requires_grad: bool = False) -> ShardedDTensor:
@@ -123,7 +125,7 @@ class ShardedDTensor(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.is_inference_mode_enabled() and func in _DETACHES:  # an inference tensor shares no version
+        if torch.is_inference_mode_enabled() and func in _DETACHES:  # inference tensors share no version counter
             with torch.inference_mode(False), torch.no_grad():
                 return _native(func, args, kwargs or {})
         if not torch.is_grad_enabled() and eager_autograd.plainly_native(
@@ -148,25 +150,25 @@ class ShardedDTensor(DTensor):
         return self._sharding
 
     def beside(self, rows: torch.Tensor) -> ShardedDTensor:
-        """A view of it, given its rows."""
+        """Returns ``rows``, a view of its rows, as a sharded tensor."""
         out = ShardedDTensor(rows, self._sharding)
         out._mfsdp_written = self._mfsdp_written
         return out
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's rows, sharing storage. Their derivative is this rank's own, neither summed nor divided."""
+        """Returns this rank's rows, sharing storage. Their gradient is this rank's own, not summed or divided."""
         if self._mfsdp_written is not None:
-            self._mfsdp_written.exposed = True  # who has them may write to them in ways that nobody is told of
+            self._mfsdp_written.exposed = True  # the caller may write to them undetected
         if torch.is_grad_enabled() and self.requires_grad:
             return _Rows.apply(self)  # type: ignore[no-any-return, no-untyped-call]
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """The whole tensor on every rank, a copy; a collective. Its derivative is the sum of all ranks', divided like
-        every gradient (Note [Eager autograd]); another collective.
+        """Returns a copy of the full tensor on every rank; a collective. Backward sums its gradient over ranks and
+        divides it like every gradient (Note [Eager autograd]); another collective.
 
         Raises:
-            RuntimeError: several ranks, but the mesh has no process group (it was made for planning).
+            RuntimeError: there are several ranks, but the mesh has no process group (it was made for planning).
         """
         if torch.is_grad_enabled() and self.requires_grad:
             eager_autograd.compare_numbers(self)
@@ -181,7 +183,7 @@ class ShardedDTensor(DTensor):
             return piece.wrap(here).full_tensor()
 
     def _gathered(self) -> torch.Tensor:
-        """Over data-parallel ranks."""
+        """Gathers over data-parallel ranks."""
         s = self._sharding
         layout, mine = s.layout, self._local_tensor.detach()
         shape = layout.slots[s.slot].shape
@@ -193,7 +195,7 @@ class ShardedDTensor(DTensor):
         if mine.numel() < length:
             gathered = mine.new_zeros(length)
             gathered[: mine.numel()] = mine.reshape(-1)
-        what = "" if isinstance(self, torch.nn.Parameter) else "a tensor like "  # no gradient meets its parameter
+        what = "" if isinstance(self, torch.nn.Parameter) else "a tensor like "  # gradients and parameters never match
         with s.announced(f"full_tensor of {what}{layout.slots[s.slot].name}{list(s.shape)}"):
             for group in s.groups:
                 gathered = sync_collectives.gathered(gathered, group)
@@ -212,7 +214,7 @@ class ShardedDTensor(DTensor):
         placements: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> DTensor:
-        """To ``[Replicate()]``, as a plain DTensor; nothing else."""
+        """Returns a plain DTensor with ``[Replicate()]``; raises for other placements."""
         if set(placements or ()) != {Replicate()}:
             raise NotImplementedError(
                 f"redistribute of uneven shards to {placements} is not supported; use full_tensor()"
@@ -232,7 +234,7 @@ class ShardedDTensor(DTensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Copies values in: the storage is a piece of a flat buffer, and stays.
+        """Copies values in: the storage belongs to a flat buffer.
 
         Raises:
             ValueError: the value has another shape, dtype or device.
@@ -247,10 +249,10 @@ class ShardedDTensor(DTensor):
             self.copy_(value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """This rank's rows, what others hold is not in the pickle; a tensor that is whole here becomes a plain one."""
+        """Pickles only this rank's rows; a tensor that is full here becomes a plain one."""
         s, local = self._sharding, self._local_tensor
         alone = s.layout.world == 1 and s.piece is None
-        if alone and self._mfsdp_written is not None:  # of a model: anybody may load it
+        if alone and self._mfsdp_written is not None:  # of a model: any process may load it
             return self._plain(local.view(s.shape).clone()).__reduce_ex__(protocol)
         if not alone:
             _tell_of_pickles()
@@ -266,7 +268,7 @@ class ShardedDTensor(DTensor):
     def _alike(cls, local: torch.Tensor, sharding: ShardSpec, requires_grad: bool) -> ShardedDTensor:
         return cls(local, sharding, requires_grad)
 
-    # torch.distributed.checkpoint asks for these before it looks at placements (invariant 24)
+    # torch.distributed.checkpoint calls these before it looks at placements (invariant 24)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -286,7 +288,7 @@ class ShardedDTensor(DTensor):
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         if self._mfsdp_written is not None:
-            self._mfsdp_written.stale = True  # every rank asks for its chunks before it loads, even if it has none
+            self._mfsdp_written.stale = True  # before a load, every rank asks for its chunks
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, _, n in self._sharding.boxes()]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
@@ -296,10 +298,10 @@ class ShardedDTensor(DTensor):
             raise ValueError(f"{error} of {index.fqn}") from None
 
     def chunk_at(self, where: tuple[int, ...] | None) -> torch.Tensor:
-        """One of this rank's chunks, a view; the first for ``None``.
+        """Returns a view of one of this rank's chunks; the first for ``None``.
 
         Raises:
-            ValueError: it holds none at these offsets.
+            ValueError: this rank has no chunk at these offsets.
         """
         s, rows = self._sharding, self._local_tensor.view(-1)
         strides = strides_of(torch.Size(s.layout.slots[s.slot].shape))
@@ -311,8 +313,6 @@ class ShardedDTensor(DTensor):
 
 
 class _Whole(torch.autograd.Function):
-    """All rows, on every rank."""
-
     @staticmethod
     def forward(ctx: Any, x: ShardedDTensor) -> torch.Tensor:  # type: ignore[override]
         ctx.sharding = x._sharding
@@ -325,8 +325,6 @@ class _Whole(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """This rank's rows."""
-
     @staticmethod
     def forward(ctx: Any, x: ShardedDTensor) -> torch.Tensor:  # type: ignore[override]
         ctx.sharding = x._sharding
@@ -361,10 +359,10 @@ def _rebuilt(
     requires_grad: bool,
     piece: TPShard | None = None,
 ) -> ShardedDTensor:
-    """What comes out of a pickle: rows without a model.
+    """Unpickles rows, without a model.
 
     Raises:
-        RuntimeError: another rank, or one of another number of ranks, has written it.
+        RuntimeError: another rank, or another number of ranks, wrote them.
     """
     here = (groups.rank(), groups.world())
     if written is not None and groups.initialized() and here != written:
@@ -382,8 +380,8 @@ torch.serialization.add_safe_globals([_rebuilt, TPShard])  # for weights_only, a
 
 
 def take_foreach_paths(kind: type[ShardedDTensor]) -> None:
-    """Lets ``clip_grad_norm_`` and optimizers choose their ``foreach`` form for us, as they do for DTensor: one
-    collective for all norms instead of one each. Private in torch (two lists of types); tried on 2.11 to 2.15.
+    """Makes ``clip_grad_norm_`` and optimizers use ``foreach`` for this type, as for DTensor: one collective for all
+    norms instead of one each. Private in torch (two lists of types); tried on 2.11 to 2.15.
     """
     from torch.optim.optimizer import _foreach_supported_types as of_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as of_clipping
@@ -397,7 +395,7 @@ take_foreach_paths(ShardedDTensor)
 
 
 def carry_attributes(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies every attribute that somebody put on a tensor (invariant 21), but not ours, nor what it is made of."""
+    """Copies the attributes that users have set on a tensor (invariant 21)."""
     made_of = te.inner(source) | torchao.inner(source)
     for name, value in source.__dict__.items():
         if not name.startswith(_OURS) and name not in made_of:

@@ -16,11 +16,11 @@ from .sharded_dtensor import ShardedDTensor, take_foreach_paths
 
 
 class ShardedParameter(ShardedDTensor):
-    """A parameter. Its ``.grad`` lives in its owner, the unit's flat buffer: a view into the gradient accumulator.
+    """A sharded parameter. ``.grad`` is a view into the gradient accumulator of its owner, the unit's flat buffer.
 
     Args:
-        local, sharding, requires_grad: as above.
-        owner: the flat buffer whose main weights it is a view of; without one ``.grad`` is an attribute.
+        local, sharding, requires_grad: as for `ShardedDTensor`.
+        owner: the flat buffer whose main weights it views; without one, ``.grad`` is an attribute.
     """
 
     _mfsdp_owner: Any
@@ -35,11 +35,11 @@ class ShardedParameter(ShardedDTensor):
         owner: Any = None,
     ) -> ShardedParameter:
         out = cast(ShardedParameter, ShardedDTensor.__new__(cls, local, sharding, requires_grad))
-        out._is_param = True  # what isinstance(_, torch.nn.Parameter) asks for
+        out._is_param = True  # makes it an instance of torch.nn.Parameter
         out._mfsdp_owner, out._mfsdp_written = owner, None if owner is None else owner.weights
         out._mfsdp_grad = None
         with torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.requires_grad.__set__(out, True)  # type: ignore[attr-defined]  # no hook otherwise
+            torch.Tensor.requires_grad.__set__(out, True)  # type: ignore[attr-defined]  # hooks require it
             torch.Tensor.register_post_accumulate_grad_hook(out, _autograd_view)
             torch.Tensor.requires_grad.__set__(out, requires_grad)  # type: ignore[attr-defined]
         return out
@@ -84,7 +84,7 @@ class ShardedParameter(ShardedDTensor):
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
         if self._mfsdp_owner is not None and value is True:
-            self._mfsdp_owner.widen()  # which may find no memory
+            self._mfsdp_owner.widen()  # may run out of memory
         torch.Tensor.requires_grad.__set__(self, value)  # type: ignore[attr-defined]
         if self._mfsdp_owner is not None:
             self._mfsdp_owner.set_trains(self._sharding.slot, value)
@@ -94,21 +94,22 @@ class ShardedParameter(ShardedDTensor):
         return self
 
     def take_rows(self, rows: torch.Tensor) -> None:
-        """Becomes a view of other rows, perhaps in another dtype; who holds the parameter sees them."""
+        """Makes the parameter, in place, a view of other rows, perhaps in another dtype."""
         now = ShardedDTensor(rows, self._sharding)
         with torch._C.DisableTorchFunctionSubclass():
             torch.Tensor.data.__set__(self, now)  # type: ignore[attr-defined]
         self._local_tensor, self._spec = now._local_tensor, now._spec
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:  # type: ignore[override]
-        """``hook(grad)``, once per backward that reduces, with the reduced gradient that is about to be added to
-        ``.grad``, a DTensor; it may return another one. What `no_sync` holds back is in it when it is reduced.
+        """Registers ``hook(grad)``, called once per backward that reduces, with the reduced gradient, a DTensor, before
+        it is added to ``.grad``; it may return another one. This includes gradients that `no_sync` left unreduced
+        before.
         """
         return self._hook("hooks", hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """``hook(param)``, once per backward that synchronises, when ``.grad`` is complete. It may step an optimizer
-        and set ``.grad`` to ``None``: no program of this backward reads the parameter any more.
+        """Registers ``hook(param)``, called once per backward that synchronises, when ``.grad`` is complete. It may
+        step an optimizer and set ``.grad`` to ``None``: this backward no longer reads the parameter.
         """
         return self._hook("post_hooks", hook)
 
@@ -117,7 +118,7 @@ class ShardedParameter(ShardedDTensor):
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         if self._mfsdp_owner is None:
             raise RuntimeError("a sharded parameter without a model gets no gradients that a hook could see")
-        self._mfsdp_owner.gradients.arrive()  # what has been put off is not for this hook
+        self._mfsdp_owner.gradients.arrive()  # deferred gradients are not for this hook
         hooks = getattr(self._mfsdp_owner.gradients, where).setdefault(self._sharding.slot, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
@@ -134,7 +135,7 @@ class ShardedParameter(ShardedDTensor):
 
 
 def _autograd_view(param: torch.Tensor) -> None:
-    """What autograd itself has brought to a parameter, from outside of forward, belongs to its ``.grad`` too."""
+    """Adds a gradient that autograd itself accumulated, outside of forward, to ``.grad``."""
     assert isinstance(param, ShardedParameter)
     with torch._C.DisableTorchFunctionSubclass():
         grad = torch.Tensor.grad.__get__(param)  # type: ignore[union-attr]

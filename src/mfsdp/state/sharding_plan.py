@@ -6,14 +6,14 @@
     optim_grads      2     cut                          cut         whole
     optim_grads_params 3   cut                          cut         cut
 
-Over the outer axis of a two-level mesh only the first two are meant: ``no_shard`` is HSDP, ``optim`` is HFSDP. To a
-unit whose own strategy is ``no_shard`` or ``optim`` both axes are one: nothing happens in every program that the faster
-links of the shard axis would be for.
+Over the outer axis of a two-level mesh only the first two apply: ``no_shard`` is HSDP, ``optim`` is HFSDP. A unit whose
+own strategy is ``no_shard`` or ``optim`` treats both axes as one: it has no collective in every program, where the
+shard axis's faster links would help.
 
-The names end here. What follows from them are sizes: over how many ranks programs cut a unit (``world``; gradients are
-scattered over them in every backward), over how many more its gradients are reduced (``outer``; at every
-synchronisation), and whether parameters are gathered in every program or once per optimizer step. ``no_shard`` and
-``optim`` on one axis are the outer half of HSDP and HFSDP, with a shard axis of one rank.
+This module turns the names into sizes: over how many ranks programs cut a unit (``world``; every backward scatters
+gradients over them), over how many more its gradients are reduced (``outer``; at every synchronisation), and whether
+parameters are gathered in every program or once per optimizer step. On one axis, ``no_shard`` and ``optim`` are the
+outer half of HSDP and HFSDP, with a shard axis of one rank.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ from .shard_spec import layout_rank, local_mesh
 
 @dataclass(frozen=True)
 class Cut:
-    """What is cut over an axis."""
-
     params: bool
     grads: bool
     optim: bool
@@ -46,16 +44,16 @@ STRATEGIES = {
     "optim_grads": Cut(params=False, grads=True, optim=True),
     "optim_grads_params": Cut(params=True, grads=True, optim=True),
 }
-"""By name; the number of a strategy is its place."""
+"""Strategies by name; a strategy's number is its position."""
 
 OUTER = ("no_shard", "optim")
 
 
 def strategy_name(strategy: str | int) -> str:
-    """The name of a strategy that may be given as a number.
+    """Returns a strategy's name, given its name or number.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such strategy.
     """
     names = list(STRATEGIES)
     if isinstance(strategy, int) and not isinstance(strategy, bool) and 0 <= strategy < len(names):
@@ -69,39 +67,40 @@ def strategy_name(strategy: str | int) -> str:
 class ShardingPlan:
     """A strategy on the ranks of a mesh.
 
-    ``mesh`` holds the ranks that cut main weights: 1-D, or (outer, shard), where the parts of one outer rank lie beside
-    those of the next (rank of the layout: ``shard * outer_size + outer``).
+    ``mesh`` holds the ranks that cut main weights: 1-D, or (outer, shard) with the parts of outer ranks adjacent (index
+    in the layout: ``shard * outer_size + outer``).
     """
 
     mesh: DeviceMesh = field(hash=False, compare=False)
     world: int
     """Ranks over which programs cut a unit."""
     outer: int
-    """Ranks over which its gradients are reduced besides."""
+    """Further ranks over which its gradients are reduced."""
     groups: tuple[str, str, str, str]
-    """Names of process groups: for gathers and for reductions, of the shard axis and of the outer axis."""
+    """Names of process groups: for gathers and reductions, of the shard axis, then of the outer axis."""
     outer_optim: bool
     replica: bool
     copies: DeviceMesh | None = field(default=None, hash=False, compare=False)
-    """The ranks that hold everything whole, under ``no_shard``; ``mesh`` is this rank alone then."""
+    """Under ``no_shard``, the ranks that hold everything in full; ``mesh`` is then this rank alone."""
     strides: tuple[int, int] = (1, 0)
-    """From one rank to the next along the shard and the outer axis (`UnitSpec.stride`)."""
+    """Distance between ranks along the shard and the outer axis (`UnitSpec.stride`)."""
     beside: tuple[str, ...] = ()
-    """Names of the process groups of tensor parallelism in the mesh that was given: the same data, and weights that it
-    has not cut are the same too."""
+    """Names of the given mesh's tensor-parallel process groups: their ranks have the same data, and equal values of
+    weights that TP has not cut.
+    """
 
     @staticmethod
     def of(strategy: str, outer_strategy: str, axes: Axes, device: str) -> ShardingPlan:
-        """The placement of a strategy.
+        """Places a strategy on a mesh.
 
         Args:
             strategy: its name.
-            outer_strategy: that of the outer axis, of no effect beside ``optim``, which cuts over both.
-            axes: what is used of the mesh.
-            device: type of device, ``"meta"`` where nothing will run.
+            outer_strategy: the outer axis's; no effect with ``optim``, which cuts over both axes.
+            axes: the axes of the mesh that are used.
+            device: device type, ``"meta"`` if nothing will run.
 
         Raises:
-            ValueError: an outer strategy without an outer axis, or beside ``no_shard``; a mesh without process groups.
+            ValueError: an outer strategy without an outer axis, or with ``no_shard``; a mesh without process groups.
         """
         roles, alone, grid = STRATEGIES[strategy], ("", ""), axes.grid()
         if outer_strategy == "optim" and axes.outer and not roles.optim:
@@ -137,16 +136,15 @@ class ShardingPlan:
 
     @property
     def cut(self) -> int:
-        """Ranks that cut main weights: what layouts are planned for."""
+        """Ranks that cut main weights; layouts are planned for this number."""
         return self.world * (self.outer if self.outer_optim else 1)
 
     @property
     def rank(self) -> int:
-        """This rank's number in the layout."""
         return layout_rank(self.mesh)
 
     def spec(self, layout: Layout, precision: Precision, reshard: bool) -> UnitSpec:
-        """How a buffer with that layout is communicated."""
+        """Returns how a buffer with that layout is communicated."""
         further = self.outer if self.outer_optim else 1
         return UnitSpec(
             world=self.world,
@@ -171,10 +169,10 @@ def _step(ranks: torch.Tensor) -> int:
 
 
 def _groups(mesh: DeviceMesh, device: str) -> tuple[str, str]:
-    """Names of the group of a mesh's first axis, and of another over the same ranks.
+    """Returns the names of the group of a mesh's first axis, and of another over the same ranks.
 
     Raises:
-        ValueError: it has none.
+        ValueError: the mesh has no group.
     """
     if mesh.size(0) == 1:
         return "", ""

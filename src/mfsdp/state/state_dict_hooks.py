@@ -1,8 +1,7 @@
-"""What torch's functions on state dicts need to be told of sharded tensors.
+"""Wraps torch's functions on state dicts for sharded tensors; everything else passes through.
 
-``torch.distributed.checkpoint.state_dict`` cuts whole tensors by torch's even rule; ``dcp.load`` fills what a state
-dict has, which is nothing for an optimizer that has not stepped. A few functions of theirs ask here first. Whatever has
-to do with no sharded tensor goes on to torch's own.
+``torch.distributed.checkpoint.state_dict`` cuts full tensors into even chunks. ``dcp.load`` fills only entries that
+exist, which is none for an optimizer that has not stepped.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from .sharded_dtensor import ShardedDTensor
 
 
 def teach() -> None:
-    """Puts our functions before torch's and peft's, if it is imported; when something is sharded.
+    """Wraps torch's functions, and peft's if imported; called when a model is sharded.
 
     Private in peft (``_reshard_dtensor_values_for_load``); tried with 0.21.
     """
@@ -38,7 +37,7 @@ def teach() -> None:
 
 @functools.cache
 def _teach_torch() -> None:
-    """Puts our functions before torch's, and original names before those of torch.compile's wrappers.
+    """Wraps torch's functions, and restores original names below torch.compile's wrappers.
 
     Private in torch (``_distribute_tensors``, ``_broadcast_state_dict``, ``_distribute_state_dict``, ``_get_fqns``);
     tried on 2.12 to 2.15, not on the others of 2.11 to 2.15.
@@ -69,12 +68,12 @@ def _ask_first(where: Any, name: str, ours: Callable[..., Any]) -> None:
     setattr(where, name, asked)
 
 
-# Whole tensors, cut
+# Full tensors
 
 
 @torch.no_grad()
 def _keep_broadcast(theirs: Callable[..., Any], local: dict[str, Any], keys: list[str], *rest: Any, **more: Any) -> Any:
-    """Of pairs (what is here, whole tensor) the first are written, and are what is left."""
+    """Replaces each pair (local tensor, full tensor) by the local one, with values copied in."""
     for key in keys:
         pair = local.get(key)
         if isinstance(pair, tuple) and isinstance(pair[0], ShardedDTensor):
@@ -85,7 +84,7 @@ def _keep_broadcast(theirs: Callable[..., Any], local: dict[str, Any], keys: lis
 
 @torch.no_grad()
 def _keep_numbers(theirs: Callable[..., Any], full: Any, local: dict[str, Any], *rest: Any, **more: Any) -> Any:
-    """What has no dimension comes back as plain tensors: of parameters that are numbers."""
+    """Keeps scalar tensors sharded; torch returns them as plain tensors."""
     ours = {key: mine for key, mine in local.items() if isinstance(mine, ShardedDTensor) and not mine.dim()}
     out = theirs(full, local, *rest, **more)
     for key, mine in ours.items():
@@ -98,7 +97,7 @@ def _keep_numbers(theirs: Callable[..., Any], full: Any, local: dict[str, Any], 
 def _keep_whole(
     theirs: Callable[..., Any], full: Mapping[str, Any], local: dict[str, Any], *rest: Any, **more: Any
 ) -> Any:
-    """Of whole tensors that every rank has, each keeps its rows; nothing is communicated but that all have them."""
+    """Copies local rows of full tensors that every rank has. Communicates only a check that all have them."""
     ours = {
         key: (mine, value)
         for key, value in full.items()
@@ -111,7 +110,7 @@ def _keep_whole(
 
 
 def _keep_adapters(theirs: Callable[..., Any], model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Of an adapter peft cuts whole tensors into even chunks: ours stay whole, and are cut where they are copied."""
+    """Keeps tensors of sharded parameters full, which peft would cut into even chunks; copying cuts them."""
     params = dict(model.named_parameters())
     ours = {name for name in state if isinstance(params.get(name), ShardedDTensor)}
     others = theirs(model, {name: value for name, value in state.items() if name not in ours})
@@ -125,10 +124,10 @@ def _fitting(name: str, mine: ShardedDTensor, whole: torch.Tensor) -> torch.Tens
 
 
 def _agree(here: Iterable[str], shardings: Iterable[ShardSpec]) -> None:
-    """Makes sure that all ranks give the same names: who gives none would keep what it had.
+    """Checks that all ranks give the same names; a rank that gives none would keep old values.
 
     Raises:
-        RuntimeError: they do not, on every rank that takes part.
+        RuntimeError: they differ; on every rank that takes part.
     """
     digest = zlib.crc32("\n".join(sorted(here)).encode())
     for sharding in shardings:
@@ -142,11 +141,11 @@ def _agree(here: Iterable[str], shardings: Iterable[ShardSpec]) -> None:
                 )
 
 
-# What ranks compare
+# Counts of loads, which ranks compare
 
 
 def loaded(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-    """Counts what a module loads of a state dict, for other ranks to compare."""
+    """Counts what a module loads from a state dict, which ranks compare."""
     for name, ref in refs(module).items():
         param, value = module._parameters.get(name), state.get(prefix + name)
         if param is not None and value is not None:
@@ -157,7 +156,7 @@ def loaded(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
 
 
 def _with_wrappers(theirs: Callable[..., Any], model: Any, name: str, *rest: Any, **more: Any) -> Any:
-    """Finds what has its original name (`names`) below wrappers of torch.compile."""
+    """Finds an original name (`parameter_names`) below torch.compile's wrappers."""
     return theirs(model, parameter_names.spelled(model, name), *rest, **more)
 
 
@@ -165,7 +164,7 @@ def _with_wrappers(theirs: Callable[..., Any], model: Any, name: str, *rest: Any
 
 
 def _ready(theirs: Callable[..., Any], planner: Any, state: Any, metadata: Any = None, *rest: Any, **more: Any) -> Any:
-    """Looks at what a checkpoint has before it is loaded into a state dict."""
+    """Checks a checkpoint's entries before loading."""
     there = metadata.state_dict_metadata if metadata is not None and buffer_registry.sharded() else {}
     if there:
         _refuse_lost_state(there, state)
@@ -187,10 +186,10 @@ def _tell_of_lost_scales(names: list[str]) -> None:
 
 
 def _refuse_lost_state(there: Iterable[str], state: Any) -> None:
-    """Raises where a checkpoint has state for an optimizer that has none yet: nobody would read it.
+    """Refuses a checkpoint with state for an optimizer that has none yet: it would not be loaded.
 
     Raises:
-        ValueError: on every rank; `torch.distributed.checkpoint` wraps it in its own.
+        ValueError: on every rank; `torch.distributed.checkpoint` wraps it in its own error.
     """
     for path in _stateless(state):
         lost = [name for name in there if name.startswith(f"{path}.")]
@@ -204,7 +203,7 @@ def _refuse_lost_state(there: Iterable[str], state: Any) -> None:
 
 
 def _stateless(state: Any, path: str = "") -> Iterator[str]:
-    """Where in a state dict there is an optimizer's without state."""
+    """Yields the paths of optimizers without state in a state dict."""
     if not isinstance(state, Mapping):
         return
     if state.get("param_groups") and isinstance(state.get("state"), Mapping) and not state["state"]:
@@ -214,7 +213,7 @@ def _stateless(state: Any, path: str = "") -> Iterator[str]:
 
 
 def _find_wrapped(there: Iterable[str], planner: Any) -> None:
-    """Of checkpoints that were written under a wrapper's names the original ones are read."""
+    """Reads original names from a checkpoint with a wrapper's names."""
     wrapped = {parameter_names.original(name): name for name in there if parameter_names.original(name) != name}
     for name in [n for n in planner.state_dict if n in wrapped and n not in there]:
         planner.state_dict[wrapped[name]] = planner.state_dict.pop(name)

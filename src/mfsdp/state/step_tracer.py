@@ -1,19 +1,18 @@
-"""An optimizer's step on one flat tensor, recorded as a graph whose numbers are inputs.
+"""Records an optimizer's step on one flat tensor as a graph whose numbers are inputs.
 
-The optimizer's own Python runs once, on tensors without data. What it does to tensors becomes a graph. What it computes
-with numbers (the learning rate that a scheduler moves, step counts, bias corrections) is recorded as text (`numbers`),
-and computed on the host in every step, in double precision, as Python does it uncompiled. No number is a constant of
-the graph:
+The optimizer's own Python runs once, on fake tensors. Tensor operations become a graph. Arithmetic on numbers (the
+learning rate that a scheduler moves, step counts, bias corrections) becomes text (`symbolic_numbers`), which the host
+evaluates in every step, in double precision, like uncompiled Python. No number is a constant of the graph:
 
     1.0 - lr * weight_decay                   p.mul_(n[0])
     1.0 - betas_0                             m.lerp_(g, n[1])
     ...                                       ...
     -(lr / (1.0 - betas_0 ** (step + 1)))     p.addcdiv_(m, d, value=n[5])
 
-Where Python decides by a number (``if weight_decay != 0``), the decision is a *guard*, text too: the recording holds as
-long as its guards do. A number that is used where no text can follow it (``int(lr)``) is guarded by its value.
+Where Python branches on a number (``if weight_decay != 0``), the condition becomes a *guard*, also text: a recording is
+valid while its guards hold. A number whose use text cannot express (``int(lr)``) is guarded by its value.
 
-*Counters* are state of the host: tensors of no dimension on the CPU, and Python's numbers. They are numbers here.
+*Counters* are host state: zero-dimensional CPU tensors, and Python numbers. They are treated as numbers.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from .symbolic_numbers import CannotRecord, Number, Recorder, math_of_numbers, node_of
 
 SETTINGS = ("params", "param_names")
-"""What a parameter group holds besides settings."""
+"""Keys of a parameter group that are not settings."""
 
 
 class Grows(Exception):
-    """The step makes state that is not there yet: the optimizer has to take it itself, once."""
+    """The step creates state; the optimizer has to run it uncompiled once."""
 
 
 CAPACITY = 64
@@ -48,37 +47,36 @@ CAPACITY = 64
 
 @dataclass(frozen=True)
 class Recording:
-    """A step on one flat tensor, as long as its guards hold."""
+    """A recorded step, valid while its guards hold."""
 
     graph: fx.GraphModule
     """``graph(numbers, weights, gradient, *tensors)`` writes to weights and state; ``numbers``: float64 [count]."""
     mode: FakeTensorMode
     length: torch.SymInt | int
-    """The elements of weights, gradient and state."""
+    """Elements of weights, gradient and state."""
     count: int
-    """How many numbers it reads."""
+    """Numbers that the graph reads."""
     holds: Callable[..., bool]
-    """Of the numbers of the group and of counters: whether the recording holds."""
+    """Takes the numbers of the group and of counters; returns whether the guards hold."""
     numbers: Callable[..., tuple[float, ...]]
-    """Of the same: what the graph reads, and then what is in the counters behind the step."""
+    """Takes the same; returns the numbers that the graph reads, then the counters' values after the step."""
     text: str
-    """All of it, for people."""
+    """The recording in readable form."""
 
 
 def is_counter(value: Any) -> bool:
-    """Whether state is a number of the host's."""
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and value.device.type == "cpu" and not value.is_complex()
     return type(value) in (int, float)
 
 
 def is_setting(value: Any) -> bool:
-    """Whether a setting of a group is a number that may move from step to step."""
+    """Returns whether a setting is a number that may change between steps."""
     return isinstance(value, float) or (isinstance(value, torch.Tensor) and is_counter(value))
 
 
 def settings(group: Mapping[str, Any]) -> tuple[list[tuple[str, int | None]], list[float]]:
-    """The numbers among a group's settings: where they are, and what they are."""
+    """Returns the places and values of the numbers among a group's settings."""
     places: list[tuple[str, int | None]] = []
     values: list[float] = []
     for key, value in group.items():
@@ -105,16 +103,16 @@ def record(
     """Records a step.
 
     Args:
-        step: the optimizer's own, without its hooks.
-        optimizer, base: it, and the class that ``step`` is of.
-        group: the settings of the parameter group.
+        step: the optimizer's own, without hooks.
+        optimizer, base: it, and the class that ``step`` belongs to.
+        group: settings of the parameter group.
         state: of the weights, by name.
-        weights, gradient: flat, as many elements each; only looked at.
+        weights, gradient: flat, of equal length; only metadata is read.
         decoupled: whether the gradient is given as ``.decoupled_grad``.
 
     Raises:
-        CannotRecord: no graph can do what it does.
-        Grows: it makes state.
+        CannotRecord: no graph can express the step.
+        Grows: the step creates state.
     """
     guards: dict[str, bool] = {}
     shapes = ShapeEnv()
@@ -150,7 +148,7 @@ def record(
     twin: Any = object.__new__(base)
     vars(twin).update(vars(optimizer))
     vars(twin).update({k: OrderedDict() for k in vars(optimizer) if re.fullmatch(r"_optimizer_step_\w+_hooks", k)})
-    for told in ("grad_scale", "found_inf"):  # GradScaler, to fused steps: gradients are unscaled already
+    for told in ("grad_scale", "found_inf"):  # set by GradScaler; gradients are unscaled already
         vars(twin).pop(told, None)
     before = dict(vars(twin))
     recorder: list[Recorder] = []
@@ -222,7 +220,6 @@ def record(
 
 
 def _text(value: Any, recorder: Recorder) -> str:
-    """What a counter holds behind the step."""
     if isinstance(value, torch.Tensor):
         if id(value) not in recorder.contents:
             raise CannotRecord("it puts tensors into a counter of the host")
@@ -232,8 +229,8 @@ def _text(value: Any, recorder: Recorder) -> str:
 
 
 def _length(shapes: ShapeEnv, numel: int) -> torch.SymInt | int:
-    """A length that graphs are not made for anew, but for 1. Private in torch, as fake tensors are; tried on 2.13, not
-    on the others of 2.11 to 2.15.
+    """Returns a symbolic length, so that only length 1 needs another graph. Private in torch, as fake tensors are;
+    tried on 2.13, not on the others of 2.11 to 2.15.
     """
     if numel == 1:
         return 1

@@ -1,4 +1,4 @@
-"""Numbers that an optimizer's Python computes with, as text, while its step is recorded (`recorded`)."""
+"""Symbolic numbers: an optimizer's arithmetic as text, while `step_tracer` records its step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 class CannotRecord(Exception):
-    """The step does what no graph can; the text says what."""
+    """No graph can express the step; the message says why."""
 
 
 _SYMBOLS = {
@@ -32,15 +32,15 @@ _FUNCTIONS = {
 
 
 class Number:
-    """What a ``torch.SymFloat`` holds here: a value, and the text that gives it, instead of torch's own expressions.
-    Private in torch (what such a node is asked); tried on 2.13, not on the others of 2.11 to 2.15.
+    """The node of a ``torch.SymFloat``: a value and the text that computes it, in place of torch's own expressions.
+    Private in torch (the interface of such nodes); tried on 2.13, not on the others of 2.11 to 2.15.
     """
 
     constant = None
 
     def __init__(self, value: Any, text: str, guards: dict[str, bool]):
         self.value, self.text, self.guards = value, text, guards
-        """``guards``: what has to be true, and whether it says that a number has one value."""
+        """``guards``: conditions that must hold, and whether each fixes a number's value."""
 
     def is_int(self) -> bool:
         return type(self.value) is int
@@ -75,7 +75,7 @@ class Number:
     wrap_int = wrap_bool = wrap_float
 
     def guard_float(self, file: object = "", line: object = 0) -> Any:
-        """The value, for Python to go on with."""
+        """Returns the value to Python, and adds a guard."""
         if type(self.value) is bool:
             self.guards[self.text if self.value else f"(not {self.text})"] = False
         else:
@@ -105,7 +105,6 @@ class Number:
 
     @property
     def symbol(self) -> Any:
-        """As Python sees it."""
         return torch.SymInt(self) if type(self.value) is int else torch.SymFloat(self)
 
 
@@ -116,7 +115,7 @@ def node_of(x: Any) -> Number | None:
 
 @contextmanager
 def math_of_numbers() -> Iterator[None]:
-    """Lets functions of ``math`` follow numbers."""
+    """Makes functions of ``math`` accept symbolic numbers."""
 
     def following(name: str, plain: Callable[..., float]) -> Callable[..., Any]:
         def function(x: Any, *more: Any) -> Any:
@@ -135,7 +134,7 @@ def math_of_numbers() -> Iterator[None]:
             setattr(math, name, plain)
 
 
-# What operators do to numbers
+# Operators on numbers
 
 _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "add": lambda x, y, alpha=1: x + alpha * y,
@@ -152,7 +151,7 @@ _OF_NUMBERS: dict[str, Callable[..., Any]] = {
     "zero": lambda x: 0.0,
     **dict.fromkeys(("clone", "_to_copy"), lambda x, **_: x),
 }
-"""By an operator's name, on tensors of no dimension of which all are numbers."""
+"""By operator name, for zero-dimensional tensors that are all numbers."""
 
 _OF_TENSORS: dict[str, Callable[..., torch.Tensor]] = {
     "add": lambda x, y, alpha=1: x + alpha * y,
@@ -168,14 +167,14 @@ _OF_TENSORS: dict[str, Callable[..., torch.Tensor]] = {
     **{n: getattr(torch, n) for n in ("mul", "div", "pow", "lerp", "maximum", "minimum")},
     **{n: getattr(torch, n) for n in ("eq", "ne", "lt", "le", "gt", "ge")},
 }
-"""By an operator's name, with tensors of no dimension in place of numbers."""
+"""By operator name, with zero-dimensional tensors in place of numbers."""
 
 
 class Recorder(TorchDispatchMode):
-    """Takes numbers out of what is recorded.
+    """Replaces numbers in recorded operators by reads from ``numbers``.
 
     Args:
-        numbers: what the graph reads them from, one dimension, float64.
+        numbers: what the graph reads numbers from, 1-D, float64.
         guards: see `Number`.
     """
 
@@ -183,9 +182,9 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.numbers, self.guards = numbers, guards
         self.texts: dict[str, int] = {}
-        """Where in ``numbers`` which is."""
+        """Index in ``numbers`` of each number, by text."""
         self.contents: dict[int, Number] = {}
-        """What is in a counter, by ``id``."""
+        """Number in each counter, by the tensor's ``id``."""
         self._alive: list[torch.Tensor] = []
 
     def counter(self, tensor: torch.Tensor, content: Number) -> torch.Tensor:
@@ -202,7 +201,7 @@ class Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return self.contents[id(args[0])].symbol
         if func in (aten.detach.default, aten.alias.default):
-            return args[0]  # what is written to it is written to the counter
+            return args[0]  # writes to the alias are writes to the counter
         name = func._schema.name.removeprefix("aten::").removeprefix("_foreach_")
         base, in_place = name.removesuffix("_"), name.endswith("_")
         lists = [x for x in args if isinstance(x, (list, tuple)) and x and isinstance(x[0], torch.Tensor)]
@@ -214,7 +213,7 @@ class Recorder(TorchDispatchMode):
         return self._one(func, base, in_place, list(args), kwargs)
 
     def _one(self, func: Any, base: str, in_place: bool, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """What an operator does to one tensor."""
+        """Applies an operator to one tensor."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         if base in _OF_NUMBERS and tensors and all(self._content(t) is not None for t in tensors):
             inside = [self._content(x).symbol if isinstance(x, torch.Tensor) else x for x in args]  # type: ignore[union-attr]
@@ -232,7 +231,7 @@ class Recorder(TorchDispatchMode):
             plain = tree_map(lambda x: x if (n := node_of(x)) is None else n.guard_float(), (args, kwargs))
             return func(*plain[0], **plain[1])
         narrow = functools.reduce(torch.promote_types, [t.dtype for t in floats if t.dim()] or [floats[0].dtype])
-        wide = torch.promote_types(narrow, torch.float32)  # as kernels compute
+        wide = torch.promote_types(narrow, torch.float32)  # the dtype that kernels compute in
 
         def widened(x: Any) -> Any:
             node = node_of(x) or self.contents.get(id(x))
@@ -246,7 +245,7 @@ class Recorder(TorchDispatchMode):
         return args[0].copy_(result) if in_place else result
 
     def _content(self, tensor: torch.Tensor) -> Number | None:
-        """Of a counter, or of a constant tensor of no dimension."""
+        """Returns the number in a counter or a zero-dimensional constant."""
         if id(tensor) in self.contents:
             return self.contents[id(tensor)]
         constant = getattr(tensor, "constant", None)

@@ -1,6 +1,6 @@
-"""What torchao wraps weights in for an FP8 all-gather of FSDP2's: here they are taken out of it.
+"""Unwraps weights that torchao has wrapped for FSDP2's FP8 all-gather.
 
-It is never imported: its class is known by its name. What it has inside is private there; tried on torchao 0.18.
+Recognises torchao's class by name, without importing it. Its attributes are private there; tried on torchao 0.18.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import torch
 
 
 def wrapped(tensor: torch.Tensor) -> bool:
-    """Whether it is a ``WeightWithDynamicFloat8CastTensor``: ``Float8LinearConfig(enable_fsdp_float8_all_gather=True)``
-    makes weights such.
+    """Returns whether it is a ``WeightWithDynamicFloat8CastTensor``, made of weights by
+    ``Float8LinearConfig(enable_fsdp_float8_all_gather=True)``.
     """
     kind = type(tensor)
     return kind.__name__ == "WeightWithDynamicFloat8CastTensor" and kind.__module__.startswith("torchao.")
 
 
 def bare(tensor: torch.Tensor) -> torch.Tensor:
-    """What is inside of such a tensor; any other as it is."""
+    """Returns the tensor inside such a wrapper; any other unchanged."""
     return cast(torch.Tensor, tensor._tensor) if wrapped(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def inner(tensor: torch.Tensor) -> frozenset[str]:
-    """Names of attributes by which a tensor is one; of any other none."""
+    """Returns the names of the attributes that implement such a wrapper; none for other tensors."""
     own = ("_tensor", "_linear_mm_config", "_dtype", "_precomputed_scale")
     return frozenset(own) if wrapped(tensor) else frozenset()

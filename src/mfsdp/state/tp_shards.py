@@ -1,4 +1,5 @@
-"""Pieces: what another kind of parallelism has left of a parameter on this rank, before data parallelism cuts it.
+"""Local shards ("pieces") that another parallelism leaves of parameters on this rank, before data parallelism cuts
+them.
 
     a parameter [6, 4]     tensor parallelism over two     its rows over two data-parallel ranks
     | row 0 |              | row 0 |                       | row 0 |
@@ -7,9 +8,9 @@
     | row 5 |
 
 Tensor and expert parallelism make `DTensor`\\ s of parameters (``parallelize_module``, torchtitan, transformers). Flat
-buffers hold the piece, a plain tensor; modules get it back as a DTensor of the same mesh and placements. So what
-DTensor does with it is in the graph as plain operations and collectives, the gradient comes back as a piece, and
-layouts and passes know nothing of it. Megatron-LM's pieces are plain tensors, and stay so.
+buffers hold the local shard as a plain tensor; modules get it back as a DTensor of the same mesh and placements. So
+DTensor's work is plain operations and collectives in the graph, the gradient arrives as a local shard, and layouts and
+passes do not deal with TP. Megatron-LM's local shards are plain tensors, and stay so.
 """
 
 from __future__ import annotations
@@ -26,34 +27,32 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 Run = tuple[int, int]
-"""Indices of one dimension of the whole that lie beside each other: the first, and how many."""
+"""Consecutive indices of one dimension of the full tensor: the first, and how many."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-"""Where it begins in the whole parameter, where in the piece, and its sizes."""
+"""Offsets in the full parameter, offsets in the local shard, and sizes."""
 
 
 @dataclass(frozen=True)
 class TPShard:
-    """A piece of a parameter, and what it is a piece of."""
-
     mesh: DeviceMesh
-    """Over which it was cut or copied: not one of data parallelism."""
+    """Over which the parameter was cut or replicated: not a data-parallel mesh."""
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Of the full parameter."""
     runs: tuple[tuple[Run, ...], ...]
-    """For every dimension, which indices of the whole the piece has, in its order."""
+    """Which indices of the full tensor the local shard has, in its order, for every dimension."""
     plain: bool = False
-    """Whether modules see what is on this rank."""
+    """Whether modules see the local tensor, not a DTensor."""
     partial: bool = False
-    """Whether gradients of ranks that hold the same are summands, of a plain one."""
+    """Whether gradients of ranks that hold the same plain shard are partial sums."""
 
     @staticmethod
     def of(param: DTensor) -> TPShard:
-        """The piece that a DTensor is on this rank.
+        """Returns a DTensor's local shard.
 
         Raises:
-            ValueError: it is no piece but a summand, or cut in a way that is not known.
+            ValueError: it is a partial sum, or cut in an unknown way.
         """
         mesh, placements = param.device_mesh, tuple(param.placements)
         piece, found = TPShard.cut_of(mesh, placements, tuple(param.shape)), tuple(here(param).shape)
@@ -69,10 +68,10 @@ class TPShard:
         plain: bool = False,
         partial: bool = False,
     ) -> TPShard:
-        """This rank's piece of a parameter of that shape.
+        """Returns this rank's local shard of a parameter of that shape.
 
         Raises:
-            ValueError: this rank has none, or a placement neither cuts nor copies.
+            ValueError: this rank is not in the mesh, or a placement neither cuts nor replicates.
         """
         coordinate = mesh.get_coordinate()
         if coordinate is None:
@@ -82,27 +81,26 @@ class TPShard:
 
     @property
     def local(self) -> tuple[int, ...]:
-        """Its own shape."""
+        """Shape of the local shard."""
         return tuple(sum(n for _, n in runs) for runs in self.runs)
 
     def seen(self, local: torch.Tensor) -> torch.Tensor:
-        """The piece as modules see it; what is computed with it is differentiated to the piece."""
-        if self.partial:  # DTensor's derivative adds them up
+        """Returns the local shard as modules see it; gradients flow back to it."""
+        if self.partial:  # DTensor's backward sums them
             return self.wrap(local).to_local(grad_placements=[Partial()] * self.mesh.ndim)
         return local if self.plain else self.wrap(local)
 
     def found(self, local: torch.Tensor) -> torch.Tensor:
-        """The piece as it came to `fully_shard`."""
+        """Returns the local shard as `fully_shard` received it."""
         return local if self.plain else self.wrap(local)
 
     def wrap(self, local: torch.Tensor) -> DTensor:
-        """The piece as a DTensor."""
         shape = torch.Size(self.shape)
         stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))  # contiguous, as it is in the flat buffer
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=shape, stride=stride)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """The piece of a whole tensor."""
+        """Returns the local shard of a full tensor."""
         for dim, runs in enumerate(self.runs):
             if runs != ((0, whole.shape[dim]),):
                 parts = [whole.narrow(dim, start, n) for start, n in runs]
@@ -110,7 +108,7 @@ class TPShard:
         return whole
 
     def boxes(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Box]:
-        """A box of the piece, as boxes of the whole."""
+        """Maps a box of the local shard to boxes of the full tensor."""
         out: list[Box] = [((), (), ())]
         for runs, first, count in zip(self.runs, offsets, sizes, strict=True):
             spans, at = [], 0
@@ -124,12 +122,12 @@ class TPShard:
 
     @property
     def cut_by(self) -> tuple[str, ...]:
-        """Names of the process groups whose ranks hold different parts of it."""
+        """Names of process groups whose ranks hold different parts."""
         return self._groups(cut=True)
 
     @property
     def copied_by(self) -> tuple[str, ...]:
-        """Names of those whose ranks hold the same."""
+        """Names of process groups whose ranks hold the same part."""
         return self._groups(cut=False)
 
     def _groups(self, cut: bool) -> tuple[str, ...]:
@@ -138,27 +136,26 @@ class TPShard:
 
     @property
     def parts(self) -> int:
-        """How many different ones there are."""
         return math.prod(self.factor(dim) for dim in range(len(self.shape)))
 
     def factor(self, dim: int) -> int:
-        """How many parts there are of a dimension."""
+        """Returns into how many parts a dimension is cut."""
         return math.prod(self.mesh.size(i) for i, p in enumerate(self.placements) if _cuts(p, dim, len(self.shape)))
 
 
 def runs_of(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[tuple[Run, ...], ...]:
-    """Which indices of every dimension a rank has.
+    """Returns the indices of every dimension that a rank has.
 
     Args:
-        shape: of the whole tensor.
-        mesh: the number of ranks along every axis.
-        coordinate: the rank's place along every axis.
-        placements: as those of a DTensor.
+        shape: of the full tensor.
+        mesh: number of ranks along every axis.
+        coordinate: the rank's index along every axis.
+        placements: like a DTensor's.
 
     Raises:
-        ValueError: a placement neither cuts nor copies.
+        ValueError: a placement neither cuts nor replicates.
     """
     for p in placements:
         if not isinstance(p, (Shard, _StridedShard, Replicate)):
@@ -169,8 +166,8 @@ def runs_of(
 def _runs(
     n: int, dim: int, ndim: int, mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> tuple[Run, ...]:
-    """As torch cuts: an axis of the mesh after the other. Private in torch (``_split_tensor``, ``_StridedShard``);
-    tried on 2.11 to 2.15.
+    """Cuts like torch, one mesh axis after the other. Private in torch (``_split_tensor``, ``_StridedShard``); tried on
+    2.11 to 2.15.
     """
     at: torch.Tensor | None = None
     for ranks, here, placement in zip(mesh, coordinate, placements, strict=True):
@@ -186,14 +183,14 @@ def _runs(
 
 
 def over_tensor_ranks(mesh: DeviceMesh, names: Sequence[str]) -> tuple[str, ...]:
-    """Names of the process groups of a mesh's axes that are called so."""
+    """Returns the process groups of a mesh's axes that have one of these names."""
     told = mesh.mesh_dim_names or ()
     wide = [i for i, name in enumerate(told) if name in names and mesh.size(i) > 1 and has_groups(mesh)]
     return tuple(str(mesh.get_group(i).group_name) for i in wide)
 
 
 def sizes_along(meshes: Iterable[DeviceMesh], names: Sequence[str]) -> dict[str, int]:
-    """How many ranks the axes of meshes have that are called so, by name; of more than one."""
+    """Returns the sizes, if above one, of axes that have one of these names."""
     axes = [(name, mesh.size(i)) for mesh in meshes for i, name in enumerate(mesh.mesh_dim_names or ())]
     return {name: size for name, size in axes if name in names and size > 1}
 
@@ -203,17 +200,19 @@ def _cuts(placement: Placement, dim: int, ndim: int) -> bool:
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
-    """What of a tensor is on this rank. Private in torch (``_local_tensor``); tried on 2.11 to 2.15."""
+    """Returns a DTensor's local tensor, any other unchanged. Private in torch (``_local_tensor``); tried on 2.11 to
+    2.15.
+    """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def has_groups(mesh: DeviceMesh) -> bool:
-    """Whether there are process groups behind a mesh, and torch can slice and join it. Private in torch
+    """Returns whether a mesh has process groups, so that torch can slice and join it. Private in torch
     (``_dim_group_names``); tried on 2.11 to 2.15.
     """
     return hasattr(mesh, "_dim_group_names")
 
 
 def concatenated(*meshes: DeviceMesh) -> DeviceMesh:
-    """Meshes over the same ranks as one, their axes side by side. Private in torch; tried on 2.11 to 2.15."""
+    """Joins meshes over the same ranks, their axes side by side. Private in torch; tried on 2.11 to 2.15."""
     return DeviceMesh._concatenate(list(meshes))

@@ -1,7 +1,7 @@
-"""What TransformerEngine reads and writes on its modules, parameters and optimizers.
+"""What TransformerEngine (TE) reads and writes on its modules, parameters and optimizers.
 
-It is never imported: its classes are known by their names. What they read of themselves is private there; all of it is
-here, each behind one function. Tried on 2.20.2.
+Recognises TE's classes by name, without importing TE. All uses of its private attributes are here, each behind one
+function. Tried on 2.20.2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PACKAGE = "transformer_engine."
 
 
 def _is(kind: Any, *names: str) -> bool:
-    """Whether a class is one of theirs, of these names, or made of one."""
+    """Returns whether a class is, or derives from, a TE class with one of these names."""
     return any(base.__module__.startswith(_PACKAGE) and base.__name__ in names for base in kind.__mro__)
 
 
@@ -25,19 +25,20 @@ def _is(kind: Any, *names: str) -> bool:
 
 
 def quantised(tensor: Any) -> bool:
-    """Whether it is a ``QuantizedTensor``, as parameters are that were made under ``quantized_model_init``."""
+    """Returns whether it is a ``QuantizedTensor``, like parameters made under ``quantized_model_init``."""
     return _is(type(tensor), "QuantizedTensor")
 
 
 def grouped(tensor: Any) -> bool:
-    """Whether it is a ``GroupedTensor``: matrices of several experts in one parameter, ``[experts, out, in]``."""
+    """Returns whether it is a ``GroupedTensor``: matrices of several experts in one parameter, ``[experts, out, in]``."""
     return _is(type(tensor), "GroupedTensor")
 
 
 def precise(tensor: torch.Tensor) -> torch.Tensor:
-    """A quantised tensor as a plain one, of the same shape and nominal dtype: as it was before it was quantised, on the
-    CPU, if that has been kept (``preserve_high_precision_init_val=True``), else as it is now, on its own device. Any
-    other as it is.
+    """Returns a quantised tensor as a plain one, of the same shape and nominal dtype; any other unchanged.
+
+    The values are those before quantisation, on the CPU, if TE has kept them
+    (``preserve_high_precision_init_val=True``); else dequantised ones, on the tensor's own device.
     """
     if not quantised(tensor):
         return tensor
@@ -48,8 +49,8 @@ def precise(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def inner(tensor: torch.Tensor) -> frozenset[str]:
-    """Names of attributes by which a quantised tensor is one: those that ``detach()`` gives too, and the value kept
-    from before; of any other tensor none.
+    """Returns the names of attributes that implement a quantised tensor: those that ``detach()`` copies, and the value
+    from before quantisation; none for other tensors.
     """
     if not quantised(tensor):
         return frozenset()
@@ -61,23 +62,24 @@ def inner(tensor: torch.Tensor) -> frozenset[str]:
 
 
 class Lent(torch.Tensor):
-    """A whole weight as their modules get it in an uncompiled forward. Their autograd functions (``_LayerNormLinear``,
-    ``_LayerNormMLP``, ``_GroupedLinear``) look for ``__fsdp_param__``, take ``get_main_grad`` with them to backward,
-    and give autograd ``None`` for a weight that has no ``grad_added_to_main_grad``, an uninitialised dummy for one that
-    has. ``overwrite_main_grad`` has them store, not add.
+    """A full weight as TE's modules get it in an uncompiled forward.
+
+    TE's autograd functions (``_LayerNormLinear``, ``_LayerNormMLP``, ``_GroupedLinear``) look for ``__fsdp_param__``,
+    keep ``get_main_grad`` for backward, and give autograd ``None`` for a weight without ``grad_added_to_main_grad``, an
+    uninitialised dummy for one with it. ``overwrite_main_grad`` makes them store, not add.
     """
 
     __fsdp_param__ = overwrite_main_grad = True
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as of nn.Parameter
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # like nn.Parameter
     _room: Callable[[], torch.Tensor]
 
     @staticmethod
     def over(whole: torch.Tensor, room: Callable[[], torch.Tensor]) -> Lent:
-        """Another tensor over a weight's storage, which autograd takes for no view of it. Private in torch
-        (``_make_subclass``, and what is said above instead of ``__torch_function__``); tried on 2.13 and 2.14.
+        """Returns a tensor over a weight's storage that autograd does not treat as a view. Private in torch
+        (``_make_subclass``, ``_disabled_torch_function_impl``); tried on 2.13 and 2.14.
 
         Args:
-            room: where the weight's gradient is to be put; asked for once per use and backward.
+            room: returns the buffer for the weight's gradient; called once per use and backward.
         """
         out: Lent = torch.Tensor._make_subclass(Lent, whole.detach())  # type: ignore[assignment]
         out._room = room
@@ -88,7 +90,7 @@ class Lent(torch.Tensor):
 
     @property
     def main_grad(self) -> None:
-        """They hang there what `get_main_grad` gave, which would outlive backward with their ``ctx``."""
+        """Discards what TE stores here, `get_main_grad`'s result: it would outlive backward with TE's ``ctx``."""
 
     @main_grad.setter
     def main_grad(self, value: torch.Tensor) -> None: ...
@@ -97,17 +99,17 @@ class Lent(torch.Tensor):
 # Modules
 
 _KEEPS = ("LayerNormLinear", "LayerNormMLP", "GroupedLinear")
-"""Modules that get `Lent` weights: never compiled, and their autograd functions keep the weights themselves."""
+"""Modules that get `Lent` weights: never compiled; their autograd functions keep the weights themselves."""
 
 
 def is_module(module: nn.Module) -> bool:
-    """Whether it computes in whatever precision ``te.autocast`` says: a ``TransformerEngineBaseModule``."""
+    """Returns whether it is a ``TransformerEngineBaseModule``, which computes in ``te.autocast``'s precision."""
     return _is(type(module), "TransformerEngineBaseModule")
 
 
 def unplaced(module: nn.Module) -> int:
-    """Over how many ranks of tensor parallelism its parameters are pieces, where they do not say so yet: only
-    ``reset_parameters()`` tells them. 1 for any other module.
+    """Returns over how many tensor-parallel ranks a module's parameters are cut without saying so: only
+    ``reset_parameters()`` marks them. 1 for other modules.
     """
     if not is_module(module):
         return 1
@@ -116,7 +118,7 @@ def unplaced(module: nn.Module) -> int:
 
 
 def wrapped_again(now: torch.Tensor | None, param: torch.Tensor | None) -> bool:
-    """Whether a parameter is another one around the same memory: ``reset_parameters()`` of theirs registers such."""
+    """Returns whether ``param`` is a new parameter over ``now``'s memory, as TE's ``reset_parameters()`` registers."""
     if now is None or param is None or type(param) is not nn.Parameter or now.is_meta:
         return False
     same = (param.shape, param.dtype, param.stride()) == (now.shape, now.dtype, now.stride())
@@ -124,21 +126,21 @@ def wrapped_again(now: torch.Tensor | None, param: torch.Tensor | None) -> bool:
 
 
 def shards_itself(module: nn.Module) -> bool:
-    """Whether ``prepare_te_modules_for_fsdp`` has told it to cut what forward saves, over a process group."""
+    """Returns whether ``prepare_te_modules_for_fsdp`` has made it shard saved activations over a process group."""
     return is_module(module) and getattr(module, "fsdp_group", None) is not None
 
 
 def adapt(module: nn.Module, computes: Iterable[torch.dtype], unfused: str) -> tuple[bool, list[Callable[[], None]]]:
-    """Tells a module whose parameters are sharded that they are: what it saves of them, when it quantises them, what
-    dtype they have in forward.
+    """Configures a module for sharded parameters: what it saves of them, when it quantises them, their dtype in
+    forward.
 
     Args:
         module: any.
-        computes: the dtypes that its sharded parameters have in forward.
-        unfused: why it cannot write gradients to ``main_grad``, if it cannot.
+        computes: dtypes of its sharded parameters in forward.
+        unfused: why it cannot write gradients to ``main_grad``, if so.
 
     Returns:
-        Whether its gradients were to be written to ``main_grad``, which no longer is so; and how to take changes back.
+        whether this turned off writing gradients to ``main_grad``; and how to undo the changes.
     """
     undo: list[Callable[[], None]] = []
     off = bool(unfused) and fuses(module)
@@ -146,7 +148,7 @@ def adapt(module: nn.Module, computes: Iterable[torch.dtype], unfused: str) -> t
         if module.__dict__.get(name):
             _put(module, name, False, undo)
     if is_module(module):
-        # Backward quantises what it gathers; forward saves and keeps no quantised weights.
+        # Backward quantises gathered weights; forward keeps no quantised ones.
         _put(module, "_is_fsdp2", True, undo)
         _put(module, "_fp8_workspaces", {}, undo)
         _put(module, "primary_weights_in_fp8", False, undo)
@@ -157,22 +159,22 @@ def adapt(module: nn.Module, computes: Iterable[torch.dtype], unfused: str) -> t
 
 
 _FUSES = ("fuse_wgrad_accumulation", "_accumulate_into_main_grad")
-"""Attributes of modules, of operations (`te.ops`)."""
+"""Attributes of modules, and of operations (`te.ops`), for writing gradients to ``main_grad``."""
 
 
 def fuses(module: nn.Module) -> bool:
-    """Whether it is to write gradients of weights to ``main_grad`` itself."""
+    """Returns whether a module is set to write weight gradients to ``main_grad``."""
     theirs = is_module(module) or type(module).__module__.startswith(_PACKAGE)
     return theirs and any(module.__dict__.get(name) for name in _FUSES)
 
 
 def unfused(module: Any, whole: Container[str], dtypes: Iterable[tuple[torch.dtype, torch.dtype]]) -> str:
-    """Why a module cannot write gradients of weights to ``main_grad``; ``""`` if it can.
+    """Returns why a module cannot write weight gradients to ``main_grad``; ``""`` if it can.
 
     Args:
         module: one that `fuses`.
-        whole: names of its parameters that are sharded and that it sees whole.
-        dtypes: those that its parameters have in forward, each with the one in which gradients travel.
+        whole: names of its sharded parameters that it sees as plain tensors.
+        dtypes: its parameters' dtypes in forward, each with the gradients' communication dtype.
     """
     if _is(type(module), "Linear") and is_module(module):
         return "te.Linear is compiled without it only"
@@ -190,14 +192,14 @@ def unfused(module: Any, whole: Container[str], dtypes: Iterable[tuple[torch.dty
 
 
 def _weights(module: Any) -> list[str]:
-    """Names of parameters that it multiplies by."""
+    """Returns the names of the parameters that it multiplies by."""
     if _is(type(module), "GroupedLinear"):
         return [f"weight{i}" for i in range(module.num_gemms)]
     return list(module.weight_names) if _is(type(module), "LayerNormLinear") else ["fc1_weight", "fc2_weight"]
 
 
 def _put(module: nn.Module, name: str, value: Any, undo: list[Callable[[], None]]) -> None:
-    """As ``fast_setattr`` of theirs."""
+    """Sets an attribute like TE's ``fast_setattr``, and adds its undo."""
     space = module.__dict__
     before = (space[name],) if name in space else ()
     if before and before[0] is value:
@@ -211,19 +213,19 @@ def overrides(
     dtypes: Callable[[Any], Iterable[tuple[str, torch.dtype]]],
     lend: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, Any]:
-    """Methods that a class gets when a module of it is sharded; none, if it is not one of theirs.
+    """Returns the methods that a TE class gets when a module of it is sharded; none for other classes.
 
     Args:
         base: the class.
-        dtypes: of a module, its own parameters' names, and the dtypes that they have in forward.
-        lend: makes a `Lent` one of a whole weight.
+        dtypes: returns the names of a module's own parameters, and their dtypes in forward.
+        lend: makes a `Lent` tensor of a full weight.
     """
     if not _is(base, "TransformerEngineBaseModule"):
         return {}
     theirs: Any = base
 
     def set_activation_dtype(self: Any, inp: torch.Tensor) -> None:
-        """As theirs, by the dtypes that parameters have in forward: ``parameters()`` shows main weights.
+        """Replaces TE's, to check parameters' dtypes in forward: ``parameters()`` shows main weights.
 
         Raises:
             TypeError: the input has another, outside of autocast.
@@ -240,21 +242,21 @@ def overrides(
             self.fast_setattr("activation_dtype", inp.dtype)
 
     def _get_weight_tensors(self: Any) -> list[Any]:
-        """As theirs: what forward multiplies by."""
+        """Returns the weights that forward multiplies by, as `Lent`."""
         return [lend(weight) for weight in theirs._get_weight_tensors(self)]
 
     out = {"set_activation_dtype": set_activation_dtype}
     return out | ({"_get_weight_tensors": _get_weight_tensors} if _is(base, *_KEEPS) else {})
 
 
-# What modules save beside parameters: the scales of DelayedScaling, nothing for other recipes
+# Extra state of modules: the scales of DelayedScaling, empty for other recipes
 
 _EXTRA = "_extra_state"
 
 
 def leave_out_empty(module: nn.Module) -> Callable[[], None] | None:
-    """Takes a module's extra state out of state dicts where it is empty, and lets one be loaded that has none; how to
-    take that back, if anything was changed. Other state dicts have entries that not even the same model can load.
+    """Removes a module's empty extra state from state dicts, and loads state dicts without it; returns an undo, if
+    anything changed. Otherwise state dicts have entries that not even the same model can load.
     """
     theirs: Any = getattr(type(module), "get_extra_state", None)
     ours = theirs is not None and any(
@@ -289,10 +291,10 @@ def _empty(value: Any) -> bool:
 
 
 def lost_scales(there: Iterable[tuple[str, Any]], here: Iterable[str]) -> list[str]:
-    """Names of extra states in a checkpoint that a state dict has no place for, though it has for what is beside them.
+    """Returns names of extra states in a checkpoint that a state dict lacks, though it has entries beside them.
 
     Args:
-        there: names in the checkpoint, with what ``torch.distributed.checkpoint`` says of them.
+        there: names in the checkpoint, with ``torch.distributed.checkpoint``'s metadata.
         here: names in the state dict.
     """
     known = set(here)
@@ -313,16 +315,15 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def fused(kind: type) -> bool:
-    """Whether an optimizer of the class steps by a kernel of theirs: ``FusedAdam``, ``FusedSGD``."""
+    """Returns whether an optimizer class steps with a TE kernel: ``FusedAdam``, ``FusedSGD``."""
     return _is(kind, "FusedAdam", "FusedSGD")
 
 
 def steps_plainly(optimizer: Any) -> None:
-    """Makes sure that an optimizer that is about to step on sharded parameters is none of theirs, which knows even
-    shards only.
+    """Refuses TE's optimizers on sharded parameters; they support only even shards.
 
     Raises:
-        RuntimeError: it is.
+        RuntimeError: the optimizer is TE's.
     """
     if fused(type(optimizer)) and not hasattr(optimizer, "_mfsdp_decoupled"):
         raise RuntimeError(
@@ -333,15 +334,15 @@ def steps_plainly(optimizer: Any) -> None:
 
 
 def understood(optimizer: Any, decoupled: bool) -> None:
-    """Looks at an optimizer that is to step on flat tensors.
+    """Checks an optimizer that is to step on flat tensors.
 
     Args:
         optimizer: any.
-        decoupled: whether gradients come as ``.decoupled_grad``.
+        decoupled: whether gradients are in ``.decoupled_grad``.
 
     Raises:
-        ValueError: one of theirs that reads gradients elsewhere, and would not step at all; or keeps main weights.
-        NotImplementedError: its moments share a scale, so that one element's depends on others.
+        ValueError: a TE optimizer reads gradients elsewhere, and would not step; or keeps main weights.
+        NotImplementedError: its moments share a scale, so one element's depends on others.
     """
     if not fused(type(optimizer)):
         return
@@ -375,7 +376,7 @@ def understood(optimizer: Any, decoupled: bool) -> None:
 
 
 class _Ones(dict[Any, dict[str, torch.Tensor]]):
-    """Scales of moments, of which 16 and 32 bit floats need none; asked for where state was loaded, not made."""
+    """Scales of moments; 16- and 32-bit floats need none. Read where state was loaded, not created."""
 
     def __missing__(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         self[param] = {name: torch.ones(1, device=param.device) for name in _MOMENTS}
@@ -383,17 +384,17 @@ class _Ones(dict[Any, dict[str, torch.Tensor]]):
 
 
 def saves(base: Any) -> Any:
-    """Whose ``state_dict`` a flat optimizer of the class has: torch's, of theirs, who would cut state evenly."""
+    """Returns the class whose ``state_dict`` a flat optimizer uses: TE's own would cut state evenly."""
     return torch.optim.Optimizer if fused(base) else base
 
 
 def loads(base: Any) -> dict[str, Any]:
-    """The ``load_state_dict`` that a flat optimizer of the class has, if it is one of theirs."""
+    """Returns the ``load_state_dict`` of a flat TE optimizer."""
     if not _is(base, "FusedAdam"):
         return {"load_state_dict": torch.optim.Optimizer.load_state_dict} if fused(base) else {}
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        """As torch's, with moments in their own dtypes, not in those of parameters."""
+        """Loads like torch's, but keeps moments in their own dtypes."""
         torch.optim.Optimizer.load_state_dict(self, state_dict)
         for state in self.state.values():
             for name in _MOMENTS:

@@ -1,4 +1,4 @@
-"""Gradients that wait for the next synchronisation, and how `zero_grad` reaches them."""
+"""Unreduced gradients, which wait for the next synchronisation, and how ``zero_grad`` drops them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from .gradients import Gradients
 
 holding: weakref.WeakSet[Gradients] = weakref.WeakSet()
-"""Those of which some wait for the next synchronisation."""
+"""Those that have unreduced gradients."""
 
 
 @functools.cache
 def reach_zero_grad() -> None:
-    """Makes ``zero_grad`` of every optimizer and of every module forget the gradients that wait for a synchronisation.
+    """Makes ``zero_grad`` of every optimizer and module drop unreduced gradients.
 
-    Those are not in any ``.grad``, so a step that is given up half-way would leave them for the next one. torch has no
-    hook there; so ``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad`` (which torch.compile's wrapper
-    inherits) are wrapped, once, when the first gradient is held back: a process that never does keeps torch's own. A
-    class whose ``zero_grad`` does not call its parent's is reached if it sets ``.grad`` to ``None`` unasked.
+    They are in no ``.grad``, so an abandoned step would leave them for the next one. torch has no hook there, so this
+    wraps ``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad`` (which torch.compile's wrapper inherits)
+    once, when the first gradient stays unreduced. A class whose ``zero_grad`` does not call its parent's is covered if
+    it sets ``.grad`` to ``None`` unconditionally.
     """
 
     def wrapped(zero_grad: Callable[..., None], parameters: Callable[[Any], Iterable[Any]]) -> Callable[..., None]:

@@ -1,7 +1,8 @@
-"""What autograd and optimizers cannot do with sharded parameters, and would do without a word, or in words of others.
+"""Errors for what autograd and optimizers cannot do with sharded parameters, and would do wrong silently or report
+unclearly.
 
-Gradients of sharded parameters come by the backward of what has gathered them (`Weights.source` is the leaf), not by
-the parameters' own accumulation nodes. Those run for computations outside of ``forward`` alone.
+The gather's backward produces gradients of sharded parameters (`Weights.source` is the leaf). The parameters' own
+accumulation nodes run only for computations outside of ``forward``.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import torch
 from torch.optim import Optimizer
 
 AS_IT_IS = frozenset(["view_as", "expand_as"])
-"""Functions that show a tensor's accumulation node, given the tensor twice."""
+"""Functions that expose a tensor's accumulation node if given the tensor twice."""
 
 
 def explained(error: NotImplementedError) -> NotImplementedError:
-    """The error of an operator, for whoever has asked for it: an optimizer, or DistributedDataParallel. Not for one in
-    whose step somebody else asks (a closure).
+    """Returns an operator's error in terms of its caller, an optimizer or DistributedDataParallel; unchanged for other
+    code that an optimizer's step calls (a closure).
     """
     frame: FrameType | None = sys._getframe()
     between = set[str]()
@@ -49,10 +50,10 @@ def explained(error: NotImplementedError) -> NotImplementedError:
 
 
 def refuse_blocks(optimizer: Optimizer) -> None:
-    """Refuses optimizers that keep their state in blocks of low-bit numbers: rows are cut where no block ends.
+    """Refuses optimizers that keep state in blocks of low-bit numbers: shards do not end where blocks do.
 
     Raises:
-        NotImplementedError: it is one of torchao's or bitsandbytes'.
+        NotImplementedError: it is torchao's or bitsandbytes'.
     """
     packages = {base.__module__.partition(".")[0] for base in type(optimizer).__mro__}
     if found := packages & {"torchao", "bitsandbytes"}:
@@ -64,10 +65,10 @@ def refuse_blocks(optimizer: Optimizer) -> None:
 
 
 def node_of(name: str, args: tuple[Any, ...]) -> None:
-    """Refuses to show the accumulation node of a parameter, on which a hook would not run.
+    """Refuses to expose a parameter's accumulation node, where a hook would not run.
 
     Raises:
-        NotImplementedError: the function is given a parameter of a model twice, to get at its node.
+        NotImplementedError: the function gets a model's parameter twice, to obtain its node.
     """
     if name in AS_IT_IS and len(args) == 2 and args[0] is args[1] and _slot_of(args[0]) and torch.is_grad_enabled():
         raise NotImplementedError(
@@ -80,7 +81,7 @@ def node_of(name: str, args: tuple[Any, ...]) -> None:
 
 @functools.cache
 def refuse_inputs() -> None:
-    """Wraps ``torch.autograd.backward``, once: torch has no hook that is told of ``inputs=``."""
+    """Wraps ``torch.autograd.backward`` once; torch has no hook that sees ``inputs=``."""
     own = torch.autograd.backward
     signature = inspect.signature(own)
 
@@ -96,12 +97,12 @@ def refuse_inputs() -> None:
 
 
 def derivatives(outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
-    """Refuses what ``torch.autograd.grad`` would not find, given its arguments."""
+    """Refuses arguments of ``torch.autograd.grad`` for which it would find no gradient."""
     _by_way_of_a_model(outputs, _several(inputs), "torch.autograd.grad(...)")
 
 
 def _by_way_of_a_model(outputs: Any, inputs: tuple[Any, ...], what: str) -> None:
-    """Refuses to differentiate by sharded parameters that outputs depend on by way of a model's forward.
+    """Refuses gradients of sharded parameters on which outputs depend through a model's forward.
 
     Raises:
         NotImplementedError: they do.
@@ -117,12 +118,12 @@ def _by_way_of_a_model(outputs: Any, inputs: tuple[Any, ...], what: str) -> None
 
 
 def _several(given: Any) -> tuple[Any, ...]:
-    """One tensor or edge, or several, as autograd takes them."""
+    """Returns tensors or edges, one or several, as a tuple."""
     return (given,) if isinstance(given, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(given)
 
 
 def _leaves(outputs: Any) -> Iterable[torch.Tensor]:
-    """The leaves that a backward of the outputs would bring gradients to."""
+    """Yields the leaves that a backward of the outputs would give gradients."""
     nodes = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in _several(outputs)]
     seen = set(nodes)
     while nodes:
@@ -136,6 +137,6 @@ def _leaves(outputs: Any) -> Iterable[torch.Tensor]:
 
 
 def _slot_of(tensor: Any) -> str:
-    """The name of a parameter of a model, in its unit; else nothing."""
+    """Returns a model parameter's name in its unit, or an empty string."""
     owner = getattr(tensor, "_mfsdp_owner", None)
     return "" if owner is None else str(owner.layout.slots[tensor._sharding.slot].name)

@@ -1,23 +1,22 @@
-"""Main weights of a unit, and what programs read parameters from.
+"""Main weights of a unit, and the tensors that programs read parameters from.
 
 Note [Kept casts]
-Where main weights are of another dtype than what travels, a program casts the shard in front of every gather, or, under
-the backend's option ``keep_cast``, gathers a cast that lasts (`Weights.cast`); over one rank it reads that. It is made
-anew when main weights have been written since: versions tell of writes through plain tensors, `Weights.stale` of those
-through DTensors and flat optimizers, and behind the step of any other optimizer it is due (`untraced`). Whoever has got
-hold of the rows as a plain tensor (``to_local()``) may write to them past all of these (``.data``, NumPy, a
-collective): from then on that unit's cast is made for every gather, as without the option. Nothing is communicated for
-it, so ranks need not agree on when. What travels in int8 is quantised from main weights for every gather, and there is
-no cast.
+If main weights do not have the communication dtype, a program casts the shard before every gather, or, under the
+backend's option ``keep_cast``, gathers a cast that is kept (`Weights.cast`); over one rank it reads that cast. The cast
+is redone if main weights have been written: version counters show writes through plain tensors, `Weights.stale` those
+through DTensors and flat optimizers, and other optimizers' steps mark it due (`optimizer_hooks`). Code that has rows as
+a plain tensor (``to_local()``) may write past all of these (``.data``, NumPy, a collective): from then on that unit's
+cast is redone for every gather. This communicates nothing, so ranks need not agree on when. Parameters communicated as
+int8 are quantised from main weights for every gather, without a cast.
 
 Note [Unseen writes]
-Parameters that last (strategies 1 and 2, HFSDP) are gathered when main weights have been written, which is a
-collective. Writes through DTensors count on every rank, those through plain tensors (``to_local()``, ``.data``, NumPy,
-DLPack) at most on the rank that has written. Once somebody has had rows as a plain tensor, the shard's checksum tells
-(`Weights.unseen`): reading gathers nothing. A rank that finds such a write says so in the word that it sends anyway
-(`agreement.ANEW`), and all gather again; where the host does not wait for words (NCCL), ranks that have written only
-here and there are an error. The checksum costs a pass over the shard where a program begins, and on CUDA a wait for the
-device, on ranks that have given rows out.
+Writes to main weights make the gather of persistent parameters (strategies 1 and 2, HFSDP) due, a collective. Writes
+through DTensors count on every rank; those through plain tensors (``to_local()``, ``.data``, NumPy, DLPack) at most on
+the rank that writes. Once rows have been handed out as a plain tensor, the shard's checksum shows such writes
+(`Weights.unseen`); reading gathers nothing. A rank that finds one flags it in the fingerprint that it sends anyway
+(`desync.ANEW`), and all gather again; where the host does not wait for fingerprints (NCCL), a write on only some ranks
+is an error. On ranks that have handed rows out, the checksum costs a pass over the shard where a program begins, and on
+CUDA a wait for the device.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ if TYPE_CHECKING:
 class Weights:
     """The values of a flat buffer's parameters.
 
-    ``main`` is this rank's flat part of the main weights, [layout.shard_numel] in ``precision.main``.
-    ``source`` is what programs read parameters from, a leaf: ``main`` itself, or, where the strategy cuts the optimizer
-    state further than the parameters, a copy that lasts, [spec.source_numel] in ``precision.comm``, which has no memory
-    before it is filled: programs that read codes (Note [Persistent FP8]) only tell by it whose they are.
+    ``main`` is this rank's flat shard of main weights, [layout.shard_numel] in ``precision.main``.
+    ``source`` is the leaf that programs read parameters from: ``main``, or, where the strategy cuts optimizer state
+    further than parameters, a persistent copy, [spec.source_numel] in ``precision.comm``. The copy has no memory before
+    it is filled: programs that read the FP8 payload (Note [Persistent FP8]) use it only to identify the buffer.
 
     Args:
-        buffer: whose they are; its layout, placement, precision and spec are there already.
-        device: where they live.
+        buffer: the owner; its layout, placement, precision and spec are set.
+        device: where the weights live.
     """
 
     def __init__(self, buffer: FlatBuffer, device: torch.device):
         self._of = buffer
         layout, spec, precision = buffer.layout, buffer.spec, buffer.precision
         self.locals = tuple(layout.local(i, buffer.placement.rank) for i in range(len(layout.slots)))
-        """Which rows of each parameter are this rank's, and where they lie in ``main``."""
+        """This rank's rows of each parameter, and their place in ``main``."""
         self._slots = {slot.offset: i for i, slot in enumerate(layout.slots)}
         self.main = torch.zeros(layout.shard_numel, dtype=precision.main, device=device)
         self.source = self.main
@@ -65,12 +64,12 @@ class Weights:
             self.source.untyped_storage().resize_(0)
         self.maxima, self.lasting = AmaxTracker(self), PersistentFp8(self)
         self._cast: torch.Tensor | None = None
-        """This rank's shard in the dtype that travels, [layout.shard_numel], once a program has asked for it."""
+        """This rank's shard in the communication dtype, [layout.shard_numel], once requested."""
         self._exposed = False
         self._sum: torch.Tensor | None = None
-        """Of ``main``, once rows are out, as it was when somebody looked last (Note [Unseen writes])."""
+        """Last checksum of ``main``, once rows have been handed out (Note [Unseen writes])."""
         self._writes = 0
-        """Of ``main``, past its version."""
+        """Writes to ``main`` past its version counter."""
         self._cast_due = True
         self._cast_version = -1
         self._cast_stream: torch.Stream | None = None
@@ -82,15 +81,15 @@ class Weights:
         self.born_on_meta: dict[int, torch.dtype] = {}
         """Slots whose parameter was built on the meta device, and its dtype there."""
         self.written: set[int] = set()
-        """Those that an initialiser has written."""
+        """Slots that an initialiser has written."""
         self.initialised = False
-        """Whether initialisers are through; what has been written since is real."""
+        """Whether initialisers are done; later writes are real values."""
 
     def before_write(self) -> None:
-        """Lets go of gathered parameters that ``unshard()`` keeps: the next forward gathers what is written now.
+        """Frees gathered parameters that ``unshard()`` keeps, so that the next forward gathers new values.
 
         Raises:
-            RuntimeError: inside of `mfsdp.unsharded`, where forwards would go on with the former values.
+            RuntimeError: inside `mfsdp.unsharded`, where forwards would use the old values.
         """
         unit = self._of.unit
         if unit.kept and unit.open:
@@ -102,7 +101,7 @@ class Weights:
             unit.reshard()
 
     def widen(self, dtype: torch.dtype) -> None:
-        """Moves ``main`` to memory of its own, in a wider dtype. What a backward has yet to read stays."""
+        """Moves ``main`` to new memory in a wider dtype. What a backward has yet to read stays."""
         for early in step_prefetch.of([self._of]):
             early.drop()
         with torch.inference_mode(False), torch.no_grad():
@@ -113,7 +112,7 @@ class Weights:
 
     @property
     def stale(self) -> bool:
-        """Whether the source has to be filled again. Whoever writes main weights past their version sets it."""
+        """Whether the source has to be filled again. Writes past the version counter set it."""
         return self._stale
 
     @stale.setter
@@ -124,7 +123,7 @@ class Weights:
 
     @property
     def exposed(self) -> bool:
-        """Whether somebody has had rows of ``main`` as a plain tensor. Whoever gives them out sets it, before."""
+        """Whether rows of ``main`` have been handed out as a plain tensor; set before."""
         return self._exposed
 
     @exposed.setter
@@ -138,12 +137,12 @@ class Weights:
 
     @property
     def history(self) -> tuple[int, int]:
-        """Changes when main weights are written, but for rows that are out as plain tensors."""
+        """Changes when main weights are written, except through rows handed out as plain tensors."""
         return self._writes, self.main._version
 
     @property
     def path(self) -> str:
-        """What errors call the buffer."""
+        """The buffer's name in errors."""
         return self._of.path
 
     @property
@@ -153,12 +152,12 @@ class Weights:
 
     @property
     def comm(self) -> torch.dtype:
-        """In which parameters travel, where nothing says otherwise."""
+        """Default communication dtype of parameters."""
         return self._of.precision.comm
 
     def rows(self, flat: torch.Tensor, offset: int) -> tuple[torch.Tensor, int]:
-        """This rank's rows of the parameter at ``offset``, a view into a flat shard, [rows, elements of a row]; and the
-        number of the first of them.
+        """Returns a view of this rank's rows of the parameter at ``offset`` in a flat shard, [rows, elements of a row],
+        and the first row's index.
         """
         slot = self._slots[offset]
         at, row = self.locals[slot], self._of.layout.slots[slot].row
@@ -166,29 +165,29 @@ class Weights:
         return part.view(-1, row), at.param_offset // row
 
     def view(self, flat: torch.Tensor, slot: int) -> torch.Tensor:
-        """This rank's rows of a parameter, as a view into a flat shard."""
+        """Returns a view of this rank's rows of a parameter in a flat shard."""
         at = self.locals[slot]
         return flat.detach()[at.shard_offset : at.shard_offset + at.numel].view(at.shape)
 
     def full_view(self, full: torch.Tensor, slot: int) -> torch.Tensor:
-        """A whole parameter, as a tensor over the full buffer's storage that autograd does not take for a view."""
+        """Returns a full parameter over the full buffer's storage, which autograd does not treat as a view."""
         s = self._of.layout.slots[slot]
         strides = torch.empty(s.shape, device="meta").stride()
         return full.new_empty(0).set_(full.untyped_storage(), s.offset, s.shape, strides)
 
-    # parameters that last
+    # persistent parameters
 
     def due(self) -> bool:
-        """Whether main weights have been written since the source was filled last. All ranks agree: writes through
-        DTensors count on every rank, also where it holds no rows.
+        """Returns whether main weights have been written since the source was filled. All ranks agree: writes through
+        DTensors count on every rank, even without rows there.
         """
         if not self._of.spec.persistent:
             return False
         return self.stale or self.main._version != self._version or bool(step_prefetch.of([self._of]))
 
     def unseen(self) -> bool:
-        """Whether this rank has written to main weights since the source was filled in ways that other ranks may not
-        know of, which makes the source due (Note [Unseen writes]).
+        """Returns whether this rank has written to main weights since the source was filled in ways that other ranks
+        may not see, which makes the source due (Note [Unseen writes]).
         """
         if not self._of.spec.persistent or self.stale or step_prefetch.of([self._of]):
             return False
@@ -197,7 +196,7 @@ class Weights:
         return self.due()
 
     def refresh(self) -> list[End]:
-        """Launches the gather into the source if it is due; gives what has to be called before it may be read."""
+        """Launches the gather into the source if due; returns callables to run before it is read."""
         if not self.due():
             return []
         for early in step_prefetch.of([self._of]):
@@ -211,7 +210,7 @@ class Weights:
                 self._sum = checksum(main)
             ends = sync_collectives.replicate(main, self.source.detach(), self._of.spec)
         self.overtake()
-        self.stale, self._version = False, -1  # still due, should nobody come to wait
+        self.stale, self._version = False, -1  # stays due if no caller waits
 
         def filled() -> None:
             self._version = version
@@ -220,22 +219,22 @@ class Weights:
 
     @property
     def has_room(self) -> bool:
-        """Whether the source has memory: somebody has asked for it to be filled."""
+        """Whether the source has memory: a fill has been requested."""
         return bool(self.source.untyped_storage().nbytes())
 
     def overtake(self) -> None:
-        """Tells autograd, once for all writes to main weights, that what it may have saved of the source is not what
-        is read now: a library writes past its version.
+        """Tells autograd, once for all writes to main weights, that a saved source is out of date: collectives write
+        past its version counter.
         """
         if self._overtaken != self.history:
             torch.autograd.graph.increment_version(self.source)
             self._overtaken = self.history
 
-    # what travels (Note [Kept casts])
+    # casts to the communication dtype (Note [Kept casts])
 
     def cast(self) -> torch.Tensor:
-        """The shard in ``precision.comm``, as main weights are now. Nobody may write to it. Where it has to be made
-        anew, so are those of all units of the model that have to, in one call.
+        """Returns the shard in ``precision.comm``, up to date with main weights; read-only. If it is due, one call
+        redoes all due casts of the model.
         """
         if self._cast is None or self._cast_is_due():
             model, device = self._of.unit.outermost, self.main.device
@@ -248,52 +247,52 @@ class Weights:
         return self._cast
 
     def kept(self) -> torch.Tensor | None:
-        """The cast, if it is there and as main weights are: whoever writes those may write it along. Not of main
-        weights of 16 bits, which a compiler need not round before it casts them.
+        """Returns the cast if it exists and is up to date: code that writes main weights may update it too. ``None``
+        for 16-bit main weights, which a compiler need not round before it casts them.
         """
         there = self._cast is not None and self.main.itemsize >= 4 and not self._cast_is_due()
         return self._cast if there else None
 
     def written_along(self) -> None:
-        """Says that the cast is as main weights are now."""
+        """Marks the cast as up to date."""
         self._cast_due, self._cast_version = False, self.main._version
         self._cast_stream = devices.current_stream(self.main.device)
 
     def note_write(self) -> None:
-        """Says that somebody may have written main weights, on this rank: the cast is made anew."""
+        """Records that main weights may have been written on this rank."""
         self._writes += 1
         self._cast_due = True
 
     def _cast_is_due(self) -> bool:
         return self._cast_due or self.exposed or self.main._version != self._cast_version
 
-    # whole values, outside of training
+    # full values, outside of training
 
     def gather(self) -> torch.Tensor:
-        """The full main weights, [full_numel] in ``precision.main``; a collective."""
+        """Returns the full main weights, [full_numel] in ``precision.main``; a collective."""
         with execution.announced(f"gather of main weights of {self._of.path}", *self._of.spec.peer_groups):
             return sync_collectives.gather_main(self.main, self._of.spec)
 
     def scatter(self, full: torch.Tensor) -> None:
-        """Keeps this rank's part of full main weights."""
+        """Stores this rank's part of full main weights."""
         self.stale = True
         with torch.no_grad():
             for slot in range(len(self._of.layout.slots)):
                 self.keep(slot, self.full_view(full, slot))
 
     def keep(self, slot: int, value: torch.Tensor) -> None:
-        """Keeps this rank's part of one whole parameter."""
+        """Stores this rank's part of one full parameter."""
         at = self.locals[slot]
         part = value.detach().reshape(-1)[at.param_offset : at.param_offset + at.numel]
         self.view(self.main, slot).copy_(part.view(at.shape))
 
 
 _casting: weakref.WeakSet[Weights] = weakref.WeakSet()
-"""Those whose cast is kept."""
+"""Weights whose cast is kept."""
 
 
 def _cast_again(weights: Sequence[Weights]) -> None:
-    """Makes casts anew, in one kernel where a device has one."""
+    """Redoes casts, in one kernel where the device has one."""
     with torch.inference_mode(False), torch.no_grad():
         for w in weights:
             if w._cast is None:
