@@ -113,7 +113,7 @@ def test_explain_decides_with_its_hardware_and_suggests_nothing_that_is_decided(
     given: dict[str, Any] = {"world": 4, "units": [nn.Linear], "hardware": SLOW}
     with torch.device("meta"):
         model, x = Uneven(), torch.empty(512, 512)
-    table = mfsdp.explain(model, (x,), options={"prefetch": [*DEPTHS, "auto"]}, suggest=False, **given)
+    table = mfsdp.compare(model, (x,), options={"prefetch": [*DEPTHS, "auto"]}, **given)
     *fixed, auto = table.reports
     parts = [[v.lines[-1].end for v in r.views] for r in fixed]
     best = min(ends[0] for ends in parts) + min(ends[1] - ends[0] for ends in parts) + auto.optimizer
@@ -344,9 +344,9 @@ def test_units_that_were_chosen_are_not_slower_than_blocks(kind):
     """Where they differ."""
     ids = torch.empty(4, 128, dtype=torch.long, device="meta")
     options = {"prefetch": [1, "auto"], "lowering": "eager", "check": False}
-    given: dict[str, Any] = {"world": 8, "hardware": ["h100", "a100"], "mp_policy": NARROW, "suggest": False}
+    given: dict[str, Any] = {"world": 8, "hardware": ["h100", "a100"], "mp_policy": NARROW}
     by_hand, named = [BY_HAND[kind]], {"input_ids": ids, "labels": ids}
-    table = mfsdp.explain(model_of(kind), (), named, units=["auto", by_hand], options=options, **given)
+    table = mfsdp.compare(model_of(kind), (), named, units=["auto", by_hand], options=options, **given)
     steps = {tuple(values.items()): report.step for values, report in zip(table.values, table.reports, strict=True)}
     for values, step in steps.items():
         if ("units", "auto") in values:
@@ -447,7 +447,7 @@ def test_what_was_chosen_is_traced_again_on_other_ranks():
     mfsdp.fully_shard(model, units="auto", device="meta", mesh=local_mesh("cpu", (1,)))
     programs = mfsdp.trace(model, (torch.empty(4, 8),), world=16)
     assert [u.fqn for u in programs.forward.units] == ["0", "2"]  # type: ignore[union-attr]
-    table = mfsdp.explain(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (torch.empty(4, 8),), units=[["1"], "auto"])
+    table = mfsdp.compare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (torch.empty(4, 8),), units=[["1"], "auto"])
     assert [len(r.views[0].units) for r in table.reports] == [2, 2] and "auto" in str(table)
 
 

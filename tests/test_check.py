@@ -1,4 +1,4 @@
-"""Every law is broken on purpose; the checker must say which, and show where."""
+"""Every invariant is broken on purpose; the checker must say which, and show where."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mfsdp import MixedPrecisionPolicy, pipeline
 from mfsdp.ir import ops
 from mfsdp.ir.program import Program
 from mfsdp.ir.roles import Kind, Lane, Role
-from mfsdp.ir.verifier import INVARIANTS, LawError, check
+from mfsdp.ir.verifier import INVARIANTS, InvariantError, check
 from tests.helpers.fp8 import Coded
 from tests.helpers.toys import toy2
 
@@ -21,10 +21,10 @@ MUTATIONS: dict[str, tuple[int, str, Callable[[Program], None], dict[str, object
 
 
 def mutation(
-    law: int, phase: str = "backward", **sharding: object
+    invariant: int, phase: str = "backward", **sharding: object
 ) -> Callable[[Callable[[Program], None]], Callable[[Program], None]]:
     def register(function: Callable[[Program], None]) -> Callable[[Program], None]:
-        MUTATIONS[function.__name__] = (law, phase, function, sharding)
+        MUTATIONS[function.__name__] = (invariant, phase, function, sharding)
         return function
 
     return register
@@ -487,14 +487,14 @@ def fp8(phase: str) -> Program:
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutation_is_caught(name):
-    law, phase, mutate, sharding = MUTATIONS[name]
+    invariant, phase, mutate, sharding = MUTATIONS[name]
     program = fp8(phase) if sharding.get("fp8") else toy2(phase, **sharding)
     passes = (*pipeline.PIPELINE, (name, mutate))
-    with pytest.raises(LawError) as caught:
+    with pytest.raises(InvariantError) as caught:
         pipeline.run(program, passes=passes)
     text = str(caught.value)
-    assert caught.value.law == law, text
-    assert f"after {name}" in text and f"(law {law})" in text and "\n -> " in text
+    assert caught.value.invariant == invariant, text
+    assert f"after {name}" in text and f"(invariant {invariant})" in text and "\n -> " in text
 
 
 @pytest.mark.parametrize("at", [0, 3])
@@ -507,7 +507,7 @@ def test_a_gradient_that_is_lost_before_it_is_reduced(at):
             p.erase(node)
 
     passes = (*pipeline.PIPELINE[:at], ("forget", forget), *pipeline.PIPELINE[at:])
-    with pytest.raises(LawError, match=r"after forget: u\d: the gradient of \w+ is lost \(invariant 15\)"):
+    with pytest.raises(InvariantError, match=r"after forget: u\d: the gradient of \w+ is lost \(invariant 15\)"):
         pipeline.run(toy2("backward"), passes=passes)
 
 
@@ -546,17 +546,18 @@ def plain(kind: str) -> str:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "kind, law", [("all_reduce", "(invariant 14)"), ("local", "(invariant 14)"), ("none", "is lost (invariant 15)")]
+    "kind, invariant",
+    [("all_reduce", "(invariant 14)"), ("local", "(invariant 14)"), ("none", "is lost (invariant 15)")],
 )
-def test_gradients_of_parameters_that_are_not_sharded(two_ranks, kind, law):
-    assert all("after forget: " in text and law in text for text in two_ranks.run(plain, kind))
+def test_gradients_of_parameters_that_are_not_sharded(two_ranks, kind, invariant):
+    assert all("after forget: " in text and invariant in text for text in two_ranks.run(plain, kind))
 
 
-def test_every_law_has_a_mutation():
-    laws = {law for law, _ in INVARIANTS}
-    broken = {law for law, *_ in MUTATIONS.values()}
-    assert laws == broken
-    said = f"{len(laws)} invariants, {len(MUTATIONS)} mutations"
+def test_every_invariant_has_a_mutation():
+    invariants = {invariant for invariant, _ in INVARIANTS}
+    broken = {invariant for invariant, *_ in MUTATIONS.values()}
+    assert invariants == broken
+    said = f"{len(invariants)} invariants, {len(MUTATIONS)} mutations"
     page = Path(__file__).parent.parent / "docs" / "internals" / "invariants.md"
     assert said in page.read_text(), f"{page}: {said}"
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mfsdp
-from mfsdp import LawError
+from mfsdp import InvariantError
 from mfsdp.ir import ops, printer
 from mfsdp.ir.program import Program, base_of, is_functional_collective, view_of
 from mfsdp.ir.roles import Lane, role
@@ -85,9 +85,9 @@ def test_what_a_collective_reads_lives_until_its_wait(mesh):
     with pytest.raises(Exception) as caught:
         programs(build(), step, ("early", early))
     cause: Any = caught.value
-    while cause is not None and not isinstance(cause, LawError):
+    while cause is not None and not isinstance(cause, InvariantError):
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
-    assert isinstance(cause, LawError) and cause.law in (5, 11), caught.value
+    assert isinstance(cause, InvariantError) and cause.invariant in (5, 11), caught.value
 
 
 class Own(nn.Module):

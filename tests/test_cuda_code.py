@@ -16,7 +16,7 @@ import torch
 import mfsdp
 from mfsdp.compiler import schedule_check
 from mfsdp.ir.program import Phase
-from mfsdp.ir.verifier import LawError
+from mfsdp.ir.verifier import InvariantError
 from tests.helpers.cuda_code import Place, Written, write
 from tests.helpers.generated_code import launches, of_code, of_listing, uncommented
 from tests.helpers.models import GPT, MLP, Block, Case, floats, llama, mixtral, tokens
@@ -189,7 +189,7 @@ def moved(code: str) -> str:
 @pytest.mark.parametrize("verb", ["all_gather", "reduce_scatter"])
 def test_collectives_that_change_places_are_found(verb):
     program = programs(MLP_)["backward"]
-    with pytest.raises(LawError, match=f"`{verb} .* in the listing"):
+    with pytest.raises(InvariantError, match=f"`{verb} .* in the listing"):
         in_order(program, swapped(program.code, verb))
 
 

@@ -32,7 +32,7 @@ from mfsdp.ir import byte_costs, printer
 from mfsdp.ir.program import Program, operator
 from mfsdp.ir.roles import role
 from mfsdp.planning import explain as explaining
-from tests.helpers.explained import PLAIN, built, hastily, held, sharding_of, toy
+from tests.helpers.explained import PLAIN, built, hastily, held, sharding_of, toy, toys
 from tests.helpers.models import GPT, Block, llama
 from tests.helpers.toys import Toy2, toy2
 
@@ -500,7 +500,7 @@ def test_a_report_says_it_in_words():
     assert sum(e.nbytes for e in report.ledger.entries) == report.peak
     assert report.step == pytest.approx(report.views[-1].lines[-1].end + report.optimizer)
     line = next(x for v in report.views for x in v.lines if x.name == "addmm")
-    assert line.source.startswith("tests/helpers/toys.py:") and line.source.endswith("return self.layers(x)")
+    assert line.source.startswith("helpers/toys.py:") and line.source.endswith("return self.layers(x)")
     with pytest.raises(ValueError, match="phase='sideways': choose one of forward, backward"):
         report.listing("sideways")
     with pytest.raises(ValueError, match="stage='x': choose one of capture, collective, hide_coll"):
@@ -513,7 +513,7 @@ def test_a_report_says_it_in_words():
     [({"world": 1}, 0), ({"world": 8}, 2), ({"mesh_shape": (2, 4)}, 4), ({"world": 8, "strategy": 0}, 2)],
 )
 def test_what_no_ledger_counts_is_named_on_cuda(arguments, communicators):
-    report, elsewhere = toy(**arguments, hardware=["h100", PLAIN])
+    report, elsewhere = toys(**arguments, hardware=["h100", PLAIN])
     line = next(x for x in report.summary().splitlines() if x.startswith("not counted: the CUDA context, "))
     assert report.communicators == communicators and "cuBLAS's workspaces" in line
     assert (f"NCCL's buffers for {communicators} communicators" in line) == (communicators > 0)
@@ -556,7 +556,7 @@ def test_a_pipeline_of_equal_stages():
     given = {"options": {"lowering": "eager"}, "units": [Block], "world": 2, "hardware": PLAIN, "optimizer": "none"}
     model = GPT(width=64, layers=2, tied=False)
     many, deep = [1, 2, 3, 8], [1, 2, 4]
-    table = mfsdp.explain(model, (torch.zeros(64, 8, dtype=torch.long),), microbatches=many, stages=deep, **given)
+    table = mfsdp.compare(model, (torch.zeros(64, 8, dtype=torch.long),), microbatches=many, stages=deep, **given)
     reports = dict(zip(product(many, deep), table, strict=True))
     for microbatches, stages in ((8, 4), (2, 4), (1, 2), (3, 1)):
         found, alone = reports[microbatches, stages], reports[microbatches, 1]
@@ -581,9 +581,9 @@ def test_what_no_pipeline_can_be():
 
 @pytest.mark.slow
 def test_a_straggler_and_what_a_token_costs(tmp_path):
-    alone = toy(world=1, suggest=False, slowest=[1.0, 1.5])
+    alone = toys(world=1, slowest=[1.0, 1.5])
     assert alone.reports[1].step == pytest.approx(1.5 * alone.reports[0].step)
-    full = toy(hardware=PLAIN, suggest=False, slowest=[1.0, 1.5])
+    full = toys(hardware=PLAIN, slowest=[1.0, 1.5])
     first, second = (report.step for report in full)
     assert first < second < 1.5 * first, "where the link is full nobody waits for him"
     with pytest.raises(ValueError, match=r"slowest=0.5: give how many times"):
@@ -591,9 +591,9 @@ def test_a_straggler_and_what_a_token_costs(tmp_path):
     model = GPT(width=64, layers=2)
     prices = tmp_path / "prices.json"
     prices.write_text('{"H100": 2.5, "a100": 1}')
-    options = {"options": {"lowering": "eager"}, "units": [Block], "suggest": False, "world": 4}
+    options = {"options": {"lowering": "eager"}, "units": [Block], "world": 4}
     ids = torch.zeros(8, 8, dtype=torch.long)
-    table = mfsdp.explain(model, (ids,), prices=prices, hardware=["h100", "a100"], **options)
+    table = mfsdp.compare(model, (ids,), prices=prices, hardware=["h100", "a100"], **options)
     report, _ = table
     assert report.cost == pytest.approx(2.5 * 4 * report.step / 3600 / (64 * 4) * 1e6)
     assert "per million tokens, at 2.5 for a rank and hour" in report.summary()
@@ -651,7 +651,7 @@ def test_a_limit_on_memory_is_named():
 
 @pytest.mark.slow
 def test_a_table_of_combinations(tmp_path):
-    found = toy(world=[8], options={"prefetch": [0, 1]}, strategy=[2, 3], hardware=["h100", PLAIN])
+    found = toys(world=[8], options={"prefetch": [0, 1]}, strategy=[2, 3], hardware=["h100", PLAIN])
     assert len(list(found)) == 8
     lines = str(found).splitlines()
     assert lines[0].split()[:4] == ["world", "hardware", "prefetch", "strategy"] and len(lines) == 9
@@ -659,7 +659,7 @@ def test_a_table_of_combinations(tmp_path):
     best = found.reports[found.best]
     assert best.fits and best.step == min(r.step for r in found)
     small = Hardware("small", {"bf16": 1e12}, 1000, 1e12, Link(1e9, 0.0), Link(1e9, 0.0))
-    none = toy(world=[2, 4], hardware=small)
+    none = toys(world=[2, 4], hardware=small)
     assert none.best is None and str(none).count("does not fit") == 2
     found.plot(tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000

@@ -167,7 +167,8 @@ def test_verdicts():
 def test_verdicts_on_faults():
     ends, late = ["fault", "fault:ends", "fault:loader"], ["fault", "fault:late"]
     own, lost = ("Fault", "in loader", "", 0.1), ("RuntimeError", "Connection closed by peer [127.0.0.1]", "", 0.1)
-    told = ("PeerLostError", "mfsdp: rank 0 has lost the other ranks at b0: rank 1 has ended with Fault: in loader", "", 0.1)
+    lost_at = "mfsdp: rank 0 has lost the other ranks at b0: rank 1 has ended with Fault: in loader"
+    told = ("PeerLostError", lost_at, "", 0.1)
     right, wrong = ("right", "", "", 0.1), ("wrong", "step 1: loss: off", "", 0.1)
     assert judged(ends, [told, own]).outcome == judged(ends, [lost, own]).outcome == "refused"
     assert judged(ends, [right, own]).outcome == "refused", "it was done before it missed anything"

@@ -14,7 +14,7 @@ import mfsdp
 from mfsdp import pipeline
 from mfsdp.compiler import lowering, schedule_check
 from mfsdp.compiler.schedule_check import Operation, compare, listed, written
-from mfsdp.ir.verifier import LawError
+from mfsdp.ir.verifier import InvariantError
 from tests.helpers.toys import toy2
 
 
@@ -60,7 +60,7 @@ def test_collectives_that_change_places_are_an_error(verb):
     expected, lines = code_of("forward" if verb == "all_gather" else "backward")
     a, b = at(lines, verb, 0), at(lines, verb, 1)
     lines[a : a + 2], lines[b : b + 2] = lines[b : b + 2], lines[a : a + 2]
-    with pytest.raises(LawError, match=rf"`{verb} .*` in the listing.*invariant 16"):
+    with pytest.raises(InvariantError, match=rf"`{verb} .*` in the listing.*invariant 16"):
         compare(expected, "\n".join(lines))
 
 
@@ -78,7 +78,7 @@ def test_collectives_of_two_groups_that_change_places_are_a_warning(told):
 def test_a_collective_that_is_gone_is_an_error():
     expected, lines = code_of("forward")
     del lines[at(lines, "all_gather", 1)]
-    with pytest.raises(LawError, match="there are 2 collectives in the listing, and 1 in the code"):
+    with pytest.raises(InvariantError, match="there are 2 collectives in the listing, and 1 in the code"):
         compare(expected, "\n".join(lines))
 
 
@@ -96,7 +96,7 @@ def test_an_operand_that_is_another_is_an_error():
     expected, lines = code_of("backward")
     wait = at(lines, "wait", 1)
     lines[wait] = lines[wait].replace("default(buf5", "default(buf0")
-    with pytest.raises(LawError, match="`wait u1_gshard` of the listing is not in the code"):
+    with pytest.raises(InvariantError, match="`wait u1_gshard` of the listing is not in the code"):
         compare(expected, "\n".join(lines))
 
 
@@ -104,7 +104,7 @@ def test_an_operand_that_is_another_is_an_error():
 def test_an_operation_that_is_gone_is_an_error(verb):
     expected, lines = code_of("backward")
     del lines[at(lines, verb, -1)]
-    with pytest.raises(LawError, match=rf"`{verb} .*` of the listing is not in the code"):
+    with pytest.raises(InvariantError, match=rf"`{verb} .*` of the listing is not in the code"):
         compare(expected, "\n".join(lines))
 
 

@@ -57,7 +57,7 @@ def test_rows_of_the_pipeline_obey_the_options():
     table = (*PIPELINE, ("mine", nothing))
     report = mfsdp.explain(nn.Linear(4, 4), (torch.ones(1, 4),), options={"passes": table, "prefetch": 2})
     assert "depth 2" in report.listing("forward", "prefetch") and "nothing" in report.listing("forward", "mine")
-    two = mfsdp.explain(nn.Linear(4, 4), (torch.ones(1, 4),), options={"passes": [PIPELINE, table]})
+    two = mfsdp.compare(nn.Linear(4, 4), (torch.ones(1, 4),), options={"passes": [PIPELINE, table]})
     assert "mine" in str(two)
 
 

@@ -20,7 +20,7 @@ from mfsdp.compiler import lowering, schedule_check, stitched
 from mfsdp.compiler.subgraphs import CannotSplit, Step, Subgraph, base, scheduled, split
 from mfsdp.compiler.tracing import Programs
 from mfsdp.ir.program import Program
-from mfsdp.ir.verifier import LawError
+from mfsdp.ir.verifier import InvariantError
 from mfsdp.runtime.instrumentation import observed
 from tests.helpers.models import CASES, GPT, Block
 from tests.helpers.parity import batches, build, compiled, whole
@@ -118,10 +118,10 @@ def test_the_driver_is_the_listing(phase):
     lines = text.splitlines()
     a, b = [i for i, line in enumerate(lines) if "Kernels.all_gather" in line or "Kernels.reduce_scatter" in line][:2]
     lines[a], lines[b] = lines[b], lines[a]
-    with pytest.raises(LawError, match="invariant 16"):
+    with pytest.raises(InvariantError, match="invariant 16"):
         schedule_check.compare(expected, "\n".join(lines), driven=True)
     del lines[a]
-    with pytest.raises(LawError, match="invariant 16"):
+    with pytest.raises(InvariantError, match="invariant 16"):
         schedule_check.compare(expected, "\n".join(lines), driven=True)
 
 

@@ -24,7 +24,7 @@ from mfsdp.ir import ops, printer
 from mfsdp.ir.merge import merge
 from mfsdp.ir.program import Program, view_of
 from mfsdp.ir.roles import Kind, role
-from mfsdp.ir.verifier import LawError, check
+from mfsdp.ir.verifier import InvariantError, check
 from mfsdp.passes import hide_collectives
 from mfsdp.runtime import instrumentation, sync_collectives
 from tests.helpers.collectives import parallel, programs
@@ -175,14 +175,14 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.parametrize("law", MUTATIONS)
-def test_the_merged_program_is_checked(model, law):
+@pytest.mark.parametrize("invariant", MUTATIONS)
+def test_the_merged_program_is_checked(model, invariant):
     forward, backward = programs(model, step)
     merged = merge(backward, forward)
-    MUTATIONS[law](merged)
-    with pytest.raises(LawError) as caught:
+    MUTATIONS[invariant](merged)
+    with pytest.raises(InvariantError) as caught:
         check(merged)
-    assert caught.value.law == law
+    assert caught.value.invariant == invariant
 
 
 class Order:
@@ -404,10 +404,10 @@ def test_microbatches_are_explained(tmp_path):
 @pytest.mark.slow
 def test_dense_models_together_are_explained():
     """Where links are the bottleneck two microbatches take half the gathers; side by side they have nothing to hide."""
-    given: dict[str, Any] = {"world": 8, "units": [Block], "hardware": SLOW, "suggest": False}
+    given: dict[str, Any] = {"world": 8, "units": [Block], "hardware": SLOW}
     given["options"] = {"lowering": "eager"}
     model, ids = GPT(width=64, layers=1), torch.zeros(2, 8, dtype=torch.long)
-    alone, pairs = mfsdp.explain(model, (ids,), microbatches=2, together=[1, 2], **given)
+    alone, pairs = mfsdp.compare(model, (ids,), microbatches=2, together=[1, 2], **given)
     assert pairs.step < 0.7 * alone.step and pairs.tokens == alone.tokens == 32 and pairs.peak > alone.peak
     report = mfsdp.explain(model, (ids,), microbatches=2, overlapped=True, **given)
     assert report.step == alone.step and "exchanges nothing" in report.warnings[-1]

@@ -3,7 +3,7 @@
 mfsdp.fully_shard(model, units=[Block])              parameters become shards of flat buffers
 model = torch.compile(model, backend="mfsdp")        collectives become nodes of the compiled graph
 
-Names are imported when they are asked for: the command line, and whoever looks for a version, need no torch.
+Names are imported on first access: the command line and version queries need no torch.
 """
 
 import sys
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from .config.options import MixedPrecisionPolicy
     from .config.plans import Plan
     from .cost_model.machine import measure
-    from .ir.verifier import LawError
+    from .ir.verifier import InvariantError
+    from .planning.compare import compare
     from .planning.explain import explain
     from .planning.plan import plan
     from .reports.profile import profile, ranges
@@ -42,12 +43,13 @@ _WHERE = {
     "Checkpoints": "checkpoints.checkpoint",
     "FSDPModule": "sharding.module",
     "Hardware": "config.hardware",
-    "LawError": "ir.verifier",
+    "InvariantError": "ir.verifier",
     "MixedPrecisionPolicy": "config.options",
     "Plan": "config.plans",
     "check_finite": "state.norms",
     "check_replicas": "state.replica_check",
     "checksum": "state.checksum",
+    "compare": "planning.compare",
     "convert": "checkpoints.convert",
     "explain": "planning.explain",
     "fake_ranks": "runtime.groups",
@@ -71,19 +73,20 @@ _WHERE = {
     "trace": "compiler.tracing",
     "unsharded": "sharding.contexts",
 }
-"""Where the public names live."""
+"""Modules of the public names."""
 
 __all__ = [
     "CheckpointError",
     "Checkpoints",
     "FSDPModule",
     "Hardware",
-    "LawError",
+    "InvariantError",
     "MixedPrecisionPolicy",
     "Plan",
     "check_finite",
     "check_replicas",
     "checksum",
+    "compare",
     "convert",
     "explain",
     "fake_ranks",
@@ -119,7 +122,7 @@ def __getattr__(name: str) -> Any:
 
 import_module("mfsdp.registration").register(__version__)
 if "torch" in sys.modules:
-    import_module("mfsdp.state")  # torch.load and optimizers are told of its tensors
+    import_module("mfsdp.state")  # registers its tensors with torch.load and optimizers
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
-"""Runs a program that knows nothing of mfsdp: ``accelerate launch -m mfsdp.launch -m package.train --its arguments``.
+"""Runs a program that does not import mfsdp: ``accelerate launch -m mfsdp.launch -m package.train --its arguments``.
 
 ``python -m mfsdp.launch -m module args`` and ``python -m mfsdp.launch script.py args`` import
-`mfsdp.integrations.accelerate` first, and then run the module or script as Python would.
+`mfsdp.integrations.accelerate` first, then run the module or script as Python does.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ USAGE = "usage: python -m mfsdp.launch (-m module | script.py) [arguments]"
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Runs what the arguments name.
+    """Runs the module or script that the arguments name.
 
     Raises:
-        SystemExit: they name nothing, or a script that is not there; whatever the program raises.
+        SystemExit: they name none, or a script that does not exist. Errors of the program propagate.
     """
     given = list(arguments)
     is_module = given[:1] == ["-m"]

@@ -1,4 +1,4 @@
-"""The pipeline: the passes as one table, their order as reasons that are checked, and the runner."""
+"""The pipeline: the table of passes, checked reasons for their order, and the runner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .config.best_effort import only_tells
 from .config.options import Options
 from .ir import byte_costs, printer
 from .ir.program import Program
-from .ir.verifier import LawError, check
+from .ir.verifier import InvariantError, check
 from .passes.assign_groups import assign_groups
 from .passes.collective import collective
 from .passes.defer import defer
@@ -33,8 +33,7 @@ Pass = Callable[[Program], None]
 Table = tuple[tuple[str, Pass], ...]
 
 Decide = Callable[[Program], tuple[int, str]]
-"""Says how far ahead a program's gathers are to be launched, and why (`mfsdp.cost_model.auto_prefetch.AutoPrefetch`).
-"""
+"""Returns how far ahead to launch a program's gathers, and why (`mfsdp.cost_model.auto_prefetch.AutoPrefetch`)."""
 
 
 def table(
@@ -51,12 +50,20 @@ def table(
     replicas: bool = False,
     pace: Pace | None = None,
 ) -> Table:
-    """The pipeline under the backend's options ``prefetch``, ``reduce_lag``, ``max_unsharded`` (bytes), ``pool``,
-    ``keep_cast``, ``interleave``, ``max_activations`` (bytes), ``quantize``, and whether there are ``check_finite`` and
-    ``check_replicas``. Instead of a depth it takes what
-    decides it for each program, `mfsdp.cost_model.auto_prefetch.AutoPrefetch`.
-    ``wide`` is for programs that run elsewhere than they were traced (`passes.inplace_wgrad`). ``pace`` says how long
-    everything takes, where something goes to the host (`passes.schedule_offload`).
+    """Returns the pipeline for these options of the backend.
+
+    Args:
+        depth: ``prefetch``, or a function that decides it for each program.
+        lag: ``reduce_lag``.
+        limit: ``max_unsharded``, in bytes.
+        slots: ``pool``.
+        wide: for programs that run on another device than they were traced on (`passes.inplace_wgrad`).
+        keep_cast: the option.
+        turns: ``interleave``.
+        most: ``max_activations``, in bytes.
+        codes: ``quantize``.
+        finite, replicas: whether ``check_finite`` and ``check_replicas`` are on.
+        pace: returns the times of compute and host copies (`passes.schedule_offload`).
     """
     return (
         *((("interleave", interleave),) if turns else ()),
@@ -77,16 +84,20 @@ def table(
 
 
 PIPELINE = table()
-"""The defaults."""
+"""The pipeline for the default options."""
 
 
 def chosen(options: Options, wide: bool | None = None, decide: Decide | None = None, pace: Pace | None = None) -> Table:
-    """The table of passes that the backend's options ask for, ``wide`` and ``pace`` as in `table`, and what decides
-    where they say ``prefetch="auto"`` (the default depth, if nothing does).
+    """Returns the passes for the backend's options.
+
+    Args:
+        options: the backend's options.
+        wide, pace: as in `table`.
+        decide: decides the depth under ``prefetch="auto"``; ``None``: the default depth.
 
     Raises:
-        ValueError: ``passes`` is no table, has one name twice, has passes in an order that cannot be, or lacks the one
-            that obeys another option that is given.
+        ValueError: ``passes`` is no table, has a name twice, contradicts `ORDER`, or lacks the pass that obeys another
+            option that was given.
     """
     depth: Any = options.prefetch if options.prefetch != "auto" else decide or Options.prefetch
     ours = table(
@@ -109,7 +120,7 @@ def chosen(options: Options, wide: bool | None = None, decide: Decide | None = N
 
 
 def obeyed(options: Options) -> set[str]:
-    """Options whose passes are in the table of passes as the pipeline has them."""
+    """Returns the options whose passes are in the table unchanged."""
     rows = PIPELINE if options.passes is None else options.passes
     own = {name for name, function in rows if (name, function) in PIPELINE}
     return {option for option, name in _KNOBS.items() if name in own}
@@ -130,7 +141,7 @@ _KNOBS = {
 
 
 def _rows(given: Any) -> Table:
-    """The rows of a table that a user has made."""
+    """Returns the checked rows of a user's table."""
     rows = tuple(given) if isinstance(given, (list, tuple)) else ()
     if not rows or not all(
         isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str) and callable(row[1]) for row in rows
@@ -184,24 +195,23 @@ ORDER: tuple[tuple[str, str, str], ...] = (
     ("inplace_wgrad", "plan_memory", "slots are coloured over the final lives of gradient buffers"),
     ("plan_memory", "assign_groups", "a listing shows slots before groups; programs do not depend on it"),
 )
-"""Earlier, later, why."""
-
+"""Earlier pass, later pass, reason."""
 
 
 class Phases(NamedTuple):
-    """A table of passes in three parts, for those who choose options by trying them."""
+    """A table of passes in three parts, for callers that try options."""
 
     first: Table
-    """Passes in front of `defer`, which obey none of the options that are tried."""
+    """Passes before `defer`, which obey none of the tried options."""
     deferred: Table
-    """`defer` and the passes behind it, without ``again``."""
+    """`defer` and the passes after it, without ``again``."""
     again: Table
-    """Passes that place launches and buffers: they can run on one program again and again."""
+    """Passes that place launches and buffers; they can run on one program repeatedly."""
 
 
 def phases(rows: Table) -> Phases:
-    """Splits a table of passes. Launches of gathers move past what the passes of ``deferred`` do, so that ``again`` may
-    come last.
+    """Splits a table of passes. ``again`` may run last, as launches of gathers move past the results of
+    ``deferred``.
     """
     names = ("prefetch", "schedule_offload", "plan_memory")
     rest = [row for row in rows if row[0] not in names]
@@ -216,7 +226,7 @@ for _early, _late, _why in ORDER:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one pass did."""
+    """The result of one pass."""
 
     name: str
     listing: str
@@ -224,7 +234,7 @@ class Stage:
 
 
 class Stages(list[Stage]):
-    """What the passes did, in order; ``stages["inplace_wgrad"]`` is that of a pass by name."""
+    """The results of the passes, in order; ``stages["inplace_wgrad"]`` is one by name."""
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
@@ -236,7 +246,7 @@ class Stages(list[Stage]):
 
 
 class PassError(RuntimeError):
-    """A pass has raised; the cause is its own exception."""
+    """A pass raised; the cause is its exception."""
 
 
 def run(
@@ -247,19 +257,19 @@ def run(
     checked: bool = True,
     listings: bool = True,
 ) -> Stages:
-    """Runs the passes in order, checks every law after each, and returns the listing after each.
+    """Runs the passes in order, verifies the invariants after each, and returns the listing after each.
 
     Args:
         program: rewritten in place.
         upto: name of the last pass to run, ``"capture"`` for none.
-        passes: the table; put your own ``(name, pass)`` into a copy of `PIPELINE` or of what `table` gives.
-        checked: whether to check the laws.
-        listings: whether to render (costs time on large graphs).
+        passes: the table; put your own ``(name, pass)`` into a copy of `PIPELINE` or of what `table` returns.
+        checked: whether to verify the invariants.
+        listings: whether to render listings (takes time on large graphs).
 
     Raises:
-        ValueError: ``upto`` is no pass.
-        LawError: a pass broke a law; the message names the law and shows the listing around the fault.
-        PassError: a pass raised; the message names it.
+        ValueError: ``upto`` is not a pass.
+        InvariantError: a pass broke an invariant; the message names it and shows the listing around the fault.
+        PassError: a pass raised; the message names the pass.
     """
     names = ["capture", *(name for name, _ in passes)]
     if upto is not None and upto not in names:
@@ -283,7 +293,7 @@ def run(
 
 
 def _listing(program: Program, name: str, before: str | None) -> tuple[str, str]:
-    """The listing after a pass, and the summary with which the next one is compared."""
+    """Returns the listing after a pass, and the summary with which the next listing is compared."""
 
     def rendered() -> tuple[str, str]:
         rows = byte_costs.lines(program)
@@ -293,10 +303,10 @@ def _listing(program: Program, name: str, before: str | None) -> tuple[str, str]
 
 
 def rewrite(program: Program, passes: Table) -> None:
-    """Runs passes on a program that is only looked at: no law is checked, nothing rendered, no code made.
+    """Runs passes on a program for inspection: without verification, listings or generated code.
 
     Raises:
-        PassError: a pass raised; the message names it.
+        PassError: a pass raised; the message names the pass.
     """
     program.told = False
     for name, function in passes:
@@ -316,7 +326,7 @@ def _run(program: Program, name: str, function: Pass) -> None:
 def _check(program: Program, stage: str) -> None:
     try:
         check(program)
-    except LawError as broken:
+    except InvariantError as broken:
         around = only_tells("the listing around the fault", "", printer.around, program, broken.node)
         broken.args = (f"mfsdp: after {stage}: {broken.args[0]}\n{around}",)
         raise

@@ -1,8 +1,8 @@
 """Lets ``torch.compile(backend="mfsdp")`` find the backend wherever ``mfsdp`` was imported from.
 
-torch looks a backend up by name in two ways: among those that were registered, and among the entry points of installed
-packages. An installed mfsdp has an entry point. Sources on ``PYTHONPATH`` have none: for those this module answers
-``importlib.metadata`` as an installed package would. That works before torch is imported, and imports nothing.
+torch looks up a backend by name among registered backends and among entry points of installed packages. An installed
+mfsdp has an entry point; sources on ``PYTHONPATH`` have none, so this module answers ``importlib.metadata`` as an
+installed package would. It works before torch is imported, and imports nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ENTRY = EntryPoint("mfsdp", "mfsdp.compiler.backend:mfsdp", "torch_dynamo_backe
 
 
 class _Sources(Distribution):
-    """The package as ``importlib.metadata`` sees it, without files of an installation."""
+    """The package as ``importlib.metadata`` sees it, without installed files."""
 
     def __init__(self, version: str):
         self._texts = {
@@ -35,7 +35,7 @@ class _Sources(Distribution):
 
 
 class _Finder(DistributionFinder):
-    """Stands last on ``sys.meta_path``: where there is an installed mfsdp, that is found first."""
+    """Comes last on ``sys.meta_path``, so that an installed mfsdp is found first."""
 
     def __init__(self, version: str):
         self.version = version
@@ -48,7 +48,7 @@ class _Finder(DistributionFinder):
 
 
 def register(version: str) -> None:
-    """Registers the backend. Where torch has looked at all entry points already, ours is put among those that it knows.
+    """Registers the backend. If torch has read all entry points already, adds it to the backends that torch knows.
     Private in torch (``torch._dynamo.backends.registry._BACKENDS``); tried on 2.13, of 2.11 to 2.15 that are supported.
     """
     sys.meta_path.append(_Finder(version))

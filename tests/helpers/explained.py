@@ -30,6 +30,11 @@ def toy(**kwargs: Any) -> Any:
     return mfsdp.explain(model, (x,), **{**UNITS, **kwargs})
 
 
+def toys(**kwargs: Any) -> Any:
+    model, x = meta_toy()
+    return mfsdp.compare(model, (x,), **{**UNITS, **kwargs})
+
+
 PLAIN = Hardware("plain", {"bf16": 1e12}, 10**9, 1e12, Link(1e9, 0.0), Link(1e9, 0.0), reached=1, reached_bandwidth=1)
 """Nothing but round numbers: a gather of a toy unit takes 7/8 of 2.11 MB at 1 GB/s, 1849.344 us."""
 

@@ -1,4 +1,4 @@
-"""Seconds until every rank reports a fault: ``python -m tests.helpers.faults`` prints a table for docs/guides/faults.md.
+"""Seconds until every rank reports a fault: ``python -m tests.helpers.faults`` prints a table (docs/guides/faults.md).
 
 The faults are those of `test_agreement`. Seconds count from the beginning of the step that fails, on the rank that
 hears of it last.

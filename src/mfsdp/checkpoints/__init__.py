@@ -1,1 +1,1 @@
-"""Files that are complete or not there, and what converts them."""
+"""Checkpoints that are complete or absent, and their conversion."""

@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not there: torch.distributed.checkpoint, written aside, summed up, then published.
+"""Atomic checkpoints: torch.distributed.checkpoint writes a hidden folder, which is checksummed and then renamed.
 
 folder/
   step-00000400/              published by a rename, when everything in it has reached the disk
@@ -41,9 +41,7 @@ log = logging.getLogger("mfsdp")
 
 
 class Stateful(Protocol):
-    """Whatever a checkpoint takes besides the model: schedulers, loaders. State is tensors, numbers, strings and
-    containers of them.
-    """
+    """Other state in a checkpoint: schedulers, loaders. State is tensors, numbers, strings and containers of them."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -54,8 +52,8 @@ class Checkpoints:
     """The checkpoints of one run.
 
     Args:
-        folder: made by the first save; on a file system that all ranks see.
-        keep: how many of the newest stay; ``None`` for all.
+        folder: created by the first save; on a file system that all ranks share.
+        keep: number of newest checkpoints to keep; ``None`` for all.
 
     Raises:
         ValueError: ``keep`` is not positive.
@@ -70,14 +68,14 @@ class Checkpoints:
         self._aside: groups.SideChannel | None = None
 
     def steps(self) -> list[int]:
-        """Steps of which there is a complete checkpoint, ascending."""
+        """Returns the steps with a complete checkpoint, ascending."""
         if not self.folder.is_dir():
             return []
         matches = [_NAME.fullmatch(path.name) for path in self.folder.iterdir()]
         return sorted(int(m[1]) for m in matches if m and (self.folder / m[0] / MANIFEST).is_file())
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is; `torch.distributed.checkpoint.load` takes it."""
+        """Returns the folder of a step's checkpoint, which `torch.distributed.checkpoint.load` accepts."""
         return self.folder / f"step-{step:08d}"
 
     @overload
@@ -107,22 +105,23 @@ class Checkpoints:
         blocking: bool = True,
         **more: Stateful,
     ) -> Path | Future[Path]:
-        """Writes a checkpoint; all ranks call it. What is kept per rank: ``more``, and the states of the random number
-        generators of torch and Python. One that is still being written is waited for.
+        """Writes a checkpoint; all ranks call it. Each rank saves ``more``, and the RNG states of torch and Python, for
+        itself. If an earlier save is still in progress, this waits for it.
 
         Args:
-            blocking: ``False``: returns when what this rank writes has been copied to this machine's memory. A thread
-                does the rest, beside training, without its process groups; the process does not end before it has.
+            blocking: ``False``: returns once this rank's data is copied to host memory. A thread writes it beside
+                training, without training's process groups; the process does not exit before the thread ends.
 
         Returns:
-            Where it is. Not ``blocking``: a future of that, like `torch.distributed.checkpoint.async_save`.
+            The checkpoint's folder; if not ``blocking``, a future of it, like
+            `torch.distributed.checkpoint.async_save`.
 
         Raises:
-            CheckpointError: some rank could not write: a full disk, say, or another run that saves to this folder now.
-                Nothing is left of it; training may go on. Not ``blocking``: raised by the future, by `wait`, or
-                by the next save, which then is not begun; on every rank, and once.
-            ValueError: there is one of that step.
-            RuntimeError: other ranks do something else, and are told too.
+            CheckpointError: a rank could not write: a full disk, say, or another run saves to this folder now. Nothing
+                of the checkpoint remains, and training may go on. If not ``blocking``, the future, `wait` or the next
+                save raises it, once and on every rank; that next save does not start.
+            ValueError: there already is a checkpoint of that step.
+            RuntimeError: other ranks call something else; it is raised there too.
         """
         execution.all_call(f"Checkpoints.save of step {step}", shared_over(model))
         self._join()
@@ -148,10 +147,10 @@ class Checkpoints:
         return saving
 
     def wait(self) -> None:
-        """Waits until nothing is written or deleted any more.
+        """Waits until nothing is being written or deleted.
 
         Raises:
-            CheckpointError: what was saved with ``blocking=False`` could not be written; on every rank.
+            CheckpointError: a save with ``blocking=False`` failed; on every rank.
         """
         self._join()
         failed = self._untold()
@@ -159,12 +158,12 @@ class Checkpoints:
             raise CheckpointError(failed)
 
     def _untold(self) -> str:
-        """Why the last one behind training has failed, if nobody knows; asked once."""
+        """Returns why the last background save failed, if nothing has raised it yet, and resets this."""
         saving, self._saving = self._saving, None
         return "" if saving is None else saving.untold()
 
     def _company(self) -> groups.Everybody:
-        """The ranks, for the thread; all ranks call it."""
+        """Returns the channel over which ranks communicate in the thread; all ranks call it."""
         if groups.world() == 1:
             return groups.Everybody()
         if self._aside is None or not self._aside.lasts():
@@ -172,7 +171,7 @@ class Checkpoints:
         return self._aside
 
     def _behind(self, function: Callable[[], None]) -> None:
-        """Begins a thread for which the process waits when it ends."""
+        """Starts a thread that the process waits for at exit."""
         self._thread = threading.Thread(target=function, name="mfsdp checkpoints")
         self._thread.start()
 
@@ -182,11 +181,11 @@ class Checkpoints:
             self._thread = None
 
     def _end(self, save: Save, company: groups.Everybody, saving: Saving) -> None:
-        """What the thread does."""
+        """Runs in the thread."""
         try:
             expired = save.end(company, self._expire)
         except BaseException as error:
-            if not isinstance(error, CheckpointError):  # the other ranks are gone, most often
+            if not isinstance(error, CheckpointError):  # usually, other ranks have exited
                 error = CheckpointError(f"mfsdp: could not save step {save.step}: {cause_of(error)}")
             log.error("%s. It was saved behind training, which goes on; the next save raises this.", error)
             saving.set_exception(error)
@@ -195,7 +194,7 @@ class Checkpoints:
         _delete(expired)
 
     def _expire(self) -> list[Path]:
-        """Takes their names from those that are too many."""
+        """Renames checkpoints beyond ``keep`` and returns their new paths."""
         old = self.steps()[: -self.keep] if self.keep else ()
         return [self.path(step).rename(self.folder / f".step-{step:08d}.partial") for step in old]
 
@@ -207,23 +206,24 @@ class Checkpoints:
         step: int | None = None,
         **more: Stateful,
     ) -> int | None:
-        """Reads a checkpoint, after all of its files have been checked; all ranks call it. Written on another number of
-        ranks, a rank gets the ``more`` of its number, or of rank 0 if there was none, and keeps its random numbers. One
-        that is still being written is waited for.
+        """Reads a checkpoint after checking all its files; all ranks call it. If the number of ranks has changed, a
+        rank reads the ``more`` of its number, or of rank 0 if there is none, and keeps its RNG states. If a save is
+        still in progress, this waits for it.
 
         Args:
             model, optimizer, more: as in `save`.
-            step: ``None`` for the newest that is complete.
+            step: ``None`` for the newest complete one.
 
         Returns:
             The step, or ``None`` if there is no checkpoint.
 
         Raises:
-            CheckpointError: files are missing, truncated or changed, or ask for more than data; names them. Or they are
-                of another model: names what is missing, or has other sizes. Nothing has been loaded. Or they could not
-                be read all the same: a part has been loaded, and the model refuses to compute until it is loaded whole.
-            ValueError: there is no complete checkpoint of that step, or it was saved without something of ``more``.
-            RuntimeError: other ranks do something else, and are told too.
+            CheckpointError: files are missing, truncated, changed, or contain more than data (the message names them),
+                or they are of another model (it names missing tensors and other sizes); nothing has been loaded. Or
+                reading failed after these checks: a part has been loaded, and the model does not compute until a load
+                completes.
+            ValueError: there is no complete checkpoint of that step, or it was saved without an item of ``more``.
+            RuntimeError: other ranks call something else; it is raised there too.
         """
         execution.all_call("Checkpoints.load", shared_over(model))
         self._join()
@@ -285,8 +285,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 def _state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """As `_state`. An optimizer that has not stepped has no state afterwards either (invariant 23): torch makes it by a step
-    without gradients, which counts.
+    """Returns `_state` and leaves an optimizer that has not stepped without state (invariant 23): torch creates the
+    state by a step without gradients, which increments step counts.
     """
     fresh = optimizer is not None and not optimizer.state
     counts = [g.get("step") for g in optimizer.param_groups] if fresh and optimizer is not None else []
@@ -298,7 +298,7 @@ def _state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
             if "step" in state:
                 state["step"] = state["step"] * 0
         for group, saved, count in zip(optimizer.param_groups, out["optimizer"]["param_groups"], counts, strict=True):
-            if "step" in group:  # TransformerEngine's count by groups
+            if "step" in group:  # TransformerEngine counts steps per group
                 saved["step"] = saved["step"] * 0
                 group.pop("step") if count is None else group.update(step=count)
     return out
@@ -310,7 +310,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[st
 
 
 def _delete(folders: Iterable[Path]) -> None:
-    """Deletes what has been put aside; what cannot be is left to the next save, which says why."""
+    """Deletes folders. The next save retries those that cannot be deleted, and reports why."""
     for folder in folders:
         with suppress(OSError):
             files.clear(folder)

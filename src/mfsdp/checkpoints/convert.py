@@ -1,4 +1,4 @@
-"""Checkpoints of torch.distributed.checkpoint to safetensors files and back, in one process, without a model."""
+"""Converts checkpoints of torch.distributed.checkpoint to safetensors files and back: one process, no model."""
 
 from __future__ import annotations
 
@@ -36,37 +36,37 @@ def convert(
     config: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[str]:
-    """Writes a checkpoint of `torch.distributed.checkpoint` as safetensors files, or the other way round; which, what
-    ``source`` is decides. Of the model only: optimizer state has no place in safetensors files.
+    """Converts a checkpoint of `torch.distributed.checkpoint` to safetensors files, or the other way; ``source``
+    decides. Converts the model only: safetensors files hold no optimizer state.
 
-    Nobody holds the model: one file's tensors on the way to safetensors, one tensor on the way back.
+    Memory holds one file's tensors on the way to safetensors, one tensor on the way back.
 
     Args:
-        source: a folder of `torch.distributed.checkpoint`, of `Checkpoints` (the newest is taken), or with
-            ``.safetensors`` files; or one such file. Checkpoints with a manifest are checked first. Megatron-Core's
-            ("torch_dist" and "fsdp_dtensor") are read too, also the newest of its run's folder; tensors that hold all
-            layers are written layer by layer, the two halves of a gated ``linear_fc1`` as one.
-        target: a folder that is not there yet, or is empty; it is there when all of it is.
-        key: where in the checkpoint the model is: ``{"model": model.state_dict()}``. ``""``: it is the whole.
-            ``None``: "model", and in "torch_dist" all but the optimizer's.
-        rename: gives the name of a tensor in the target for that in the source; what torch.compile's wrapper puts into
-            names, ``_orig_mod``, is left out by itself.
-        tied: names (the source's) and the tensors that they only are other names of: left out of safetensors files,
-            written twice to checkpoints.
-        dtype: of floating-point tensors in the target; ``None``: as they are.
-        max_file_bytes: a new safetensors file is begun before one would get larger (a single tensor may be).
+        source: a folder of `torch.distributed.checkpoint`, of `Checkpoints` (its newest), or with ``.safetensors``
+            files; or one such file. Checkpoints with a manifest are checked first. Megatron-Core's ("torch_dist" and
+            "fsdp_dtensor") are read too, also the newest of a run's folder; tensors that stack all layers are written
+            layer by layer, the two halves of a gated ``linear_fc1`` as one.
+        target: a folder that does not exist or is empty; it appears once it is complete.
+        key: the model's place in the checkpoint: ``{"model": model.state_dict()}``. ``""``: the checkpoint is the
+            model. ``None``: "model", and in "torch_dist" all but the optimizer's.
+        rename: maps the name of a tensor in the source to its name in the target; torch.compile's prefix ``_orig_mod``
+            is removed anyway.
+        tied: maps names (the source's) to the tensors that they alias: left out of safetensors files, written twice to
+            checkpoints.
+        dtype: of floating-point tensors in the target; ``None``: unchanged.
+        max_file_bytes: a new safetensors file starts before one would exceed it (a single tensor may).
         config: a ``config.json`` to copy beside safetensors files, so that ``from_pretrained`` reads them.
-        progress: is called with bytes done and bytes to do.
+        progress: called with bytes done and total bytes.
 
     Returns:
-        Names that were written.
+        The names that were written.
 
     Raises:
-        FileNotFoundError: there is no source.
-        FileExistsError: there is something at ``target``.
-        ValueError: nothing is found under ``key``, ``rename`` gives two tensors one name, a safetensors file or a
-            name in ``tied`` is wrong, the checkpoint is Megatron-Core's in another format.
-        CheckpointError: the source is damaged, or the target could not be written; nothing is left of it.
+        FileNotFoundError: ``source`` or ``config`` does not exist.
+        FileExistsError: ``target`` exists and is not an empty folder.
+        ValueError: there is nothing under ``key``, ``rename`` gives two tensors one name, a safetensors file or a name
+            in ``tied`` is wrong, or the checkpoint is Megatron-Core's in another format.
+        CheckpointError: the source is damaged, or the target could not be written; nothing of it remains.
     """
     source, target = Path(source), Path(target)
     if not source.exists():
@@ -109,7 +109,7 @@ def convert(
 
 
 def _checkpoint(source: Path) -> Path | None:
-    """The folder of torch.distributed.checkpoint that is meant, ``None`` if it is no such thing."""
+    """Returns the folder of torch.distributed.checkpoint in ``source``, ``None`` if there is none."""
     steps = Checkpoints(source).steps()
     folder = Checkpoints(source).path(steps[-1]) if steps else megatron.newest(source) or source
     if not folder.exists():
@@ -124,7 +124,7 @@ def _checkpoint(source: Path) -> Path | None:
 def _names(
     there: Mapping[str, Any], rename: Callable[[str], str] | None, tied: Mapping[str, str], both: bool
 ) -> dict[str, str]:
-    """The source's name by the target's; ``both``: tied names are written."""
+    """Returns the source's names by the target's; ``both``: tied names too."""
     wrong = [n for n in tied.values() if n not in there]
     if wrong:
         raise ValueError(f"convert: tied: no tensor is called {files.some(wrong)}; there are {files.some(there)}")
@@ -142,7 +142,7 @@ def _cast(old: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _stored(source: Path, key: str | None) -> dict[str, megatron.Stored]:
-    """The model's tensors in the checkpoint ``source``, by the names that they have without ``key``."""
+    """Returns the model's tensors in the checkpoint ``source``, by their names without ``key``."""
     everything = Reader(source).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in everything.items() if isinstance(entry, TensorStorageMetadata)}
     stacked = megatron.is_torch_dist(source)
@@ -208,7 +208,7 @@ def _to_checkpoint(
              for n, old in names.items()}  # fmt: skip
     count = _Counting(sum(entry.nbytes for entry in entries.values()), progress)
     with _quietly():
-        # One file per tensor: of a file's tensors the writer lets go when the file is closed.
+        # One file per tensor: the writer frees a file's tensors when it closes the file.
         dcp.save(
             {key: blank} if key else blank,
             storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=False),
@@ -219,7 +219,7 @@ def _to_checkpoint(
 
 
 class _Counting:
-    """Tells how far it has come."""
+    """Reports progress in bytes."""
 
     def __init__(self, total: int, progress: Callable[[int, int], object] | None):
         self.done, self.total, self.progress = 0, total, progress
@@ -231,7 +231,7 @@ class _Counting:
 
 
 class _Loading(Planner):
-    """Reads boxes of what is stored, whatever state there is to load."""
+    """Reads boxes of stored tensors, regardless of the state to load."""
 
     def __init__(self, wanted: Mapping[str, tuple[megatron.Stored, torch.Tensor]], count: _Counting):
         super().__init__()
@@ -256,7 +256,7 @@ class _Loading(Planner):
 
 
 class _Saving(DefaultSavePlanner):
-    """Plans with meta tensors, and reads a tensor when its turn to be written comes."""
+    """Plans with meta tensors, and reads each tensor when it is written."""
 
     def __init__(self, entries: Mapping[str, files.Entry], count: _Counting):
         super().__init__()
@@ -267,7 +267,7 @@ class _Saving(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         entry = self.entries[index.fqn]
         if entry.file != self.file:
-            self.file, self.opened = entry.file, None  # two files are not mapped at once
+            self.file, self.opened = entry.file, None  # never map two files at once
             self.opened = files.opened(entry.file)
         tensor = self.opened.get_tensor(entry.name)
         self.count.add(entry.nbytes)
@@ -275,7 +275,7 @@ class _Saving(DefaultSavePlanner):
 
 
 class _quietly(warnings.catch_warnings):
-    """Without torch's remark that this is one process, which is what was asked for."""
+    """Suppresses torch's warning that torch.distributed is disabled: one process is intended."""
 
     def __enter__(self) -> None:  # type: ignore[override]
         super().__enter__()

@@ -14,11 +14,11 @@ R = TypeVar("R")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or is damaged. Raised on every rank; what was there before still is."""
+    """A checkpoint could not be written, or is damaged. Raised on every rank; earlier checkpoints are unchanged."""
 
 
 def together(what: str, function: Callable[[], T]) -> list[T]:
-    """Every rank's result, by rank.
+    """Runs ``function`` on every rank and returns all results, by rank.
 
     Raises:
         CheckpointError: on every rank, if any has failed.
@@ -34,12 +34,12 @@ def together(what: str, function: Callable[[], T]) -> list[T]:
 def first_ends(
     what: str, company: groups.Everybody, each: Callable[[], T], end: Callable[[list[T]], R], undo: Callable[[], object]
 ) -> R:
-    """What the first rank makes of every rank's result; all get it.
+    """Runs ``each`` on every rank, then ``end`` on the first with all results; returns its result on every rank.
 
     Args:
-        what: for the error.
-        company: the ranks, and how they tell each other.
-        undo: for the first rank, if any has failed, before the others hear of it.
+        what: the action, for the error.
+        company: communicates between ranks.
+        undo: runs on the first rank if any has failed, before the others are told.
 
     Raises:
         CheckpointError: on every rank, if any has failed.
@@ -57,29 +57,29 @@ def first_ends(
 
 
 def _tried(function: Callable[[], T], rank: int) -> tuple[str, T | None]:
-    """What has failed, in words, or ``""`` and what came out."""
+    """Returns an error message, or ``""`` and the result."""
     try:
         return "", function()
-    except dcp.CheckpointException as error:  # of all ranks already, and no Exception
+    except dcp.CheckpointException as error:  # already of all ranks; not an Exception
         return in_words(error), None
     except Exception as error:
         return f"rank {rank}: {cause_of(error)}", None
 
 
 def in_words(error: dcp.CheckpointException) -> str:
-    """What torch.distributed.checkpoint has brought from the ranks that failed; Ctrl-C is raised."""
+    """Returns the message of an error that torch.distributed.checkpoint collected from ranks; raises Ctrl-C."""
     if not isinstance(inner(error), Exception):
         raise inner(error) from error
     return f"rank {next(iter(error.failures))}: {cause_of(error)}"
 
 
 def inner(error: BaseException) -> BaseException:
-    """What torch.distributed.checkpoint has wrapped."""
+    """Returns the error that torch.distributed.checkpoint has wrapped."""
     return next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
 
 
 def cause_of(error: BaseException) -> str:
-    """An error in words; a full disk as such, whatever torch's writers have wrapped it in."""
+    """Returns an error's message; for a full disk the OSError's, even if torch's writers have wrapped it."""
     error = inner(error)
     chain, link = [error], error.__context__
     while link is not None:

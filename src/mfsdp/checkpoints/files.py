@@ -1,4 +1,4 @@
-"""Safetensors files: which there are, what they hold, how many to write, and how they take the place of older ones."""
+"""Safetensors files: finds them, reads their headers, splits tensors into files, and replaces older files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OF_SEVERAL = re.compile(r".*-\d{5}-of-\d{5}\.safetensors")
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor in a file, under the file's name for it."""
+    """One tensor in a file, by its name there."""
 
     file: Path
     name: str
@@ -34,7 +34,7 @@ class Entry:
 
 
 def entries(path: Path, rename: Callable[[str], str] | None = None) -> dict[str, Entry]:
-    """What a file holds, or a folder with one or with several and their index, by name; nothing is read but headers.
+    """Returns the tensors of a file, or of a folder with one file or several and an index, by name. Reads only headers.
 
     Raises:
         FileNotFoundError: there is no such file or folder, or a file of the index is missing.
@@ -51,7 +51,7 @@ def entries(path: Path, rename: Callable[[str], str] | None = None) -> dict[str,
 
 
 def opened(file: Path) -> Any:
-    """A mapped file, of safetensors.
+    """Opens a safetensors file, memory-mapped.
 
     Raises:
         ValueError: it is damaged.
@@ -65,7 +65,7 @@ def opened(file: Path) -> Any:
 
 
 def split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Names of files to write, and of the tensors in each, in order; sizes in bytes.
+    """Returns the names of files to write, and of the tensors in each, in order; sizes in bytes.
 
     Raises:
         ValueError: ``limit`` is not positive.
@@ -86,7 +86,7 @@ def split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
 
 
 def write(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> None:
-    """One file, as ``transformers`` expects it.
+    """Writes one file as ``transformers`` expects it.
 
     Raises:
         OSError: it could not be written.
@@ -101,7 +101,7 @@ def write(folder: Path, file: str, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_index(folder: Path, sizes: Mapping[str, int], files: Mapping[str, list[str]]) -> None:
-    """The index of several files; one file needs none."""
+    """Writes the index if there are several files."""
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -109,7 +109,7 @@ def write_index(folder: Path, sizes: Mapping[str, int], files: Mapping[str, list
 
 
 def not_in(folder: Path, plan: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The same under names that no file in a folder has, if they are of several files: those that are there are meant
+    """Returns the plan with file names that the folder does not have, if it has several files: existing files are valid
     until the index is replaced.
     """
     for tries in itertools.count(1):
@@ -121,8 +121,8 @@ def not_in(folder: Path, plan: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def publish(aside: Path, folder: Path) -> None:
-    """Moves what was written to its place. Whenever that ends, a reader finds all of the old weights or all of the new:
-    one file, or the index of several, is replaced last, and says which are meant.
+    """Moves the written files into the folder. A reader finds all old weights or all new ones, whenever this is
+    interrupted: the single file, or the index of several, is replaced last.
     """
     last = INDEX if (aside / INDEX).exists() else SINGLE
     written = sorted((file.name for file in aside.iterdir()), key=lambda name: (name == last, name))
@@ -137,8 +137,8 @@ def publish(aside: Path, folder: Path) -> None:
 
 
 def make_own(folder: Path) -> int:
-    """Makes a folder that no other process clears away until what this gives is closed. What is there is removed, if
-    whoever made it is gone.
+    """Creates a folder that no other process clears until the returned handle is closed. Removes what a process that
+    has ended left there.
 
     Raises:
         BlockingIOError: another process is writing to it.
@@ -155,7 +155,7 @@ def make_own(folder: Path) -> int:
 
 
 def clear(folder: Path) -> None:
-    """Removes a folder that a process has left; nothing if there is none.
+    """Removes a folder that a process has left, if it exists.
 
     Raises:
         BlockingIOError: a process is writing to it.
@@ -172,7 +172,7 @@ def clear(folder: Path) -> None:
 
 
 def _lock(handle: int, folder: Path) -> None:
-    """Where a system has no such locks (Windows, NFS for folders), nobody is told apart."""
+    """Locks a folder for this process. Does nothing where the system has no such locks (Windows, NFS for folders)."""
     try:
         import fcntl
     except ImportError:
@@ -188,7 +188,7 @@ def _lock(handle: int, folder: Path) -> None:
 
 
 def inside(name: str) -> str:
-    """The name of a file that is in a folder.
+    """Returns the name of a file if it is in the checkpoint's folder.
 
     Raises:
         ValueError: it is not.
@@ -200,7 +200,7 @@ def inside(name: str) -> str:
 
 
 def sync(path: Path) -> None:
-    """Makes a file or folder last."""
+    """Flushes a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -209,7 +209,7 @@ def sync(path: Path) -> None:
 
 
 def some(names: Iterable[str]) -> str:
-    """A list of names for an error: not all of thousands."""
+    """Returns a list of names for an error, eight at most."""
     names = list(names)
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
 
@@ -229,7 +229,7 @@ def _find(path: Path) -> list[Path]:
             raise ValueError(f"mfsdp: {index} is damaged: {error}") from error
     else:
         files = sorted(path.glob("*.safetensors"))
-        if path / SINGLE in files:  # others are on their way in or out (`publish`)
+        if path / SINGLE in files:  # the others belong to a `publish` in progress
             files = [file for file in files if not _OF_SEVERAL.fullmatch(file.name)]
     if not files:
         raise FileNotFoundError(f"mfsdp: {path} holds no .safetensors file")

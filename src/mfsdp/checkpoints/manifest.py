@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says of its files: their sizes and checksums."""
+"""The manifest of a checkpoint's folder: sizes and checksums of its files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MANIFEST = "manifest.json"
 
 
 def write(folder: Path, step: int, ranks: int, entries: dict[str, dict[str, Any]]) -> None:
-    """Writes it, and has the folder on the disk, whose other files are there already.
+    """Writes the manifest and flushes it and the folder to the disk. The other files are there already.
 
     Args:
-        entries: of every file by name, ``{"bytes": size, "sha256": checksum}``.
+        entries: by file name, ``{"bytes": size, "sha256": checksum}``.
     """
     (folder / MANIFEST).write_text(json.dumps({"step": step, "ranks": ranks, "files": entries}, indent=1))
     for path in (folder / MANIFEST, folder):
@@ -29,14 +29,14 @@ def _summed(path: Path) -> dict[str, Any]:
 
 
 def faults_of(path: Path, rank: int = 0, world: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint that has a manifest: with every ``world``-th of them."""
+    """Returns the faults of a checkpoint's files by its manifest: of every ``world``-th file, from ``rank`` on."""
     entries = {files.inside(name): entry for name, entry in json.loads((path / MANIFEST).read_text())["files"].items()}
     found = (_fault(path / name, entries[name]) for name in sorted(entries)[rank::world])
     return [fault for fault in found if fault]
 
 
 def _fault(path: Path, entry: dict[str, Any]) -> str:
-    """What is wrong with a file, ``""`` for nothing."""
+    """Returns the fault of a file, ``""`` for none."""
     if not path.is_file():
         return f"{path.name} is missing"
     if path.stat().st_size != entry["bytes"]:

@@ -1,4 +1,4 @@
-"""Megatron-Core's checkpoints, by name: what it stacks, splits, and puts beside the model."""
+"""Names in Megatron-Core's checkpoints: stacked layers, split tensors, and entries beside the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BESIDE = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor as a checkpoint holds it: boxes of tensors in the file, one behind the other along dimension 0."""
+    """A tensor as a checkpoint stores it: boxes of tensors in the file, concatenated along dimension 0."""
 
     boxes: tuple[tuple[str, ChunkStorageMetadata], ...]
     shape: torch.Size
@@ -32,7 +32,7 @@ class Stored:
         return self.shape.numel() * self.dtype.itemsize
 
     def views(self, tensor: torch.Tensor) -> Iterator[tuple[str, ChunkStorageMetadata, torch.Tensor]]:
-        """Each box, and the part of ``tensor`` (contiguous, of `shape`) that it goes to."""
+        """Yields each box, and the part of ``tensor`` (contiguous, of `shape`) that it fills."""
         at = 0
         for name, box in self.boxes:
             size = box.sizes.numel()
@@ -46,10 +46,10 @@ def as_it_is(name: str, entry: TensorStorageMetadata) -> Stored:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint of a run's folder, by the file that Megatron-LM keeps there; ``None`` without such a file.
+    """Returns the newest checkpoint in a run's folder, by Megatron-LM's tracker file; ``None`` without that file.
 
     Raises:
-        ValueError: there is something else in that file.
+        ValueError: the file holds something else.
     """
     if not (folder / NEWEST).is_file():
         return None
@@ -60,10 +60,10 @@ def newest(folder: Path) -> Path | None:
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """Whether Megatron-Core's ``dist_checkpointing`` has written ``folder``, in its format "torch_dist".
+    """Whether Megatron-Core's ``dist_checkpointing`` wrote ``folder``, in its format "torch_dist".
 
     Raises:
-        ValueError: it has, in another one ("zarr").
+        ValueError: it did, in another format ("zarr").
     """
     try:
         said = json.loads((folder / CONFIG).read_text())
@@ -77,16 +77,16 @@ def is_torch_dist(folder: Path) -> bool:
 
 
 def without_optimizer(entries: Mapping[str, TensorStorageMetadata]) -> dict[str, TensorStorageMetadata]:
-    """Of a "torch_dist" checkpoint's tensors those of the model, which stand at the top beside the optimizer's."""
+    """Returns the model's tensors of a "torch_dist" checkpoint, which are at the top level, beside the optimizer's."""
     return {name: entry for name, entry in entries.items() if not _BESIDE.match(name)}
 
 
 def layer_by_layer(entries: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Tensors of all layers in one, ``decoder.layers.mlp.weight`` of shape ``[layers, ...]``, one by one:
-    ``decoder.layers.0.mlp.weight`` of shape ``[...]`` and so on.
+    """Splits tensors that stack all layers: ``decoder.layers.mlp.weight`` of shape ``[layers, ...]`` becomes
+    ``decoder.layers.0.mlp.weight`` of shape ``[...]``, and so on.
 
     Raises:
-        ValueError: they are of different numbers of layers.
+        ValueError: their numbers of layers differ.
     """
     out: dict[str, Stored] = {}
     counts: dict[str, int] = {}
@@ -110,7 +110,7 @@ def layer_by_layer(entries: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def joined(entries: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The two halves of a gated ``linear_fc1`` that "fsdp_dtensor" writes, ``weight_w`` and ``weight_v``, as one."""
+    """Joins the two halves of a gated ``linear_fc1``, which "fsdp_dtensor" writes as ``weight_w`` and ``weight_v``."""
     out = dict(entries)
     for name, w in entries.items():
         found = _GATE.fullmatch(name)

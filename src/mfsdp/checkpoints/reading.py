@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint's folders, read as data: its own reader takes whatever a pickle asks for.
+"""Reads torch.distributed.checkpoint's folders as data only; torch's own reader loads any class that a pickle names.
 
-``.metadata`` is a pickle, and so is every value that is no tensor (learning rates, counts of steps). Of the first the
-classes are known, and nothing else is made; the second are read with ``weights_only=True``.
+``.metadata`` is a pickle, and so is every value that is not a tensor (learning rates, step counts). For ``.metadata``
+only known classes are allowed; the values are read with ``weights_only=True``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ _KNOWN = {
     ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
     ("pathlib", "PurePath"), ("pathlib", "PurePosixPath"), ("pathlib", "PureWindowsPath"),
 }  # fmt: skip
-"""Classes and functions in a ``.metadata``, Megatron-Core's too. Private in torch; tried on 2.13, not on the others of
-2.11 to 2.15.
-"""
+"""Classes and functions in a ``.metadata``, also Megatron-Core's. Private in torch; tried on 2.13, not on the others of
+2.11 to 2.15."""
 
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _INSTEAD = {
@@ -41,7 +40,7 @@ _INSTEAD = {
     (_MEGATRON, "MCoreMetadata"): (_METADATA, "Metadata"),
     (_MEGATRON, "MCoreSavePlan"): (_PLANNER, "SavePlan"),
 }
-"""Paths of whatever system wrote it; classes of Megatron-Core before 0.16."""
+"""Replacements: paths of any system, and classes of Megatron-Core before 0.16."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -57,12 +56,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a folder, and no file outside of it."""
+    """Reads a folder, and no file outside it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """
+        """Reads ``.metadata``.
+
         Raises:
-            ValueError: it is no metadata, or names a file elsewhere.
+            ValueError: it is no metadata, or names a file outside the folder.
         """
         with open(Path(self.path, ".metadata"), "rb") as file:
             try:
@@ -79,12 +79,13 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(DefaultLoadPlanner):
-    """torch's, for values that are tensors, numbers, strings and containers of them."""
+    """torch's planner, for values that are tensors, numbers, strings and containers of them."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """
+        """Loads a value that is not a tensor.
+
         Raises:
-            UnpicklingError: a value is something else; names the class, and what lets it in
+            UnpicklingError: the value has another class; the message names it, and how to allow it
                 (``torch.serialization.add_safe_globals``).
         """
         content = io.BytesIO()

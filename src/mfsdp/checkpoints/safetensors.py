@@ -1,4 +1,4 @@
-"""Weights from and to safetensors files, as Hugging Face keeps them, without the whole model in anybody's memory."""
+"""Loads and saves weights as Hugging Face safetensors files. No rank holds the full model."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from . import files
 def load_safetensors(
     model: nn.Module, path: str | os.PathLike[str], *, rename: Callable[[str], str] | None = None, strict: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Reads weights into a model: every rank the rows that it holds, straight from the files. No communication; all
-    ranks must call it, and the next program says so if some have not.
+    """Reads weights into a model; every rank reads only its own rows. It does not communicate; all ranks must call it,
+    and the next program raises if some have not.
 
     Args:
-        model: sharded (by FSDP2 too) or not, or sharded in parts; values are cast to the dtypes that it has.
+        model: sharded (also by FSDP2), unsharded, or sharded in parts; values are cast to its dtypes.
         path: one ``.safetensors`` file, or a folder with one or with several and their index.
-        rename: gives the model's name of a tensor for its name in the files.
-        strict: whether a tensor that one side lacks is an error. Of tied parameters one name is enough.
+        rename: maps the name of a tensor in the files to the model's name.
+        strict: whether a tensor that only one side has is an error. One name of tied parameters is enough.
 
     Returns:
-        Names that the files lack, and names (the model's) that the model lacks.
+        The names that the files lack, and the names (the model's) that the model lacks.
 
     Raises:
         FileNotFoundError: there is no such file or folder, or a file of the index is missing.
-        ValueError: a file is damaged, two tensors have one name, a shape differs, or, if ``strict``, names do. The
-            model is left as it was.
+        ValueError: a file is damaged, two tensors have one name, a shape differs, or, if ``strict``, names differ. The
+            model is unchanged.
     """
     model = getattr(model, "_orig_mod", model)
     there = files.entries(Path(path), lambda name: parameter_names.original(rename(name) if rename else name))
@@ -83,19 +83,20 @@ def save_safetensors(
     max_file_bytes: int = 5_000_000_000,
 ) -> None:
     """Writes weights as ``transformers`` does: ``model.safetensors``, or several files and an index, and the model's
-    configuration if it has one; ``from_pretrained`` reads it. All ranks must call it; rank 0 writes, and holds one
-    file's tensors. What the folder has of these files is replaced when all is written, at one moment; others stay.
+    configuration if it has one; ``from_pretrained`` reads them. All ranks must call it. Rank 0 writes, and holds one
+    file's tensors at a time. Older files of these names are replaced atomically, once all new ones are written; other
+    files stay.
 
     Args:
-        model: sharded (by FSDP2 too) or not, or sharded in parts. Of tied parameters the first name is written.
-        folder: made if it is not there.
-        rename: gives the name in the files of a tensor for the model's name.
+        model: sharded (also by FSDP2), unsharded, or sharded in parts. The first name of tied parameters is written.
+        folder: created if it does not exist.
+        rename: maps the model's name of a tensor to its name in the files.
         dtype: of floating-point weights in the files; ``None``: that of the main weights.
-        max_file_bytes: a new file is begun before one would get larger (a single tensor may be).
+        max_file_bytes: a new file starts before one would exceed it (a single tensor may).
 
     Raises:
         ValueError: ``max_file_bytes`` is not positive, or ``rename`` gives two tensors one name.
-        OSError: rank 0 could not write (on every rank); what was in the folder is still there.
+        OSError: rank 0 could not write (on every rank); the folder's earlier files are still there.
     """
     model = getattr(model, "_orig_mod", model)
     once: dict[int, tuple[str, torch.Tensor]] = {}
@@ -125,7 +126,7 @@ def save_safetensors(
         try:
             if writes and not failure:
                 files.write(aside, file, whole)
-        except Exception as error:  # whatever it is, the other ranks are still gathering
+        except Exception as error:  # any error: the other ranks are still gathering
             failure = str(error)
     try:
         if writes and not failure:
@@ -141,7 +142,7 @@ def save_safetensors(
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers under all of their original names."""
+    """Returns parameters and persistent buffers under all of their original names."""
     state = model.state_dict(keep_vars=True)
     parameter_names.restore(state)
     return {n: t for n, t in state.items() if isinstance(t, torch.Tensor)}
@@ -159,7 +160,7 @@ def _read(opened: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 def _boxes(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """This rank's part of a tensor, box by box: where it lies, and a view of it. Whoever asks is about to write."""
+    """Yields this rank's part of a tensor, box by box: its place, and a view, which the caller writes to."""
     for chunk in tensor.__create_chunk_list__():  # type: ignore[attr-defined]
         place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
         ours = isinstance(tensor, ShardedDTensor)
@@ -171,7 +172,7 @@ def _kept_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
-    """Those of a model of transformers."""
+    """Writes the configuration of a transformers model."""
     for what in ("config", "generation_config"):
         config: Any = copy.deepcopy(getattr(model, what, None))
         if callable(getattr(config, "save_pretrained", None)):

@@ -1,8 +1,8 @@
-"""One checkpoint on its way: begun by those who train, ended by them or by a thread beside them.
+"""One save of a checkpoint: training begins it; training, or a thread beside it, ends it.
 
-begin   all ranks   the state is asked, or copied, and a folder made that nobody takes for a checkpoint
-end     all ranks   files are written, summed up, and on the disk
-        rank 0      .metadata and the manifest; then the folder gets its name
+begin   all ranks   the state is read, or copied, and a folder is created that is not a checkpoint yet
+end     all ranks   files are written, checksummed, and flushed to the disk
+        rank 0      .metadata and the manifest; then the folder is renamed
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ class Save:
         self._locks: list[int] = []
 
     def begin(self, ask: Callable[[], tuple[dict[str, Any], Any]], refusal: str = "") -> None:
-        """The first half, in step with the other ranks.
+        """Runs the first half, on all ranks together.
 
         Args:
-            ask: gives what all ranks write together, and what this one has of its own.
-            refusal: why this rank begins nothing.
+            ask: returns the state that all ranks write together, and this rank's own.
+            refusal: why this rank does not begin; ``""`` if it does.
 
         Raises:
-            CheckpointError: some rank refuses, or could not do its part.
+            CheckpointError: a rank refuses, or could not do its part.
         """
         state: dict[str, Any] = {}
 
@@ -72,7 +72,7 @@ class Save:
         except BaseException as error:
             self._undo()
             if isinstance(error, CheckpointError):
-                groups.all_objects(None)  # it is gone, on every rank
+                groups.all_objects(None)  # a barrier: the folder is removed before any rank goes on
             raise
 
     def _make_room(self) -> None:
@@ -90,17 +90,17 @@ class Save:
                 raise CheckpointError(f"mfsdp: could not save step {self.step}: {in_words(error)}") from error
 
     def end(self, company: groups.Everybody, expire: Callable[[], list[Path]]) -> list[Path]:
-        """The second half.
+        """Runs the second half.
 
         Args:
-            company: the ranks.
-            expire: puts older ones aside, on rank 0, and says where they are now.
+            company: communicates between ranks.
+            expire: renames older checkpoints on rank 0, and returns their new paths.
 
         Returns:
-            What ``expire`` has given, on rank 0.
+            The result of ``expire``, on rank 0.
 
         Raises:
-            CheckpointError: some rank could not write.
+            CheckpointError: a rank could not write.
         """
         expired: list[Path] = []
 
@@ -132,8 +132,8 @@ class Save:
 
 
 def copied(model: nn.Module, states: int) -> int:
-    """Bytes of this machine's memory that `Save` takes where it copies what one rank writes: its rows of weights, by
-    each of their names, and of optimizer state.
+    """Returns the bytes of host memory in which `Save` copies one rank's data: its rows of weights, once per name, and
+    of optimizer state.
 
     Args:
         model: sharded.
@@ -150,7 +150,7 @@ def _rows(ref: Ref) -> int:
 
 
 class Saving(Future[Path]):
-    """What a thread does; knows whether anybody has been told that it failed."""
+    """The future of a background save; records whether its error has been raised."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,6 +170,6 @@ class Saving(Future[Path]):
         return error
 
     def untold(self) -> str:
-        """Why it failed, if it did and nobody knows."""
+        """Returns why the save failed, if it did and nothing has raised it yet."""
         error = None if self.told or not self.done() else super().exception()
         return str(error or "")

@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint's folders, written in two halves: what has to ask the state, and what has not.
+"""Writes torch.distributed.checkpoint's folders in two halves: only the first reads the state.
 
-``dcp.save`` runs the first: it finds out who writes what. Its writer puts the second off, which then is anybody's: it
-writes files, and sums them up meanwhile. zip's CRC-32 of every tensor is left out: beside a SHA-256 of the file it says
-nothing new, and it takes longer than writing.
+``dcp.save`` runs the first half, which determines what each rank writes. Its writer defers the second half, which any
+thread may run: it writes the files and computes their checksums. zip's CRC-32 of every tensor is disabled: it adds
+nothing to a SHA-256 of the file, and takes longer than writing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 Sums = dict[str, dict[str, Any]]
-"""What a manifest says of files, by name."""
+"""A manifest's entries, by file name."""
 
 
 class _Summed:
-    """A file that is written from its beginning to its end, and summed up."""
+    """A file that is written sequentially, with its checksum."""
 
     def __init__(self, raw: Any):
         self.raw, self.bytes, self.sum = raw, 0, hashlib.sha256()
@@ -45,7 +45,7 @@ class _Summed:
 
 
 class _Files(FileSystem):
-    """The disk; what is written is summed up."""
+    """The file system; computes a checksum of each written file."""
 
     def __init__(self) -> None:
         self.sums: Sums = {}
@@ -63,7 +63,7 @@ class _Files(FileSystem):
 
 
 class _Copies(DefaultSavePlanner):
-    """Has copies of what a plan writes, in this machine's memory."""
+    """Holds copies, in host memory, of the data that a plan writes."""
 
     @torch.no_grad()
     def __init__(self, plan: SavePlan, planner: SavePlanner):
@@ -76,10 +76,10 @@ class _Copies(DefaultSavePlanner):
 
 
 class Writer(dcp.FileSystemWriter):
-    """What ``dcp.save`` takes, which then has written nothing.
+    """The writer for ``dcp.save``, which then has written no data.
 
     Args:
-        folder: to write to.
+        folder: the folder to write to.
         copies: whether the state may change between the halves.
     """
 
@@ -98,19 +98,19 @@ class Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         self._metadata = metadata
 
-    # the second half
+    # The second half
 
     def write(self, more: dict[str, bytes]) -> tuple[list[WriteResult], Sums]:
-        """Writes this rank's part, and files of other content, to the disk.
+        """Writes this rank's part, and additional files, to the disk.
 
         Returns:
-            What ``.metadata`` says of it, and every file's size and checksum.
+            The entries for ``.metadata``, and every file's size and checksum.
 
         Raises:
             OSError: a full disk, say.
         """
         config: Any = torch.utils.serialization.config
-        with config.patch({"save.compute_crc32": False}):  # this thread's
+        with config.patch({"save.compute_crc32": False}):  # for this thread only
             results = super().write_data(self._plan, self._planner).wait()
         for name, content in more.items():
             with self.fs.create_stream(Path(self.path, name), "wb") as file:
@@ -120,7 +120,7 @@ class Writer(dcp.FileSystemWriter):
         return results, self.sums
 
     def write_metadata(self, results: list[list[WriteResult]]) -> Sums:
-        """Writes ``.metadata``, on the rank that `dcp.save` had do it, and gives its size and checksum."""
+        """Writes ``.metadata``, on the rank that coordinated `dcp.save`, and returns files' sizes and checksums."""
         assert self._metadata is not None
         super().finish(self._metadata, results)
         return self.sums

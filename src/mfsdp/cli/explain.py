@@ -109,9 +109,9 @@ def explain(commands: Any) -> None:
 
 def _explain(args: argparse.Namespace) -> None:
     from ..config.options import MixedPrecisionPolicy
+    from ..planning.compare import compare
     from ..planning.explain import explain
     from ..reports import charts
-    from ..reports.report import Comparison
 
     if args.html:
         charts.bokeh.resources  # noqa: B018  (raises early if Bokeh is missing)
@@ -137,21 +137,24 @@ def _explain(args: argparse.Namespace) -> None:
         if getattr(args, n)
     }
     shape = _several("mesh_shape", args.mesh_shape, _shape) if args.mesh_shape else None
-    found = explain(
-        model, inputs, named, world=_several("world", args.world, int) if args.world else None, mesh_shape=shape,
-        hardware=_several("hardware", args.hardware, str), options=options, optimizer=args.optimizer,
-        kernels=args.kernels, prices=args.prices, stepping=args.stepping, **several,
-    )  # fmt: skip
-    if isinstance(found, Comparison):
+    given: dict[str, Any] = {
+        "world": _several("world", args.world, int) if args.world else None, "mesh_shape": shape,
+        "hardware": _several("hardware", args.hardware, str), "options": options, "optimizer": args.optimizer,
+        "kernels": args.kernels, "prices": args.prices, "stepping": args.stepping, **several,
+    }  # fmt: skip
+    varying = ("world", "mesh_shape", "hardware", "units", "prefetch", "reduce_lag", "max_unsharded", *kinds)
+    if any("," in (getattr(args, name) or "") for name in varying):
         if args.html or args.trace or args.listing:
             raise ValueError("--html, --trace and --listing are of one step: give one value of each")
-        print(found)
+        table = compare(model, inputs, named, **given)
+        print(table)
         if args.plot:
-            found.plot(args.plot)
+            table.plot(args.plot)
             print(f"mfsdp: wrote {args.plot}", file=sys.stderr)
         return
     if args.plot:
         raise ValueError("--plot draws several: give some values with commas, as --prefetch 0,1,2")
+    found = explain(model, inputs, named, **given)
     print(found if args.listing else found.summary())
     for wanted, write in ((args.html, found.html), (args.trace, found.trace)):
         if wanted:

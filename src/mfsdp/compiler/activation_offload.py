@@ -7,13 +7,13 @@ host copy in its place, and backward takes the copy and reloads it:
     addmm_host = offload addmm              ->      addmm_back = reload addmm_host
     wait addmm_host                                 wait addmm_back
 
-This must happen here, where both graphs are available: AOTAutograd builds backward's example inputs from its arguments
-right after partitioning, and the device of an argument cannot change later. The pass `mfsdp.passes.schedule_offload`
-places launches and waits; here copies are launched at the end of forward and reloaded before their first reader.
+This must happen while both graphs are available: right after partitioning, AOTAutograd builds backward's example
+inputs, whose device cannot change later. Copies are launched at the end of forward and reloaded before their first
+reader; the pass `mfsdp.passes.schedule_offload` moves launches and waits.
 
 A storage is copied in full and once: if q, k and v are views of one product, that product is copied and backward takes
-the views again. These values stay on the device: the caller's inputs and results, parameters and values computed from
-parameters alone (invariant 47), the state of a random generator, and storages below `MIN_BYTES`.
+the views again. The caller's inputs and results stay on the device, as do parameters and values computed from
+parameters alone (invariant 47), a generator's state, and storages below `MIN_BYTES`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Evaluates attention masks that depend on constants alone at compile time; causal ones become ``is_causal=True``.
 
 Note [Constant masks]
-A model that is compiled as one graph often builds its attention mask in the graph, from ``arange`` and positions:
-transformers does so where it would have to inspect values to leave the mask out. With a mask, attention reads it from
-memory for every head and cannot use the fastest kernels: on an H100 it took 63.6 ms instead of 20.1 ms for Llama-3.2-1B
-with 2 x 4,096 tokens. `fold_masks` looks at every call of ``scaled_dot_product_attention`` in Dynamo's graph, before
-equal layers are outlined:
+Models often build their attention mask in the graph, from ``arange`` and positions: transformers does so if it would
+have to inspect values to leave the mask out. Attention then reads the mask from memory for every head and cannot use
+the fastest kernels: on an H100 it took 63.6 ms instead of 20.1 ms for Llama-3.2-1B with 2 x 4,096 tokens. `fold_masks`
+checks every ``scaled_dot_product_attention`` in Dynamo's graph, before equal layers are outlined:
 
     mask is                                    becomes
     lower triangular, as many queries as keys  is_causal=True
@@ -13,8 +12,8 @@ equal layers are outlined:
     anything else                              stays
 
 In a float mask, 0 keeps an element, and -inf or the dtype's least number masks it: softmax gives exactly 0 there, since
-these masks mask no row entirely. A mask is constant if torch's operators compute it from numbers: no graph input, no
-unknown length, nothing random, no writes. If keys and values are repeated for groups of queries only because of a mask
+no row is masked entirely. A mask is constant if torch's operators compute it from numbers: no graph input, no unknown
+length, nothing random, no writes. If keys and values are repeated for groups of queries only because of a mask
 (transformers' ``repeat_kv``), ``enable_gqa=True`` takes them unrepeated.
 
 Masks are evaluated on the CPU and never materialized in full (16 GiB for 131,072 tokens): comparisons of positions give
@@ -95,7 +94,6 @@ _DEFAULTS = {"attn_mask": None, "dropout_p": 0.0, "is_causal": False, "scale": N
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Returns the arguments of an attention call, by name."""
     return {**_DEFAULTS, **dict(zip(_NAMES, node.args, strict=False)), **node.kwargs}
 
 
@@ -356,7 +354,6 @@ def _in_pieces(node: fx.Node) -> bool:
 
 
 def _at(value: torch.Tensor, node: fx.Node) -> torch.Tensor:
-    """Returns `value` with as many axes as the node's value."""
     return value[(None,) * (len(_shape(node)) - value.dim())]
 
 

@@ -230,7 +230,6 @@ class Capture:
         return forward, backward
 
     def program(self, gm: fx.GraphModule, phase: Phase) -> Program:
-        """Returns the program of a forward, backward or inference graph."""
         if phase == "inference":
             self.cut = True
             outlining.inline(gm)
@@ -339,9 +338,9 @@ def return_copies(gm: fx.GraphModule, outputs: int | None = None) -> None:
 
 
 def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Any]) -> None:
-    """Records in backward which of the values saved by forward share storage: three slices of one product, a value and
-    a view of it, the parameters of a unit that stays gathered. Such values live and die together. Views of the caller's
-    inputs cost nothing, and backward must not overwrite values that forward also returned.
+    """Records in backward which of the values saved by forward share storage (slices of one product, a value and its
+    view, parameters of a unit that stays gathered): they live and die together. Views of the caller's inputs cost
+    nothing, and backward must not overwrite values that forward also returned.
 
     Args:
         saved: placeholders of backward, and the values that forward saves in them.

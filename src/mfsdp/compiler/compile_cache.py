@@ -3,14 +3,13 @@
 Note [Warm starts]
 For a graph that Dynamo traced, AOTAutograd's cache records where Inductor's cache has the code of its forward and
 backward. On a hit neither the passes nor a lowering run. So mfsdp puts a `CachedProgram` into Inductor's cache: the
-code, and all facts that the backend has collected about the program (names, the collectives that ranks compare, which
-arguments are shards).
+code, and the backend's facts about the program (names, collectives that ranks compare, which arguments are shards).
 
-The key covers everything that decides what the passes do: torch's own key (the traced graph with the specs in it, its
-inputs, torch's version and settings), and `cache_key`: every source file of this package, the options, the units with
-their layouts. Graphs that the key cannot describe (with user-defined passes, or DTensors of other parallelisms) and
-graphs whose listings are to be written are compiled again. Each rank looks up its own cache: ranks compare programs
-when they run them (Note [Desync detection]), never while they compile.
+The key covers everything that decides what the passes do: torch's own key (the traced graph with its specs, its inputs,
+torch's version and settings), and `cache_key` (every source file of this package, options, units with layouts). Graphs
+that the key cannot describe (user-defined passes, DTensors of other parallelisms) and graphs whose listings are
+requested are compiled again. Each rank looks up its own cache: ranks compare programs when they run them
+(Note [Desync detection]), never while they compile.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class CachedProgram:
         code: runs the program.
         info: facts about the program.
         about: a line for the log.
-        decided: the prefetch depths that ranks have agreed on for the graph (Note [One prefetch depth]).
+        decided: prefetch depths that ranks have agreed on (Note [One prefetch depth]).
     """
 
     _triton_bundle = guards_expr = extern_libs_key = None
@@ -140,7 +139,6 @@ def _store(key: str, content: bytes) -> None:
 
 
 def _frozen(body: CompiledFxGraph) -> CompiledFxGraph:
-    """Returns a copy that can be pickled."""
     out = copy.copy(body)
     out.prepare_for_serialization()
     return out

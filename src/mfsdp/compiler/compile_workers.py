@@ -1,10 +1,10 @@
 """Compiles the kernels of several graphs at the same time.
 
 Note [Parallel compilation]
-Inductor hands the kernels of a graph to its workers (processes for Triton, threads that run a C++ compiler for CPUs),
-and the Python module that it generates for the graph waits for them while it is loaded. So with several graphs, code
-for the second is generated only once the kernels of the first are compiled, and most workers idle. Inside `parallel`,
-modules do not wait (`handed_out`): all graphs are generated first, and `parallel` waits when it is left.
+Inductor hands a graph's kernels to its workers (processes for Triton, threads that run a C++ compiler for CPUs), and
+the Python module that it generates waits for them while it is loaded. So code for a second graph is generated only once
+the kernels of the first are compiled, and most workers idle. Inside `parallel`, modules do not wait (`handed_out`): all
+graphs are generated first, and `parallel` waits at its end.
 
 Inductor's work after the wait moves there too: it bundles Triton's kernels and puts the graph into its cache. So no
 entry lacks its kernels, and a failed or interrupted compilation leaves none. With one worker

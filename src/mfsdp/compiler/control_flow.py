@@ -1,8 +1,8 @@
 """Moves parameter reads out of the branches of ``torch.cond`` and the bodies of ``while_loop``.
 
-Ranks may take different branches, and the number of iterations may depend on data, but ranks must run the same
-collectives. So the markers of parameters (`ir.ops.param`) leave the subgraphs that Dynamo has traced, and return as
-operands: all ranks gather what any branch reads, and autograd supplies zeros for a branch that was not taken.
+Ranks may take different branches or iterate a different number of times, but must run the same collectives. So the
+markers of parameters (`ir.ops.param`) leave the subgraphs that Dynamo has traced, and return as operands: all ranks
+gather what any branch reads, and autograd supplies zeros for a branch that was not taken.
 """
 
 from __future__ import annotations

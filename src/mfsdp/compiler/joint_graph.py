@@ -1,11 +1,10 @@
 """Partitions a joint graph as planned: layers are recomputed in backward, kept gathered, or left out.
 
 Note [Partition tags]
-torch's partitioner splits the joint graph into forward and backward, and obeys tags: it does not save nodes that are
-tagged for recomputation. So a plan's choices for layers (`mfsdp.config.layer_choices`) become tags, added before
-partitioning, and nothing else. A layer that AOTAutograd traced once for many (Note [Layer outlining]) is already
-partitioned by then. Its joint graph is kept and partitioned again, once for each treatment of that kind of layers, and
-calls of the results replace the original calls (`vary`).
+torch's partitioner splits the joint graph into forward and backward, and does not save nodes that are tagged for
+recomputation. So a plan's choices for layers (`mfsdp.config.layer_choices`) become tags, and nothing else. A layer that
+AOTAutograd traced once for many (Note [Layer outlining]) is already partitioned by then. Its joint graph is kept and
+partitioned again, once for each treatment of that kind of layers, and `vary` replaces the calls.
 
 A recomputed layer saves its inputs, and the results of operators named in ``saved``: matrix products, attention. A
 layer's own checkpoints stay as they are.
@@ -74,7 +73,6 @@ class Treatment:
 
 
 def treatments(choices: Choices) -> dict[str, Treatment]:
-    """Returns treatments by path of a layer."""
     out = {}
     for path, choice, number in numbered(choices):
         again = choice.recomputes(number)
@@ -396,8 +394,8 @@ def cut(body: Body, treatment: Treatment) -> Cut:
 
 def removable(joint: fx.GraphModule) -> set[str]:
     """Returns layers that can be left out (`without`) so that a few determine the cost of many: equal layers, each
-    called once and directly after the one before. Nothing may run between them (another kind of layers, a dropout), and
-    only the next layer may read a layer's results.
+    called once and directly after the one before, without anything in between (another kind of layers, a dropout). Only
+    the next layer may read a layer's results.
     """
     order = list(dict.fromkeys(path for n in joint.graph.nodes if (path := n.meta.get(LAYER))))
     found: set[str] = set()
@@ -410,7 +408,7 @@ def removable(joint: fx.GraphModule) -> set[str]:
 
 
 def without(joint: fx.GraphModule, paths: Collection[str]) -> bool:
-    """Leaves layers out, in place. A layer's inputs go to its successor instead, and its tangents to its predecessor's
+    """Leaves layers out, in place. A layer's inputs go to its successor, and its tangents to its predecessor's
     backward. Each must stand between two equal layers, and give all its results to the next one.
 
     Returns:

@@ -65,7 +65,6 @@ def fqn(path: str) -> str:
 
 
 def _inside(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
-    """Returns the graph that a checkpoint calls."""
     return getattr(gm, str(node.args[0].target))  # type: ignore[union-attr, no-any-return]
 
 
@@ -138,7 +137,6 @@ class Layer:
         return (*given, lines, *(places[n] for n in self.outputs), *gives)
 
     def body(self) -> fx.GraphModule:
-        """Returns a graph that does what the layer does."""
         graph, held = fx.Graph(), dict[fx.Node, fx.Node]()
         for i, node in enumerate(self.inputs):
             held[node] = graph.placeholder(f"arg{i}")

@@ -2,11 +2,10 @@
 
 Note [Lowerings]
 All lowerings use the same passes. ``"stitched"`` and ``"whole"`` go through Inductor's front end with its
-decompositions and joint-graph passes, so that sharding loses none of ``torch.compile``'s optimizations. ``"whole"``
-gives Inductor the graph as it is. ``"stitched"``, also called ``"inductor"``, compiles each kind of subgraph once
-(Note [Subgraphs]), so that compile time does not grow with depth. ``"eager"`` takes the ATen graph as autograd wrote
-it, without decompositions, and calls its kernels in the listing's order: the reference for the other lowerings, bitwise
-equal to eager PyTorch.
+decompositions and joint-graph passes, so that sharding loses no optimization. ``"whole"`` gives Inductor the graph as
+it is. ``"stitched"``, also called ``"inductor"``, compiles each kind of subgraph once (Note [Subgraphs]), so that
+compile time does not grow with depth. ``"eager"`` calls the kernels of the ATen graph, as autograd wrote it, in the
+listing's order: the reference for the other lowerings, bitwise equal to eager PyTorch.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ def inductor(
     """Compiles with Inductor, never into CUDA graphs. Private in torch (``compile_fx``); tried on 2.11 to 2.15.
 
     Args:
-        key: identifies, with the graph, the result of `transform`, so that AOTAutograd's cache may be used
-            (Note [Warm starts]). Without a key that cache is off: it would return graphs that the passes have not seen.
+        key: identifies, with the graph, the result of `transform` (Note [Warm starts]). Without a key AOTAutograd's
+            cache is off: it would return graphs that the passes have not seen.
         compile: takes a finished program, as ``compile_fx_inner`` does.
     """
     gm.meta.pop("cudagraph_annotation", None)  # of torch._dynamo.override_cudagraphs; it overrides the configuration

@@ -74,8 +74,8 @@ def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: H
 
 @cache
 def planned_machine() -> Hardware:
-    """Returns the hardware that programs run on: the vendor's figures if known, else measured ones (all ranks
-    measure together, as they compile). Private in torch (``unset_fake_temporarily``); tried on 2.13, there in 2.11 to 2.15.
+    """Returns the hardware that programs run on: the vendor's figures if known, else measured ones (all ranks measure
+    together, as they compile). Private in torch (``unset_fake_temporarily``); tried on 2.13, there in 2.11 to 2.15.
     """
     with unset_fake_temporarily():
         return this_machine() or measure()

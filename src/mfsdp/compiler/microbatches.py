@@ -55,8 +55,8 @@ class Together:
 
 
 def together(model: nn.Module) -> Together:
-    """Runs several microbatches in one program: their forwards side by side, their backwards side by side, with one
-    gather and one reduction per unit for all of them.
+    """Runs several microbatches in one program: forwards side by side, backwards side by side, with one gather and one
+    reduction per unit.
 
         outs = mfsdp.together(model)([a, b])
         sum(outs).backward()

@@ -1,18 +1,17 @@
 """Captures equal layers once: AOTAutograd traces and partitions one of them, and the program contains all.
 
 Note [Layer outlining]
-AOTAutograd's work on a graph (functionalize, differentiate, partition into forward and backward) costs Python time for
-each operator, and grows with depth. So before it runs, equal layers become calls of one graph (`outline`), which
-AOTAutograd traces and partitions once (torch's ``invoke_subgraph``). After it has partitioned the graph around the
-calls, `inline` expands them: passes, invariants, listings and costs see one flat program with every layer's own
-parameters.
+AOTAutograd's work on a graph (functionalize, differentiate, partition) costs Python time for each operator. So before
+it runs, equal layers become calls of one graph (`outline`), which it traces and partitions once (torch's
+``invoke_subgraph``). After it has partitioned the graph around the calls, `inline` expands them: passes, invariants,
+listings and costs see one flat program with every layer's own parameters.
 
 A layer is everything that runs under one numbered module (``layers.3``), which Dynamo records on every node. Layers are
-equal if they do the same to tensors of the same shapes, in the same order. Layers that cannot be calls stay as they
-are: those that write to their inputs, return them, or have unknown sizes (`layer_match.unfit`).
+equal if they do the same to tensors of the same shapes, in the same order. Layers that write to their inputs, return
+them, or have unknown sizes stay as they are (`layer_match.unfit`).
 
-Outlining may change two things: numbers in names of values, and what is saved for backward, which is decided for one
-layer and not for all at once. It does not change values.
+Outlining may change numbers in names of values, and what is saved for backward, which is decided for one layer and not
+for all at once. It does not change values.
 """
 
 from __future__ import annotations
@@ -98,8 +97,8 @@ def captured(gm: fx.GraphModule, compile: Callable[[], Any], cut: Callable[[], b
 
 @contextmanager
 def _trusted() -> Iterator[None]:
-    """Skips torch's check at each call whether the graph writes to its inputs, which would trace the graph: it does not
-    (`layer_match.unfit`). Silences torch's advice on calls whose backward is traced more than once. Private in torch
+    """Skips torch's check at each call whether the graph writes to its inputs, which would trace it: it does not
+    (`layer_match.unfit`). Silences torch's advice on backwards that are traced more than once. Private in torch
     (``_supports_training_input_mutation``); tried on 2.13. Versions of 2.11 to 2.15 without this attribute trace calls
     more slowly.
     """
@@ -160,7 +159,7 @@ def inline(gm: fx.GraphModule, beside: fx.GraphModule | None = None) -> dict[str
 
 def _apart(results: Sequence[Any], held: Mapping[fx.Node, Any], call: fx.Node) -> None:
     """Gives the results of a call their own fake values. Results of different calls share no storage, although torch
-    records the same values for what backward reads of all of them. Results that share storage inside a call still do.
+    records the same values for what backward reads of them. Results that share storage inside a call still do.
     """
     storages: dict[int, torch.Tensor] = {}
     values: dict[fx.Node, torch.Tensor] = {}
@@ -194,9 +193,8 @@ def _apart(results: Sequence[Any], held: Mapping[fx.Node, Any], call: fx.Node) -
 def layer_boundaries(gm: fx.GraphModule) -> None:
     """Makes the boundaries of calls, in the joint graph around them, like those between operators.
 
-    A result that is only an argument handed through (for backward) is read from its source: several calls that save the
-    same tensor save it once. And what a checkpoint gives to the next one is saved, as the partitioner does when it sees
-    both.
+    An argument that a call returns (for backward) is read from its source: several calls that save the same tensor save
+    it once. What a checkpoint gives to the next one is saved, as the partitioner does when it sees both.
     """
     for call in _calls(gm):
         _, body = _called(gm, call)
@@ -233,7 +231,6 @@ def _calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _called(gm: fx.GraphModule, call: fx.Node) -> tuple[str, fx.GraphModule]:
-    """Returns the name of the called graph, and the graph."""
     name: Any = call.args[0].target  # type: ignore[union-attr]
     return name, getattr(gm, name)
 

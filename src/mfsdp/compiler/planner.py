@@ -1,10 +1,11 @@
-"""The fastest step that fits: which layers stay gathered, are computed again, go to the host; how far ahead to gather.
+"""Finds the fastest step that fits: which layers are gathered, recomputed or offloaded, and the prefetch depth.
 
-Three searches start at the floor, the setting that takes least memory, and only ever look at what fits: one buys, step
-by step, what saves most seconds per byte; one what saves most seconds; one keeps the best few at each step. The best
-that any of them has met is taken. Before that the fastest setting of all is looked for, among gathers alone; nothing
-else is, if it fits. Every setting is put on the clock and into memory whole: what two changes bring does not add up.
-That is quick because of a run of equal choices a few layers say what all of them cost (Note [Extrapolation]).
+The planner first searches for the fastest setting without a memory limit, among gathers alone, and takes it if it fits.
+Otherwise three searches start at the floor, the setting that takes the least memory, and look only at settings that
+fit. One repeats the change that saves most seconds per byte, one the change that saves most seconds, and one keeps the
+best few settings at each step. The best setting that any has met wins. Every setting is computed for the full step,
+because the effects of two changes do not add up. That is quick: of a run of equal choices, a few layers determine the
+cost of all (Note [Extrapolation]).
 """
 
 from __future__ import annotations
@@ -46,36 +47,36 @@ ALLOWED = ("gathered", "recompute", "offload", "optimizer", "prefetch")
 """What a plan may choose."""
 
 WAYS = (((0, 0),), ((1, 0), (0, 1), (1, 1)), ((2, 1), (1, 2), (2, 2)))
-"""How far ahead a plan may gather, and let reductions lag behind: by the memory that it takes. Where the last of some
-is nothing worth, neither are the others of them, nor what is behind them. (Of more:
-`mfsdp.cost_model.auto_prefetch.DEPTHS`.)
+"""Pairs (prefetch depth, reduce lag) that a plan may choose, in groups by memory. If the last pair of a group gains
+nothing, the planner skips the group and all later groups. (`mfsdp.cost_model.auto_prefetch.DEPTHS` has more depths.)
 """
 
 WORTH = 0.01
-"""What gathering earlier, or keeping gathered, has to be worth to be looked at: a part of the step."""
+"""The least gain, as a fraction of the step, for which prefetching or keeping gathered is considered."""
 
 TRIES, SLACK = 4, 0.01
-"""How often it is searched anew, with what the last estimate was wrong by, and how much of the budget may be left over
-without that.
+"""How often the search is repeated, corrected by the last estimate's error, and the fraction of the budget that may
+stay unused without a repetition.
 """
 
 EQUAL = 1e-9
-"""Steps that differ by no more, as a part of them, are as fast as one another."""
+"""Steps are equally fast if they differ by at most this fraction."""
 
 WIDTH, ENOUGH, PATIENCE = 4, 0.1, 2
-"""How many settings the third search keeps, how much slower than the best they may be, as a part of the step, and how
-many steps it goes on without finding a better one."""
+"""The third search: how many settings it keeps, how much slower than the best they may be (a fraction of the step), and
+after how many steps without a better setting it stops.
+"""
 
 LEVELS = 5
-"""How much may be saved where many layers are computed again, from nothing to all that is worth it."""
+"""How many levels of saving there are if many layers are recomputed, from nothing to all that is worth it."""
 
 FEW = 4
-"""Layers of a kind so few that every setting is looked at with its own program."""
+"""If no kind has more layers than this, every setting is scored with its own program."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is chosen, of all that can be."""
+    """One combination of all choices."""
 
     choices: Choices
     prefetch: int = 1
@@ -91,7 +92,7 @@ class Setting:
 
 @dataclass(frozen=True, order=True)
 class Score:
-    """What a step takes under a setting: smaller is better."""
+    """Time and memory of a step under a setting: smaller is better."""
 
     seconds: float
     peak: int
@@ -102,14 +103,14 @@ class Score:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Without looking for garbage, which among so many graphs that live on is a fifth of a search."""
+    """Disables garbage collection, which would take a fifth of a search: its many graphs live on."""
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if collects:
-            if not gc.get_freeze_count():  # most of it lives on: it is not looked through at once
+            if not gc.get_freeze_count():  # most objects live on: the next collection does not scan them all
                 gc.freeze()
                 gc.unfreeze()
             gc.enable()
@@ -117,35 +118,35 @@ def _uncollected() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Repeat:
-    """What few layers stand for: a period of them happens so many times more often."""
+    """A period of the kept layers, which is repeated `times` more times."""
 
     layers: tuple[str, ...]
-    """Paths of those of the kind, in forward's order."""
+    """Paths of all layers of the kind, in forward's order."""
     start: int
-    """The first one of the period."""
+    """Index of the period's first layer."""
     period: int
     times: int
 
     def borders(self, backward: bool, before: int = 0, behind: int = 0) -> list[str]:
-        """The layers with which the period and so many more before and behind it begin, and that which comes then."""
+        """Returns the first layers of the period, of `before` and `behind` periods around it, and of the one after."""
         first, step = (self.start + self.period - 1, -self.period) if backward else (self.start, self.period)
         return [self.layers[first + i * step] for i in range(-before, behind + 2)]
 
 
 @dataclass(eq=False)
 class Planner:
-    """Puts settings on the clock and into memory.
+    """Computes time and memory of settings, and searches for the best one.
 
     Args:
-        capture: that has kept its joint graph.
-        options: those of the backend; what a plan chooses replaces theirs.
-        machine: on what.
-        account: of the programs as they were traced, all passes done.
-        streamed: the same, with the optimizer's state on the host.
-        steps: seconds of the optimizer's step; where its state is on the host, by those from one step to the next.
+        capture: has kept its joint graph.
+        options: the backend's options; a plan's choices replace theirs.
+        machine: the hardware.
+        account: memory ledger of the programs as they were traced, after all passes.
+        streamed: the same, with optimizer state on the host.
+        steps: seconds of the optimizer's step; with state on the host, given the seconds between two steps.
         rounds: how often forward and backward run in a step.
-        allow: of `ALLOWED`.
-        profile: what knows measured times; its optimizer's are of a step whose state is on the device.
+        allow: a part of `ALLOWED`.
+        profile: measured times; its optimizer time is for state on the device.
     """
 
     capture: Capture
@@ -183,8 +184,8 @@ class Planner:
         allow: Collection[str] = ALLOWED,
         profile: Any = None,
     ) -> Planner:
-        """For a capture that has kept its joint graph: what is there throughout a step follows from the programs as
-        they are without a plan. Arguments as for `mfsdp.cost_model.memory_model.ledger`.
+        """Returns a planner for a capture that has kept its joint graph. The programs without a plan give the memory
+        that is allocated throughout a step. Arguments as for `mfsdp.cost_model.memory_model.ledger`.
         """
         known = getattr(profile, "optimizer", 0.0)
         steps = partial(optimizer_seconds, buffers, plain, optimizer, machine, measured=known)
@@ -206,7 +207,7 @@ class Planner:
 
     @cached_property
     def kinds(self) -> Choices:
-        """Equal layers, nothing chosen for them."""
+        """Kinds of equal layers, with nothing chosen for them."""
         return tuple(self.joint.kinds())
 
     @cached_property
@@ -215,7 +216,7 @@ class Planner:
 
     @cached_property
     def pace(self) -> OffloadTiming:
-        """What places copies to the host."""
+        """Places copies to the host."""
         return OffloadTiming(self.machine, self.fused)
 
     @cached_property
@@ -227,13 +228,13 @@ class Planner:
 
     @cached_property
     def plain(self) -> Setting:
-        """What is done without a plan."""
+        """The setting without a plan."""
         depth = self.options.prefetch if isinstance(self.options.prefetch, int) else 1
         return Setting(self.kinds, depth, self.options.reduce_lag)
 
     @cached_property
     def floor(self) -> Setting:
-        """What takes least memory."""
+        """The setting that takes the least memory."""
         choices = self.kinds
         if "recompute" in self.allow:
             choices = tuple(replace(c, recomputed=len(c.layers)) for c in choices)
@@ -243,14 +244,14 @@ class Planner:
             found = self._least([found, replace(found, streamed=True)])
         for i, choice in enumerate(choices):
             levels = self.trails[choice.name, choice.layers] if choice.recomputed else [()]
-            last = min(1, choice.recomputed)  # which is computed again at once: to save it may even take less
+            last = min(1, choice.recomputed)  # recomputed at once in backward: saving it may even take less
             again = [replace(choice, recomputed=choice.recomputed - less) for less in (0, last)]
             found = self._least([self._with(found, i, replace(c, saved=saved)) for c in again for saved in levels])
             found = self._least([found, *(self._leaving(found, i, m) for m in self.spaces[i])])
         return found
 
     def _leaving(self, setting: Setting, place: int, every: int) -> Setting:
-        """With as many of a kind's layers on the host as fit it, halved until they do."""
+        """Returns the setting with as many of a kind's layers offloaded as fit the host, halving until they do."""
         count = len(self.kinds[place].layers)
         while count:
             other = self._changed(place, setting, offloaded=(every, count))
@@ -260,18 +261,18 @@ class Planner:
         return setting
 
     def _least(self, settings: Sequence[Setting]) -> Setting:
-        """The smallest of those that fit the host; the first one takes least of it."""
+        """Returns the smallest setting that fits the host; if none does, the first, which takes least of the host."""
         there = [s for s in settings if self.fits(self.estimate(s), math.inf)] or settings[:1]
         return min(there, key=lambda s: (self.estimate(s).peak, self.estimate(s).seconds))
 
     def fits(self, score: Score, budget: float) -> bool:
-        """Whether a step fits the device, of which it may take so many bytes, and what is known of its host."""
+        """Returns whether a step fits the device's budget in bytes, and the host's memory if that is known."""
         return score.peak <= budget and score.host <= (self.machine.host_memory or math.inf)
 
     @cached_property
     def spaces(self) -> list[list[int]]:
-        """For each kind of layers of every how many one may go to the host: so many that copies keep up with layers,
-        also with those that stay gathered, and more; none where nothing may go, or would.
+        """For each kind of layers, values of m for offloading every m-th layer: those for which copies keep up with
+        layers, resharded or gathered, and larger ones. Empty if nothing may or would be offloaded.
         """
         pairs = zip(self.kinds, self.copies, strict=True)
         return [self._spaces(choice, copy[0]) if copy is not None else [] for choice, copy in pairs]
@@ -287,8 +288,8 @@ class Planner:
 
     @cached_property
     def copies(self) -> list[tuple[Transfer, Transfer, int] | None]:
-        """For each kind of layers copies to the host and back, and the bytes of what one of them moves; ``None`` where
-        nothing may go, or would.
+        """For each kind of layers, the copies of one part of a layer's values to the host and back, and the part's
+        bytes; ``None`` if nothing may or would be offloaded.
         """
         if "offload" not in self.allow:
             return [None] * len(self.kinds)
@@ -305,8 +306,8 @@ class Planner:
 
     @cached_property
     def ways(self) -> list[tuple[int, int]]:
-        """How far ahead to gather and how long to let reductions lag that a plan chooses among: what is nothing worth
-        where all is saved, and where all is computed again, is left out.
+        """The pairs (prefetch depth, reduce lag) that a plan chooses among, without those that gain nothing, neither if
+        all is saved nor if all is recomputed.
         """
         if "prefetch" not in self.allow:
             return [(self.plain.prefetch, self.plain.reduce_lag)]
@@ -329,7 +330,7 @@ class Planner:
 
     @cached_property
     def gathering(self) -> bool:
-        """Whether it is worth anything to keep layers gathered, where all is saved or where all is computed again."""
+        """Whether keeping layers gathered gains anything, if all is saved or if all is recomputed."""
         return "gathered" in self.allow and any(map(self._gathering, (self.plain, self.floor)))
 
     def _gathering(self, base: Setting) -> bool:
@@ -342,7 +343,7 @@ class Planner:
         return "optimizer" in self.allow and self.streamed.host > 0
 
     def near(self, setting: Setting) -> Iterator[Setting]:
-        """Settings one move away; with every move the optimizer's state may go, or come back."""
+        """Yields settings one move away; each move may also move the optimizer's state to the host or back."""
         for other in self._moved(setting):
             if other != setting:
                 yield other
@@ -357,7 +358,7 @@ class Planner:
                 yield self._with(setting, i, other)
 
     def _faster(self, setting: Setting) -> Iterator[Setting]:
-        """Moves of which only memory may keep one: gathers ahead, what stays gathered."""
+        """Yields moves that only memory can forbid: earlier gathers, layers that stay gathered."""
         for depth, lag in self.ways:
             yield replace(setting, prefetch=depth, reduce_lag=lag)
         if not self.gathering:
@@ -365,12 +366,12 @@ class Planner:
         for i, c in enumerate(setting.choices):
             for more in self._sizes(c):
                 yield self._with(setting, i, replace(c, gathered=min(len(c.layers), max(0, c.gathered + more))))
-        # a static buffer goes only with the last unit that takes it, of whichever kind
+        # a static buffer goes only with its last unit, of any kind of layers: gather one more layer of each kind
         one = (replace(c, gathered=min(len(c.layers), c.gathered + 1)) for c in setting.choices)
         yield replace(setting, choices=tuple(one))
 
     def _smaller(self, c: Choice, spaces: Sequence[int]) -> Iterator[Choice]:
-        """Moves that give seconds for memory, or back: what is computed again, what goes to the host."""
+        """Yields moves that trade seconds for memory, or back: recomputation and offload."""
         n, sizes = len(c.layers), self._sizes(c)
         if "recompute" in self.allow:
             yield from (replace(c, recomputed=min(n, max(0, c.recomputed + more))) for more in sizes)
@@ -386,25 +387,25 @@ class Planner:
 
     @staticmethod
     def _sizes(c: Choice) -> list[int]:
-        """By how many layers a move changes what is chosen for them."""
+        """Returns the numbers of layers by which a move changes a choice."""
         n = len(c.layers)
         sizes = [s for s in (1, 2, 4, 8, 16, 32, 64) if s <= max(1, n // 2)] + [n]
         return sizes + [-s for s in sizes]
 
     def many(self, c: Choice) -> bool:
-        """Whether there are so many layers that few of them stand for all."""
+        """Returns whether there are enough layers that a few of them determine the cost of all."""
         return len(c.layers) >= 3 * (2 * self.border(1, 1) + 1) and self.calls.issuperset(c.layers)
 
     @staticmethod
     def border(depth: int, lag: int) -> int:
-        """How many layers of a run differ from those in its middle, at either end."""
+        """Returns how many layers at either end of a run differ from those in its middle."""
         return max(depth, lag) + 1
 
     @cached_property
     def trails(self) -> dict[Any, list[tuple[str, ...]]]:
-        """For each kind of layers what may be saved where they are computed again: nothing, then more and more, the
-        dearest operators first, by the seconds that they take in backward for each byte of what they give. What a mix
-        of less and of more does as well is left out.
+        """For each kind of layers, what may be saved if they are recomputed: nothing, then more and more operators,
+        those with the most seconds in backward per byte of their results first. Levels that a mix of two others equals
+        are left out.
         """
         return {(choice.name, choice.layers): self._trail(choice) for choice in self.kinds}
 
@@ -419,14 +420,14 @@ class Planner:
         forward, backward = self._layer(choice, Treatment())
         hull = _hull([*costs, (sum(_saved(forward)), self._seconds(backward))])
         kept = [i for i in range(len(levels)) if i in hull or i == 0]
-        if any(map(self.many, self.kinds)):  # each is a cut of all layers
+        if any(map(self.many, self.kinds)):  # each is another partition of all layers
             step = (costs[kept[-1]][0] - costs[0][0]) / (LEVELS - 1)
             even = [costs[0][0] + n * step for n in range(LEVELS)]
             kept = [min(kept, key=lambda i: abs(costs[i][0] - taken)) for taken in even]
         return list(dict.fromkeys(levels[i] for i in kept))
 
     def _computed(self, choice: Choice, backward: Program) -> dict[str, tuple[float, int]]:
-        """Operators of layers that backward computes again: their seconds, and bytes of what they give."""
+        """Returns operators of layers that backward recomputes: their seconds, and bytes of their results."""
         behind, times = joint_graph.differentiated(backward.gm), self._times(backward)
         found: dict[str, tuple[float, int]] = {}
         for node in backward.nodes:
@@ -438,8 +439,8 @@ class Planner:
         return found
 
     def _layer(self, choice: Choice, treatment: Treatment) -> tuple[Program, ...]:
-        """Programs of a layer, cut as it is treated; of all layers that cannot be left out, where they are not traced
-        once for all.
+        """Returns the programs of a layer, partitioned as it is treated; those of all layers that cannot be left out,
+        if layers are not traced once for all.
         """
         pair = next((p for p in joint_graph.pairs(self.joint.graph) if p.path == choice.layers[0]), None)
         if pair is None:
@@ -454,13 +455,12 @@ class Planner:
         return op_cost.op_times(_Bare(program), self.machine, fused=self.fused)
 
     def _seconds(self, program: Program) -> float:
-        """Of all kernels."""
         return sum(t.seconds for t in self._times(program).values() if t.transfer is None)
 
     # estimates
 
     def estimate(self, setting: Setting) -> Score:
-        """About what a step takes under a setting (Note [Layer model]), where there are more than a few layers."""
+        """Returns about what a step takes under a setting (Note [Layer model]); exactly if there are few layers."""
         if all(len(kind.layers) <= FEW for kind in self.kinds):
             return self.score(setting)
         if setting not in self.estimates:
@@ -469,13 +469,13 @@ class Planner:
         return self.estimates[setting]
 
     def _estimate(self, setting: Setting) -> Score:
-        between = replace(setting, streamed=False)  # where the optimizer's state is changes none of it
+        between = replace(setting, streamed=False)  # it does not depend on where the optimizer's state is
         if between not in self.played:
             self.played[between] = self._played(between)
         return self._total(setting, *self.played[between])
 
     def _played(self, setting: Setting) -> tuple[list[tuple[float, int]], int, int]:
-        """What `_total` asks for."""
+        """Returns the arguments of `_total`."""
         pieces = self._pieces(setting.prefetch, setting.reduce_lag)
         layers = self._layers(setting)
         played = [pieces.play(layers, backward) for backward in (False, True)]
@@ -494,12 +494,14 @@ class Planner:
         return self.pieces[depth, lag]
 
     def _few(self, choice: Choice) -> tuple[str, ...]:
-        """The layers that pieces are taken of: the same few for every way, as each number of them is a cut."""
+        """Returns the layers in the layer model, the same for all ways: each number of layers is another partition."""
         few = 2 * max(self.border(*way) for ways in WAYS for way in ways) + 1
         return choice.layers[:few] if self.calls.issuperset(choice.layers) else choice.layers
 
     def _alike(self, depth: int, lag: int, way: int) -> Both:
-        """Programs in which all layers are treated alike: saved in the first way, in others computed again."""
+        """Returns programs with equal treatment of all layers: 0 saved, `WHOLE` gathered, `AWAY` offloaded, else
+        recomputed.
+        """
         choices = self.kinds
         if way == WHOLE:
             choices = tuple(replace(c, gathered=len(c.layers)) for c in choices)
@@ -520,7 +522,7 @@ class Planner:
         return forward, backward
 
     def _layers(self, setting: Setting) -> list[Layer]:
-        """Which piece every layer takes, in forward's order."""
+        """Returns each layer of the setting as the layer model describes it, in forward's order."""
         found: dict[str, Layer] = {}
         for place, choice in enumerate(setting.choices):
             if choice not in self.layers:
@@ -529,7 +531,7 @@ class Planner:
         return [found[path] for path in self.order]
 
     def _stand_ins(self, place: int, c: Choice) -> Iterator[tuple[str, Layer]]:
-        """The piece that each layer takes, by its path."""
+        """Yields each layer's path and its description for the layer model."""
         n, kept = len(c.layers), len(self._few(c))
         way = 1 + self.trails[c.name, c.layers].index(c.saved) if c.recomputed else 0
         around = (kept - 1) // 2
@@ -543,7 +545,7 @@ class Planner:
 
     @cached_property
     def owners(self) -> dict[str, str]:
-        """The layer that reads a unit's parameters, by its name."""
+        """The layer that reads a unit's parameters, by the unit's name."""
         return joint_graph.owners(self.joint.graph)
 
     @cached_property
@@ -555,8 +557,8 @@ class Planner:
     # scores
 
     def score(self, setting: Setting) -> Score:
-        """A step under a setting. Copies to the host that stand behind one another need not come to rest within a few
-        layers, nor within some more: then it is of all layers.
+        """Returns time and memory of a step under a setting. Queued copies to the host may not reach a steady state
+        within a few layers, nor within some more; then all layers are simulated.
         """
         if setting not in self.scores:
             self._doing()
@@ -581,10 +583,10 @@ class Planner:
         return self._total(setting, [part.play() for part in parts], self._slots(parts), away)
 
     def _total(self, setting: Setting, played: Sequence[tuple[float, int]], slots: int, away: int) -> Score:
-        """A step, of what its programs take.
+        """Returns time and memory of a step, from those of its programs.
 
         Args:
-            played: seconds, and bytes that are live at most.
+            played: seconds, and peak bytes of live tensors.
             slots: bytes of static buffers.
             away: bytes that forward saves on the host.
         """
@@ -597,7 +599,7 @@ class Planner:
 
     @cached_property
     def at_once(self) -> float:
-        """Seconds of the optimizer's step, where its state is on the device."""
+        """Seconds of the optimizer's step with its state on the device."""
         return self.steps(None)
 
     @staticmethod
@@ -609,7 +611,7 @@ class Planner:
 
     @staticmethod
     def _slots(parts: Sequence[Extrapolated]) -> int:
-        """Bytes of static buffers that serve all of them."""
+        """Returns bytes of static buffers that serve all parts."""
         largest: dict[str, int] = {}
         for part in parts:
             for name, taken in part.slots.items():
@@ -617,20 +619,19 @@ class Planner:
         return sum(largest.values())
 
     def changed(self, setting: Setting) -> int:
-        """Bytes of static buffers that a setting takes more than the account has."""
+        """Returns bytes of static buffers that a setting takes beyond those in the ledger."""
         treated, _ = self._shortened(setting)
         return self._slots(self._folded(treated, setting)) - self.slots
 
     @cached_property
     def slots(self) -> int:
-        """Bytes of static buffers in the account."""
         return sum(e.nbytes for e in self.account.entries if e.name in ("gathered parameters", "gradient buckets"))
 
     def _shortened(self, setting: Setting, beside: int = 0) -> tuple[dict[str, Treatment], list[Repeat]]:
-        """Which layers are kept, of runs of equal treatment, and what of them is to be repeated.
+        """Returns the layers that are kept of runs of equal treatment, and which of them are repeated.
 
         Args:
-            beside: how many periods more to keep at either end of a run than it takes.
+            beside: how many more periods to keep at either end of a run than necessary.
         """
         border = self.border(setting.prefetch, setting.reduce_lag)
         treated = joint_graph.treatments(setting.choices)
@@ -642,10 +643,10 @@ class Planner:
             for start, period, count in runs(states, 2, choice.offloaded[0]):
                 around = -(-border // period) + beside
                 few = 2 * around + 1
-                if count == len(states):  # there may be programs of those already
+                if count == len(states):  # programs of those may exist already
                     few = max(few, len(self._few(choice)))
                 if few < count and self.calls.issuperset(choice.layers):
-                    # layers are equal: the first ones stand for all
+                    # layers are equal: the first ones represent all
                     repeats.append(Repeat(choice.layers, len(short) + around * period, period, count - few))
                     count = few
                 short += states[start : start + period] * count
@@ -660,7 +661,7 @@ class Planner:
         return self.short[key]
 
     def _laid(self, treated: dict[str, Treatment], setting: Setting) -> tuple[_Laid, ...]:
-        """Programs of layers that are treated so, ready for gathers to be launched so far ahead or so far."""
+        """Returns programs with these treatments, before the passes that run again for each prefetch depth."""
         key = tuple(treated.items())
         if (key, setting.reduce_lag) not in self.laid:
             options = replace(self.options, reduce_lag=setting.reduce_lag)
@@ -676,18 +677,18 @@ class Planner:
         return self.laid[key, setting.reduce_lag]
 
     def _left_out(self, few: Collection[str]) -> set[str]:
-        """Layers that are not among those."""
+        """Returns layers that are not in `few`."""
         return {path for kind in self.kinds for path in kind.layers}.difference(few)
 
     def _stands(self, few: Collection[str]) -> dict[str, str]:
-        """The module of a layer among those whose parameters are like another layer's, by the latter's path."""
+        """Maps units' modules in layers that are not in `few` to the equal module in the kind's first layer."""
         first = {path: kind.layers[0] for kind in self.kinds for path in kind.layers if path not in few}
         units = {unit.name: unit.fqn for unit in self.capture.units}
         layers = {units[name]: path for name, path in self.owners.items() if path in first and name in units}
         return {fqn: first[path] + fqn.removeprefix(path) for fqn, path in layers.items() if fqn.startswith(path)}
 
     def _programs(self, treated: dict[str, Treatment], without: Collection[str]) -> tuple[Program, ...]:
-        """The programs of layers that are treated so, others left out."""
+        """Returns the programs with these treatments, without some layers."""
         capture = copy.copy(self.capture)
         capture.shards, capture.treated = dict(capture.shards), treated
         key = frozenset(without)
@@ -703,7 +704,7 @@ class Planner:
 
     @_uncollected()
     def best(self, budget: int) -> Setting | None:
-        """The fastest setting that fits; ``None`` if the floor does not."""
+        """Returns the fastest setting that fits; ``None`` if the floor does not."""
         if self.fits(self.score(self.top), budget):
             return self.top
         if not self.fits(self.score(self.floor), budget):
@@ -712,17 +713,17 @@ class Planner:
 
     @cached_property
     def top(self) -> Setting:
-        """The fastest setting where memory is no matter, so that nothing is computed again or goes to the host."""
+        """The fastest setting without a memory limit, so that nothing is recomputed or offloaded."""
         return self._cleared(self._tried(self.plain, math.inf) or self.plain)
 
     def _cleared(self, setting: Setting) -> Setting:
-        """Without what has no effect."""
+        """Returns the setting without choices that have no effect."""
         plain = replace(setting, choices=tuple(map(_plain, setting.choices)))
-        self.scores[plain] = self.score(setting)  # the same treatment of every layer
+        self.scores[plain] = self.score(setting)  # every layer is treated as before
         return plain
 
     def _tried(self, start: Setting, budget: float) -> Setting | None:
-        """The fastest setting by its score, of those that searches find, if any fits."""
+        """Returns the fastest setting by score among those that the searches find, if any fits."""
         met: list[Setting] = []
         wrong = 0
         for _ in range(TRIES):
@@ -743,7 +744,7 @@ class Planner:
         return self._eased(min(ends, key=self.estimate), budget)
 
     def _eased(self, setting: Setting, budget: float) -> Setting:
-        """Without what the floor has and the budget does not ask for, where that is as fast."""
+        """Returns the setting without the floor's choices that the budget does not require, if that is as fast."""
         eased: list[Callable[[Setting], Setting]] = [lambda s: replace(s, streamed=False)]
         for i, kind in enumerate(self.kinds):
             for less in ("offloaded", "recomputed", "gathered"):
@@ -767,7 +768,7 @@ class Planner:
         return [s for s in near if self.fits(self.estimate(s), budget)]
 
     def _greedy(self, start: Setting, budget: float, worth: Callable[[Score, Score], Any]) -> Setting:
-        """Buys what is worth most, until nothing is that fits."""
+        """Makes the most valuable change that fits, until no change is faster."""
         now = start
         while True:
             here = self.estimate(now)
@@ -777,7 +778,7 @@ class Planner:
             now = max(better, key=lambda s: worth(here, self.estimate(s)))
 
     def _beam(self, start: Setting, budget: float) -> Setting:
-        """Keeps the best few at each step, also those that are a little slower than what was met before."""
+        """Keeps the best few settings at each step, even if they are a little slower than earlier ones."""
         seen, front, best, left = {start}, [start], start, PATIENCE
         while front and left:
             found = dict.fromkeys(s for now in front for s in self._fitting(now, budget) if s not in seen)
@@ -791,20 +792,20 @@ class Planner:
 
 
 def _plain(choice: Choice) -> Choice:
-    """The same without what has no effect."""
+    """Returns the choice without parts that have no effect."""
     if not any(map(choice.recomputes, range(len(choice.layers)))):
         choice = replace(choice, recomputed=0, saved=())
     return choice
 
 
 def _saved(forward: Program) -> list[int]:
-    """Bytes of each value that forward saves."""
+    """Returns bytes of each value that forward saves."""
     kept = [n for n in forward.results()[forward.returned or 0 :] if isinstance(n, fx.Node) and n.op != "placeholder"]
     return [nbytes(n.meta["val"]) for n in dict.fromkeys(kept)]
 
 
 def _hull(points: Sequence[tuple[float, float]]) -> set[int]:
-    """Which points no mix of two others is below and left of: the lower convex hull, by index."""
+    """Returns indices of the points on the lower convex hull: no mix of two others is below and left of them."""
     order = sorted(range(len(points)), key=lambda i: points[i])
     hull: list[int] = []
     for i in order:
@@ -818,7 +819,7 @@ def _hull(points: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def _above(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    """Whether b lies above the line from a to c."""
+    """Returns whether b lies above the line from a to c."""
     this, that = (b[1] - a[1]) * (c[0] - a[0]), (c[1] - a[1]) * (b[0] - a[0])
     return this > that and not math.isclose(this, that, rel_tol=1e-9)
 
@@ -834,12 +835,12 @@ def _seconds(before: Score, after: Score) -> Any:
 
 
 class _Laid:
-    """A program after all passes but those that launch and give places, which can be done over and over: launches of
-    gathers move past what the passes between them do (`mfsdp.cost_model.auto_prefetch`).
+    """A program after all passes except those that place launches and buffers, which can run on it again and again:
+    launches of gathers move past the results of the passes in between (`mfsdp.cost_model.auto_prefetch`).
 
     Args:
-        program: behind the first of its passes (`pipeline.Phases`).
-        first: whether accumulators come to be in it (`mfsdp.cost_model.memory_model.Ledger.first`).
+        program: after the first of its passes (`pipeline.Phases`).
+        first: whether accumulators are allocated in it (`mfsdp.cost_model.memory_model.Ledger.first`).
     """
 
     def __init__(self, program: Program, options: Options, wide: bool, pace: OffloadTiming, first: bool):
@@ -849,7 +850,7 @@ class _Laid:
         self.order = program.nodes[:-1]
 
     def launched(self, depth: int, pace: OffloadTiming, profile: Any) -> Extrapolated:
-        """Its events, with gathers launched so far ahead."""
+        """Returns its events, with gathers launched at a prefetch depth."""
         p = self.program
         p.move(self.order, p.output)
         rows = pipeline.chosen(replace(self.options, prefetch=depth), self.wide, pace=pace)
@@ -860,7 +861,7 @@ class _Laid:
 
 
 class _Bare(Program):
-    """A layer's graph, cut, which no unit is known of: markers cost nothing."""
+    """The partitioned graph of a layer, without units: markers cost nothing."""
 
     def __init__(self, program: Program):
         super().__init__(program.gm, program.phase, program.units)

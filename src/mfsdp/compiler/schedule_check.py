@@ -13,7 +13,7 @@ from torch.fx import Node
 from ..config.best_effort import only_tells
 from ..ir import ops, printer
 from ..ir.program import Program, group_of
-from ..ir.verifier import LawError
+from ..ir.verifier import InvariantError
 from .subgraphs import CALLED
 
 log = logging.getLogger("mfsdp")
@@ -35,9 +35,7 @@ class Operation:
     """The group of a collective."""
 
     def same(self, other: Operation) -> bool:
-        """Returns whether both may be the same operation. A cast's result in a listing may be an input in code, or
-        missing.
-        """
+        """Returns whether both may be the same operation. A cast's result in a listing may be an input in code."""
         pairs = zip(self.operands, other.operands, strict=False)
         return self.verb == other.verb and all(a == b or not _known(a, b) for a, b in pairs)
 
@@ -140,11 +138,11 @@ def _value(arg: ast.expr, bound: Mapping[str, Operand]) -> Operand | None:
 
 
 def compare(expected: list[Operation], code: str, driven: bool = False) -> None:
-    """Compares a listing with the code generated from it (``driven``: a driver's, which contains every operation of the
-    schedule). Logs a warning if an operation other than a collective has moved.
+    """Compares a listing with the code generated from it. Logs a warning if an operation other than a collective has
+    moved. ``driven``: the code is a driver's, which contains the operations of the schedule.
 
     Raises:
-        LawError: the code runs the collectives of a process group in another order, or lacks an operation. Ranks
+        InvariantError: the code runs the collectives of a process group in another order, or lacks an operation. Ranks
             compile separately, so others may have kept the order.
     """
     found = written(code, driven)
@@ -158,21 +156,21 @@ def compare(expected: list[Operation], code: str, driven: bool = False) -> None:
     ours = [o for o in expected if o.group]
     over = {_constants(o): o.group for o in ours}
     if strange := next((o for o in theirs if _constants(o) not in over), None):
-        raise LawError(16, _node(expected[-1]), f"{strange.text} of the code is not in the listing")
+        raise InvariantError(16, _node(expected[-1]), f"{strange.text} of the code is not in the listing")
     for group in dict.fromkeys(over.values()):
         pair = [o for o in ours if o.group == group], [o for o in theirs if over[_constants(o)] == group]
         for at, (mine, its) in enumerate(zip(*pair)):
             if not _alike(mine, expected, its, found):
                 text = f"collective {at}: `{mine.text}` in the listing, {its.text} in the code"
-                raise LawError(16, _node(mine), text)
+                raise InvariantError(16, _node(mine), text)
     if len(ours) != len(theirs):
         text = f"there are {len(ours)} collectives in the listing, and {len(theirs)} in the code"
-        raise LawError(16, _node(expected[-1]), text)
+        raise InvariantError(16, _node(expected[-1]), text)
     left = list(found)
     for mine in expected:
         twin = next((o for o in left if _alike(mine, expected, o, found)), None)
         if twin is None:
-            raise LawError(16, _node(mine), f"`{mine.text}` of the listing is not in the code")
+            raise InvariantError(16, _node(mine), f"`{mine.text}` of the listing is not in the code")
         left.remove(twin)
     for mine, its in zip(expected, found):
         if not mine.same(its):

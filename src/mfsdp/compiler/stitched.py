@@ -1,8 +1,7 @@
-"""Runs a program as bodies, which Inductor compiles once per kind, and a driver that runs its schedule
-(Note [Subgraphs]).
+"""Runs a program as bodies, compiled by Inductor once per kind, and a driver that runs its schedule (Note [Subgraphs]).
 
 The driver is Python text, one line per step, which no compiler sees. It calls our kernels directly, in the listing's
-order, and drops each value at its last reader: into the list that a body gets, or from the frame.
+order, and gives up each value at its last reader: moves it into the list that a body gets, or deletes it.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ class Stitched:
 
     def _first(self, name: str, given: list[Any]) -> Any:
         """Runs a body for the first time, and ensures that its results own their storages: a compiler may compute one
-        in a part of another (``cat``), or return one twice, and another body may overwrite either. The code determines
-        this, so that later calls copy the same results.
+        in a part of another (``cat``), or return one twice, and another body may overwrite either. This is a
+        property of the code, so later calls copy the same results.
         """
         body, dying = self.bodies[name], self.dying[name]
         taken = {_address(x) for i, x in enumerate(given) if i not in dying}
@@ -220,7 +219,6 @@ def _donated(gm: fx.GraphModule) -> set[Node]:
 
 
 def _body(stretch: Subgraph, dying: list[int], compile: Compile, kwargs: Mapping[str, Any]) -> Any:
-    """Compiles a kind of subgraph."""
     gm = stretch.body()
     more = dict(kwargs, static_input_idxs=(), is_backward=kwargs.get("is_backward", False) or bool(dying))
     with part(dying):

@@ -1,23 +1,22 @@
 """Splits a program into subgraphs of compute between the operations of its schedule.
 
 Note [Subgraphs]
-A schedule is a list of a few operations, and the compute between them repeats from layer to layer. So a program is
-split into *steps*: an operation of the schedule, a view that such an operation reads, or a *subgraph*, all compute up
-to the next operation. Subgraphs that do the same to tensors of the same shapes are of one *kind*, and are compiled
-once: the number of kinds does not grow with depth.
+A schedule has few operations, and the compute between them repeats from layer to layer. So a program is split into
+*steps*: an operation of the schedule, a view that such an operation reads, or a *subgraph*, all compute up to the next
+operation. Subgraphs that do the same to tensors of the same shapes are of one *kind* and are compiled once: the number
+of kinds does not grow with depth.
 
-* A subgraph's inputs and outputs are values that own their storage. It takes views of inputs itself: no compiled body
-  returns a view of its input, and equal layers take equal views.
+* Inputs and outputs of a subgraph own their storage. It takes views of inputs itself: no compiled body returns a view
+  of its input, and equal layers take equal views.
 * An input without later readers dies in the subgraph. If nothing shares its storage, the body may overwrite it, as a
   graph compiled in full would.
-* A compiler fuses only inside a subgraph. At the border of two layers that would cost: the norm of one layer begins by
-  reading the residual sum at the end of the layer before. So a run of pointwise compute at the end of a subgraph, on
-  values that are in memory anyway, moves to the next subgraph if its reader there can be fused with it. And pointwise
-  compute at the beginning of a subgraph moves to the subgraph before if it reads the result of a run at that subgraph's
-  end, and no result of the operations between them: for example, the sum of two branches' gradients after the launch of
-  a reduction.
+* A compiler fuses only inside a subgraph. That would cost between layers: a layer's norm first reads the residual sum
+  at the end of the layer before. So a run of pointwise compute at the end of a subgraph, on values that are in memory
+  anyway, moves to the next subgraph if its reader there can fuse with it. Pointwise compute at the beginning of a
+  subgraph moves back if it reads the result of such a run and nothing that the operations between them return: for
+  example, the sum of two branches' gradients after the launch of a reduction.
 * For the same reason a subgraph recomputes values that follow pointwise from its other inputs (the inside of a GELU
-  from its argument), so that they are not kept in memory.
+  from its argument) instead of keeping them in memory.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ class Subgraph:
         return given, lines, tuple(number[n] for n in self.outputs), tuple(_described(n) for n in self.outputs)
 
     def body(self) -> fx.GraphModule:
-        """Returns its compute as a graph of its own. Placeholders of dying inputs are named ``dying``, because a
-        compiler's caches must distinguish which inputs may be overwritten.
+        """Returns its compute as a graph of its own. Names of dying inputs' placeholders begin with ``dying``, so that
+        a compiler's caches distinguish which inputs may be overwritten.
         """
         graph, copies = fx.Graph(), {}
         for i, node in enumerate(self.inputs):
@@ -96,12 +95,12 @@ def split(gm: fx.GraphModule, donated: Collection[Node] = ()) -> list[Step]:
 
 
 class CannotSplit(Exception):
-    """Subgraphs cannot hold a part of the program."""
+    """A program contains something that subgraphs cannot hold."""
 
 
 def scheduled(node: Node) -> bool:
     """Returns whether a node is an operation of the schedule. Packing gradients into a bucket is compute. Recomputed
-    random operators are scheduled, so that a generator's state, whose size is not known, is no subgraph's input.
+    random operators are scheduled, so that no subgraph reads a generator's state, whose size is not known.
     """
     if node.op != "call_function" or node.target in _CALLED:
         return False
@@ -284,7 +283,7 @@ def _subgraph(compute: Sequence[Node]) -> Subgraph:
 
 
 def _gathered(compute: Sequence[Node], again: Collection[Node]) -> tuple[list[Node], list[Node]]:
-    """Returns compute with the views and recomputed values that it reads before it, and its inputs."""
+    """Returns compute behind the views and recomputed values that it reads, and its inputs."""
     own, nodes, inputs = set(compute), dict[Node, None](), dict[Node, None]()
 
     def take(node: Node) -> None:
@@ -303,7 +302,7 @@ def _gathered(compute: Sequence[Node], again: Collection[Node]) -> tuple[list[No
 
 def _again(inputs: Sequence[Node]) -> list[Node]:
     """Returns pointwise compute of other subgraphs that a subgraph repeats, from inputs that it reads anyway: a
-    compiler that saw both subgraphs would not store the result either.
+    compiler that saw both would not store the result either.
     """
     out: list[Node] = []
     left = set(inputs)
@@ -329,7 +328,7 @@ _LONGEST = 12
 
 
 def _last(steps: Sequence[Step], output: Node, donated: Collection[Node]) -> None:
-    """Finds the inputs of subgraphs without later readers."""
+    """Finds which inputs of subgraphs have no later reader."""
     done = set(map(base, output.all_input_nodes))
     for step in reversed(steps):
         if isinstance(step, Subgraph):

@@ -68,23 +68,21 @@ def trace(
     """Returns the forward and backward programs of a model as ``world`` ranks would run them, before any pass.
 
     Args:
-        model: any module; it is copied to the meta device, not changed. A sharded model is traced as it is sharded, but
-            over ``world`` ranks. A model that another parallelism has split keeps its process groups (`fake_ranks`); if
-            it is sharded already, it is traced over the ranks that it is sharded over.
+        model: any module; it is copied to the meta device, not changed. A sharded model is traced as it is sharded,
+            over ``world`` ranks. A model that another parallelism has split keeps its process groups (`fake_ranks`),
+            and if it is sharded, its ranks.
         args, kwargs: example inputs (values do not matter).
         world: ranks to shard over; by default 8.
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
         train: ``False`` traces under ``torch.no_grad()``: one inference program.
         name: the programs' name in listings; default: the class of the model.
         lowering: ``"eager"`` keeps operators as autograd wrote them, ``"inductor"`` applies Inductor's decompositions.
-        together: number of microbatches in one program, as with `mfsdp.together`; their passes are
-            ``mfsdp.pipeline.table(turns=True)``.
+        together: microbatches in one program, as with `mfsdp.together`; passes: ``mfsdp.pipeline.table(turns=True)``.
         **sharding: arguments of `mfsdp.fully_shard` (``units``, ``mp_policy``, ...).
 
     Raises:
         ValueError: bad arguments, or arguments of fully_shard for a model that is sharded already.
-        RuntimeError: Dynamo finds a graph break in the model (its own error, naming the place), or forward writes to a
-            parameter.
+        RuntimeError: Dynamo finds a graph break (its own error, naming the place), or forward writes to a parameter.
     """
     if lowering not in CAPTURES:
         raise ValueError(f"trace: lowering={lowering!r}: choose one of {', '.join(CAPTURES)}")
@@ -173,7 +171,7 @@ def _as_sharded(grid: list[Any]) -> DeviceMesh:
 @contextmanager
 def _constants_on_meta() -> Iterator[None]:
     """Lets a model create constants on its input's device: ``torch.tensor(0.5, device=x.device)`` on the meta device is
-    no fake tensor, and fake tensors refuse other tensors by default. Private in torch; tried on 2.11 to 2.15.
+    no fake tensor, which fake tensors refuse by default. Private in torch; tried on 2.11 to 2.15.
     """
     before = fake_tensor_tls.allow_non_fake_inputs_override
     fake_tensor_tls.allow_non_fake_inputs_override = True
@@ -208,9 +206,9 @@ def _stop(*args: Any) -> Any:
 
 
 def _on_cpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Returns fake CPU tensors like the inputs, and adapts the graph to them. Tracing continues with them: on the meta
-    device some composite operators (``nll_loss``) have their own kernels, which autograd does not see through. Private
-    in torch (``TracingContext``, ``force_non_lazy_backward_lowering``); tried on 2.11 to 2.15.
+    """Returns fake CPU tensors like the inputs, and adapts the graph. On the meta device some composite operators
+    (``nll_loss``) have their own kernels, which autograd does not see through. Private in torch (``TracingContext``,
+    ``force_non_lazy_backward_lowering``); tried on 2.11 to 2.15.
     """
     context = TracingContext.try_get()
     assert context is not None and context.fake_mode is not None, "a backend runs inside of Dynamo"
@@ -221,7 +219,7 @@ def _on_cpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
     for node in list(gm.graph.nodes):
         node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
-        if node.target is torch.histc:  # accelerators support integers, CPUs do not (transformers' experts)
+        if node.target is torch.histc:  # of integers, which CPUs lack and accelerators have (transformers' experts)
             with gm.graph.inserting_before(node):
                 counted = gm.graph.call_method("float", (node.args[0],))
             node.args = (counted, *node.args[1:])

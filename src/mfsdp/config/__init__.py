@@ -1,1 +1,1 @@
-"""What is decided before anything runs: layouts, units, precision, options, hardware. Plain values."""
+"""Decisions made before anything runs: layouts, units, precision, options, hardware. Plain values."""

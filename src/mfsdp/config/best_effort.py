@@ -1,4 +1,4 @@
-"""What only tells never ends a run: logs, listings, estimates that nobody decides by, names, reports."""
+"""Calls code whose errors must not stop training: logs, listings, names, reports, estimates that decide nothing."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _said: set[tuple[str, str]] = set()
 
 
 def only_tells(missing: str, otherwise: T, tell: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What ``tell(*args, **kwargs)`` returns; where it raises, ``otherwise``, and one warning says what is missing.
+    """Returns ``tell(*args, **kwargs)``; if it raises, ``otherwise``, with one warning that names what is missing.
 
-    It stands where what decides calls what only tells. The same error is logged once in a process, with its traceback
-    at debug level.
+    Essential code calls informative code through this function. Each error is logged once per process, with its
+    traceback at debug level.
 
     Args:
-        missing: what is not there because of it, in words: ``the listing after pool``.
-        otherwise: what to go on with.
-        tell: changes nothing that a run needs.
+        missing: the missing output, for the warning: ``the listing after plan_memory``.
+        otherwise: the fallback.
+        tell: changes nothing that training needs.
     """
     try:
         return tell(*args, **kwargs)
@@ -41,14 +41,14 @@ _listeners: list[Callable[[str], None]] = []
 
 
 def doing(what: str) -> None:
-    """Tells who listens what long work has come to."""
+    """Reports progress of long work to listeners."""
     for listen in _listeners:
         only_tells("progress", None, listen, what)
 
 
 @contextmanager
 def listening(listen: Callable[[str], None]) -> Iterator[None]:
-    """Inside of the ``with`` long work calls ``listen(what)`` every now and then."""
+    """Calls ``listen(what)`` with the progress of long work inside the ``with``."""
     _listeners.append(listen)
     try:
         yield

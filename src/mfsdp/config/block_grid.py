@@ -1,8 +1,8 @@
-"""Which element of a parameter belongs to which element of a smaller tensor: blocks and their scales.
+"""Maps elements of a parameter to elements of a smaller tensor: blocks and their scales.
 
-An index into a flattened parameter is written in digits, ``index // stride % size``. A view with other dimensions
-splits digits, a permutation moves them, a maximum over a dimension drops some. So a scale for blocks of 128 rows and
-128 columns of a ``[512, 256]`` matrix has two of four digits:
+An index into a flattened parameter is written in digits, ``index // stride % size``. A view splits digits, a
+permutation moves them, a maximum over a dimension drops some. Scales for blocks of 128 rows and 128 columns of a
+``[512, 256]`` matrix have two of four digits:
 
     stride     32768   256   128     1
     size           4   128     2   128
@@ -23,17 +23,17 @@ class Digit:
     stride: int
     size: int
     place: int = 0
-    """What it counts for in the smaller tensor's flat index; 0: all its values share one element."""
+    """Its stride in the smaller tensor's flat index; 0: all its values share one element."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How the elements of one parameter share those of a smaller tensor. Travels through the graph as text."""
+    """Which elements of one parameter share an element of a smaller tensor. The graph holds it as text."""
 
     offset: int
-    """Where the parameter begins in its unit's full buffer."""
+    """Start of the parameter in its unit's full buffer."""
     digits: tuple[Digit, ...]
-    """All of them, by falling stride."""
+    """All digits, by decreasing stride."""
 
     @cached_property
     def numel(self) -> int:
@@ -45,7 +45,7 @@ class Grid:
 
 
 def encode(grids: tuple[Grid, ...]) -> str:
-    """Several, as text."""
+    """Returns several grids as text."""
     return ";".join(g.encode() for g in grids)
 
 

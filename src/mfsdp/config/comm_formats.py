@@ -1,9 +1,9 @@
-"""What may travel otherwise than as it is: the names of formats, and how many bytes they take. Integers only.
+"""Communication formats that are not plain dtypes: names and sizes. Integers only.
 
     int8    blocks of 128 elements: a byte each, and a scale of four bytes for each block; lossy
 
-A message is as many bytes as there are elements, filled up to a multiple of four, and then the scales. What is less
-than a block at the end has a scale of its own.
+A message is one byte per element, padded to a multiple of four, followed by the scales. An incomplete last block has a
+scale of its own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ INT8 = "int8"
 
 
 def is_quantized(numel: int) -> int:
-    """Bytes of so many elements in int8: 1 + 4/128 for each of many."""
+    """Returns the bytes of ``numel`` elements in int8: 1 + 4/128 per element for large ``numel``."""
     return -(-numel // 4) * 4 + -(-numel // BLOCK) * 4
 
 
 def refusal(given: Any) -> str:
-    """Why something is no format, in words; ``""`` where there is nothing to say of it."""
+    """Returns why a value is no format; ``""`` if there is no specific reason."""
     name = str(given).lower().removeprefix("torch.").replace("_", "")
     if name in ("int8", "uint8"):
         return f"for eight bits in blocks of 128 with scales give the string {INT8!r}"

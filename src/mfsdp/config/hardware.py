@@ -1,13 +1,15 @@
-"""What a machine can do, as numbers: for planning. No torch.
+"""Hardware as numbers, for planning. No torch.
 
-Peaks are the makers' (dense, without sparsity), from NVIDIA's data sheets for A100, H100, H200 and HGX B200; networks
-are those of the makers' reference systems, eight GPUs a node and one network card for each: HDR 200 Gb/s for A100, NDR
-400 Gb/s for the others. GB200 is one of the 72 of an NVL72 rack, its figures the rack's divided by 72. Links to the
-host are what copies have reached: nvbandwidth reports 25.1 GB/s on A100 (PCIe 4, NVIDIA/nvbandwidth#42) and 55.6 on
-H100 (PCIe 5, NVIDIA's page of the tool), which H200 and B200, in the same slot, are taken to reach; two GPUs of GB200
-share 450 GB/s each way to their Grace, of which 0.77 are taken to be reached, as GH200 does (346 GB/s, #23). What is
-reached of a peak, latencies, and what collectives take from computation, are assumptions, said beside their fields:
-give a file with your own, or a profile.
+Peaks are the vendors' (dense, without sparsity), from NVIDIA's data sheets for A100, H100, H200 and HGX B200. Networks
+are those of the vendors' reference systems, eight GPUs per node with one network card each: HDR 200 Gb/s for A100, NDR
+400 Gb/s for the others. GB200 is one of the 72 GPUs of an NVL72 rack; its figures are the rack's divided by 72.
+
+Host links have the bandwidth that copies reach. nvbandwidth reports 25.1 GB/s on A100 (PCIe 4, NVIDIA/nvbandwidth#42)
+and 55.6 on H100 (PCIe 5, NVIDIA's page of the tool); H200 and B200 use the same slot and are assumed to reach the same.
+Two GPUs of GB200 share 450 GB/s each way to their Grace; 0.77 of it is assumed, as GH200 reaches (346 GB/s, #23).
+
+The fractions of a peak that are reached, latencies, and the slowdown of compute by collectives are assumptions,
+documented at their fields. A file or a profile can replace them.
 """
 
 from __future__ import annotations
@@ -23,24 +25,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Link:
-    """What connects two ranks.
+    """A connection between two ranks.
 
     Raises:
-        ValueError: a rate that is not positive, or another field that is negative.
+        ValueError: the bandwidth is not positive, another field is negative, or ``slows`` is not below 1.
     """
 
     bandwidth: float
-    """Bytes per second, one way, of one rank."""
+    """Bytes per second of one rank, one way."""
     latency: float
-    """Seconds of one hop."""
+    """Seconds per hop."""
     cpu: float = 0.0
-    """Seconds per byte that moving it takes from computation: gloo's copies on the same core; 0 for NVLink."""
+    """Seconds of compute lost per byte: gloo copies on the same core; 0 for NVLink."""
     restart: float = 0.0
-    """What a transfer that finds its group idle takes longer, as a part of its time: gloo's handshake stands behind the
-    data of the one before. 0 for NCCL."""
+    """Extra time of a transfer whose group was idle, as a fraction of its transfer time: gloo's handshake, which
+    otherwise overlaps with the previous transfer. 0 for NCCL."""
     slows: float = 0.0
-    """What computation loses of its speed while bytes move, however fast they do: NCCL's kernels take multiprocessors,
-    and their bytes bandwidth of memory. 0 for copies by an engine of their own."""
+    """Fraction of its speed that compute loses while bytes move, at any rate: NCCL kernels occupy multiprocessors, and
+    their bytes memory bandwidth. 0 for copy engines."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -67,29 +69,29 @@ class Hardware:
     """Between nodes."""
     ranks_per_node: int = 8
     domain: int = 0
-    """Ranks that ``inside`` connects, if they are not those of a node: 72 of an NVL72 rack, whose nodes have four. 0:
+    """Ranks that ``inside`` connects, if not those of a node: 72 in an NVL72 rack, whose nodes have four. 0:
     ``ranks_per_node``."""
     host: Link = Link(25e9, 1e-5)
-    """Between a rank's memory and pinned memory of its host, in each direction, both at once: what copies reach."""
+    """Between a rank's memory and pinned host memory, in each direction, both at once: the rate that copies reach."""
     reached: float = 0.7
-    """What matrix products reach of their peak. An assumption: large bf16 products on H100 measure 0.6 to 0.75."""
+    """Fraction of the peak that matrix products reach. An assumption: large bf16 products on H100 reach 0.6 to 0.75."""
     reached_bandwidth: float = 0.85
-    """What other kernels, and collectives, reach of theirs. An assumption."""
+    """Fraction of the bandwidth that other kernels and collectives reach. An assumption."""
     kernel: float = 4e-6
-    """Seconds that the smallest kernel takes. An assumption."""
+    """Seconds of the smallest kernel. An assumption."""
     launch: float = 0.0
-    """Seconds that the host takes to launch a kernel of compiled code, and is ahead of the device or not; 0: the
-    processor computes itself, and ``kernel`` has it."""
+    """Seconds that the host takes to launch a kernel of compiled code, whether or not it runs ahead of the device; 0:
+    the CPU computes, and ``kernel`` includes it."""
     dispatch: float = 0.0
-    """The same of an operator that is called from Python (``lowering="eager"``)."""
+    """The same for an operator called from Python (``lowering="eager"``)."""
     cuda: bool = False
-    """Whether ranks are CUDA devices: products of 16-bit matrices can be written in float32 (`ops.widens`), optimizers
-    work on all tensors at once, and what no ledger counts takes some of the memory."""
+    """Whether ranks are CUDA devices: 16-bit matrix products can be written in float32 (`ops.widens`), optimizers work
+    on all tensors at once, and part of the memory is in no ledger."""
     fixed: int = 0
-    """Bytes of ``memory`` that are taken before the first tensor: context, communicators, libraries
-    (`mfsdp.cost_model.machine.fixed`); 0: not known."""
+    """Bytes of ``memory`` taken before the first tensor: context, communicators, libraries
+    (`mfsdp.cost_model.machine.fixed`); 0: unknown."""
     host_memory: int = 0
-    """Bytes of its host's memory that a rank may pin, which bound what a plan puts there; 0: not known, no bound."""
+    """Bytes of host memory that a rank may pin, the limit for plans; 0: unknown, no limit."""
 
     def __post_init__(self) -> None:
         for name in ("memory", "bandwidth", "ranks_per_node", "reached", "reached_bandwidth"):
@@ -111,7 +113,7 @@ class Hardware:
         return self.domain or self.ranks_per_node
 
     def peak(self, dtype: str) -> float:
-        """Operations per second in a dtype; in one that is not known, those of the widest that is."""
+        """Returns operations per second in a dtype; if it is not listed, those of f32, or else the lowest."""
         return self.flops.get(dtype) or self.flops.get("f32") or min(self.flops.values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -120,16 +122,16 @@ class Hardware:
 
 
 SLOWS = 0.16
-"""What a GPU's computation loses of its speed beside collectives. An assumption, the same for all: training of GPT and
-Llama on four GPUs computed 18.9% longer where it overlapped with communication, on average over H100, A100, MI250 and
-MI210 (arXiv:2507.03114)."""
+"""Fraction of its speed that a GPU's compute loses beside collectives. An assumption, the same for all GPUs: training
+of GPT and Llama on four GPUs computed 18.9% longer where it overlapped with communication, on average over H100, A100,
+MI250 and MI210 (arXiv:2507.03114)."""
 
 PINNED = 200_000_000_000
-"""Bytes of its host's memory that a rank may pin: eight share 2 TB in NVIDIA's DGX A100 to B200 (datasheets), and 72
-share 17 TB in an NVL72 rack. An assumption: a fifth of that is for processes and what loads data."""
+"""Bytes of host memory that a rank may pin: eight ranks share 2 TB in NVIDIA's DGX A100 to B200 (data sheets), and 72
+share 17 TB in an NVL72 rack. An assumption: a fifth remains for processes and data loading."""
 
 LAUNCH, DISPATCH = 5e-6, 1e-5
-"""What a GPU's host takes for a kernel. Assumptions."""
+"""Host seconds per kernel, compiled and eager, on GPUs. Assumptions."""
 
 
 def _gpu(
@@ -155,16 +157,16 @@ KNOWN = {
         "GB200 NVL72", 40e12, 80e12, 2500e12, 5000e12, 186e9, 8e12, 900e9, 50e9, 173e9, ranks_per_node=4, domain=72
     ),
 }
-"""By name."""
+"""Known hardware by name."""
 
 
 def hardware(what: str | os.PathLike[str] | Hardware | Mapping[str, Any]) -> Hardware:
-    """Hardware by name, from a JSON file with the fields of `Hardware`, or as it is.
+    """Returns hardware by name, from a JSON file or a mapping with the fields of `Hardware`, or as given.
 
-    A file may say ``"like": "h100"`` and give only what differs.
+    A file may contain ``"like": "h100"`` and only the fields that differ.
 
     Raises:
-        ValueError: there is none of that name, or a field is wrong; says which there are.
+        ValueError: the name or a field is unknown (the message lists the valid ones), or a value is wrong.
     """
     if isinstance(what, Hardware):
         return what
@@ -200,36 +202,35 @@ def _parse(given: dict[str, Any], where: str) -> Hardware:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a collective, as far as their links go. A node is here what `Hardware.domain` connects."""
+    """The ranks of a collective, as far as links matter. Here a node is the ranks that `Hardware.inside` connects."""
 
     ranks: int
     nodes: int
-    """How many nodes they are on."""
+    """Number of nodes."""
     fewest: int
-    """How many are on the node with the fewest: all of the ring passes through its network cards."""
+    """Ranks on the node with the fewest: the whole ring passes through that node's network cards."""
 
     @staticmethod
     def of(ranks: range, per_node: int) -> Group:
-        """A group by its ranks, which are numbered node by node."""
+        """Returns the group of these ranks, which are numbered node by node."""
         shares = Counter(rank // per_node for rank in ranks)
         return Group(len(ranks), len(shares), min(shares.values()))
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What a collective costs, alone."""
+    """Cost of one transfer, alone on its link."""
 
     fixed: float
     """Seconds that do not depend on bytes."""
     moving: float
-    """Seconds of moving bytes, at the full rate of the link."""
+    """Seconds to move the bytes, at the link's full rate."""
     cpu: float = 0.0
-    """Seconds that it takes from computation."""
+    """Seconds of compute lost."""
     restart: float = 0.0
-    """Seconds that it takes longer if its group was idle."""
+    """Extra seconds if its group was idle."""
     link: str = "inside"
-    """Which link is the bottleneck, and so shared with others: ``"inside"`` nodes or ``"between"`` them, to the
-    ``"host"`` or ``"host back"``."""
+    """The bottleneck link, shared with others: ``"inside"`` nodes, ``"between"`` nodes, ``"host"``, ``"host back"``."""
 
     @property
     def seconds(self) -> float:
@@ -237,19 +238,19 @@ class Transfer:
 
 
 def transfer(kind: str, nbytes: float, group: Group, machine: Hardware) -> Transfer:
-    """A collective over a group.
+    """Returns the cost of a collective over a group.
 
     Ring algorithms (Patarasuk and Yuan, 2009; the bus bandwidths of nccl-tests, doc/PERFORMANCE.md): every rank sends
-    (n-1)/n of the whole in a gather or a reduce-scatter, twice that in an all-reduce, in n-1 hops or twice as many. A
-    node's ranks in the group drive one network card each, so that the ring runs at the slower of the link inside and of
-    all these cards together, on the node that has the fewest. A small all-reduce goes through a tree instead, in
-    2 log2(nodes) hops.
+    (n-1)/n of the bytes in a gather or a reduce-scatter, twice that in an all-reduce, in n-1 hops or twice as many.
+    Each of a node's ranks in the group drives one network card, so the ring runs at the slower of the link inside and
+    all these cards together, on the node with the fewest. A small all-reduce uses a tree instead, in 2 log2(nodes)
+    hops.
 
     Args:
         kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
-        nbytes: of the whole: what is gathered, or what is reduced.
-        group: who takes part.
-        machine: whose links.
+        nbytes: bytes of the full buffer that is gathered or reduced.
+        group: the ranks that take part.
+        machine: the hardware.
     """
     n, nodes = group.ranks, group.nodes
     if n <= 1:
@@ -274,14 +275,14 @@ def transfer(kind: str, nbytes: float, group: Group, machine: Hardware) -> Trans
 
 
 def host_copy(nbytes: float, machine: Hardware, back: bool = False) -> Transfer:
-    """A copy from a rank's memory to its host, or back. Copies of one direction share its link, of both they do not."""
+    """Returns the cost of a copy to the host, or back. Copies share a link only with copies in the same direction."""
     moving = nbytes / machine.host.bandwidth
     taken = machine.host.cpu * nbytes + machine.host.slows * moving
     return Transfer(machine.host.latency, moving, taken, link="host back" if back else "host")
 
 
 def undisturbed(machine: Hardware) -> Hardware:
-    """The same, where neither what moves nor launching takes anything from computation: where that is in its times."""
+    """Returns the hardware without compute time lost to transfers or launches, for measured times that include it."""
     return replace(
         machine,
         launch=0.0,

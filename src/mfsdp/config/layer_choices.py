@@ -1,8 +1,7 @@
-"""What becomes of the layers of a model, kind by kind: kept gathered, computed again, on the host. Plain values, no
-torch.
+"""What a plan chooses for a model's layers, by kind: gathered, recomputed, offloaded. Plain values, no torch.
 
-A kind is a run of equal layers, in the order in which forward runs them. Each choice says of how many, so that a model
-of any depth has a few numbers:
+A kind is a sequence of equal layers in forward order. Each choice gives a number of layers, so a few numbers suffice
+for a model of any depth:
 
     layer      0   1   2   3   4   5   6   7
     offloaded  x       x       x                 every 2nd of the first 5
@@ -18,23 +17,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of the layers of one kind."""
+    """The choices for the layers of one kind."""
 
     name: str
-    """Of their class."""
+    """Name of their class."""
     layers: tuple[str, ...]
-    """Their paths, in the order in which forward runs them."""
+    """Their paths, in forward order."""
     gathered: int = 0
-    """The last so many stay gathered from forward to backward."""
+    """The last ``gathered`` layers stay gathered from forward to backward."""
     recomputed: int = 0
-    """The first so many are computed again in backward."""
+    """The first ``recomputed`` layers are recomputed in backward."""
     saved: tuple[str, ...] = ()
-    """What those save all the same: operators, by the path of their module in the layer (``attn.q_proj``)."""
+    """Operators whose results recomputed layers save all the same, by module path in the layer (``attn.q_proj``)."""
     offloaded: tuple[int, int] = (1, 0)
-    """Of every so many among the first so many, what forward saves goes to the host; those are not recomputed."""
+    """``(n, first)``: every n-th of the first ``first`` layers saves activations on the host and is not recomputed."""
 
     def __str__(self) -> str:
-        """In words; ``""`` if nothing is chosen."""
+        """Returns a description; ``""`` if nothing is chosen."""
         n, (every, first) = len(self.layers), self.offloaded
         parts = [f"last {self.gathered} gathered"] if self.gathered else []
         if first:
@@ -44,16 +43,16 @@ class Choice:
         return f"{n} x {self.name}: {', '.join(parts)}" if parts else ""
 
     def gathers(self, number: int) -> bool:
-        """Whether the layer of that number stays gathered."""
+        """Whether layer ``number`` stays gathered."""
         return number >= len(self.layers) - self.gathered
 
     def offloads(self, number: int) -> bool:
-        """Whether what forward saves of the layer goes to the host."""
+        """Whether layer ``number`` saves activations on the host."""
         every, first = self.offloaded
         return number < first and number % every == 0
 
     def recomputes(self, number: int) -> bool:
-        """Whether the layer is computed again in backward."""
+        """Whether layer ``number`` is recomputed in backward."""
         return number < self.recomputed and not self.offloads(number)
 
 
@@ -61,7 +60,7 @@ Choices = tuple[Choice, ...]
 
 
 def numbered(choices: Choices) -> Iterator[tuple[str, Choice, int]]:
-    """Every layer's path, what is chosen for its kind, and its number in it."""
+    """Yields every layer's path, the choice for its kind, and its number in the kind."""
     for choice in choices:
         for number, path in enumerate(choice.layers):
             yield path, choice, number

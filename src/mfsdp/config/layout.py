@@ -1,17 +1,17 @@
-"""Where every parameter of a unit lies in its flat buffer, and which part each rank holds. Integers only.
+"""Computes where each parameter lies in its unit's flat buffer, and each rank's part of the buffer. Integers only.
 
     full buffer (gathered), world 2, one segment          rank 0's shard      rank 1's shard
     | weight rows 0-3 | weight rows 4-5, bias, pad |  =   | weight rows 0-3 | + | weight rows 4-5, bias, pad |
 
-The full buffer is its segments one after another; a segment is as many equal chunks as there are ranks. A rank's shard
-is its chunk of every segment, one after another. Parameters are contiguous in the full buffer, so a gathered parameter
-is a view; no row of a parameter is cut (invariant 7).
+The full buffer is a sequence of segments. A segment has one equal chunk per rank; a rank's shard is its chunk of every
+segment, in order. Parameters are contiguous in the full buffer, so a gathered parameter is a view. No row of a
+parameter is split (invariant 7).
 
 Note [Segments]
-A boundary between ranks must fall between rows of whatever parameter it meets, so the chunk of a segment is a multiple
-of every row size in it. Where row sizes are unlike (an MLA layer has five), their least common multiple would pad by
-half. So unlike sizes go into segments of their own, each gathered with its own chunk but launched together: as few
-segments as keep padding within a tolerance of 1%.
+A boundary between ranks must fall between rows of every parameter that it meets, so a segment's chunk is a multiple of
+every row size in it. Where row sizes differ (an MLA layer has five), their least common multiple would add 50% of
+padding. So different sizes go into separate segments, each gathered with its own chunk but launched together: the
+fewest segments that keep padding within 1%.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from functools import cached_property
 from math import lcm, prod
 
 ALIGN = 16
-"""Elements. Every start is a multiple: 16 bytes for one-byte dtypes, more for wider ones."""
+"""Elements. Every start is a multiple of it: 16 bytes for one-byte dtypes, more for wider ones."""
 
 TOLERATED = 100
-"""Padding may be one part in so many of the unit."""
+"""Padding may be one part in ``TOLERATED`` of the unit."""
 
 NEGLIGIBLE = 1024
-"""Padding of so many elements per rank is never worth another collective."""
+"""Padding elements per rank that never justify another collective."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Slot:
     name: str
     shape: tuple[int, ...]
     offset: int
-    """Its first element in the full buffer."""
+    """First element in the full buffer."""
     row: int
-    """Elements of one row, the piece that is never cut."""
+    """Elements of one row, which is never split."""
 
     @property
     def numel(self) -> int:
@@ -59,12 +59,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Local:
-    """What one rank holds of one parameter: a range of whole rows, perhaps empty."""
+    """One rank's part of one parameter: a range of rows, possibly empty."""
 
     shard_offset: int
-    """First element inside of the rank's shard."""
+    """First element in the rank's shard."""
     param_offset: int
-    """First element inside of the flattened parameter."""
+    """First element in the flattened parameter."""
     numel: int
     shape: tuple[int, ...]
     """``(rows, *trailing)``: for a matrix ``[n, columns]``, for a vector ``[n]``."""
@@ -72,7 +72,7 @@ class Local:
 
 @dataclass(frozen=True)
 class Layout:
-    """A plan for one flat buffer. Equal inputs give equal plans, on every rank, without communication."""
+    """The layout of one flat buffer. Equal inputs give equal layouts on every rank, without communication."""
 
     world: int
     slots: tuple[Slot, ...]
@@ -98,11 +98,11 @@ class Layout:
         return self.full_numel - sum(s.numel for s in self.slots)
 
     def segment(self, slot: int) -> Segment:
-        """Where parameter number ``slot`` lies."""
+        """Returns the segment of parameter number ``slot``."""
         return self.segments[self._segment_of[slot]]
 
     def local(self, slot: int, rank: int) -> Local:
-        """What ``rank`` holds of parameter number ``slot``."""
+        """Returns the part of parameter number ``slot`` that ``rank`` holds."""
         s, segment = self.slots[slot], self.segment(slot)
         start = segment.full_start + rank * segment.chunk
         low, high = max(s.offset, start), min(s.offset + s.numel, start + segment.chunk)
@@ -112,9 +112,9 @@ class Layout:
         return Local(segment.shard_start + low - start, low - s.offset, n, (n // s.row, *_trailing(s)))
 
     def chunks(self, slot: int, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """The rank's range as boxes ``(offsets, sizes)`` of the parameter, in flattened order (for checkpoints).
+        """Returns the rank's range, for checkpoints, as boxes ``(offsets, sizes)`` of the parameter in flattened order.
 
-        A parameter without elements is one empty box of rank 0, so that checkpoints know of it.
+        A parameter without elements is one empty box of rank 0, so that checkpoints contain it.
         """
         at, s = self.local(slot, rank), self.slots[slot]
         if not s.numel and not rank:
@@ -122,7 +122,7 @@ class Layout:
         return tuple(_boxes(self.slots[slot].shape, at.param_offset, at.numel))
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The padding as ``(start, elements)``, in order."""
+        """Returns the padding as ``(start, elements)``, in order."""
         out, end = [], 0
         for s in sorted((s for s in self.slots if s.numel), key=lambda s: s.offset):
             if s.offset > end:
@@ -133,7 +133,7 @@ class Layout:
         return tuple(out)
 
     def text(self) -> str:
-        """Who holds which rows: one line per parameter, one column per rank."""
+        """Returns a table of each rank's rows: one line per parameter, one column per rank."""
         rows = [["", *(f"rank {r}" for r in range(self.world))]]
         for i, s in enumerate(self.slots):
             cells = [f"{s.name}{list(s.shape)}@{s.offset}"]
@@ -152,12 +152,12 @@ def plan(params: Sequence[tuple[str, tuple[int, ...]]], world: int, *, align: in
     """Lays parameters out over ``world`` ranks.
 
     Args:
-        params: names and shapes, in registration order, which is kept inside of every segment (invariant 30).
-        world: ranks.
-        align: every start and chunk is a multiple of so many elements.
+        params: names and shapes, in registration order, which every segment keeps (invariant 30).
+        world: number of ranks.
+        align: every start and chunk is a multiple of this many elements.
 
     Raises:
-        ValueError: no ranks, a negative dimension, or a name that occurs twice.
+        ValueError: ``world`` or ``align`` is below 1, a dimension is negative, or a name occurs twice.
     """
     if world < 1 or align < 1:
         raise ValueError(f"plan: world={world} and align={align} must be at least 1")
@@ -186,9 +186,11 @@ def plan(params: Sequence[tuple[str, tuple[int, ...]]], world: int, *, align: in
 
 
 def _row(shape: Sequence[int], world: int, total: int) -> int:
-    """The coarsest row whose padding, at most one row per rank, does not matter; at the finest the last dimension.
+    """Returns the elements of a row: the coarsest whose padding (at most one row per rank) is negligible, else the
+    finest.
 
-    Matrices are cut along dimension 0, convolutions too, stacked experts between the rows of one expert.
+    Matrices and convolutions are split along dimension 0, stacked experts between the rows of one expert. The finest
+    row is the last dimension.
     """
     if len(shape) < 2 or prod(shape) == 0:
         return 1
@@ -204,7 +206,7 @@ def _groups(
     align: int,
     total: int,
 ) -> list[list[int]]:
-    """Which parameters share a segment: Note [Segments]. Agglomerates row sizes, cheapest pair first."""
+    """Returns which parameters share a segment (Note [Segments]). Merges row sizes, cheapest pair first."""
     allowed = max(total // TOLERATED, NEGLIGIBLE * world)
 
     def waste(members: list[int]) -> int:
@@ -238,10 +240,10 @@ def _groups(
 
 
 def _place(items: Sequence[tuple[Sequence[int], int]], world: int, align: int) -> tuple[list[int], int]:
-    """Offsets inside of one segment, and its chunk.
+    """Returns the offsets inside one segment, and its chunk.
 
     Every start is a multiple of the parameter's row, and so is every boundary between ranks. A parameter without
-    elements has a start of its own too: markers and gradients are told apart by it.
+    elements has a start of its own too, which identifies its markers and gradients.
     """
     offsets, end, unit = [], 0, align
     for shape, row in items:
@@ -255,7 +257,7 @@ def _place(items: Sequence[tuple[Sequence[int], int]], world: int, align: int) -
 
 
 def _trailing(slot: Slot) -> tuple[int, ...]:
-    """The dimensions of one row."""
+    """Returns the dimensions of one row."""
     if len(slot.shape) < 2:
         return ()
     if slot.numel == 0:
@@ -264,7 +266,7 @@ def _trailing(slot: Slot) -> tuple[int, ...]:
 
 
 def _boxes(shape: Sequence[int], start: int, numel: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts a range of a flattened tensor into boxes: a part of the first row, whole rows, a part of the last."""
+    """Splits a range of a flattened tensor into boxes: part of the first row, full rows, part of the last row."""
     if numel == 0:
         return
     if not shape:

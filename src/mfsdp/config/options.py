@@ -1,4 +1,4 @@
-"""What a user may choose: precision per role, and the options of the backend."""
+"""User options: precision per role, and the options of the backend."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from .plans import nbytes_of
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of one flat buffer, one per role, all resolved (no ``None`` left), and the formats that travel."""
+    """The resolved dtypes of one flat buffer, one per role, and its communication formats."""
 
     main: torch.dtype
-    """Main weights, what the optimizer sees."""
+    """Main weights, which the optimizer updates."""
     comm: torch.dtype
-    """What an all-gather brings; what it carries too, unless ``wire`` says otherwise."""
+    """The result of an all-gather; also its communication dtype, unless ``wire`` is set."""
     compute: torch.dtype
-    """What the model's own code sees."""
+    """The dtype that the model's code sees."""
     grad_comm: torch.dtype
-    """What gradients are packed in; what a reduce-scatter carries too, unless ``grad_wire`` says otherwise."""
+    """Packed gradients; also the communication dtype of a reduce-scatter, unless ``grad_wire`` is set."""
     grad: torch.dtype
-    """What gradients are accumulated in."""
+    """Accumulated gradients."""
     grad_sum: str | None = field(default=None, kw_only=True)
-    """How sums over ranks are taken: ``"wide"``, ``"native"``, or, if ``None``, by their number."""
+    """Sums over ranks: ``"wide"``, ``"native"``, or ``None``, which depends on the number of ranks."""
     wire: str | None = field(default=None, kw_only=True)
-    """The format that an all-gather carries main weights in: ``"int8"``, or ``None`` for ``comm`` as it is."""
+    """Format in which an all-gather communicates main weights: ``"int8"``, or ``None`` for ``comm``."""
     grad_wire: str | None = field(default=None, kw_only=True)
-    """The same of gradients, which are added up in float32 at least."""
+    """The same for gradients, which are summed in float32 at least."""
 
     def sum(self, ranks: int) -> torch.dtype:
-        """What a sum over so many ranks is taken in: what travels, or the accumulator's dtype, if that is wider."""
+        """Returns the dtype of a sum over ``ranks`` ranks: ``grad_comm``, or, for a wide sum, ``grad`` if it is
+        wider.
+        """
         if self.grad_wire is not None:
             return torch.promote_types(self.grad, torch.float32)
         wide = ranks <= WIDE_RANKS if self.grad_sum is None else self.grad_sum == "wide"
@@ -43,44 +45,44 @@ class Precision:
 
 
 WIDE_RANKS = 64
-"""Up to so many ranks sums are taken wide by default: the messages of an all-to-all, and with them its latency and the
-room that NCCL keeps for each peer, grow with the number of ranks. Not measured."""
+"""Sums over at most this many ranks are wide by default: the messages of an all-to-all, and with them its latency and
+NCCL's buffer for each peer, grow with the number of ranks. Not measured."""
 
 GRAD_SUMS = ("wide", "native")
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtype each role of a parameter has. ``None`` means: derived, as said below.
+    """The dtype of each role of a parameter. ``None``: derived as described here.
 
     Args:
-        main_params_dtype: main weights and the optimizer. ``None``: the model's own dtype. A model wider than
-            this (float64) keeps its own, so that nothing is lost by wrapping. Frozen parameters keep theirs until one
-            of their unit is to train (``requires_grad_()``).
-        main_grads_dtype: accumulated gradients. ``None``: float32 when compute is 16 bit or lower, else the
-            compute dtype.
-        grad_comm_dtype: gradients on the wire. ``None``: ``main_grads_dtype``. What an all-reduce (``no_shard``, HSDP's
-            outer axis) brings back is rounded to it. ``"int8"``: see below.
-        param_comm_dtype: parameters on the wire. ``None``: ``compute_dtype``. ``"int8"``: see below.
-        compute_dtype: what ``forward`` sees. ``None``: the model's own dtype at wrap time.
-        output_dtype: what floating-point results of the forward are cast to, of the module that `fully_shard` is called
-            on, not of those in ``units``. ``None``: they are left alone.
+        main_params_dtype: main weights and the optimizer. ``None``: the model's own dtype. A model wider than this
+            (float64) keeps its dtype, so that wrapping loses nothing. Frozen parameters keep theirs until a parameter
+            of their unit is made trainable (``requires_grad_()``).
+        main_grads_dtype: accumulated gradients. ``None``: float32 if compute has 16 bits or fewer, else the compute
+            dtype.
+        grad_comm_dtype: communicated gradients. ``None``: ``main_grads_dtype``. The result of an all-reduce
+            (``no_shard``, HSDP's outer axis) is rounded to it. ``"int8"``: see below.
+        param_comm_dtype: communicated parameters. ``None``: ``compute_dtype``. ``"int8"``: see below.
+        compute_dtype: the dtype that ``forward`` sees. ``None``: the model's own dtype at wrap time.
+        output_dtype: dtype of the forward's floating-point results, for the module that `fully_shard` is called on, not
+            for those in ``units``. ``None``: results are not cast.
         cast_forward_inputs: whether floating-point arguments of a unit's forward are cast to ``compute_dtype``, if that
             is given.
-        grad_sum: how gradients that travel narrower than ``main_grads_dtype`` are added up over ranks. ``"wide"``: in
-            ``main_grads_dtype``, which takes room for what all ranks send; ``"native"``: in ``grad_comm_dtype``, by the
-            communication library where there is one (in the order of ranks over gloo), rounded in every addition.
-            ``None``: wide over at most 64 ranks of an axis, native over more.
+        grad_sum: how gradients narrower than ``main_grads_dtype`` are summed over ranks. ``"wide"``: in
+            ``main_grads_dtype``, with a buffer for the gradients of all ranks. ``"native"``: in ``grad_comm_dtype``, by
+            the communication library if it can (over gloo in rank order), rounded at every addition. ``None``: wide
+            over at most 64 ranks of an axis, native over more.
         param_dtype, reduce_dtype: FSDP2's names of ``compute_dtype`` and ``grad_comm_dtype``.
 
-    The string ``"int8"`` is no dtype but a format, lossy, and never a default: blocks of 128 elements, each a byte,
-    ``round(x / scale)``, with a scale in float32, the largest magnitude of the block over 127. Nothing else changes:
-    main weights, sums over ranks and accumulators are as wide as without it, and checkpoints have main weights as they
-    are. Parameters arrive, and gradients are packed, in ``compute_dtype``. Errors: docs/guides/precision.md.
+    The string ``"int8"`` names a lossy format, never a default: blocks of 128 elements, each element a byte,
+    ``round(x / scale)``, with a float32 scale, the block's largest magnitude divided by 127. Main weights, sums over
+    ranks and accumulators keep their width, and checkpoints contain main weights. Gathered parameters and packed
+    gradients are in ``compute_dtype``. Errors: docs/guides/precision.md.
 
     Raises:
-        ValueError: a dtype is neither a floating-point ``torch.dtype`` nor, of what travels, ``"int8"``; one role has
-            two of them; ``grad_sum`` is something else, or ``"native"`` where gradients travel in int8.
+        ValueError: a dtype is neither a floating-point ``torch.dtype`` nor, for communication, ``"int8"``; one role has
+            two of them; ``grad_sum`` has another value, or is ``"native"`` with int8 gradients.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -132,7 +134,7 @@ class MixedPrecisionPolicy:
         object.__setattr__(self, name, value)
 
     def resolve(self, dtype: torch.dtype, trains: bool = True) -> Precision:
-        """Dtypes and formats for a parameter whose own dtype is ``dtype``, that trains or is frozen."""
+        """Returns the dtypes and formats of a parameter of dtype ``dtype``, trained or frozen."""
         main = (self.main_params_dtype if trains else None) or dtype
         if dtype.itemsize > main.itemsize:
             main = dtype
@@ -157,10 +159,10 @@ SHORT = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
 }
-"""Floating dtypes a parameter may have, and how specs and listings abbreviate them."""
+"""Floating-point dtypes that a parameter may have, and their abbreviations in specs and listings."""
 
 PLANNED = ("prefetch", "reduce_lag", "max_unsharded", "max_activations")
-"""Options that a plan chooses, or has no use for."""
+"""Options that a plan chooses or does not use."""
 
 LOWERINGS = ("inductor", "stitched", "whole", "eager")
 
@@ -175,65 +177,61 @@ class Options:
     """
 
     prefetch: int | str = 1
-    """How many units ahead a gather is launched; 0 turns it off. ``"auto"``: as many, of 0 to 4, as the clock finds
-    worth it, program by program (`mfsdp.cost_model.auto_prefetch`); 1 where nothing is known of the hardware."""
+    """Number of units by which a gather is launched early; 0 turns prefetch off. ``"auto"``: the cost model chooses 0
+    to 4 for each program (`mfsdp.cost_model.auto_prefetch`); 1 where the hardware is unknown."""
     reduce_lag: int = 1
-    """How many reductions may be in flight behind compute; 0 waits at once."""
+    """Number of reductions that may be in flight behind compute; 0 waits at once."""
     max_unsharded: int | None = None
-    """Bytes of gathered parameters that may be live at once; prefetching yields to it."""
+    """Limit in bytes on gathered parameters that are live at once. Prefetch yields to it."""
     memory: int | str | None = None
-    """Bytes of the device that a rank may take, or a text, ``"70GB"``: which layers are computed again, stay gathered,
-    or go to the host, how far ahead to gather and how long reductions may lag is then chosen for the fastest step that
-    fits, while the model is compiled, the same on all ranks (`mfsdp.plan`); AdamW is assumed."""
+    """Bytes of device memory that a rank may take, or text, ``"70GB"``. Compilation then chooses which layers are
+    recomputed, stay gathered or are offloaded, ``prefetch`` and ``reduce_lag``, for the fastest step that fits, the
+    same on all ranks (`mfsdp.plan`). It assumes AdamW."""
     max_activations: int | None = None
-    """Bytes of activations that may live longer at each launch of another parallelism's collective, for what is
-    computed behind it instead of in front (`passes.hide_collectives`); ``None``: no limit."""
+    """Bytes of activations that may live longer at each launch of another parallelism's collective, for compute that
+    moves behind it (`passes.hide_collectives`); ``None``: no limit."""
     pool: bool = True
-    """Whether gathered buffers and gradient buffers get static slots."""
+    """Whether gathered buffers and gradient buffers are static buffers."""
     keep_cast: bool = True
-    """Whether a shard in the dtype that travels is kept from one optimizer step to the next. Of no effect where that is
-    int8, which is written anew for every gather.
-    """
+    """Whether a shard's cast to the communication dtype persists from one optimizer step to the next. No effect on
+    int8, which is quantized for every gather."""
     quantize: bool = True
-    """Whether weights that the model casts to one byte per element (FP8) are cast before they travel."""
+    """Whether weights that the model casts to one byte per element (FP8) are cast before their all-gather."""
     interleave: bool = False
-    """Whether microbatches that are in one program take turns at its units (`mfsdp.together` asks for it)."""
+    """Whether the microbatches of one program alternate at its units (`mfsdp.together` sets it)."""
     nccl_ub: bool = False
-    """Megatron-FSDP's: whether NCCL registers static buffers as user buffers. ``True`` is refused: not built yet."""
+    """Megatron-FSDP's: NCCL registers static buffers as user buffers. Not built; ``True`` raises."""
     disable_symmetric_registration: bool = False
-    """Megatron-FSDP's: registers them without symmetric windows. Means nothing without ``nccl_ub``, as there."""
+    """Megatron-FSDP's: registers them without symmetric windows. No effect without ``nccl_ub``, as there."""
     lowering: str = "inductor"
-    """``"inductor"``: ``"stitched"``, each kind of stretch of compute compiled once, the schedule run by a driver of
-    ours. ``"whole"``: one Inductor graph per program. ``"eager"``: ATen kernels one by one, the oracle.
-    """
+    """``"inductor"`` is ``"stitched"``: Inductor compiles each kind of subgraph of compute once, and a driver runs the
+    schedule. ``"whole"``: one Inductor graph per program. ``"eager"``: ATen kernels one by one, the reference."""
     check: bool = True
-    """Run the law checker after every pass, and compare Inductor's code with the listing."""
+    """Whether the verifier runs after every pass, and Inductor's code is compared with the listing."""
     patience: float | None = 120.0
-    """Seconds after which a collective that is not complete is reported on every rank: which, and who has not come;
-    ``None``: never. One watch looks after a process: what the model that was compiled last asks for holds."""
+    """Seconds before a stalled collective is reported on every rank, with the ranks that have not arrived; ``None``:
+    never. A process has one watchdog; the model compiled last sets its options."""
     on_stall: str = "report"
-    """``"report"``, or ``"raise"``: a collective that is not complete in time ends the run, on every rank, with that
-    report."""
+    """``"report"``, or ``"raise"``: a stalled collective ends the run on every rank, with that report."""
     check_finite: int = 0
-    """Every how many steps programs look for Inf and NaN in weights, in what units compute, and in gradients, and say
-    on every rank where the first is; 0: never (`mfsdp.runtime.runtime_checks`)."""
+    """Interval in steps at which programs check weights, results of units and gradients for Inf and NaN, and report the
+    first on every rank; 0: never (`mfsdp.runtime.runtime_checks`)."""
     check_replicas: int = 0
-    """Every how many steps they compare weights that several ranks should hold alike; 0: never."""
+    """Interval in steps at which programs compare weights that several ranks should hold equal; 0: never."""
     frames: bool = False
-    """Whether operations run in Python frames called after them and their units (``all_gather layers.3``) also while
-    nobody is known to look: for py-spy and debuggers. Costs host time.
-    """
+    """Whether each operation always runs in a Python frame named after it and its unit (``all_gather layers.3``), for
+    py-spy and debuggers; by default only while an observer is active. Costs host time."""
     dump: str | None = None
-    """Folder for the listings; ``MFSDP_DUMP`` when not given."""
+    """Folder for the listings; default: the environment variable ``MFSDP_DUMP``."""
     upto: str | None = None
-    """Stop the pipeline after this pass (for tests and bisecting)."""
+    """Name of the pass after which the pipeline stops (for tests and bisection)."""
     passes: Sequence[tuple[str, Callable[..., None]]] | None = None
-    """A table of passes instead of the pipeline, ``(*mfsdp.pipeline.PIPELINE, ("mine", my_pass))``; rows that are the
-    pipeline's own obey the options above."""
+    """A table of passes that replaces the pipeline, ``(*mfsdp.pipeline.PIPELINE, ("mine", my_pass))``; rows of the
+    pipeline itself obey the options above."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:
-        """Options from the mapping that ``torch.compile`` hands on."""
+        """Returns options from the mapping that ``torch.compile`` passes on."""
         given = dict(options or {})
         valid = {f.name: f.default for f in fields(cls)}
         unknown = sorted(set(given) - set(valid))
@@ -285,10 +283,10 @@ class Options:
         return out
 
     def following(self, chosen: Mapping[str, int]) -> Options:
-        """With what a plan has chosen."""
+        """Returns the options with the choices of a plan."""
         return replace(self, **chosen)  # type: ignore[arg-type]
 
     @property
     def folder(self) -> str | None:
-        """Where listings go, or ``None``."""
+        """The folder for listings, or ``None``."""
         return os.fspath(self.dump) if self.dump else os.environ.get("MFSDP_DUMP") or None

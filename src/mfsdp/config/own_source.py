@@ -1,4 +1,4 @@
-"""Which lines of a stack are this package's own."""
+"""Recognizes source files of this package, for stack traces."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def ours(file: str) -> bool:
-    """Whether a file is part of this package."""
+    """Whether a file belongs to this package."""
     return file.startswith(PACKAGE)

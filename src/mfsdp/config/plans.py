@@ -1,4 +1,4 @@
-"""A plan: the fastest step that fits a budget of memory, what was chosen for it, and what more memory would buy."""
+"""A plan: the fastest step within a memory budget, its choices, and what more memory would gain."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ FORMAT = 3
 
 
 class DoesNotFit(ValueError):
-    """No step fits the memory that there is."""
+    """No step fits the available memory."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """About what a change would cost or bring."""
+    """Approximate cost or gain of a change."""
 
     nbytes: int
-    """More memory at the peak; less, if negative."""
+    """Additional memory at the peak; negative: less."""
     seconds: float
-    """A step takes so much longer; less, if negative."""
+    """Additional time of a step; negative: less."""
     text: str
 
 
 @dataclass(frozen=True)
 class Point:
-    """The best step that fits another budget."""
+    """The best step within another budget."""
 
     memory: int
     step: float
@@ -43,45 +43,45 @@ class Point:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `mfsdp.plan` has chosen. ``print(plan)`` is a price list; `mfsdp.fully_shard` follows it
-    (``plan=``), and what compiles the model after that.
+    """The choices of `mfsdp.plan`. ``print(plan)`` shows the marginal-cost table. `mfsdp.fully_shard` (``plan=``) and
+    the compilation after it follow the plan.
     """
 
     model: str
-    """Name of its class."""
+    """Name of the model's class."""
     world: int
     """Ranks whose losses are averaged."""
     hardware: str
     memory: int
-    """Bytes that a rank may take: live bytes, of the device."""
+    """Bytes of live device memory that a rank may take."""
     step: float
-    """Seconds of a step, as the clock says."""
+    """Seconds of a step, by the cost model."""
     peak: int
-    """Bytes on the device, as the ledger says."""
+    """Bytes on the device, by the memory ledger."""
     host: int
     """Bytes of host memory."""
     floor: int
-    """Bytes on the device that it takes at the least."""
+    """Smallest peak in bytes on the device that any choice reaches."""
     top: int
-    """Bytes beyond which more memory is worth nothing."""
+    """Bytes beyond which more memory gains nothing."""
     choices: Choices
     options: Mapping[str, int]
     """Of the backend: ``prefetch`` and ``reduce_lag``."""
     sizes: Mapping[str, int] = field(default_factory=dict)
-    """Elements of the parameters of each layer."""
+    """Elements of each layer's parameters."""
     sharding: Mapping[str, Any] = field(default_factory=dict)
-    """What was chosen of `fully_shard`'s arguments, where several were given."""
+    """Chosen arguments of `fully_shard`, where alternatives were given."""
     made_for: Mapping[str, Any] = field(default_factory=dict)
-    """How the model is sharded that it was made for: strategies, precision, the mesh, how many units."""
+    """Sharding of the model that the plan is for: strategies, precision, mesh, number of units."""
     optimizer: str = "device"
-    """Where the optimizer's state is: ``"device"`` or ``"host"``."""
+    """Location of the optimizer's state: ``"device"`` or ``"host"``."""
     prices: Sequence[Price] = ()
     curve: Sequence[Point] = ()
-    """What other budgets would give, the smallest first."""
+    """Results of other budgets, the smallest first."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of torch and of mfsdp, which it was made with."""
+    """Versions of torch and mfsdp that made the plan."""
     machine: Hardware | None = None
-    """By whose clock copies to the host were placed: they stand there too when it compiles, whatever that runs on."""
+    """Hardware whose cost model placed host copies; compilation on any hardware places them there too."""
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file that `load` reads."""
@@ -89,10 +89,10 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """The plan in a file.
+        """Reads a plan from a file.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the file is not a plan.
         """
         try:
             return Plan.parse(json.loads(Path(path).read_text()))
@@ -103,7 +103,7 @@ class Plan:
 
     @staticmethod
     def parse(given: dict[str, Any]) -> Plan:
-        """The inverse of what `save` writes."""
+        """Returns a plan from what `save` writes."""
         if given.get("format") != FORMAT:
             raise ValueError(f"plan: format {given.get('format')!r}, this reads {FORMAT}: make it anew")
         known = {f.name: given[f.name] for f in fields(Plan)}
@@ -121,17 +121,17 @@ class Plan:
     def fits(
         self, model: str, world: int, sizes: Mapping[str, int], classes: Mapping[str, str], sharding: Mapping[str, Any]
     ) -> None:
-        """Makes sure that it was made for a model.
+        """Checks that the plan was made for this model.
 
         Args:
             model: name of its class.
-            world: ranks.
-            sizes: elements of parameters of every module, by path.
-            classes: names of the modules' classes.
+            world: number of ranks.
+            sizes: parameter elements of every module, by path.
+            classes: class names of the modules, by path.
             sharding: as `made_for`.
 
         Raises:
-            ValueError: it was made for another one; says what differs.
+            ValueError: it was made for another model; the message names the difference.
         """
         for choice in self.choices:
             mine = sum(name == choice.name for name in classes.values())
@@ -188,10 +188,10 @@ def _size(n: int) -> str:
 
 
 def nbytes_of(memory: Any, what: str = "memory") -> int:
-    """Bytes, from a number or a text: ``70e9``, ``"70GB"``, ``"64GiB"``.
+    """Returns bytes from a number or a text: ``70e9``, ``"70GB"``, ``"64GiB"``.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the value is none of these.
     """
     units = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
     if isinstance(memory, (int, float)) and not isinstance(memory, bool) and memory >= 1:

@@ -1,4 +1,4 @@
-"""What the graph has to know of a unit, and nothing else: plain values, no tensors, no process groups."""
+"""Describes units to the graph by plain values: no tensors, no process groups."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ _LONG = {short: dtype for dtype, short in SHORT.items()}
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """How one flat buffer is communicated. Travels through the graph as text, inside the marker operations.
+    """How one flat buffer is communicated. Marker operations in the graph hold it as text.
 
-    As text and not as an object, because the text is part of what Dynamo guards on and of what compile caches
-    hash; without names or ids, because two equal layers should give two equal graphs.
+    It is text because Dynamo guards on it and compile caches hash it. It has no names or ids, so that equal layers give
+    equal graphs.
     """
 
     world: int
     group: str
-    """Name of the process group (``""``: none needed, one process)."""
+    """Name of the process group (``""``: one process, none needed)."""
     reduce_group: str
-    """Name of another group over the same ranks, for reductions that run beside gathers; ``""``: there is none."""
+    """Name of a second group over the same ranks, for reductions beside gathers; ``""``: none."""
     splits: tuple[int, ...]
     """Elements per rank of each segment (see `mfsdp.config.layout.Segment`)."""
     precision: Precision
     divide: float
-    """What a sum over ranks is divided by."""
+    """Divisor of a sum over ranks."""
     reshard: bool
-    """Whether forward frees what it gathered (``reshard_after_forward``)."""
+    """Whether forward frees gathered parameters (``reshard_after_forward``)."""
     outer: int = 1
-    """Ranks that hold the same shard (HSDP) or cut it further (``outer_optim``)."""
+    """Ranks that hold the same shard (HSDP) or split it further (``outer_optim``)."""
     outer_group: str = ""
     outer_reduce_group: str = ""
     outer_optim: bool = False
-    """Whether main weights and optimizer state are cut over the outer axis too; parameters are not."""
+    """Whether the outer axis shards main weights and optimizer state too, but not parameters."""
     replica: bool = False
-    """Whether every rank keeps the parameters whole, and gathers them once per optimizer step."""
+    """Whether every rank keeps full parameters, gathered once per optimizer step."""
     hold: bool = False
-    """Whether, between synchronisations, gradients stay where they are before the first reduction."""
+    """Whether gradients stay unreduced before the first reduction, between synchronizations."""
     stride: int = 1
-    """From one rank of the shard axis to the next: more than 1 beside tensor parallelism."""
+    """Distance between neighbouring ranks of the shard axis: more than 1 beside tensor parallelism."""
     outer_stride: int = 0
-    """The same of the outer axis; 0: ``world``."""
+    """The same for the outer axis; 0: ``world``."""
     optional: bool = False
-    """Whether ranks may leave the unit out of a step (``may_be_unused``)."""
+    """Whether ranks may leave the unit unused in a step (``may_be_unused``)."""
     any_optional: bool = False
-    """Whether they may leave out any unit of its model: then each collective is announced by itself."""
+    """Whether any unit of its model may be unused: ranks then compare a fingerprint for each collective."""
 
     @property
     def shard_numel(self) -> int:
@@ -65,12 +65,12 @@ class UnitSpec:
 
     @property
     def persistent(self) -> bool:
-        """Whether programs read parameters from a copy that lasts, not from the main weights."""
+        """Whether programs read persistent parameters, not the main weights."""
         return self.replica or self.outer_optim
 
     @property
     def source_numel(self) -> int:
-        """Elements of what programs read."""
+        """Elements of the buffer that programs read."""
         return self.full_numel if self.replica else self.shard_numel
 
     @property
@@ -90,58 +90,58 @@ class UnitSpec:
 
     @property
     def unreduced_numel(self) -> int:
-        """Elements of the gradients that a rank keeps between synchronisations, besides the accumulator."""
+        """Elements of the unreduced gradients that a rank keeps between synchronizations, besides the accumulator."""
         if self.world > 1 and self.hold:
             return self.full_numel
         return self.shard_numel if self.outer > 1 else 0
 
     @property
     def groups(self) -> tuple[str, str, str, str]:
-        """Names of process groups by lane number: gathers and reductions of the shard axis, of the outer axis."""
+        """Names of process groups by lane number: gathers and reductions of the shard axis, then of the outer axis."""
         return self.group, self.reduce_group, self.outer_group, self.outer_reduce_group
 
     def reduce_group_on(self, lane: int) -> str:
-        """Name of the group of a reduction on that lane; the second one of its axis, if there is one, wherever it comes
-        from, where another rank may do it in uncompiled code (Note [Joining with zeros]).
+        """Returns the name of the group of a reduction on a lane. Where units may be unused, it is always the axis'
+        second group if there is one: another rank may run the reduction in uncompiled code (Note [Joining with zeros]).
         """
         return self.groups[lane | 1 if self.any_optional and self.groups[lane | 1] else lane]
 
     @property
     def sizes(self) -> str:
-        """Its sizes, for people: elements per rank of each segment, and ranks."""
+        """Elements per rank of each segment, and ranks, for messages."""
         return f"{'+'.join(map(str, self.splits))} x {self.world}"
 
     @property
     def gather_groups(self) -> tuple[str, ...]:
-        """Names of the groups that parameters are gathered over."""
+        """Names of the groups over which parameters are gathered."""
         return tuple(filter(None, (self.group, self.outer_group if self.outer_optim else "")))
 
     @property
     def peer_groups(self) -> tuple[str, ...]:
-        """Names of the groups of all ranks that the unit is shared with; those of gathers, where ranks compare."""
+        """Names of the gather groups of all ranks that share the unit, in which ranks compare fingerprints."""
         return tuple(filter(None, (self.group, self.outer_group)))
 
     def splits_on(self, lane: int) -> tuple[int, ...]:
-        """Elements per rank of each segment, once a collective on that lane has cut it."""
+        """Returns the elements per rank of each segment after a collective on that lane has split it."""
         return tuple(n // self.outer for n in self.splits) if lane >= 2 else self.splits
 
     def int8_bytes(self, lane: int) -> int:
-        """Bytes of one rank's part in int8, as it travels on that lane."""
+        """Returns the bytes of one rank's part in int8 on that lane."""
         return sum(map(is_quantized, self.splits_on(lane)))
 
     def sum_dtype(self, lane: int) -> torch.dtype:
-        """The dtype that a reduction on that lane adds up in."""
+        """Returns the dtype in which a reduction on that lane sums."""
         return self.precision.sum(self.outer if lane >= 2 else self.world)
 
     def scatter_dtype(self, lane: int) -> torch.dtype:
-        """The dtype of what a reduce-scatter on that lane gives: what travels, if another reduction follows."""
+        """Returns the dtype of a reduce-scatter's result on that lane; if another reduction follows, ``grad_comm``."""
         last = lane >= 2 or self.outer == 1
         return self.sum_dtype(lane) if last else self.precision.grad_comm
 
     @property
     def predivide(self) -> float:
-        """What gradients are multiplied with before they travel; the rest of ``divide`` follows after. Below 1 where a
-        sum over ranks comes back in float16, which it may not fit: a power of two, as FSDP2 chooses it
+        """Factor of gradients before communication; the rest of ``divide`` is applied after. It is below 1 where a sum
+        over ranks comes back in float16 and might overflow: a power of two, chosen as FSDP2 does
         (``_get_gradient_divide_factors``).
         """
         lanes = [lane for lane, ranks in ((0, self.world), (2, self.outer)) if ranks > 1]
@@ -196,15 +196,15 @@ _FLAGS = ("reshard", "outer_optim", "replica", "hold", "optional", "any_optional
 
 @dataclass(frozen=True)
 class Axis:
-    """Ranks among which another parallelism communicates. Travels through the graph as text, like `UnitSpec`."""
+    """Ranks among which another parallelism communicates. The graph holds it as text, like `UnitSpec`."""
 
     name: str
-    """For people: ``tp``."""
+    """For messages: ``tp``."""
     group: str
     """Name of the process group."""
     ranks: int
     stride: int = 1
-    """From one rank to the next: what tells whether they are neighbours on a node."""
+    """Distance between neighbouring ranks, which shows whether they share a node."""
 
     def encode(self) -> str:
         return f"{self.name} {self.group} {self.ranks} {self.stride}"
@@ -219,10 +219,10 @@ class Axis:
 
 @dataclass(frozen=True)
 class Unit:
-    """One flat buffer as a program sees it: names for people, a spec for the passes.
+    """One flat buffer of a program: names for messages, a spec for the passes.
 
-    A module's unit has one flat buffer, unless its parameters differ in dtype or some are frozen; then it has one
-    for each kind, ``u3``, ``u3b``, ``u3c``.
+    A module's unit has one flat buffer, or, if its parameters differ in dtype or some are frozen, one for each kind,
+    ``u3``, ``u3b``, ``u3c``.
     """
 
     name: str
@@ -233,10 +233,10 @@ class Unit:
     layout: Layout
     trainable: bool = True
     sharded: bool = True
-    """``False``: parameters are plain tensors on every rank (``no_shard``), only gradients are reduced."""
+    """``False``: parameters are plain tensors on every rank (``no_shard``); only gradients are reduced."""
 
     def offset_name(self, offset: int) -> str:
-        """The parameter that starts at ``offset`` of the full buffer, as an identifier: ``attn_q_weight``."""
+        """Returns the name of the parameter at ``offset`` of the full buffer, as an identifier: ``attn_q_weight``."""
         for slot in self.layout.slots:
             if slot.offset == offset:
                 return slot.name.replace(".", "_")

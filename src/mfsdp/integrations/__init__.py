@@ -1,1 +1,1 @@
-"""Where users are: frameworks that are told of mfsdp, each by importing one module of this room."""
+"""Integrations with training frameworks: importing one of these modules makes its framework use mfsdp."""

@@ -1,17 +1,14 @@
-"""Accelerate, and with it transformers' Trainer, TRL and PEFT: FSDP of version 2 means mfsdp once this is imported.
+"""Accelerate integration, also for transformers' Trainer, TRL and PEFT: after the import, FSDP version 2 means mfsdp.
 
     import mfsdp.integrations.accelerate
 
-    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-
-`prepare` gives the same model back, sharded and compiled in place. What a configuration has no field for is said by
-`ShardingPlugin`, or, where somebody else makes the plugin (Trainer, ``accelerate launch``), by two variables of the
-environment, each an object in JSON: ``MFSDP_OPTIONS``, the backend's options, and ``MFSDP_SHARDING``, arguments of
+`prepare` returns the same model, sharded and compiled in place. `ShardingPlugin` takes settings that Accelerate's
+configuration has no field for. If other code creates the plugin (Trainer, ``accelerate launch``), set two environment
+variables, each a JSON object: ``MFSDP_OPTIONS``, the backend's options, and ``MFSDP_SHARDING``, arguments of
 `mfsdp.fully_shard`.
 
-Everything that is replaced in accelerate stands in `_install`, a table; tried with accelerate 1.15. Replaced for good:
-a configuration that is not FSDP of version 2 goes on to accelerate's own.
+`_install` lists every replacement in accelerate; tried with accelerate 1.15. Replacements are permanent; any
+configuration other than FSDP version 2 uses accelerate's own code.
 """
 
 from __future__ import annotations
@@ -49,16 +46,16 @@ log = logging.getLogger("mfsdp")
 
 
 class ShardingPlugin(FullyShardedDataParallelPlugin):
-    """Accelerate's plugin, of version 2, with what it has no field for.
+    """Accelerate's plugin, version 2, with settings that it has no field for.
 
     Args:
-        options: of the backend, as in ``torch.compile(..., options=...)``; they come before those of ``MFSDP_OPTIONS``.
-        sharding: arguments of `mfsdp.fully_shard` (``units``, ``strategy``, ``mp_policy``, ...), which come
-            before those of ``MFSDP_SHARDING``, and both before what follows from the plugin's own fields.
+        options: of the backend, as in ``torch.compile(..., options=...)``; they override ``MFSDP_OPTIONS``.
+        sharding: arguments of `mfsdp.fully_shard` (``units``, ``strategy``, ``mp_policy``, ...). They override
+            ``MFSDP_SHARDING``, which overrides the plugin's own fields.
         fields: the plugin's own.
 
     Raises:
-        ValueError: an option that the backend does not have; what accelerate's own raises.
+        ValueError: an option that the backend does not have; errors of accelerate's plugin.
     """
 
     def __init__(self, *, options: dict[str, Any] | None = None, sharding: dict[str, Any] | None = None, **fields: Any):
@@ -67,23 +64,23 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):
         self.options, self.sharding = options, sharding
 
 
-# A model
+# Models
 
 
 def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Shards and compiles a model in place, as the accelerator's FSDP plugin says. What is done already stays so.
+    """Shards and compiles a model in place, by the accelerator's FSDP plugin. Skips what has been done already.
 
     Args:
-        accelerator: its FSDP configuration is of version 2.
-        model: on any device, or, all of it or on ranks other than the first, on the meta device.
+        accelerator: its FSDP configuration is version 2.
+        model: on any device; it may be on the meta device on all ranks, or on all but the first.
 
     Returns:
-        the same object.
+        The same object.
 
     Raises:
-        ValueError: it is wrapped or compiled by something else, or an optimizer holds its parameters; a configuration
-            that cannot be right (see `_refuse`); what `mfsdp.fully_shard` raises.
-        NotImplementedError: the configuration asks for what is not built; likewise.
+        ValueError: the model is wrapped or compiled by something else, or an optimizer holds its parameters; an invalid
+            configuration (see `_refuse`); errors of `mfsdp.fully_shard`.
+        NotImplementedError: an unsupported configuration; errors of `mfsdp.fully_shard`.
     """
     inner = unwrapped(model)
     _refuse(accelerator, model)
@@ -96,7 +93,7 @@ def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """What ``torch.compile(model)`` was called on."""
+    """Returns the module that ``torch.compile(model)`` was called on."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
 
@@ -129,10 +126,10 @@ def _shard(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def _blocks(plugin: Any, model: nn.Module) -> set[nn.Module]:
-    """What the auto-wrap policy names; nothing where it names nothing.
+    """Returns the modules that the auto-wrap policy selects; none without a policy.
 
     Raises:
-        NotImplementedError: a policy that accelerate does not know for version 2, which it would pass over.
+        NotImplementedError: a policy that accelerate does not know for version 2 and would ignore.
     """
     plugin.set_auto_wrap_policy(model)
     policy = utils.fsdp2_prepare_auto_wrap_policy(plugin, model)
@@ -145,7 +142,7 @@ def _blocks(plugin: Any, model: nn.Module) -> set[nn.Module]:
 
 
 def _checkpoint(model: nn.Module, blocks: set[nn.Module]) -> None:
-    """Computes the blocks' activations again in backward, random numbers as they were. Private in torch
+    """Recomputes the blocks' activations in backward, with the same RNG state. Private in torch
     (``checkpoint_wrapper``); tried on 2.13, not on the others of 2.11 to 2.15.
 
     Raises:
@@ -162,7 +159,7 @@ def _checkpoint(model: nn.Module, blocks: set[nn.Module]) -> None:
 
 
 def _policy(accelerator: Accelerator) -> MixedPrecisionPolicy:
-    """The plugin's. With mixed precision what trains has main weights in fp32, as in accelerate."""
+    """Returns the plugin's policy. With mixed precision, trained main weights are fp32, as in accelerate."""
     given = accelerator.state.fsdp_plugin.mixed_precision_policy
     policy = policy_of(given) if given is not None else MixedPrecisionPolicy(main_params_dtype=None)
     if isinstance(given, MixedPrecisionPolicy) or accelerator.mixed_precision == "no":
@@ -171,7 +168,7 @@ def _policy(accelerator: Accelerator) -> MixedPrecisionPolicy:
 
 
 def _mesh(accelerator: Accelerator) -> dict[str, Any]:
-    """Arguments for accelerate's ``ParallelismConfig``, if there is one."""
+    """Returns mesh arguments for accelerate's ``ParallelismConfig``, if there is one."""
     mesh = getattr(accelerator, "torch_device_mesh", None)
     if mesh is None:
         return {}
@@ -180,8 +177,8 @@ def _mesh(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _of_first_rank(accelerator: Accelerator, model: nn.Module) -> bool:
-    """Whether rank 0 has the values, and the others are to get them. What they have on the meta device is then made on
-    the CPU: memory that nobody writes takes none.
+    """Whether rank 0 has the values and the others are to receive them. Then allocates meta tensors on the CPU; memory
+    that is never written takes no space.
     """
     tensors = [*model.parameters(), *model.buffers()]
     everywhere = [any(t.is_meta for t in tensors)]
@@ -206,15 +203,15 @@ def _of_first_rank(accelerator: Accelerator, model: nn.Module) -> bool:
     return True
 
 
-# What is refused
+# Refusals
 
 
 def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
-    """Refuses what cannot be right, before anything is changed.
+    """Refuses invalid and unsupported configurations before anything changes.
 
     Raises:
         ValueError: something else wraps, shards or compiles the model; fp16 without a scaler.
-        NotImplementedError: fp8, other parallelisms and offloading by accelerate's configuration.
+        NotImplementedError: fp8, other parallelisms or offloading in accelerate's configuration.
     """
     name, state = type(model).__name__, accelerator.state
     if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
@@ -247,7 +244,7 @@ def _by_us(model: Any) -> None:
     """Refuses models that another backend compiles.
 
     Raises:
-        ValueError: names it.
+        ValueError: names the backend.
     """
     if unwrapped(model) is not model or model._compiled_call_impl is not None:
         try:
@@ -264,10 +261,10 @@ _COMPILES = (
 
 
 def _not_sharded(model: Any) -> None:
-    """Refuses a sharded model where FSDP of version 2 is not configured: it would be wrapped in DDP, or in nothing.
+    """Refuses a sharded model where FSDP version 2 is not configured: accelerate would wrap it in DDP, or not at all.
 
     Raises:
-        ValueError: it is one.
+        ValueError: the model is sharded.
     """
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise ValueError(
@@ -277,14 +274,14 @@ def _not_sharded(model: Any) -> None:
         )
 
 
-# An accelerator
+# Accelerator
 
 
 def _state(own: Callable[..., None], self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
-    """``AcceleratorState.__init__``, which knows FSDP on accelerators only: on CPUs it is so here too.
+    """Replaces ``AcceleratorState.__init__``, which supports FSDP on accelerators only, to support it on CPUs too.
 
     Raises:
-        ValueError: FSDP of version 1; processes that do not know of each other.
+        ValueError: FSDP version 1; several processes without a process group.
     """
     plugin = inspect.signature(own).bind(self, *args, **kwargs).arguments.get("fsdp_plugin")
     if plugin is not None and plugin.fsdp_version != 2:
@@ -317,10 +314,10 @@ def _state(own: Callable[..., None], self: AcceleratorState, *args: Any, **kwarg
 
 
 def _prepare(own: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.prepare``, which wants model and optimizer in one call: here either may come alone.
+    """Replaces ``Accelerator.prepare``, which requires model and optimizer in one call; here either may come alone.
 
     Raises:
-        ValueError: a sharded model without FSDP; an optimizer whose parameters are no prepared model's.
+        ValueError: a sharded model without FSDP; an optimizer with parameters of no prepared model.
     """
     models = [x for x in args if isinstance(x, nn.Module)]
     if not self.is_fsdp2:
@@ -338,9 +335,9 @@ def _prepare(own: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: A
 
 
 def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
-    """``Accelerator._prepare_fsdp2``: shards the model, and gives optimizers the parameters that it has then.
+    """Replaces ``Accelerator._prepare_fsdp2``: shards the model, and gives optimizers its new parameters.
 
-    Theirs knows parameters again by their address, which is the same for all on the meta device.
+    Accelerate's own identifies parameters by address, which is the same for all on the meta device.
     """
     model = next((x for x in args if isinstance(x, nn.Module)), None)
     if model is not None:
@@ -364,10 +361,10 @@ def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
 
 
 def _pair(accelerator: Accelerator) -> None:
-    """Models in the order of their optimizers, those that have none behind them: checkpoints pair them by number.
+    """Sorts models by the order of their optimizers, those without one last: checkpoints pair them by number.
 
     Raises:
-        ValueError: an optimizer's parameters are no prepared model's.
+        ValueError: an optimizer has parameters of no prepared model.
     """
     homes = {id(m): model for model in accelerator._models for m in unwrapped(model).modules()}
     places = [_holders(optimizer, accelerator._models) for optimizer in accelerator._optimizers]
@@ -377,11 +374,11 @@ def _pair(accelerator: Accelerator) -> None:
 
 @contextmanager
 def _let_go(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> Iterator[None]:
-    """Optimizers forget the model's parameters, so that they are freed one by one, and get those that are in the same
-    places afterwards.
+    """Removes the model's parameters from optimizers, so that they are freed one by one, and afterwards gives
+    optimizers the parameters in the same places.
 
     Raises:
-        ValueError: one has state of unsharded parameters, or others than the model's.
+        ValueError: an optimizer has state of unsharded parameters, or parameters that are not the model's.
     """
     found = [_holders(optimizer, [model]) for optimizer in optimizers]
     for optimizer in optimizers:
@@ -403,10 +400,10 @@ def _let_go(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> It
 
 
 def _holders(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
-    """Of each group's parameters, which modules they are in, and under which names.
+    """Returns, for each group's parameters, the modules that hold them, and their names there.
 
     Raises:
-        ValueError: they are in none.
+        ValueError: no module holds a parameter.
     """
     places = {
         id(p): (m, name)
@@ -431,7 +428,7 @@ def _name(optimizer: Any) -> str:
 
 
 def _prepare_alone(own: Callable[..., Any], self: Accelerator, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.prepare_model``, which refuses to shard, or, for evaluation, wraps in nothing."""
+    """Replaces ``Accelerator.prepare_model``, which refuses to shard, and does not wrap the model for evaluation."""
     if self.is_fsdp2:
         return self.prepare(model)
     if not inspect.signature(own).bind(self, model, *args, **kwargs).arguments.get("evaluation_mode"):
@@ -441,8 +438,9 @@ def _prepare_alone(own: Callable[..., Any], self: Accelerator, model: nn.Module,
 
 @contextmanager
 def _no_sync(own: Callable[..., Any], self: Accelerator, model: Any) -> Iterator[None]:
-    """``Accelerator.no_sync``: whole gradients are added up, and none is communicated. (``sync_each_batch=True`` of
-    accelerate's ``GradientAccumulationPlugin`` scatters them in every backward instead, which takes less memory.)
+    """Replaces ``Accelerator.no_sync``: full gradients are accumulated, and none is communicated.
+    (``sync_each_batch=True`` of accelerate's ``GradientAccumulationPlugin`` reduce-scatters them in every backward
+    instead, which takes less memory.)
     """
     if isinstance(unwrapped(model), FSDPModule):
         unwrapped(model).set_requires_gradient_sync(False, hold=True)  # type: ignore[operator]
@@ -453,7 +451,7 @@ def _no_sync(own: Callable[..., Any], self: Accelerator, model: Any) -> Iterator
 def _clip_grad_norm(
     own: Callable[..., Any], self: Accelerator, parameters: Any, max_norm: float, norm_type: float = 2
 ) -> Any:
-    """``Accelerator.clip_grad_norm_``, which compares lists of tensors to find the model."""
+    """Replaces ``Accelerator.clip_grad_norm_``, which compares lists of tensors to find the model."""
     if not self.is_fsdp2:
         return own(self, parameters, max_norm, norm_type)
     self.unscale_gradients()
@@ -461,18 +459,18 @@ def _clip_grad_norm(
 
 
 def _no_such_backend(cls: type[DynamoBackend], value: object) -> None:
-    """``DynamoBackend``, a closed list, asked for something that is not in it.
+    """Explains that ``DynamoBackend``, a closed list, does not contain this backend.
 
     Raises:
-        ValueError: it is this backend.
+        ValueError: ``value`` names this backend.
     """
     if str(value).lower() == "mfsdp":
         raise ValueError(_COMPILES.format("torch_compile_backend='mfsdp' is no backend of Accelerate's"))
 
 
 def _install() -> None:
-    """Puts ours in the place of accelerate's, once. Private in accelerate (``_prepare_fsdp2``, and that ``prepare``
-    and other packages look for ``fsdp2_prepare_model`` in two places); tried with 1.15.
+    """Replaces accelerate's functions, once. Private in accelerate (``_prepare_fsdp2``, and that ``prepare`` and other
+    packages look up ``fsdp2_prepare_model`` in two places); tried with 1.15.
     """
     around: list[tuple[Any, str, Callable[..., Any]]] = [
         (AcceleratorState, "__init__", _state),

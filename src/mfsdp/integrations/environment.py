@@ -1,7 +1,7 @@
-"""What a framework's own configuration has no field for, where somebody else makes the configuration: two variables.
+"""Two environment variables for settings that a framework's configuration has no field for.
 
-``MFSDP_OPTIONS`` holds the backend's options, ``MFSDP_SHARDING`` arguments of `mfsdp.fully_shard`; each is an
-object in JSON.
+They serve where other code creates the configuration. ``MFSDP_OPTIONS`` holds the backend's options, ``MFSDP_SHARDING``
+arguments of `mfsdp.fully_shard`; each is a JSON object.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ OPTIONS, SHARDING = "MFSDP_OPTIONS", "MFSDP_SHARDING"
 
 
 def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The backend's options: those of the environment, before them those that were given.
+    """Returns the backend's options: those of the environment, overridden by ``given``.
 
     Raises:
         ValueError: one that the backend does not have.
@@ -28,10 +28,10 @@ def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def read(name: str) -> dict[str, Any]:
-    """What a variable holds; nothing, where there is none.
+    """Returns the value of a variable, empty if it is not set.
 
     Raises:
-        ValueError: it is no object in JSON.
+        ValueError: it is not a JSON object.
     """
     text = os.environ.get(name) or "{}"
     try:

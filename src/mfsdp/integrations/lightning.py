@@ -1,16 +1,15 @@
-"""Lightning: ``Trainer(strategy="mfsdp")`` after ``import mfsdp.integrations.lightning``.
+"""Lightning integration: ``Trainer(strategy="mfsdp")`` after ``import mfsdp.integrations.lightning``.
 
     trainer = Trainer(strategy="mfsdp", devices=8)
     trainer = Trainer(strategy=MFSDPStrategy(units=[Block], strategy="optim_grads"), devices=8)
 
-The strategy shards the `LightningModule` as one model, before its optimizers are made, and compiles in place what
-``training_step`` may call: ``self(...)`` and children, ``self.model(...)``. What ``training_step`` computes itself is
-not compiled.
+The strategy shards the `LightningModule` as one model before its optimizers are created. It compiles in place the
+modules that ``training_step`` may call: ``self(...)``, and children such as ``self.model(...)``. Other computation in
+``training_step`` is not compiled.
 
-It extends Lightning's own strategy for FSDP2, whose checkpoints it reads and writes. Tried with lightning 2.6.6 and
-pytorch-lightning 2.6.6: it is for the one that was imported, else for the one that is there. Private names of theirs
-that it knows: ``_setup_distributed``, ``_device_mesh``, ``_layer_sync``, ``_save_distributed_checkpoint``,
-``_trainer``.
+It extends Lightning's own strategy for FSDP2, and reads and writes that strategy's checkpoints. Tried with lightning
+2.6.6 and pytorch-lightning 2.6.6; it uses the one that was imported, else the one that is installed. Private names that
+it uses: ``_setup_distributed``, ``_device_mesh``, ``_layer_sync``, ``_save_distributed_checkpoint``, ``_trainer``.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from ..state.mesh import FOLDED, OTHERS
 
 
 def _package() -> str:
-    """Lightning under the name that the user knows it by.
+    """Returns the name of the Lightning package in use.
 
     Raises:
         ImportError: there is none.
@@ -67,43 +66,43 @@ POLICIES = {
     "16-true": MixedPrecisionPolicy(main_params_dtype=None),
     "bf16-mixed": MixedPrecisionPolicy(compute_dtype=torch.bfloat16),
 }
-"""What ``Trainer(precision=)`` asks of us; ``None``: the default. Lightning's plugins do the rest: they cast the model
-(``-true``), or enter autocast (``-mixed``). Those are all that Lightning gives a strategy of this kind."""
+"""The policy for each ``Trainer(precision=)``; ``None``: the default. Lightning's plugins do the rest: they cast the
+model (``-true``), or enter autocast (``-mixed``). Lightning offers a strategy of this kind no other precisions."""
 
 _ASKED = "_mfsdp_lightning"
 """Attribute of a module that a strategy has sharded: the arguments."""
 
 META = "meta.pt"
-"""What makes a folder a checkpoint of Lightning's; written last."""
+"""Marks a folder as a checkpoint of Lightning's; written last."""
 
 
 class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, name-defined]
     """Trains a `LightningModule` that mfsdp shards and compiles.
 
-    ``configure_model`` is not needed. Where it is there, it may build the model on the meta device, which is
-    materialised on the way, or call `mfsdp.fully_shard` itself.
+    ``configure_model`` is optional. It may build the model on the meta device, which is materialized, or call
+    `mfsdp.fully_shard` itself.
 
     Args:
-        mesh: a ``DeviceMesh``, or sizes by axis, ``{"dp_outer": 2, "dp_shard": 4}``, of one that is made when ranks
-            are there; `mfsdp.fully_shard` says what names mean. ``configure_model`` finds it as ``self.device_mesh``.
+        mesh: a ``DeviceMesh``, or sizes by axis, ``{"dp_outer": 2, "dp_shard": 4}``, of a mesh that is created when
+            ranks exist; `mfsdp.fully_shard` documents the names. ``configure_model`` reads it as ``self.device_mesh``.
             Default: all ranks.
         options: of the backend ``"mfsdp"``.
-        hold: ``Trainer(accumulate_grad_batches=)`` adds up whole gradients and communicates none before the last
-            microbatch, as DDP and FSDP2 do, for room for them in ``main_grads_dtype``. ``False``: strategies 2 and 3
-            reduce-scatter every microbatch's, and keep shards.
-        save_distributed_checkpoint: checkpoints are folders to which each rank writes its part. ``False``: one file,
-            with the keys of unsharded training, which rank 0 writes.
-        process_group_backend, timeout: of the process group that is made if there is none.
+        hold: ``Trainer(accumulate_grad_batches=)`` accumulates full gradients and communicates none before the last
+            microbatch, as DDP and FSDP2 do; they take memory in ``main_grads_dtype``. ``False``: strategies 2 and 3
+            reduce-scatter the gradients of every microbatch, and keep shards.
+        save_distributed_checkpoint: checkpoints are folders to which each rank writes its part. ``False``: rank 0
+            writes one file, with the keys of unsharded training.
+        process_group_backend, timeout: of the process group, if it has to be created.
         sharding: other arguments of `mfsdp.fully_shard`: ``units`` (names are relative to the `LightningModule`),
-            ``strategy``, ``mp_policy``, ... Defaults are its own, but for two: ``units="auto"``, and
-            ``sync_module_states=True``: all ranks start from the first one's values, as under DDP.
+            ``strategy``, ``mp_policy``, ... Two defaults differ: ``units="auto"``, and ``sync_module_states=True``: all
+            ranks start from the first one's values, as under DDP.
 
     Raises:
-        ValueError: an option or an axis' size that does not exist, a plugin for checkpoints; in ``fit``: what
-            `mfsdp.fully_shard` refuses, an ``mp_policy`` beside ``Trainer(precision=)``, a module that is compiled, or
-            sharded otherwise, already.
+        ValueError: an unknown option, an invalid size of an axis, a checkpoint plugin; in ``fit``: errors of
+            `mfsdp.fully_shard`, an ``mp_policy`` beside ``Trainer(precision=)``, a module that is already compiled, or
+            sharded differently.
         TypeError: an argument that neither the strategy nor `mfsdp.fully_shard` knows.
-        NotImplementedError: ``Trainer(sync_batchnorm=True)``, and what `mfsdp.fully_shard` does not build.
+        NotImplementedError: ``Trainer(sync_batchnorm=True)``, and errors of `mfsdp.fully_shard`.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
     # Ranks
 
     def setup_environment(self) -> None:
-        """Makes the process group, and the mesh."""
+        """Creates the process group and the mesh."""
         self._setup_distributed()
         self._device_mesh = self._make_mesh()
         self.lightning_module._device_mesh = self._device_mesh
@@ -154,7 +153,9 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Ranks that see other data: all but those along axes that cut tensors or sequences."""
+        """Returns the number of ranks with different data and this rank's number; ranks along axes that split tensors
+        or sequences share data.
+        """
         mesh = self.device_mesh
         names, at = mesh.mesh_dim_names or ("",) * mesh.ndim, mesh.get_coordinate()
         replicas, rank = 1, 0
@@ -166,7 +167,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
     # Model and optimizers
 
     def setup(self, trainer: Any) -> None:
-        """Shards the module, compiles it in place, and has its optimizers made.
+        """Shards the module, compiles it in place, and creates its optimizers.
 
         Raises:
             ValueError, NotImplementedError: see the class.
@@ -182,7 +183,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         wanted = self._sharding if policy is None else {**self._sharding, "mp_policy": policy}
         if isinstance(module, FSDPModule):
             _sharded_alike(module, wanted)
-            module.reset_iter_state()  # an earlier fit may have ended within a step
+            module.reset_iter_state()  # an earlier fit may have ended inside a step
         else:
             _not_compiled(module)
             self.precision_plugin.convert_module(module)
@@ -190,10 +191,10 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
             fully_shard(module, mesh=self.device_mesh, device=self.root_device, **{"units": units, **wanted})
             module.__dict__[_ASKED] = wanted
         if self._hold and trainer.accumulate_grad_batches > 1:
-            module.set_requires_gradient_sync(True, hold=True)  # now, not by compiling again in the first step
+            module.set_requires_gradient_sync(True, hold=True)  # now, so that the first step does not recompile
         for part in _called(module):
             part.compile(backend="mfsdp", options=self._options)
-        module.to(self.root_device)  # metrics, and what `self.device` says; parameters are there already
+        module.to(self.root_device)  # moves metrics and sets `self.device`; parameters are there already
         self.model = module
         self.barrier()
         if trainer.state.fn == "fit":
@@ -201,10 +202,10 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         self.setup_precision_plugin()
 
     def _policy(self) -> MixedPrecisionPolicy | None:
-        """The policy that the Trainer's precision asks for.
+        """Returns the policy for the Trainer's precision.
 
         Raises:
-            ValueError: it is not among `POLICIES`, or the strategy was given one too.
+            ValueError: it is not in `POLICIES`, or the strategy was given a policy too.
         """
         precision = self.precision_plugin.precision
         if precision not in POLICIES:
@@ -218,12 +219,12 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Around every microbatch of a step but the last."""
+        """Disables gradient synchronization in every microbatch of a step but the last."""
         with no_sync(self.model, hold=self._hold):
             yield
 
     def teardown(self) -> None:
-        """Lets what an optimizer's step has launched ahead end."""
+        """Finishes the collectives that an optimizer's step has launched early."""
         module, trainer = self.lightning_module, getattr(self.lightning_module, "_trainer", None)
         if isinstance(module, FSDPModule) and trainer is not None and not trainer.interrupted:
             synchronize(self.lightning_module)
@@ -232,7 +233,8 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
     # Checkpoints
 
     def _refuse_io(self, io: Any) -> None:
-        """
+        """Refuses checkpoint plugins.
+
         Raises:
             ValueError: always.
         """
@@ -245,15 +247,15 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Optimizers are restored when Lightning says so, from what `load_checkpoint` has read."""
+        """Whether Lightning restores optimizers from the result of `load_checkpoint`: always."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The model's state: DTensors, or, for one file, whole tensors on rank 0."""
+        """Returns the model's state: DTensors, or, for one file, full tensors on rank 0."""
         return dict(get_model_state_dict(self.model, options=self._form()))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """An optimizer's state, by name; for one file with the numbers that an unsharded one's ``state_dict`` has."""
+        """Returns an optimizer's state by name; for one file, by the numbers of an unsharded ``state_dict``."""
         state: Any = get_optimizer_state_dict(
             self.model, getattr(optimizer, "_optimizer", optimizer), options=self._form()
         )
@@ -268,13 +270,14 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         return StateDictOptions(full_state_dict=whole, cpu_offload=whole)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a folder or a file; a folder that is overwritten is no checkpoint until it is complete."""
+        """Writes a folder or a file. A folder that is overwritten is no checkpoint until it is complete."""
         if self.is_global_zero and self._save_distributed_checkpoint and Path(filepath).is_dir():
             Path(filepath, META).unlink(missing_ok=True)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What a checkpoint holds: a folder's, of any number of ranks, as this rank's shards, or a file's, whole.
+        """Returns the content of a checkpoint: a folder's, written on any number of ranks, as this rank's shards; a
+        file's as full tensors.
 
         Raises:
             ValueError: there is no checkpoint.
@@ -305,7 +308,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         return read
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Sets the model's state: shards that `load_checkpoint` has read, or whole tensors (rank 0's count).
+        """Sets the model's state: shards that `load_checkpoint` has read, or full tensors (rank 0's are used).
 
         Raises:
             RuntimeError: keys are missing or unexpected, and ``strict`` is on.
@@ -314,13 +317,13 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         if any(isinstance(t, DTensor) for t in state.values()):
             set_model_state_dict(
                 self.model, state, options=StateDictOptions(strict=False)
-            )  # `load_checkpoint` compared
+            )  # `load_checkpoint` has compared names
             return
         both = _agreed(get_model_state_dict(self.model), state, strict)
         set_model_state_dict(self.model, {name: state[name] for name in both}, options=_whole(strict=False))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Sets optimizers' state, likewise.
+        """Sets the state of optimizers in the same way.
 
         Raises:
             ValueError: the checkpoint has another number of optimizers, or of parameters or groups in one.
@@ -342,9 +345,10 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
 
 
 def _sharded_alike(module: Any, wanted: Mapping[str, Any]) -> None:
-    """
+    """Checks that a sharded module has this strategy's arguments.
+
     Raises:
-        ValueError: the module has been sharded otherwise than this strategy would.
+        ValueError: the module has been sharded differently.
     """
     was = module.__dict__.get(_ASKED)
     if was is None and wanted.keys() - {"sync_module_states"}:
@@ -361,8 +365,8 @@ def _sharded_alike(module: Any, wanted: Mapping[str, Any]) -> None:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """What ``training_step`` may call that reads parameters, and nobody has compiled: the module itself, its children,
-    and those of containers without a forward. What is called inside of another one is part of its graph.
+    """Yields uncompiled modules with parameters that ``training_step`` may call: the module itself, its children, and
+    those of containers without a forward. A module that another one calls is part of that one's graph.
     """
     if not _compiled(module):
         yield module
@@ -374,14 +378,15 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _compiled(module: nn.Module) -> bool:
-    """Whether somebody has, in place or around it. Private in torch (``_compiled_call_impl``); tried on 2.13."""
+    """Whether a module is compiled, in place or wrapped. Private in torch (``_compiled_call_impl``); tried on 2.13."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
 
 
 def _not_compiled(module: nn.Module) -> None:
-    """
+    """Refuses a module of which a part is compiled: it would read parameters one by one, unknown to the backend.
+
     Raises:
-        ValueError: a part of it is compiled: that would take parameters one by one, behind the backend's back.
+        ValueError: a part is compiled.
     """
     found = [name or type(module).__name__ for name, m in module.named_modules() if _compiled(m)]
     if found:
@@ -399,7 +404,7 @@ def _whole(**more: Any) -> StateDictOptions:
 
 
 def _stem(key: str, names: Mapping[str, Any]) -> str:
-    """The name that a key of torch.distributed.checkpoint belongs to: dicts (extra state) are several keys there."""
+    """Returns the name that a key of torch.distributed.checkpoint belongs to; a dict (extra state) has several keys."""
     stem = key
     while stem not in names and "." in stem:
         stem = stem.rpartition(".")[0]
@@ -407,10 +412,10 @@ def _stem(key: str, names: Mapping[str, Any]) -> str:
 
 
 def _agreed(model: Iterable[str], saved: Iterable[str], strict: bool) -> list[str]:
-    """Names that both have.
+    """Returns the names that both have.
 
     Raises:
-        RuntimeError: one has names that the other has not, and ``strict`` is on.
+        RuntimeError: names differ, and ``strict`` is on.
     """
     model, saved = dict.fromkeys(model), dict.fromkeys(saved)
     missing, unexpected = [n for n in model if n not in saved], [n for n in saved if n not in model]
@@ -423,11 +428,11 @@ def _agreed(model: Iterable[str], saved: Iterable[str], strict: bool) -> list[st
 
 
 def _load_whole(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Sets an optimizer's state from whole tensors under numbers: places in its groups, as in unsharded training; or
-    places among the model's parameters, as Lightning's strategies for FSDP write them.
+    """Sets an optimizer's state from full tensors by number: places in its groups, as in unsharded training, or places
+    among the model's parameters, as Lightning's strategies for FSDP write them.
 
     Raises:
-        ValueError: groups, or numbers of parameters in them, differ.
+        ValueError: groups, or their numbers of parameters, differ.
     """
     names = {id(p): name.replace("_orig_mod.", "") for name, p in model.named_parameters()}
     mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -441,7 +446,7 @@ def _load_whole(state: Mapping[str, Any], model: nn.Module, optimizer: torch.opt
     in_order = numbers == list(range(len(numbers)))
     called = dict(zip(numbers, [n for g in mine for n in g])) if in_order else dict(enumerate(names.values()))
     groups = [{**group, "params": own} for group, own in zip(state["param_groups"], mine)]
-    if not state["state"]:  # torch looks for a device among tensors
+    if not state["state"]:  # torch would look for a device among the tensors
         places = iter(range(len(numbers)))
         groups = [{**group, "params": [next(places) for _ in group["params"]]} for group in groups]
         optimizer.load_state_dict({"state": {}, "param_groups": groups})

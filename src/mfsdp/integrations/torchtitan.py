@@ -1,9 +1,9 @@
-"""torchtitan: `parallelize` takes the place of a model's ``parallelize_fn``.
+"""torchtitan integration: `parallelize` replaces a model's ``parallelize_fn``.
 
     spec = dataclasses.replace(model_registry("8B"), parallelize_fn=mfsdp.integrations.torchtitan.parallelize)
 
-The Trainer goes on as it would behind its own: it empties the model onto the device, initialises shards in place, and
-divides by all ranks' tokens itself. Tried with torchtitan 0.3.0; nothing of it is imported here.
+The Trainer continues as after its own function: it empties the model onto the device, initializes shards in place, and
+divides by all ranks' tokens itself. Tried with torchtitan 0.3.0; this module imports nothing of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..config.options import MixedPrecisionPolicy
 from ..sharding.shard import fully_shard
 
 LOWERINGS = {"inductor": "inductor", "mfsdp": "inductor", "aot_eager": "eager", "eager": "eager"}
-"""What ``--compile.backend`` means to us, as the option ``lowering``."""
+"""The option ``lowering`` for each ``--compile.backend``."""
 
 
 def parallelize(
@@ -33,30 +33,30 @@ def parallelize(
     dump_folder: str,
     options: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Shards and compiles one of torchtitan's decoders: a unit for each layer, one for norm and head, the rest.
+    """Shards and compiles one of torchtitan's decoders: a unit for each layer, one for norm and head, one for the rest.
 
     Tensor and sequence parallelism and activation checkpointing are torchtitan's own. The model is one compiled graph,
-    not one for each layer: ``--compile.enable`` has its stretches of compute compiled by Inductor; without it the same
-    graph runs ATen kernels.
+    not one per layer. With ``--compile.enable`` Inductor compiles its subgraphs of compute; without it the same graph
+    runs ATen kernels.
 
     Args:
-        model: on the meta device, or not; ``to_empty`` and ``init_weights`` come later.
+        model: on any device, also meta; ``to_empty`` and ``init_weights`` come later.
         parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: torchtitan's. Used of them:
-            ``dp_shard``, ``dp_replicate`` and ``tp``, the dtypes of mixed precision,
-            ``fsdp_reshard_after_forward``, whether and by what to compile.
+            ``dp_shard``, ``dp_replicate`` and ``tp``, the dtypes of mixed precision, ``fsdp_reshard_after_forward``,
+            and whether and by which backend to compile.
         options: of the backend, as ``functools.partial(parallelize, options=...)`` gives them.
 
     Raises:
         NotImplementedError: context, pipeline or expert parallelism, another ``spmd_backend`` than
-            ``"partial_dtensor"``, CPU offload, symmetric memory: not tried with mfsdp, each named.
-        ValueError: a compile backend or a reshard policy that means nothing here; what `mfsdp.fully_shard` refuses.
+            ``"partial_dtensor"``, CPU offload, symmetric memory: not tried with mfsdp; the message names each.
+        ValueError: an unknown compile backend or reshard policy; errors of `mfsdp.fully_shard`.
     """
     _tried(parallel_dims, training, parallelism)
     reshard = _reshards(parallelism.fsdp_reshard_after_forward)
     lowering = _lowering(compile_config)
     if parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
-        if model.enable_weight_tying:  # each module's parameters became new ones
+        if model.enable_weight_tying:  # each module has new parameters now
             model.tok_embeddings.weight = model.lm_head.weight  # type: ignore[union-attr,assignment]
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
@@ -70,7 +70,7 @@ def parallelize(
             cast_forward_inputs=False,
         ),
     }
-    with warnings.catch_warnings():  # the Trainer initialises everything, buffers too
+    with warnings.catch_warnings():  # the Trainer initializes everything, buffers too
         warnings.filterwarnings("ignore", message="mfsdp: nothing has initialised")
         ends = [m for m in (model.norm, model.lm_head) if isinstance(m, nn.Module)]
         if ends and not model.enable_weight_tying:
@@ -82,9 +82,10 @@ def parallelize(
 
 
 def _tried(parallel_dims: Any, training: Any, parallelism: Any) -> None:
-    """
+    """Refuses settings that have not been tried.
+
     Raises:
-        NotImplementedError: something is asked for that is not.
+        NotImplementedError: names the settings.
     """
     asked = {
         "context parallelism": parallel_dims.cp_enabled,
@@ -105,10 +106,10 @@ def _tried(parallel_dims: Any, training: Any, parallelism: Any) -> None:
 
 
 def _reshards(policy: str) -> dict[str, bool]:
-    """Whether layers, and norm and head behind them, are freed after forward.
+    """Returns whether layers, and norm and head after them, are freed after forward.
 
     Raises:
-        ValueError: there is no such policy.
+        ValueError: the policy is unknown.
     """
     if policy not in ("default", "always", "never"):
         raise ValueError(f"fsdp_reshard_after_forward={policy!r}: choose default, always or never")
@@ -116,9 +117,10 @@ def _reshards(policy: str) -> dict[str, bool]:
 
 
 def _lowering(compile_config: Any) -> str:
-    """
+    """Returns the option ``lowering`` for torchtitan's configuration.
+
     Raises:
-        ValueError: the backend is none of `LOWERINGS`.
+        ValueError: the backend is not in `LOWERINGS`.
     """
     if not (compile_config.enable and "model" in compile_config.components):
         return "eager"

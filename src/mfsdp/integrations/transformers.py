@@ -1,18 +1,16 @@
-"""transformers' own way of sharding: ``DistributedConfig`` means mfsdp once this is imported.
+"""transformers integration: after the import, ``DistributedConfig`` means mfsdp.
 
     import mfsdp.integrations.transformers
 
-    model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(fsdp_size=8))
+`from_pretrained` returns a model that is sharded by its own plan (``fsdp_plan``) and compiled in place. Every rank
+reads its own rows from the files, and, where each expert is a tensor, only the experts that it has a part of.
+Parameters that transformers joins or splits while reading are read in full, one at a time. Parameters that the files
+lack are initialized by the model, with the same random numbers on all ranks.
 
-`from_pretrained` gives a model that is sharded by the plan it has (``fsdp_plan``) and compiled in place. Every rank
-reads the rows that it holds from the files, and of experts that are a tensor each those that it has a part of; only
-what transformers joins or splits while it reads is whole, one parameter at a time. What the files have not is
-initialised as the model says, with the same random numbers on all ranks.
+`ShardingConfig`, or ``MFSDP_OPTIONS`` and ``MFSDP_SHARDING`` in the environment (`mfsdp.integrations.environment`),
+take settings that the configuration has no field for.
 
-What a configuration has no field for is said by `ShardingConfig`, or by ``MFSDP_OPTIONS`` and ``MFSDP_SHARDING`` in the
-environment (`mfsdp.integrations.environment`).
-
-Everything that is replaced in transformers stands in `_install`, a table, and in `_shard`; tried with 5.23.
+`_install` and `_shard` list every replacement in transformers; tried with 5.23.
 """
 
 from __future__ import annotations
@@ -47,16 +45,16 @@ PLANNED = ("module", "units", "mesh", "dp_mesh_dims", "device", "reshard_after_f
 
 @dataclass(repr=False)
 class ShardingConfig(DistributedConfig):  # type: ignore[misc]
-    """transformers' configuration, with what it has no field for.
+    """transformers' configuration, with settings that it has no field for.
 
     Args:
-        options: of the backend, as in ``torch.compile(..., options=...)``; they come before those of ``MFSDP_OPTIONS``.
-        sharding: arguments of `mfsdp.fully_shard` (``strategy``, ``mp_policy``, ...), which come before those of
-            ``MFSDP_SHARDING``, and both before what follows from the configuration's own fields. What is a unit, and
-            over which ranks, is for its own: ``fsdp_plan``, ``fsdp_size``, ``dp_replicate_size``.
+        options: of the backend, as in ``torch.compile(..., options=...)``; they override ``MFSDP_OPTIONS``.
+        sharding: arguments of `mfsdp.fully_shard` (``strategy``, ``mp_policy``, ...). They override ``MFSDP_SHARDING``,
+            which overrides the configuration's own fields. Units and ranks are set by its own fields only:
+            ``fsdp_plan``, ``fsdp_size``, ``dp_replicate_size``.
 
     Raises:
-        ValueError: an option that the backend does not have, an argument that the configuration's own fields say.
+        ValueError: an option that the backend does not have, or an argument that the configuration's own fields set.
     """
 
     options: dict[str, Any] | None = None
@@ -70,23 +68,23 @@ class ShardingConfig(DistributedConfig):  # type: ignore[misc]
 
 @dataclass
 class _Reading:
-    """A model between sharding and the end of `from_pretrained`."""
+    """State of a model between sharding and the end of `from_pretrained`."""
 
     initialise: list[Callable[[], None]]
-    """What gives values to parameters that the files have not."""
+    """Functions that initialize parameters that the files lack."""
     unlike: list[str] = field(default_factory=list)
-    """Names of tied parameters that the files have twice, with different values."""
+    """Names of tied parameters that the files contain twice, with different values."""
 
 
 # Sharding
 
 
 def _shard(own: Callable[..., Any], model: Any, mesh_manager: Any, fsdp_plan: Any, ep_plan: Any) -> Any:
-    """``apply_fully_sharded_data_parallelism``: what it asks of torch's `fully_shard` is asked of ours.
+    """Replaces ``apply_fully_sharded_data_parallelism``: its calls of torch's `fully_shard` go to mfsdp's.
 
     Raises:
-        NotImplementedError: a quantised model; what `mfsdp.fully_shard` raises.
-        ValueError: likewise; bad options.
+        NotImplementedError: a quantized model; errors of `mfsdp.fully_shard`.
+        ValueError: invalid options; errors of `mfsdp.fully_shard`.
     """
     config = getattr(model.config, "distributed_config", None)
     if getattr(model.config, "quantization_config", None) is not None:
@@ -102,7 +100,7 @@ def _shard(own: Callable[..., Any], model: Any, mesh_manager: Any, fsdp_plan: An
         unit = _with_tied(model, module if isinstance(module, list) else [module])
         return fully_shard(unit, mesh=mesh, dp_mesh_dims=dims, **{**given, **more})
 
-    model.tie_weights(recompute_mapping=False)  # transformers does it when values are there; by then they are one shard
+    model.tie_weights(recompute_mapping=False)  # transformers ties after loading; here they must share a shard first
     torchs = theirs.fully_shard
     theirs.fully_shard = ours  # type: ignore[assignment]
     try:
@@ -110,22 +108,22 @@ def _shard(own: Callable[..., Any], model: Any, mesh_manager: Any, fsdp_plan: An
             model = own(model, mesh_manager, fsdp_plan, ep_plan)
     finally:
         theirs.fully_shard = torchs
-    del model._is_fsdp_managed_module  # Dynamo does not trace what has it; see `_managed`
+    del model._is_fsdp_managed_module  # Dynamo does not trace modules with it; see `_managed`
     model.__dict__["_mfsdp_reading"] = _Reading(calls)
     model.compile(backend="mfsdp", options=options)
     return model
 
 
 def _managed(own: Callable[..., Any], module: Any) -> bool:
-    """``is_fsdp_managed_module``: whether ranks have to go on together (``generate``), and hold gradients back by the
-    model's own methods (Trainer).
+    """Replaces ``is_fsdp_managed_module``: whether ranks must continue together (``generate``), and the model's own
+    methods turn off gradient synchronization (Trainer).
     """
     loaded = getattr(module, "is_distributed_loading_by_transformers", False) and isinstance(module, FSDPModule)
     return bool(loaded or own(module))
 
 
 def _with_tied(model: nn.Module, unit: list[nn.Module]) -> list[nn.Module]:
-    """A unit, and the modules outside of it that have a parameter of it (an embedding, and the head tied to it)."""
+    """Returns a unit, and the modules outside it that share a parameter with it (an embedding and its tied head)."""
     inside = dict.fromkeys(m for root in unit for m in root.modules())
     params = {id(p) for m in inside for p in m._parameters.values() if p is not None}
     tied = [m for m in model.modules() if m not in inside and params & {id(p) for p in m._parameters.values()}]
@@ -133,10 +131,10 @@ def _with_tied(model: nn.Module, unit: list[nn.Module]) -> list[nn.Module]:
 
 
 def _arguments(config: Any) -> dict[str, Any]:
-    """Those of `mfsdp.fully_shard` that a configuration, or the environment, adds.
+    """Returns the arguments of `mfsdp.fully_shard` that a configuration or the environment adds.
 
     Raises:
-        ValueError: one that follows from the configuration's own fields.
+        ValueError: the configuration's own fields set one of them.
     """
     found = {**environment.read(environment.SHARDING), **(getattr(config, "sharding", None) or {})}
     if clash := [name for name in PLANNED if name in found]:
@@ -151,7 +149,7 @@ def _arguments(config: Any) -> dict[str, Any]:
 
 
 class _Rows:
-    """transformers' ``DtensorShardOperation`` of one of our parameters: what is read of it on this rank."""
+    """Replaces transformers' ``DtensorShardOperation`` for one parameter of mfsdp: reads this rank's part of it."""
 
     def __init__(self, param: ShardedDTensor):
         self._shape = tuple(param.shape)
@@ -161,21 +159,21 @@ class _Rows:
 
     @property
     def owned(self) -> range:
-        """Indices of dimension 0 that this rank holds a part of; the first, if it holds nothing."""
+        """Indices of dimension 0 of which this rank holds a part; the first, if it holds nothing."""
         return range(*self._ours)
 
     def shard_tensor(self, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: Any = None) -> Any:
-        """What a tensor of a file is for this rank.
+        """Returns this rank's part of a tensor in a file.
 
         Args:
-            source: the tensor, or a slice of a safetensors file that is read when it is indexed.
+            source: the tensor, or a slice of a safetensors file, which is read when indexed.
             tensor_idx: its number among those that are joined, or split, to parameters; ``None``: it is the parameter.
-            device, dtype: of what comes back.
+            device, dtype: of the result.
 
         Returns:
-            this rank's elements, 1-D. Of what is joined or split: all of it, or, of the tensors that become dimension
-            0 of the parameter, ``None`` for those that this rank has nothing of. Of a parameter of another shape: a
-            tensor on the meta device, of the shape that the file has.
+            This rank's elements, 1-D. If the tensor is joined or split: all of it; but ``None`` if it becomes a part of
+            dimension 0 of which this rank holds nothing. If the parameter has another shape: a meta tensor of the
+            file's shape.
         """
         shape = tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
         if tensor_idx is not None:
@@ -193,19 +191,21 @@ def _read(source: Any, place: tuple[slice, ...], device: Any, dtype: Any) -> tor
 
 
 def _boxes(param: ShardedDTensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-    """This rank's part of a parameter, box by box: where it lies in the whole, and a view of it, to be written."""
+    """Yields this rank's part of a parameter, box by box: its place in the full tensor, and a view to write to."""
     for there, _, sizes in param._sharding.boxes():
         if all(sizes):
             yield tuple(slice(o, o + n) for o, n in zip(there, sizes, strict=True)), param.chunk_at(there)
 
 
 def _operation(own: Callable[..., Any], param: Any) -> Any:
-    """``DtensorShardOperation``, of either kind."""
+    """Replaces ``DtensorShardOperation``, for parameters of mfsdp and of torch."""
     return _Rows(param) if isinstance(param, ShardedDTensor) else own(param)
 
 
 def _spawn(own: Callable[..., Any], thread_pool: Any, *args: Any, sharding_op: Any = None, **kwargs: Any) -> Any:
-    """``spawn_materialize``: what is joined or split is read when it is its turn, so that it is whole one at a time."""
+    """Replaces ``spawn_materialize``: a tensor that is joined or split is read in turn, so that one is full at a
+    time.
+    """
     if isinstance(sharding_op, _Rows) and kwargs.get("tensor_idx") is not None:
         thread_pool = None
     return own(thread_pool, *args, sharding_op=sharding_op, **kwargs)
@@ -213,7 +213,7 @@ def _spawn(own: Callable[..., Any], thread_pool: Any, *args: Any, sharding_op: A
 
 @torch.no_grad()
 def _set(own: Callable[..., Any], model: Any, name: str, value: torch.Tensor, info: Any, quantizer: Any) -> None:
-    """``set_param_for_module``, in place."""
+    """Replaces ``set_param_for_module``; writes in place."""
     ref = _ref(model, name)
     if ref is None:
         own(model, name, value, info, quantizer)
@@ -233,10 +233,8 @@ def _set(own: Callable[..., Any], model: Any, name: str, value: torch.Tensor, in
 
 
 def _mine(param: ShardedDTensor, value: torch.Tensor) -> list[torch.Tensor] | None:
-    """This rank's boxes of a parameter, from what `_Rows` has read, joined or split perhaps meanwhile.
-
-    Returns:
-        ``None``: the shape is that of another parameter.
+    """Returns this rank's boxes of a parameter from what `_Rows` has read, possibly joined or split since; ``None`` if
+    the shape is not the parameter's.
     """
     if value.is_meta:
         return None
@@ -259,10 +257,10 @@ def _ref(model: nn.Module, name: str) -> Ref | None:
 
 
 def _rest(own: Callable[..., Any], self: Any, missing_keys: set[str], *args: Any) -> None:
-    """``PreTrainedModel._move_missing_keys_from_meta_to_device``: what was not in the files is initialised.
+    """Replaces ``PreTrainedModel._move_missing_keys_from_meta_to_device``: initializes what the files lack.
 
     Raises:
-        ValueError: files have different values of tied parameters, or not the same ones on all ranks. On every rank.
+        ValueError: on every rank, if files have different values of tied parameters, or differ between ranks.
     """
     reading: _Reading | None = self.__dict__.pop("_mfsdp_reading", None)
     if reading is None:
@@ -300,7 +298,7 @@ def _agree(model: nn.Module, reading: _Reading, lacks: list[str]) -> None:
 
 
 def _install() -> None:
-    """Puts ours around transformers' functions, once. Private there; tried with 5.23."""
+    """Wraps transformers' functions, once. Private there; tried with 5.23."""
     table: list[tuple[Any, str, Callable[..., Any]]] = [
         (mixin, "apply_fully_sharded_data_parallelism", _shard),
         (loading, "DtensorShardOperation", _operation),
@@ -310,7 +308,7 @@ def _install() -> None:
     ]
     managed = theirs.is_fsdp_managed_module
     for module in [m for name, m in sys.modules.items() if name.startswith("transformers.")]:
-        if module.__dict__.get("is_fsdp_managed_module") is managed:  # also those that have it by name
+        if module.__dict__.get("is_fsdp_managed_module") is managed:  # also those that imported it by name
             table.append((module, "is_fsdp_managed_module", _managed))
     for where, name, around in table:
         own = getattr(where, name)

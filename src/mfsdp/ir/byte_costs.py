@@ -1,4 +1,4 @@
-"""The memory that each line of a program allocates and frees, in bytes."""
+"""Memory that each line of a program allocates and frees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .symbolic_sizes import shape_of
 
 
 def nbytes(value: Any) -> int:
-    """Bytes of a fake tensor, or of all tensors in a list. Symbolic sizes count with their hints."""
+    """Bytes of a fake tensor or of all tensors in a list; symbolic sizes count with their hints."""
     if isinstance(value, (list, tuple)):
         return sum(nbytes(v) for v in value)
     if not isinstance(value, torch.Tensor):
@@ -27,41 +27,39 @@ def nbytes(value: Any) -> int:
 
 
 def numel(value: torch.Tensor) -> int:
-    """Number of elements. Symbolic sizes count with their hints."""
+    """Number of elements; symbolic sizes count with their hints."""
     return shape_of(value).numel()
 
 
 @dataclass(frozen=True)
 class Line:
-    """One node with a cost: a kernel, a collective, a wait or an allocation or free."""
+    """A node with a cost: kernel, collective, wait, allocation or free."""
 
     node: Node
     delta: int
-    """Bytes that it allocates minus bytes that it frees."""
+    """Bytes allocated minus bytes freed."""
     live: int
-    """Bytes live after it: gathered buffers, activations and gradients, without what the caller owns."""
+    """Bytes live after it, without what the caller owns."""
     top: int
-    """Bytes live while it runs: its inputs and its outputs."""
+    """Bytes live while it runs, inputs and outputs included."""
 
 
 def is_line(node: Node) -> bool:
-    """Whether the node is a line. Views, shape queries, constants, placeholders and the output cost nothing and are
-    not.
-    """
+    """Whether the node has a line: no views, shape queries, constants, placeholders or output."""
     if node.target in SHAPES:
         return False
     return node.op == "call_function" and view_of(node) is None and hasattr(operator(node)[0], "_schema")
 
 
 class Move(NamedTuple):
-    """An allocation or a free of one value."""
+    """The allocation or free of a value."""
 
     node: Node
-    """The node that allocates the value; all its results, unless `part` says otherwise."""
+    """The node whose results these are, all unless `part` is set."""
     nbytes: int
     """Negative for a free."""
     part: int | None = None
-    """Index of one of several results; `ROOM` for the extra buffers of a collective."""
+    """Index of one result; `ROOM` for the extra buffers of a collective."""
     place: Node | None = None
     """The node whose memory the value reuses."""
 
@@ -76,16 +74,16 @@ def lines(
     *,
     accumulators: bool = True,
 ) -> list[Line]:
-    """Returns every line with its bytes. Full buffers live until their `free`, accumulators to the end, and everything
-    else until its last reader.
+    """Returns every line with its bytes. Full buffers live until `free`, accumulators to the end, other values until
+    their last reader.
 
     Args:
         program: after any pass.
-        fused: runs of lines that the compiler fuses into one kernel each. A value takes no memory if only its own
-            kernel reads it, or if it is cheap enough to recompute at every use. What a kernel writes reuses the memory
-            of an input of the same size that it reads last.
-        moves: a list to which every allocation and free is appended, in order.
-        accumulators: whether accumulators are allocated here (Note [Accumulator memory]), as in the first backward of a
+        fused: runs of lines that become one kernel each. A value takes no memory if only its own kernel reads it, or if
+            it is cheap enough to recompute at every use. A result reuses an equally large input that the kernel is the
+            last to read.
+        moves: receives every allocation and free, in order.
+        accumulators: whether accumulators are allocated (Note [Accumulator memory]), as in the first backward of a
             step.
     """
     moves = [] if moves is None else moves
@@ -102,7 +100,7 @@ def lines(
             if arg in results:
                 apart[results[arg]] = end.get(node, node)
     again = _inlined(nodes, end, bases)
-    for node in reversed(again):  # inputs of a recomputed value must live until the recomputation
+    for node in reversed(again):  # inputs must live until the recomputation
         for arg in node.all_input_nodes:
             owner = bases[arg]
             owner = shared.get(owner, owner)
@@ -122,7 +120,7 @@ def lines(
     frees: dict[Node, list[Node]] = {}
     for owner, reader in last.items():
         if is_kind(owner, Kind.FULL) and not any(is_kind(u, Kind.FREE) for u in owner.users):
-            continue  # the program does not free it
+            continue  # never freed
         if reader is not output and owned(owner):
             frees.setdefault(reader, []).append(owner)
     several = dict.fromkeys(owner for owner, _ in apart)
@@ -175,20 +173,20 @@ def lines(
 
 
 def _without(owner: Node, part: int, held: dict[Node, int]) -> Move:
-    """Frees one of several results while the others stay allocated."""
+    """Frees one of several results."""
     taken = min(held[owner], nbytes(owner.meta["val"][part]))  # zero if the owner has no memory
     held[owner] -= taken
     return Move(owner, -taken, part)
 
 
 def accumulator(program: Program, node: Node) -> int:
-    """Bytes of the accumulator that an accumulate writes to."""
+    """Bytes of the accumulator of an accumulate."""
     spec = program.unit(role(node).unit).spec  # type: ignore[union-attr]
     return spec.main_numel * spec.precision.grad.itemsize
 
 
 def becomes(program: Program, node: Node) -> bool:
-    """Whether the first gradient of a step becomes the accumulator without a copy (Note [Accumulator memory])."""
+    """Whether a step's first gradient becomes the accumulator without a copy (Note [Accumulator memory])."""
     source = base_of(node.args[1])  # type: ignore[arg-type]
     if source.target not in (ops.bucket, ops.reduce_scatter) or slot_of(source):
         return False
@@ -198,8 +196,8 @@ def becomes(program: Program, node: Node) -> bool:
 def room(node: Node) -> int:
     """Bytes that a collective allocates besides its result, until its wait.
 
-    A sum over ranks in a dtype wider than the communication dtype needs a receive buffer as large as what is sent; an
-    all-reduce also needs one for the part that it gathers again. In int8: a send buffer and a receive buffer.
+    A sum in a dtype wider than the communication dtype needs a receive buffer as large as what is sent, an all-reduce
+    also one for the part that it gathers. In int8: a send and a receive buffer.
     """
     if node.target not in (ops.all_gather, ops.reduce_scatter, ops.all_reduce):
         return 0
@@ -218,15 +216,13 @@ def room(node: Node) -> int:
 
 
 def refreshed(spec: UnitSpec) -> int:
-    """The same for a refresh of persistent parameters: in int8 a send and a receive buffer over each axis."""
+    """The same for a refresh: in int8 a send and a receive buffer over each axis."""
     over = [(2, spec.outer)] * spec.outer_optim + [(0, spec.world)] * spec.replica
     return sum((ranks + 1) * spec.int8_bytes(lane) for lane, ranks in over) if spec.precision.wire else 0
 
 
 def travels(node: Node) -> int:
-    """Bytes of the full buffer of an all-gather, reduce-scatter or all-reduce in its communication format, in int8 with
-    the scales.
-    """
+    """Bytes of the full buffer of a gather or reduction as communicated, in int8 with scales."""
     spec = UnitSpec.decode(node.args[1])  # type: ignore[arg-type]
     if node.target is ops.all_gather:
         return spec.world * spec.int8_bytes(0) if spec.precision.wire else nbytes(node.meta["val"])
@@ -244,19 +240,18 @@ def travels(node: Node) -> int:
 
 
 def _donated(node: Node) -> bool:
-    """Whether Inductor may overwrite the value: its own results, and saved tensors that forward did not return, but not
-    tensors that autograd passes in.
+    """Whether Inductor may overwrite the value: the program's own, or saved and not returned by forward; not one that
+    autograd passes in.
     """
     return node.op != "placeholder" or bool(node.meta.get(STORAGE, (0, None, False))[2])
 
 
 READS = 4
-"""Most reads of a value that is recomputed at every use: Inductor's ``realize_reads_threshold``. Inductor's other rules
-(heavy operations on a CPU, long chains) materialise more values than are counted here."""
+"""Most reads of a value that is recomputed at every use: Inductor's ``realize_reads_threshold``. Its other rules (heavy
+CPU operations, long chains) materialize more values than are counted here."""
 
 
 def _bases(nodes: Iterable[Node]) -> dict[Node, Node]:
-    """Maps every node to its `base_of`."""
     out: dict[Node, Node] = {}
     for node in nodes:
         parent = view_of(node)
@@ -265,7 +260,7 @@ def _bases(nodes: Iterable[Node]) -> dict[Node, Node]:
 
 
 def _results(nodes: Iterable[Node]) -> dict[Node, tuple[Node, int]]:
-    """Maps each element of a multiple output with its own memory, and each view of one, to (operator, index)."""
+    """Elements of multiple outputs with their own memory, and views of them: (operator, index)."""
     out: dict[Node, tuple[Node, int]] = {}
     for node in nodes:
         parent = view_of(node)
@@ -277,8 +272,8 @@ def _results(nodes: Iterable[Node]) -> dict[Node, tuple[Node, int]]:
 
 
 def _inlined(nodes: Sequence[Node], fused: Mapping[Node, Any], bases: Mapping[Node, Node]) -> dict[Node, int]:
-    """Values that Inductor recomputes at every use, with the number of their reads, in program order: pointwise
-    operators whose readers are all kernels that Inductor generates.
+    """Values that Inductor recomputes at every use, with their number of reads, in program order: pointwise ones that
+    only generated kernels read.
     """
     out: dict[Node, int] = {}
     for node in nodes:
@@ -292,7 +287,7 @@ def _inlined(nodes: Sequence[Node], fused: Mapping[Node, Any], bases: Mapping[No
 
 
 def _readers(node: Node) -> set[Node]:
-    """The readers of the value and of its views."""
+    """Readers of the value and of its views."""
     found, stack = set[Node](), [node]
     while stack:
         for user in stack.pop().users:
@@ -304,9 +299,7 @@ def _readers(node: Node) -> set[Node]:
 
 
 def saved(program: Program) -> tuple[dict[Node, int], dict[Node, Node]]:
-    """What forward has saved: bytes of each storage, keyed by its first placeholder, and a map from the other
-    placeholders of the storage to that one.
-    """
+    """Saved tensors: bytes of each storage, by its first placeholder, and that placeholder for the others."""
     held: dict[Node, int] = {}
     shared: dict[Node, Node] = {}
     first: dict[int, Node] = {}
@@ -327,7 +320,7 @@ def escapes(node: Node, inside: set[Node]) -> bool:
 
 
 def allocation(node: Node) -> int:
-    """Bytes that the node allocates: none for a static buffer, for persistent or kept values, or on the host."""
+    """Bytes that the node allocates: none in static or persistent buffers or on the host."""
     elsewhere = node.target in (ops.refresh_codes, ops.kept_cast, ops.offload)
     return 0 if slot_of(node) or elsewhere else nbytes(node.meta.get("val"))
 
@@ -338,12 +331,12 @@ def on_host(program: Program) -> int:
 
 
 def owned(node: Node) -> bool:
-    """Whether the program frees the value; the caller frees its own inputs."""
+    """Whether the program frees the value, not the caller."""
     return not (node.op == "get_attr" or (node.op == "placeholder" and INPUT in node.meta))
 
 
 def peak(rows: Iterable[Line]) -> int:
-    """The most bytes live while any line runs."""
+    """The most bytes live on any line."""
     return max((row.top for row in rows), default=0)
 
 

@@ -1,10 +1,9 @@
-"""Finds parameters that a program reads only as FP8 payloads (one byte per element), and how it computes the payloads.
+"""Finds parameters that a program reads only as FP8 payloads (one byte per element), and how it computes those.
 
-The analysis starts at a parameter's marker and follows its users. Views and permutations move elements, pointwise
-operators keep them separate, and ``amax`` of magnitudes gives one amax per block. The first value of one byte per
-element is the payload. Its *recipe* is the chain of pointwise operators from the parameter's element and *scales* to
-the payload; scales depend on amax values alone. Node names and the order of operators do not matter, so the analysis
-works under every lowering.
+The analysis follows a parameter's users from its marker. Views and permutations move elements, pointwise operators keep
+them separate, ``amax`` of magnitudes gives one amax per block. The first value of one byte per element is the payload.
+Its *recipe* is a chain of pointwise operators on the element and on *scales*, which depend on amax alone. Node names
+and operator order do not matter, so it works under every lowering.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from .symbolic_sizes import shape_of
 aten, prims = torch.ops.aten, torch.ops.prims
 
 SCALE = "mfsdp_scale"
-"""``node.meta`` key of nodes that compute scales and that a pass has moved in front of a gather."""
+"""``node.meta`` key of scale computations that a pass has moved before a gather."""
 
 Dims = tuple[tuple[Digit, ...], ...]
-"""For each dimension of a value: its digits of an index into the flattened parameter (`config.block_grid`)."""
+"""Per dimension of a value: its digits of an index into the flattened parameter (`config.block_grid`)."""
 
 Step = tuple[Any, tuple[Any, ...]]
 """A pointwise operator of a recipe and its arguments: constants and `Operand`."""
@@ -38,8 +37,6 @@ Step = tuple[Any, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Operand:
-    """An argument of a step."""
-
     kind: str
     """``"element"`` of the parameter, result of a ``"step"``, or a ``"scale"``."""
     number: int = 0
@@ -50,13 +47,13 @@ class Fp8Cast:
     """An FP8 payload of a parameter."""
 
     nodes: list[Node]
-    """The nodes that compute it, and the dimensions of each."""
+    """The nodes that compute it, with the dimensions of each."""
     dims: list[Dims]
     steps: tuple[Step, ...]
     """The recipe; the last step gives the payload."""
     scales: list[tuple[Node, Grid]]
     meaning: Any
-    """Equal for equal payloads of one parameter. Its text compares across programs if ``constants`` is empty."""
+    """Equal for equal payloads of one parameter; comparable as text between programs if ``constants`` is empty."""
     constants: list[str] = field(default_factory=list)
     """The program's own tensors that scales depend on."""
 
@@ -68,20 +65,20 @@ class Read:
     markers: list[Node]
     offset: int
     elements: dict[Node, Dims] = field(default_factory=dict)
-    """Values that hold all elements of the parameter, before the payload."""
+    """Values with all its elements, before the payload."""
     maxima: dict[Node, Dims] = field(default_factory=dict)
     codes: list[Fp8Cast] = field(default_factory=list)
     reason: str = ""
-    """Why the program needs the parameter in the policy's dtype."""
+    """Why the program needs it in the policy's dtype."""
     foreign: bool = False
     """Whether an operator that is not torch's own reads it."""
 
 
 def reads(p: Program, markers: Sequence[Node]) -> list[Read]:
-    """Returns how a program reads the parameters of one unit, one `Read` per offset.
+    """Returns how a program reads each parameter of a unit.
 
     Args:
-        markers: all markers of the unit, in program order.
+        markers: all of the unit, in program order.
     """
     found: dict[int, Read] = {}
     whose: dict[Node, Read] = {}
@@ -96,7 +93,7 @@ def reads(p: Program, markers: Sequence[Node]) -> list[Read]:
     todo = list(dict.fromkeys(user for marker in markers for user in marker.users))
     heapify(todo)
     seen = set(todo)
-    while todo:  # in program order, so a node's inputs were followed before it
+    while todo:  # in program order: inputs come first
         node = heappop(todo)
         if node.target in SHAPES:
             continue
@@ -174,7 +171,7 @@ def _whole(shape: tuple[int, ...]) -> Dims:
 
 
 def _viewed(dims: Dims, node: Node, shape: tuple[int, ...]) -> Dims | None:
-    """The dimensions after a view: the same order of elements in another shape."""
+    """The dimensions of a view."""
     flat = [d for dim in dims for d in dim]
     if prod(d.size for d in flat) != prod(shape):
         return None
@@ -226,13 +223,13 @@ _MOVED: dict[Any, Callable[[Dims, Node, tuple[int, ...]], Dims | None]] = {
     ),
     **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default), _same),
 }  # fmt: skip
-"""Operators that return the same elements with other dimensions."""
+"""Operators that return the same elements in other dimensions."""
 
 _CASTS = (aten._to_copy.default, prims.convert_element_type.default)
 
 
 def pointwise(node: Node) -> bool:
-    """Whether each element of the result depends on the same element of the arguments only."""
+    """Whether each element of the result depends only on the same element of the arguments."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         return False
@@ -242,7 +239,7 @@ def pointwise(node: Node) -> bool:
 
 
 def _reduced(node: Node, read: Read) -> Dims | None:
-    """The dimensions of the result if the node is an amax of magnitudes, else ``None``."""
+    """The result's dimensions if the node is an amax of magnitudes."""
     if node.target not in (aten.amax.default, aten.max.default) or not _magnitude(node.args[0], read):
         return None
     dims = read.elements[node.args[0]]  # type: ignore[index]
@@ -253,7 +250,7 @@ def _reduced(node: Node, read: Read) -> Dims | None:
 
 
 def _magnitude(node: Any, read: Read) -> bool:
-    """Whether the value holds the magnitudes of a parameter's elements, in any order, and never in a narrower dtype."""
+    """Whether it holds the magnitudes of a parameter's elements, in any order and no narrower dtype."""
     signless = False
     while node not in read.markers:
         if node not in read.elements:
@@ -273,15 +270,15 @@ def _magnitude(node: Any, read: Read) -> bool:
 
 
 class _Meanings:
-    """Identifies values that depend on amax alone, so that equal values compare equal."""
+    """Identifies values that depend on amax alone."""
 
     def __init__(self, whose: dict[Node, Read]):
         self.whose = whose
         self._known: dict[Node, Any] = {}
 
     def of(self, node: Node) -> Any:
-        """Equal for equal values; ``None`` if the value depends on anything but amax and constants and may differ
-        between ranks.
+        """Equal for equal values; ``None`` if the value depends on more than amax and constants and may differ between
+        ranks.
         """
         if node not in self._known:
             self._known[node] = self._of(node)
@@ -300,11 +297,11 @@ class _Meanings:
         return self._name((str(node.target), tuple(told), str(spec)))
 
     def _largest(self, node: Node) -> Read | None:
-        """The parameter whose amax the node computes."""
+        """The parameter whose amax it is."""
         return next((r for n in node.all_input_nodes if (r := self.whose.get(n)) and node in r.maxima), None)
 
     def _alone(self, node: Node) -> bool:
-        """Whether the value depends on amax and constants alone."""
+        """Whether it depends on amax and constants alone."""
         todo, seen = [node], {node}
         while todo:
             node = todo.pop()
@@ -319,11 +316,11 @@ class _Meanings:
 
     @staticmethod
     def _name(meaning: Any) -> str:
-        """A short hash, the same in every program."""
+        """A hash, the same in every program."""
         return sha256(repr(meaning).encode()).hexdigest()[:16]
 
     def constants(self, node: Node) -> list[str]:
-        """Names of the program's own tensors that a scale depends on."""
+        """Names of the program's tensors that a scale depends on."""
         found: list[str] = []
         todo, seen = [node], {node}
         while todo:
@@ -337,7 +334,7 @@ class _Meanings:
 
 
 def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Fp8Cast | str:
-    """The payload with its recipe, or the reason why there is none."""
+    """The payload and its recipe, or why there is none."""
     steps: list[Step] = []
     numbers: dict[Node, Operand] = {}
     scales: list[tuple[Node, Grid]] = []
@@ -353,7 +350,7 @@ def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Fp8Cast | 
             raise _Unlike(f"the scale of {_called(read)} hangs on more than maxima of weights ({arg.name})")
         kinds = {n.meta["val"].dtype for n in by.all_input_nodes if n in read.elements}
         if not arg.meta["val"].ndim and kinds != {arg.meta["val"].dtype}:
-            # type promotion ranks a 0-d tensor's dtype below that of a tensor with dimensions
+            # in type promotion a 0-d tensor's dtype counts less
             raise _Unlike(f"{_called(read)} meets a scale of another dtype in {_operator(by)}")
         grid = _grid(read.offset, at, arg)
         means.append((meaning, grid))
@@ -386,11 +383,11 @@ def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Fp8Cast | 
 
 
 class _Unlike(Exception):
-    """A shard cannot be quantized in the way that a program computes a payload."""
+    """A shard cannot be quantized as the program does it."""
 
 
 def _grid(offset: int, dims: Dims, scale: Node) -> Grid:
-    """The grid that maps each element of a parameter to the element of a scale that broadcasts to it."""
+    """Maps each element of a parameter to the element of a scale that broadcasts to it."""
     shape = tuple(shape_of(scale.meta["val"]))
     strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
     extents, steps = (1,) * (len(dims) - len(shape)) + shape, [0] * (len(dims) - len(shape)) + strides
@@ -403,7 +400,7 @@ def _grid(offset: int, dims: Dims, scale: Node) -> Grid:
 
 
 def blocks(offset: int, every: Dims, kept: Dims, strides: Sequence[int]) -> Grid:
-    """The grid that maps elements to their block's amax in a tensor with the given strides.
+    """Maps elements to their block's amax in a tensor with the given strides.
 
     Args:
         every: dimensions of the elements.

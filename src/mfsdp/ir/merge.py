@@ -1,4 +1,4 @@
-"""Merges a backward and a concurrent forward into one program, the static form of `mfsdp.overlapped`
+"""Merges a backward and a concurrent forward into one program: what `mfsdp.overlapped` runs
 (Note [Interleaved programs]).
 """
 
@@ -17,22 +17,22 @@ from .roles import Kind, is_kind, role
 
 
 def merge(backward: Program, forward: Program) -> Program:
-    """Merges two programs that take turns: the backward runs up to its first wait for a collective of another
-    parallelism, then the forward up to its first, and so on. Each keeps its own order. Values of the backward get the
-    prefix ``b_``; its static buffers are numbered after the forward's.
+    """Merges two programs that take turns: the backward up to its first wait for another parallelism's collective, the
+    forward up to its first, and so on. Each keeps its order. The backward's values get the prefix ``b_``; its static
+    buffers are numbered after the forward's.
 
     Args:
         backward, forward: of one frame, after all passes.
 
     Returns:
-        a program of phase ``"overlapped"``. Its arguments and results are the backward's, then the forward's; they
-        share one argument per unit's shard.
+        a program of phase ``"overlapped"``: arguments and results of the backward, then of the forward; one argument
+        per unit's shard.
     """
     return beside(backward, forward)[0]
 
 
 def beside(backward: Program, forward: Program) -> tuple[Program, dict[Node, Node]]:
-    """The same, with a map from each new node to its original."""
+    """The same, and each new node's original."""
     graph = fx.Graph()
     moved: dict[Node, Node] = {}
     sources: dict[str, Node] = {}
@@ -69,7 +69,7 @@ def beside(backward: Program, forward: Program) -> tuple[Program, dict[Node, Nod
 
 
 def _segments(p: Program) -> Iterator[list[Node]]:
-    """The program's lines, split before its waits for collectives of other parallelisms."""
+    """A program's lines, split before waits for other parallelisms' collectives."""
     segment: list[Node] = []
     for node in p.nodes:
         if node.op in ("placeholder", "output"):

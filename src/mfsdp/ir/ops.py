@@ -87,12 +87,12 @@ LIBRARY.define("all_reduce(Tensor(a!) gfull, str spec, int lane) -> ()")
 LIBRARY.define(
     "collective(Tensor source, str verb, str axis, SymInt[] received, SymInt[] splits, Tensor(a!)? order=None)"
     " -> Tensor",
-    tags=(torch.Tag.flexible_layout,),  # `wait` keeps the source alive, not a copy made to fix its strides
+    tags=(torch.Tag.flexible_layout,),  # a copy with other strides is not what `wait` keeps
 )
 LIBRARY.define("accumulate(Tensor shard, Tensor(a!) gshard, int[] offsets, float scale, bool reused=False) -> ()")
 LIBRARY.define("offload(Tensor x) -> Tensor")
 LIBRARY.define("reload(Tensor host, Device device) -> Tensor")
-LIBRARY.define(  # writes nothing, but declares a write: compilers drop pure operations without results
+LIBRARY.define(  # writes nothing, but says so: compilers drop pure operations without results
     "probe(Tensor(a!) value, Tensor? source, int[] starts, int[] sizes, str names, str what) -> ()",
     tags=(torch.Tag.flexible_layout,),
 )
@@ -137,22 +137,22 @@ IN_PLACE = (refresh, all_reduce)
 """Collectives that write to their first argument and return nothing."""
 
 SHOWN = (wait, spread, cast, kept_cast, bucket, pack, mm, hold, accumulate, probe, *LAUNCHED)
-"""Operations that instrumentation shows, by their name and unit."""
+"""Operations that instrumentation shows."""
 
 SLOT = {all_gather: 2, bucket: 3}
-"""Operations that may fill a static buffer, and the index of their slot argument."""
+"""Operations that may fill a static buffer, and the index of that argument."""
 
 
 def multiplies(product: torch.Tensor, dtype: torch.dtype, wide: bool | None = None) -> bool:
-    """Whether `mm` can write the product to a buffer of that dtype: the product's own dtype, or float32 for a 16-bit
-    product if ``wide``; ``None``: if the device can.
+    """Whether `mm` can write the product in that dtype: its own, or float32 for 16 bits if ``wide``; ``None``: if the
+    device can.
     """
     narrow = product.dtype in (torch.bfloat16, torch.float16) and dtype is torch.float32
     return product.dtype is dtype or (narrow and (widens(product.device) if wide is None else wide))
 
 
 def gathered(shard: torch.Tensor, spec: UnitSpec) -> torch.dtype:
-    """The dtype of an all-gather's result: the shard's own if it is an FP8 payload, else the policy's."""
+    """Dtype of an all-gather's result: the policy's, or an FP8 payload's own."""
     return shard.dtype if shard.dtype.itemsize == 1 else spec.precision.comm
 
 
@@ -259,7 +259,7 @@ def _(
 
 
 def shape_after(source: torch.Tensor, verb: str, axis: Axis, received: Sequence[int]) -> list[int]:
-    """The shape of the result of another parallelism's collective."""
+    """Shape of the result of another parallelism's collective."""
     rows, *rest = source.shape or (1,)
     if verb == "all_gather":
         return [rows * axis.ranks, *rest]

@@ -1,8 +1,8 @@
 """Prints a program as text (the listing): one line per kernel, collective, wait, allocation or free.
 
-The gutter is the schedule. Lanes: ``C`` compute, ``G`` gather, ``R`` reduce, ``O`` outer axis of two-level meshes,
-``T`` other parallelisms, ``A`` their all-to-alls, ``H`` host copies. ``*`` issued here, ``|`` in flight, ``.`` idle,
-``<-o`` compute waits for that lane, ``>-*`` the lane first waits for compute.
+The gutter is the schedule. Lanes: ``C`` compute, ``G`` gather, ``R`` reduce, ``O`` outer axis, ``T`` other
+parallelisms, ``A`` all-to-all, ``H`` host copies. ``*`` issued here, ``|`` in flight, ``.`` idle, ``<-o`` compute waits
+for the lane, ``>-*`` the lane first waits for compute.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Schedule:
     exposed: int
     """Those with no computation between launch and wait."""
     collectives: int
-    """Number of collectives and copies."""
+    """All of them."""
 
 
 def render(
@@ -48,14 +48,14 @@ def render(
     fold: bool = True,
     rows: Sequence[byte_costs.Line] | None = None,
 ) -> str:
-    """Returns the full listing after the pass ``stage``.
+    """Returns the listing after the pass ``stage``.
 
     Args:
-        program: the program to print.
-        stage: name of the pass that ran last; ``"capture"`` before the first.
-        before: summary of the program before the pass (`summary`), for the ``change`` and ``peak`` lines.
-        fold: whether units equal to an earlier one are printed as ``like u1``, and long parameter lists are cut.
-        rows: the program's lines, if already computed.
+        program: what to print.
+        stage: the pass that ran last, ``"capture"`` before the first.
+        before: `summary` of the program before the pass, for the ``change`` and ``peak`` lines.
+        fold: whether units equal to an earlier one print as ``like u1``, and long parameter lists are cut.
+        rows: its lines, if already computed.
     """
     rows = byte_costs.lines(program) if rows is None else rows
     table = _table(program, rows)
@@ -78,13 +78,13 @@ def render(
 
 
 def summary(rows: Sequence[byte_costs.Line]) -> str:
-    """Returns peak and counts of a program's lines, for `render`'s ``before``."""
+    """Peak and counts of a program's lines, for `render`'s ``before``."""
     counts = Counter(_verb(r.node) for r in rows if role(r.node) is not None)
     return f"{byte_costs.peak(rows)} " + " ".join(f"{k}={v}" for k, v in sorted(counts.items()))
 
 
 def around(program: Program, fault: Node, context: int = 10) -> str:
-    """Returns the lines around a fault, which is marked with ``->``."""
+    """The lines around a fault, which is marked with ``->``."""
     rows = byte_costs.lines(program)
     order = {node: i for i, node in enumerate(program.nodes)}
     shown_lines = list(body(program, rows))
@@ -113,12 +113,11 @@ def schedule(program: Program) -> Schedule:
 
 
 def _product(node: Node) -> Node:
-    """The value that a collective or copy completes: its result, or the argument that it writes in place."""
+    """The value that a launch completes: its result, or its in-place argument."""
     return node.args[0] if node.target in ops.IN_PLACE else node  # type: ignore[return-value]
 
 
 def _lanes(program: Program) -> tuple[Lane, ...]:
-    """The columns of the gutter."""
     used = {r.lane for n in program.nodes if (r := role(n)) is not None} | {Lane.COMPUTE, Lane.GATHER, Lane.REDUCE}
     return tuple(lane for lane in Lane if lane in used)
 
@@ -243,7 +242,7 @@ def body(program: Program, rows: Sequence[byte_costs.Line], table: _Table | None
 
 @dataclass(frozen=True)
 class _Table:
-    """Operation texts of a listing's lines, and the common column widths."""
+    """Operation texts and common column widths of a listing."""
 
     texts: tuple[str, ...]
     value: int
@@ -264,14 +263,12 @@ def _table(program: Program, rows: Sequence[byte_costs.Line]) -> _Table:
 
 
 def _shown(name: str) -> str:
-    """A readable name, without torch's suffix for the device it traced on, which may differ from the device it runs
-    on.
-    """
+    """A readable name, without the device that torch traced on, which may differ from the one it runs on."""
     return name.replace("_for_cpu", "").replace("scaled_dot_product_", "").removeprefix("_")
 
 
 def _gutter(node: Node, flying: dict[Node, Lane], lanes: Sequence[Lane]) -> str:
-    """The gutter of a line, two characters per lane minus one. Updates ``flying``."""
+    """Two characters per lane, minus one. Updates ``flying``."""
     busy = set(flying.values())
     cells = {lane: ("|" if lane in busy else ".") for lane in lanes}
     r = role(node)
@@ -290,7 +287,7 @@ def _gutter(node: Node, flying: dict[Node, Lane], lanes: Sequence[Lane]) -> str:
 
 
 def _joined(cells: dict[Lane, str], lane: Lane, left: str, right: str) -> str:
-    """A connector from the compute lane to another lane, across collectives in flight between them."""
+    """A connector from compute to another lane, across what is in flight between them."""
     out, lanes = left, list(cells)
     for between in lanes[1:]:
         if between is lane:
@@ -310,7 +307,7 @@ def _verb(node: Node) -> str:
 
 
 def text(node: Node) -> str:
-    """Returns the operation column of a line."""
+    """The operation column of a line."""
     if node.target in (ops.wait, ops.free, ops.refresh):
         return f"{_verb(node)} {operand(node.args[0])}"
     if node.target in (ops.maxima, ops.cast, ops.kept_cast, ops.refresh_codes):
@@ -368,7 +365,7 @@ def _factor(scale: Any) -> str:
 
 
 def operand(arg: Any) -> str:
-    """Returns an argument as text; a view prints as the value it views."""
+    """An argument as text; a view prints as its base."""
     if isinstance(arg, Node):
         return _name(arg)
     if isinstance(arg, (list, tuple)):
@@ -398,7 +395,7 @@ def _name(node: Node) -> str:
 
 
 _UNSAID = (type(None), torch.device, torch.layout, torch.memory_format)
-"""Argument types that a listing omits; some differ between machines."""
+"""Argument types that listings omit; some differ between machines."""
 
 _TRANSPOSES = (
     torch.ops.aten.t.default,
@@ -416,7 +413,7 @@ def _type(value: Any) -> str:
 
 
 def _extent(n: Any) -> str:
-    """A size as text; data-dependent sizes print as ``n0``, since ``u0`` names a unit."""
+    """A size; data-dependent ones print as ``n0``, since ``u0`` is a unit."""
     return str(n) if type(n) is int else re.sub(r"\bu(\d+)\b", r"n\1", str(n)).replace(" ", "")
 
 

@@ -22,9 +22,8 @@ from . import ops
 from .roles import Kind, Role, is_kind, mark, role
 
 STORAGE = "mfsdp_storage"
-"""``node.meta`` key of values that forward saved: (number, fake tensor, overwritable). Values of one storage share the
-number; the tensor is the storage's, ``None`` if the caller owns it; the last entry says whether backward may overwrite
-it."""
+"""``node.meta`` key of saved values: (number, fake tensor) of their storage, which several may share, with ``None`` for
+the tensor if the caller owns it; and whether backward may overwrite it."""
 
 SHAPES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, torch.ops.aten.sym_stride.int)
 """Operators that read a shape and no value."""
@@ -32,12 +31,11 @@ SHAPES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, torch.o
 Phase = Literal["forward", "backward", "inference", "overlapped"]
 
 INPUT = "mfsdp_input"
-"""``node.meta`` key of placeholders that the caller owns (as opposed to what forward saved for backward); the value is
-a readable name."""
+"""``node.meta`` key of placeholders that the caller owns, unlike what forward saved for backward; the value is a
+readable name."""
 
 GIVEN = "mfsdp_given"
-"""``node.meta`` key of caller-owned placeholders that are no parameters: ``"argument"`` of the call, or a module's
-``"buffer"``."""
+"""``node.meta`` key of those that are no parameters: ``"argument"`` of the call, or a module's ``"buffer"``."""
 
 AXIS = "mfsdp_axis"
 """``node.meta`` key of torch's own collectives: their ranks, an `Axis`."""
@@ -46,8 +44,8 @@ LAYER = "mfsdp_layer"
 """``node.meta`` key of nodes in a layer, forward and backward: the layer's path."""
 
 READ = "mfsdp_read"
-"""``node.meta`` key of caller-owned placeholders: whether parameters are read through them (shards, or what the eager
-fallback has gathered)."""
+"""``node.meta`` key of caller-owned placeholders: whether parameters are read through them (shards, or the eager
+fallback's gathers)."""
 
 
 class Program:
@@ -67,21 +65,21 @@ class Program:
         self.gradients: dict[int, tuple[str, int]] = {}
         """Backward: the outputs that are gradients of unsharded parameters: index -> (unit, offset)."""
         self.trained: dict[str, frozenset[int]] = {}
-        """Backward: units that had gradients at capture, with their parameters' offsets."""
+        """Backward: units with gradients at capture, and their parameters' offsets."""
         self.returned: int | None = None
-        """Forward, at capture: how many of its first results the caller gets. The rest is saved for backward."""
+        """Forward, at capture: how many results the caller gets; the rest is saved."""
         self.reduced = False
         """Whether `reduce` has run: from then on all these gradients reach accumulators (invariant 15)."""
         self.slots: dict[str, int] = {}
-        """Bytes of each static buffer, by name; empty before they are planned."""
+        """Bytes of each static buffer, by name."""
         self.remarks: list[str] = []
-        """Remarks from before the first pass, for the listing's head."""
+        """Remarks from before the first pass."""
         self.notes: list[str] = []
-        """Notes of the current pass, for the listing's ``change`` line."""
+        """Notes of the current pass, for the ``change`` line."""
         self.changes: list[str] = []
-        """Changes of the current pass that counts of lines do not show."""
+        """Its changes that counts of lines do not show."""
         self.told = True
-        """Whether notes will be read. If not, passes skip notes that take time to compute."""
+        """Whether anything reads notes. If not, passes skip expensive ones."""
 
     # queries
 
@@ -110,14 +108,13 @@ class Program:
         return [n for n in self.graph.nodes if is_kind(n, kind)]
 
     def by_unit(self, kind: Kind) -> dict[Unit, list[Node]]:
-        """Nodes of a kind for every unit that has any, in program order; units in their order."""
+        """Nodes of a kind by unit, both in order."""
         found: dict[str, list[Node]] = {}
         for node in self.find(kind):
             found.setdefault(role(node).unit, []).append(node)  # type: ignore[union-attr]
         return {u: found[u.name] for u in self.units if u.name in found}
 
     def unit(self, name: str) -> Unit:
-        """The unit of that name."""
         return self._units[name]
 
     def aliases(self, node: Node) -> list[Node]:
@@ -133,7 +130,7 @@ class Program:
 
     def readers(self, node: Node) -> list[Node]:
         """Nodes that read or write the value or a view of it, without plain views, in program order. The wait of a
-        torch collective counts as a reader of the collective's inputs.
+        torch collective reads the collective's inputs too.
         """
         family = set(self.aliases(node))
         found = {u for n in family for u in n.users if (u not in family or mutates(u)) and u.target not in SHAPES}
@@ -162,19 +159,19 @@ class Program:
         name: str | None = None,
         kwargs: dict[str, Any] | None = None,
     ) -> Node:
-        """Inserts a node with a role before another node; the operation's fake kernel gives its value."""
+        """Inserts a node before another; the operation's fake kernel gives its value."""
         with self.graph.inserting_before(before):
             node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         node.meta["val"] = self._fake(target, args, kwargs)
         return mark(node, r)
 
     def rewrite(self, node: Node, target: Any, args: tuple[Any, ...]) -> None:
-        """Changes what a node computes; its role and name stay."""
+        """Changes what a node computes, not its role and name."""
         node.target, node.args, node.kwargs = target, args, {}
         node.meta["val"] = self._fake(target, args)
 
     def fill(self) -> None:
-        """Names the wrappers of random operators (`operator`) and gives them values, which AOTAutograd omits."""
+        """Names the wrappers of random operators (`operator`) and gives them values; AOTAutograd does not."""
         for node in self.nodes:
             target, args, kwargs = operator(node)
             if target is node.target:
@@ -185,7 +182,6 @@ class Program:
             self.rename(node, target._schema.name.split("::")[-1])
 
     def _fake(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        """The operation's fake result."""
         values, named = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
         with self._fake_mode, torch.no_grad():
             return target(*values, **named)
@@ -202,7 +198,7 @@ class Program:
         return next(n for n in self.nodes if n.op != "placeholder")
 
     def move(self, nodes: Sequence[Node], before: Node) -> None:
-        """Moves nodes, in the given order, before another node; all others keep their places."""
+        """Moves nodes, in the given order, before another."""
         for node in nodes:
             before.prepend(node)
 
@@ -219,16 +215,16 @@ class Program:
         self.graph.erase_node(node)
 
     def changed(self, text: str) -> None:
-        """Records a change by the current pass that counts of lines do not show."""
+        """Records a change that counts of lines do not show."""
         self.changes.append(text)
 
     def note(self, text: str) -> None:
-        """Records the current pass's settings, or why it did nothing (invariant 28)."""
+        """Records the pass's settings, or why it did nothing (invariant 28)."""
         self.notes.append(text)
 
 
 def is_functional_collective(node: Node) -> bool:
-    """Whether it launches a collective of torch's own, which ``wait_tensor`` completes. Private in torch; tried on
+    """Whether it launches one of torch's own collectives, which ``wait_tensor`` completes. Private in torch; tried on
     2.11 to 2.15.
     """
     namespace, _, name = getattr(getattr(node.target, "_schema", None), "name", "").partition("::")
@@ -245,9 +241,9 @@ def _takes_one(target: Any) -> bool:
 
 
 def view_of(node: Node) -> Node | None:
-    """The node whose storage this one shares, or ``None`` if it owns its storage.
+    """The node whose storage this one shares, or ``None``.
 
-    Views, in-place results and elements of a multiple output share. The operator's schema decides, not its name.
+    Views, in-place results and elements of a multiple output share. The operator's schema tells, not its name.
     """
     if node.op != "call_function" or not _shares(node.target):
         return None
@@ -265,10 +261,10 @@ def _shares(target: Any) -> bool:
 
 
 def operator(node: Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The operator that a node calls, with its arguments.
+    """The operator that a node calls, and its arguments.
 
-    AOTAutograd wraps a random operator that backward recomputes: one wrapper saves the generator's state, another
-    restores it. Private in torch (``rng_prims``); tried on 2.13.
+    AOTAutograd wraps random operators that backward recomputes: one wrapper saves the generator's state, one restores
+    it. Private in torch (``rng_prims``); tried on 2.13.
     """
     target, args, kwargs = node.target, node.args, node.kwargs
     if target in (rng_prims.run_and_save_rng_state, rng_prims.graphsafe_run_with_rng_state):
@@ -297,7 +293,7 @@ def first_launches(program: Program) -> list[Node]:
 
 
 def by_module(program: Program, nodes: Iterable[Node]) -> list[list[Node]]:
-    """Groups consecutive nodes with units by the module of their flat buffers."""
+    """Consecutive nodes of one module's flat buffers, grouped."""
     fqn = {unit.name: unit.fqn for unit in program.units}
     return [list(run) for _, run in itertools.groupby(nodes, key=lambda node: fqn[role(node).unit])]  # type: ignore[union-attr]
 
@@ -321,9 +317,7 @@ def group_of(program: Program, node: Node) -> str:
 
 
 def lane_of(node: Node) -> int:
-    """Index of the collective's process group in the unit's `Spec.groups`; for anything but reductions, the
-    gather's.
-    """
+    """Index of a collective's process group in its unit's `Spec.groups`; 0, the gather's, unless it reduces."""
     if node.target in (ops.reduce_scatter, ops.all_reduce):
         return node.args[2]  # type: ignore[return-value]
     return 0

@@ -1,4 +1,4 @@
-"""Roles: the purpose of each node. Every node that a pass inserts has one; passes never infer it from neighbours."""
+"""Roles: the purpose of each node. Every inserted node has one; passes never guess it from neighbours."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.fx
 class Kind(Enum):
     """The kinds of values and events (docs/guides/listing.md, "Names")."""
 
-    SHARD = "shard"  # placeholder that programs read parameters from, usually this rank's flat shard
+    SHARD = "shard"  # placeholder that parameters are read from, usually this rank's flat shard
     REFRESH = "refresh"  # re-gathers persistent parameters after an optimizer step
     CODES = "codes"  # FP8 payload: persistent parameters in one byte per element
     CAST = "cast"  # the shard in the communication dtype, and what quantizes it
@@ -30,7 +30,7 @@ class Kind(Enum):
     ACCUMULATE = "accumulate"  # adds gradients to the accumulator
     PROBE = "probe"  # runtime check of a value, in some steps
     COLLECTIVE = "collective"  # a collective of another parallelism, or of the model itself
-    OFFLOAD = "offload"  # host copy of a saved activation; in backward a placeholder
+    OFFLOAD = "offload"  # host copy of a saved activation; a placeholder in backward
     RELOAD = "reload"  # the same, back on the device
 
 
@@ -50,8 +50,7 @@ class Lane(Enum):
 class Role:
     kind: Kind
     unit: str
-    """Name of the unit, ``u0``. For another parallelism's collectives and waits: the axis, ``tp``. For host copies: the
-    layer's path."""
+    """Name of the unit, ``u0``; for other parallelisms the axis, ``tp``; for host copies the layer's path."""
     lane: Lane = Lane.COMPUTE
 
 

@@ -1,8 +1,8 @@
-"""Finds saved activations that are as large as a parameter because they were computed from one.
+"""Finds saved activations as large as a parameter, computed from one.
 
-They take back the memory that sharding saves, once per layer: a quantized copy that an operator keeps for its backward,
-a weight divided by a norm in a buffer. Backward recomputes values that depend on parameters alone
-(`joint_graph.recompute_parameters`), which invariant 47 checks. The others are reported.
+They undo the saving of sharding in every layer: a quantized copy that an operator keeps for backward, a weight divided
+by a norm in a buffer. Backward recomputes what depends on parameters alone (`joint_graph.recompute_parameters`; checked
+as invariant 47). The rest is reported.
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ _TRANSPARENT = {"aten", "prims", "mfsdp", "_c10d_functional", "_c10d_functional_
 
 
 def copies(p: Program) -> list[tuple[Node, str]]:
-    """Returns copies that forward saves of parameters that backward gathers again, and how each was computed.
-
-    How is one of: ``"from parameters"`` alone; ``"from parameters and buffers or random numbers"``, with as many
-    elements as one of the parameters; ``"by my::operator"``, not torch's own, which reads a parameter and returns a
-    tensor of its shape.
+    """Values that forward saves of parameters that backward gathers again, and how they were computed: ``"from
+    parameters"`` alone; ``"from parameters and buffers or random numbers"``, as many elements as a parameter has; or
+    ``"by my::operator"``, not torch's own, which reads a parameter and returns something of its shape.
     """
     if p.returned is None:
         return []
     behind: dict[Node, frozenset[Node]] = {}
-    """For every value that depends on no argument of the call: the parameters that it depends on."""
+    """Values that depend on no argument of the call, with the parameters that they depend on."""
     alone: set[Node] = set()
     opaque: dict[Node, frozenset[Node]] = {}
     for node in p.nodes:
@@ -69,7 +67,7 @@ def copies(p: Program) -> list[tuple[Node, str]]:
 
 
 def _gathered(p: Program, node: Node) -> bool:
-    """Whether the node is one or several parameters that are freed between forward and backward."""
+    """Whether it is a parameter or several, freed between forward and backward."""
     if not is_kind(node, Kind.PARAM, Kind.FULL):
         return False
     spec = p.unit(role(node).unit).spec  # type: ignore[union-attr]
@@ -77,7 +75,7 @@ def _gathered(p: Program, node: Node) -> bool:
 
 
 def _draws(node: Node) -> bool:
-    """Whether AOTAutograd's RNG wrapper calls the operator: recomputing it without the saved RNG state may differ."""
+    """Whether AOTAutograd's RNG wrapper calls it: without the saved RNG state a recomputation may differ."""
     return operator(node)[0] is not node.target
 
 

@@ -1,7 +1,7 @@
 """Verifies the invariants that a graph can violate, one function each, after every pass.
 
-Each function yields the node at fault and a description; `check` raises for the first. docs/internals/invariants.md
-lists the invariants and the bugs behind them; the tests violate each one on purpose.
+Each yields faulty nodes with a description; `check` raises for the first. See docs/internals/invariants.md; the tests
+violate each one on purpose.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .roles import Kind, Role, is_kind, role
 Fault = tuple[Node, str]
 
 
-class LawError(AssertionError):
-    """A program violates an invariant and did not run. This is a bug of a pass, not of the model."""
+class InvariantError(AssertionError):
+    """A program violates an invariant and did not run: a bug of a pass, not of the model."""
 
-    def __init__(self, law: int, node: Node, text: str):
-        super().__init__(f"{text} (law {law})")
-        self.law, self.node = law, node
+    def __init__(self, invariant: int, node: Node, text: str):
+        super().__init__(f"{text} (invariant {invariant})")
+        self.invariant, self.node = invariant, node
 
 
 def check(p: Program) -> None:
     """Checks every invariant.
 
     Raises:
-        LawError: names the first violated invariant and the node at fault.
+        InvariantError: names the first violated invariant and the node at fault.
     """
     p.graph.lint()
-    for law, function in INVARIANTS:
+    for invariant, function in INVARIANTS:
         for node, text in function(p):
-            raise LawError(law, node, text)
+            raise InvariantError(invariant, node, text)
 
 
 def stored(p: Program) -> Iterator[Fault]:
@@ -83,7 +83,7 @@ def one_path(p: Program) -> Iterator[Fault]:
 
 
 def apart(p: Program) -> Iterator[Fault]:
-    """4: source and destination of an accumulate never alias. Nothing uses the source afterwards; it may become the
+    """4: source and destination of an accumulate never alias; nothing uses the source afterwards, which may become the
     destination.
     """
     for node in p.nodes:

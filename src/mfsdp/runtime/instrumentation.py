@@ -4,7 +4,7 @@ Note [Names]
 An execution knows its operation by number (`Execution.at`); errors look up the name. A Python frame of that name costs
 about as much as the operation. So operations run in one only for an observer (`mfsdp.profile`, `mfsdp.ranges`), if the
 environment enables torch's FlightRecorder, or with the option ``frames``, for py-spy and debuggers, which attach
-unannounced. Programs always have theirs.
+unannounced. Programs always run in one.
 """
 
 from __future__ import annotations

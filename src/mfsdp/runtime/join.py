@@ -1,13 +1,13 @@
 """Lets a rank skip units: it joins their collectives with zeros, so that other ranks need not wait.
 
 Note [Joining with zeros]
-With a data-dependent branch, dropped layers, or a vision tower and no pictures, some ranks use a unit, others do not,
-and none knows in advance (``may_be_unused``). In such a *loose* model, each collective is announced separately (Note
-[Desync detection]), also in compiled programs, which may differ between ranks, and launches only when all ranks of the
-group have answered. If answers differ and some concern units of a loose model, one of these comes first, the same on
-all ranks. Ranks that announced something else join it: they send their shard and drop the result, or reduce zeros and
-accumulate the sum. Then they repeat their announcement. So a rank may use a unit at any time, any number of times, in
-any order, compiled or not; the sums are the same.
+With a data-dependent branch, dropped layers, or a vision tower and a batch without pictures, some ranks use a unit,
+others do not, and none knows in advance (``may_be_unused``). In such a *loose* model, each collective is announced
+separately (Note [Desync detection]), also in compiled programs, which may differ between ranks. It launches only when
+all ranks of the group have answered. If answers differ and some concern units of a loose model, one of these comes
+first, the same on all ranks. Ranks that announced something else join it: they send their shard and drop the result, or
+reduce zeros and accumulate the sum. Then they repeat their announcement. So a rank may use a unit at any time, any
+number of times, in any order, compiled or not; the sums are the same.
 
 On a mesh of two axes, all ranks of both get every announcement, as one group, and a reduction over both is one
 operation. If each axis agreed separately, two ranks could be bound to different choices.

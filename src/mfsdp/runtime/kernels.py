@@ -138,7 +138,7 @@ def spread(run: Execution, shard: torch.Tensor, scales: Sequence[torch.Tensor], 
 
 def cast(run: Execution, shard: torch.Tensor, spec: str) -> torch.Tensor:
     """The main weights in the communication dtype, in new memory: compilers may write to it. It is an operation because
-    compilers do not round what they read again.
+    compilers skip the rounding of a value that they read again.
     """
     return _known(owner(shard)).weights.main.detach().to(UnitSpec.decode(spec).precision.comm, copy=True)  # type: ignore[no-any-return]
 
@@ -170,7 +170,7 @@ def free(full: torch.Tensor) -> None:
 
 
 def bucket(run: Execution, like: torch.Tensor, holes: Sequence[int], spec: str, slot: int = -1) -> torch.Tensor:
-    """A bucket for a unit's gradients, [full_numel] in the communication dtype: zeros in the holes, else uninitialized."""
+    """A bucket for a unit's gradients, [full_numel] in the communication dtype: zeros in holes, else uninitialized."""
     r = _room(spec, slot, "g")
     gfull = static_buffers.room(r.slot, r.numel, r.dtype, like.device)
     if run.held:
@@ -277,7 +277,7 @@ def accumulate(
     scale: float,
     reused: bool = False,
 ) -> None:
-    """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators]), or makes it the
+    """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators]), or makes ``gshard`` the
     accumulator, unless a compiler reuses its memory later (``reused``).
     """
     buffer = owner(shard)
@@ -288,13 +288,11 @@ def accumulate(
     if held and gshard.data_ptr() in held:
         held.remove(gshard.data_ptr())
     else:
-        buffer.gradients.accumulate(
-            gshard.detach() if reused else gshard, offsets, scale
-        )  # an alias: its storage is shared
+        buffer.gradients.accumulate(gshard.detach() if reused else gshard, offsets, scale)  # an alias shares memory
 
 
 def _known(buffer: Any) -> Any:
-    """The owner of a shard; a RuntimeError if there is none."""
+    """The owner of a shard. Raises a RuntimeError if there is none."""
     if buffer is None:
         raise RuntimeError(
             "mfsdp: backward got a copy of a shard instead of the shard. Saved-tensor hooks that copy what they are "

@@ -3,15 +3,15 @@
 Note [Interleaved programs]
 While one program communicates its expert exchanges, the other computes. Neither program changes. Each runs in its own
 thread, one at a time, with its own static buffers, and the turn passes where a program would wait for a collective of
-another parallelism. So their common order follows from their own, the same on every rank and under every lowering: the
-backward up to its first such wait, the forward up to its first, the backward up to its next, and so on (`ir.merge`
-writes it down).
+another parallelism. So the order of both together follows from the order of each, the same on every rank and under
+every lowering: the backward up to its first such wait, the forward up to its first, the backward up to its next, and so
+on (`ir.merge` writes it down).
 
 A backward can be deferred if it only accumulates gradients (Note [Accumulators]) and no hook needs them. It is stored
 with its arguments, and autograd goes on as if it had run. Any access to a gradient runs it first (`Gradients.due`),
 regardless of the caller's context: another backward, autocast, inference mode. So it runs in a thread without this
-context, and launches where autograd would have. The caller's tensors are copied; weights and saved tensors must not be
-written.
+context, and launches on the stream that autograd would have used. The caller's own tensors are copied; weights and
+saved tensors must not be written.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Overlap:
             waiting.place.join()
 
     def leave(self, model: str) -> None:
-        """Runs the deferred backward; logs if none ever was."""
+        """Runs the deferred backward; logs if no backward was ever deferred."""
         self.finish()
         if not self._waited:
             self._tell(
@@ -144,7 +144,7 @@ def _urgent(part: Part) -> str:
 
 
 class _Waiting:
-    """A deferred backward with its arguments, place, and gradient synchronization."""
+    """A deferred backward with its arguments, its device and stream, and how gradients were to be synchronized."""
 
     def __init__(self, part: Part):
         self.part, self.buffers, self.place = part, list(dict.fromkeys(part.buffers)), devices.Place()

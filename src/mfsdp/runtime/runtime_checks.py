@@ -4,11 +4,11 @@ Note [Runtime checks]
 Under ``check_finite`` and ``check_replicas``, programs contain probes (`mfsdp.passes.insert_checks`). In most steps
 they return at once. In every n-th, each takes the largest magnitude of its value, per parameter, and of weights a
 checksum; nothing waits. After the program, one small tensor tells what failed. The CPU reads it at once; from a device
-it is copied, and read when a later program begins after it has arrived.
+it is copied, and read when a later program begins and it has arrived.
 
-The next gather or sum spreads a non-finite value to all ranks. So only the first line of the first program that finds
-one is reported, by its rank, to all ranks (through the watchdog), once, when a model fails after it has passed. Weights
-and arguments are a rank's own, and are reported at once. Results and gradients may follow from other ranks' values, and
+The next gather or sum spreads a non-finite value to all ranks. So a rank reports the first line of the first program
+that found one: once, to all ranks (through the watchdog), when a model fails that passed its last check. Weights and
+arguments are a rank's own, and are reported at once. Results and gradients may follow from other ranks' values, and
 sums do: they are reported one or two seconds later, unless a rank has reported an earlier cause.
 
 A step ends with a backward that synchronizes gradients, which is the same on all ranks (invariant 13); all its
@@ -47,7 +47,7 @@ class Place:
     """Position in the program."""
 
     def told(self) -> tuple[int, int]:
-        """The distance from the first cause that it may have, and how many ranks report it."""
+        """How far from the original fault it may be, and how many ranks report it."""
         if self.what == "weights" or self.what.startswith("argument"):
             return 0, NAMED
         return (1, NAMED) if self.what in ("result", "gradient") else (2, 1)
@@ -142,7 +142,7 @@ def _path(unit: str, name: str) -> str:
 
 
 def _largest(part: torch.Tensor) -> torch.Tensor:
-    """NaN if there is one, Inf if there is one. On the CPU, the norm takes ten times as long."""
+    """The largest magnitude; NaN or Inf if there is one. On the CPU, the norm would take ten times as long."""
     with torch.no_grad():
         if part.device.type != "cpu":
             largest: torch.Tensor = torch.linalg.vector_norm(part, float("inf"))

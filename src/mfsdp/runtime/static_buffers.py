@@ -50,7 +50,7 @@ class StaticBuffer:
         self.flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         """By size."""
         self.cuts: dict[tuple[Cut, torch.dtype, Any], Sequence[torch.Tensor]] = {}
-        """Views, by what made them."""
+        """Views, by cut function, dtype and arguments."""
 
     def vacant(self) -> bool:
         """Whether nothing else uses it."""
@@ -67,7 +67,7 @@ class StaticBuffer:
         return flat.data
 
     def views(self, like: torch.Tensor, cut: Cut, args: tuple[Any, ...]) -> Sequence[torch.Tensor]:
-        """What ``cut`` makes of a flat tensor that was taken; it is kept."""
+        """Applies ``cut`` to a flat tensor that was taken; the views are kept."""
         key = cut, like.dtype, args
         with _lock, torch.inference_mode(False), torch.no_grad():
             if key not in self.cuts:
@@ -105,8 +105,8 @@ def reset() -> None:
 
 
 def release() -> None:
-    """Frees unused static buffers when the last model is gone. Garbage collectors call it anywhere, so it waits for no
-    thread; the next model uses the rest.
+    """Frees unused static buffers when the last model is gone. The garbage collector may call it anywhere, so it waits
+    for no thread; the next model uses what is left.
     """
     if _lock.acquire(blocking=False):
         try:
@@ -221,7 +221,7 @@ def _make(device: torch.device, slot: str, size: int) -> StaticBuffer:
 
 
 def _drop(device: torch.device, slot: str) -> None:
-    """Frees a static buffer's memory, if nothing else has it. The pool goes last, or it frees nothing."""
+    """Frees a static buffer's memory, if nothing else has it. The pool must go last, or it frees nothing."""
     former = _slots.pop((device, slot), None)
     if former is not None:
         pool = _pools.pop((device, slot), None)

@@ -10,8 +10,8 @@ new, and the next forward takes them. The results are bitwise those of forward's
 
 Selection. A program knows these collectives at compile time (`First`). A model remembers those of the first training
 forward after the last step, with their buffers. Static buffers, specs and order are the program's, so a gather writes
-where forward wants it and uses no extra memory. The optimizer launches those whose trainable parameters are all its
-own, over the group of the first of them; forward launches the others.
+where forward wants it and uses no extra memory. The optimizer launches a gather if it owns all trainable parameters of
+the unit, and if the group is that of the first such gather; forward launches the others.
 
 Equal on all ranks. Launches depend on programs, parameter groups and earlier prefetches, which are equal on all ranks,
 and are announced like a program (Note [Desync detection]). But one rank alone may write to its weights afterwards:
@@ -27,9 +27,9 @@ is sent, and compared with the rows when forward begins. Rows are exposed only a
 Persistent parameters are not overwritten while a forward waits for its backward (`StepPrefetch.open`), which reads
 them.
 
-Drops. Gathers are dropped if another program or another model's step needs their static buffer, if a program that
-gathers something else begins first, at the next step, or if uncompiled code refreshes the parameters. A drop waits for
-the gather, which must not write to a reused buffer. After two drops in a row the model launches no more: some code
+Drops. A gather is dropped when another program or another model's step needs its static buffer, when a program with
+other first gathers begins, when the next step begins, or when uncompiled code refreshes its parameters. A drop waits
+for the gather, which must not write to a reused buffer. After two drops in a row the model launches no more: some code
 writes after every step, or two models train in turns over the same static buffers.
 
 An end that is never called keeps tensors and a static buffer. If its model is garbage, the next program or
@@ -72,7 +72,7 @@ class First:
 
 
 Wanted = tuple[Any, str, int, bool]
-"""The same in one execution: with the buffer instead of the argument."""
+"""A `First` in one execution: with the buffer instead of the argument."""
 
 
 @dataclass(eq=False)
@@ -219,15 +219,15 @@ class StepPrefetch:
         return not all(early is None or (early in _under_way and early.usable()) for early in self.launched)
 
     def decide(self, run: execution.Execution, anew: bool) -> None:
-        """Gives an execution what was launched, or drops it if any rank cannot take it. ``anew``: what this rank has
-        said.
+        """Gives an execution what was launched, or drops it if any rank cannot take it. ``anew``: whether this rank
+        cannot.
         """
         again = run.anew(self.group, anew)
         run.early = self._decided(taken=not again)
 
 
 def _group(want: Wanted, stepped: Collection[Any], mine: Collection[int]) -> str:
-    """The group that an optimizer may launch it over; ``""`` if it must not."""
+    """The group over which an optimizer may launch a collective; ``""`` if it must not."""
     buffer, text, _, _ = want
     spec: UnitSpec = buffer.spec
     if not text:  # main weights that no step writes need no refresh
@@ -294,7 +294,7 @@ class GatherLauncher:
             self.ahead.launched[self.at] = _launched(want, self.run)
 
     def abandon(self, error: BaseException) -> None:
-        """Ends a step that raised: the launches' ends are called when all ranks begin anew."""
+        """Cleans up after a step that raised: the ends of its launches are called when all ranks begin anew."""
         run, ahead = self.run, self.ahead
         if run is None:
             return

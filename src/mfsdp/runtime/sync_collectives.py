@@ -49,7 +49,7 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
 
 
 def _given(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
-    """What a gather sends of main weights: their cast, or themselves for a communication format."""
+    """What a gather sends of main weights: their cast, or for a communication format the weights themselves."""
     return main if s.precision.wire else main.to(s.precision.comm)
 
 
@@ -66,7 +66,7 @@ def gather_main(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
 def replicate(main: torch.Tensor, source: torch.Tensor, s: UnitSpec) -> list[End]:
     """Launches the gather of main weights, [main_numel], or of an FP8 payload of them, into persistent parameters,
     [source_numel]. Over two axes, one gather sends another's result, and compute waits for neither: on a device, a side
-    stream does; on the CPU, the end launches the second.
+    stream waits for the first; on the CPU, the end launches the second.
     """
     run, shard, wire = execution.current(), main, None
     if source.dtype.itemsize > 1:
@@ -125,8 +125,8 @@ def held_whole(s: UnitSpec, sync: bool) -> bool:
 
 
 def reduce_nothing(source: torch.Tensor, spec: str, wanted: bool = True) -> None:
-    """The same without gradients, for a unit that other ranks used, or that was used before (Note [Joining with
-    zeros]). ``wanted``: whether they accumulate.
+    """The same as `reduce_now` without gradients, for a unit that other ranks used, or that was used before (Note
+    [Joining with zeros]). ``wanted``: whether they accumulate.
     """
     gradients = owner(source).gradients
     with gradients.left_out(wanted):
@@ -198,7 +198,7 @@ def summed(tensor: torch.Tensor, s: UnitSpec, lane: int) -> End:
 
 
 def on_any_rank(here: torch.Tensor, s: UnitSpec) -> torch.Tensor:
-    """Where any rank that trains the unit has true. ``here``: booleans."""
+    """Nonzero where any rank that trains the unit has true. ``here``: booleans."""
     told = here.to(torch.uint8)
     for group in filter(None, (s.group, s.outer_group)):
         reduced(told, "max", group)

@@ -1,4 +1,5 @@
-"""Interface between operations and what communicates their bytes: gloo's messages, or a device's own collectives.
+"""Interface between operations and transports, which communicate their bytes: gloo's messages, or a device's own
+collectives.
 
 A launch returns an *end*, to be called before the result is read: on the CPU it returns when the bytes are there; on a
 device it makes the current stream wait, and the host goes on. Until then, nothing may write the input or touch the
@@ -19,11 +20,11 @@ from . import groups
 End = Callable[[], Any]
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""What is communicated together: parts of full buffers, [ranks * n], and of their shards, [n]; contiguous."""
+"""Tensors that are communicated together: parts of full buffers, [ranks * n], and of their shards, [n]; contiguous."""
 
 
 class Turn(Protocol):
-    """The communicating program, or operation outside of programs (`execution.Execution`)."""
+    """A communicating program, or an operation outside of programs (`execution.Execution`)."""
 
     def tag(self, group: str) -> int:
         """The tag of its messages over a group; no two programs share one."""
@@ -60,7 +61,7 @@ OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.
 
 
 class Member:
-    """A rank of a process group, with its texts for other ranks and torch's all-reduce."""
+    """A rank's place in a process group, with its texts for other ranks and torch's all-reduce."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = weakref.ref(group)

@@ -1,17 +1,17 @@
 """The watchdog: reports collectives that do not complete in time, and ranks that have not arrived.
 
 Note [Watchdog]
-One thread per process looks, every few seconds, at what the other threads execute. They pay for a counter of waits
-begun and ended, odd during a wait. On a device, where the host does not wait, every program records an event behind
-itself instead. A wait longer than `patience` is a stall.
+One thread per process looks, every few seconds, at what the other threads execute. This costs those threads a counter
+of waits begun and ended, which is odd during a wait. On a device, where the host does not wait, every program records
+an event after itself instead. A wait longer than `patience` is a stall.
 
 The first rank to see one calls all ranks, over its own connection to the store, not the group that hangs. Every
 watchdog answers, whatever its process does: announcements made in each group (Note [Desync detection]), current
-execution, last execution and its age, the main thread's stack. A rank with fewer announcements, or less far in the same
+execution, last execution and its age, the main thread's stack. A rank with fewer announcements, or earlier in the same
 program, has not arrived. The first rank writes the report; all log it, once per stall, and go on waiting: a late rank
 costs only time. Only ``on_stall="raise"`` ends the run, on all ranks.
 
-A process that an exception ends tells the others in the same way, before they miss it. So does one that finds
+A process that an exception ends tells the others in the same way, before they wait for it. So does one that finds
 non-finite values (Note [Runtime checks]).
 
 Time in which a late rank compiles, or agrees with others on what it shards, does not count.
@@ -43,13 +43,13 @@ from .desync import DesyncError, PeerLostError, end_all
 log = logging.getLogger("mfsdp")
 
 PATIENCE = 120.0
-"""Seconds; the option's default."""
+"""The option's default, in seconds."""
 
 ANSWERS = 6.0
 """Seconds for a watchdog to answer, if its process lets Python run."""
 
 SLOWEST = 5.0
-"""Most seconds between two looks."""
+"""Longest time between two looks, in seconds."""
 
 GRACE = 1.0
 """Seconds to wait for a rank that is nearer to the cause."""
@@ -101,7 +101,7 @@ class Watchdog:
     heard: int = 0
     """News so far: processes ended by exceptions, and failed runtime checks."""
     own: set[int] = field(default_factory=set)
-    """Those that this process published."""
+    """Numbers of those that this process published."""
     later: list[tuple[float, str, str, int, int]] = field(default_factory=list)
     """What it will report, and when (`tell_all`)."""
     excused: int = 0
@@ -205,7 +205,7 @@ class Watchdog:
         others = {r: json.loads(self.store.get(k).decode()) if self.store.check([k]) else None for r, k in keys.items()}
         late = {rank: theirs for rank, theirs in others.items() if theirs is None or not has_come(mine, theirs)}
         busy = any(theirs is not None and theirs["busy"] for theirs in late.values())
-        arrived = not late and self.store.add(f"{stall}/all", 1) == 1  # perhaps all ranks have arrived since
+        arrived = not late and self.store.add(f"{stall}/all", 1) == 1  # perhaps they arrived a moment ago
         text = "" if busy or arrived or run.waits != waits else report(mine, late, len(others) + 1, self.settings)
         self.store.set(f"{number}/report", text)
         self._answer(now)
@@ -291,7 +291,7 @@ def report(mine: dict[str, Any], late: dict[int, dict[str, Any] | None], ranks: 
     """The report of a stall.
 
     Args:
-        mine: state of the rank that waited too long, with what for and how long.
+        mine: state of the rank that waited too long, what it waited for and how long.
         late: states of ranks that have not arrived; ``None`` without an answer.
         ranks: number of ranks that may have to arrive.
         settings: whether the run ends, and the folder.
@@ -318,7 +318,7 @@ _GOES_ON = "It goes on once they come, or ends at the process group's own timeou
 
 
 def has_come(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Whether another rank is where this one waits, or further, by both states."""
+    """Whether another rank is where this one waits, or further, according to both states."""
     shared = [name for name, ranks in mine["groups"].items() if theirs["rank"] in ranks]
     further = [theirs["counts"].get(name, 0) - mine["counts"][name] for name in shared]
     if min(further, default=0) < 0:
@@ -470,7 +470,7 @@ def tell_all(text: str, event: str, far: int, most: int) -> None:
 
 
 def end() -> None:
-    """Stops it."""
+    """Stops this process's watchdog."""
     global _watch
     if _watch is not None and _watch.process == os.getpid():
         _watch.stop()

@@ -1,21 +1,20 @@
-"""Chooses the modules that become units if the user names none: ``units="auto"``.
+"""Chooses units if the user names none: ``units="auto"``.
 
 Note [Units of a model]
-Blocks become units. Blocks are the modules that the model's own plan names (``_no_split_modules``, else the patterns of
-``_fsdp_plan``), if it has at least two of a class, and every list of modules of one class that holds at least one
-hundredth of the parameters. Only outermost ones count: what a block contains, such as experts, belongs to it.
+Blocks become units: modules that the model's own plan names (``_no_split_modules``, else the patterns of
+``_fsdp_plan``), if it has at least two of a class, and every list of modules of one class with at least a hundredth of
+the parameters. Only outermost ones count; what they contain, such as experts, belongs to them.
 
 The modules before the blocks (embeddings) and after them (a norm, the head) are needed at opposite ends of a program.
-In one unit, the root's, both would be gathered before the first block of forward, and again before that of backward. So
-one of them becomes its own unit: the front, if it is a single module (backward does not read its parameters), else the
-largest module after the blocks. Not both: the rest would be a norm or two, whose gather still costs its hops and delays
-the next launch. By the cost model, two such units are mostly slower than one, and sometimes slower than none
-(docs/guides/explain_and_plan.md has figures). And only if communicating what is after the blocks takes longer than the
-hops of one more collective: `APART` bytes per rank. Parameters tied to another place stay in the root: one parameter,
-one unit.
+In one unit, the root's, both would be gathered before the first block, in forward and in backward. So one end becomes
+its own unit: the front, if it is one module (backward does not read its parameters), else the largest module after the
+blocks. Not both: the root would keep a norm or two, whose gather still costs its hops and delays the next launch; by
+the cost model that is mostly slower than one end, sometimes than none (figures: docs/guides/explain_and_plan.md). And
+only if communicating what is after the blocks takes longer than one collective's hops: `APART` bytes per rank. A
+parameter tied to another place stays in the root: one parameter, one unit.
 
-The order of registration tells front from end. If a model calls its modules in another order, the units are still
-correct, but may be slower.
+The order of registration tells front from end. If a model calls modules in another order, units are correct but may be
+slower.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from .unit_assignment import Claim, matches
 log = logging.getLogger("mfsdp")
 
 APART = 2**20
-"""Bytes per rank that the modules after the blocks need. In each hop of a ring a rank receives that many: on H100 2.7
-us inside a node and 3.1 us between nodes, against an assumed hop latency of 2 and 6 us."""
+"""Least bytes per rank after the blocks. Each hop of a ring receives that many: on H100 2.7 us inside a node, 3.1 us
+between nodes, at an assumed hop latency of 2 and 6 us."""
 
 SMALL = 100
 """Lists that hold less than 1/`SMALL` of the parameters are no blocks."""
@@ -48,11 +47,11 @@ Large = Callable[[Iterable[nn.Parameter]], bool]
 
 
 def auto(whole: Claim, policy: MixedPrecisionPolicy, placement: ShardingPlan) -> list[str]:
-    """Returns the names of the modules that become units (Note [Units of a model]); the root gets all other parameters.
+    """Returns the names of the modules that become units (Note [Units of a model]); the rest is the root's.
 
     Args:
         whole: all parameters to shard, as one unit.
-        policy: gives their communication dtype.
+        policy: gives the communication dtype.
         placement: gives the number of ranks.
     """
     model = _Model(whole)
@@ -82,7 +81,7 @@ def auto(whole: Claim, policy: MixedPrecisionPolicy, placement: ShardingPlan) ->
 
 
 class _Model:
-    """A model's modules in order, and the modules that own each parameter."""
+    """A model's modules in order, and which modules own each parameter."""
 
     def __init__(self, whole: Claim):
         self.root = whole.module
@@ -135,7 +134,7 @@ class _Model:
         return [m for m in dict.fromkeys(modules) if not any(m in self.inside[o] for o in modules if o is not m)]
 
     def end(self, blocks: Collection[nn.Module], large: Large) -> nn.Module | None:
-        """The module before or after the blocks that becomes its own unit."""
+        """The end of the model that becomes its own unit."""
         covered = {m for block in blocks for m in self.inside[block]}
         above = {m for m in self.names if not covered.isdisjoint(self.inside[m])} - covered
         first, last = (pick(self.order[m] for m in covered) for pick in (min, max))
@@ -159,5 +158,5 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _texts(plan: Any) -> list[str]:
-    """The strings in a model's plan attribute, of any type."""
+    """The strings in a model's plan, of any type."""
     return [x for x in plan if isinstance(x, str)] if isinstance(plan, (list, tuple, set, frozenset, dict)) else []

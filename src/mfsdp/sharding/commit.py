@@ -1,4 +1,4 @@
-"""Allocates the buffers, takes parameter values over, and gives modules their new parameters."""
+"""Allocates buffers, copies values into them, and gives modules their new parameters."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def ignore(param: nn.Parameter, undo: Rollback) -> None:
 
 
 def move_buffers(module: nn.Module, device: torch.device, undo: Rollback) -> None:
-    """Moves buffers to the parameters' device, tied ones once. Buffers on the meta device get memory with their
-    values.
-    """
+    """Moves buffers to the parameters' device, tied ones once; those on meta get memory with their values."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for m in module.modules():
         for name, buffer in m._buffers.items():
@@ -66,7 +64,7 @@ def fill(
     synced: Sequence[str],
     undo: Rollback,
 ) -> None:
-    """Allocates the unit's flat buffers, copies values parameter by parameter, and frees the originals."""
+    """Allocates the unit's buffers, copies values parameter by parameter, and frees originals."""
     undo.steps.append(lambda: forget_former(unit))
     for index, draft in enumerate(claim.drafts):
         buffer = FlatBuffer(

@@ -1,4 +1,4 @@
-"""Context managers and functions around training: gradient synchronization, full parameters."""
+"""Gradient synchronization and full parameters around training."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .module import FSDPModule, buffers_of
 
 
 def _buffers(module: nn.Module) -> list[FlatBuffer]:
-    """The flat buffers of a module's parameters, submodules included."""
+    """Flat buffers of the parameters of a module and its submodules."""
     return list({r.buffer: None for m in module.modules() for r in refs(m).values()})
 
 
 def _sharded(module: nn.Module, asked: str) -> list[FlatBuffer]:
-    """The same; raises a ValueError that names the caller if there is none."""
+    """The same, or a ValueError that names the caller."""
     found = _buffers(module)
     if not found:
         raise ValueError(f"{asked}: the model is not sharded; call mfsdp.fully_shard first")
@@ -29,12 +29,10 @@ def _sharded(module: nn.Module, asked: str) -> list[FlatBuffer]:
 
 @contextmanager
 def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
-    """Skips gradient synchronization in backward calls inside the ``with``; the next backward outside synchronizes them
-    all.
+    """Skips gradient synchronization in backwards inside the ``with``; the next one outside synchronizes them all.
 
-    Every unit that took part inside must take part in the synchronizing backward. Unreduced gradients are not in
-    ``.grad``. To abandon the step, call ``zero_grad`` of an optimizer, of the model or of torch.compile's wrapper: it
-    drops them.
+    Every unit used inside must be used in the synchronizing backward. Unreduced gradients are not in ``.grad``;
+    ``zero_grad`` of an optimizer, of the model or of torch.compile's wrapper drops them and abandons the step.
 
     Args:
         module: a sharded model, or any of its modules.
@@ -58,22 +56,22 @@ def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def overlapped(module: nn.Module) -> Iterator[None]:
-    """Runs each microbatch's backward together with the next one's forward (1F1B): one computes while the other's
-    expert all-to-alls are communicated.
+    """Runs each microbatch's backward together with the next forward (1F1B): one computes while the other's expert
+    exchanges are communicated.
 
         with mfsdp.overlapped(model):
             for batch in microbatches:
                 loss = model(batch)
                 loss.backward()
 
-    Leaving runs the last backward. An earlier access to gradients (``.grad``, an optimizer's step, `norms`,
-    ``zero_grad``) runs it at that point. Gradients are bitwise those of the same loop without the ``with``. Do not
-    write to weights or to forward's results while a backward is deferred. A backward that cannot be deferred runs at
-    once, and the log gives the reason (INFO): a model without collectives of other parallelisms, inputs that require
-    gradients, gradient hooks. All ranks must enter together.
+    Leaving runs the last backward; an earlier access to gradients (``.grad``, an optimizer's step, `norms`,
+    ``zero_grad``) runs it there. Gradients are bitwise those of the loop without it. Do not write to weights or
+    forward's results while a backward is deferred. A backward that cannot be deferred runs at once, and the log says
+    why (INFO): a model without collectives of other parallelisms, inputs that require gradients, gradient hooks. All
+    ranks must enter together.
 
     Args:
-        module: a sharded model, compiled or not (backwards of uncompiled code are not deferred).
+        module: a sharded model, compiled or not (uncompiled backwards are not deferred).
 
     Raises:
         ValueError: nothing of the module is sharded, or it is overlapped already.
@@ -112,9 +110,8 @@ def overlapped(module: nn.Module) -> Iterator[None]:
 
 
 def keep_gradients(module: nn.Module, keep: bool = True) -> None:
-    """Keeps the memory of gradients when ``zero_grad()`` sets them to ``None``. Every step then finds gradients at the
-    same addresses, as a captured step requires. By default, as in FSDP2, the memory is freed and the next backward
-    allocates it.
+    """Keeps the memory of gradients when ``zero_grad()`` sets them to ``None``: every step finds them at the same
+    addresses, as a captured step requires. By default, as in FSDP2, the next backward allocates new memory.
 
     Args:
         module: a sharded model, or any of its modules.
@@ -125,10 +122,10 @@ def keep_gradients(module: nn.Module, keep: bool = True) -> None:
 
 
 def synchronize(module: nn.Module) -> None:
-    """Waits for the gathers that an optimizer step prefetched for the next forward (`fully_shard_optimizer`).
+    """Waits for gathers that an optimizer step prefetched (`fully_shard_optimizer`); on a device, what this thread
+    launches next waits. Forward still uses them.
 
-    On a device it makes what this thread launches next wait for them. Forward can still use them. Call it before code
-    that torch does not track reads or writes weights, and before destroying process groups.
+    Call it before code unknown to torch reads or writes weights, and before destroying process groups.
 
     Args:
         module: a sharded model, or any of its modules.
@@ -142,14 +139,12 @@ def synchronize(module: nn.Module) -> None:
 
 @contextmanager
 def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator[None]:
-    """Replaces parameters by full main weights as plain parameters inside the ``with``, and keeps edits. All ranks must
-    enter together. Parameters cut by tensor or expert parallelism are what they were before `fully_shard`: DTensors
-    over its mesh.
+    """Shows full main weights as plain parameters inside the ``with``, and keeps edits. Parameters that tensor or
+    expert parallelism has cut are DTensors over its mesh, as before `fully_shard`. All ranks must enter together.
 
     Args:
         module: a sharded model, or any of its modules.
-        writeback: whether to write edits back to the shards. Each rank writes its own part, so all ranks must make the
-            same edits.
+        writeback: whether to write edits to the shards; each rank writes its part, so ranks must edit equally.
 
     Raises:
         ValueError: nothing of the module is sharded, or it is summoned already.
@@ -188,19 +183,19 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """Keeps all parameters gathered inside the ``with``, for many forwards with the same weights: generation,
-    evaluation. Forwards communicate nothing, compiled or not; memory holds the full model in ``compute_dtype``. All
-    ranks must enter together; they may run different code inside.
+    """Keeps all parameters gathered inside the ``with``, for many forwards with the same weights (generation,
+    evaluation). Forwards communicate nothing, compiled or not; memory holds the full model in ``compute_dtype``. All
+    ranks must enter together; what they run inside may differ.
 
     Compiled graphs compile once more, without collectives. Parameters keep their values from entry: leave before the
-    optimizer steps. A backward inside reduces gradients unit by unit, so all ranks must call it together.
+    optimizer steps. A backward inside reduces gradients unit by unit, so ranks must call it together.
 
     Args:
         module: a sharded model, or any of its modules.
 
     Raises:
         ValueError: nothing of the module is sharded.
-        RuntimeError: it is nested, or called inside a forward of the model.
+        RuntimeError: it is nested, or called in a forward of the model.
     """
     units = [m for m in module.modules() if isinstance(m, FSDPModule)]
     if not units:

@@ -1,9 +1,9 @@
 """Checks that all ranks shard the same model, and copies the first rank's values.
 
-Each rank keeps its rows of the model that it has built. If ranks have built different models, collectives do not match.
-If they have the same model with different values (no common seed), the parameters mix rows of several models, or
-replicas differ permanently. So each call of `fully_shard` compares ranks once, through the process group's store: the
-structure, which must be equal, and a sample of values, which may differ if a checkpoint is loaded next.
+Each rank keeps its rows of the model that it has built. With different models, collectives do not match; with different
+values (no common seed), parameters mix rows of several models, or replicas differ permanently. So each `fully_shard`
+compares ranks once, through the process group's store: the structure must be equal; sampled values may differ if a
+checkpoint is loaded next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _VALUES = "value of "
 
 
 def check_same_model(over: Sequence[str], structure: Sequence[str], values: Mapping[str, torch.Tensor]) -> None:
-    """Compares this rank's model with those of the other ranks in some process groups; all ranks call it together.
+    """Compares this rank's model with those of the other ranks in process groups; all call it together.
 
     Args:
         over: names of the groups.
@@ -31,7 +31,7 @@ def check_same_model(over: Sequence[str], structure: Sequence[str], values: Mapp
         values: tensors that should be equal, by name.
 
     Warns:
-        UserWarning: values differ; names the first of them.
+        UserWarning: values differ; names the first.
 
     Raises:
         RuntimeError: the structure differs, with the first difference; or a rank does not arrive.
@@ -57,7 +57,7 @@ def check_same_model(over: Sequence[str], structure: Sequence[str], values: Mapp
 
 
 def _marks(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """A number per tensor, from the bits of a sample: exact, and the same on every kind of processor."""
+    """A number per tensor from the bits of a sample: exact on every kind of processor."""
     marks = []
     for tensor in values.values():
         some = sample(tensor)
@@ -69,7 +69,7 @@ def _marks(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the elements of a tensor that are compared. A sample of a sample is the sample."""
+    """The elements of a tensor that are compared; of a sample all."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLE)].contiguous()
 
@@ -78,9 +78,7 @@ _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def of_first_rank(tensor: torch.Tensor, over: Iterable[str], device: torch.device) -> torch.Tensor:
-    """Returns the first rank's tensor, on a device that the groups communicate on. This rank's tensor does not
-    change.
-    """
+    """Returns the first rank's tensor, on a device that the groups use; this rank's is not changed."""
     out = torch.empty(tensor.shape, dtype=tensor.dtype, device=device).copy_(tensor.detach())
     for group in over:
         groups.broadcast(out.view(-1).view(torch.uint8), group)

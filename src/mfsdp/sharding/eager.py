@@ -1,23 +1,22 @@
 """The eager fallback: gathers full parameters for code outside of compiled graphs.
 
-Modules read parameters through properties (`sharding.module`). Under Dynamo a property leaves a marker in the graph. If
-a unit's forward runs as plain Python (a graph break, ``torch.compiler.disable``, an uncompiled call), it opens a
-`Scope`. The scope gathers the unit; all code inside reads the gathered parameters, and subgraphs that Dynamo still
-compiles take them as inputs. The end of the forward frees them. Backward gathers again when autograd unpacks the first
-saved tensor. Forward and backward gather a unit once each.
+Modules read parameters through properties (`sharding.module`). Under Dynamo these leave markers in the graph. If a
+unit's forward runs as plain Python (graph break, ``torch.compiler.disable``, uncompiled call), it opens a `Scope`,
+which gathers the unit. All code inside reads the gathered parameters; subgraphs that Dynamo compiles take them as
+inputs. The end of the forward frees them. Backward gathers again when autograd unpacks the first saved tensor. A unit
+is gathered once per forward and backward.
 
 Note [Saved tensors]
-Saved-tensor hooks pack what autograd saves of a gathered buffer into a ticket. The gathered buffer dies with its last
-ticket, when that backward node is done. So no code has to know when a unit's backward ends, and frozen units, which
-have no backward, need no special case. Existing hooks, such as ``torch.utils.checkpoint``'s, still get every other
-tensor.
+Saved-tensor hooks pack what autograd saves of a gathered buffer into a ticket. The buffer dies with its last ticket,
+when that backward node is done: no code has to know when a unit's backward ends, and frozen units, which have none, are
+no special case. Existing hooks, such as ``torch.utils.checkpoint``'s, still get every other tensor.
 
 Note [Recomputation]
 Backward runs a checkpointed region again when the unit around it is no longer open. Modules in the region then open
-that unit themselves, and parameters read between them are gathered too. Such a unit stays gathered until backward ends.
+that unit themselves; parameters read between them are gathered too. The unit stays gathered until backward ends.
 Checkpointing compares what both runs save, so which hooks see a tensor must not depend on who opened the unit: inside a
-module that owns sharded parameters our hooks are on top, elsewhere checkpoint's. A module whose unit is open already
-therefore pushes our hooks on top again if foreign hooks cover them.
+module with sharded parameters ours are on top, elsewhere checkpoint's. A module whose unit is already open therefore
+puts ours back on top of foreign ones.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class _Thread(threading.local):
         self.visited: set[UnitState] = set()
         """Units that are read only inside another unit's scope."""
         self.again: dict[UnitState, int] = {}
-        """Units that a recomputation reads and no scope closes, with the number of the backward."""
+        """Units that a recomputation reads and no scope closes, and the number of the backward."""
 
 
 _here = _Thread()
@@ -74,7 +73,7 @@ class Ticket:
 
 
 class _Saved:
-    """A saved tensor over a gathered buffer: any view, in any dtype, or a DTensor whose local tensor is one."""
+    """A saved tensor over a gathered buffer: any view, in any dtype, or a DTensor of one."""
 
     def __init__(self, ticket: Ticket, like: torch.Tensor):
         self.ticket = ticket
@@ -94,7 +93,7 @@ class _Saved:
 
 
 class _Kept:
-    """Any other saved tensor. Checks its version, since torch does not for tensors that hooks have packed."""
+    """Any other saved tensor, with its version, which torch does not check for tensors that hooks have packed."""
 
     def __init__(self, tensor: torch.Tensor):
         self.value, self.version = tensor, tensor._version
@@ -111,7 +110,7 @@ class _Kept:
 
 
 class _Gather(torch.autograd.Function):
-    """Returns full parameters from the shard; its backward adds their gradients to the accumulator."""
+    """Full parameters from the shard; backward adds their gradients to the accumulator."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -154,7 +153,7 @@ class Scope:
     Args:
         unit: the unit.
         place: the forward's name in warnings and errors.
-        own: whether it is the forward of the unit's own module, not of one below.
+        own: whether it is the unit's own module's, not that of one below.
     """
 
     def __init__(self, unit: UnitState, place: str, own: bool):
@@ -202,7 +201,7 @@ class Scope:
 
 @torch.compiler.disable
 def scope(module: nn.Module, own: bool) -> Scope | Cover | None:
-    """Opens the scope of a module's unit (its own, or the one around it). The caller closes it after the call."""
+    """Opens the scope of a module's unit (its own, or the one around it); close it after the call."""
     if module.__dict__["_mfsdp_unit"].open:
         hooks = _hooks() if _here.stack and _outer_hooks() is not None else None
         return None if hooks is None else Cover(hooks)
@@ -217,14 +216,14 @@ def scope(module: nn.Module, own: bool) -> Scope | Cover | None:
 
 def inside() -> bool:
     """Whether ``parameters()`` yields full parameters: in a plain Python forward with gradients enabled. Under
-    ``torch.no_grad()`` it yields shards in a forward too, since updates made there are persistent (moving averages).
+    ``torch.no_grad()`` it yields shards there too, since updates made to them last (moving averages).
     """
     return bool(_here.stack) and torch.is_grad_enabled()
 
 
 @torch.compiler.disable
 def read(module: nn.Module, name: str, ref: Ref) -> torch.Tensor:
-    """Returns a parameter as plain Python sees it: full inside a forward, else a DTensor; or the tensor that
+    """A parameter as plain Python sees it: full inside a forward, else a DTensor; or what
     ``torch.func.functional_call`` has put in its place.
 
     Raises:
@@ -270,7 +269,7 @@ def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
 
 
 def lend(value: torch.Tensor) -> torch.Tensor:
-    """Returns what a module that keeps weights outside of autograd gets for a gathered one (Note [Lent weights])."""
+    """What a module that keeps weights outside of autograd gets for one that it has read (Note [Lent weights])."""
     ticket = _here.tickets.get(value.untyped_storage().data_ptr()) if type(value) is torch.Tensor else None
     if ticket is None or not torch.is_grad_enabled():
         return value
@@ -387,7 +386,7 @@ def _outer_hooks() -> tuple[Any, Any] | None:
 
 
 def _warn(unit: UnitState, place: str) -> None:
-    """Warns once per place that code outside of a compiled graph reads parameters there."""
+    """Warns once per place that reads parameters outside of a compiled graph."""
     if place in _warned:
         return
     _warned.add(place)
@@ -408,7 +407,7 @@ def _warn(unit: UnitState, place: str) -> None:
 
 
 def _tell_of_plain(root: nn.Module) -> None:
-    """Warns once per parameter about parameters whose gradients are not averaged."""
+    """Warns once about each parameter whose gradients are not averaged."""
     unit: UnitState = root.__dict__["_mfsdp_unit"]
     if unit.fqn != "(root)" or unit.ranks == 1 or not torch.is_grad_enabled():
         return

@@ -1,8 +1,8 @@
-"""Tells which weights a module casts to one byte per element, so that FP8 payloads are communicated
+"""Tells which weights a module reads as FP8 payloads, which are communicated in one byte per element
 (`passes.quantize`).
 
-A flat buffer has one communication dtype, so these weights get their own buffer, apart from the unit's norms and
-biases. A module class of yours declares such weights itself: ``quantized_parameters = ("weight",)``.
+A flat buffer has one communication dtype, so these weights get one apart from the unit's norms and biases. Your own
+module class declares them: ``quantized_parameters = ("weight",)``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 from torch import nn
 
 _KNOWN = {("torchao.float8.float8_linear", "Float8Linear"): ("weight",)}
-"""By defining module and name of the class; tried on torchao 0.18."""
+"""By module and name of the class; tried on torchao 0.18."""
 
 
 def fp8_weights_of(module: nn.Module, name: str) -> bool:
@@ -23,10 +23,10 @@ def fp8_weights_of(module: nn.Module, name: str) -> bool:
 
 
 def tell(root: nn.Module) -> None:
-    """Warns that settings for FSDP2's FP8 all-gather are not needed.
+    """Warns about settings for FSDP2's FP8 all-gather, which are not needed.
 
     Warns:
-        UserWarning: torchao was told to prepare weights for FSDP2's FP8 all-gather.
+        UserWarning: torchao was told to prepare weights for it.
     """
     found = [m for m in root.modules() if getattr(getattr(m, "config", None), "enable_fsdp_float8_all_gather", False)]
     if any(fp8_weights_of(m, "weight") for m in found):

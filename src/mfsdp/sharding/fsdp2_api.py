@@ -1,4 +1,4 @@
-"""FSDP2's arguments and methods of ``fully_shard``: translated to ours, or refused with the alternative."""
+"""FSDP2's arguments and methods: translated to ours, or refused with the alternative."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..config.options import MixedPrecisionPolicy, Precision
 
 
 def policy_of(given: Any) -> MixedPrecisionPolicy:
-    """Returns the policy: ours, torch's converted, or the default for ``None``.
+    """Returns our policy; converts torch's.
 
-    Torch's policy keeps main weights in the model's own dtype and reduces gradients in ``reduce_dtype``. If that is
-    ``None``: in ``param_dtype`` before torch 2.15, in the parameter's own dtype from then on.
+    Torch's keeps main weights in the model's dtype and communicates gradients in ``reduce_dtype``; if that is ``None``,
+    in ``param_dtype`` before torch 2.15, from then on in the parameter's own dtype.
 
     Raises:
         ValueError: it is neither.
@@ -54,7 +54,7 @@ class _OwnDtype(MixedPrecisionPolicy):
 
 
 def _reduces_in_own_dtype() -> bool:
-    """Whether FSDP2 does so if ``reduce_dtype`` is ``None``: from torch 2.15 on."""
+    """Whether FSDP2 does so for ``reduce_dtype=None``: from torch 2.15 on."""
     major, minor = torch.__version__.split(".")[:2]
     return (int(major), int(minor)) >= (2, 15)
 
@@ -77,10 +77,10 @@ def reshards(given: Any) -> None:
 
 
 def no_offload(offload_policy: Any, shard_placement_fn: Any) -> None:
-    """Checks two arguments that have no effect here.
+    """Checks two arguments without effect here.
 
     Raises:
-        NotImplementedError: they ask for offloading, or for another placement.
+        NotImplementedError: they ask for offloading or another placement.
     """
     if offload_policy is not None and type(offload_policy) is not fsdp.OffloadPolicy:
         raise NotImplementedError(
@@ -101,7 +101,7 @@ class Unsharding:
 
 
 class Spelling:
-    """Methods of FSDP2's ``FSDPModule`` whose behavior is fixed or set elsewhere here."""
+    """Methods of FSDP2's ``FSDPModule`` whose behavior is fixed, or set elsewhere."""
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Does nothing: every backward completes its reductions."""
@@ -113,7 +113,7 @@ class Spelling:
         """Does nothing: reductions are always sums."""
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Does nothing: gathered parameters lie in static buffers with constant addresses (option ``pool``)."""
+        """Does nothing: gathered parameters keep their addresses in static buffers (option ``pool``)."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Accepts ``False``, the fixed behavior.
@@ -146,10 +146,10 @@ class Spelling:
             _instead("set_separate_reduce_scatter_group(False)", "reductions have a process group of their own, always")
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Accepts ``False``: a unit's missing gradients are always reduced as zeros.
+        """Accepts ``False``: missing gradients of a unit are always reduced as zeros.
 
         Raises:
-            NotImplementedError: ``True``, since units that a rank does not use at all are not supported.
+            NotImplementedError: ``True``: units that a rank does not use at all are not supported.
         """
         if reduce_scatter_unused_params:
             _instead(
@@ -206,9 +206,9 @@ for _name, _words in _ELSEWHERE.items():
 def with_casts(
     forward: Callable[..., Any], entering: torch.dtype | None, leaving: torch.dtype | None
 ) -> Callable[..., Any]:
-    """Returns the forward with floating-point tensors in its arguments and its result cast; ``None`` means no cast.
+    """Returns the forward with floating-point tensors in arguments and result cast; ``None``: not cast.
 
-    Walks tuples, lists, dicts and dataclasses, and rebuilds a container if a tensor in it was cast.
+    Walks tuples, lists, dicts and dataclasses, and rebuilds those in which something was cast.
     """
     if entering is None and leaving is None:
         return forward
@@ -223,9 +223,7 @@ def with_casts(
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Returns the value with 16, 32 and 64 bit floating-point tensors cast to ``dtype``; the same object if nothing
-    changes.
-    """
+    """Casts 16, 32 and 64 bit floating-point tensors to ``dtype``; returns the same object if nothing changes."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype in _CAST and value.dtype != dtype else value
     if isinstance(value, (tuple, list)):

@@ -1,5 +1,4 @@
-"""Overrides of framework methods (transformers, peft) that do not work on sharded modules: adapted, or refused with the
-alternative."""
+"""Adapts methods of frameworks (transformers, peft) to sharded modules, or refuses them with the alternative."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from torch import nn
 
 
 def overrides(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """Returns the methods of transformers' models that a sharded module's class overrides, if the class has them."""
+    """Overrides for a sharded module's class: those methods of transformers' models that it has."""
     ours: dict[str, Callable[..., Any]] = {
         "save_pretrained": save_pretrained,
         "resize_token_embeddings": resize_token_embeddings,
@@ -34,11 +33,11 @@ def _over(base: type[nn.Module], name: str, method: Callable[..., Any]) -> Calla
 def save_pretrained(
     model: nn.Module, theirs: Callable[..., Any], folder: Any, *args: Any, state_dict: Any = None, **more: Any
 ) -> Any:
-    """Calls transformers' own if full tensors are available: passed in, or on this rank; or if transformers gathers
-    them itself, for models that it has loaded in parts.
+    """Calls transformers' own if full tensors are passed or on this rank, or if it gathers them itself, for models that
+    it has loaded in parts.
 
     Raises:
-        NotImplementedError: parameters are sharded over several ranks, and possibly one rank alone has called it.
+        NotImplementedError: parameters are cut over ranks; it may have been called on one only.
     """
     if state_dict is None and getattr(model, "is_distributed_loading_by_transformers", False):
         return theirs(model, folder, *args, **more)
@@ -64,10 +63,10 @@ def save_pretrained(
 def resize_token_embeddings(
     model: nn.Module, theirs: Callable[..., Any], size: int | None = None, *args: Any, **more: Any
 ) -> Any:
-    """Returns the embeddings, as transformers' own does if there is nothing to resize.
+    """Returns the embeddings if there is nothing to resize, as transformers' own does.
 
     Raises:
-        NotImplementedError: the call would resize.
+        NotImplementedError: there is.
     """
     embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
     if size is not None or more.get("pad_to_multiple_of"):
@@ -79,17 +78,17 @@ def resize_token_embeddings(
 
 
 def _ranks(tensor: Any) -> int:
-    """Number of ranks over which a tensor is sharded; 0 if it is not a sharded parameter."""
+    """Number of ranks over which a tensor is sharded; 0 if it is not ours."""
     sharding = getattr(tensor, "_sharding", None)
     return 0 if sharding is None else int(sharding.layout.world)
 
 
 def _refuse_adapters(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    """Checks before peft creates an adapter for a sharded layer. Peft takes the layer for a tensor-parallel one and
-    gives the adapter the sizes of this rank's rows, unless the mesh axis has the name that peft recognizes.
+    """Checks before peft makes an adapter for a sharded layer. Peft would take it for a tensor-parallel one and size
+    the adapter by this rank's rows, unless the mesh axis has the name that peft knows.
 
     Raises:
-        ValueError: peft would create such an adapter.
+        ValueError: it would.
     """
     if name != "base_layer" or child is None or "_mfsdp_refs" not in child.__dict__:
         return

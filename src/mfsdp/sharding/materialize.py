@@ -1,13 +1,13 @@
-"""Initializes models built on the meta device, module by module, directly into shards.
+"""Initializes models built on the meta device, module by module, into shards.
 
-The values equal those of an unsharded init under the same seed: every module's own initializer runs on full tensors, in
-the order in which constructors run (children first), and each rank keeps its part. The initializers are
-``reset_parameters()`` (or ``_reset_parameters()``); then, if a module has it, ``_init_weights(module)`` on itself and
-everything below, as many GPTs do at the end of their constructors and Hugging Face models in ``post_init``; then the
-user's function, as ``model.apply(function)`` would call it. Only one module's own parameters are unsharded at a time.
+The values are those of an unsharded init under the same seed: every module's own initializer runs on full tensors, in
+the order of constructors (children first), and each rank keeps its part. Initializers are ``reset_parameters()`` (or
+``_reset_parameters()``), then ``_init_weights(module)``, if a module has it, on itself and everything below, as many
+GPTs do in their constructors and Hugging Face models in ``post_init``; then the user's function, as by
+``model.apply(function)``. Only one module's parameters are unsharded at a time.
 
-Tensors that were not on the meta device keep their values, whatever an initializer does to them (invariant 51): their
-own module's initializer writes to copies, and writes by others are undone.
+Tensors that were not on meta keep their values (invariant 51): their own module's initializer writes to copies; writes
+by others are undone.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _POSTPONED: ContextVar[list[Callable[[], None]] | None] = ContextVar("_POSTPONED
 
 @contextmanager
 def postponed() -> Iterator[list[Callable[[], None]]]:
-    """Defers calls of `materialize` in this block and yields the list of them. A loader first reads values from files,
-    then makes these calls in order for values that the files lack (`came`).
+    """Defers calls of `materialize` in this block to the yielded list. A loader that first reads values from files
+    calls them afterwards, in order, for values that the files lack (`came`).
     """
     calls: list[Callable[[], None]] = []
     token = _POSTPONED.set(calls)
@@ -47,14 +47,14 @@ def postponed() -> Iterator[list[Callable[[], None]]]:
 
 
 def came(ref: Ref) -> bool:
-    """Marks a parameter's value as loaded: no initializer will write it. Returns whether it was missing before."""
+    """Marks a parameter as loaded, so that no initializer writes it. Returns whether it was missing."""
     return ref.buffer.weights.born_on_meta.pop(ref.slot, None) is not None
 
 
 def materialize(root: nn.Module, device: torch.device, over: Sequence[str], init_fn: Init | None = None) -> None:
-    """Initializes the sharded parameters and the buffers of ``root`` that were built on the meta device.
+    """Initializes the sharded parameters and the buffers of ``root`` that were built on meta.
 
-    All ranks must call it together. They draw the same random numbers, from the state of rank 0's generators.
+    All ranks must call it together. They draw the random numbers of rank 0's generators.
 
     Warns:
         UserWarning: no initializer has written some tensors; names them. Floating-point ones hold NaN.
@@ -75,12 +75,11 @@ def materialize(root: nn.Module, device: torch.device, over: Sequence[str], init
 
 
 def most(root: nn.Module, again: bool = False) -> int:
-    """Returns an upper estimate of the device bytes that `materialize` needs besides main weights.
+    """Estimates the most device bytes that `materialize` takes besides main weights.
 
-    It counts one module's full parameters, plus one byte per element of one of them for the check whether it was
-    written. If an initializer starts from the values of another one, it adds the gather (one part per rank, all as long
-    as the longest, and the parameter itself unless it is exactly those parts) and the cast to the dtype that it was
-    built in.
+    One module's full parameters, and a byte per element of one of them to test whether it was written. Where an
+    initializer starts from another one's values, also the gather (one part per rank, all as long as the longest, and
+    the parameter itself unless it is just these) and the cast to the dtype it was built in.
 
     Args:
         root: sharded, built on the meta device.
@@ -109,9 +108,7 @@ def _buffers_of(modules: Iterable[nn.Module]) -> Iterable[FlatBuffer]:
 
 
 def _forget_what_was_written_since(modules: Iterable[nn.Module]) -> None:
-    """Stops treating parameters as from the meta device if they were written, on all ranks, after an earlier call
-    initialized them.
-    """
+    """Stops counting parameters as from meta if all ranks wrote them after an earlier call."""
     for buffer in _buffers_of(modules):
         if buffer.weights.initialised and buffer.weights.stale:
             buffer.weights.born_on_meta.clear()
@@ -124,7 +121,7 @@ def _initialise(
     over: Sequence[str],
     init_fn: Init | None,
 ) -> None:
-    """Calls every initializer, children first, of modules that have something from the meta device to write."""
+    """Calls every initializer, children first, that has something from meta to write."""
     with _same_random_numbers(device, over):
         for module in modules:
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -161,7 +158,7 @@ def _name_what_is_missing(root: nn.Module, born: Iterable[nn.Module], blank: Ite
 
 
 def _initialiser_below(module: nn.Module) -> Init | None:
-    """Finds ``_init_weights(module)``, or Hugging Face's ``_initialize_weights``, which knows what an inner model has
+    """``_init_weights(module)``, or Hugging Face's ``_initialize_weights``, which knows what an inner model has
     initialized.
     """
     for name in ("_initialize_weights", "_init_weights"):
@@ -196,7 +193,7 @@ def _from_meta(ref: Ref) -> bool:
 
 @contextmanager
 def _buffers_from_meta(born: Iterable[nn.Module], device: torch.device) -> Iterator[list[tuple[nn.Module, str]]]:
-    """Allocates buffers that are on the meta device, tied ones once, and yields their names; undone on an exception."""
+    """Allocates buffers that are on meta, tied ones once, and yields their names; undone on an exception."""
     places = [(m, name, b) for m in born for name, b in m._buffers.items() if b is not None and b.is_meta]
     new = {old: _blank_like(old, device) for _, _, old in places}
     for m, name, old in places:
@@ -211,7 +208,7 @@ def _buffers_from_meta(born: Iterable[nn.Module], device: torch.device) -> Itera
 
 @contextmanager
 def _real_values_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restores, at exit, the values that were real at entry: of parameters, sharded or ignored, and of buffers."""
+    """Restores at exit all values that were real at entry: parameters, sharded or ignored, and buffers."""
     places: list[tuple[nn.Module, str, torch.Tensor]] = []
     real: dict[torch.Tensor, torch.Tensor] = {}
     for m in modules:
@@ -232,7 +229,7 @@ def _real_values_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor whose values show that it is unwritten."""
+    """A tensor with values that mark it as unwritten."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.full(shape, torch.nan, dtype=dtype, device=device)
     low = False if dtype is torch.bool else torch.iinfo(dtype).min
@@ -260,10 +257,10 @@ def _untouched(tensor: torch.Tensor | None) -> bool:
 
 @contextmanager
 def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[None]:
-    """Replaces the module's own parameters by full tensors if any was built on meta; each rank keeps its part of those.
+    """Makes the module's own parameters full tensors if any was built on meta; each rank keeps its part of those.
 
     In the ``first`` round they start blank, but a tied one keeps what its first module wrote; later rounds start from
-    the current values. Real parameters beside them are replaced by copies that are discarded.
+    current values. Real parameters are replaced by copies, which are discarded.
     """
     mine: list[tuple[str, Ref, nn.Parameter, bool]] = []
     found = refs(module) if any(_from_meta(ref) for ref in refs(module).values()) else {}
@@ -291,7 +288,7 @@ def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[Non
 
 @contextmanager
 def _same_random_numbers(device: torch.device, over: Sequence[str]) -> Iterator[None]:
-    """Sets rank 0's generator states on every rank; at the end, a rank with another seed gets its own back."""
+    """Sets rank 0's generator states on every rank; a rank with another seed gets its own back at the end."""
 
     def of_rank_0(state: torch.Tensor) -> torch.Tensor:
         there = state.to(device)

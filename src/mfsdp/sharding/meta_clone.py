@@ -1,4 +1,4 @@
-"""Copies a model, as it was before sharding, to the meta device for tracing."""
+"""Copies a model, as before sharding, to the meta device for tracing."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ from .parallel import piece_of
 
 @dataclass
 class MetaClone:
-    """An unsharded copy of a model on the meta device, and how the original was sharded."""
+    """An unsharded copy on the meta device, and how the model was sharded."""
 
     model: nn.Module
     calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any], list[Any]]]
-    """The `fully_shard` calls in order: the module or modules, the arguments, and the ranks ([shard] or [outer,
-    shard])."""
+    """Calls of `fully_shard` in order: module or modules, arguments, ranks ([shard] or [outer, shard])."""
     twins: dict[int, Any]
     """Copies of tensors, by the original's ``id``."""
 
 
 def clone_on_meta(model: nn.Module) -> MetaClone:
-    """Copies a model to the meta device; parameters require gradients as when they were sharded. The model does not
-    change.
+    """Copies a model, which is not changed; parameters require gradients as when they were sharded.
 
     Raises:
-        ValueError: the model holds an object that cannot be copied, or is part of a unit of several modules.
+        ValueError: it holds something that cannot be copied, or is part of a unit of several modules.
     """
     memo: dict[int, Any] = {}
     inside = {id(m._parameters) for m in model.modules()}
@@ -114,7 +112,7 @@ def clone_on_meta(model: nn.Module) -> MetaClone:
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Copies a replacement of a module's forward, with the copies of the modules that it references."""
+    """Copies a replaced forward, with copies of the modules that it references."""
     if id(value) in memo:
         return memo[id(value)]
     if isinstance(value, types.MethodType):

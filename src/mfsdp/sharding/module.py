@@ -1,4 +1,4 @@
-"""The class of a sharded module: a subclass whose parameters are properties, with the methods of a unit."""
+"""Classes of sharded modules: subclasses whose parameters are properties, with the methods of a unit."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from . import eager, fsdp2_api, hf_overrides
 from .rollback import Rollback
 
 Casts = tuple[torch.dtype | None, torch.dtype | None]
-"""Dtypes that a unit's forward casts floating-point arguments and results to."""
+"""Dtypes that a unit's forward casts its floating-point arguments and results to."""
 
 
 class FSDPModule(fsdp2_api.Spelling):
-    """Base class of a unit's module. Method names are FSDP2's.
+    """Base class of units. Method names are FSDP2's.
 
-    It does not inherit from ``torch.distributed.fsdp.FSDPModule``: code that finds one uses its internal state, which
-    does not exist here (torch's pipeline schedules delay and reduce its gradients through that state; torch's memory
-    tracker reads it). Code that checks ``isinstance`` treats it as a plain module, which gives correct numbers. Check
-    for ``mfsdp.FSDPModule``.
+    It is no ``torch.distributed.fsdp.FSDPModule``: code that finds one uses its internal state, which does not exist
+    here (torch's pipeline schedules delay and reduce gradients through it; the memory tracker reads it). Code that
+    checks ``isinstance`` treats this as a plain module, with correct results. Check for ``mfsdp.FSDPModule``.
     """
 
     _mfsdp_unit: UnitState
@@ -36,19 +35,19 @@ class FSDPModule(fsdp2_api.Spelling):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True, hold: bool | None = None
     ) -> None:
-        """Sets whether following backwards synchronize gradients. Set ``False`` for all microbatches of a step but the
-        last; switching does not recompile.
+        """Sets whether the following backwards synchronize gradients: ``False`` for all microbatches of a step but the
+        last. Switching does not recompile.
 
-        Without synchronization, ``no_shard`` and ``optim`` add up full gradients and communicate nothing.
-        ``optim_grads`` and ``optim_grads_params`` scatter gradients in every backward and add up shards: on a two-level
-        mesh they skip the reduction over the outer axis, on a one-level mesh they skip nothing.
+        Without synchronization, ``no_shard`` and ``optim`` add up full gradients and communicate nothing;
+        ``optim_grads`` and ``optim_grads_params`` scatter gradients in every backward and add up shards, which skips
+        the reduction over the outer axis of a two-level mesh, and nothing on a one-level mesh.
 
         Args:
             requires_gradient_sync: whether to synchronize.
             recurse: whether to include units below.
-            hold: ``True`` makes ``optim_grads`` and ``optim_grads_params`` add up full gradients too, from now on. It
-                costs a buffer of the unit's size in ``main_grads_dtype`` and saves one reduction per microbatch.
-                Compiled graphs recompile once. ``None`` leaves it as it is.
+            hold: ``True``: from now on ``optim_grads`` and ``optim_grads_params`` add up full gradients too. This costs
+                a buffer of the unit's size in ``main_grads_dtype`` and saves a reduction per microbatch. Graphs
+                recompile once. ``None`` changes nothing.
         """
         if not isinstance(requires_gradient_sync, bool):
             raise ValueError(f"requires_gradient_sync={requires_gradient_sync!r}: choose True or False")
@@ -58,8 +57,8 @@ class FSDPModule(fsdp2_api.Spelling):
                 buffer.respec(hold=hold)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Sets whether following backwards reduce gradients over the outer axis of a two-level mesh; reductions over
-        the shard axis continue. Where gradients are unsharded (``no_shard``, ``optim``) it is their only reduction.
+        """Sets whether the following backwards reduce gradients over the outer axis of a two-level mesh; those over the
+        shard axis continue. It is the only reduction of unsharded gradients (``no_shard``, ``optim``).
         """
         if not isinstance(requires_all_reduce, bool):
             raise ValueError(f"requires_all_reduce={requires_all_reduce!r}: choose True or False")
@@ -86,15 +85,15 @@ class FSDPModule(fsdp2_api.Spelling):
             buffer.respec(reshard=reshard_after_forward)
 
     def set_gradient_divide_factor(self, factor: float, recurse: bool = False) -> None:
-        """Sets the divisor of gradient sums over ranks. Default: the number of ranks over which the outermost module
-        was sharded. Compiled graphs recompile.
+        """Sets the divisor of sums over ranks; by default the number of ranks over which the outermost module was
+        sharded. Compiled graphs recompile.
 
-        For a loss per token, when ranks have different numbers of tokens: set the factor to 1, and divide each rank's
-        sum over its tokens by the number of all ranks' tokens.
+        For a loss per token with different numbers of tokens per rank: use a factor of 1, and divide each rank's sum by
+        the number of all ranks' tokens.
 
         Args:
             factor: positive.
-            recurse: whether to include units below; as in FSDP2, not by default.
+            recurse: whether to include units below; off by default, as in FSDP2.
         """
         if not factor > 0:
             raise ValueError(f"factor={factor!r}: must be positive")
@@ -112,13 +111,13 @@ class FSDPModule(fsdp2_api.Spelling):
             buffer.gradients.forget()
 
     def unshard(self, async_op: bool = False) -> fsdp2_api.Unsharding | None:
-        """Gathers the unit's own parameters for uncompiled code, and keeps them until `reshard`.
+        """Gathers the unit's own parameters for uncompiled code, until `reshard`.
 
-        Compiled graphs are not affected: they gather when they need to. The values are current at the call; an
-        optimizer step, or any other write to the sharded parameters, frees them as `reshard` does.
+        Compiled graphs are not affected; they gather by themselves. An optimizer's step, or any other write to the
+        sharded parameters, frees the gathered values as `reshard` does.
 
         Args:
-            async_op: ``True`` returns a handle whose ``wait()`` returns at once: the gather is already complete.
+            async_op: ``True`` returns a handle whose ``wait()`` returns at once.
         """
         unit = self._mfsdp_unit
         unit.kept, unit.reshard = True, self.reshard
@@ -193,10 +192,10 @@ def _subclass(
     entering: torch.dtype | None,
     leaving: torch.dtype | None,
 ) -> type[nn.Module]:
-    """Returns the class of a sharded module: parameters are properties; forward opens a scope for the eager fallback
-    and casts its inputs and outputs.
+    """The class of a sharded module: parameters are properties; forward opens a scope for the eager fallback and casts
+    inputs and outputs.
 
-    Cached, so that equal layers share a type and Dynamo's guards stay the same.
+    Cached: equal layers share a type, and Dynamo's guards stay the same.
     """
     call = fsdp2_api.with_casts(base.forward, entering, leaving)
 
@@ -214,7 +213,7 @@ def _subclass(
                 scope.close()
 
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        # Called for another instance of the class, such as a slice of a container: that one is not sharded.
+        # Another instance of the class, such as a slice of a container, is not sharded.
         self.__class__ = base
         base.__init__(self, *args, **kwargs)
 
@@ -335,8 +334,8 @@ def _too_late(base: type[nn.Module], name: str) -> RuntimeError:
 def _parameters(
     module: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields ``named_parameters()`` inside a forward: full parameters, as ``self.weight`` is. Dynamo traces it, so it
-    never reads the values of ``_parameters``.
+    """``named_parameters()`` inside a forward: full parameters, as ``self.weight`` is. Dynamo traces it, so it never
+    reads the values of ``_parameters``.
     """
     seen: list[Any] = []
     plain: list[Any] = []
@@ -357,7 +356,7 @@ def _parameters(
 
 
 def _dtypes(module: Any) -> Iterator[tuple[str, torch.dtype]]:
-    """A module's own parameters, with their dtypes inside forward. Dynamo traces it."""
+    """A module's own parameters and their dtypes inside forward. Dynamo traces it."""
     own = module.__dict__.get("_mfsdp_refs", {})
     for name in module._parameters:
         if name in own:
@@ -388,6 +387,6 @@ def _property(name: str) -> property:
             return out if ref.piece is None else ref.seen(out)  # type: ignore[no-any-return]
         return eager.read(self, name, ref)  # type: ignore[no-any-return]
 
-    # If Dynamo compiled this frame, a graph of one marker would gather the unit for one parameter.
+    # Compiled as a frame, a graph of one marker would gather the unit for one parameter.
     eager.never_a_frame(get)
     return property(get)

@@ -1,9 +1,8 @@
-"""Detects and refuses writes to sharded parameters in forward: the next gather would restore the old values.
+"""Refuses writes to sharded parameters in forward: the next gather would restore the old values.
 
-A gathered parameter lives as long as one program or one forward. Writing the ranks' values back makes no sense either,
-since each rank has seen other data (``max_norm`` renormalizes the rows that a batch has used). So the writer gets an
-error: `nn.Embedding(max_norm=)` when the model is sharded, a traced model when it is compiled, plain Python when the
-forward ends.
+A gathered parameter lives for one program or one forward. Writing it back has no meaning either, since each rank has
+seen other data (``max_norm`` renormalizes a batch's rows). The error comes when the model is sharded for
+`nn.Embedding(max_norm=)`, at compilation for a traced model, at the end of forward for plain Python.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ def refuse(buffer: FlatBuffer, slot: int, place: str) -> RuntimeError:
 
 
 def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
-    """Checks Dynamo's graph for writes to parameters; functionalization would later drop them silently.
+    """Checks Dynamo's graph for writes, which functionalization would drop silently.
 
     Args:
-        gm: Dynamo's graph. Dynamo has run it on the fake tensors in ``meta["example_value"]``: their versions count
-            writes, and views share storage with their bases.
+        gm: Dynamo's graph, which has run on the fake tensors in ``meta["example_value"]``: their versions count writes,
+            and views share storage with their bases.
         inputs: its inputs, real tensors.
 
     Raises:
@@ -76,7 +75,7 @@ def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
 
 
 def _writer(marker: fx.Node) -> fx.Node | None:
-    """The node that writes to a marker's result or to a view of it; the marker itself if the writer is unknown."""
+    """The node that writes to a marker's result or a view of it; the marker if it is unknown which."""
     family = [marker]
     for node in family:
         family += [u for u in node.users if u not in family and _storage(u) == _storage(marker)]
@@ -89,8 +88,8 @@ def _writer(marker: fx.Node) -> fx.Node | None:
 
 
 def _declared(node: fx.Node, arg: fx.Node) -> bool:
-    """Whether an operator declares a write to an argument: in its schema, or by name for ``_foreach_`` operators, whose
-    writes to fake tensors do not change versions.
+    """Whether an operator declares a write to an argument: in its schema, or by name for ``_foreach_`` ones, whose
+    writes to fake tensors versions do not count.
     """
     schema = getattr(node.target, "_schema", None)
     if schema is not None:
@@ -104,7 +103,7 @@ def _declared(node: fx.Node, arg: fx.Node) -> bool:
 _IN_PLACE = re.compile(
     r"(?!(?:and|or|not|is)_$)[^_].*[^_]_|setitem|i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)"
 )
-"""Names of operators that write, by torch's convention and Python's, except Python's ``and_`` (`&`) and the like."""
+"""Names of operators that write, by torch's convention and Python's, whose ``and_`` is `&`."""
 
 
 def writes_to(node: fx.Node, arg: fx.Node) -> bool:
@@ -139,7 +138,7 @@ def storage(value: Any) -> int:
 
 
 def _line(node: fx.Node) -> str:
-    """File and line of the user's code behind a node."""
+    """The user's line of code behind a node."""
     frames = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
     mine = [f"{file}:{line}" for file, line in frames if not ours(file) and "/torch/" not in file]
     return mine[-1] if mine else ""
@@ -149,11 +148,11 @@ def _line(node: fx.Node) -> str:
 
 
 class MutationCheck:
-    """Records the state of a gathered buffer's parameters, to detect writes by forward.
+    """The state of a gathered buffer's parameters when forward got them.
 
-    Versions count writes through a tensor and its views, but not through ``.data``. For those it compares fingerprints
-    of the values, in a buffer's first forward with gradients and its first without, unless the shards were written
-    meanwhile, which is allowed.
+    Versions count writes through a tensor and its views, but not through ``.data``. Those are found by comparing
+    values, in a buffer's first forward with gradients and its first without, unless the shards were written meanwhile,
+    which is allowed.
     """
 
     def __init__(self, buffer: FlatBuffer, params: Sequence[torch.Tensor]):
@@ -179,7 +178,7 @@ class MutationCheck:
 
 
 _looked: WeakKeyDictionary[FlatBuffer, set[bool]] = WeakKeyDictionary()
-"""The grad modes in which a buffer's values were already compared."""
+"""Grad modes in which values were already compared."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

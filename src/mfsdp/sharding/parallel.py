@@ -1,12 +1,12 @@
-"""Reads what other libraries' parallelism declares on modules and parameters: DTensors, Megatron-LM's attributes,
-transformers' tensor-parallel styles.
+"""Reads other libraries' parallelism from modules and parameters: DTensors, Megatron-LM's attributes, transformers'
+styles.
 
-Attributes of Megatron-LM and TransformerEngine mark a plain parameter as a local shard of a larger one, or its gradient
-as reduced over other ranks than the data-parallel ones. TransformerEngine sets them without tensor parallelism too, so
-they count unless the module or its configuration says that there is one rank.
+Attributes of Megatron-LM and TransformerEngine mark a plain parameter as a local shard, or its gradient as reduced over
+other ranks than the data-parallel ones. TransformerEngine sets them without tensor parallelism too, so they count
+unless the module or its configuration has one rank.
 
 transformers replaces a module's ``forward`` by a style's function (``tp_forward``, ``ep_forward``), which changes
-``_parameters`` while it runs. `Ref.seen` decides what modules see then.
+``_parameters`` while it runs; `Ref.seen` decides what modules see then.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .rollback import Rollback
 
 
 def piece_of(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh | None) -> TPShard | None:
-    """Returns the local shard that another parallelism has left of a parameter, ``None`` for an unsharded one.
+    """Returns the local shard that another parallelism has left of a parameter; ``None`` if it is unsharded.
 
     Args:
         fqn: its name.
         param: the parameter.
         owner: a module that has it.
-        mesh: the mesh passed to `fully_shard`; one of its axes may belong to tensor parallelism.
+        mesh: given to `fully_shard`; may have an axis of tensor parallelism.
 
     Raises:
         ValueError: a DTensor that is neither sharded nor replicated.
-        NotImplementedError: it is marked as a local shard, but the full parameter is unknown.
+        NotImplementedError: it is marked as a shard of an unknown parameter.
     """
     if hasattr(param, "_mfsdp_piece"):
         return param._mfsdp_piece  # type: ignore[no-any-return]
@@ -64,7 +64,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "average_gradients_across_tp_domain": (True, "its gradient is also averaged over the ranks of tensor parallelism"),
     "allreduce": (False, "it is an expert that other ranks of data parallelism do not have"),
 }
-"""Attributes that are refused: the value that is meant, and its meaning."""
+"""Refused attributes: the value that has a meaning, and the meaning."""
 
 
 def _by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh | None) -> TPShard | None:
@@ -115,7 +115,7 @@ def _by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: Device
 
 
 def _ranks(owner: nn.Module, expert: bool) -> int | None:
-    """Number of ranks of the module's own parallelism, if the module, its configuration or Megatron-LM tells it."""
+    """Number of ranks of the module's own parallelism, if known from the module, its configuration or Megatron-LM."""
     config = getattr(owner, "config", None)
     if expert:
         said = [_size(getattr(owner, "ep_group", None)), getattr(config, "expert_model_parallel_size", None)]
@@ -142,7 +142,7 @@ def _megatron_group() -> Any:
 
 
 def _axis(owner: nn.Module, mesh: DeviceMesh | None, device: str) -> DeviceMesh | None:
-    """The ranks of tensor parallelism: an axis of the mesh, or a group that the module or Megatron-LM knows."""
+    """The ranks of tensor parallelism: an axis of the mesh, or a group of the module or Megatron-LM."""
     for name in TENSOR if mesh is not None else ():
         if name in (mesh.mesh_dim_names or ()):  # type: ignore[union-attr]
             return mesh[name]  # type: ignore[index]
@@ -156,7 +156,7 @@ _THEIRS = "transformers.distributed."
 
 
 def _cells(module: nn.Module) -> dict[str, types.CellType]:
-    """The closure cells, by name, of the function by which transformers has replaced a module's forward."""
+    """Closure cells, by name, of the function by which transformers has replaced a module's forward."""
     forward = module.__dict__.get("forward")
     if not isinstance(forward, types.FunctionType) or not forward.__module__.startswith(_THEIRS):
         return {}
@@ -164,7 +164,7 @@ def _cells(module: nn.Module) -> dict[str, types.CellType]:
 
 
 def _summed_over(module: nn.Module) -> DeviceMesh | None:
-    """The ranks over which hooks, registered by a replicated module's forward, sum its gradients."""
+    """The ranks over which hooks, registered by a module's forward, sum its gradients."""
     cells = _cells(module)
     if "is_already_hooked" not in cells:
         return None
@@ -229,7 +229,7 @@ def adapt(modules: Iterable[nn.Module], undo: Rollback) -> None:
 
 
 def _called(module: nn.Module, cell: types.CellType) -> Any:
-    """If the cell holds the module's former forward, returns that of its current class; else the cell's content."""
+    """The module's current forward if the cell holds its former one, else the cell's content."""
     bound = cell.cell_contents
     own = isinstance(bound, types.MethodType) and bound.__self__ is module and bound.__name__ == "forward"
     return types.MethodType(type(module).forward, module) if own else bound
@@ -293,8 +293,8 @@ def _style(kind: type) -> type:
 
 @functools.cache
 def _unbranched(kind: type) -> type:
-    """An expert dispatcher that in a graph never branches on the number of tokens, which is unknown there; experts
-    accept none.
+    """An expert dispatcher that never branches on the number of tokens in a graph, where it is unknown; experts accept
+    none.
     """
     theirs: Any = kind.__call__
 

@@ -13,16 +13,16 @@ from ..state.sharded_dtensor import carry_attributes
 
 
 class Rollback:
-    """Undoes changes in reverse order if an exception leaves the block.
+    """Undoes changes in reverse order after an exception.
 
-    Originals are freed once their values are copied. The rollback puts an original back if it still exists, or gives
-    its values to a new parameter if this rank has all of them. Otherwise the parameter ends on the meta device and an
-    error says so: a gather would be a collective that other ranks, which have not failed, do not join.
+    Originals are freed once their values are copied. The rollback puts an original back if it is alive, or gives its
+    values to a new parameter if this rank has all of them. Otherwise the parameter ends on the meta device with an
+    error: a gather would be a collective that other ranks, which have not failed, do not join.
 
     Args:
         whole: whether this rank's buffers hold full parameters.
-        keep: whether to keep originals to the end, as for models partly on the meta device, where little but users'
-            initializers can fail.
+        keep: whether to keep originals to the end, as for models partly on meta, where little but users' initializers
+            can fail.
     """
 
     def __init__(self, whole: bool, keep: bool):
@@ -46,9 +46,7 @@ class Rollback:
             ) from error
 
     def former(self, param: nn.Parameter, ref: Ref) -> Callable[[], nn.Parameter]:
-        """Returns a function that restores a parameter which `ref` replaces; it returns the same parameter every
-        time.
-        """
+        """Returns a function that restores the parameter that `ref` replaces, the same one every time."""
         found: list[nn.Parameter] = [param] if self.keep or param.is_meta else []
         weak, dtype, trainable = weakref.ref(param), param.dtype, param.requires_grad
 

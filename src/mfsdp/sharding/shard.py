@@ -54,61 +54,60 @@ def fully_shard(
     """Shards the parameters of a module over data-parallel ranks, in one flat buffer per unit.
 
     Returns the same object; its class becomes a subclass that is also `FSDPModule`. ``parameters()`` and
-    ``state_dict()`` show DTensors with the original names and global shapes. Inside ``forward`` a parameter is the full
-    tensor, in ``compute_dtype``. As in FSDP2, you can instead call it on every block and then on the root.
+    ``state_dict()`` show DTensors with the original names and global shapes; inside ``forward`` a parameter is the full
+    tensor, in ``compute_dtype``. As in FSDP2, you can instead call it on every block, then on the root.
 
-    Originals are freed as their values are copied: memory never holds more than the model, the shards made so far and
-    one unit (quantized originals of TransformerEngine are freed at the end). If a later step fails (memory, an
-    initializer), the model is restored. Parameters whose originals were freed get new tensors with their values; if
-    this rank holds only a part of them, an error asks to build the model again.
+    Originals are freed as their values are copied: memory holds at most the model, the shards made so far and one unit
+    (TransformerEngine's quantized originals are freed at the end). If a later step fails (memory, an initializer), the
+    model is restored; where originals were freed, new parameters get their values, or, if this rank holds only a part,
+    an error asks to build the model again.
 
     Args:
-        module: the root, or one unit of a larger model; or several modules that form one unit (a norm and the head
-            after it). Compiled code gathers such a unit once, uncompiled code in the forward of each module.
-        units: classes, import paths, class names, or patterns over module names (``*`` is one component, ``**`` any
-            number). Each match becomes a unit; ``module`` gets the parameters that no unit claims. ``None``: one unit.
-            ``"auto"``: the blocks of the model's own plan, else repeated modules, and the embedding apart from the head
-            if that is worth a gather (`mfsdp.sharding.auto_wrap`). For a module named ``auto``, pass
-            ``units=["auto"]``.
-        mesh: a ``DeviceMesh``, 1-D or (outer, shard), or a larger one with axes named ``dp_shard`` and, for two levels,
+        module: the root, one unit of a larger model, or several modules that form one unit (a norm and the head after
+            it). Compiled code gathers such a unit once, uncompiled code in the forward of each.
+        units: classes, import paths, class names, or patterns over module names (``*``: one component, ``**``: any
+            number). Each match becomes a unit; the rest belongs to ``module``. ``None``: one unit. ``"auto"``: the
+            blocks of the model's own plan, else repeated modules, and the embedding apart from the head if that is
+            worth a gather (`mfsdp.sharding.auto_wrap`). For a module named ``auto``: ``units=["auto"]``.
+        mesh: a ``DeviceMesh``, 1-D or (outer, shard), or a larger one with axes ``dp_shard`` and, for two levels,
             ``dp_outer`` or ``dp_replicate`` (other names: `mfsdp.state.mesh`). An axis ``cp`` is part of the shard
-            axis; ``tp`` and ``pp`` are left alone; other axes are refused. Default: all ranks of the default process
-            group, or this process alone if there is none.
+            axis; ``tp`` and ``pp`` are left alone; others are refused. Default: all ranks of the default process group,
+            or this process alone if there is none.
         dp_mesh_dims: the axes of ``mesh`` to use, if their names do not tell: torch's ``DataParallelMeshDims``, a dict
             ``{"shard": name, "replicate": name}`` (several names: these axes count as one), or two names, (outer,
-            shard). Axes that it omits are left to others.
-        strategy: what to shard, by name or number. ``"no_shard"``/0: nothing. ``"optim"``/1: optimizer state; gradients
-            are added up locally and reduced at a synchronization. ``"optim_grads"``/2: gradients too; they are
-            scattered in every backward. ``"optim_grads_params"``/3: parameters too; they are gathered in every forward
-            and backward. Below 3, parameters stay unsharded on every rank and are gathered once per optimizer step. 0
-            and 1 treat both axes of a two-level mesh as one.
-        outer_strategy: what to shard over the outer axis of a two-level mesh: ``"no_shard"`` (HSDP: gradients are
+            shard). Other axes are left alone.
+        strategy: what is sharded, by name or number: ``"no_shard"``/0 nothing; ``"optim"``/1 optimizer state (gradients
+            are added up locally and reduced at a synchronization); ``"optim_grads"``/2 also gradients (scattered in
+            every backward); ``"optim_grads_params"``/3 also parameters (gathered in every forward and backward). Below
+            3 they stay unsharded and are gathered once per optimizer step. 0 and 1 treat both axes of a two-level mesh
+            as one.
+        outer_strategy: the same over the outer axis of a two-level mesh: ``"no_shard"`` (HSDP: gradients are
             all-reduced over it) or ``"optim"`` (HFSDP: optimizer state is sharded over it too).
         mp_policy: dtypes per role, `MixedPrecisionPolicy`, or torch's own of that name.
-        reshard_after_forward: ``False`` keeps the parameters gathered from forward to backward; ``None``, FSDP2's
-            default, is ``False`` for the outermost module and ``True`` for all others.
-        ignored_params: parameters that are left unsharded and whose gradients are not reduced.
-        device: the device of parameters and buffers. Tensors on the meta device are materialized there unit by unit,
-            with the values of an unsharded init under the same seed. Default: the current accelerator, else the CPU.
-        param_init_fn: for models on the meta device, the counterpart of ``model.apply(param_init_fn)``. After the
-            modules' own initializers, it is called on every module with parameters or buffers from the meta device,
-            children first, and writes them; parameters are unsharded meanwhile.
+        reshard_after_forward: ``False`` keeps parameters gathered until backward; ``None``, FSDP2's default, is
+            ``False`` for the outermost module and ``True`` for others.
+        ignored_params: parameters that are not sharded and whose gradients are not reduced.
+        device: the device of parameters and buffers. Tensors on meta are materialized there unit by unit, with the
+            values of an unsharded init under the same seed. Default: the current accelerator, else the CPU.
+        param_init_fn: for models on meta, what ``model.apply(param_init_fn)`` is for others. After the modules' own
+            initializers it gets every module with parameters or buffers from meta, children first, with full
+            parameters, and writes them.
         offload_policy, shard_placement_fn: FSDP2's; refused unless they have no effect.
-        sync_module_states: copies parameters and buffers from the first rank of the mesh. Without it, ranks compare a
-            sample of the values, and a warning names parameters that differ.
+        sync_module_states: copies parameters and buffers from the mesh's first rank. Without it, ranks compare samples,
+            and a warning names parameters that differ.
         may_be_unused: whether ranks may skip units of this call in a step, in forward or entirely, while others use
-            them (a data-dependent branch, layer drop, an image tower). ``True`` for all units, or a list as in
-            ``units``. Ranks that skip a unit join its gathers and reductions with zeros. If any rank has used a unit in
-            a backward, all its parameters have gradients on every rank; if none has, it has none. Ranks announce every
-            collective of such a model before launching it (`mfsdp.runtime.join`), which costs an answer from all of
-            them each time. Without it, ranks that differ raise an error that names unit and ranks. Branches of
-            ``torch.cond`` do not need it.
+            them (a data-dependent branch, layer drop, an image tower): ``True`` for all, or a list as in ``units``.
+            Ranks that skip a unit join its gathers and reductions with zeros. A unit that any rank has used in a
+            backward has gradients on every rank, for all its parameters; one that none has used has none. Every
+            collective of such a model is first announced to all ranks (`mfsdp.runtime.join`), which costs their answers
+            each time. Without it, ranks that differ raise an error that names unit and ranks. ``torch.cond`` branches
+            do not need it.
         plan: from `mfsdp.plan`, for this model over as many ranks. Compiled code follows it: which layers are
-            recomputed, stay gathered after forward, or are offloaded to the host, and the prefetch depth. Uncompiled
-            code ignores it. Pass it where the whole model is sharded, in the last call.
+            recomputed, stay gathered after forward or are offloaded to the host, and the prefetch depth. Uncompiled
+            code ignores it. Pass it in the last call, which shards the whole model.
 
     Warns:
-        UserWarning: parameters differ between ranks; no initializer has written some from the meta device.
+        UserWarning: parameters differ between ranks; no initializer has written some from meta.
 
     Raises:
         ValueError: bad arguments, a unit that matches nothing, a module or parameter that is sharded already, a
@@ -116,8 +115,8 @@ def fully_shard(
             optimizer that holds parameters of the module, a unit below that is gathered or has gradients. Nothing has
             been copied or changed then.
         NotImplementedError: an unsupported combination; a parameter that is a tensor subclass, has sparse gradients, or
-            is marked as a local shard of an unknown parameter (Megatron-LM's attributes). Nothing has been copied or
-            changed then.
+            is marked as a local shard of an unknown parameter (Megatron-LM's attributes). Nothing has changed then
+            either.
         RuntimeError: other ranks have built another model, or shard it differently; or it failed half-way, and this
             rank alone cannot restore the model.
     """
@@ -260,11 +259,10 @@ def _nested_pieces(root: nn.Module) -> list[TPShard]:
 
 
 def _apart_from(placement: ShardingPlan, pieces: Sequence[TPShard], nested: Sequence[TPShard]) -> None:
-    """Checks that data-parallel ranks are not ranks of tensor parallelism, which share data.
+    """Checks that data-parallel ranks have data of their own, unlike tensor-parallel ones.
 
     Raises:
-        ValueError: an axis over which a parameter was cut, or one with a tensor-parallel name, shares ranks with data
-            parallelism.
+        ValueError: an axis that has cut a parameter, or has a tensor-parallel name, shares ranks with data parallelism.
     """
     ours = {r for name in placement.groups[::2] if name for r in groups_of.ranks(name)}
     for piece, earlier in [*((p, False) for p in dict.fromkeys(pieces)), *((p, True) for p in dict.fromkeys(nested))]:
@@ -282,8 +280,8 @@ def _apart_from(placement: ShardingPlan, pieces: Sequence[TPShard], nested: Sequ
 
 
 def _divide_alike(root: nn.Module, placement: ShardingPlan) -> None:
-    """Sets the divisor of gradients in units of earlier calls to this call's: all ranks whose losses are averaged, even
-    if fewer of them hold the same parameters (experts).
+    """Divides gradients of earlier calls' units as this one's: by all ranks whose losses are averaged, even if fewer
+    hold the same parameters (experts).
     """
     for unit in _units(root):
         unit.ranks = placement.ranks
@@ -313,7 +311,7 @@ def _optional(root: nn.Module, asked: bool | Iterable[UnitLike], claims: Sequenc
 
 
 def _together(root: nn.Module, found: Axes, placement: ShardingPlan) -> str:
-    """Returns the name of the group of all ranks that share a model with optional units; ``""`` for one process.
+    """The group of all ranks that share a model with optional units; ``""`` for one process.
 
     Raises:
         ValueError: units of earlier calls are shared with further ranks.

@@ -1,17 +1,16 @@
-"""Lends full weights and gradient memory to TransformerEngine's modules in the eager fallback.
+"""Lends TransformerEngine's modules full weights and gradient memory in the eager fallback.
 
 Note [Lent weights]
-TransformerEngine's autograd functions keep the weight itself from forward to backward, as ``ctx.weight``, outside of
-what autograd saves. Saved-tensor hooks do not see it, so it would keep every layer's gathered buffer alive. Instead
-they get a separate tensor over the same storage. When the unit is freed, that tensor loses the storage: it keeps its
-shape and reads as NaN.
+Their autograd functions keep the weight itself from forward to backward, as ``ctx.weight``, where saved-tensor hooks do
+not see it; it would keep every layer's gathered buffer alive. So they get another tensor over the same storage. When
+the unit is freed, it loses the storage, keeps its shape, and reads as NaN.
 
-With ``fuse_wgrad_accumulation`` they write a weight's gradient to ``weight.get_main_grad()``, in its dtype, and return
-``None`` to autograd. That memory is the weight's place in the bucket that is reduced, so no copy is needed. Every use
-of a weight in a backward gets its own zeroed memory. So it does not matter whether they add or store (they store in a
-step's first microbatch, if told of it), nor which of two uses comes first; an expert without tokens has zeros.
-Gradients that autograd computes for the same weight, from other readers, are added. Memory requested in a backward that
-is not for parameters, or for a frozen weight, is discarded.
+With ``fuse_wgrad_accumulation`` they write a weight's gradient to ``weight.get_main_grad()``, in its dtype, and give
+autograd ``None``. That memory is the weight's place in the reduced bucket, so nothing is copied. Every use in a
+backward gets its own zeros: it does not matter whether they add or store (they store in a step's first microbatch, if
+told of it), nor which use comes first, and an expert without tokens has zeros. Gradients that autograd brings from
+other readers are added. Memory requested for a frozen weight, or in a backward that is not for parameters, is
+discarded.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ..state.transformer_engine import Lent
 
 
 class MainGrads:
-    """Gradients that modules write themselves, for the parameters of one gather."""
+    """Gradients that modules write themselves, for one gather's parameters."""
 
     def __init__(self, buffer: FlatBuffer):
         self.buffer = buffer
@@ -37,7 +36,7 @@ class MainGrads:
         """Further uses of a weight: (slot, gradient to add)."""
         self._there: set[int] = set()
         self._backward = -1
-        """The backward that these belong to. Leftovers of an earlier one mean that it raised an exception."""
+        """Their backward. Leftovers of another one: it raised an exception."""
 
     def room(self, slot: int) -> torch.Tensor:
         """Returns zeroed memory for the gradient of one use of a parameter."""
@@ -55,11 +54,11 @@ class MainGrads:
         return apart
 
     def packed(self, grads: dict[int, torch.Tensor]) -> tuple[torch.Tensor | None, list[int]]:
-        """Returns all gradients at their offsets, [full_numel], and the offsets that have one; ``None`` if none has.
-        Forgets what modules have written.
+        """All gradients at their offsets, [full_numel], and the offsets that have one; ``None`` if none has. Forgets
+        what modules have written.
 
         Args:
-            grads: autograd's gradients, by slot.
+            grads: autograd's, by slot.
         """
         bucket, slots = self._bucket, self.buffer.layout.slots
         if bucket is None or self._backward != engine.backward_number():

@@ -12,7 +12,7 @@ from .rollback import Rollback
 
 
 def adapt(root: nn.Module, undo: Rollback) -> None:
-    """Tells modules that they are sharded, and omits the extra state that they save if it is empty.
+    """Tells modules that they are sharded, and omits their extra state if empty.
 
     Warns:
         UserWarning: some were to write gradients to ``main_grad`` themselves, and cannot.

@@ -30,7 +30,7 @@ UnitLike = type[nn.Module] | str
 
 
 def match(root: nn.Module, units: Iterable[UnitLike] | None) -> list[nn.Module]:
-    """Returns the modules that become units, in the order of ``root.modules()`` (set order differs between ranks), the
+    """Returns the modules that become units, in the order of ``root.modules()`` (a set's differs between ranks), the
     root last.
     """
     if isinstance(units, (str, type)):
@@ -80,7 +80,7 @@ def _import(path: str) -> type | None:
 
 
 def matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a name matches a pattern, component by component as in shells; ``**`` is any number of components."""
+    """Matches component by component as in shells; ``**`` is any number."""
     if not pattern:
         return not name
     if pattern[0] == "**":
@@ -101,7 +101,7 @@ class Draft:
 
 @dataclass
 class Claim:
-    """A planned unit: its module, the modules whose forward it covers, its parameters and where they are registered."""
+    """A planned unit: its module, the modules whose forward it covers, its parameters and their places."""
 
     module: nn.Module
     fqn: str
@@ -180,7 +180,7 @@ def _not_taken(fqn: str, param: nn.Parameter) -> None:
 
 
 def described(claims: Sequence[Claim], options: str, values: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
-    """Returns what ranks must agree on, line by line, and the values that should be equal."""
+    """What ranks must agree on, line by line, and values that should be equal."""
     lines, real = [options], dict[str, torch.Tensor]()
     for claim in claims:
         for draft in claim.drafts:

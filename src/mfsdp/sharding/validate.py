@@ -1,4 +1,4 @@
-"""Validates parameters and modules for `fully_shard`; errors name what is refused."""
+"""Validates the parameters and modules given to `fully_shard`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def validate(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
     Raises:
         ValueError: it is not floating point, has no shape yet, is not strided, is another model's shard, or has a
             gradient or hooks, which would be lost.
-        NotImplementedError: it is a tensor subclass (except TransformerEngine's quantized ones, see `wide_enough`), has
+        NotImplementedError: it is a tensor subclass (except TransformerEngine's quantized ones, `wide_enough`), has
             sparse or delayed gradients, or is a local shard of a parameter not yet known.
     """
     _plain(fqn, param)

@@ -93,7 +93,7 @@ def cut_whole_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any
     """Returns the state dict to load, with full tensors cut like their parameters.
 
     Raises:
-        ValueError: a tensor is no scalar, and its shape is not its parameter's.
+        ValueError: a tensor is not a scalar, and its shape differs from its parameter's.
     """
     kept = [key for group in state_dict["param_groups"] for key in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -154,8 +154,8 @@ def _skipped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _compiling() -> bool:
-    """Returns whether Dynamo would compile a call here. Private in torch; tried on 2.13, not on the others of 2.11 to
-    2.15.
+    """Returns whether Dynamo would compile a call here. Private in torch; tried on 2.13, not on the others of
+    2.11 to 2.15.
     """
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 

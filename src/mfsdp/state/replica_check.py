@@ -1,7 +1,7 @@
-"""Compares ranks that should hold equal values. Finds norms that a tensor-parallel plan leaves out.
+"""Compares ranks that should hold equal values, for example to find norms that a tensor-parallel plan leaves out.
 
-Under sequence parallelism each rank has a part of the tokens. A norm missing from the plan gets the gradient of only
-the local tokens on every rank: too small, and different, and training continues without an error.
+Under sequence parallelism each rank has a part of the tokens. On every rank, a norm missing from the plan gets the
+gradient of local tokens only. It is too small and differs between ranks, and training continues without an error.
 """
 
 from __future__ import annotations

@@ -10,18 +10,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 class RowShard(Shard):
-    """``Shard(0)`` in which each rank states its own rows, any number of them; torch's own cuts dimension 0 into even
-    chunks.
+    """``Shard(0)`` in which each rank states its own rows, any number of them.
 
-    Code that asks a placement instead of computing (torch's ``compute_local_shape_and_global_offset``, ``redistribute``
-    of full tensors) gets the local rows. It equals ``Shard(0)``, which ``DTensorSpec`` requires, and another `RowShard`
-    only with the same rows.
+    torch's own cuts dimension 0 into even chunks. Code that asks a placement instead of computing (torch's
+    ``compute_local_shape_and_global_offset``, ``redistribute`` of full tensors) gets the local rows. It equals
+    ``Shard(0)``, which ``DTensorSpec`` requires, and another `RowShard` only with the same rows.
 
     Private in torch (the methods it overrides); tried on 2.12 to 2.14, not on the others of 2.11 to 2.15.
 
     Args:
-        rows: the number of local rows, and the first one's index. ``None``: the tensor is cut inside rows; asking
-            raises.
+        rows: number of local rows, and the first one's index. ``None``: the tensor is cut inside rows; asking raises.
         last: whether this is the last mesh axis that cuts; earlier axes leave the cut to it.
     """
 
@@ -66,8 +64,8 @@ class RowShard(Shard):
 class StridedRowShard(_StridedShard):
     """``_StridedShard(0, split_factor)``: FSDP2's placement for rows of a dimension that tensor parallelism has cut.
 
-    torch would compute local rows by its rule of even chunks, so those methods raise. Private in torch; tried on 2.11
-    to 2.15.
+    torch would compute local rows by its rule of even chunks, so those methods raise. Private in torch; tried on
+    2.11 to 2.15.
 
     Args:
         split_factor: number of parts into which the other parallelism cuts dimension 0.

@@ -112,7 +112,8 @@ class ShardSpec:
         """Names of the process groups whose ranks have their own data, and the divisor of summed gradients.
 
         Raises:
-            NotImplementedError: of the other parallelism's axes that cut the tensor, only some have the same data.
+            NotImplementedError: another parallelism cuts the tensor over several axes, and only some of them share
+                data.
         """
         buffer = None if self.home is None else self.home()
         if buffer is None:

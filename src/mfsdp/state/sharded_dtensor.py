@@ -27,10 +27,9 @@ from .tp_shards import TPShard
 
 
 def _subclasses_dispatch() -> bool:
-    """Returns whether torch calls ``__torch_dispatch__`` of a DTensor subclass; torch 2.11 calls DTensor's own in C++
-    instead.
+    """Returns whether torch calls ``__torch_dispatch__`` of DTensor subclasses; 2.11 calls DTensor's own, in C++.
 
-    There ``__torch_function__`` intercepts every call, under a mode that runs first. Tried on 2.11 to 2.15.
+    On 2.11, ``__torch_function__`` intercepts every call, under a mode that runs first. Tried on 2.11 to 2.15.
     """
     called = []
 
@@ -288,7 +287,7 @@ class ShardedDTensor(DTensor):
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         if self._mfsdp_written is not None:
-            self._mfsdp_written.stale = True  # before a load, every rank asks for its chunks
+            self._mfsdp_written.stale = True  # every rank calls this before a load, even without chunks
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, _, n in self._sharding.boxes()]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:

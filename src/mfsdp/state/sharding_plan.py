@@ -7,8 +7,8 @@
     optim_grads_params 3   cut                          cut         cut
 
 Over the outer axis of a two-level mesh only the first two apply: ``no_shard`` is HSDP, ``optim`` is HFSDP. A unit whose
-own strategy is ``no_shard`` or ``optim`` treats both axes as one: it has no collective in every program, where the
-shard axis's faster links would help.
+own strategy is ``no_shard`` or ``optim`` treats both axes as one: none of its collectives runs in every program, which
+is what the shard axis's faster links are for.
 
 This module turns the names into sizes: over how many ranks programs cut a unit (``world``; every backward scatters
 gradients over them), over how many more its gradients are reduced (``outer``; at every synchronisation), and whether

@@ -104,7 +104,7 @@ def record(
 
     Args:
         step: the optimizer's own, without hooks.
-        optimizer, base: it, and the class that ``step`` belongs to.
+        optimizer, base: the optimizer, and the class that ``step`` belongs to.
         group: settings of the parameter group.
         state: of the weights, by name.
         weights, gradient: flat, of equal length; only metadata is read.

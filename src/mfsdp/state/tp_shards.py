@@ -1,5 +1,4 @@
-"""Local shards ("pieces") that another parallelism leaves of parameters on this rank, before data parallelism cuts
-them.
+"""Local shards ("pieces") that another parallelism makes of parameters, before data parallelism cuts them.
 
     a parameter [6, 4]     tensor parallelism over two     its rows over two data-parallel ranks
     | row 0 |              | row 0 |                       | row 0 |
@@ -200,8 +199,8 @@ def _cuts(placement: Placement, dim: int, ndim: int) -> bool:
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a DTensor's local tensor, any other unchanged. Private in torch (``_local_tensor``); tried on 2.11 to
-    2.15.
+    """Returns a DTensor's local tensor, any other unchanged. Private in torch (``_local_tensor``); tried on
+    2.11 to 2.15.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 

@@ -30,7 +30,7 @@ def quantised(tensor: Any) -> bool:
 
 
 def grouped(tensor: Any) -> bool:
-    """Returns whether it is a ``GroupedTensor``: matrices of several experts in one parameter, ``[experts, out, in]``."""
+    """Returns whether it is a ``GroupedTensor``: several experts' matrices in one parameter, ``[experts, out, in]``."""
     return _is(type(tensor), "GroupedTensor")
 
 
@@ -108,8 +108,8 @@ def is_module(module: nn.Module) -> bool:
 
 
 def unplaced(module: nn.Module) -> int:
-    """Returns over how many tensor-parallel ranks a module's parameters are cut without saying so: only
-    ``reset_parameters()`` marks them. 1 for other modules.
+    """Returns over how many tensor-parallel ranks a module's parameters are cut, where nothing on them says so yet:
+    only ``reset_parameters()`` marks them. 1 for other modules.
     """
     if not is_module(module):
         return 1
@@ -131,8 +131,7 @@ def shards_itself(module: nn.Module) -> bool:
 
 
 def adapt(module: nn.Module, computes: Iterable[torch.dtype], unfused: str) -> tuple[bool, list[Callable[[], None]]]:
-    """Configures a module for sharded parameters: what it saves of them, when it quantises them, their dtype in
-    forward.
+    """Configures a module for sharded parameters: when it saves and quantises them, and their dtype in forward.
 
     Args:
         module: any.

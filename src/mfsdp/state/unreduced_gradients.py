@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .gradients import Gradients
 
 holding: weakref.WeakSet[Gradients] = weakref.WeakSet()
-"""Those that have unreduced gradients."""
+"""Gradients of flat buffers, those with an unreduced part."""
 
 
 @functools.cache

@@ -1,5 +1,4 @@
-"""Errors for what autograd and optimizers cannot do with sharded parameters, and would do wrong silently or report
-unclearly.
+"""Errors for what autograd and optimizers cannot do with sharded parameters, instead of silent or unclear failures.
 
 The gather's backward produces gradients of sharded parameters (`Weights.source` is the leaf). The parameters' own
 accumulation nodes run only for computations outside of ``forward``.

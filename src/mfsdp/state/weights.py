@@ -10,13 +10,13 @@ cast is redone for every gather. This communicates nothing, so ranks need not ag
 int8 are quantised from main weights for every gather, without a cast.
 
 Note [Unseen writes]
-Writes to main weights make the gather of persistent parameters (strategies 1 and 2, HFSDP) due, a collective. Writes
-through DTensors count on every rank; those through plain tensors (``to_local()``, ``.data``, NumPy, DLPack) at most on
-the rank that writes. Once rows have been handed out as a plain tensor, the shard's checksum shows such writes
-(`Weights.unseen`); reading gathers nothing. A rank that finds one flags it in the fingerprint that it sends anyway
-(`desync.ANEW`), and all gather again; where the host does not wait for fingerprints (NCCL), a write on only some ranks
-is an error. On ranks that have handed rows out, the checksum costs a pass over the shard where a program begins, and on
-CUDA a wait for the device.
+A write to main weights makes the gather of persistent parameters (strategies 1 and 2, HFSDP) due. The gather is a
+collective, but not every rank sees every write. All ranks count writes through DTensors; at most the writing rank
+counts those through plain tensors (``to_local()``, ``.data``, NumPy, DLPack). Once rows have been handed out as a plain
+tensor, the shard's checksum shows such writes (`Weights.unseen`); rows that are only read cause no gather. A rank that
+finds a write flags it in the fingerprint that it sends anyway (`desync.ANEW`), and all gather again; where the host
+does not wait for fingerprints (NCCL), a write on only some ranks is an error. On ranks that have handed rows out, the
+checksum costs a pass over the shard where a program begins, and on CUDA a wait for the device.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Weights:
 
     @property
     def stale(self) -> bool:
-        """Whether the source has to be filled again. Writes past the version counter set it."""
+        """Whether the source has to be filled again. Code that writes past the version counter sets it."""
         return self._stale
 
     @stale.setter
@@ -123,7 +123,7 @@ class Weights:
 
     @property
     def exposed(self) -> bool:
-        """Whether rows of ``main`` have been handed out as a plain tensor; set before."""
+        """Whether rows of ``main`` have been handed out as a plain tensor; set beforehand."""
         return self._exposed
 
     @exposed.setter
@@ -179,7 +179,7 @@ class Weights:
 
     def due(self) -> bool:
         """Returns whether main weights have been written since the source was filled. All ranks agree: writes through
-        DTensors count on every rank, even without rows there.
+        DTensors count on every rank, also on one without rows.
         """
         if not self._of.spec.persistent:
             return False

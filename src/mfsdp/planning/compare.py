@@ -1,0 +1,93 @@
+"""`compare`: predicts a training step for all combinations of several values."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from .. import pipeline
+from ..config.best_effort import doing
+from ..reports.report import Comparison
+from .explain import Explainer, Question, question
+
+_SCHEDULE = ("microbatches", "together", "overlapped", "stages", "slowest")
+_STEP = ("world", "mesh_shape", "hardware", *_SCHEDULE)
+"""Arguments of `explain` that may vary, in the order of a table's columns; options and `fully_shard`'s come behind."""
+_SINGLE = ("prices", "optimizer", "stepping", "profile", "kernels")
+"""Arguments of `explain` that do not vary."""
+
+
+def compare(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    **given: Any,
+) -> Comparison:
+    """Predicts a training step for all combinations of several values: `explain` for each, with traces shared.
+
+    Args:
+        model, args, kwargs: as for `mfsdp.explain`.
+        options: options of the backend, each one value or a list: ``{"prefetch": [0, 1, 2]}``. ``passes`` takes a list
+            of tables.
+        **given: arguments of `mfsdp.explain` and of `mfsdp.fully_shard`, each one value or a list: ``world=[8, 64]``,
+            ``hardware=["h100", "h200"]``, ``strategy=[2, 3]``, ``units=[[Block], ["layers.*"], "auto"]``.
+            ``prices``, ``optimizer``, ``stepping``, ``profile`` and ``kernels`` take one value.
+
+    Raises:
+        ValueError: bad arguments, or an empty list.
+        RuntimeError: Dynamo finds a graph break in the model (its own error, which names the place).
+    """
+    single = {name: given.pop(name) for name in _SINGLE if name in given}
+    groups = {name: given.pop(name) for name in _STEP if name in given}, dict(options or {}), given
+    axes = [{name: _values_of(name, value) for name, value in group.items()} for group in groups]
+    varied = [name for axis in axes for name, (_, several) in axis.items() if several]
+    questions = []
+    for chosen in itertools.product(*(values for axis in axes for values, _ in axis.values())):
+        rest = iter(chosen)
+        step, their, sharding = ({name: next(rest) for name in axis} for axis in axes)
+        questions.append(question(**step, **single, options=their, sharding=sharding))
+    explainer = Explainer(model, args, kwargs)
+    reports = []
+    for number, asked in enumerate(questions, 1):
+        doing(f"simulating step {number} of {len(questions)}")
+        reports.append(explainer.report(asked))
+    return Comparison(varied, [_texts(asked, varied) for asked in questions], reports)
+
+
+def _values_of(name: str, value: Any) -> tuple[list[Any], bool]:
+    """The values of an argument, and whether there were several."""
+    several = isinstance(value, (list, range))
+    if name in ("units", "ignored_params"):  # lists themselves
+        several = isinstance(value, list) and any(isinstance(v, list) for v in value)
+        several = several and all(isinstance(v, list) or v == "auto" for v in value)
+    elif name == "passes":
+        several = several and not all(isinstance(row, tuple) and len(row) == 2 for row in value)
+    elif name == "mesh_shape":
+        several = several and not all(isinstance(n, int) for n in value)
+    if several and not list(value):
+        raise ValueError(f"compare: {name}=[]: give at least one value")
+    return (list(value), True) if several else ([value], False)
+
+
+def _texts(asked: Question, varied: Sequence[str]) -> dict[str, str]:
+    """The values of a question as a table shows them."""
+    out = {}
+    for name in varied:
+        if name == "hardware":
+            value: Any = asked.hardware.name
+        elif name in _SCHEDULE:
+            value = getattr(asked.schedule, name)
+        elif name == "passes":
+            value = ", ".join(row[0] for row in asked.options.passes or pipeline.PIPELINE)
+        elif name in asked.sharding:
+            value = asked.sharding[name]
+        else:
+            value = getattr(asked, name) if name in ("world", "mesh_shape") else getattr(asked.options, name)
+        out[name] = getattr(value, "__name__", None) or re.sub(r"<class '(?:.*\.)?(\w+)'>", r"\1", str(value))
+    return out
