@@ -16,18 +16,18 @@ Why: one collective per unit instead of one per parameter, and no copy out of it
 Needs: the layout: each parameter is contiguous in the full buffer.
 Costs: the full buffer stays allocated until `reshard` frees it.
 
-If the main weights are not in the communication dtype, the shard is cast before the all-gather, so that fewer bytes are
-communicated. Under ``keep_cast`` this cast has no line: the all-gather reads a cast that persists from one optimizer
-step to the next. For int8 there is no cast: main weights are quantized when they are sent.
+If main weights are not in the communication dtype, the shard is cast before the all-gather, so that fewer bytes are
+communicated. Under ``keep_cast`` the cast has no line: it persists from one optimizer step to the next. For int8 there
+is no cast: main weights are quantized when they are sent.
 
-A group of one rank gathers nothing: parameters are views into the shard or its cast (invariant 4). Under ``keep_cast``
-this is the persistent cast, in forward and in backward:
+A group of one rank gathers nothing: parameters are views into the shard or its cast (invariant 4), under ``keep_cast``
+into the persistent cast, in forward and in backward:
 
     * . .  u0_cast                = kept_cast u0_shard                    bf16[1056768]
 
-It takes two bytes per parameter throughout, whereas a cast per program is freed with its unit and made again in
-backward. A unit with ``reshard_after_forward=False`` is cast once, in forward, and backward reads that cast: an
-optimizer could overwrite a persistent cast in between.
+It always takes two bytes per parameter, whereas a cast per program is freed with its unit and made again in backward. A
+unit with ``reshard_after_forward=False`` is cast once, in forward, for backward too: an optimizer could overwrite a
+persistent cast in between.
 
 Under the strategies ``optim`` and ``optim_grads`` parameters stay gathered; under HFSDP every outer rank keeps a shard
 of them. Programs read this persistent copy. Forward asks for a refresh, which runs only if the optimizer has stepped:

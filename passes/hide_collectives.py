@@ -20,10 +20,9 @@ Why: communication overlaps with compute. Values stay bitwise equal.
 Needs: `collective`, which creates these launches and waits.
 Costs: the inputs of the delayed compute live longer, at most ``most`` bytes of them at each launch.
 
-A launch moves up to the last node that it needs, but not past the previous collective, wait or write; the nodes that it
-passes then run behind it. A wait moves down past nodes that do not depend on it (shared experts), but not past the
-first read of a unit. Nothing moves past a second launch, so a unit's reduction is delayed at most by the compute behind
-one collective. Operators that draw random numbers do not move.
+A launch moves up to the last node that it needs, but not past the previous collective, wait or write. A wait moves down
+past nodes that do not depend on it (shared experts), but not past the first read of a unit. Nothing moves past a second
+launch, so a unit's reduction is delayed at most by the compute behind one collective. Random operators do not move.
 """
 
 from __future__ import annotations

@@ -16,13 +16,13 @@ After, the matrix product writes in place, and only the small sum is copied:
 
 Why: most gradient bytes belong to matrices; a second copy of them costs memory and time.
 Needs: `reduce`. It runs after `defer`, so that waits already precede the buffer that they free memory for.
-Costs: the buffer is allocated at the unit's first product. It moves up at most to the previous pack: a root unit whose
-    head comes first in backward and whose embedding comes last would otherwise hold its buffer through all of backward.
+Costs: the buffer is allocated at the unit's first product, but not before the previous pack: a root unit whose head
+    comes first in backward and whose embedding comes last would hold its buffer through all of backward.
 
-A product qualifies if nothing else reads it, if the views between it and the gradient keep its elements in place, and
-if it has the communication dtype. On CUDA a 16-bit product into float32 qualifies too; it is not rounded in between
-(`ops.multiplies`). Other gradients (sums, embeddings, convolutions, sums over uses) come from kernels that allocate
-their own output, and are copied.
+A product qualifies if nothing else reads it, the views between it and the gradient keep its elements in place, and it
+has the communication dtype. On CUDA a 16-bit product into float32 qualifies too, without rounding in between
+(`ops.multiplies`). Kernels of other gradients (sums, embeddings, convolutions, sums over uses) allocate their own
+output, which is copied.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ def inplace_wgrad(p: Program, *, wide: bool | None = None) -> None:
     """Turns matrix products that end in a gradient buffer into writes to that buffer.
 
     Args:
-        wide: whether 16-bit products can be written in float32; ``None``: decided by the device of the program's
-            tensors.
+        wide: whether 16-bit products can be written in float32; ``None``: as the tensors' device can.
     """
     copied = written = 0
     packs = [n for n in p.find(Kind.PACK) if n.target is ops.pack]

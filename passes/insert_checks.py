@@ -28,9 +28,8 @@ Why: the first check of a program that fails names the unit, and the rank where 
 Needs: `inplace_wgrad` and `defer`: gradients are complete where they are checked.
 Costs: one call per check, which returns at once in all but one of N steps. Checked values live until their check.
 
-The compute of a unit is checked once, at the last result that is computed from its parameters outside of fused kernels
-(usually a matrix product); earlier errors show up there. Checks precede other scheduled operations, so that they split
-no subgraph of compute.
+Each unit's compute is checked once, at its last result outside of fused kernels (usually a matrix product); earlier
+errors show up there. Checks precede other scheduled operations, so that they split no subgraph of compute.
 """
 
 from __future__ import annotations

@@ -26,10 +26,9 @@ Needs: nothing; it runs before `collective`, which puts waits before readers, an
 Costs: the activations of all microbatches live at once.
 
 A stable sort orders nodes by (the last unit, the number of waits for other parallelisms) on any path to them. Neither
-number decreases along a path, so the result is a topological order. The pass does not need to know a node's microbatch.
-A node that no path leads to (masks, recomputed activations) takes the turn of its first reader. So does the last value
-of a unit that the next unit reads without a wait in between: the sum of a residual stream, the output of experts, a
-weight's gradient.
+number decreases along a path, so the result is a topological order; microbatches need not be identified. A node that no
+path leads to (masks, recomputed activations) takes the turn of its first reader. So does the last value of a unit that
+the next unit reads without a wait in between: a residual sum, the output of experts, a weight's gradient.
 """
 
 from __future__ import annotations

@@ -86,9 +86,7 @@ def coloured(buffers: Iterable[Interval]) -> list[list[Interval]]:
 
 
 def _interval(p: Program, node: Node) -> Interval | None:
-    """Returns the interval from the node that fills a buffer to the one that releases it; ``None`` if one is not in the
-    program.
-    """
+    """Returns the interval from a buffer's first write to its release; ``None`` if one is outside the program."""
     if node.target is ops.all_gather:
         ends = [u for u in node.users if u.target is ops.free]
     elif node.target is ops.bucket:

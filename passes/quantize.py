@@ -19,14 +19,14 @@ After, every rank casts its own rows, and one byte per element is communicated:
 
 Why: half the bytes of every gather, half the gathered memory, and a cast of this rank's rows only. All values stay
     bitwise equal: an amax is exact on any rank, and scales and casts use the model's own operators.
-Needs: parameters that are read only as FP8 payload of one byte (`mfsdp.ir.fp8_patterns`), in the same way for all
-    parameters of the buffer: `fully_shard` gives FP8 weights a flat buffer of their own. Only an amax may depend on
-    other ranks' rows (invariant 46).
+Needs: parameters that are read only as FP8 payload of one byte (`mfsdp.ir.fp8_patterns`), in the same way for all of a
+    buffer: `fully_shard` gives FP8 weights a flat buffer of their own. Only an amax may depend on other ranks' rows
+    (invariant 46).
 Costs: one small all-reduce per optimizer step (`maxima`), and a scale per element of the shard while it is cast.
 
 Backward recomputes scales and payload, along its own dimension if the recipe has two.
 
-Where parameters are persistent (`optim`, `optim_grads`, HFSDP), the FP8 payload is persistent and is refreshed if the
+Where parameters are persistent (`optim`, `optim_grads`, HFSDP), so is the FP8 payload, which is refreshed if the
 optimizer has stepped. Under HFSDP every program gathers it over the shard axis:
 
     . * .  u0_codes               = refresh_codes u0_code                 f8_e4m3fn[1048576]

@@ -25,13 +25,13 @@ Why: the link to the host works while compute does, and memory is freed as soon 
     waits move; every value stays bitwise equal.
 Needs: launches and waits in the graphs, inserted where the joint graph is partitioned (`compiler.activation_offload`);
     the final places of collectives and their waits (`prefetch`, `defer`).
-Costs: the time of copies that compute does not hide: forward waits at its end for a copy that is not complete. A
-    reloaded value takes memory from its launch on.
+Costs: the time of copies that compute does not hide: forward waits for them at its end. A reloaded value takes memory
+    from its launch on.
 
 A copy is launched after its value and the pointwise compute that follows, which a compiler fuses with it. Its wait is
-placed where the cost model predicts completion, after the last reader of the value. A reload is launched as late as it
-still arrives in time, one after another on their link. Without a cost model, ``lag`` units lie between a launch and its
-wait.
+placed where the cost model predicts completion, after the last reader of the value. Reloads are launched one after
+another on their link, as late as they still arrive in time. Without a cost model, ``lag`` units lie between a launch
+and its wait.
 """
 
 from __future__ import annotations
@@ -79,9 +79,7 @@ def schedule_offload(p: Program, *, lag: int = 1, pace: Pace | None = None) -> N
 
 
 class _Clock:
-    """Computes when nodes begin and copies complete: in seconds, or, without times, in units of compute of length
-    one.
-    """
+    """Predicts when nodes begin and copies complete: in seconds, or, without times, in units of compute."""
 
     def __init__(self, p: Program, lag: int, pace: Pace | None):
         missing = f"times by which copies to the host are placed, lag {lag} is taken"
@@ -90,7 +88,6 @@ class _Clock:
         self.firsts = set() if self.known is not None else _firsts(p)
 
     def start(self, p: Program) -> None:
-        """Computes when each node begins."""
         now, self.lines, self.begins, self.at = 0.0, list[Node](), list[float](), dict[Node, float]()
         for node in p.nodes:
             if node.op == "placeholder":

@@ -58,12 +58,12 @@ def table(
         limit: ``max_unsharded``, in bytes.
         slots: ``pool``.
         wide: for programs that run on another device than they were traced on (`passes.inplace_wgrad`).
-        keep_cast: the option.
+        keep_cast: ``keep_cast``.
         turns: ``interleave``.
         most: ``max_activations``, in bytes.
         codes: ``quantize``.
         finite, replicas: whether ``check_finite`` and ``check_replicas`` are on.
-        pace: returns the times of compute and host copies (`passes.schedule_offload`).
+        pace: times of compute and host copies (`passes.schedule_offload`).
     """
     return (
         *((("interleave", interleave),) if turns else ()),

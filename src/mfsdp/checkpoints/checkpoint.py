@@ -105,8 +105,8 @@ class Checkpoints:
         blocking: bool = True,
         **more: Stateful,
     ) -> Path | Future[Path]:
-        """Writes a checkpoint; all ranks call it. Each rank saves ``more``, and the RNG states of torch and Python, for
-        itself. If an earlier save is still in progress, this waits for it.
+        """Writes a checkpoint; all ranks call it. Each rank saves its own ``more``, and RNG states of torch and Python.
+        First waits for an earlier save.
 
         Args:
             blocking: ``False``: returns once this rank's data is copied to host memory. A thread writes it beside
@@ -119,9 +119,9 @@ class Checkpoints:
         Raises:
             CheckpointError: a rank could not write: a full disk, say, or another run saves to this folder now. Nothing
                 of the checkpoint remains, and training may go on. If not ``blocking``, the future, `wait` or the next
-                save raises it, once and on every rank; that next save does not start.
-            ValueError: there already is a checkpoint of that step.
-            RuntimeError: other ranks call something else; it is raised there too.
+                save, which then does not start, raises it, once and on every rank.
+            ValueError: that step has a checkpoint.
+            RuntimeError: other ranks call something else; raised there too.
         """
         execution.all_call(f"Checkpoints.save of step {step}", shared_over(model))
         self._join()
@@ -181,7 +181,6 @@ class Checkpoints:
             self._thread = None
 
     def _end(self, save: Save, company: groups.Everybody, saving: Saving) -> None:
-        """Runs in the thread."""
         try:
             expired = save.end(company, self._expire)
         except BaseException as error:
@@ -207,8 +206,8 @@ class Checkpoints:
         **more: Stateful,
     ) -> int | None:
         """Reads a checkpoint after checking all its files; all ranks call it. If the number of ranks has changed, a
-        rank reads the ``more`` of its number, or of rank 0 if there is none, and keeps its RNG states. If a save is
-        still in progress, this waits for it.
+        rank reads the ``more`` of its number, or of rank 0 if there is none, and keeps its RNG states. First waits for
+        a save.
 
         Args:
             model, optimizer, more: as in `save`.
@@ -218,12 +217,12 @@ class Checkpoints:
             The step, or ``None`` if there is no checkpoint.
 
         Raises:
-            CheckpointError: files are missing, truncated, changed, or contain more than data (the message names them),
-                or they are of another model (it names missing tensors and other sizes); nothing has been loaded. Or
-                reading failed after these checks: a part has been loaded, and the model does not compute until a load
-                completes.
-            ValueError: there is no complete checkpoint of that step, or it was saved without an item of ``more``.
-            RuntimeError: other ranks call something else; it is raised there too.
+            CheckpointError: files are missing, truncated, changed, or contain more than data, or they are of another
+                model; the message names the files, or the tensors that are missing or of other sizes. Nothing has been
+                loaded. Or reading failed after these checks: a part has been loaded, and the model does not compute
+                until a load completes.
+            ValueError: that step has no complete checkpoint, or was saved without an item of ``more``.
+            RuntimeError: other ranks call something else; raised there too.
         """
         execution.all_call("Checkpoints.load", shared_over(model))
         self._join()

@@ -37,20 +37,20 @@ def convert(
     progress: Callable[[int, int], object] | None = None,
 ) -> list[str]:
     """Converts a checkpoint of `torch.distributed.checkpoint` to safetensors files, or the other way; ``source``
-    decides. Converts the model only: safetensors files hold no optimizer state.
+    decides. Optimizer state is not converted: safetensors files cannot hold it.
 
     Memory holds one file's tensors on the way to safetensors, one tensor on the way back.
 
     Args:
         source: a folder of `torch.distributed.checkpoint`, of `Checkpoints` (its newest), or with ``.safetensors``
             files; or one such file. Checkpoints with a manifest are checked first. Megatron-Core's ("torch_dist" and
-            "fsdp_dtensor") are read too, also the newest of a run's folder; tensors that stack all layers are written
-            layer by layer, the two halves of a gated ``linear_fc1`` as one.
+            "fsdp_dtensor") are read too, also the newest of a run's folder; tensors that stack all layers are split by
+            layer, the halves of a gated ``linear_fc1`` joined.
         target: a folder that does not exist or is empty; it appears once it is complete.
         key: the model's place in the checkpoint: ``{"model": model.state_dict()}``. ``""``: the checkpoint is the
             model. ``None``: "model", and in "torch_dist" all but the optimizer's.
-        rename: maps the name of a tensor in the source to its name in the target; torch.compile's prefix ``_orig_mod``
-            is removed anyway.
+        rename: maps a tensor's name in the source to that in the target; torch.compile's ``_orig_mod`` is removed
+            anyway.
         tied: maps names (the source's) to the tensors that they alias: left out of safetensors files, written twice to
             checkpoints.
         dtype: of floating-point tensors in the target; ``None``: unchanged.

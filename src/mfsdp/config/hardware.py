@@ -1,15 +1,15 @@
 """Hardware as numbers, for planning. No torch.
 
-Peaks are the vendors' (dense, without sparsity), from NVIDIA's data sheets for A100, H100, H200 and HGX B200. Networks
-are those of the vendors' reference systems, eight GPUs per node with one network card each: HDR 200 Gb/s for A100, NDR
-400 Gb/s for the others. GB200 is one of the 72 GPUs of an NVL72 rack; its figures are the rack's divided by 72.
+Peaks are the vendors' (dense), from NVIDIA's data sheets for A100, H100, H200 and HGX B200. Networks are those of the
+vendors' reference systems, eight GPUs per node with one network card each: HDR 200 Gb/s for A100, NDR 400 Gb/s for the
+others. GB200 has a 72nd of an NVL72 rack's figures.
 
-Host links have the bandwidth that copies reach. nvbandwidth reports 25.1 GB/s on A100 (PCIe 4, NVIDIA/nvbandwidth#42)
-and 55.6 on H100 (PCIe 5, NVIDIA's page of the tool); H200 and B200 use the same slot and are assumed to reach the same.
-Two GPUs of GB200 share 450 GB/s each way to their Grace; 0.77 of it is assumed, as GH200 reaches (346 GB/s, #23).
+Host links have the bandwidth that copies reach: nvbandwidth reports 25.1 GB/s on A100 (PCIe 4, NVIDIA/nvbandwidth#42)
+and 55.6 on H100 (PCIe 5, NVIDIA's page of the tool), also assumed for H200 and B200 in the same slot. Two GPUs of GB200
+share 450 GB/s each way to their Grace; 0.77 of it is assumed, as GH200 reaches (346 GB/s, #23).
 
-The fractions of a peak that are reached, latencies, and the slowdown of compute by collectives are assumptions,
-documented at their fields. A file or a profile can replace them.
+Reached fractions of peaks, latencies, and compute lost to collectives are assumptions, documented at their fields. A
+file or a profile can replace them.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ class Hardware:
     kernel: float = 4e-6
     """Seconds of the smallest kernel. An assumption."""
     launch: float = 0.0
-    """Seconds that the host takes to launch a kernel of compiled code, whether or not it runs ahead of the device; 0:
-    the CPU computes, and ``kernel`` includes it."""
+    """Seconds that the host takes to launch a kernel of compiled code, ahead of the device or not; 0: the CPU computes,
+    and ``kernel`` includes it."""
     dispatch: float = 0.0
     """The same for an operator called from Python (``lowering="eager"``)."""
     cuda: bool = False
     """Whether ranks are CUDA devices: 16-bit matrix products can be written in float32 (`ops.widens`), optimizers work
-    on all tensors at once, and part of the memory is in no ledger."""
+    on all tensors at once, and some memory is in no ledger."""
     fixed: int = 0
     """Bytes of ``memory`` taken before the first tensor: context, communicators, libraries
     (`mfsdp.cost_model.machine.fixed`); 0: unknown."""
@@ -122,13 +122,13 @@ class Hardware:
 
 
 SLOWS = 0.16
-"""Fraction of its speed that a GPU's compute loses beside collectives. An assumption, the same for all GPUs: training
-of GPT and Llama on four GPUs computed 18.9% longer where it overlapped with communication, on average over H100, A100,
-MI250 and MI210 (arXiv:2507.03114)."""
+"""Fraction of its speed that a GPU's compute loses beside collectives. Assumed equal for all GPUs: training of GPT and
+Llama on four GPUs computed 18.9% longer where it overlapped with communication, on average over H100, A100, MI250 and
+MI210 (arXiv:2507.03114)."""
 
 PINNED = 200_000_000_000
-"""Bytes of host memory that a rank may pin: eight ranks share 2 TB in NVIDIA's DGX A100 to B200 (data sheets), and 72
-share 17 TB in an NVL72 rack. An assumption: a fifth remains for processes and data loading."""
+"""Bytes of host memory that a rank may pin: eight ranks share 2 TB in NVIDIA's DGX A100 to B200, 72 share 17 TB in an
+NVL72 rack (data sheets). Assumes that a fifth remains for processes and data loading."""
 
 LAUNCH, DISPATCH = 5e-6, 1e-5
 """Host seconds per kernel, compiled and eager, on GPUs. Assumptions."""
@@ -241,15 +241,14 @@ def transfer(kind: str, nbytes: float, group: Group, machine: Hardware) -> Trans
     """Returns the cost of a collective over a group.
 
     Ring algorithms (Patarasuk and Yuan, 2009; the bus bandwidths of nccl-tests, doc/PERFORMANCE.md): every rank sends
-    (n-1)/n of the bytes in a gather or a reduce-scatter, twice that in an all-reduce, in n-1 hops or twice as many.
-    Each of a node's ranks in the group drives one network card, so the ring runs at the slower of the link inside and
-    all these cards together, on the node with the fewest. A small all-reduce uses a tree instead, in 2 log2(nodes)
-    hops.
+    (n-1)/n of the bytes in a gather or reduce-scatter, in n-1 hops; twice both in an all-reduce. Each rank on a node
+    drives one network card, so the ring runs at the slower of the link inside and all these cards together, on the node
+    with the fewest ranks. A small all-reduce uses a tree, in 2 log2(nodes) hops.
 
     Args:
         kind: ``"all_gather"``, ``"reduce_scatter"`` or ``"all_reduce"``.
         nbytes: bytes of the full buffer that is gathered or reduced.
-        group: the ranks that take part.
+        group: the ranks.
         machine: the hardware.
     """
     n, nodes = group.ranks, group.nodes

@@ -1,17 +1,16 @@
-"""Computes where each parameter lies in its unit's flat buffer, and each rank's part of the buffer. Integers only.
+"""Computes where each parameter lies in its unit's flat buffer, and each rank's shard of it. Integers only.
 
     full buffer (gathered), world 2, one segment          rank 0's shard      rank 1's shard
     | weight rows 0-3 | weight rows 4-5, bias, pad |  =   | weight rows 0-3 | + | weight rows 4-5, bias, pad |
 
-The full buffer is a sequence of segments. A segment has one equal chunk per rank; a rank's shard is its chunk of every
-segment, in order. Parameters are contiguous in the full buffer, so a gathered parameter is a view. No row of a
-parameter is split (invariant 7).
+The full buffer is a sequence of segments with one equal chunk per rank; a rank's shard is its chunk of every segment,
+in order. Parameters are contiguous in the full buffer, so a gathered parameter is a view. No row of a parameter is
+split (invariant 7).
 
 Note [Segments]
 A boundary between ranks must fall between rows of every parameter that it meets, so a segment's chunk is a multiple of
 every row size in it. Where row sizes differ (an MLA layer has five), their least common multiple would add 50% of
-padding. So different sizes go into separate segments, each gathered with its own chunk but launched together: the
-fewest segments that keep padding within 1%.
+padding. So different sizes get separate segments, launched together: as few as keep padding within 1%.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ class Layout:
     def chunks(self, slot: int, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """Returns the rank's range, for checkpoints, as boxes ``(offsets, sizes)`` of the parameter in flattened order.
 
-        A parameter without elements is one empty box of rank 0, so that checkpoints contain it.
+        An empty parameter is one empty box of rank 0, so that checkpoints contain it.
         """
         at, s = self.local(slot, rank), self.slots[slot]
         if not s.numel and not rank:
@@ -242,8 +241,8 @@ def _groups(
 def _place(items: Sequence[tuple[Sequence[int], int]], world: int, align: int) -> tuple[list[int], int]:
     """Returns the offsets inside one segment, and its chunk.
 
-    Every start is a multiple of the parameter's row, and so is every boundary between ranks. A parameter without
-    elements has a start of its own too, which identifies its markers and gradients.
+    Every start, and every boundary between ranks, is a multiple of the parameter's row. An empty parameter has a start
+    of its own too, which identifies its markers and gradients.
     """
     offsets, end, unit = [], 0, align
     for shape, row in items:

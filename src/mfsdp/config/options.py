@@ -53,32 +53,31 @@ GRAD_SUMS = ("wide", "native")
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtype of each role of a parameter. ``None``: derived as described here.
+    """The dtype of each role of a parameter; ``None`` derives it as described here.
 
     Args:
-        main_params_dtype: main weights and the optimizer. ``None``: the model's own dtype. A model wider than this
-            (float64) keeps its dtype, so that wrapping loses nothing. Frozen parameters keep theirs until a parameter
-            of their unit is made trainable (``requires_grad_()``).
+        main_params_dtype: main weights and the optimizer. ``None``: the model's dtype. Wider models (float64) keep
+            theirs, so that wrapping loses nothing; so do frozen parameters, until one of their unit becomes trainable
+            (``requires_grad_()``).
         main_grads_dtype: accumulated gradients. ``None``: float32 if compute has 16 bits or fewer, else the compute
             dtype.
-        grad_comm_dtype: communicated gradients. ``None``: ``main_grads_dtype``. The result of an all-reduce
-            (``no_shard``, HSDP's outer axis) is rounded to it. ``"int8"``: see below.
-        param_comm_dtype: communicated parameters. ``None``: ``compute_dtype``. ``"int8"``: see below.
-        compute_dtype: the dtype that ``forward`` sees. ``None``: the model's own dtype at wrap time.
-        output_dtype: dtype of the forward's floating-point results, for the module that `fully_shard` is called on, not
-            for those in ``units``. ``None``: results are not cast.
-        cast_forward_inputs: whether floating-point arguments of a unit's forward are cast to ``compute_dtype``, if that
-            is given.
-        grad_sum: how gradients narrower than ``main_grads_dtype`` are summed over ranks. ``"wide"``: in
-            ``main_grads_dtype``, with a buffer for the gradients of all ranks. ``"native"``: in ``grad_comm_dtype``, by
-            the communication library if it can (over gloo in rank order), rounded at every addition. ``None``: wide
-            over at most 64 ranks of an axis, native over more.
+        grad_comm_dtype: communicated gradients, or ``"int8"`` (below). ``None``: ``main_grads_dtype``. The result of an
+            all-reduce (``no_shard``, HSDP's outer axis) is rounded to it.
+        param_comm_dtype: communicated parameters, or ``"int8"`` (below). ``None``: ``compute_dtype``.
+        compute_dtype: what ``forward`` sees. ``None``: the model's dtype at wrap time.
+        output_dtype: floating-point results of the forward of the module that `fully_shard` is called on, not of
+            ``units``. ``None``: not cast.
+        cast_forward_inputs: whether floating-point arguments of a unit's forward are cast to a given ``compute_dtype``.
+        grad_sum: sums over ranks of gradients narrower than ``main_grads_dtype``. ``"wide"``: in ``main_grads_dtype``,
+            with a buffer for all ranks' gradients. ``"native"``: in ``grad_comm_dtype``, by the communication library
+            if it can (over gloo in rank order), rounded at every addition. ``None``: wide over at most 64 ranks of an
+            axis, native over more.
         param_dtype, reduce_dtype: FSDP2's names of ``compute_dtype`` and ``grad_comm_dtype``.
 
-    The string ``"int8"`` names a lossy format, never a default: blocks of 128 elements, each element a byte,
-    ``round(x / scale)``, with a float32 scale, the block's largest magnitude divided by 127. Main weights, sums over
-    ranks and accumulators keep their width, and checkpoints contain main weights. Gathered parameters and packed
-    gradients are in ``compute_dtype``. Errors: docs/guides/precision.md.
+    The lossy format ``"int8"`` is never a default: blocks of 128 elements, each element a byte, ``round(x / scale)``,
+    with a float32 scale, the block's largest magnitude divided by 127. Main weights, sums over ranks, accumulators and
+    checkpoints stay as wide as without it. Gathered parameters and packed gradients are in ``compute_dtype``. Errors:
+    docs/guides/precision.md.
 
     Raises:
         ValueError: a dtype is neither a floating-point ``torch.dtype`` nor, for communication, ``"int8"``; one role has
@@ -177,16 +176,16 @@ class Options:
     """
 
     prefetch: int | str = 1
-    """Number of units by which a gather is launched early; 0 turns prefetch off. ``"auto"``: the cost model chooses 0
-    to 4 for each program (`mfsdp.cost_model.auto_prefetch`); 1 where the hardware is unknown."""
+    """Units by which a gather is launched early; 0 turns prefetch off. ``"auto"``: the cost model chooses 0 to 4 for
+    each program (`mfsdp.cost_model.auto_prefetch`); 1 where the hardware is unknown."""
     reduce_lag: int = 1
-    """Number of reductions that may be in flight behind compute; 0 waits at once."""
+    """Reductions that may be in flight behind compute; 0 waits at once."""
     max_unsharded: int | None = None
     """Limit in bytes on gathered parameters that are live at once. Prefetch yields to it."""
     memory: int | str | None = None
-    """Bytes of device memory that a rank may take, or text, ``"70GB"``. Compilation then chooses which layers are
-    recomputed, stay gathered or are offloaded, ``prefetch`` and ``reduce_lag``, for the fastest step that fits, the
-    same on all ranks (`mfsdp.plan`). It assumes AdamW."""
+    """Bytes of device memory that a rank may take, or text, ``"70GB"``. Compilation chooses recomputed, gathered and
+    offloaded layers, ``prefetch`` and ``reduce_lag`` for the fastest step that fits, the same on all ranks
+    (`mfsdp.plan`). It assumes AdamW."""
     max_activations: int | None = None
     """Bytes of activations that may live longer at each launch of another parallelism's collective, for compute that
     moves behind it (`passes.hide_collectives`); ``None``: no limit."""
@@ -214,12 +213,12 @@ class Options:
     on_stall: str = "report"
     """``"report"``, or ``"raise"``: a stalled collective ends the run on every rank, with that report."""
     check_finite: int = 0
-    """Interval in steps at which programs check weights, results of units and gradients for Inf and NaN, and report the
-    first on every rank; 0: never (`mfsdp.runtime.runtime_checks`)."""
+    """Interval in steps of checks of weights, units' results and gradients for Inf and NaN; every rank reports the
+    first; 0: never (`mfsdp.runtime.runtime_checks`)."""
     check_replicas: int = 0
-    """Interval in steps at which programs compare weights that several ranks should hold equal; 0: never."""
+    """Interval in steps of comparisons of weights that several ranks should hold equal; 0: never."""
     frames: bool = False
-    """Whether each operation always runs in a Python frame named after it and its unit (``all_gather layers.3``), for
+    """Whether operations always run in Python frames named after them and their units (``all_gather layers.3``), for
     py-spy and debuggers; by default only while an observer is active. Costs host time."""
     dump: str | None = None
     """Folder for the listings; default: the environment variable ``MFSDP_DUMP``."""

@@ -19,8 +19,8 @@ _LONG = {short: dtype for dtype, short in SHORT.items()}
 class UnitSpec:
     """How one flat buffer is communicated. Marker operations in the graph hold it as text.
 
-    It is text because Dynamo guards on it and compile caches hash it. It has no names or ids, so that equal layers give
-    equal graphs.
+    Dynamo guards on the text, and compile caches hash it. It has no names or ids, so that equal layers give equal
+    graphs.
     """
 
     world: int
@@ -101,8 +101,8 @@ class UnitSpec:
         return self.group, self.reduce_group, self.outer_group, self.outer_reduce_group
 
     def reduce_group_on(self, lane: int) -> str:
-        """Returns the name of the group of a reduction on a lane. Where units may be unused, it is always the axis'
-        second group if there is one: another rank may run the reduction in uncompiled code (Note [Joining with zeros]).
+        """Returns the name of the group of a reduction on a lane. Where units may be unused, it is the axis' second
+        group if there is one: another rank may run the reduction in uncompiled code (Note [Joining with zeros]).
         """
         return self.groups[lane | 1 if self.any_optional and self.groups[lane | 1] else lane]
 

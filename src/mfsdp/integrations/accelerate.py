@@ -2,13 +2,16 @@
 
     import mfsdp.integrations.accelerate
 
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
 `prepare` returns the same model, sharded and compiled in place. `ShardingPlugin` takes settings that Accelerate's
-configuration has no field for. If other code creates the plugin (Trainer, ``accelerate launch``), set two environment
-variables, each a JSON object: ``MFSDP_OPTIONS``, the backend's options, and ``MFSDP_SHARDING``, arguments of
+configuration has no field for. If other code creates the plugin (Trainer, ``accelerate launch``), two environment
+variables take them, each a JSON object: ``MFSDP_OPTIONS``, the backend's options, and ``MFSDP_SHARDING``, arguments of
 `mfsdp.fully_shard`.
 
-`_install` lists every replacement in accelerate; tried with accelerate 1.15. Replacements are permanent; any
-configuration other than FSDP version 2 uses accelerate's own code.
+`_install` lists every replacement in accelerate; tried with accelerate 1.15. Replacements are permanent, but act only
+on FSDP version 2.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):
 
 
 def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Shards and compiles a model in place, by the accelerator's FSDP plugin. Skips what has been done already.
+    """Shards and compiles a model in place, by the accelerator's FSDP plugin, as far as not done yet.
 
     Args:
         accelerator: its FSDP configuration is version 2.

@@ -79,17 +79,15 @@ META = "meta.pt"
 class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, name-defined]
     """Trains a `LightningModule` that mfsdp shards and compiles.
 
-    ``configure_model`` is optional. It may build the model on the meta device, which is materialized, or call
-    `mfsdp.fully_shard` itself.
+    ``configure_model`` is optional. It may build the model on the meta device, or call `mfsdp.fully_shard` itself.
 
     Args:
-        mesh: a ``DeviceMesh``, or sizes by axis, ``{"dp_outer": 2, "dp_shard": 4}``, of a mesh that is created when
-            ranks exist; `mfsdp.fully_shard` documents the names. ``configure_model`` reads it as ``self.device_mesh``.
-            Default: all ranks.
+        mesh: a ``DeviceMesh``, or the sizes of its axes, ``{"dp_outer": 2, "dp_shard": 4}``; `mfsdp.fully_shard`
+            documents the names. ``configure_model`` reads it as ``self.device_mesh``. Default: all ranks.
         options: of the backend ``"mfsdp"``.
-        hold: ``Trainer(accumulate_grad_batches=)`` accumulates full gradients and communicates none before the last
-            microbatch, as DDP and FSDP2 do; they take memory in ``main_grads_dtype``. ``False``: strategies 2 and 3
-            reduce-scatter the gradients of every microbatch, and keep shards.
+        hold: ``Trainer(accumulate_grad_batches=)`` accumulates full gradients, in ``main_grads_dtype``, and
+            communicates none before the last microbatch, as DDP and FSDP2 do. ``False``: strategies 2 and 3
+            reduce-scatter every microbatch's gradients, and keep shards.
         save_distributed_checkpoint: checkpoints are folders to which each rank writes its part. ``False``: rank 0
             writes one file, with the keys of unsharded training.
         process_group_backend, timeout: of the process group, if it has to be created.
@@ -428,8 +426,8 @@ def _agreed(model: Iterable[str], saved: Iterable[str], strict: bool) -> list[st
 
 
 def _load_whole(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Sets an optimizer's state from full tensors by number: places in its groups, as in unsharded training, or places
-    among the model's parameters, as Lightning's strategies for FSDP write them.
+    """Sets an optimizer's state from full tensors by number: a place in its groups, as in unsharded training, or among
+    the model's parameters, as Lightning's strategies for FSDP write it.
 
     Raises:
         ValueError: groups, or their numbers of parameters, differ.

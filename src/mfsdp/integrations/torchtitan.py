@@ -3,7 +3,7 @@
     spec = dataclasses.replace(model_registry("8B"), parallelize_fn=mfsdp.integrations.torchtitan.parallelize)
 
 The Trainer continues as after its own function: it empties the model onto the device, initializes shards in place, and
-divides by all ranks' tokens itself. Tried with torchtitan 0.3.0; this module imports nothing of it.
+divides by all ranks' tokens. Tried with torchtitan 0.3.0; this module imports nothing of it.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def parallelize(
     """Shards and compiles one of torchtitan's decoders: a unit for each layer, one for norm and head, one for the rest.
 
     Tensor and sequence parallelism and activation checkpointing are torchtitan's own. The model is one compiled graph,
-    not one per layer. With ``--compile.enable`` Inductor compiles its subgraphs of compute; without it the same graph
-    runs ATen kernels.
+    not one per layer. With ``--compile.enable`` Inductor compiles its subgraphs of compute, otherwise it runs ATen
+    kernels.
 
     Args:
         model: on any device, also meta; ``to_empty`` and ``init_weights`` come later.
-        parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: torchtitan's. Used of them:
-            ``dp_shard``, ``dp_replicate`` and ``tp``, the dtypes of mixed precision, ``fsdp_reshard_after_forward``,
-            and whether and by which backend to compile.
+        parallel_dims, training, parallelism, compile_config, ac_config, dump_folder: torchtitan's. Used are
+            ``dp_shard``, ``dp_replicate``, ``tp``, the dtypes of mixed precision, ``fsdp_reshard_after_forward``, and
+            whether and by which backend to compile.
         options: of the backend, as ``functools.partial(parallelize, options=...)`` gives them.
 
     Raises:
         NotImplementedError: context, pipeline or expert parallelism, another ``spmd_backend`` than
-            ``"partial_dtensor"``, CPU offload, symmetric memory: not tried with mfsdp; the message names each.
+            ``"partial_dtensor"``, CPU offload, symmetric memory; the message names each.
         ValueError: an unknown compile backend or reshard policy; errors of `mfsdp.fully_shard`.
     """
     _tried(parallel_dims, training, parallelism)

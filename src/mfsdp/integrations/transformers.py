@@ -2,10 +2,12 @@
 
     import mfsdp.integrations.transformers
 
+    model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(fsdp_size=8))
+
 `from_pretrained` returns a model that is sharded by its own plan (``fsdp_plan``) and compiled in place. Every rank
-reads its own rows from the files, and, where each expert is a tensor, only the experts that it has a part of.
-Parameters that transformers joins or splits while reading are read in full, one at a time. Parameters that the files
-lack are initialized by the model, with the same random numbers on all ranks.
+reads its own rows from the files, and, where each expert is a tensor, only experts that it has a part of. Parameters
+that transformers joins or splits while reading are read in full, one at a time. The model initializes parameters that
+the files lack, with the same random numbers on all ranks.
 
 `ShardingConfig`, or ``MFSDP_OPTIONS`` and ``MFSDP_SHARDING`` in the environment (`mfsdp.integrations.environment`),
 take settings that the configuration has no field for.

@@ -1,0 +1,82 @@
+"""Every change that the core makes to objects of torch and others, in one table, and the one function that makes it.
+
+Integrations (`mfsdp.integrations`) patch their own framework when they are imported, and nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Why a function of others is wrapped, from when on, and with which versions that was tried."""
+
+    why: str
+    when: str
+    tried: str
+
+
+_SHARDED = "the first model is sharded"
+_STATE_DICTS = Patch("torch's own rule cuts and gathers even shards only", _SHARDED, "torch 2.12 to 2.15")
+
+PATCHES: dict[str, Patch] = {
+    "torch.optim.optimizer.Optimizer.add_param_group": Patch(
+        "no hook tells where optimizers get parameters: sharded ones need step hooks", _SHARDED, "torch 2.11 to 2.15"
+    ),
+    "torch.optim.optimizer.Optimizer.zero_grad": Patch(
+        "unreduced gradients are in no .grad, and a step that is given up must drop them",
+        "the first gradient is left unreduced",
+        "torch 2.11 to 2.15",
+    ),
+    "torch.nn.modules.module.Module.zero_grad": Patch(
+        "as for optimizers", "the first gradient is left unreduced", "torch 2.11 to 2.15"
+    ),
+    "torch.autograd.backward": Patch(
+        "no hook tells of inputs=, and sharded parameters get their gradients outside of autograd's leaves",
+        _SHARDED,
+        "torch 2.11 to 2.15",
+    ),
+    "torch.distributed._state_dict_utils._distribute_tensors": _STATE_DICTS,
+    "torch.distributed.checkpoint.state_dict._broadcast_state_dict": _STATE_DICTS,
+    "torch.distributed.checkpoint.state_dict._distribute_state_dict": _STATE_DICTS,
+    "torch.distributed.checkpoint.state_dict._get_fqns": Patch(
+        "names of compiled wrappers are not the model's", _SHARDED, "torch 2.12 to 2.15"
+    ),
+    "torch.distributed.checkpoint.default_planner.DefaultLoadPlanner.set_up_planner": Patch(
+        "a load must find optimizer state, and be told where FP8 scales would be lost", _SHARDED, "torch 2.12 to 2.15"
+    ),
+    "peft.utils.save_and_load._reshard_dtensor_values_for_load": Patch(
+        "peft cuts adapters by torch's even rule", "a model is sharded and peft is imported", "peft 0.21"
+    ),
+    "torch._inductor.async_compile.AsyncCompile.wait": Patch(
+        "kernels of several graphs compile at the same time", "a program's subgraphs are compiled", "torch 2.13"
+    ),
+    "torch._inductor.codecache.FxGraphCache._save_graph": Patch(
+        "it runs behind `wait`, which is put off", "a program's subgraphs are compiled", "torch 2.13"
+    ),
+}
+"""By the full name of the function that is wrapped."""
+
+
+def wrap(owner: Any, name: str, ours: Callable[..., Any]) -> None:
+    """Replaces ``owner.name`` by ``ours(theirs, *args, **kwargs)``, once per process.
+
+    Raises:
+        KeyError: the patch is not in `PATCHES`.
+    """
+    theirs = getattr(owner, name)
+    where = owner.__name__ if not isinstance(owner, type) else f"{owner.__module__}.{owner.__qualname__}"
+    PATCHES[f"{where}.{name}"]
+    if getattr(theirs, "_mfsdp", False):
+        return
+
+    @functools.wraps(theirs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return ours(theirs, *args, **kwargs)
+
+    wrapped._mfsdp = True  # type: ignore[attr-defined]
+    setattr(owner, name, staticmethod(wrapped) if isinstance(vars(owner).get(name), staticmethod) else wrapped)
