@@ -15,6 +15,7 @@ alive until then (invariants 10 and 11).
 
 from __future__ import annotations
 
+from mfsdp.config.units import GroupIndex
 from mfsdp.ir import ops
 from mfsdp.ir.program import Program, lane_of
 from mfsdp.ir.roles import role
@@ -27,10 +28,10 @@ def assign_groups(p: Program) -> None:
         if node.target in (ops.reduce_scatter, ops.all_reduce):
             r = role(node)
             assert r is not None
-            lane = lane_of(node)
-            assert lane % 2 == 0, f"{node.name} has been through stream before"
-            if p.unit(r.unit).spec.groups[lane + 1]:
-                node.args = (*node.args[:2], lane + 1)
+            second = GroupIndex(lane_of(node)).reduce
+            assert lane_of(node) != second, f"{node.name} has been through this pass before"
+            if p.unit(r.unit).spec.groups[second]:
+                node.args = (*node.args[:2], int(second))
                 moved += 1
     if moved:
         p.changed(f"{moved} reductions to a group of their own")

@@ -40,7 +40,7 @@ from functools import reduce as fold
 import torch
 from torch.fx import Node
 
-from mfsdp.config.units import Unit
+from mfsdp.config.units import GroupIndex, Unit
 from mfsdp.ir import ops
 from mfsdp.ir.program import Program, base_of
 from mfsdp.ir.roles import Kind, Lane, Role, is_kind
@@ -85,14 +85,15 @@ def _reduce_sharded(p: Program, unit: Unit, markers: list[Node]) -> None:
     if spec.world > 1:
         if spec.hold:
             p.insert(ops.hold, (shard, total, offsets), ready, hold)
-        total = _scatter(p, unit, total, ready, 0, Kind.GSHARD, Lane.REDUCE)
+        total = _scatter(p, unit, total, ready, GroupIndex.SHARD_GATHER, Kind.GSHARD, Lane.REDUCE)
     if spec.outer > 1:
         lane = Lane.OUTER if spec.world > 1 else Lane.REDUCE
         p.insert(ops.hold, (shard, total, offsets), ready, hold)
         if spec.outer_optim:
-            total = _scatter(p, unit, total, ready, 2, Kind.GOUTER, lane)
+            total = _scatter(p, unit, total, ready, GroupIndex.OUTER_GATHER, Kind.GOUTER, lane)
         else:
-            p.insert(ops.all_reduce, (total, text, 2), ready, Role(Kind.ALL_REDUCE, unit.name, lane))
+            args = (total, text, int(GroupIndex.OUTER_GATHER))
+            p.insert(ops.all_reduce, args, ready, Role(Kind.ALL_REDUCE, unit.name, lane))
             p.insert(ops.wait, (total, []), ready, Role(Kind.WAIT, unit.name, lane))
     after = 1 / (spec.divide * spec.predivide)
     p.insert(ops.accumulate, (shard, total, offsets, after), ready, Role(Kind.ACCUMULATE, unit.name))
@@ -101,9 +102,9 @@ def _reduce_sharded(p: Program, unit: Unit, markers: list[Node]) -> None:
         p.erase(node)
 
 
-def _scatter(p: Program, unit: Unit, total: Node, before: Node, number: int, kind: Kind, lane: Lane) -> Node:
+def _scatter(p: Program, unit: Unit, total: Node, before: Node, group: GroupIndex, kind: Kind, lane: Lane) -> Node:
     """Inserts a reduce-scatter and its wait, and returns the result."""
-    args = (total, unit.spec.encode(), number)
+    args = (total, unit.spec.encode(), int(group))
     out = p.insert(ops.reduce_scatter, args, before, Role(kind, unit.name, lane), f"{unit.name}_{kind.value}")
     p.insert(ops.wait, (out, [total]), before, Role(Kind.WAIT, unit.name, lane))
     return out
@@ -122,7 +123,7 @@ def _reduce_plain(p: Program, unit: Unit) -> bool:
     grads = [results[i] for i in order]
     gfull = _bucket(p, unit, grads[0], grads, [mine[i] for i in order], 1 / spec.divide, ready)
     launch = Role(Kind.ALL_REDUCE, unit.name, lane)
-    p.insert(ops.all_reduce, (gfull, spec.encode(), 0), ready, launch)
+    p.insert(ops.all_reduce, (gfull, spec.encode(), int(GroupIndex.SHARD_GATHER)), ready, launch)
     p.insert(ops.wait, (gfull, []), ready, Role(Kind.WAIT, unit.name, lane))
     for i in order:
         value = results[i].meta["val"]

@@ -129,5 +129,5 @@ def test_your_own_pass():
     stages = pipeline.run(forward, passes=(*pipeline.PIPELINE, ("look", look)))
     assert seen == ["u0_full", "u1_full", "u2_full"]
     assert "; change none  only looked" in stages[-1].listing
-    with pytest.raises(ValueError, match="'prefetsch' is no pass; the passes are capture, collective, fill, quant"):
+    with pytest.raises(ValueError, match="'prefetsch' is no pass; the passes are capture, collective, hide_coll"):
         pipeline.run(forward, upto="prefetsch")

@@ -215,7 +215,7 @@ def test_show_and_diff(capsys, tmp_path, monkeypatch):
     last = next((tmp_path / "b").glob("*.backward.13.assign_groups.txt"))
     last.write_text(last.read_text().replace("free", "forget", 1) + "; one more line\n")
     text = shown(capsys, "show", str(tmp_path / "a"))
-    assert text.count("; mfsdp  Sequential  stream") == 2 and "\x1b" not in text
+    assert text.count("; mfsdp  Sequential  assign_groups") == 2 and "\x1b" not in text
     text = shown(capsys, "show", str(tmp_path / "a"), "--phase", "forward", "--stage", "all")
     assert text.count("; mfsdp  Sequential") == 14 and "backward" not in text
     assert shown(capsys, "diff", str(tmp_path / "a"), str(tmp_path / "a")) == ""
@@ -243,7 +243,7 @@ def test_artifacts_and_logs_for_torchs_own_tools(tmp_path):
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert out.returncode == 0, out.stderr[-2000:]
     traces = "".join(p.read_text() for p in (tmp_path / "trace").iterdir())
-    assert "mfsdp_graph0_forward_0_capture" in traces and "; mfsdp  Sequential  stream  backward" in traces
+    assert "mfsdp_graph0_forward_0_capture" in traces and "; mfsdp  Sequential  assign_groups  backward" in traces
     assert "graph0 backward stream" in out.stderr and "graph0 forward: Sequential, Schedule(" in out.stderr
 
 

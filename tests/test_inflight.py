@@ -136,9 +136,11 @@ def reduced_in_int8() -> Any:
 
 def summed_wide() -> Any:
     s = SimpleNamespace(
-        reduces=lambda lane: groups.default_group(), outer=1, world=4, sum=lambda lane: torch.float32,
+        reduce_group_on=lambda index: groups.default_group(),
+        ranks_on=lambda index: 4,
+        sum_dtype=lambda index: torch.float32,
         precision=SimpleNamespace(grad_wire=None),
-    )  # fmt: skip
+    )
     tensor = torch.ones(N + 1, dtype=torch.bfloat16)
     return kept_by_the_caller(sync_collectives.summed(tensor, s, 0), tensor)  # type: ignore[arg-type]
 

@@ -173,6 +173,30 @@ def test_test_modules_do_not_import_each_other():
         assert path.stem in ("test_nccl", "test_saving") or not found, f"{path.name} imports {found}"
 
 
+def test_nothing_of_others_is_patched_elsewhere():
+    """`config.patches.wrap` alone replaces functions of others (integrations patch their framework)."""
+    found = set()
+    for room, path in everything():
+        if room == "integrations":
+            continue
+        tree, foreign = ast.parse(path.read_text()), set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                foreign |= {(a.asname or a.name).split(".")[0] for a in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and not (node.module or "").startswith("mfsdp"):
+                foreign |= {a.asname or a.name for a in node.names}
+        for node in ast.walk(tree):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                text = ast.unparse(target)
+                if isinstance(target, ast.Attribute) and "(" not in text and text.split(".")[0] in foreign:
+                    found.add((path.name, text))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+                owner = ast.unparse(node.args[0]).split(".")[0]
+                found |= {(path.name, owner)} if owner in foreign else set()
+    expected = {("launch.py", "sys.argv"), ("tracing.py", "fake_tensor_tls.allow_non_fake_inputs_override")}
+    assert found == expected | {("symbolic_numbers.py", "math")}
+
+
 def test_private_torch_is_marked():
     """Whoever uses a private name of torch says so, and with which versions it was tried."""
     for _, path in everything():

@@ -226,7 +226,7 @@ def test_a_box_tells_its_line_and_leads_to_it(opened, report):
 @pytest.mark.slow
 def test_passes_and_programs_switch_and_show_what_changed(opened, report):
     final = report.views[0].stages[-1].listing
-    assert "; mfsdp  Toy2  stream  forward       world 8" in lines_of(opened)[0]
+    assert "; mfsdp  Toy2  assign_groups  forward       world 8" in lines_of(opened)[0]
     assert len(lines_of(opened)) == len(final.rstrip("\n").split("\n"))
     opened.click("#modes >> text=diff")
     opened.click("#stages >> text=prefetch")

@@ -206,7 +206,7 @@ def test_what_lasts_are_codes(recipe, kinds, layers, sharding):
         assert not spec.gathers or (gathered(p, True) and {n.args[0] for n in p.find(Kind.FULL)} >= {node})
     assert [len(of) for of in keys.values()] == [kinds] * layers, "by unit"
     lasts = {entry.name: entry.nbytes for entry in told.ledger.entries}
-    assert lasts["codes that last"] == layers * kinds * spec.source_numel
+    assert lasts["persistent FP8 weights"] == layers * kinds * spec.source_numel
     assert lasts["parameters that last"] < spec.source_numel / 8, "norms and biases"
 
 

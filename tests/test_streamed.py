@@ -20,7 +20,7 @@ from mfsdp.cost_model import memory_model as ledgers
 from mfsdp.cost_model.estimate import streamed
 from mfsdp.ir.byte_costs import size
 from mfsdp.runtime import host_memory, static_buffers
-from mfsdp.state import flat_optimizer as flat
+from mfsdp.state import parameter_ranges as ranges
 from tests.helpers.optimizers import OPTIMIZERS, fill, groups, sharded
 from tests.helpers.parity import scaled_steps, whole
 
@@ -338,7 +338,7 @@ def interrupted(where: str, at: int, monkeypatch: Any, **settings: Any) -> tuple
     """The third step ends with an exception in front of one part, inside or behind it; then there are two more. What
     it raised, with and without streaming, and whether both are the same.
     """
-    monkeypatch.setattr(flat, "TOGETHER", 0)  # the other one steps unit by unit too
+    monkeypatch.setattr(ranges, "TOGETHER", 0)  # the other one steps unit by unit too
     models = sharded()
     optimizers = [
         mfsdp.fully_shard_optimizer(torch.optim.AdamW(groups(m), foreach=True, **settings), offload=o)
@@ -556,7 +556,7 @@ def test_memory_is_what_the_ledger_says(name, monkeypatch):
     found = {}
     for stepping in ("whole", "flat", "offloaded"):
         monkeypatch.setattr(static_buffers, "_slots", {})  # each makes its own
-        for module in (flat, ledgers):
+        for module in (ranges, ledgers):
             monkeypatch.setattr(module, "TOGETHER", 0)
         measured, said = found[stepping] = peak(name, stepping)
         assert abs(measured / said.peak - 1) < 0.01, (stepping, measured, str(said))

@@ -21,7 +21,7 @@ from mfsdp.cost_model.auto_prefetch import AutoPrefetch
 from tests.helpers.models import GPT, MLP, Block
 
 SPOILED = {
-    "outline": "mfsdp.compiler.backend.outline",
+    "outline": "mfsdp.compiler.program_info.outline",
     "clock": "mfsdp.cost_model.op_cost.op_times",
     "one line's time": "mfsdp.cost_model.op_cost._time",
     "formulas": "mfsdp.cost_model.fusion._attention",

@@ -16,7 +16,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp.runtime import host_memory
-from mfsdp.state import flat_optimizer as flat_
+from mfsdp.state import parameter_ranges as ranges
 
 
 class Block(nn.Module):
@@ -63,7 +63,7 @@ def streamed(rank: int, world: int, layers: int, width: int, rounds: int, rates:
     """One call for all parameters, the default, unit by unit, and state on the host; taking turns."""
     begin(rank, world)
     found: dict[str, tuple[Any, int, float]] = {}
-    ways = [("one call", flat, 1 << 60, 0.0), ("default", flat, flat_.TOGETHER, 0.0), ("unit by unit", flat, 0, 0.0)]
+    ways = [("one call", flat, 1 << 60, 0.0), ("default", flat, ranges.TOGETHER, 0.0), ("unit by unit", flat, 0, 0.0)]
     ways += [(f"on the host, {rate:.0e} bytes/s" if rate else "on the host", offloaded, 0, rate) for rate in rates]
     for name, make, together, rate in ways:
         made, build = make(layers, width)
@@ -72,7 +72,7 @@ def streamed(rank: int, world: int, layers: int, width: int, rounds: int, rates:
     steps: dict[str, list[float]] = {name: [] for name in found}
     for _ in range(rounds + 1):
         for name, (optimizer, together, rate) in found.items():
-            flat_.TOGETHER = together
+            ranges.TOGETHER = together
             with host_memory.at_rate(rate or float("inf")):
                 begun = time.perf_counter()
                 optimizer.step()

@@ -234,29 +234,42 @@ class Checkpoints:
         step = there[-1] if step is None else step
         path, rank, world = self.path(step), groups.rank(), groups.world()
         manifest = json.loads((path / MANIFEST).read_text())
+        self._check_files(step, there)
+        own = torch.load(path / f"rank{rank if rank < manifest['ranks'] else 0}.pt", weights_only=True)
+        for name in more:
+            if name not in own["more"]:
+                raise ValueError(f"Checkpoints: step {step} was saved without {name!r}; it has {sorted(own['more'])}")
+        self._load_state(step, model, optimizer)
+        for name, thing in more.items():
+            thing.load_state_dict(own["more"][name])
+        if manifest["ranks"] == world:
+            _set_random_state(own["random"])
+        return step
+
+    def _check_files(self, step: int, there: list[int]) -> None:
+        """Raises `CheckpointError` on every rank if a file is damaged; each rank checks some. ``there``: all steps."""
+        path, rank = self.path(step), groups.rank()
 
         def check() -> list[str]:
-            found = faults_of(path, rank, world)
+            found = faults_of(path, rank, groups.world())
             if rank == 0 and not found:
                 Reader(path).read_metadata()
             return found
 
-        found = together(f"load step {step}", check)
-        faults = [fault for part in found for fault in part]
+        faults = [fault for part in together(f"load step {step}", check) for fault in part]
         if faults:
             raise CheckpointError(
                 f"mfsdp: the checkpoint of step {step} in {self.folder} is damaged: {'; '.join(faults)}. "
                 f"Nothing was loaded; the complete ones are of steps {there}, load(..., step=...) takes another."
             )
-        own = torch.load(path / f"rank{rank if rank < manifest['ranks'] else 0}.pt", weights_only=True)
-        for name in more:
-            if name not in own["more"]:
-                raise ValueError(f"Checkpoints: step {step} was saved without {name!r}; it has {sorted(own['more'])}")
-        state = _state(model, optimizer)
+
+    def _load_state(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Loads model and optimizer, after checking on every rank that the checkpoint fits them."""
+        path, state = self.path(step), _state(model, optimizer)
 
         def fit() -> None:
             planner = Planner()
-            planner.set_up_planner(state, Reader(path).read_metadata(), is_coordinator=rank == 0)
+            planner.set_up_planner(state, Reader(path).read_metadata(), is_coordinator=groups.rank() == 0)
             planner.create_local_plan()
 
         def read() -> None:
@@ -273,11 +286,6 @@ class Checkpoints:
                 model_state_dict=state["model"],
                 optim_state_dict=state.get("optimizer", {}),
             )
-        for name, thing in more.items():
-            thing.load_state_dict(own["more"][name])
-        if manifest["ranks"] == world:
-            _set_random_state(own["random"])
-        return step
 
 
 _NAME = re.compile(r"step-(\d{8,})")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,20 +60,8 @@ def mfsdp(
         NotImplementedError: a trainable parameter is a DTensor that was not sharded.
     """
     try:
-        if mode not in (None, "default"):
-            graphs = (
-                ": what a step touches stays where it is, so that a whole step could be one CUDA graph, but replaying "
-                "one that communicates has not run on a GPU yet, and is not built"
-            )
-            why = graphs if mode == "reduce-overhead" else ""
-            raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}{why}; use options={{...}}")
-        chosen = following(Options.parse(options), options, example_inputs)
-        decide = AutoPrefetch.of_run(chosen, example_inputs)
-        plan, fused = _plan_of(example_inputs), chosen.lowering != "eager"
-        pace = (
-            OffloadTiming(plan.machine, fused) if plan and plan.machine else OffloadTiming.of_run(example_inputs, fused)
-        )
-        passes = pipeline.chosen(chosen, decide=decide, pace=pace)
+        _default_mode(mode)
+        settings = _Settings.of(options, example_inputs)
         _whole_budget(gm)
         control_flow.hoist_parameters(gm)
         mutation_check.traced(gm, example_inputs)
@@ -80,73 +69,133 @@ def mfsdp(
         _no_pieces(example_inputs, names)
     except (ValueError, TypeError, RuntimeError) as error:
         return _raise(error)
+    chosen = settings.options
     watchdog.settle(chosen.patience, chosen.on_stall == "raise", chosen.folder)
-    capture = Capture(example_inputs, names)
-    capture.notes = attention_masks.fold_masks(gm, capture.input_names)
-    for text in capture.notes:
-        log.info("mfsdp: %s: %s", capture.name, text)
-    if chosen.memory is not None:
-        from . import memory_option  # loaded only for this option
-
-        machine = memory_option.planned_machine()
-        pace = pace or OffloadTiming(machine, fused)
-        capture.decide = partial(memory_option.decide, options=chosen, inputs=example_inputs, machine=machine)
-    if not capture.shards:
-        _tell_unsharded(capture, example_inputs)
-    number = next(_graphs)
-    dumped = None
-    if chosen.folder:
-        dumped = only_tells("files in dump=", None, Dump, Path(chosen.folder), number, chosen, example_inputs)
-
-    def transform(graph: fx.GraphModule, phase: Phase) -> Callable[[lowering.Run, str], lowering.Run]:
-        program = capture.program(graph, phase)
-        rows = passes if chosen.memory is None else pipeline.chosen(chosen.following(capture.options), pace=pace)
-        only_tells("the note on what forward saves of parameters", None, _tell_copies, program)
-        stages = pipeline.run(
-            program,
-            upto=chosen.upto,
-            passes=rows,
-            checked=chosen.check,
-            listings=dumped is not None or dump.traced(),
-        )
-        for stage in stages:
-            log.debug("mfsdp: graph%d %s %s: %.1f ms", number, phase, stage.name, 1e3 * stage.seconds)
-        schedule = only_tells("the schedule in the log", None, printer.schedule, program)
-        log.info("mfsdp: graph%d %s: %s, %s", number, phase, program.name, schedule)
-        only_tells("artifacts of tlparse", None, dump.artifacts, number, phase, stages)
-        operations, driven = schedule_check.listed(program), schedule_check.listed(program, driven=True)
-        show = None
-        if dumped is not None and groups.rank() == 0:
-            show = only_tells("files in dump=", None, dumped.add, program, stages)
-        info = program_info(program, chosen)
-
-        def finish(compiled: lowering.Run, code: str) -> lowering.Run:
-            if show is not None:
-                only_tells("code in dump=", None, show, code)
-            if chosen.check and isinstance(compiled, Stitched):
-                schedule_check.compare(driven, compiled.driver, driven=True)
-            elif chosen.check and code:
-                schedule_check.compare(operations, code)
-            out = CachedProgram(
-                compiled, info, f"{phase} of {program.name}", decide.found if decide is not None else {}
-            )
-            if key:
-                out.keep()
-            return out
-
-        return finish
-
-    shown = dumped is not None or dump.traced()
-    key = "" if shown or chosen.memory is not None else cache_key(capture, chosen, passes, gm, (decide, pace))
+    compilation = _Compilation(gm, example_inputs, names, settings)
+    capture, key = compilation.capture, compilation.key
     compile = lowering.LOWERINGS[chosen.lowering]
     try:
         return outlining.captured(  # type: ignore[no-any-return]
-            gm, lambda: compile(gm, example_inputs, capture, transform, key), lambda: capture.cut
+            gm, lambda: compile(gm, example_inputs, capture, compilation.transform, key), lambda: capture.cut
         )
     except Exception as error:
         if isinstance(first := _cause(error), DoesNotFit):
             return _raise(first)
         raise
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The options of one compilation, and what follows from them."""
+
+    options: Options
+    decide: AutoPrefetch | None
+    """Chooses the prefetch depth, under ``prefetch="auto"``."""
+    pace: OffloadTiming | None
+    """Gives the times that place host copies; ``None``: the hardware is not known."""
+    passes: pipeline.Table
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any] | None, inputs: Sequence[Any]) -> _Settings:
+        """Returns the settings of a graph with these inputs.
+
+        Raises:
+            ValueError: bad options.
+        """
+        options = following(Options.parse(given), given, inputs)
+        decide = AutoPrefetch.of_run(options, inputs)
+        plan, fused = _plan_of(inputs), options.lowering != "eager"
+        machine = plan.machine if plan is not None else None
+        pace = OffloadTiming(machine, fused) if machine is not None else OffloadTiming.of_run(inputs, fused)
+        return cls(options, decide, pace, pipeline.chosen(options, decide=decide, pace=pace))
+
+
+class _Compilation:
+    """Captures a graph that Dynamo traced, and runs the passes on its programs. It outlives the call of the backend:
+    backward may be compiled later.
+    """
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], names: Sequence[str], settings: _Settings):
+        self.options = options = settings.options
+        self.decide, self.pace, self.passes = settings.decide, settings.pace, settings.passes
+        self.capture = capture = Capture(inputs, names)
+        capture.notes = attention_masks.fold_masks(gm, capture.input_names)
+        for text in capture.notes:
+            log.info("mfsdp: %s: %s", capture.name, text)
+        if options.memory is not None:
+            from . import memory_option  # loaded only for this option
+
+            machine = memory_option.planned_machine()
+            self.pace = self.pace or OffloadTiming(machine, options.lowering != "eager")
+            capture.decide = partial(memory_option.decide, options=options, inputs=inputs, machine=machine)
+        if not capture.shards:
+            _tell_unsharded(capture, inputs)
+        self.number = next(_graphs)
+        self.dumped: Dump | None = None
+        if options.folder:
+            self.dumped = only_tells("files in dump=", None, Dump, Path(options.folder), self.number, options, inputs)
+        self.key = ""  # the cache keeps nothing
+        if not self.listings and options.memory is None:
+            self.key = cache_key(capture, options, self.passes, gm, (self.decide, self.pace))
+
+    @property
+    def listings(self) -> bool:
+        """Whether somebody reads the listings after passes."""
+        return self.dumped is not None or dump.traced()
+
+    def transform(self, graph: fx.GraphModule, phase: Phase) -> Callable[[lowering.Run, str], lowering.Run]:
+        """Runs the passes on a program, in place. Returns a function that checks and wraps the compiled program."""
+        program = self.capture.program(graph, phase)
+        stages = self._run_passes(program)
+        operations, driven = schedule_check.listed(program), schedule_check.listed(program, driven=True)
+        show = None
+        if self.dumped is not None and groups.rank() == 0:
+            show = only_tells("files in dump=", None, self.dumped.add, program, stages)
+        info, about = program_info(program, self.options), f"{phase} of {program.name}"
+
+        def finish(compiled: lowering.Run, code: str) -> lowering.Run:
+            if show is not None:
+                only_tells("code in dump=", None, show, code)
+            if self.options.check and isinstance(compiled, Stitched):
+                schedule_check.compare(driven, compiled.driver, driven=True)
+            elif self.options.check and code:
+                schedule_check.compare(operations, code)
+            out = CachedProgram(compiled, info, about, self.decide.found if self.decide is not None else {})
+            if self.key:
+                out.keep()
+            return out
+
+        return finish
+
+    def _run_passes(self, program: Program) -> pipeline.Stages:
+        """Returns the results of the passes, with the schedule in the log."""
+        options, passes = self.options, self.passes
+        if options.memory is not None:
+            passes = pipeline.chosen(options.following(self.capture.options), pace=self.pace)
+        only_tells("the note on what forward saves of parameters", None, _tell_copies, program)
+        stages = pipeline.run(program, upto=options.upto, passes=passes, checked=options.check, listings=self.listings)
+        for stage in stages:
+            log.debug("mfsdp: graph%d %s %s: %.1f ms", self.number, program.phase, stage.name, 1e3 * stage.seconds)
+        schedule = only_tells("the schedule in the log", None, printer.schedule, program)
+        log.info("mfsdp: graph%d %s: %s, %s", self.number, program.phase, program.name, schedule)
+        only_tells("artifacts of tlparse", None, dump.artifacts, self.number, program.phase, stages)
+        return stages
+
+
+def _default_mode(mode: str | None) -> None:
+    """Refuses modes of ``torch.compile``.
+
+    Raises:
+        ValueError: the mode is not the default.
+    """
+    if mode in (None, "default"):
+        return
+    graphs = (
+        ": what a step touches stays where it is, so that a whole step could be one CUDA graph, but replaying "
+        "one that communicates has not run on a GPU yet, and is not built"
+    )
+    why = graphs if mode == "reduce-overhead" else ""
+    raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}{why}; use options={{...}}")
 
 
 def following(chosen: Options, given: Mapping[str, Any] | None, inputs: Sequence[Any]) -> Options:

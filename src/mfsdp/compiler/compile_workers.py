@@ -26,6 +26,8 @@ from torch._inductor.codecache import FxGraphCache
 from torch._inductor.exc import InductorError
 from torch._inductor.triton_bundler import TritonBundler
 
+from ..config.patches import wrap
+
 _left: ContextVar[list[Callable[[], None]] | None] = ContextVar("mfsdp_left", default=None)
 """Work that this thread does when it leaves `parallel`."""
 
@@ -118,26 +120,24 @@ def _install() -> None:
     (``AsyncCompile.wait``, which every generated module calls, and ``FxGraphCache._save_graph``, which is called after
     it); tried on 2.13, read in 2.11, 2.14 and 2.15 (of 2.11 to 2.15).
     """
-    wait, save = AsyncCompile.wait, FxGraphCache._save_graph
+    wrap(AsyncCompile, "wait", _wait)
+    wrap(FxGraphCache, "_save_graph", _save)
 
-    @functools.wraps(wait)
-    def wait_or_put_off(self: AsyncCompile, scope: dict[str, Any]) -> None:
-        graph = _graph.get()
-        if graph is None:
-            wait(self, scope)
-        else:
-            graph.waits.append(partial(wait, self, scope))
 
-    @functools.wraps(save)
-    def save_or_put_off(*args: Any) -> None:
-        graph = _graph.get()
-        if graph is None:
-            save(*args)
-        else:
-            graph.saves.append(partial(save, *args))
+def _wait(theirs: Callable[..., None], *args: Any) -> None:
+    graph = _graph.get()
+    if graph is None:
+        theirs(*args)
+    else:
+        graph.waits.append(partial(theirs, *args))
 
-    AsyncCompile.wait = wait_or_put_off  # type: ignore[method-assign]
-    FxGraphCache._save_graph = staticmethod(save_or_put_off)  # type: ignore[assignment]
+
+def _save(theirs: Callable[..., None], *args: Any) -> None:
+    graph = _graph.get()
+    if graph is None:
+        theirs(*args)
+    else:
+        graph.saves.append(partial(theirs, *args))
 
 
 @contextmanager

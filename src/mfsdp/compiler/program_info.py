@@ -7,6 +7,7 @@ from torch import fx
 
 from ..config.best_effort import only_tells
 from ..config.options import Options
+from ..config.units import GroupIndex
 from ..ir import ops, printer
 from ..ir.program import GIVEN, READ, Program, first_launches, group_of, lane_of, slot_of
 from ..ir.roles import Kind, role
@@ -70,7 +71,7 @@ def collectives(program: Program) -> dict[str, list[str]]:
             for group in spec.peer_groups:
                 out.setdefault(group, []).append(f"{text}  of {gradient}")
             continue
-        groups: tuple[str, ...] = (spec.outer_group if lane_of(node) >= 2 else spec.group,)
+        groups: tuple[str, ...] = (spec.outer_group if GroupIndex(lane_of(node)).outer else spec.group,)
         if node.target in (ops.refresh, ops.refresh_codes, ops.maxima) and spec.persistent:
             everywhere = node.target is ops.maxima or spec.replica
             groups = spec.gather_groups if everywhere else spec.gather_groups[-1:]

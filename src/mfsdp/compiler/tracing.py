@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..ir.program import Phase, Program
 from ..sharding import mutation_check
-from ..sharding.meta_clone import clone_on_meta
+from ..sharding.meta_clone import MetaClone, clone_on_meta
 from ..sharding.module import FSDPModule, own_code
 from ..sharding.shard import fully_shard
 from ..state.flat_buffer import refs
@@ -89,15 +89,84 @@ def trace(
     if together < 1:
         raise ValueError(f"trace: together={together!r}: give a positive number")
     model = getattr(model, "_orig_mod", model)
-    plan = clone_on_meta(model)
-    meta = plan.model
-    if plan.calls and sharding:
+    clone = clone_on_meta(model)
+    meta = clone.model
+    _shard(model, clone, world, mesh_shape, sharding)
+    _settings(model, meta)
+    kind = type(meta)
+    forward = own_code(kind.forward, kind.__name__)  # so that traces do not count as recompilations of the model
+    meta.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+
+    def to_meta(x: Any) -> Any:
+        return x.detach().to("meta", copy=True).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+    calls = [pytree.tree_map(to_meta, (args, dict(kwargs or {}))) for _ in range(together)]
+    called = meta if together == 1 else own_code(each, "together")
+    out = Programs(model=meta)
+    recorder = _Recorder(out, name, lowering)
+    run: Any = torch.compile(called, backend=recorder.compile, fullgraph=True, dynamic=False)
+    try:
+        with torch.set_grad_enabled(train), _constants_on_meta(), _logs_nothing(), suppress(_Traced):
+            if together == 1:
+                run(*calls[0][0], **calls[0][1])
+            else:
+                run(meta, calls)
+    finally:
+        recorder.found.clear()
+    return out
+
+
+class _Recorder:
+    """Records a graph's programs and runs nothing. torch keeps backends alive: clear `found` to free the programs."""
+
+    def __init__(self, programs: Programs, name: str | None, lowering: str):
+        self.found, self.name, self.lowering = [programs], name, lowering
+
+    def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        """Is a backend for Dynamo: captures a graph and returns a function that stops the run."""
+        try:
+            mutation_check.traced(gm, inputs)
+        except RuntimeError as error:
+            return partial(_refuse, error)
+        capture = self.found[0].capture = Capture(inputs, sources(gm), self.name)
+        capture.keeps, capture.notes = True, attention_masks.fold_masks(gm, capture.input_names)
+        fakes = _on_cpu(gm, inputs)
+
+        def keep(graph: fx.GraphModule, phase: Phase) -> None:
+            program = capture.program(graph, phase)
+            setattr(self.found[0], phase, program)
+            self.found[0].all.append(program)
+
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            outlining.captured(gm, lambda: CAPTURES[self.lowering](gm, fakes, capture, keep), lambda: capture.cut)
+        return _stop
+
+
+def each(model: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+    """Runs a model on each of several microbatches: `mfsdp.together` compiles this function."""
+    return [model(*args, **kwargs) for args, kwargs in calls]
+
+
+def _shard(
+    model: nn.Module,
+    clone: MetaClone,
+    world: int | None,
+    mesh_shape: tuple[int, int] | None,
+    sharding: dict[str, Any],
+) -> None:
+    """Shards a clone as its model is sharded, or else as the arguments of `trace` say.
+
+    Raises:
+        ValueError: bad arguments.
+    """
+    meta = clone.model
+    if clone.calls and sharding:
         raise ValueError(f"trace: {type(model).__name__} is sharded already; leave out {', '.join(sharding)}")
     for unwanted in ("mesh", "dp_mesh_dims", "device"):
         if unwanted in sharding:
             raise ValueError(f"trace: {unwanted}= is not needed: give world= or mesh_shape=")
     cut = any(ref.piece is not None for m in model.modules() for ref in refs(m).values())
-    cut = cut or len({str(grid) for *_, grid in plan.calls}) > 1
+    cut = cut or len({str(grid) for *_, grid in clone.calls}) > 1
     if cut and (world is not None or mesh_shape is not None):
         raise ValueError(
             f"trace: {type(model).__name__} is sharded beside another parallelism, or over meshes of its own for some "
@@ -108,57 +177,12 @@ def trace(
     apart = math.prod(sizes_along(meshes, TENSOR).values())
     anew = local_mesh("cpu", shape, numbers=range(0, math.prod(shape) * apart, apart))
     if "ignored_params" in sharding:
-        sharding["ignored_params"] = [plan.twins.get(id(p), p) for p in sharding["ignored_params"] or ()]
-    plan.twins.clear()  # `fully_shard` looks for optimizers only if others hold the parameters
+        sharding["ignored_params"] = [clone.twins.get(id(p), p) for p in sharding["ignored_params"] or ()]
+    clone.twins.clear()  # `fully_shard` looks for optimizers only if others hold the parameters
     ignored = [p for p in meta.parameters() if getattr(p, "_mfsdp_ignored", False)]
-    for module, call, grid in plan.calls or [(meta, sharding, [])]:
+    for module, call, grid in clone.calls or [(meta, sharding, [])]:
         mesh = _as_sharded(grid) if cut else anew
         fully_shard(module, **{"mesh": mesh, "device": "meta", "ignored_params": ignored, **call})
-    _settings(model, meta)
-    kind = type(meta)
-    forward = own_code(kind.forward, kind.__name__)  # so that traces do not count as recompilations of the model
-    meta.__class__ = type(kind.__name__, (kind,), {"forward": forward})
-    out = Programs(model=meta)
-    found = [out]  # torch keeps backends alive
-
-    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        try:
-            mutation_check.traced(gm, inputs)
-        except RuntimeError as error:
-            return partial(_refuse, error)
-        capture = found[0].capture = Capture(inputs, sources(gm), name)
-        capture.keeps, capture.notes = True, attention_masks.fold_masks(gm, capture.input_names)
-        fakes = _on_cpu(gm, inputs)
-
-        def keep(graph: torch.fx.GraphModule, phase: Phase) -> None:
-            program = capture.program(graph, phase)
-            setattr(found[0], phase, program)
-            found[0].all.append(program)
-
-        with functorch_config.patch(force_non_lazy_backward_lowering=True):
-            outlining.captured(gm, lambda: CAPTURES[lowering](gm, fakes, capture, keep), lambda: capture.cut)
-        return _stop
-
-    def to_meta(x: Any) -> Any:
-        return x.detach().to("meta", copy=True).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
-
-    calls = [pytree.tree_map(to_meta, (args, dict(kwargs or {}))) for _ in range(together)]
-    called = meta if together == 1 else own_code(each, "together")
-    run: Any = torch.compile(called, backend=backend, fullgraph=True, dynamic=False)
-    try:
-        with torch.set_grad_enabled(train), _constants_on_meta(), _logs_nothing(), suppress(_Traced):
-            if together == 1:
-                run(*calls[0][0], **calls[0][1])
-            else:
-                run(meta, calls)
-    finally:
-        found.clear()
-    return out
-
-
-def each(model: nn.Module, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-    """Runs a model on each of several microbatches: `mfsdp.together` compiles this function."""
-    return [model(*args, **kwargs) for args, kwargs in calls]
 
 
 def _as_sharded(grid: list[Any]) -> DeviceMesh:

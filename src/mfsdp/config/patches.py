@@ -58,8 +58,23 @@ PATCHES: dict[str, Patch] = {
     "torch._inductor.codecache.FxGraphCache._save_graph": Patch(
         "it runs behind `wait`, which is put off", "a program's subgraphs are compiled", "torch 2.13"
     ),
+    "torch._dynamo.eval_frame.OptimizedModule": Patch(
+        "five methods of wrappers of sharded modules return original names (`state.parameter_names`)",
+        _SHARDED,
+        "torch 2.12 to 2.14",
+    ),
+    "torch.nn.modules.module.register_module_module_registration_hook": Patch(
+        "peft would size adapters of sharded layers by a rank's rows (`sharding.hf_overrides`)",
+        "mfsdp.sharding is imported",
+        "peft 0.21",
+    ),
+    "math": Patch(
+        "its functions follow symbolic numbers (`state.symbolic_numbers`)",
+        "only while an optimizer step is traced",
+        "Python 3.11 to 3.14",
+    ),
 }
-"""By the full name of the function that is wrapped."""
+"""By the full name of the function that is wrapped; of the last three, of the object that is changed otherwise."""
 
 
 def wrap(owner: Any, name: str, ours: Callable[..., Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,25 @@ from .layout import Layout
 from .options import SHORT, Precision
 
 _LONG = {short: dtype for dtype, short in SHORT.items()}
+
+
+class GroupIndex(IntEnum):
+    """A process group of a unit, by index in `UnitSpec.groups`: an argument of the collectives in programs."""
+
+    SHARD_GATHER = 0
+    SHARD_REDUCE = 1
+    OUTER_GATHER = 2
+    OUTER_REDUCE = 3
+
+    @property
+    def outer(self) -> bool:
+        """Whether it communicates over the outer axis."""
+        return self >= GroupIndex.OUTER_GATHER
+
+    @property
+    def reduce(self) -> GroupIndex:
+        """The group of the same axis for reductions that run beside gathers."""
+        return GroupIndex.OUTER_REDUCE if self.outer else GroupIndex.SHARD_REDUCE
 
 
 @dataclass(frozen=True)
@@ -97,14 +117,19 @@ class UnitSpec:
 
     @property
     def groups(self) -> tuple[str, str, str, str]:
-        """Names of process groups by lane number: gathers and reductions of the shard axis, then of the outer axis."""
+        """Names of its process groups, by `GroupIndex`; ``""`` where there is none."""
         return self.group, self.reduce_group, self.outer_group, self.outer_reduce_group
 
-    def reduce_group_on(self, lane: int) -> str:
-        """Returns the name of the group of a reduction on a lane. Where units may be unused, it is the axis' second
-        group if there is one: another rank may run the reduction in uncompiled code (Note [Joining with zeros]).
+    def reduce_group_on(self, index: int) -> str:
+        """Returns the name of the group of a reduction. Where units may be unused, it is the axis' second group if
+        there is one: another rank may run the reduction in uncompiled code (Note [Joining with zeros]).
         """
-        return self.groups[lane | 1 if self.any_optional and self.groups[lane | 1] else lane]
+        second = self.groups[GroupIndex(index).reduce]
+        return second if self.any_optional and second else self.groups[index]
+
+    def ranks_on(self, index: int) -> int:
+        """Returns the number of ranks of an axis."""
+        return self.outer if GroupIndex(index).outer else self.world
 
     @property
     def sizes(self) -> str:
@@ -121,22 +146,22 @@ class UnitSpec:
         """Names of the gather groups of all ranks that share the unit, in which ranks compare fingerprints."""
         return tuple(filter(None, (self.group, self.outer_group)))
 
-    def splits_on(self, lane: int) -> tuple[int, ...]:
-        """Returns the elements per rank of each segment after a collective on that lane has split it."""
-        return tuple(n // self.outer for n in self.splits) if lane >= 2 else self.splits
+    def splits_on(self, index: int) -> tuple[int, ...]:
+        """Returns the elements per rank of each segment after a collective over that axis has split it."""
+        return tuple(n // self.outer for n in self.splits) if GroupIndex(index).outer else self.splits
 
-    def int8_bytes(self, lane: int) -> int:
-        """Returns the bytes of one rank's part in int8 on that lane."""
-        return sum(map(is_quantized, self.splits_on(lane)))
+    def int8_bytes(self, index: int) -> int:
+        """Returns the bytes of one rank's part in int8 over that axis."""
+        return sum(map(is_quantized, self.splits_on(index)))
 
-    def sum_dtype(self, lane: int) -> torch.dtype:
-        """Returns the dtype in which a reduction on that lane sums."""
-        return self.precision.sum(self.outer if lane >= 2 else self.world)
+    def sum_dtype(self, index: int) -> torch.dtype:
+        """Returns the dtype in which a reduction over that axis sums."""
+        return self.precision.sum(self.ranks_on(index))
 
-    def scatter_dtype(self, lane: int) -> torch.dtype:
-        """Returns the dtype of a reduce-scatter's result on that lane; if another reduction follows, ``grad_comm``."""
-        last = lane >= 2 or self.outer == 1
-        return self.sum_dtype(lane) if last else self.precision.grad_comm
+    def scatter_dtype(self, index: int) -> torch.dtype:
+        """Returns the dtype of a reduce-scatter's result over that axis; ``grad_comm`` if another reduction follows."""
+        last = GroupIndex(index).outer or self.outer == 1
+        return self.sum_dtype(index) if last else self.precision.grad_comm
 
     @property
     def predivide(self) -> float:
@@ -144,8 +169,8 @@ class UnitSpec:
         over ranks comes back in float16 and might overflow: a power of two, chosen as FSDP2 does
         (``_get_gradient_divide_factors``).
         """
-        lanes = [lane for lane, ranks in ((0, self.world), (2, self.outer)) if ranks > 1]
-        native = any(self.sum_dtype(lane).itemsize < self.precision.grad.itemsize for lane in lanes)
+        axes = [i for i in (GroupIndex.SHARD_GATHER, GroupIndex.OUTER_GATHER) if self.ranks_on(i) > 1]
+        native = any(self.sum_dtype(i).itemsize < self.precision.grad.itemsize for i in axes)
         comes_back = native or (self.outer > 1 and (self.world > 1 or not self.outer_optim))
         factor = 1
         if comes_back and self.precision.grad_comm is torch.float16:

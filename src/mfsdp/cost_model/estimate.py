@@ -66,49 +66,24 @@ def estimate(
     """
     schedule = schedule or Schedule()
     fused = options.lowering != "eager"
-    parts = []
-    for program, done in zip(programs, stages, strict=True):
-        known = profile.given(program) if profile is not None else {}
-        times = op_cost.op_times(program, machine, fused=fused, **known)
-        if schedule.slowest > 1:
-            times = {node: replace(t, seconds=t.seconds * schedule.slowest) for node, t in times.items()}
-        parts.append(_Part(program, tuple(done), times, schedule.rounds))
-    alone = parts
-    if schedule.overlapped:
-        parts = _taking_turns(parts)
-    batch = sum(t.nbytes for t in inputs) * schedule.together * (2 if len(parts) > len(alone) else 1)
-    saved = sum(byte_costs.on_host(part.program) for part in parts if part.program.phase == "forward")
-    away = [Entry("activations", saved, "saved by forward, until backward")] if saved else []
+    parts = _parts(programs, stages, machine, fused, profile, schedule)
+    merged = len(parts) > len(programs)
     accounts = [
         ledger(
             [part.program for part in parts], buffers,
-            inputs=batch, other=other, plain=plain, optimizer=optimizer, stepping=stepping, fused=fused,
-            foreach=machine.cuda, fixed=machine.fixed, on_host=away,
+            inputs=sum(t.nbytes for t in inputs) * schedule.together * (2 if merged else 1),
+            other=other, plain=plain, optimizer=optimizer, stepping=stepping, fused=fused,
+            foreach=machine.cuda, fixed=machine.fixed, on_host=_on_host(parts),
             waiting=schedule.waiting(stage), rounds=schedule.rounds,
         )
         for stage in range(schedule.stages)
     ]  # fmt: skip
-    account = accounts[0]
-    if machine.cuda:
-        held = replayed(
-            account.tensors, [part.program for part in parts], account.temporaries, fused, first=account.first
-        )
-        account = replace(account, blocks=held.most, reserved=held.reserved)
-    now, step, compute, views = 0.0, 0.0, 0.0, []
-    for part in parts:
-        shown = bool(part.stages and part.stages[-1].listing)
-        lines = _lines(part.program, simulate(part.program, part.times), part.times, account, now, shown)
-        view = View(part.program.phase, part.stages, lines, part.program.units, part.runs)
-        views.append(view)
-        now += view.seconds
-        step += view.runs * view.seconds
-        compute += view.runs * sum(t.seconds for t in part.times.values())
-    seconds = getattr(profile, "optimizer", 0.0) or optimizer_seconds(
-        buffers, plain, optimizer, machine, step if stepping == "offloaded" else None
-    )
+    account = _with_allocator(accounts[0], parts, fused) if machine.cuda else accounts[0]
+    views, step, compute = _views(parts, account)
+    between = step if stepping == "offloaded" else None
+    seconds = getattr(profile, "optimizer", 0.0) or optimizer_seconds(buffers, plain, optimizer, machine, between)
     seconds *= schedule.slowest
     bubble = (schedule.stages - 1) * sum(view.seconds for view in views)
-    ids = next((t for t in inputs if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), None)
     facts = StepData(
         name=programs[0].name,
         world=programs[0].world,
@@ -122,19 +97,14 @@ def estimate(
         bubble=bubble,
         stages=[a.peak for a in accounts],
         compute=compute + seconds,
-        tokens=ids.numel() * schedule.microbatches if ids is not None else 0,
-        flops=(3 if any(p.phase == "backward" for p in programs) else 1)
-        * sum(fusion.total_flops(p) for p in programs if p.phase != "backward")
-        * schedule.rounds,
+        tokens=_tokens(inputs) * schedule.microbatches,
+        flops=_flops(programs) * schedule.rounds,
         beside=dict(axes or {}),
         measured=profile is not None,
         error=HONESTY,
         schedule=str(schedule),
     )
-    facts.warnings += _warnings(facts, buffers)
-    if schedule.overlapped and parts is alone:
-        why = "there is one at a time only" if schedule.rounds == 1 else "forward or backward exchanges nothing"
-        facts.warnings.append(f"overlapped: no backward runs beside a forward: {why}")
+    facts.warnings += _warnings(facts, buffers, schedule, merged)
     return facts
 
 
@@ -183,6 +153,25 @@ class _Part:
     runs: int
 
 
+def _parts(
+    programs: Sequence[Program],
+    stages: Sequence[Sequence[Stage]],
+    machine: Hardware,
+    fused: bool,
+    profile: Any,
+    schedule: Schedule,
+) -> list[_Part]:
+    """Returns the programs of a step with the times of their lines. Arguments as for `estimate`."""
+    parts = []
+    for program, done in zip(programs, stages, strict=True):
+        known = profile.given(program) if profile is not None else {}
+        times = op_cost.op_times(program, machine, fused=fused, **known)
+        if schedule.slowest > 1:
+            times = {node: replace(t, seconds=t.seconds * schedule.slowest) for node, t in times.items()}
+        parts.append(_Part(program, tuple(done), times, schedule.rounds))
+    return _taking_turns(parts) if schedule.overlapped else parts
+
+
 def _taking_turns(parts: list[_Part]) -> list[_Part]:
     """Returns the first forward, a backward merged with the next forward, and the last backward. Returns ``parts``
     unchanged for a single round, or if forward or backward has no collective of another parallelism.
@@ -203,6 +192,45 @@ def _taking_turns(parts: list[_Part]) -> list[_Part]:
         _Part(program, (stage,), times, forward.runs - 1),
         replace(backward, runs=1),
     ]
+
+
+def _on_host(parts: Sequence[_Part]) -> list[Entry]:
+    """Returns the ledger's entry of activations that forward copies to the host, if there are any."""
+    saved = sum(byte_costs.on_host(part.program) for part in parts if part.program.phase == "forward")
+    return [Entry("activations", saved, "saved by forward, until backward")] if saved else []
+
+
+def _with_allocator(account: Ledger, parts: Sequence[_Part], fused: bool) -> Ledger:
+    """Returns the ledger with the bytes that CUDA's caching allocator reserves."""
+    programs = [part.program for part in parts]
+    held = replayed(account.tensors, programs, account.temporaries, fused, first=account.first)
+    return replace(account, blocks=held.most, reserved=held.reserved)
+
+
+def _views(parts: Sequence[_Part], account: Ledger) -> tuple[list[View], float, float]:
+    """Returns the programs' views, one after another in time, and seconds in a step: all executions, their kernels."""
+    views: list[View] = []
+    now, step, compute = 0.0, 0.0, 0.0
+    for part in parts:
+        shown = bool(part.stages and part.stages[-1].listing)
+        lines = _lines(part.program, simulate(part.program, part.times), part.times, account, now, shown)
+        view = View(part.program.phase, part.stages, lines, part.program.units, part.runs)
+        views.append(view)
+        now += view.seconds
+        step += view.runs * view.seconds
+        compute += view.runs * sum(t.seconds for t in part.times.values())
+    return views, step, compute
+
+
+def _tokens(inputs: Sequence[torch.Tensor]) -> int:
+    """Returns the number of token ids in a microbatch, 0 if it has none."""
+    return next((t.numel() for t in inputs if t.dtype in (torch.int64, torch.int32) and t.dim() > 1), 0)
+
+
+def _flops(programs: Sequence[Program]) -> int:
+    """Returns the model's floating-point operations for one execution of each program: three times forward's."""
+    forward = sum(fusion.total_flops(p) for p in programs if p.phase != "backward")
+    return forward * (3 if any(p.phase == "backward" for p in programs) else 1)
 
 
 def _mesh_shape(program: Program) -> tuple[int, ...]:
@@ -276,7 +304,7 @@ def streamed(steps: Sequence[float], copies: Sequence[float], between: float) ->
     return took
 
 
-def _warnings(facts: StepData, buffers: Sequence[FlatBuffer]) -> list[str]:
+def _warnings(facts: StepData, buffers: Sequence[FlatBuffer], schedule: Schedule, merged: bool) -> list[str]:
     out = []
     if not facts.fits:
         out.append(
@@ -298,6 +326,9 @@ def _warnings(facts: StepData, buffers: Sequence[FlatBuffer]) -> list[str]:
         out.append(
             "the whole model is one unit: nothing can overlap, and all parameters are gathered at once; give units="
         )
+    if schedule.overlapped and not merged:
+        why = "there is one at a time only" if schedule.rounds == 1 else "forward or backward exchanges nothing"
+        out.append(f"overlapped: no backward runs beside a forward: {why}")
     return out
 
 

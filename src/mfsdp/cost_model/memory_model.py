@@ -11,11 +11,11 @@ from torch.fx import Node
 from ..config.layout import Layout
 from ..config.units import Unit
 from ..ir import ops
-from ..ir.byte_costs import accumulator, lines, nbytes, saved, size
+from ..ir.byte_costs import Line, accumulator, lines, nbytes, saved, size
 from ..ir.program import Program, first_launches, slot_of
 from ..ir.roles import Kind, role
 from ..state.flat_buffer import FlatBuffer
-from ..state.flat_optimizer import TOGETHER
+from ..state.parameter_ranges import TOGETHER
 from . import fusion
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "none": 0}
@@ -159,89 +159,145 @@ def ledger(
         ValueError: ``optimizer`` or ``stepping`` is unknown.
     """
     check_names(optimizer, stepping)
-    states = OPTIMIZER_STATES[optimizer]
-    mains = [b.weights.main.nbytes for b in buffers]
-    stepped, at_once, host = _stepped(buffers, plain, states, stepping)
-    stood = [((stands or {}).get(b.unit.fqn, b.unit.fqn), b.layout) for b in buffers]
-    lasting_codes, coded = _lasting(programs)
-    lasts = [
-        b.weights.source.nbytes for b, key in zip(buffers, stood, strict=True) if b.spec.persistent and key not in coded
-    ]
-    casting = {key: u.layout.shard_numel * u.spec.precision.comm.itemsize for key, u in _casting(programs).items()}
-    again = [key for b, key in zip(buffers, stood, strict=True) if key[0] != b.unit.fqn]
-    codes = sum(lasting_codes.values()) + sum(lasting_codes.get(key, 0) for key in again)
-    narrow = [*casting.values(), *(casting[key] for key in again if key in casting)]
-    added = [b.layout.shard_numel * b.precision.grad.itemsize for b in buffers if b.trainable]
-    main, there, kept, casts, gradients = sum(mains), sum(stepped), sum(lasts), sum(narrow), plain + sum(added)
+    states, streamed, temporaries = _optimizer_memory(buffers, plain, optimizer, stepping, foreach)
+    first = rounds == 1 and not waiting and not any(p.phase == "overlapped" for p in programs)
+    gradients = [b.layout.shard_numel * b.precision.grad.itemsize for b in buffers if b.trainable]
+    accumulators = gradients if not first and any(p.phase == "backward" for p in programs) else []
     slots: dict[str, int] = {}
     for p in programs:
-        for name, n in p.slots.items():
-            slots[name] = max(n, slots.get(name, 0))
-    trains = any(p.phase == "backward" for p in programs)
-    first = rounds == 1 and not waiting and not any(p.phase == "overlapped" for p in programs)
-    staying = gradients - plain if trains and not first else 0
-    tensors = [*mains, *stepped, *lasts, codes, *narrow, other, inputs, *(added if staying else ()), *slots.values()]
-    lasting = fixed + sum(tensors)
+        slots |= {name: max(n, slots.get(name, 0)) for name, n in p.slots.items()}
+    kept = _kept_parameters(programs, buffers, stands or {})
+    mains = [b.weights.main.nbytes for b in buffers]
+    held = _Held(mains, states, *kept, other, inputs, accumulators, slots)
+    staying = sum(accumulators)
+    lasting = fixed + sum(held.tensors)
+    in_flight = waiting * sum(sum(saved(p)[0].values()) for p in programs if p.phase == "backward")
+    live, after, top = _totals(programs, fused, lasting + in_flight, first)
+    stepped = staying if optimizer == "none" else plain + sum(gradients)
+    early = sum(nbytes(n.meta["val"]) for n in _early(programs)) if optimizer != "none" else 0
+    at_step = lasting - staying + stepped + sum(temporaries) + early
+    if top is None or top.nbytes <= at_step:
+        peak, phase, line = at_step, "optimizer", ""
+        how = "of a foreach optimizer" if foreach else "of an optimizer that takes one tensor after another"
+        changing = [
+            Entry("gradients", stepped, "accumulators, until zero_grad"),
+            Entry("temporaries", sum(temporaries), how),
+            Entry("gathered ahead", early, "of forward, behind fully_shard_optimizer's step"),
+        ]
+    else:
+        peak, phase, line = top.nbytes, top.program.phase, top.row.node.name
+        changing = _entries_at(top, staying, in_flight, waiting, first)
+    entries = [*held.entries(optimizer + (", two rooms for what is on the host" if streamed else ""), fixed), *changing]
+    padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers)
+    padding *= 1 if streamed else 1 + OPTIMIZER_STATES[optimizer]
+    away = [Entry("optimizer state", streamed, "streamed through the device")] if streamed else []
+    return Ledger(
+        tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after, lasting, at_step,
+        (*away, *on_host), tuple(filter(None, held.tensors)), tuple(filter(None, temporaries)), first=first,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes that exist throughout a step; a list has one number per unit."""
+
+    mains: list[int]
+    states: list[int]
+    persistent: list[int]
+    """Parameters in the communication dtype."""
+    payloads: int
+    casts: list[int]
+    other: int
+    inputs: int
+    accumulators: list[int]
+    """Empty if backward allocates them."""
+    slots: dict[str, int]
+    """Static buffers by name."""
+
+    @property
+    def tensors(self) -> list[int]:
+        """Bytes of each tensor."""
+        units = [*self.mains, *self.states, *self.persistent, self.payloads, *self.casts]
+        return [*units, self.other, self.inputs, *self.accumulators, *self.slots.values()]
+
+    def entries(self, optimizer: str, fixed: int) -> list[Entry]:
+        """Returns the ledger's entries, without the accumulators."""
+        gathered = {name: n for name, n in self.slots.items() if name.startswith("p")}
+        buckets = {name: n for name, n in self.slots.items() if name.startswith("g")}
+        return [
+            Entry("main weights", sum(self.mains), "this rank's shards, as the optimizer sees them"),
+            Entry("optimizer state", sum(self.states), optimizer),
+            Entry("parameters that last", sum(self.persistent), "from step to step"),
+            Entry("persistent FP8 weights", self.payloads, "from step to step, one byte per element and recipe"),
+            Entry("shards in what travels", sum(self.casts), "kept from step to step (keep_cast)"),
+            Entry("gathered parameters", sum(gathered.values()), "static buffers " + " ".join(gathered)),
+            Entry("gradient buckets", sum(buckets.values()), "static buffers " + " ".join(buckets)),
+            Entry("not sharded", self.other, "buffers and ignored parameters"),
+            Entry("inputs", self.inputs, "the batch"),
+            Entry(FIXED, fixed, "context, communicators, libraries: as measured"),
+        ]
+
+
+def _kept_parameters(
+    programs: Sequence[Program], buffers: Sequence[FlatBuffer], stands: Mapping[str, str]
+) -> tuple[list[int], int, list[int]]:
+    """Returns bytes that exist from step to step besides the main weights: parameters in the communication dtype by
+    unit, all FP8 payloads, and kept casts by unit.
+    """
+    read = [(stands.get(b.unit.fqn, b.unit.fqn), b.layout) for b in buffers]
+    missing = [key for b, key in zip(buffers, read, strict=True) if key[0] != b.unit.fqn]
+    payloads, only_payloads = _lasting(programs)
+    casts = {key: u.layout.shard_numel * u.spec.precision.comm.itemsize for key, u in _casting(programs).items()}
+    persistent = [b for b, key in zip(buffers, read, strict=True) if b.spec.persistent and key not in only_payloads]
+    return (
+        [b.weights.source.nbytes for b in persistent],
+        sum(payloads.values()) + sum(payloads.get(key, 0) for key in missing),
+        [*casts.values(), *(casts[key] for key in missing if key in casts)],
+    )
+
+
+@dataclass(frozen=True)
+class _Top:
+    """The line with the most memory."""
+
+    nbytes: int
+    program: Program
+    row: Line
+
+
+def _totals(
+    programs: Sequence[Program], fused: bool, held: int, first: bool
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]], _Top | None]:
+    """Returns `Ledger.live`, `Ledger.after` and the first line with the most bytes, given the bytes held throughout."""
     live: dict[str, dict[str, int]] = {}
     after: dict[str, dict[str, int]] = {}
-    foreach_holds, one_holds = TEMPORARIES.get(optimizer, (0, 0))
-    works = at_once * foreach_holds if foreach else [max([plain, *map(_largest, buffers)])] * one_holds
-    temporaries = sum(works)
-    early = sum(nbytes(n.meta["val"]) for n in _early(programs)) if optimizer != "none" else 0
-    back = [p for p in programs if p.phase == "backward"] if waiting else []
-    others = waiting * sum(sum(saved(p)[0].values()) for p in back)
-    at_step = lasting + (0 if optimizer == "none" else gradients - staying + temporaries + early)
-    peak, where = at_step, None
+    top: _Top | None = None
     for p in programs:
-        pooled = sum(p.slots.values())
-        live[p.phase], after[p.phase] = {}, {}
-        for row in lines(p, fusion.fused(p) if fused else (), accumulators=first):
-            base = lasting - pooled + others
-            live[p.phase][row.node.name], after[p.phase][row.node.name] = base + row.top, base + row.live
-            if base + row.top > peak:
-                peak, where = base + row.top, (p, row.node, row.top - pooled)
-    entries = [
-        Entry("main weights", main, "this rank's shards, as the optimizer sees them"),
-        Entry("optimizer state", there, optimizer + (", two rooms for what is on the host" if host else "")),
-        Entry("parameters that last", kept, "from step to step"),
-        Entry("codes that last", codes, "from step to step, one byte per element and recipe"),
-        Entry("shards in what travels", casts, "kept from step to step (keep_cast)"),
-        Entry("gathered parameters", _sum(slots, "p"), "static buffers " + _names(slots, "p")),
-        Entry("gradient buckets", _sum(slots, "g"), "static buffers " + _names(slots, "g")),
-        Entry("not sharded", other, "buffers and ignored parameters"),
-        Entry("inputs", inputs, "the batch"),
-        Entry(FIXED, fixed, "context, communicators, libraries: as measured"),
+        rows = lines(p, fusion.fused(p) if fused else (), accumulators=first)
+        base = held - sum(p.slots.values())
+        live[p.phase] = {row.node.name: base + row.top for row in rows}
+        after[p.phase] = {row.node.name: base + row.live for row in rows}
+        highest = max(rows, key=lambda row: row.top, default=None)
+        if highest is not None and (top is None or base + highest.top > top.nbytes):
+            top = _Top(base + highest.top, p, highest)
+    return live, after, top
+
+
+def _entries_at(top: _Top, staying: int, in_flight: int, waiting: int, first: bool) -> list[Entry]:
+    """Returns the entries of gradients, activations and temporaries at a line, given the bytes of accumulators that
+    exist throughout and of the activations of ``waiting`` other microbatches.
+    """
+    program, node = top.program, top.row.node
+    still = _saved(program, node) if program.phase in ("backward", "overlapped") else 0
+    found = (n for n in program.find(Kind.ACCUMULATE) if first and not n > node)
+    allocated = sum(accumulator(program, n) for n in found)
+    used = top.row.top - sum(program.slots.values())
+    return [
+        Entry("gradients", staying + allocated, "accumulators, until zero_grad"),
+        Entry("activations saved by forward", still, "still there"),
+        Entry("activations in flight", in_flight, f"of {waiting} more microbatches in the pipeline"),
+        Entry("temporaries", used - still - allocated, "what the lines around the peak hold"),
     ]
-    if where is None:
-        entries += [
-            Entry("gradients", staying if optimizer == "none" else gradients, "accumulators, until zero_grad"),
-            Entry(
-                "temporaries",
-                0 if optimizer == "none" else temporaries,
-                "of a foreach optimizer" if foreach else "of an optimizer that takes one tensor after another",
-            ),
-            *([Entry("gathered ahead", early, "of forward, behind fully_shard_optimizer's step")] if early else ()),
-        ]
-        phase, line = "optimizer", ""
-    else:
-        program, node, used = where
-        still = _saved(program, node) if program.phase in ("backward", "overlapped") else 0
-        found = (n for n in program.find(Kind.ACCUMULATE) if first and not n > node)
-        some = sum(accumulator(program, n) for n in found)
-        entries += [
-            Entry("gradients", staying + some, "accumulators, until zero_grad"),
-            Entry("activations saved by forward", still, "still there"),
-            Entry("activations in flight", others, f"of {waiting} more microbatches in the pipeline"),
-            Entry("temporaries", used - still - some, "what the lines around the peak hold"),
-        ]
-        phase, line = program.phase, node.name
-    padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers) * (1 + states * (not host))
-    beside = [*([Entry("optimizer state", host, "streamed through the device")] if host else ()), *on_host]
-    there_are = tuple(e for e in entries if e.nbytes)
-    return Ledger(
-        there_are, peak, phase, line, padding, live, after, lasting, at_step, tuple(beside),
-        tuple(filter(None, tensors)), tuple(filter(None, works if optimizer != "none" else ())), first=first,
-    )  # fmt: skip
 
 
 def _largest(buffer: FlatBuffer) -> int:
@@ -261,17 +317,24 @@ def check_names(optimizer: str, stepping: str) -> None:
         raise ValueError(f"stepping={stepping!r}: choose one of {', '.join(STEPPING)}")
 
 
-def _stepped(buffers: Sequence[FlatBuffer], plain: int, states: int, stepping: str) -> tuple[list[int], list[int], int]:
-    """Returns bytes by unit of optimizer state on the device and of weights that are stepped at once, and the bytes of
-    state on the host. Assumes one parameter group, so that each buffer is one range.
+def _optimizer_memory(
+    buffers: Sequence[FlatBuffer], plain: int, optimizer: str, stepping: str, foreach: bool
+) -> tuple[list[int], int, list[int]]:
+    """Returns bytes by tensor of state on the device, bytes of state on the host, and bytes by tensor of temporaries.
+    Assumes one parameter group, so that each buffer is one range.
     """
+    count = OPTIMIZER_STATES[optimizer]
     runs = [b.weights.main.nbytes for b in buffers if b.trainable]
     largest = max(runs, default=0)
-    if stepping == "offloaded":
-        there = [states * n for n in (*[largest] * min(2, len(runs)), plain)]
-        return there, [max(largest, plain)], states * sum(runs)
-    there = [n for n in (*runs, plain) for _ in range(states)]
-    return there, [*runs, plain] if stepping == "whole" else [min(sum(runs), max(largest, TOGETHER)), plain], 0
+    states, on_host, at_once = [n for n in (*runs, plain) for _ in range(count)], 0, [*runs, plain]
+    if stepping == "flat":
+        at_once = [min(sum(runs), max(largest, TOGETHER)), plain]
+    elif stepping == "offloaded":
+        states = [count * n for n in (*[largest] * min(2, len(runs)), plain)]
+        on_host, at_once = count * sum(runs), [max(largest, plain)]
+    foreach_holds, one_holds = TEMPORARIES.get(optimizer, (0, 0))
+    one = max([plain, *map(_largest, buffers)])
+    return states, on_host, at_once * foreach_holds if foreach else [one] * one_holds
 
 
 def _early(programs: Sequence[Program]) -> list[Node]:
@@ -318,14 +381,6 @@ def _casting(programs: Sequence[Program]) -> dict[Read, Unit]:
                 ):
                     found[unit.fqn, unit.layout] = unit
     return found
-
-
-def _sum(slots: dict[str, int], family: str) -> int:
-    return sum(n for name, n in slots.items() if name.startswith(family))
-
-
-def _names(slots: dict[str, int], family: str) -> str:
-    return " ".join(name for name in slots if name.startswith(family))
 
 
 def _saved(program: Program, at: Node) -> int:

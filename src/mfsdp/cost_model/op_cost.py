@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..config.hardware import Group, Hardware, Transfer, host_copy, transfer
 from ..config.options import SHORT
-from ..config.units import Axis, UnitSpec
+from ..config.units import Axis, GroupIndex, UnitSpec
 from ..ir import ops
 from ..ir.byte_costs import escapes, nbytes, numel, travels
 from ..ir.program import Program, base_of, lane_of, operator
@@ -217,7 +217,7 @@ def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:
     if node.target in (ops.refresh, ops.refresh_codes):
         return _refresh(spec, machine, codes=node.target is ops.refresh_codes)
     lane = lane_of(node)
-    group = groups(spec, machine)[lane // 2]
+    group = groups(spec, machine)[GroupIndex(lane).outer]
     if node.target is ops.maxima:
         axes = [g for g, ranks in zip(groups(spec, machine), (spec.world, spec.outer), strict=True) if ranks > 1]
         return _maxima(program, node, axes if spec.persistent else [group], machine)

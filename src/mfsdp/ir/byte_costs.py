@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -87,96 +87,133 @@ def lines(
             step.
     """
     moves = [] if moves is None else moves
-    nodes, output = program.nodes, program.output
-    end = {node: run[-1] for run in fused for node in run}
-    held, shared = saved(program)
-    bases, results = _bases(nodes), _results(nodes)
-    last: dict[Node, Node] = {}
-    apart: dict[tuple[Node, int], Node] = {}
-    for node in nodes:
-        for arg in node.all_input_nodes:
-            owner = bases[arg]
-            last[shared.get(owner, owner)] = end.get(node, node)
-            if arg in results:
-                apart[results[arg]] = end.get(node, node)
-    again = _inlined(nodes, end, bases)
-    for node in reversed(again):  # inputs must live until the recomputation
-        for arg in node.all_input_nodes:
-            owner = bases[arg]
-            owner = shared.get(owner, owner)
-            last[owner] = max(last[owner], last[node])
-            if arg in results:
-                apart[results[arg]] = max(apart[results[arg]], last[node])
-    live = sum(program.slots.values()) + sum(held.values())
-    allocated = {node: allocation(node) for node in nodes}
-    held = allocated | held
-    over: dict[Node, Node] = {}
-    for node in program.find(Kind.ACCUMULATE) if accumulators else ():
-        source = bases[node.args[1]]  # type: ignore[index]
-        if becomes(program, node):
-            over[node], last[source] = source, output
-        else:
-            held[node] = allocated[node] = accumulator(program, node)
-    frees: dict[Node, list[Node]] = {}
-    for owner, reader in last.items():
-        if is_kind(owner, Kind.FULL) and not any(is_kind(u, Kind.FREE) for u in owner.users):
-            continue  # never freed
-        if reader is not output and owned(owner):
-            frees.setdefault(reader, []).append(owner)
-    several = dict.fromkeys(owner for owner, _ in apart)
-    for run in fused:
-        inside = set(run)
-        places: dict[int, list[Node]] = {}
-        for owner in frees.get(run[-1], ()):
-            if owner not in inside and owner not in several and not is_kind(owner, Kind.FULL) and _donated(owner):
-                places.setdefault(held[owner], []).append(owner)
-        taken = set()
-        for node in run:
-            if node in again or (len(run) > 1 and node in last and not escapes(node, inside)):
-                held[node] = allocated[node] = 0
-            elif held[node] and places.get(held[node]):
-                taken.add(place := places[held[node]].pop(0))
-                allocated[node], over[node] = 0, place
-        if taken:
-            frees[run[-1]] = [owner for owner in frees[run[-1]] if owner not in taken]
-    parts: dict[Node, list[tuple[Node, int]]] = {}
-    for owner in several:
-        for i in range(len(owner.meta["val"])):
-            if (reader := apart.get((owner, i), owner)) is not last[owner]:  # no readers: freed at once
-                parts.setdefault(reader, []).append((owner, i))
+    values = _Lifetimes(program, fused, accumulators)
+    live = sum(program.slots.values()) + sum(values.saved.values())
     out = []
     rooms: dict[Node, int] = {}
-    for node in nodes:
-        gone = [_without(owner, i, held) for owner, i in parts.get(node, ())]
-        gone += [Move(n, -held[n]) for n in frees.get(node, ())]
-        if bases[node] is not node or not is_line(node):
+    for node in values.nodes:
+        gone = values.freed_after(node)
+        if values.bases[node] is not node or not is_line(node):
             live += sum(move.nbytes for move in gone)
             moves += gone
             continue
         if node.target is ops.wait:
             launch: Node = node.args[0]  # type: ignore[assignment]
             gone.append(Move(launch, -rooms.pop(launch, 0), ROOM))
-        taken_too = room(node)
+        extra = room(node)
         if node.target is ops.refresh:
-            taken_too = refreshed(program.unit(role(node).unit).spec)  # type: ignore[union-attr]
-        if taken_too:
-            rooms[node.args[0] if node.target in ops.IN_PLACE else node] = taken_too  # type: ignore[index]
-        allocates = allocated[node] + taken_too
-        top = live + allocates
-        if node not in last and not is_kind(node, Kind.FULL, Kind.ACCUMULATE):
-            gone.append(Move(node, -held[node]))  # no readers
-        moves += [Move(node, allocated[node], None, over.get(node)), Move(node, taken_too, ROOM), *gone]
-        delta = allocates + sum(move.nbytes for move in gone)
+            extra = refreshed(program.unit(role(node).unit).spec)  # type: ignore[union-attr]
+        if extra:
+            rooms[node.args[0] if node.target in ops.IN_PLACE else node] = extra  # type: ignore[index]
+        if (node, None) not in values.last_reader and not is_kind(node, Kind.FULL, Kind.ACCUMULATE):
+            gone.append(Move(node, -values.held[node]))
+        own = values.allocated[node]
+        moves += [Move(node, own, None, values.reused.get(node)), Move(node, extra, ROOM), *gone]
+        top = live + own + extra
+        delta = own + extra + sum(move.nbytes for move in gone)
         live += delta
         out.append(Line(node, delta, live, top))
     return out
 
 
-def _without(owner: Node, part: int, held: dict[Node, int]) -> Move:
-    """Frees one of several results."""
-    taken = min(held[owner], nbytes(owner.meta["val"][part]))  # zero if the owner has no memory
-    held[owner] -= taken
-    return Move(owner, -taken, part)
+_Value = tuple[Node, int | None]
+"""The node that owns a storage, and the index of one of its results or ``None`` for all."""
+
+
+class _Lifetimes:
+    """Bytes of each value of a program, and the node after which it is freed. Arguments as for `lines`."""
+
+    def __init__(self, program: Program, fused: Sequence[Sequence[Node]], accumulators: bool) -> None:
+        self.program, self.nodes = program, program.nodes
+        self.saved, self._shared = saved(program)
+        self.bases, self._results = _bases(self.nodes), _results(self.nodes)
+        self.last_reader: dict[_Value, Node] = {}
+        recomputed = self._find_last_readers({node: run[-1] for run in fused for node in run})
+        self.allocated = {node: allocation(node) for node in self.nodes}
+        """Bytes of new memory for each node's results."""
+        self.held = self.allocated | self.saved
+        """Bytes to free with each node's results."""
+        self.reused: dict[Node, Node] = {}
+        """Nodes whose results take over the memory of another node's."""
+        if accumulators:
+            self._allocate_accumulators()
+        several = dict.fromkeys(owner for owner, part in self.last_reader if part is not None)
+        self._frees, self._partial_frees = self._find_frees(), self._find_partial_frees(several)
+        for run in fused:
+            self._fuse(run, recomputed, several)
+
+    def freed_after(self, node: Node) -> list[Move]:
+        """Returns the frees of values that this node is the last to read. Call it once per node, in program order."""
+        gone = [self._free_part(owner, i) for owner, i in self._partial_frees.get(node, ())]
+        return gone + [Move(owner, -self.held[owner]) for owner in self._frees.get(node, ())]
+
+    def _free_part(self, owner: Node, part: int) -> Move:
+        taken = min(self.held[owner], nbytes(owner.meta["val"][part]))  # zero if the owner has no memory
+        self.held[owner] -= taken
+        return Move(owner, -taken, part)
+
+    def _read_by(self, node: Node) -> Iterator[_Value]:
+        for arg in node.all_input_nodes:
+            owner = self.bases[arg]
+            yield self._shared.get(owner, owner), None
+            if arg in self._results:
+                yield self._results[arg]
+
+    def _find_last_readers(self, end: Mapping[Node, Node]) -> Collection[Node]:
+        """Fills `last_reader`, given the last line of each fused line's kernel. Returns the recomputed values, whose
+        inputs must live until the recomputation.
+        """
+        for node in self.nodes:
+            for value in self._read_by(node):
+                self.last_reader[value] = end.get(node, node)
+        recomputed = _inlined(self.nodes, end, self.bases)
+        for node in reversed(recomputed):
+            for value in self._read_by(node):
+                self.last_reader[value] = max(self.last_reader[value], self.last_reader[node, None])
+        return recomputed
+
+    def _allocate_accumulators(self) -> None:
+        for node in self.program.find(Kind.ACCUMULATE):
+            if becomes(self.program, node):
+                source = self.bases[node.args[1]]  # type: ignore[index]
+                self.reused[node], self.last_reader[source, None] = source, self.program.output
+            else:
+                self.held[node] = self.allocated[node] = accumulator(self.program, node)
+
+    def _find_frees(self) -> dict[Node, list[Node]]:
+        """Returns the owners of the storages that each node is the last to read."""
+        frees: dict[Node, list[Node]] = {}
+        for (owner, part), reader in self.last_reader.items():
+            never_freed = is_kind(owner, Kind.FULL) and not any(is_kind(u, Kind.FREE) for u in owner.users)
+            if part is None and not never_freed and reader is not self.program.output and owned(owner):
+                frees.setdefault(reader, []).append(owner)
+        return frees
+
+    def _find_partial_frees(self, several: Iterable[Node]) -> dict[Node, list[tuple[Node, int]]]:
+        """Returns the single results that each node is the last to read, if their owner has others that live on."""
+        frees: dict[Node, list[tuple[Node, int]]] = {}
+        for owner in several:
+            for i in range(len(owner.meta["val"])):
+                reader = self.last_reader.get((owner, i), owner)  # no readers: freed at once
+                if reader is not self.last_reader[owner, None]:
+                    frees.setdefault(reader, []).append((owner, i))
+        return frees
+
+    def _fuse(self, run: Sequence[Node], recomputed: Collection[Node], several: Collection[Node]) -> None:
+        """Removes the memory of values inside a kernel, and lets its results reuse the inputs that it frees."""
+        inside = set(run)
+        freed = self._frees.get(run[-1], [])
+        reusable: dict[int, list[Node]] = {}
+        for owner in freed:
+            if owner not in inside and owner not in several and not is_kind(owner, Kind.FULL) and _donated(owner):
+                reusable.setdefault(self.held[owner], []).append(owner)
+        for node in run:
+            read = (node, None) in self.last_reader
+            if node in recomputed or (len(run) > 1 and read and not escapes(node, inside)):
+                self.held[node] = self.allocated[node] = 0
+            elif self.held[node] and reusable.get(self.held[node]):
+                self.allocated[node], self.reused[node] = 0, reusable[self.held[node]].pop(0)
+                freed.remove(self.reused[node])
 
 
 def accumulator(program: Program, node: Node) -> int:
@@ -259,9 +296,9 @@ def _bases(nodes: Iterable[Node]) -> dict[Node, Node]:
     return out
 
 
-def _results(nodes: Iterable[Node]) -> dict[Node, tuple[Node, int]]:
+def _results(nodes: Iterable[Node]) -> dict[Node, _Value]:
     """Elements of multiple outputs with their own memory, and views of them: (operator, index)."""
-    out: dict[Node, tuple[Node, int]] = {}
+    out: dict[Node, _Value] = {}
     for node in nodes:
         parent = view_of(node)
         if parent in out:

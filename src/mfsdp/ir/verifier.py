@@ -11,7 +11,7 @@ from math import prod
 
 from torch.fx import Node
 
-from ..config.units import Unit
+from ..config.units import GroupIndex, Unit
 from . import ops, saved_copies
 from .byte_costs import nbytes
 from .fp8_patterns import pointwise
@@ -284,10 +284,10 @@ def _over_all_ranks(p: Program, end: Node, grads: Node, name: str | None = None)
     name = name or _unit(end)
     spec, axes, buffer = p.unit(name).spec, [], base_of(grads)
     while True:
-        axes += [lane_of(n) // 2 for n in p.readers(buffer) if n.target is ops.all_reduce and n < end]
+        axes += [GroupIndex(lane_of(n)).outer for n in p.readers(buffer) if n.target is ops.all_reduce and n < end]
         if buffer.target is not ops.reduce_scatter:
             break
-        axes.append(lane_of(buffer) // 2)
+        axes.append(GroupIndex(lane_of(buffer)).outer)
         buffer = base_of(buffer.args[0])  # type: ignore[arg-type]
     want = [0] * (spec.world > 1) + [1] * (spec.outer > 1)
     if sorted(axes) != want:

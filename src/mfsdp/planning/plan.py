@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,24 +74,13 @@ def plan(
         RuntimeError: Dynamo finds a graph break in the model (Dynamo's own error, which names the place).
     """
     budget = nbytes_of(memory, "plan: memory")
-    wrong = sorted(set(allow) - set(ALLOWED))
-    if wrong or isinstance(allow, str):
-        raise ValueError(f"plan: allow={allow!r}: choose some of {', '.join(ALLOWED)}")
-    if optimizer not in OPTIMIZER_STATES:
-        raise ValueError(f"plan: optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise ValueError(f"plan: microbatches={microbatches!r}: give a positive number")
-    if isinstance(world, (list, range)) or isinstance(hardware, list):
-        raise ValueError(f"plan: world={world!r}, hardware={hardware!r}: give one of each, and make a plan for each")
-    given = dict(options or {})
-    both = next((n for n in (*PLANNED, "memory") if n in given and ("prefetch" in allow or n == "memory")), None)
-    if both is not None:
-        raise ValueError(f"plan: memory= and option {both}= were both given: the plan chooses {both}; leave one out")
+    given, axes = dict(options or {}), {"mesh_shape": mesh_shape, **sharding}
+    _check(world, hardware, microbatches, given, optimizer, allow)
     chosen, machine = Options.parse(given), machine_of(hardware)
     batch = [x for x in pytree.tree_leaves((args, dict(kwargs or {}))) if isinstance(x, torch.Tensor)]
-    found: list[tuple[Score, Setting, Planner, nn.Module, dict[str, Any]]] = []
+    found: list[_Found] = []
     why = ""
-    for asked in _combinations(mesh_shape, sharding):
+    for asked in _combinations(axes):
         doing(f"tracing {type(model).__name__}")
         programs = trace(model, args, kwargs, world=world, lowering=chosen.lowering, **asked)
         if programs.capture is None or programs.capture.joint is None or programs.model is None:
@@ -104,16 +94,57 @@ def plan(
         if best is None:
             why = why or refusal(planner, budget)
         else:
-            found.append((planner.score(best), best, planner, programs.model, asked))
+            several = {k: v for k, v in asked.items() if isinstance(axes[k], list) and k != "units"}
+            found.append(_Found(planner.score(best), best, planner, programs.model, several))
     if not found:
         raise DoesNotFit(why)
-    score, best, planner, meta, asked = min(found, key=lambda x: x[0])
-    several = {k: v for k, v in asked.items() if isinstance((sharding | {"mesh_shape": mesh_shape})[k], list)}
+    return _plan(type(model).__name__, budget, min(found, key=lambda x: x.score), curve)
+
+
+def _check(
+    world: Any, hardware: Any, microbatches: Any, options: Mapping[str, Any], optimizer: str, allow: Collection[str]
+) -> None:
+    """Checks arguments of `plan`.
+
+    Raises:
+        ValueError: names the argument.
+    """
+    wrong = sorted(set(allow) - set(ALLOWED))
+    if wrong or isinstance(allow, str):
+        raise ValueError(f"plan: allow={allow!r}: choose some of {', '.join(ALLOWED)}")
+    if optimizer not in OPTIMIZER_STATES:
+        raise ValueError(f"plan: optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise ValueError(f"plan: microbatches={microbatches!r}: give a positive number")
+    if isinstance(world, (list, range)) or isinstance(hardware, list):
+        raise ValueError(f"plan: world={world!r}, hardware={hardware!r}: give one of each, and make a plan for each")
+    both = next((n for n in (*PLANNED, "memory") if n in options and ("prefetch" in allow or n == "memory")), None)
+    if both is not None:
+        raise ValueError(f"plan: memory= and option {both}= were both given: the plan chooses {both}; leave one out")
+
+
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """The best setting of a model that was sharded in one way."""
+
+    score: Score
+    setting: Setting
+    planner: Planner
+    model: nn.Module
+    """Sharded, on the meta device."""
+    sharding: dict[str, Any]
+    """Arguments of `fully_shard` that had alternatives."""
+
+
+def _plan(model: str, budget: int, found: _Found, curve: bool) -> Plan:
+    """Returns the plan of a setting, with its prices and its curve."""
+    score, best, planner, meta = found.score, found.setting, found.planner, found.model
+    machine = planner.machine
     top = planner.score(planner.top).peak
     floor = planner.score(planner.floor).peak
     modules = dict(meta.named_modules())
     return Plan(
-        model=type(model).__name__,
+        model=model,
         world=planner.capture.units[0].spec.ranks if planner.capture.units else 1,
         hardware=machine.name,
         memory=budget,
@@ -128,7 +159,7 @@ def plan(
             p: sum(x.numel() for x in modules[p].parameters()) for p, _, _ in numbered(best.choices) if p in modules
         },
         optimizer="host" if best.streamed else "device",
-        sharding={k: v for k, v in several.items() if k != "units"},
+        sharding=found.sharding,
         made_for=meta._mfsdp_unit.outermost.sharding if isinstance(meta, FSDPModule) else {},
         prices=tuple(_prices(planner, best)),
         curve=tuple(_curve(planner, floor, _most(top, max(budget, machine.memory), floor))) if curve else (),
@@ -137,8 +168,8 @@ def plan(
     )
 
 
-def _combinations(mesh_shape: Any, sharding: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    axes = {"mesh_shape": mesh_shape, **sharding}
+def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields arguments of `fully_shard`, with one of the values where a list gives alternatives."""
     lists = ("mesh_shape", "strategy", "outer_strategy")
     values = [v if k in lists and isinstance(v, list) else [v] for k, v in axes.items()]
     for row in itertools.product(*values):

@@ -105,7 +105,7 @@ def reduction_of(source: torch.Tensor, wanted: bool | None = None) -> str:
     the buffer.
     """
     found = owner(source)
-    kept = ", kept back under no_sync" if found.spec.unreduced_numel and not found.gradients.sync else ""
+    kept = ", unreduced under no_sync" if found.spec.unreduced_numel and not found.gradients.sync else ""
     wanted = not found.spec.any_optional or (found.gradients.wanted() if wanted is None else wanted)
     return f"reduction of {_one(source)}{kept}{'' if wanted else ', in a backward for inputs alone'}"
 

@@ -147,7 +147,7 @@ class CompiledProgram:
         self, paths: tuple[str, ...], held: tuple[str, ...], beside: bool, due: tuple[str, ...]
     ) -> dict[str, Fingerprint]:
         more = [f"largest magnitudes in blocks of {', '.join(due)}, written since they were taken"] if due else []
-        more += [f"gradients of {', '.join(held)} are kept back under no_sync"] if held else []
+        more += [f"gradients of {', '.join(held)} stay unreduced under no_sync"] if held else []
         more += ["beside the next forward, under mfsdp.overlapped"] if beside else []
         units = [unit for unit, _ in self.info.sources.values()]
 

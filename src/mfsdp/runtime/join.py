@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from ..config.units import UnitSpec
+from ..config.units import GroupIndex, UnitSpec
 from . import comm_formats, engine, execution, sync_collectives
 from .buffer_registry import gather_of, owner, reduction_of, refresh_of
 from .desync import Fingerprint, PendingCheck, operation
@@ -178,7 +178,7 @@ def reduce_scatter(run: Execution, given: torch.Tensor, out: torch.Tensor, s: Un
     """Announces and launches a reduce-scatter into ``out``. If one over the outer axis follows, both are done here: a
     rank that joins does both, and must not meet others in between.
     """
-    if lane >= 2 and s.world > 1:
+    if GroupIndex(lane).outer and s.world > 1:
         out = run.outer.pop(given.data_ptr())
         run.launch(out)
         return out

@@ -72,7 +72,7 @@ class _Reduction:
 def _reduction(spec: str, lane: int) -> _Reduction:
     s = UnitSpec.decode(spec)
     cut = s.splits_on(lane)
-    ranks, wire = s.outer if lane >= 2 else s.world, s.precision.grad_wire
+    ranks, wire = s.ranks_on(lane), s.precision.grad_wire
     return _Reduction(sum(cut), s.scatter_dtype(lane), s.sum_dtype(lane), cut, ranks, s.reduce_group_on(lane), wire)
 
 

@@ -155,7 +155,7 @@ def packed(grads: list[torch.Tensor], offsets: list[int], s: UnitSpec, device: t
 def scattered(gfull: torch.Tensor, s: UnitSpec, lane: int) -> torch.Tensor:
     """Returns this rank's part of the sum over the ranks of a lane."""
     gshard = gfull.new_empty(sum(s.splits_on(lane)), dtype=s.scatter_dtype(lane))
-    pairs = segments(s.splits_on(lane), s.outer if lane >= 2 else s.world, gfull, gshard)
+    pairs = segments(s.splits_on(lane), s.ranks_on(lane), gfull, gshard)
     comm_formats.scatter(
         execution.current(), pairs, s.sum_dtype(lane), s.reduce_group_on(lane), s.precision.grad_wire
     )()
@@ -175,7 +175,7 @@ def summed(tensor: torch.Tensor, s: UnitSpec, lane: int) -> End:
     is wider, or there is a communication format, a reduce-scatter and a gather (launched by the end) replace the
     all-reduce: the same bytes. In int8, inputs and sum are both rounded.
     """
-    run, group, ranks = execution.current(), s.reduce_group_on(lane), s.outer if lane >= 2 else s.world
+    run, group, ranks = execution.current(), s.reduce_group_on(lane), s.ranks_on(lane)
     total, wire = s.sum_dtype(lane), s.precision.grad_wire
     if total is tensor.dtype and wire is None:
         return run.all_reduce(tensor, "sum", group)

@@ -20,14 +20,17 @@ from ..state.sharded_dtensor import carry_attributes
 from .module import FSDPModule
 from .parallel import piece_of
 
+ShardCall = tuple[nn.Module | list[nn.Module], dict[str, Any], list[Any]]
+"""A call of `fully_shard`: module or modules, arguments, ranks ([shard] or [outer, shard])."""
+
 
 @dataclass
 class MetaClone:
     """An unsharded copy on the meta device, and how the model was sharded."""
 
     model: nn.Module
-    calls: list[tuple[nn.Module | list[nn.Module], dict[str, Any], list[Any]]]
-    """Calls of `fully_shard` in order: module or modules, arguments, ranks ([shard] or [outer, shard])."""
+    calls: list[ShardCall]
+    """In the order in which they were made."""
     twins: dict[int, Any]
     """Copies of tensors, by the original's ``id``."""
 
@@ -38,7 +41,36 @@ def clone_on_meta(model: nn.Module) -> MetaClone:
     Raises:
         ValueError: it holds something that cannot be copied, or is part of a unit of several modules.
     """
+    members = _members(model)
     memo: dict[int, Any] = {}
+    for m in model.modules():
+        _copy_sharded(m, memo)
+        _copy_others(m, memo)
+    twins = dict(memo)
+    try:
+        with groups.shared_by_copies():
+            out = copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"mfsdp: {type(model).__name__} cannot be copied to be traced: {error}") from error
+    modules = list(out.modules())
+    for m in modules:
+        if "forward" in m.__dict__:
+            m.__dict__["forward"] = _rebound(m.__dict__["forward"], memo)
+    calls = _taken_calls([[modules[number] for number in numbers] for numbers in members])
+    for m in modules:
+        if "_mfsdp_unit" in m.__dict__:
+            m.__class__ = type(m).__bases__[-1]
+            for name in ("_mfsdp_unit", "_mfsdp_refs"):
+                m.__dict__.pop(name, None)
+    return MetaClone(out, calls, twins)
+
+
+def _members(model: nn.Module) -> list[list[int]]:
+    """Returns each unit's modules, by their numbers in ``model.modules()``.
+
+    Raises:
+        ValueError: some of a unit's modules are not in the model.
+    """
     inside = {id(m._parameters) for m in model.modules()}
     members: dict[UnitState, list[int]] = {}
     for number, m in enumerate(model.modules()):
@@ -50,65 +82,59 @@ def clone_on_meta(model: nn.Module) -> MetaClone:
                     f"mfsdp: {type(m).__name__} is one unit with other modules ({unit.fqn!r}), and cannot be traced "
                     "without them: trace a module around all of them"
                 )
-    for m in model.modules():
-        if "_mfsdp_unit" in m.__dict__:
-            memo[id(m.__dict__["_mfsdp_unit"])] = None
-        if refs(m):
-            memo[id(refs(m))] = {}
-        for ref in refs(m).values():
-            param = ref.buffer.params[ref.slot]
-            if id(param) not in memo:
-                own = ref.unit.policy.compute_dtype is None
-                kind = ref.buffer.precision.compute if own else ref.buffer.precision.main
-                value = torch.empty(ref.shape, dtype=kind, device="meta")
-                twin = nn.Parameter(ref.piece.found(value) if ref.piece else value, ref.buffer.born_trainable)
-                carry_attributes(param, twin)
-                if ref.piece is not None and ref.piece.plain:
-                    twin._mfsdp_piece = ref.piece  # type: ignore[attr-defined]
-                memo[id(param)] = twin
-        pieces = {
-            id(p): piece_of(name, p, m, None)
-            for name, p in m._parameters.items()
-            if p is not None and not p.is_meta and name not in refs(m)
-        }
-        kept = [t for t in m.__dict__.values() if isinstance(t, torch.Tensor)]
-        for tensor in [*m._parameters.values(), *m._buffers.values(), *kept]:
-            if tensor is not None and id(tensor) not in memo:
-                plain: torch.Tensor = (
-                    torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                    if te.quantised(tensor) or torchao.wrapped(tensor)
-                    else tensor.detach().to("meta")
-                )
-                if isinstance(tensor, nn.Parameter):
-                    plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
-                made_of = te.inner(tensor) | torchao.inner(tensor)
-                plain.__dict__.update({k: v for k, v in tensor.__dict__.items() if k not in made_of})
-                piece = pieces.get(id(tensor))
-                if piece is not None and piece.plain:
-                    plain._mfsdp_piece = piece  # type: ignore[attr-defined]
-                memo[id(tensor)] = plain
-    twins = dict(memo)
-    try:
-        with groups.shared_by_copies():
-            out = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"mfsdp: {type(model).__name__} cannot be copied to be traced: {error}") from error
-    modules = list(out.modules())
-    for m in modules:
-        if "forward" in m.__dict__:
-            m.__dict__["forward"] = _rebound(m.__dict__["forward"], memo)
-    calls = []
-    for numbers in members.values():
-        given = [modules[number] for number in numbers]
-        calls += [(call, given) for m in given if (call := m.__dict__.pop("_mfsdp_call", None))]
-    for m in modules:
-        if "_mfsdp_unit" in m.__dict__:
-            m.__class__ = type(m).__bases__[-1]
-            for name in ("_mfsdp_unit", "_mfsdp_refs"):
-                m.__dict__.pop(name, None)
-    calls.sort(key=lambda made: made[0][0])
-    made = [(given if len(given) > 1 else given[0], call, grid) for (_, call, grid), given in calls]
-    return MetaClone(out, made, twins)
+    return list(members.values())
+
+
+def _copy_sharded(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Gives the memo of ``deepcopy`` a module's sharded parameters, full on meta as they were, and leaves units out."""
+    if "_mfsdp_unit" in module.__dict__:
+        memo[id(module.__dict__["_mfsdp_unit"])] = None
+    if refs(module):
+        memo[id(refs(module))] = {}
+    for ref in refs(module).values():
+        param = ref.buffer.params[ref.slot]
+        if id(param) not in memo:
+            own = ref.unit.policy.compute_dtype is None
+            kind = ref.buffer.precision.compute if own else ref.buffer.precision.main
+            value = torch.empty(ref.shape, dtype=kind, device="meta")
+            twin = nn.Parameter(ref.piece.found(value) if ref.piece else value, ref.buffer.born_trainable)
+            carry_attributes(param, twin)
+            if ref.piece is not None and ref.piece.plain:
+                twin._mfsdp_piece = ref.piece  # type: ignore[attr-defined]
+            memo[id(param)] = twin
+
+
+def _copy_others(module: nn.Module, memo: dict[int, Any]) -> None:
+    """Gives the memo of ``deepcopy`` a module's other tensors, on meta."""
+    pieces = {
+        id(p): piece_of(name, p, module, None)
+        for name, p in module._parameters.items()
+        if p is not None and not p.is_meta and name not in refs(module)
+    }
+    kept = [t for t in module.__dict__.values() if isinstance(t, torch.Tensor)]
+    for tensor in [*module._parameters.values(), *module._buffers.values(), *kept]:
+        if tensor is None or id(tensor) in memo:
+            continue
+        plain: torch.Tensor = (
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            if te.quantised(tensor) or torchao.wrapped(tensor)
+            else tensor.detach().to("meta")
+        )
+        if isinstance(tensor, nn.Parameter):
+            plain = nn.Parameter(plain, requires_grad=tensor.requires_grad)
+        made_of = te.inner(tensor) | torchao.inner(tensor)
+        plain.__dict__.update({k: v for k, v in tensor.__dict__.items() if k not in made_of})
+        piece = pieces.get(id(tensor))
+        if piece is not None and piece.plain:
+            plain._mfsdp_piece = piece  # type: ignore[attr-defined]
+        memo[id(tensor)] = plain
+
+
+def _taken_calls(units: list[list[nn.Module]]) -> list[ShardCall]:
+    """Takes the calls of `fully_shard` off the modules of each unit, and returns them in order."""
+    found = [(call, given) for given in units for m in given if (call := m.__dict__.pop("_mfsdp_call", None))]
+    found.sort(key=lambda made: made[0][0])
+    return [(given if len(given) > 1 else given[0], arguments, ranks) for (_, arguments, ranks), given in found]
 
 
 def _rebound(value: Any, memo: dict[int, Any]) -> Any:

@@ -21,6 +21,9 @@ from .rollback import Rollback
 Casts = tuple[torch.dtype | None, torch.dtype | None]
 """Dtypes that a unit's forward casts its floating-point arguments and results to."""
 
+Methods = dict[str, Callable[..., Any]]
+"""Methods of a class, by name."""
+
 
 class FSDPModule(fsdp2_api.Spelling):
     """Base class of units. Method names are FSDP2's.
@@ -197,7 +200,31 @@ def _subclass(
 
     Cached: equal layers share a type, and Dynamo's guards stay the same.
     """
-    call = fsdp2_api.with_casts(base.forward, entering, leaving)
+    space: dict[str, Any] = {
+        "forward": _forward(base, is_unit, fsdp2_api.with_casts(base.forward, entering, leaving)),
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        **_copying(base),
+        **_registering(base),
+        **_loading(base),
+        **{name: _property(name) for name in names},
+        **hf_overrides.overrides(base),
+        **te.overrides(base, _dtypes, eager.lend),
+    }
+    if base.named_parameters is nn.Module.named_parameters and base.parameters is nn.Module.parameters:
+        space |= _listing(base)
+    if issubclass(base, nn.RNNBase):
+        space["_flat_weights"] = property(
+            lambda self: [getattr(self, n) if n in self._parameters else None for n in self._flat_weights_names],
+            lambda self, value: None,
+        )
+    bases = (FSDPModule, base) if is_unit else (base,)
+    return cast(type[nn.Module], type(base.__name__, bases, space))
+
+
+def _forward(base: type[nn.Module], is_unit: bool, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the forward of a sharded class: ``call``, in a scope of the eager fallback."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A graph break inside a `try` makes Dynamo run this frame as plain Python, which opens the scope.
@@ -212,20 +239,16 @@ def _subclass(
             if scope is not None:
                 scope.close()
 
+    return functools.wraps(base.forward)(own_code(forward, base.__name__))
+
+
+def _copying(base: type[nn.Module]) -> Methods:
+    """Returns the methods of a sharded class for new instances (not sharded), copies, and pickles (refused)."""
+
     def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         # Another instance of the class, such as a slice of a container, is not sharded.
         self.__class__ = base
         base.__init__(self, *args, **kwargs)
-
-    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        if torch.compiler.is_compiling() or eager.inside():
-            return _parameters(self, *args, **kwargs)
-        return base.named_parameters(self, *args, **kwargs)
-
-    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[Any]:
-        if torch.compiler.is_compiling() or eager.inside():
-            return (p for _, p in _parameters(self, recurse=recurse))
-        return base.parameters(self, recurse)
 
     def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
         base.__setstate__(self, state)
@@ -240,6 +263,29 @@ def _subclass(
                 "torch.distributed.checkpoint.save(model.state_dict(), ...), on all ranks"
             )
         return base.__reduce_ex__(self, protocol)
+
+    init = functools.wraps(base.__init__)(__init__)
+    return {"__init__": init, "__setstate__": __setstate__, "__reduce_ex__": __reduce_ex__}
+
+
+def _listing(base: type[nn.Module]) -> Methods:
+    """Returns the methods of a sharded class that list parameters: full ones inside a forward."""
+
+    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        if torch.compiler.is_compiling() or eager.inside():
+            return _parameters(self, *args, **kwargs)
+        return base.named_parameters(self, *args, **kwargs)
+
+    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[Any]:
+        if torch.compiler.is_compiling() or eager.inside():
+            return (p for _, p in _parameters(self, recurse=recurse))
+        return base.parameters(self, recurse)
+
+    return {"named_parameters": named_parameters, "parameters": parameters}
+
+
+def _registering(base: type[nn.Module]) -> Methods:
+    """Returns the methods of a sharded class that refuse to remove or replace its parameters."""
 
     def __delattr__(self: nn.Module, name: str) -> None:
         if name in refs(self):
@@ -264,6 +310,12 @@ def _subclass(
                 "with copy_() or inside mfsdp.summon_full_params(model)"
             )
         base.register_parameter(self, name, param, **more)
+
+    return {"__delattr__": __delattr__, "register_parameter": register_parameter}
+
+
+def _loading(base: type[nn.Module]) -> Methods:
+    """Returns the methods of a sharded class that load values, in place, and that refuse to move or cast them."""
 
     def _load_from_state_dict(self: nn.Module, state_dict: Any, prefix: str, metadata: Any, *rest: Any) -> None:
         if torch.__future__.get_swap_module_params_on_conversion():
@@ -296,31 +348,7 @@ def _subclass(
         finally:
             self._parameters = own
 
-    space: dict[str, Any] = {
-        "forward": functools.wraps(base.forward)(own_code(forward, base.__name__)),
-        "__init__": functools.wraps(base.__init__)(__init__),
-        "__setstate__": __setstate__,
-        "__reduce_ex__": __reduce_ex__,
-        "__delattr__": __delattr__,
-        "register_parameter": register_parameter,
-        "_load_from_state_dict": _load_from_state_dict,
-        "_apply": _apply,
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        **{name: _property(name) for name in names},
-        **hf_overrides.overrides(base),
-        **te.overrides(base, _dtypes, eager.lend),
-    }
-    if base.named_parameters is nn.Module.named_parameters and base.parameters is nn.Module.parameters:
-        space |= {"named_parameters": named_parameters, "parameters": parameters}
-    if issubclass(base, nn.RNNBase):
-        space["_flat_weights"] = property(
-            lambda self: [getattr(self, n) if n in self._parameters else None for n in self._flat_weights_names],
-            lambda self, value: None,
-        )
-    bases = (FSDPModule, base) if is_unit else (base,)
-    return cast(type[nn.Module], type(base.__name__, bases, space))
+    return {"_load_from_state_dict": _load_from_state_dict, "_apply": _apply}
 
 
 def _too_late(base: type[nn.Module], name: str) -> RuntimeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -120,27 +120,9 @@ def fully_shard(
         RuntimeError: other ranks have built another model, or shard it differently; or it failed half-way, and this
             rank alone cannot restore the model.
     """
-    strategy = strategy_name(strategy)
-    if outer_strategy not in OUTER:
-        raise ValueError(f"outer_strategy={outer_strategy!r}: choose one of {OUTER}")
-    policy = fsdp2_api.policy_of(mp_policy)
-    fsdp2_api.reshards(reshard_after_forward)
-    if plan is not None and not isinstance(plan, Plan):
-        raise ValueError(f"fully_shard: plan={plan!r}: give what mfsdp.plan has made, or mfsdp.Plan.load(path)")
-    if plan is not None and reshard_after_forward is not True:
-        raise ValueError(
-            f"fully_shard: plan= and reshard_after_forward={reshard_after_forward} were both given: the plan chooses "
-            "which units stay gathered; leave one out"
-        )
+    settings = _Settings.of(strategy, outer_strategy, mp_policy, reshard_after_forward, plan)
     fsdp2_api.no_offload(offload_policy, shard_placement_fn)
-    given = _modules(module)
-    for m in given:
-        if isinstance(m, FSDPModule):
-            raise ValueError(
-                f"fully_shard: {type(m).__name__} is sharded already. Call it once per module, inner modules first."
-            )
-    if len(given) > 1 and units:
-        raise ValueError("fully_shard: several modules are one unit; leave out units=")
+    given = _modules(module, units)
     root = given[0] if len(given) == 1 else nn.ModuleList(given)
     validate.at_rest(root)
     no_optimizer(root)
@@ -150,94 +132,201 @@ def fully_shard(
     claims = claim_parameters(root, roots, ignored)
     target = device_of(claims, device)
     found = axes(mesh, dp_mesh_dims, target)
-    placement = ShardingPlan.of(strategy, outer_strategy, found, target.type)
+    placement = ShardingPlan.of(settings.strategy, outer_strategy, found, target.type)
     if auto:
-        units = auto_wrap.auto(claims[0], policy, placement)
+        units = auto_wrap.auto(claims[0], settings.policy, placement)
         claims = claim_parameters(root, match(root, units), ignored)
-    optional = _optional(root, may_be_unused, claims)
-    sharding = {
-        "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": str(policy),
-        "mesh": " x ".join(map(str, found.grid().shape)), "units": len(claims) + len(_units(root)),
-    }  # fmt: skip
-    if plan is not None:
-        _made_for(plan, root, placement.ranks, sharding)
-    loose = bool(optional) or any(unit.may_be_unused for unit in _units(root))
-    together = _together(root, found, placement) if loose and target.type != "meta" else ""
-    outermost = _outermost(given[0], plan, sharding)
-    units_of = {claim.module: UnitState(claim.fqn, outermost, policy) for claim in claims}
-    for claim in claims:
-        claim.draft(policy, placement, mesh)
-    pieces = [p for claim in claims for draft in claim.drafts for p in draft.pieces if p is not None]
-    nested = _nested_pieces(root)
-    if target.type != "meta":
-        _apart_from(placement, pieces, nested)
-        meshes = dict.fromkeys(p.mesh for p in (*pieces, *nested))
-        beside = [*found.beside(), *(g for mesh in meshes for g in over_tensor_ranks(mesh, TENSOR))]
-        once = {tuple(groups_of.ranks(g)): g for g in beside}  # torch may give equal meshes separate groups
-        placement = replace(placement, beside=tuple(once.values()))
-    groups = [g for g in placement.groups[::2] if g and target.type != "meta"]
-    if groups:
-        options = (
-            f"strategy {strategy}, outer {outer_strategy}, reshard_after_forward {reshard_after_forward}, {policy}, "
-            f"may be unused: {', '.join(claim.fqn for claim in claims if claim.module in optional) or 'none'}"
+    call = _Call(given, root, settings, claims, target, found, placement, _optional(root, may_be_unused, claims))
+    call.draft(mesh)
+    if call.groups:
+        # No variable may hold what is compared: originals are freed one by one below.
+        cross_rank_check.check_same_model(
+            call.groups, *described(claims, call.options(), values=not sync_module_states)
         )
-        cross_rank_check.check_same_model(groups, *described(claims, options, values=not sync_module_states))
-    synced = groups if sync_module_states else []
+    synced = call.groups if sync_module_states else []
     state_dict_hooks.teach()
-    kinds = {(p.is_meta, te.quantised(p) or torchao.wrapped(p)) for claim in claims for p in claim.owners}
-    keep = len({is_meta for is_meta, _ in kinds}) > 1 or any(quantised for _, quantised in kinds)
-    with torch.inference_mode(False), Rollback(placement.cut == 1, keep) as undo:  # tensors made here train
+    # Tensors made here train, even if the caller is in inference mode.
+    with torch.inference_mode(False), Rollback(placement.cut == 1, _keeps_originals(claims)) as undo:
         for param in ignored:
             ignore(param, undo)
-        for claim in claims:
-            unit = units_of[claim.module]
-            unit.root_keeps = reshard_after_forward is None and claim.module is root
-            unit.may_be_unused = claim.module in optional
-            reshard = not unit.root_keeps and reshard_after_forward is not False
-            fill(claim, unit, placement, target, reshard, synced, undo)
-        for claim in claims:
-            heads = given if claim.module is root else (claim.module,)
-            for owner in dict.fromkeys([*heads, *claim.modules]):
-                if owner is root and owner not in given:
-                    continue
-                entering = policy.compute_dtype if policy.cast_forward_inputs and owner in heads else None
-                casts = entering, policy.output_dtype if owner in given else None
-                swap_class(owner, units_of[claim.module], owner in heads, casts, undo)
+        call.commit(synced, undo)
         parallel.adapt(root.modules(), undo)
         te_modules.adapt(root, undo)
         fp8_weights.tell(root)
-        if target.type != "meta":
+        if call.runs:
             move_buffers(root, target, undo)
-        cut = {name: None for p in pieces for name in (*p.cut_by, *p.copied_by)} if target.type != "meta" else {}
-        materialize.materialize(root, target, list(dict.fromkeys([*groups, *placement.beside, *cut])), param_init_fn)
+        materialize.materialize(root, target, call.sharing(), param_init_fn)
         for kept in map(here, dict.fromkeys(root.buffers()) if synced else ()):
-            kept.copy_(cross_rank_check.of_first_rank(kept, [*synced, *placement.beside], target))
+            kept.copy_(cross_rank_check.of_first_rank(kept, [*synced, *call.placement.beside], target))
     watchdog.begin()
-    _name(root, units_of[root], outermost)
-    _divide_alike(root, placement)
-    if loose:
-        _loosen(root, outermost, together)
-    given[0].__dict__["_mfsdp_call"] = next(_calls), {
-        "units": units, "strategy": strategy, "outer_strategy": outer_strategy, "mp_policy": policy,
-        "reshard_after_forward": reshard_after_forward, **({} if plan is None else {"plan": plan}),
-    }, found.grid().tolist() if found.outer else found.grid()[0].tolist()  # fmt: skip
+    call.finish(units)
     return module
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """How a call shards: those of its arguments, checked."""
+
+    strategy: str
+    outer_strategy: str
+    policy: MixedPrecisionPolicy
+    reshard: bool | None
+    plan: Plan | None
+
+    @staticmethod
+    def of(
+        strategy: str | int, outer_strategy: str, mp_policy: Any, reshard_after_forward: bool | None, plan: Plan | None
+    ) -> _Settings:
+        """Checks and converts arguments of `fully_shard`.
+
+        Raises:
+            ValueError: one is bad, or two contradict each other.
+            NotImplementedError: one of FSDP2's is not supported.
+        """
+        name = strategy_name(strategy)
+        if outer_strategy not in OUTER:
+            raise ValueError(f"outer_strategy={outer_strategy!r}: choose one of {OUTER}")
+        policy = fsdp2_api.policy_of(mp_policy)
+        fsdp2_api.reshards(reshard_after_forward)
+        if plan is not None and not isinstance(plan, Plan):
+            raise ValueError(f"fully_shard: plan={plan!r}: give what mfsdp.plan has made, or mfsdp.Plan.load(path)")
+        if plan is not None and reshard_after_forward is not True:
+            raise ValueError(
+                f"fully_shard: plan= and reshard_after_forward={reshard_after_forward} were both given: the plan "
+                "chooses which units stay gathered; leave one out"
+            )
+        return _Settings(name, outer_strategy, policy, reshard_after_forward, plan)
+
+
+@dataclass
+class _Call:
+    """One call of `fully_shard`. `draft` changes no module; `commit` and `finish` do."""
+
+    given: tuple[nn.Module, ...]
+    root: nn.Module
+    """The given module, or a list of the several that are given."""
+    settings: _Settings
+    claims: list[Claim]
+    device: torch.device
+    axes: Axes
+    placement: ShardingPlan
+    optional: set[nn.Module]
+    """Modules whose units ranks may skip."""
+    outermost: Outermost = field(init=False)
+    together: str | None = field(init=False)
+    """The group of all ranks that share the model, ``""`` for one process; ``None`` if no unit may be skipped."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether the device holds values; the meta device, for tracing, has no process groups either."""
+        return self.device.type != "meta"
+
+    @property
+    def groups(self) -> list[str]:
+        """Names of the process groups of data parallelism."""
+        return [g for g in self.placement.groups[::2] if g and self.runs]
+
+    @property
+    def pieces(self) -> list[TPShard]:
+        """Local shards of the call's units under other parallelisms."""
+        return [p for claim in self.claims for draft in claim.drafts for p in draft.pieces if p is not None]
+
+    def draft(self, mesh: DeviceMesh | None) -> None:
+        """Plans the buffers of all units, and finds the ranks that have to do with them.
+
+        Raises:
+            ValueError: the plan was made for another model; axes of the mesh do not go together.
+        """
+        self.outermost = _outermost(self)
+        loose = bool(self.optional) or any(unit.may_be_unused for unit in _units(self.root))
+        self.together = _together(self) if loose else None
+        for claim in self.claims:
+            claim.draft(self.settings.policy, self.placement, mesh)
+        if self.runs:
+            nested = _nested_pieces(self.root)
+            _apart_from(self.placement, self.pieces, nested)
+            meshes = dict.fromkeys(p.mesh for p in (*self.pieces, *nested))
+            beside = [*self.axes.beside(), *(g for mesh in meshes for g in over_tensor_ranks(mesh, TENSOR))]
+            once = {tuple(groups_of.ranks(g)): g for g in beside}  # torch may give equal meshes separate groups
+            self.placement = replace(self.placement, beside=tuple(once.values()))
+
+    def options(self) -> str:
+        """Describes the arguments that ranks must agree on."""
+        how = self.settings
+        return (
+            f"strategy {how.strategy}, outer {how.outer_strategy}, reshard_after_forward {how.reshard}, {how.policy}, "
+            f"may be unused: {', '.join(claim.fqn for claim in self.claims if claim.module in self.optional) or 'none'}"
+        )
+
+    def sharing(self) -> list[str]:
+        """Returns the names of all process groups whose ranks hold parts or copies of the parameters."""
+        cut = [name for p in self.pieces for name in (*p.cut_by, *p.copied_by)] if self.runs else []
+        return list(dict.fromkeys([*self.groups, *self.placement.beside, *cut]))
+
+    def commit(self, synced: Sequence[str], undo: Rollback) -> None:
+        """Moves values into flat buffers, then gives modules their new classes.
+
+        Args:
+            synced: names of groups whose first rank's values are taken.
+            undo: gets the steps back.
+        """
+        policy, keeps = self.settings.policy, self.settings.reshard
+        units = [UnitState(claim.fqn, self.outermost, policy) for claim in self.claims]
+        for claim, unit in zip(self.claims, units, strict=True):
+            unit.root_keeps = keeps is None and claim.module is self.root
+            unit.may_be_unused = claim.module in self.optional
+            reshard = not unit.root_keeps and keeps is not False
+            fill(claim, unit, self.placement, self.device, reshard, synced, undo)
+        for claim, unit in zip(self.claims, units, strict=True):
+            heads = self.given if claim.module is self.root else (claim.module,)
+            for owner in dict.fromkeys([*heads, *claim.modules]):
+                if owner is self.root and owner not in self.given:
+                    continue
+                entering = policy.compute_dtype if policy.cast_forward_inputs and owner in heads else None
+                casts = entering, policy.output_dtype if owner in self.given else None
+                swap_class(owner, unit, owner in heads, casts, undo)
+
+    def finish(self, units: Any) -> None:
+        """Tells units of earlier calls about the model around them, and records the call for tracing."""
+        first, how, grid = self.given[0], self.settings, self.axes.grid()
+        _name(self.root, first.__dict__["_mfsdp_unit"], self.outermost)
+        _divide_alike(self.root, self.placement)
+        if self.together is not None:
+            _loosen(self.root, self.outermost, self.together)
+        first.__dict__["_mfsdp_call"] = next(_calls), {
+            "units": units, "strategy": how.strategy, "outer_strategy": how.outer_strategy, "mp_policy": how.policy,
+            "reshard_after_forward": how.reshard, **({} if how.plan is None else {"plan": how.plan}),
+        }, grid.tolist() if self.axes.outer else grid[0].tolist()  # fmt: skip
 
 
 _calls = itertools.count()
 """Numbers calls in their order."""
 
 
-def _modules(given: Any) -> tuple[nn.Module, ...]:
-    """Returns the modules of the unit.
+def _modules(given: Any, units: Any) -> tuple[nn.Module, ...]:
+    """Returns the given modules, one or the several of one unit.
 
     Raises:
-        ValueError: the argument is neither a module nor several.
+        ValueError: the argument is neither a module nor several; one is sharded already; several with ``units``.
     """
     found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if not found or not all(isinstance(m, nn.Module) for m in found):
         raise ValueError(f"fully_shard: {given!r} is no module")
-    return tuple(dict.fromkeys(found))
+    for m in found:
+        if isinstance(m, FSDPModule):
+            raise ValueError(
+                f"fully_shard: {type(m).__name__} is sharded already. Call it once per module, inner modules first."
+            )
+    once = tuple(dict.fromkeys(found))
+    if len(once) > 1 and units:
+        raise ValueError("fully_shard: several modules are one unit; leave out units=")
+    return once
+
+
+def _keeps_originals(claims: Sequence[Claim]) -> bool:
+    """Whether originals outlive the call (`Rollback`): models partly on meta, and quantized parameters."""
+    kinds = {(p.is_meta, te.quantised(p) or torchao.wrapped(p)) for claim in claims for p in claim.owners}
+    return len({is_meta for is_meta, _ in kinds}) > 1 or any(quantised for _, quantised in kinds)
 
 
 def _name(root: nn.Module, own: UnitState, outermost: Outermost) -> None:
@@ -310,14 +399,17 @@ def _optional(root: nn.Module, asked: bool | Iterable[UnitLike], claims: Sequenc
     return set(chosen)
 
 
-def _together(root: nn.Module, found: Axes, placement: ShardingPlan) -> str:
-    """The group of all ranks that share a model with optional units; ``""`` for one process.
+def _together(call: _Call) -> str:
+    """The group of all ranks that share a model with optional units; ``""`` for one process, and on meta.
 
     Raises:
         ValueError: units of earlier calls are shared with further ranks.
     """
-    first = next(filter(None, placement.groups[::2]), "")
-    group = str(found.one().get_group(0).group_name) if placement.world > 1 and placement.outer > 1 else first
+    root, placement = call.root, call.placement
+    if not call.runs:
+        return ""
+    wide = placement.world > 1 and placement.outer > 1
+    group = str(call.axes.one().get_group(0).group_name) if wide else next(iter(call.groups), "")
     ranks = set(groups_of.ranks(group)) if group else {groups_of.rank()}
     for unit in _units(root):
         others = {
@@ -345,17 +437,20 @@ def _units(root: nn.Module) -> list[UnitState]:
     return list(dict.fromkeys(m._mfsdp_unit for m in root.modules() if isinstance(m, FSDPModule)))
 
 
-def _made_for(plan: Plan, root: nn.Module, ranks: int, sharding: dict[str, Any]) -> None:
-    """Checks that a plan was made for a model.
+def _outermost(call: _Call) -> Outermost:
+    """Describes the model to its units.
 
     Raises:
-        ValueError: it was not.
+        ValueError: the plan was made for another model, or for another sharding.
     """
-    sizes = {fqn: sum(p.numel() for p in m.parameters()) for fqn, m in root.named_modules()}
-    classes = {fqn: own_class(m).__name__ for fqn, m in root.named_modules()}
-    plan.fits(type(root).__name__, ranks, sizes, classes, sharding)
-
-
-def _outermost(module: nn.Module, plan: Plan | None, sharding: dict[str, Any]) -> Outermost:
-    names = inspect.signature(module.forward).parameters
-    return Outermost(type(module).__name__, tuple(names), plan=plan, sharding=sharding)
+    root, first, how = call.root, call.given[0], call.settings
+    sharding = {
+        "strategy": how.strategy, "outer_strategy": how.outer_strategy, "mp_policy": str(how.policy),
+        "mesh": " x ".join(map(str, call.axes.grid().shape)), "units": len(call.claims) + len(_units(root)),
+    }  # fmt: skip
+    if how.plan is not None:
+        sizes = {fqn: sum(p.numel() for p in m.parameters()) for fqn, m in root.named_modules()}
+        classes = {fqn: own_class(m).__name__ for fqn, m in root.named_modules()}
+        how.plan.fits(type(root).__name__, call.placement.ranks, sizes, classes, sharding)
+    names = inspect.signature(first.forward).parameters
+    return Outermost(type(first).__name__, tuple(names), plan=how.plan, sharding=sharding)

@@ -43,7 +43,7 @@ long ones need 64-bit indices."""
 
 
 class CompiledRange(Protocol):
-    """A parameter range (`flat_optimizer`)."""
+    """A parameter range (`parameter_ranges`)."""
 
     flat: torch.nn.Parameter
     group: int

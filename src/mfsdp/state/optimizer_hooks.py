@@ -15,6 +15,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from ..config.patches import wrap
 from ..runtime.transport_registry import count_step
 from . import load_count
 from . import transformer_engine as te
@@ -52,19 +53,17 @@ def refuse_elsewhere() -> None:
     torch has no hook for new optimizers, so this wraps ``torch.optim.Optimizer.add_param_group`` once, when the first
     model is sharded. Hooks are per optimizer, so other optimizers' steps are unaffected.
     """
-    add = Optimizer.add_param_group
+    wrap(Optimizer, "add_param_group", _add_param_group)
 
-    @functools.wraps(add)
-    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
-        add(self, param_group)
-        hooks = self._optimizer_step_pre_hooks
-        if _refuse not in hooks.values() and any(hasattr(p, "_mfsdp_owner") for p in self.param_groups[-1]["params"]):
-            refuse_blocks(self)
-            self.register_step_pre_hook(_skipped(_refuse))
-            self.register_step_post_hook(_skipped(_tells_weights))
-            self.register_load_state_dict_pre_hook(cut_whole_state)
 
-    Optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+def _add_param_group(add: Callable[..., None], optimizer: Any, param_group: dict[str, Any]) -> None:
+    add(optimizer, param_group)
+    hooks = optimizer._optimizer_step_pre_hooks
+    if _refuse not in hooks.values() and any(hasattr(p, "_mfsdp_owner") for p in optimizer.param_groups[-1]["params"]):
+        refuse_blocks(optimizer)
+        optimizer.register_step_pre_hook(_skipped(_refuse))
+        optimizer.register_step_post_hook(_skipped(_tells_weights))
+        optimizer.register_load_state_dict_pre_hook(cut_whole_state)
 
 
 def hooked(optimizer: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.patches import wrap
 from ..runtime import buffer_registry, devices, sync_collectives
 from . import load_count, parameter_names
 from . import transformer_engine as te
@@ -32,7 +33,7 @@ def teach() -> None:
     _teach_torch()
     peft = sys.modules.get("peft.utils.save_and_load")
     if hasattr(peft, "_reshard_dtensor_values_for_load"):
-        _ask_first(peft, "_reshard_dtensor_values_for_load", _keep_adapters)
+        wrap(peft, "_reshard_dtensor_values_for_load", _keep_adapters)
 
 
 @functools.cache
@@ -46,26 +47,12 @@ def _teach_torch() -> None:
     from torch.distributed.checkpoint import state_dict
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-    _ask_first(utils, "_distribute_tensors", _keep_broadcast)
-    _ask_first(state_dict, "_broadcast_state_dict", _keep_numbers)
-    _ask_first(state_dict, "_distribute_state_dict", _keep_whole)
-    _ask_first(state_dict, "_get_fqns", _with_wrappers)
-    _ask_first(DefaultLoadPlanner, "set_up_planner", _ready)
+    wrap(utils, "_distribute_tensors", _keep_broadcast)
+    wrap(state_dict, "_broadcast_state_dict", _keep_numbers)
+    wrap(state_dict, "_distribute_state_dict", _keep_whole)
+    wrap(state_dict, "_get_fqns", _with_wrappers)
+    wrap(DefaultLoadPlanner, "set_up_planner", _ready)
     parameter_names.keep_original_names()
-
-
-def _ask_first(where: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Replaces a function by ``ours(theirs, *args)``, once."""
-    theirs = getattr(where, name)
-    if getattr(theirs, "_mfsdp", False):
-        return
-
-    @functools.wraps(theirs)
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        return ours(theirs, *args, **kwargs)
-
-    asked._mfsdp = True  # type: ignore[attr-defined]
-    setattr(where, name, asked)
 
 
 # Full tensors

@@ -114,107 +114,158 @@ def record(
         CannotRecord: no graph can express the step.
         Grows: the step creates state.
     """
-    guards: dict[str, bool] = {}
-    shapes = ShapeEnv()
-    mode = FakeTensorMode(shape_env=shapes)
-    length = _length(shapes, weights.numel())
-    names: list[str] = []
+    inputs = _Inputs(group, state, weights, gradient)
+    run = _Run(step, optimizer, base, inputs, state, decoupled)
+    try:
+        graph = make_fx(run.step_on, tracing_mode="symbolic")(*inputs.tensors)
+    except (CannotRecord, Grows):
+        raise
+    except Exception as error:
+        raise CannotRecord(f"{type(error).__name__}: {error}".split("\n")[0]) from error
+    run.check_attributes()
+    _check_graph(graph)
+    return _recording(graph, inputs, run)
 
-    def named(value: Any, name: str) -> Any:
+
+class _Inputs:
+    """What the recorded step reads: fake tensors, and a symbolic number for each number of settings and counters.
+
+    Args: as of `record`.
+    """
+
+    def __init__(
+        self, group: Mapping[str, Any], state: Mapping[str, Any], weights: torch.Tensor, gradient: torch.Tensor
+    ):
+        self.guards: dict[str, bool] = {}
+        """See `Number`."""
+        shapes = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=shapes)
+        self.length = _length(shapes, weights.numel())
+        numbers = {k: v for k, v in state.items() if is_counter(v)}
+
+        def fake(t: torch.Tensor) -> torch.Tensor:
+            if t.dim() and t.shape != weights.shape:
+                raise CannotRecord(f"its state has shape {tuple(t.shape)}, the weights {tuple(weights.shape)}")
+            return torch.empty((self.length,) if t.dim() else (), dtype=t.dtype, device=t.device)
+
+        def fakes(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+            return {k: fake(v) for k, v in values.items() if isinstance(v, torch.Tensor) and not is_counter(v)}
+
+        with self.mode:
+            first = torch.empty(CAPACITY, dtype=torch.float64, device=weights.device), fake(weights), fake(gradient)
+            self.state, self.given = fakes(state), fakes(group)
+            """State and settings that are tensors."""
+            self.counter_tensors = {k: fake(v) for k, v in numbers.items() if isinstance(v, torch.Tensor)}
+        self.tensors = [*first, *self.state.values(), *self.given.values()]
+        """The arguments of the graph."""
+        self.setting_numbers: list[Number] = []
+        self.settings = self._symbolic(group)
+        self.counters = {k: self._number(v.item() if isinstance(v, torch.Tensor) else v, k) for k, v in numbers.items()}
+
+    def _number(self, value: Any, name: str) -> Number:
         name = re.sub(r"\W", "_", name)
-        names.append(f"{name}_" if keyword.iskeyword(name) or not name.isidentifier() else name)
-        return Number(value, names[-1], guards)
+        return Number(value, f"{name}_" if keyword.iskeyword(name) or not name.isidentifier() else name, self.guards)
 
-    def like(t: torch.Tensor) -> torch.Tensor:
-        if t.dim() and t.shape != weights.shape:
-            raise CannotRecord(f"its state has shape {tuple(t.shape)}, the weights {tuple(weights.shape)}")
-        return torch.empty((length,) if t.dim() else (), dtype=t.dtype, device=t.device)
+    def _symbolic(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the group's settings with symbolic numbers, for an implementation that can be recorded."""
+        out: dict[str, Any] = {k: v for k, v in group.items() if k not in SETTINGS} | self.given
+        for (key, at), value in zip(*settings(group), strict=True):
+            number = self._number(value, key if at is None else f"{key}_{at}")
+            self.setting_numbers.append(number)
+            out[key] = number.symbol if at is None else (*out[key][:at], number.symbol, *out[key][at + 1 :])
+        out |= {k: False for k in ("fused", "foreach") if k in out}
+        if "capturable" in out:
+            out["capturable"] = any(t.dim() == 0 for t in self.state.values())
+        return out
 
-    with mode:
-        numbers = torch.empty(CAPACITY, dtype=torch.float64, device=weights.device)
-        tensors = {k: like(v) for k, v in state.items() if isinstance(v, torch.Tensor) and not is_counter(v)}
-        given = {k: like(v) for k, v in group.items() if isinstance(v, torch.Tensor) and not is_counter(v)}
-        counters = {k: like(v) for k, v in state.items() if isinstance(v, torch.Tensor) and k not in tensors}
-        inputs = [numbers, like(weights), like(gradient), *tensors.values(), *given.values()]
-    chosen: dict[str, Any] = {k: v for k, v in group.items() if k not in SETTINGS} | given
-    for key, at in (places := settings(group)[0]):
-        part = float(chosen[key] if at is None else chosen[key][at])
-        number = named(part, key if at is None else f"{key}_{at}").symbol
-        chosen[key] = number if at is None else (*chosen[key][:at], number, *chosen[key][at + 1 :])
-    contents = {k: named(v.item() if isinstance(v, torch.Tensor) else v, k) for k, v in state.items() if is_counter(v)}
-    chosen |= {k: False for k in ("fused", "foreach") if k in chosen}
-    if "capturable" in chosen:
-        chosen["capturable"] = any(t.dim() == 0 for t in tensors.values())
-    twin: Any = object.__new__(base)
-    vars(twin).update(vars(optimizer))
-    vars(twin).update({k: OrderedDict() for k in vars(optimizer) if re.fullmatch(r"_optimizer_step_\w+_hooks", k)})
-    for told in ("grad_scale", "found_inf"):  # set by GradScaler; gradients are unscaled already
-        vars(twin).pop(told, None)
-    before = dict(vars(twin))
-    recorder: list[Recorder] = []
-    after: dict[str, Any] = {}
 
-    def run(numbers: torch.Tensor, p: Any, g: torch.Tensor, *rest: torch.Tensor) -> None:
-        held = dict(zip([*tensors, *given], rest, strict=True))
-        recorder.append(Recorder(numbers, guards))
-        mine = {k: recorder[0].counter(counters[k], n) if k in counters else n.symbol for k, n in contents.items()}
-        start = {k: mine.get(k, held.get(k, v)) for k, v in state.items()}
-        settled = {**chosen, **{k: held[k] for k in given}}
+class _Run:
+    """The step to record, of a copy of the optimizer.
+
+    Args: as of `record`.
+    """
+
+    def __init__(
+        self, step: Callable[..., Any], optimizer: Any, base: type, inputs: _Inputs, state: Mapping[str, Any],
+        decoupled: bool,
+    ):  # fmt: skip
+        self.step, self.inputs, self.state, self.decoupled = step, inputs, state, decoupled
+        self.optimizer: Any = object.__new__(base)
+        attributes: dict[str, Any] = self.optimizer.__dict__
+        attributes.update(vars(optimizer))
+        attributes.update({k: OrderedDict() for k in vars(optimizer) if re.fullmatch(r"_optimizer_step_\w+_hooks", k)})
+        for told in ("grad_scale", "found_inf"):  # set by GradScaler; gradients are unscaled already
+            attributes.pop(told, None)
+        self.before = dict(attributes)
+        self.recorder: Recorder
+        self.after: dict[str, Any] = {}
+        """The state after the step."""
+
+    def step_on(self, numbers: torch.Tensor, p: Any, g: torch.Tensor, *rest: torch.Tensor) -> None:
+        """Steps on the inputs. `make_fx` calls it, so the tensors stand for the graph's arguments."""
+        inputs, optimizer = self.inputs, self.optimizer
+        self.recorder = recorder = Recorder(numbers, inputs.guards)
+        held: dict[str, Any] = dict(zip([*inputs.state, *inputs.given], rest, strict=True))
+        settled = {**inputs.settings, **{k: held[k] for k in inputs.given}}
+        for k, n in inputs.counters.items():
+            held[k] = recorder.counter(inputs.counter_tensors[k], n) if k in inputs.counter_tensors else n.symbol
+        start = {k: held.get(k, v) for k, v in self.state.items()}
         p.requires_grad_()
-        if decoupled:
-            p.decoupled_grad = g
-        else:
-            p.grad = g
-        twin.param_groups, twin.state = [{**settled, "params": [p]}], defaultdict(dict, {p: dict(start)})
+        setattr(p, "decoupled_grad" if self.decoupled else "grad", g)
+        optimizer.param_groups, optimizer.state = [{**settled, "params": [p]}], defaultdict(dict, {p: dict(start)})
         try:
-            with torch.no_grad(), recorder[0], math_of_numbers():
-                step(twin)
-            now = twin.state.get(p, {})
-            if now.keys() != start.keys() or any(start[k] is None and now[k] is not None for k in now):
-                raise Grows
-            for k, tensor in now.items():
-                if k in tensors and tensor is not start[k]:
-                    start[k].copy_(tensor)
-            after.update(now)
-            moved = [k for k, v in settled.items() if twin.param_groups[0].get(k) is not v]
-            if moved or len(twin.param_groups[0]) != len(settled) + 1:
+            with torch.no_grad(), recorder, math_of_numbers():
+                self.step(optimizer)
+            self._collect_state(optimizer.state.get(p, {}), start)
+            moved = [k for k, v in settled.items() if optimizer.param_groups[0].get(k) is not v]
+            if moved or len(optimizer.param_groups[0]) != len(settled) + 1:
                 raise CannotRecord(f"it changes settings of its parameter group: {', '.join(moved)}")
         finally:
             p.grad = None
             p.requires_grad_(False)
 
-    try:
-        graph = make_fx(run, tracing_mode="symbolic")(*inputs)
-    except (CannotRecord, Grows):
-        raise
-    except Exception as error:
-        raise CannotRecord(f"{type(error).__name__}: {error}".split("\n")[0]) from error
-    del before["state"], before["param_groups"]
-    moved = [k for k, v in vars(twin).items() if before.get(k, v) is not v and before.get(k) != v]
-    made = sorted(vars(twin).keys() - before.keys() - {"state", "param_groups"})
-    if moved or made:
-        raise CannotRecord(f"it keeps state of its own, not by parameter: {', '.join([*moved, *made])}")
+    def _collect_state(self, now: dict[str, Any], start: dict[str, Any]) -> None:
+        """Keeps the state after the step, and copies tensors that it has replaced into those that it got."""
+        if now.keys() != start.keys() or any(start[k] is None and now[k] is not None for k in now):
+            raise Grows
+        for k, tensor in now.items():
+            if k in self.inputs.state and tensor is not start[k]:
+                start[k].copy_(tensor)
+        self.after.update(now)
+
+    def check_attributes(self) -> None:
+        """Raises `CannotRecord` if the step has changed attributes of the optimizer."""
+        now = {k: v for k, v in vars(self.optimizer).items() if k not in ("state", "param_groups")}
+        moved = [k for k, v in now.items() if self.before.get(k, v) is not v and self.before.get(k) != v]
+        made = sorted(now.keys() - self.before.keys())
+        if moved or made:
+            raise CannotRecord(f"it keeps state of its own, not by parameter: {', '.join([*moved, *made])}")
+
+
+def _check_graph(graph: fx.GraphModule) -> None:
     constants = [getattr(graph, str(n.target)) for n in graph.graph.find_nodes(op="get_attr")]
     if any(isinstance(c, FakeTensor) for c in constants):
         raise CannotRecord("it writes to tensors that it gets round the graph, such as .data")
     if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.graph.nodes):
         raise CannotRecord("it draws random numbers")
-    pinned = [
-        text for text, value in guards.items() if value and set(re.findall(r"\w+", text)) & set(names[len(places) :])
-    ]
+
+
+def _recording(graph: fx.GraphModule, inputs: _Inputs, run: _Run) -> Recording:
+    """Returns the recording of a run, with its guards and numbers compiled from their texts."""
+    guards, counters, recorder = inputs.guards, inputs.counters, run.recorder
+    counted = {n.text for n in counters.values()}
+    pinned = [text for text, value in guards.items() if value and set(re.findall(r"\w+", text)) & counted]
     if pinned:
         raise CannotRecord(f"it needs a number of each step as it is: {pinned[0]}")
-    found = recorder[0]
-    news = [_text(after[k], found) for k in contents]
-    texts = [*found.texts, *news]
-    if len(found.texts) > CAPACITY:
+    texts = [*recorder.texts, *(_text(run.after[k], recorder) for k in counters)]
+    if len(recorder.texts) > CAPACITY:
         raise CannotRecord(f"it reads more than {CAPACITY} numbers")
-    heads = ", ".join(names)
+    heads = ", ".join(n.text for n in (*inputs.setting_numbers, *counters.values()))
     scope = {"math": math, "inf": math.inf, "nan": math.nan}
     holds = f"lambda {heads}: {' and '.join(guards) or 'True'}"
     gives = f"lambda {heads}: ({', '.join(texts)}{',' * (len(texts) == 1)})"
     return Recording(
-        graph, mode, length, len(found.texts), eval(holds, scope), eval(gives, scope),
+        graph, inputs.mode, inputs.length, len(recorder.texts), eval(holds, scope), eval(gives, scope),
         "\n".join([f"holds    {holds}", f"numbers  {gives}", graph.code.strip()]),
     )  # fmt: skip
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from ..config.patches import wrap
 from .sharded_parameter import ShardedParameter
 
 if TYPE_CHECKING:
@@ -29,23 +30,23 @@ def reach_zero_grad() -> None:
     it sets ``.grad`` to ``None`` unconditionally.
     """
 
-    def wrapped(zero_grad: Callable[..., None], parameters: Callable[[Any], Iterable[Any]]) -> Callable[..., None]:
-        @torch.compiler.disable
-        @functools.wraps(zero_grad)
-        def run(self: Any, set_to_none: bool = True) -> None:
-            if holding:
-                chosen: dict[Gradients, set[int]] = {}
-                for p in parameters(self):
-                    if isinstance(p, ShardedParameter) and p._mfsdp_owner.gradients in holding:
-                        chosen.setdefault(p._mfsdp_owner.gradients, set()).add(p.sharding.slot)
-                for gradients, slots in chosen.items():
-                    gradients.forget(slots)
-            zero_grad(self, set_to_none)
+    wrap(torch.optim.Optimizer, "zero_grad", functools.partial(_zero_grad, _of_optimizer))
+    wrap(nn.Module, "zero_grad", functools.partial(_zero_grad, nn.Module.parameters))
 
-        return cast(Callable[..., None], run)
 
-    optimizer, module = torch.optim.Optimizer, nn.Module
-    optimizer.zero_grad = wrapped(  # type: ignore[method-assign]
-        optimizer.zero_grad, lambda self: (p for group in self.param_groups for p in group["params"])
-    )
-    module.zero_grad = wrapped(module.zero_grad, nn.Module.parameters)  # type: ignore[method-assign]
+@torch.compiler.disable
+def _zero_grad(
+    parameters: Callable[[Any], Iterable[Any]], theirs: Callable[..., None], owner: Any, set_to_none: bool = True
+) -> None:
+    if holding:
+        chosen: dict[Gradients, set[int]] = {}
+        for p in parameters(owner):
+            if isinstance(p, ShardedParameter) and p._mfsdp_owner.gradients in holding:
+                chosen.setdefault(p._mfsdp_owner.gradients, set()).add(p.sharding.slot)
+        for gradients, slots in chosen.items():
+            gradients.forget(slots)
+    theirs(owner, set_to_none)
+
+
+def _of_optimizer(optimizer: Any) -> Iterable[Any]:
+    return (p for group in optimizer.param_groups for p in group["params"])

@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from ..config.patches import wrap
 
 AS_IT_IS = frozenset(["view_as", "expand_as"])
 """Functions that expose a tensor's accumulation node if given the tensor twice."""
@@ -81,18 +83,15 @@ def node_of(name: str, args: tuple[Any, ...]) -> None:
 @functools.cache
 def refuse_inputs() -> None:
     """Wraps ``torch.autograd.backward`` once; torch has no hook that sees ``inputs=``."""
-    own = torch.autograd.backward
-    signature = inspect.signature(own)
+    wrap(torch.autograd, "backward", _backward)
 
-    @functools.wraps(own)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        given = signature.bind(*args, **kwargs)
-        if (inputs := given.arguments.get("inputs")) is not None:
-            given.arguments["inputs"] = inputs = _several(inputs)
-            _by_way_of_a_model(given.arguments["tensors"], inputs, "backward(inputs=...)")
-        own(*given.args, **given.kwargs)
 
-    torch.autograd.backward = backward  # type: ignore[assignment]
+def _backward(theirs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    given = inspect.signature(theirs).bind(*args, **kwargs)
+    if (inputs := given.arguments.get("inputs")) is not None:
+        given.arguments["inputs"] = inputs = _several(inputs)
+        _by_way_of_a_model(given.arguments["tensors"], inputs, "backward(inputs=...)")
+    theirs(*given.args, **given.kwargs)
 
 
 def derivatives(outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
