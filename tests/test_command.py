@@ -244,7 +244,7 @@ def test_artifacts_and_logs_for_torchs_own_tools(tmp_path):
     assert out.returncode == 0, out.stderr[-2000:]
     traces = "".join(p.read_text() for p in (tmp_path / "trace").iterdir())
     assert "mfsdp_graph0_forward_0_capture" in traces and "; mfsdp  Sequential  assign_groups  backward" in traces
-    assert "graph0 backward stream" in out.stderr and "graph0 forward: Sequential, Schedule(" in out.stderr
+    assert "graph0 backward assign_groups" in out.stderr and "graph0 forward: Sequential, Schedule(" in out.stderr
 
 
 def test_the_version(capsys):
