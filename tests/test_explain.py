@@ -810,7 +810,7 @@ def test_hugging_face_and_tokens():
     ("kwargs", "message"),
     [
         ({"world": 0}, "world=0: give a positive number"),
-        ({"world": []}, r"world=\[\]: give at least one"),
+        ({"world": []}, r"world=\[\]: give one value, or call mfsdp.compare"),
         ({"mesh_shape": (2,)}, r"mesh_shape=\(2,\): give \(outer, shard\)"),
         ({"world": True}, "world=True: give a positive number"),
         ({"world": 4, "mesh_shape": (2, 4)}, "give one of them"),
