@@ -69,8 +69,8 @@ def compare(results: dict[str, Any]) -> list[Step]:
     quiet = [min(column) for column in zip(*results["stubbed"]["rows"][names[-1]]["phases"], strict=True)]
     steps = []
     for name, depth in zip(names, depths, strict=True):  # as in variants.py
-        found = mfsdp.explain(
-            model, (ids,), world=int(a["world"]), hardware=[machine(results, rate) for rate in rates], suggest=False,
+        found = mfsdp.compare(
+            model, (ids,), world=int(a["world"]), hardware=[machine(results, rate) for rate in rates],
             options={"prefetch": depth, "reduce_lag": depth, "check": False}, profile=Calibration(*quiet),
         )  # fmt: skip
         for rate, report in zip(rates, found, strict=True):

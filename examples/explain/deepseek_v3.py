@@ -166,7 +166,7 @@ def main() -> None:
     with mfsdp.fake_ranks(args.world):
         model = sharded(args.layers, args.world, args.ep)
         ids = torch.zeros(1, args.length, dtype=torch.long)
-        found = mfsdp.explain(
+        found = mfsdp.compare(
             model, (ids, ids), hardware=args.hardware, microbatches=args.microbatches, together=args.together,
             overlapped=[False, True],
         )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -219,7 +220,9 @@ def question(
 def _one_value(**given: Any) -> None:
     for name, value in given.items():
         if isinstance(value, (list, range)):
-            raise ValueError(f"explain: {name}={value!r}: give one value, or call mfsdp.compare, which takes several")
+            raise ValueError(
+                f"explain: {name}={reprlib.repr(value)}: give one value, or call mfsdp.compare, which takes several"
+            )
 
 
 @dataclass
