@@ -8,7 +8,7 @@ FAST := not exhaustive and not dist and not inductor and not slow and not gpu an
 
 help:
 	@echo "make demo     train a small language model on two processes (under 8 minutes, installation included)"
-	@echo "make test     all tests"
+	@echo "make test     all tests that need no GPU, without the sweeps of make exhaustive and the clients of make matrix"
 	@echo "make check    lint, types and fast tests, for people who work on mfsdp"
 	@echo "make exhaustive  the sweeps of which make test runs a sample: hours, before a release"
 	@echo "make goldens  accept the listings as they are now; read the diff"

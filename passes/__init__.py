@@ -17,7 +17,7 @@
     insert_checks     look for Inf and NaN, compare replicas
     schedule_offload  copy saved activations to the host and back
     plan_memory       assign static buffers
-    assign_groups     assign process groups to lanes
+    assign_groups     assign process groups to reductions
 
 `mfsdp.pipeline` defines their order and the reasons for it.
 """

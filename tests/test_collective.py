@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as fc
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import mfsdp
@@ -18,6 +20,13 @@ from mfsdp.ir.program import Program, base_of, is_functional_collective, view_of
 from mfsdp.ir.roles import Lane, role
 from tests.helpers.collectives import parallel, programs
 from tests.helpers.parallel import reset
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    with mfsdp.fake_ranks(8, rank=3):
+        reset()
+        yield init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp"))
 
 
 @pytest.mark.slow

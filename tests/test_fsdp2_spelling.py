@@ -314,7 +314,7 @@ def test_methods_that_mean_something():
         ("set_symm_mem_for_comm", "NCCL", "allocated as tensors"),
         ("set_reshard_after_backward", False, "strategy='optim_grads'"),
         ("set_separate_reduce_scatter_group", False, "a process group of their own"),
-        ("set_reduce_scatter_unused_params", True, "every rank has to use every unit"),
+        ("set_reduce_scatter_unused_params", True, "for units that a rank does not use: fully_shard"),
         ("set_allocate_memory_from_process_group_for_comm", True, "allocated as tensors"),
     ],
 )

@@ -15,7 +15,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
-from mfsdp.config.comm_formats import is_quantized
+from mfsdp.config.comm_formats import int8_nbytes
 from mfsdp.config.hardware import hardware
 from mfsdp.config.units import UnitSpec
 from mfsdp.cost_model import op_cost
@@ -35,7 +35,7 @@ BOTH = {"param_comm_dtype": "int8", "grad_comm_dtype": "int8"}
 
 def through(x: torch.Tensor, dtype: torch.dtype = F32) -> torch.Tensor:
     """What is read of rows that are written."""
-    messages = torch.empty(x.shape[0], is_quantized(x.shape[1]), dtype=torch.uint8)
+    messages = torch.empty(x.shape[0], int8_nbytes(x.shape[1]), dtype=torch.uint8)
     comm_formats.write(x, messages)
     out = torch.empty(x.shape, dtype=dtype)
     comm_formats.read(messages, out)

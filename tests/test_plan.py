@@ -437,7 +437,9 @@ def test_what_does_not_fit_or_was_made_for_another_model_says_so(planned, tmp_pa
     with pytest.raises(ValueError, match=f"Cheapest that would make it fit: {words}"):
         mfsdp.plan(model, (ids,), memory=5_200_000, world=8, units=[Gated], allow=())
     model, ids = gpt(2)
-    with pytest.raises(ValueError, match=r"made for 3 x Block over 8 ranks, this GPT has 2 and 8 ranks: make it anew"):
+    with pytest.raises(
+        ValueError, match=r"made for 3 x Block over 8 ranks, this GPT has 2 and 8 ranks: make a new plan"
+    ):
         mfsdp.trace(model, (ids,), world=8, units=[Block], plan=planned)
     with pytest.raises(ValueError, match=r"this GPT has 3 and 4 ranks"):
         mfsdp.trace(gpt(3)[0], (ids,), world=4, units=[Block], plan=planned)
@@ -454,7 +456,7 @@ def test_what_does_not_fit_or_was_made_for_another_model_says_so(planned, tmp_pa
             nbytes_of(wrong)
     assert (nbytes_of("70GB"), nbytes_of("64 GiB"), nbytes_of(1e9)) == (70 * 10**9, 64 * 2**30, 10**9)
     (tmp_path / "none.json").write_text(json.dumps({"format": 0}))
-    with pytest.raises(ValueError, match="make it anew"):
+    with pytest.raises(ValueError, match="make a new plan"):
         mfsdp.Plan.load(tmp_path / "none.json")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,12 @@ import mfsdp
 from tests.helpers.parallel import graphs, reset, tokens, trained_alike
 from tests.helpers.parity import compiled
 from tests.helpers.transformers_parallel import SMALL, build, parallelized
+
+
+@pytest.fixture
+def tp() -> Iterator[Any]:
+    with mfsdp.fake_ranks(4):
+        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
 
 
 def next_token(model: Any, ids: torch.Tensor) -> torch.Tensor:

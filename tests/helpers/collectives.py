@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from examples.parallel.model import Layer, Llama, tensor_parallel
 from mfsdp import pipeline
 from mfsdp.ir.program import Program
-from tests.helpers.parallel import next_token, reset, tokens
-
-
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    with mfsdp.fake_ranks(8, rank=3):
-        reset()
-        yield init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp"))
+from tests.helpers.parallel import next_token, tokens
 
 
 def programs(model: nn.Module, run: Any, *extra: tuple[str, Any]) -> list[Program]:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.helpers.ranks import Ranks, here
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    """Two ranks that have stepped optimizers over their default group differently often."""
-    found = Ranks(2, start="forkserver")
-    yield found
-    found.stop()
+from tests.helpers.ranks import here
 
 
 def throwaway() -> DeviceMesh:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-
-import mfsdp
 
 SMALL: dict[str, Any] = {
     "vocab_size": 34, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -61,9 +56,3 @@ def parallelized(model: Any, tp: Any, ep: Any = None) -> None:
         apply_tensor_parallelism(model, tp, tp_plan)
     if ep is not None:
         apply_expert_parallelism(model, ep, tp, ep_plan)
-
-
-@pytest.fixture
-def tp() -> Iterator[Any]:
-    with mfsdp.fake_ranks(4):
-        yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))

@@ -13,7 +13,7 @@ def convert(commands: Any) -> None:
     text = "a checkpoint of torch.distributed.checkpoint to safetensors files, or back"
     add = command(commands, "convert", text, _convert)
     add("source", help="a checkpoint (Megatron-Core's too), a run's folder of them, a .safetensors file or its folder")
-    add("target", help="a folder that is not there yet")
+    add("target", help="folder to create; it must not exist")
     add("--key", help="where in the checkpoint the model is ('' for the whole); default: model, in torch_dist its top")
     add("--rename", action="append", default=[], metavar="PATTERN=TEXT", help="regular expression, applied to names")
     add("--tied", action="append", default=[], metavar="NAME=OTHER", help="NAME is another name of the tensor OTHER")

@@ -79,15 +79,15 @@ def explain(commands: Any) -> None:
     text = "what a training step will do, cost and hold; without process groups, GPUs or memory for the model"
     add = command(commands, "explain", text, _explain)
     add("model", help="package.module:factory (gives a model, or (model, args, kwargs)), or a Hugging Face config.json")
-    add("--world", help="ranks (default: 8); as all that follows, several with commas give a table: 8,64,512")
+    add("--world", help="ranks (default: 8). Most settings take a comma-separated list, 8,64,512, and give a table")
     add("--mesh-shape", help="outer x shard ranks instead: 128x8")
     add("--hardware", default="h100", help=f"{', '.join(KNOWN)}, or a JSON file (default: h100)")
-    add("--microbatches", help="of one step (default: as many as are together)")
+    add("--microbatches", help="microbatches per step (default: the value of --together)")
     add("--together", help="microbatches in one program, mfsdp.together (default: 1)")
-    add("--overlapped", help="true or false: backwards beside the next forward, mfsdp.overlapped (default: false)")
-    add("--stages", help="of a pipeline, of which the model is one (default: 1)")
-    add("--slowest", help="how many times as long the slowest rank computes (default: 1)")
-    add("--prices", help='a JSON file, of a rank and an hour: {"h100": 2.5}')
+    add("--overlapped", help="true or false: backwards run beside the next forward, mfsdp.overlapped (default: false)")
+    add("--stages", help="number of equal pipeline stages; the model is one of them (default: 1)")
+    add("--slowest", help="compute time of the slowest rank relative to the others (default: 1)")
+    add("--prices", help='JSON file with the price of one rank per hour: {"h100": 2.5}')
     add("--units", help="classes or name patterns, joined by +; auto (default for Hugging Face models: their layers)")
     add("--strategy", help="0 to 3 (default: 3)")
     add("--outer-strategy", help="no_shard or optim")
@@ -104,7 +104,7 @@ def explain(commands: Any) -> None:
     add("--listing", action="store_true", help="print the listings too")
     add("--html", help="write the report, one page")
     add("--trace", help="write the simulated step as a Chrome trace")
-    add("--plot", help="of several: draw them")
+    add("--plot", help="draw the table of several values into this file")
 
 
 def _explain(args: argparse.Namespace) -> None:

@@ -12,9 +12,9 @@ from .arguments import command
 def measure(commands: Any) -> None:
     text = "what this machine can do, as a file for explain --hardware; or how long a model's kernels take on it"
     add = command(commands, "measure", text, _measure)
-    add("file", help="the file to write; of kernels, one that is there gets what is new")
+    add("file", help="file to write; with --kernels, new kernels are added to an existing file")
     add("--kernels", metavar="MODEL", help="package.module:factory, or a Hugging Face config.json: its kernels instead")
-    add("--world", type=int, default=8, help="ranks of the plan, which decide shapes of shards (default: 8)")
+    add("--world", type=int, default=8, help="number of ranks, which decides the shapes of shards (default: 8)")
     add("--units", help="classes or name patterns, joined by +; auto (default for Hugging Face models: their layers)")
     add("--compute-dtype", default="bfloat16", help="(default: bfloat16; 'none': the model's own)")
     add("--batch", type=int, default=1, help="sequences per rank (default: 1)")

@@ -16,7 +16,7 @@ BLOCK = 128
 INT8 = "int8"
 
 
-def is_quantized(numel: int) -> int:
+def int8_nbytes(numel: int) -> int:
     """Returns the bytes of ``numel`` elements in int8: 1 + 4/128 per element for large ``numel``."""
     return -(-numel // 4) * 4 + -(-numel // BLOCK) * 4
 

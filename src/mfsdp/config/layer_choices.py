@@ -37,7 +37,7 @@ class Choice:
         n, (every, first) = len(self.layers), self.offloaded
         parts = [f"last {self.gathered} gathered"] if self.gathered else []
         if first:
-            parts.append(f"every {every}. of the first {first} offloaded" if every > 1 else f"first {first} offloaded")
+            parts.append(f"1 in {every} of the first {first} offloaded" if every > 1 else f"first {first} offloaded")
         parts += [f"first {self.recomputed} recomputed"] if self.recomputed else []
         parts += [f"saving {' '.join(self.saved)}"] if self.recomputed and self.saved else []
         return f"{n} x {self.name}: {', '.join(parts)}" if parts else ""

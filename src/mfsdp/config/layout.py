@@ -32,7 +32,7 @@ NEGLIGIBLE = 1024
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in the full buffer."""
+    """One parameter's place in the full buffer. Not a slot of `plan_memory`, which is a static buffer."""
 
     name: str
     shape: tuple[int, ...]

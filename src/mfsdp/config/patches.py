@@ -68,24 +68,36 @@ PATCHES: dict[str, Patch] = {
         "mfsdp.sharding is imported",
         "peft 0.21",
     ),
+    "sys.excepthook": Patch(
+        "other ranks are told of the exception that ends this one (`runtime.watchdog`)",
+        "ranks compare programs",
+        "Python 3.11 to 3.14",
+    ),
+    "torch._higher_order_ops.invoke_subgraph": Patch(
+        "its operator is marked as safe for inputs that training mutates (`compiler.outlining`)",
+        "layers are outlined",
+        "torch 2.11 to 2.15",
+    ),
     "math": Patch(
         "its functions follow symbolic numbers (`state.symbolic_numbers`)",
         "only while an optimizer step is traced",
         "Python 3.11 to 3.14",
     ),
 }
-"""By the full name of the function that is wrapped; of the last three, of the object that is changed otherwise."""
+"""By the full name of the function that is wrapped; of the last five, of the object that is changed otherwise."""
 
 
-def wrap(owner: Any, name: str, ours: Callable[..., Any]) -> None:
-    """Replaces ``owner.name`` by ``ours(theirs, *args, **kwargs)``, once per process.
+def wrap(owner: Any, name: str, ours: Callable[..., Any], traced: bool = True) -> None:
+    """Replaces ``owner.name`` by ``ours(theirs, *args, **kwargs)``, once per process. ``traced``: whether Dynamo may
+    trace into it.
 
     Raises:
         KeyError: the patch is not in `PATCHES`.
     """
     theirs = getattr(owner, name)
-    where = owner.__name__ if not isinstance(owner, type) else f"{owner.__module__}.{owner.__qualname__}"
-    PATCHES[f"{where}.{name}"]
+    short = f"{owner.__name__.rpartition('.')[2]}.{name}"
+    if not any(f".{key}".endswith(f".{short}") for key in PATCHES):
+        raise KeyError(f"{short} is not in mfsdp.config.patches.PATCHES")
     if getattr(theirs, "_mfsdp", False):
         return
 
@@ -93,5 +105,9 @@ def wrap(owner: Any, name: str, ours: Callable[..., Any]) -> None:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return ours(theirs, *args, **kwargs)
 
+    if not traced:
+        import torch
+
+        wrapped = torch.compiler.disable(wrapped)
     wrapped._mfsdp = True  # type: ignore[attr-defined]
     setattr(owner, name, staticmethod(wrapped) if isinstance(vars(owner).get(name), staticmethod) else wrapped)

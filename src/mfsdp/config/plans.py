@@ -105,7 +105,7 @@ class Plan:
     def parse(given: dict[str, Any]) -> Plan:
         """Returns a plan from what `save` writes."""
         if given.get("format") != FORMAT:
-            raise ValueError(f"plan: format {given.get('format')!r}, this reads {FORMAT}: make it anew")
+            raise ValueError(f"plan: format {given.get('format')!r}, this version reads {FORMAT}: make a new plan")
         known = {f.name: given[f.name] for f in fields(Plan)}
         choices = [
             {**c, "layers": tuple(c["layers"]), "saved": tuple(c["saved"]), "offloaded": tuple(c["offloaded"])}
@@ -140,7 +140,7 @@ class Plan:
             if not there or mine < len(choice.layers) or world != self.world or not same:
                 raise ValueError(
                     f"plan: made for {len(choice.layers)} x {choice.name} over {self.world} ranks, this {model} has "
-                    f"{mine}{'' if same else ' of another size'} and {world} ranks: make it anew"
+                    f"{mine}{'' if same else ' of another size'} and {world} ranks: make a new plan"
                 )
 
         unlike = [name for name, value in self.made_for.items() if sharding.get(name) != value]
@@ -148,7 +148,7 @@ class Plan:
             theirs, mine_is = (", ".join(f"{n} {x.get(n)}" for n in unlike) for x in (self.made_for, sharding))
             raise ValueError(
                 f"plan: made for a model sharded with {theirs}, this {model} has {mine_is}: give fully_shard what "
-                "mfsdp.plan was given, or make it anew"
+                "mfsdp.plan was given, or make a new plan"
             )
 
     def __str__(self) -> str:
@@ -160,15 +160,15 @@ class Plan:
         host = f", {_size(self.host)} of host memory" if self.host else ""
         lines = [
             f"mfsdp plan  {self.model}  {self.world} ranks  {self.hardware}",
-            f"budget      {_size(self.memory)}; the least is {_size(self.floor)}, from {_size(self.top)} on more buys "
-            "nothing",
+            f"budget      {_size(self.memory)}; the minimum is {_size(self.floor)}, and more than {_size(self.top)} "
+            "gains nothing",
             f"step        {1e3 * self.step:.2f} ms, peak {_size(self.peak)}{host}",
             *(f"{'chosen' if i == 0 else '':<12}{text}" for i, text in enumerate(chosen)),
         ]
         for more in (True, False):
             found = [p for p in self.prices if (p.nbytes > 0) is more]
             if found:
-                lines.append("more memory buys, about" if more else "less memory costs, about")
+                lines.append("estimated gain of more memory" if more else "estimated cost of less memory")
                 lines += [
                     f"  {_size(abs(p.nbytes)):>9}  {abs(1e3 * p.seconds):8.2f} ms  "
                     f"{abs(1e3 * p.seconds) / max(abs(p.nbytes) / 2**30, 1e-9):8.2f} ms/GiB  {p.text}"

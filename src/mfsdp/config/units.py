@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .comm_formats import is_quantized
+from .comm_formats import int8_nbytes
 from .layout import Layout
 from .options import SHORT, Precision
 
@@ -152,7 +152,7 @@ class UnitSpec:
 
     def int8_bytes(self, index: int) -> int:
         """Returns the bytes of one rank's part in int8 over that axis."""
-        return sum(map(is_quantized, self.splits_on(index)))
+        return sum(map(int8_nbytes, self.splits_on(index)))
 
     def sum_dtype(self, index: int) -> torch.dtype:
         """Returns the dtype in which a reduction over that axis sums."""

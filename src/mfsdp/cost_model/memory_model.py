@@ -171,7 +171,7 @@ def ledger(
     held = _Held(mains, states, *kept, other, inputs, accumulators, slots)
     staying = sum(accumulators)
     lasting = fixed + sum(held.tensors)
-    in_flight = waiting * sum(sum(saved(p)[0].values()) for p in programs if p.phase == "backward")
+    in_flight = waiting and waiting * sum(sum(saved(p)[0].values()) for p in programs if p.phase == "backward")
     live, after, top = _totals(programs, fused, lasting + in_flight, first)
     stepped = staying if optimizer == "none" else plain + sum(gradients)
     early = sum(nbytes(n.meta["val"]) for n in _early(programs)) if optimizer != "none" else 0

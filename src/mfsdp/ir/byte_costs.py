@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from ..config.comm_formats import is_quantized
+from ..config.comm_formats import int8_nbytes
 from ..config.units import UnitSpec
 from . import ops
 from .program import INPUT, SHAPES, STORAGE, Program, base_of, is_element, operator, slot_of, view_of
@@ -271,7 +271,7 @@ def travels(node: Node) -> int:
     part = (
         spec.int8_bytes(lane)
         if node.target is ops.reduce_scatter
-        else is_quantized(-(-numel(sent.meta["val"]) // ranks))
+        else int8_nbytes(-(-numel(sent.meta["val"]) // ranks))
     )
     return ranks * part
 

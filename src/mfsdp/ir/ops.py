@@ -43,10 +43,10 @@ program runs before the first pass, and every pass can be compared with the one 
     probe(value, source, starts, sizes, names, what)   in some steps, checks that the value is finite and equal on ranks
                                               that share it; changes nothing (Note [Runtime checks])
 
-``slot`` is the number of a static buffer (`mfsdp.passes.plan_memory`), -1 for memory of its own. ``lane`` selects a
-process group of the spec: 0 and 1 on the shard axis, 2 and 3 on the outer axis. All operations are stateless except
-`refresh`, `refresh_codes`, `hold` and `accumulate`; their state is found through the tensor that programs read
-parameters from (Note [Accumulators]).
+``slot`` is the number of a static buffer (`mfsdp.passes.plan_memory`), -1 for memory of its own. ``lane`` is a
+`GroupIndex`, not a `Lane` of the listing: a process group of the spec, 0 and 1 on the shard axis, 2 and 3 on the outer.
+All operations are stateless except `refresh`, `refresh_codes`, `hold` and `accumulate`; their state is found through
+the tensor that programs read parameters from (Note [Accumulators]).
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ def group_of(program: Program, node: Node) -> str:
 
 
 def lane_of(node: Node) -> int:
-    """The `GroupIndex` of a collective of a unit: that of gathers, unless it reduces."""
+    """The `GroupIndex` (not the listing's `Lane`) of a unit's collective: that of gathers, unless it reduces."""
     if node.target in (ops.reduce_scatter, ops.all_reduce):
         return node.args[2]  # type: ignore[return-value]
     return 0

@@ -393,7 +393,7 @@ def own_rows(p: Program) -> Iterator[Fault]:
         if full.target is ops.all_gather and spec.persistent:
             source = full.args[0]
             if source.target is not ops.refresh_codes or _unit(source) != unit:  # type: ignore[union-attr, arg-type]
-                yield full, f"{full.name} is not gathered from what lasts of {unit}"
+                yield full, f"{full.name} is not gathered from {unit}'s persistent FP8 payload"
             continue
         numel = spec.main_numel
         seen, todo = {full}, [(full.args[0], True)]
@@ -405,7 +405,7 @@ def own_rows(p: Program) -> Iterator[Fault]:
             seen.add(node)
             if node.op == "placeholder":
                 if role(node) != Role(Kind.SHARD, unit):
-                    yield node, f"{full.name} hangs on {node.name}, which may differ from rank to rank"
+                    yield node, f"{full.name} depends on {node.name}, which may differ between ranks"
                 elif not flat:
                     yield node, f"a scale of {full.name} is computed from this rank's rows alone"
             elif node.target in (ops.cast, ops.maxima):
@@ -431,22 +431,22 @@ def one_way(p: Program) -> Iterator[Fault]:
         if node.op == "placeholder":
             readers = [u for u in node.users if u.target is not ops.wait]
             if [u.target for u in readers] != [ops.reload]:
-                yield (readers or [node])[0], f"{node.name} lies on the host, and is not fetched, once, by who reads it"
+                yield (readers or [node])[0], f"{node.name} is a host copy, which backward has to reload exactly once"
             continue
         source: Node = node.args[0]  # type: ignore[assignment]
         owner = storage_of(source)
         if owner is not source:
-            yield node, f"{source.name} is a part of {owner.name}, which does not go whole"
+            yield node, f"{source.name} is a view of {owner.name}, whose whole storage has to be offloaded"
         if owner.op == "placeholder" or is_kind(owner, Kind.PARAM, Kind.FULL, Kind.CAST):
-            yield node, f"{owner.name} is not forward's own, and goes to the host"
+            yield node, f"{owner.name} is offloaded, but is an argument, a parameter or a gathered buffer"
         if owner in gone:
-            yield node, f"{owner.name} goes to the host twice"
+            yield node, f"{owner.name} is offloaded twice"
         if node not in results:
-            yield node, f"{node.name} reaches nobody"
+            yield node, f"{node.name} is a host copy, but no output of forward"
         gone.add(owner)
     for result in results:
         if storage_of(result) in gone:
-            yield result, f"{result.name} stays on the device, though its storage goes to the host"
+            yield result, f"{result.name} is saved on the device although its storage is offloaded"
 
 
 INVARIANTS: tuple[tuple[int, Callable[[Program], Iterator[Fault]]], ...] = (

@@ -43,6 +43,8 @@ def compare(
         ValueError: bad arguments, or an empty list.
         RuntimeError: Dynamo finds a graph break in the model (its own error, which names the place).
     """
+    if "suggest" in given:
+        raise ValueError("compare: suggest= is for mfsdp.explain, which looks at one step")
     single = {name: given.pop(name) for name in _SINGLE if name in given}
     groups = {name: given.pop(name) for name in _STEP if name in given}, dict(options or {}), given
     axes = [{name: _values_of(name, value) for name, value in group.items()} for group in groups]
@@ -67,7 +69,9 @@ def _values_of(name: str, value: Any) -> tuple[list[Any], bool]:
         several = isinstance(value, list) and any(isinstance(v, list) for v in value)
         several = several and all(isinstance(v, list) or v == "auto" for v in value)
     elif name == "passes":
-        several = several and not all(isinstance(row, tuple) and len(row) == 2 for row in value)
+        several = several and not all(
+            isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str) for row in value
+        )
     elif name == "mesh_shape":
         several = several and not all(isinstance(n, int) for n in value)
     if several and not list(value):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..config.comm_formats import BLOCK, is_quantized
+from ..config.comm_formats import BLOCK, int8_nbytes
 from .execution import Execution
 from .groups import process_group
 from .inflight import InFlight
@@ -31,7 +31,7 @@ def gather(run: Execution, pairs: Pairs, group: str, wire: str | None) -> End:
     if wire is None:
         return run.gather(pairs, group)
     ranks, sizes = process_group(group).size(), [shard.numel() for _, shard in pairs]
-    row = sum(map(is_quantized, sizes))
+    row = sum(map(int8_nbytes, sizes))
     sent = torch.empty(1, row, dtype=torch.uint8, device=pairs[0][0].device)
     came = sent.new_empty(ranks, row)
     for (_, shard), message in zip(pairs, _messages(sent, sizes), strict=True):
@@ -54,7 +54,7 @@ def scatter(run: Execution, pairs: Pairs, dtype: torch.dtype, group: str, wire: 
         return run.scatter(pairs, dtype, group)
     ranks, shards = process_group(group).size(), [shard for _, shard in pairs]
     sizes = [shard.numel() for shard in shards]
-    sent = torch.empty(ranks, sum(map(is_quantized, sizes)), dtype=torch.uint8, device=shards[0].device)
+    sent = torch.empty(ranks, sum(map(int8_nbytes, sizes)), dtype=torch.uint8, device=shards[0].device)
     came = torch.empty_like(sent)
     for (full, _), messages in zip(pairs, _messages(sent, sizes), strict=True):
         write(full.detach().view(ranks, -1), messages)
@@ -77,7 +77,7 @@ def scatter(run: Execution, pairs: Pairs, dtype: torch.dtype, group: str, wire: 
 
 def _messages(rows: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, ...]:
     """Splits messages, [ranks, bytes of all segments], by segment."""
-    return rows.split([is_quantized(n) for n in sizes], 1)  # type: ignore[no-any-return]
+    return rows.split([int8_nbytes(n) for n in sizes], 1)  # type: ignore[no-any-return]
 
 
 def write(rows: torch.Tensor, messages: torch.Tensor) -> None:
@@ -98,7 +98,7 @@ def write(rows: torch.Tensor, messages: torch.Tensor) -> None:
         scale = scales[:, first:last].copy_(largest.div(127).masked_fill_(largest < LEAST, 0.0))
         step = scale.masked_fill(scale == 0, torch.inf).unsqueeze(2)
         values[:, start:end].unflatten(1, (last - first, -1)).copy_(torch.div(x, step).round_())
-    messages[:, numel : is_quantized(numel) - 4 * scales.shape[1]].zero_()
+    messages[:, numel : int8_nbytes(numel) - 4 * scales.shape[1]].zero_()
 
 
 def read(messages: torch.Tensor, rows: torch.Tensor) -> None:
@@ -112,7 +112,7 @@ def read(messages: torch.Tensor, rows: torch.Tensor) -> None:
 def _parts(messages: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Values, [rows, numel] in int8, and scales, [rows, blocks] in float32."""
     blocks = -(-numel // BLOCK)
-    return messages[:, :numel].view(torch.int8), messages[:, is_quantized(numel) - 4 * blocks :].view(torch.float32)
+    return messages[:, :numel].view(torch.int8), messages[:, int8_nbytes(numel) - 4 * blocks :].view(torch.float32)
 
 
 def _stretches(rows: int, numel: int) -> Iterator[tuple[int, int, int, int]]:

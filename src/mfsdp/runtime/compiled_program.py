@@ -44,8 +44,8 @@ class CompiledProgram:
         self._first = [(place[f.argument], f.spec, f.slot, f.casts) for f in info.first_launches]
         self._numbers = itertools.count(1)
         self._checks = RuntimeChecks(info.outline.phase, *info.check_every) if any(info.check_every) else None
-        self._names = functools.cache(self._names_at)
-        self._fingerprints = functools.cache(self._fingerprints_of)
+        self._names = functools.cache(partial(_names_at, info))  # of functions: methods would be a reference cycle
+        self._fingerprints = functools.cache(partial(_fingerprints_of, info))
 
     def __call__(self, args: list[Any]) -> Any:
         """Runs the program, or leaves it to the model's `Overlap`."""
@@ -67,7 +67,8 @@ class CompiledProgram:
         if model is not None and model.half:
             raise unfinished(model)
         seen = observer()
-        run = self._begin(buffers, turn, shown=self._frames or seen is not None)
+        paths = tuple(["?" if buffer is None else buffer.unit.fqn for buffer in buffers])
+        run = self._begin(buffers, paths, turn, shown=self._frames or seen is not None)
         prefetched = self._prefetched(buffers)
         again = prefetched is not None and prefetched.anew
         persistent = [b for b in dict.fromkeys(buffers) if b is not None and b.spec.persistent and not self._backward]
@@ -77,7 +78,7 @@ class CompiledProgram:
             run.loose = True
             optional.in_backward() if self._backward else optional.begins()
         if self.info.collectives:
-            self._announce(run, buffers, written | {prefetched.group} if again and prefetched else written)
+            self._announce(run, buffers, paths, written | {prefetched.group} if again and prefetched else written)
         if model is not None and (self._forward or self._backward):
             model.ahead.open += 1 if self._forward else -1
         with execution.inside(run):
@@ -97,8 +98,7 @@ class CompiledProgram:
             run.looking.close()
         return out
 
-    def _begin(self, buffers: Sequence[Any], turn: Turn | None, shown: bool) -> Execution:
-        paths = tuple(["?" if buffer is None else buffer.unit.fqn for buffer in buffers])
+    def _begin(self, buffers: Sequence[Any], paths: tuple[str, ...], turn: Turn | None, shown: bool) -> Execution:
         info = self.info
         run = Execution(info.outline.name, partial(self._names, paths), info.peer_groups, shown=shown)
         run.turn, run.number = turn, next(self._numbers)
@@ -123,17 +123,16 @@ class CompiledProgram:
 
     # what ranks compare
 
-    def _announce(self, run: Execution, buffers: Sequence[Any], again: Collection[str]) -> None:
+    def _announce(self, run: Execution, buffers: Sequence[Any], paths: tuple[str, ...], again: Collection[str]) -> None:
         """Tells the other ranks what runs, and over which groups it gathers ``again``."""
-        told = self._state_of(buffers, beside=run.turn is not None and self._backward)
+        told = self._state_of(buffers, paths, beside=run.turn is not None and self._backward)
         if run.loose:  # each collective of a unit is announced by itself
             units = {group for buffer in buffers if buffer is not None for group in buffer.spec.peer_groups}
             told = {group: fingerprint for group, fingerprint in told.items() if group not in units}
         run.announce(told, again)
 
-    def _state_of(self, buffers: Sequence[Any], beside: bool) -> dict[str, Fingerprint]:
+    def _state_of(self, buffers: Sequence[Any], paths: tuple[str, ...], beside: bool) -> dict[str, Fingerprint]:
         """The fingerprints of an execution, by group. Also makes those that another rank may send."""
-        paths = tuple(["?" if buffer is None else buffer.unit.fqn for buffer in buffers])
         due = tuple(paths[at] for at in self._amax if buffers[at] is not None and buffers[at].weights.maxima.due())
         if self._amax:
             self._fingerprints(paths, (), beside, () if due else tuple(paths[at] for at in self._amax))
@@ -143,27 +142,31 @@ class CompiledProgram:
         held_paths = tuple(paths[at] for at in held)
         return self._fingerprints(paths, held_paths, beside, due)
 
-    def _fingerprints_of(
-        self, paths: tuple[str, ...], held: tuple[str, ...], beside: bool, due: tuple[str, ...]
-    ) -> dict[str, Fingerprint]:
-        more = [f"largest magnitudes in blocks of {', '.join(due)}, written since they were taken"] if due else []
-        more += [f"gradients of {', '.join(held)} stay unreduced under no_sync"] if held else []
-        more += ["beside the next forward, under mfsdp.overlapped"] if beside else []
-        units = [unit for unit, _ in self.info.sources.values()]
 
-        def at_paths(line: str) -> str:
-            for unit, path in zip(units, paths, strict=True):
-                line = line.replace(PATH.format(unit), path)
-            return line
+def _fingerprints_of(
+    info: ProgramInfo, paths: tuple[str, ...], held: tuple[str, ...], beside: bool, due: tuple[str, ...]
+) -> dict[str, Fingerprint]:
+    """The fingerprints of an execution by group. ``paths``: of the sources; ``held``, ``due``: of units whose gradients
+    stay unreduced, and whose amax is taken anew; ``beside``: whether it runs beside a forward.
+    """
+    more = [f"largest magnitudes in blocks of {', '.join(due)}, written since they were taken"] if due else []
+    more += [f"gradients of {', '.join(held)} stay unreduced under no_sync"] if held else []
+    more += ["beside the next forward, under mfsdp.overlapped"] if beside else []
+    units = [unit for unit, _ in info.sources.values()]
 
-        name = self.info.outline.name
-        return {g: Fingerprint(name, (*map(at_paths, lines), *more)) for g, lines in self.info.collectives.items()}
+    def at_paths(line: str) -> str:
+        for unit, path in zip(units, paths, strict=True):
+            line = line.replace(PATH.format(unit), path)
+        return line
 
-    def _names_at(self, paths: tuple[str, ...]) -> tuple[str, ...]:
-        """Names of its operations, with the paths of this execution's units."""
-        moved = dict(zip((path for _, path in self.info.sources.values()), paths, strict=True))
-        parts = (name.partition(" ") for name in self.info.outline.operations)
-        return tuple(f"{verb} {moved.get(path, path)}" for verb, _, path in parts)
+    return {g: Fingerprint(info.outline.name, (*map(at_paths, lines), *more)) for g, lines in info.collectives.items()}
+
+
+def _names_at(info: ProgramInfo, paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Names of a program's operations, with the paths of this execution's units."""
+    moved = dict(zip((path for _, path in info.sources.values()), paths, strict=True))
+    parts = (name.partition(" ") for name in info.outline.operations)
+    return tuple(f"{verb} {moved.get(path, path)}" for verb, _, path in parts)
 
 
 def _gather_again(run: Execution, buffers: Sequence[Any], written: Collection[str]) -> None:

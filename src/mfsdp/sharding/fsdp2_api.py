@@ -84,8 +84,8 @@ def no_offload(offload_policy: Any, shard_placement_fn: Any) -> None:
     """
     if offload_policy is not None and type(offload_policy) is not fsdp.OffloadPolicy:
         raise NotImplementedError(
-            f"offload_policy={type(offload_policy).__name__}: offloading is not supported; strategy 3 shards "
-            "parameters, gradients and optimizer state, on the device that `device` says"
+            f"offload_policy={type(offload_policy).__name__}: offloading is not supported: weights stay on the "
+            "device. For optimizer state: fully_shard_optimizer(optimizer, offload='state')"
         )
     if shard_placement_fn is not None:
         raise NotImplementedError(
@@ -149,12 +149,13 @@ class Spelling:
         """Accepts ``False``: missing gradients of a unit are always reduced as zeros.
 
         Raises:
-            NotImplementedError: ``True``: units that a rank does not use at all are not supported.
+            NotImplementedError: ``True``; ``fully_shard(may_be_unused=)`` names units that a rank may skip.
         """
         if reduce_scatter_unused_params:
             _instead(
                 "set_reduce_scatter_unused_params(True)",
-                "missing gradients of a unit that a rank uses are zeros already; every rank has to use every unit",
+                "missing gradients of a unit that a rank uses are zeros already; for units that a rank does not use: "
+                "fully_shard(..., may_be_unused=[...])",
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

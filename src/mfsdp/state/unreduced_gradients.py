@@ -30,11 +30,10 @@ def reach_zero_grad() -> None:
     it sets ``.grad`` to ``None`` unconditionally.
     """
 
-    wrap(torch.optim.Optimizer, "zero_grad", functools.partial(_zero_grad, _of_optimizer))
-    wrap(nn.Module, "zero_grad", functools.partial(_zero_grad, nn.Module.parameters))
+    wrap(torch.optim.Optimizer, "zero_grad", functools.partial(_zero_grad, _of_optimizer), traced=False)
+    wrap(nn.Module, "zero_grad", functools.partial(_zero_grad, nn.Module.parameters), traced=False)
 
 
-@torch.compiler.disable
 def _zero_grad(
     parameters: Callable[[Any], Iterable[Any]], theirs: Callable[..., None], owner: Any, set_to_none: bool = True
 ) -> None:

@@ -83,11 +83,11 @@ def node_of(name: str, args: tuple[Any, ...]) -> None:
 @functools.cache
 def refuse_inputs() -> None:
     """Wraps ``torch.autograd.backward`` once; torch has no hook that sees ``inputs=``."""
-    wrap(torch.autograd, "backward", _backward)
+    wrap(torch.autograd, "backward", functools.partial(_backward, inspect.signature(torch.autograd.backward)))
 
 
-def _backward(theirs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    given = inspect.signature(theirs).bind(*args, **kwargs)
+def _backward(signature: inspect.Signature, theirs: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    given = signature.bind(*args, **kwargs)
     if (inputs := given.arguments.get("inputs")) is not None:
         given.arguments["inputs"] = inputs = _several(inputs)
         _by_way_of_a_model(given.arguments["tensors"], inputs, "backward(inputs=...)")
