@@ -236,7 +236,7 @@ def test_fsdp2_and_hugging_face(four_ranks, tmp_path):
 def of_megatron_core(tmp_path_factory) -> Path:
     pytest.importorskip("megatron.core")
     folder = tmp_path_factory.mktemp("megatron")
-    script = Path(__file__).with_name("megatron_core.py")
+    script = Path(__file__).parent / "helpers" / "megatron_core.py"
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": f"{free.getsockname()[1]}", "WORLD_SIZE": "2"}
