@@ -352,8 +352,8 @@ def test_late_gradients_are_refused():
 SLOW = Hardware("slow", {"f32": 1e12}, 10**12, 1e12, Link(1e10, 1e-6), Link(1e10, 1e-6), reached=1, kernel=1e-7)
 
 
-def explained(**more: Any) -> Any:
-    """Of a mixture over (efsdp 4, ep 2)."""
+def explained(ask: Any, **more: Any) -> Any:
+    """What `mfsdp.explain` or `mfsdp.compare` says of a mixture over (efsdp 4, ep 2)."""
     with mfsdp.fake_ranks(8, rank=3):
         reset()
         mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp_shard",))
@@ -364,12 +364,12 @@ def explained(**more: Any) -> Any:
             mfsdp.fully_shard(layer.up, mesh=sparse["efsdp"], device="meta")
         mfsdp.fully_shard(model, mesh=mesh, units=[Mixture], device="meta")
         x = torch.empty(4096, 256)
-        return mfsdp.explain(model, (x,), hardware=SLOW, suggest=False, options={"lowering": "eager"}, **more)
+        return ask(model, (x,), hardware=SLOW, options={"lowering": "eager"}, **more)
 
 
 @pytest.mark.slow
 def test_microbatches_are_explained(tmp_path):
-    table = explained(microbatches=4, together=[1, 2], overlapped=[False, True])
+    table = explained(mfsdp.compare, microbatches=4, together=[1, 2], overlapped=[False, True])
     plain, turns, pairs, both = table
     assert [r.world for r in table] == [8] * 4 and [r.schedule for r in table] == [
         "4 microbatches", "4 microbatches, overlapped",
