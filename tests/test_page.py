@@ -235,10 +235,10 @@ def test_passes_and_programs_switch_and_show_what_changed(opened, report):
     assert len(lines_of(opened, ".gone")) == 1 and not lines_of(opened, ".add") and not lines_of(opened, ".del")
     opened.click("#stages >> text=reshard")
     assert [x.split()[-4:-2] for x in lines_of(opened, ".add")] == [["free", "u0_full"], ["free", "u1_full"]]
-    opened.click("#stages >> text=pool")
+    opened.click("#stages >> text=plan_memory")
     assert len(lines_of(opened, ".chg")) == 2
     opened.click("#programs >> text=backward")
-    assert "pool  backward" in lines_of(opened)[0]
+    assert "plan_memory  backward" in lines_of(opened)[0]
     assert any("u1_gfull" in x for x in lines_of(opened, ".chg"))
     opened.click("#modes >> text=changes only")
     assert lines_of(opened, ".skip")
