@@ -34,7 +34,7 @@ from mfsdp.ir.roles import role
 from mfsdp.planning import explain as explaining
 from tests.helpers.explained import PLAIN, built, hastily, held, sharding_of, toy, toys
 from tests.helpers.models import GPT, Block, llama
-from tests.helpers.toys import Toy2, toy2
+from tests.helpers.toys import FIRST_STAGES, Toy2, toy2
 
 aten = torch.ops.aten
 
@@ -503,7 +503,7 @@ def test_a_report_says_it_in_words():
     assert line.source.startswith("helpers/toys.py:") and line.source.endswith("return self.layers(x)")
     with pytest.raises(ValueError, match="phase='sideways': choose one of forward, backward"):
         report.listing("sideways")
-    with pytest.raises(ValueError, match="stage='x': choose one of capture, collective, hide_coll"):
+    with pytest.raises(ValueError, match=f"stage='x': choose one of {FIRST_STAGES}"):
         report.listing("forward", "x")
 
 

@@ -17,6 +17,9 @@ from mfsdp.compiler.joint_graph import Treatment
 from mfsdp.compiler.tracing import Programs
 from mfsdp.ir.program import Program
 
+FIRST_STAGES = "capture, collective, hide_collectives, quantize, gather"
+"""As errors list them."""
+
 BF16 = mfsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.bfloat16)
 
 

@@ -25,20 +25,20 @@ _STATE_DICTS = Patch("torch's own rule cuts and gathers even shards only", _SHAR
 
 PATCHES: dict[str, Patch] = {
     "torch.optim.optimizer.Optimizer.add_param_group": Patch(
-        "no hook tells where optimizers get parameters: sharded ones need step hooks", _SHARDED, "torch 2.11 to 2.15"
+        "no hook tells where optimizers get parameters: sharded ones need step hooks", _SHARDED, "torch 2.13"
     ),
     "torch.optim.optimizer.Optimizer.zero_grad": Patch(
         "unreduced gradients are in no .grad, and a step that is given up must drop them",
         "the first gradient is left unreduced",
-        "torch 2.11 to 2.15",
+        "torch 2.13",
     ),
     "torch.nn.modules.module.Module.zero_grad": Patch(
-        "as for optimizers", "the first gradient is left unreduced", "torch 2.11 to 2.15"
+        "as for optimizers", "the first gradient is left unreduced", "torch 2.13"
     ),
     "torch.autograd.backward": Patch(
         "no hook tells of inputs=, and sharded parameters get their gradients outside of autograd's leaves",
         _SHARDED,
-        "torch 2.11 to 2.15",
+        "torch 2.13",
     ),
     "torch.distributed._state_dict_utils._distribute_tensors": _STATE_DICTS,
     "torch.distributed.checkpoint.state_dict._broadcast_state_dict": _STATE_DICTS,
@@ -71,17 +71,17 @@ PATCHES: dict[str, Patch] = {
     "sys.excepthook": Patch(
         "other ranks are told of the exception that ends this one (`runtime.watchdog`)",
         "ranks compare programs",
-        "Python 3.11 to 3.14",
+        "Python 3.11",
     ),
     "torch._higher_order_ops.invoke_subgraph": Patch(
         "its operator is marked as safe for inputs that training mutates (`compiler.outlining`)",
-        "layers are outlined",
-        "torch 2.11 to 2.15",
+        "only while layers are outlined",
+        "torch 2.13",
     ),
     "math": Patch(
         "its functions follow symbolic numbers (`state.symbolic_numbers`)",
         "only while an optimizer step is traced",
-        "Python 3.11 to 3.14",
+        "Python 3.11",
     ),
 }
 """By the full name of the function that is wrapped; of the last five, of the object that is changed otherwise."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,14 @@ from torch import nn
 from .. import pipeline
 from ..config.best_effort import doing
 from ..reports.report import Comparison
-from .explain import Explainer, Question, question
+from .explain import LISTS, Explainer, Question, explain, kernels_of, machine_of, prices_of, question
 
 _SCHEDULE = ("microbatches", "together", "overlapped", "stages", "slowest")
 _STEP = ("world", "mesh_shape", "hardware", *_SCHEDULE)
 """Arguments of `explain` that may vary, in the order of a table's columns; options and `fully_shard`'s come behind."""
 _SINGLE = ("prices", "optimizer", "stepping", "profile", "kernels")
 """Arguments of `explain` that do not vary."""
+_DEFAULTS = {n: p.default for n, p in inspect.signature(explain).parameters.items() if n in (*_STEP, *_SINGLE)}
 
 
 def compare(
@@ -45,9 +47,14 @@ def compare(
     """
     if "suggest" in given:
         raise ValueError("compare: suggest= is for mfsdp.explain, which looks at one step")
-    single = {name: given.pop(name) for name in _SINGLE if name in given}
-    groups = {name: given.pop(name) for name in _STEP if name in given}, dict(options or {}), given
+    single = {name: given.pop(name, _DEFAULTS[name]) for name in _SINGLE}
+    for name, read in (("prices", prices_of), ("kernels", kernels_of)):  # once, not for each combination
+        if single[name] is not None:
+            single[name] = read(single[name])
+    groups = {name: given.pop(name, _DEFAULTS[name]) for name in _STEP}, dict(options or {}), given
     axes = [{name: _values_of(name, value) for name, value in group.items()} for group in groups]
+    machines, several = axes[0]["hardware"]
+    axes[0]["hardware"] = [machine_of(machine) for machine in machines], several
     varied = [name for axis in axes for name, (_, several) in axis.items() if several]
     questions = []
     for chosen in itertools.product(*(values for axis in axes for values, _ in axis.values())):
@@ -65,7 +72,7 @@ def compare(
 def _values_of(name: str, value: Any) -> tuple[list[Any], bool]:
     """The values of an argument, and whether there were several."""
     several = isinstance(value, (list, range))
-    if name in ("units", "ignored_params"):  # lists themselves
+    if name in LISTS:
         several = isinstance(value, list) and any(isinstance(v, list) for v in value)
         several = several and all(isinstance(v, list) or v == "auto" for v in value)
     elif name == "passes":

@@ -161,38 +161,29 @@ def explain(
 
 
 def question(
-    *,
-    world: int | None = None,
-    mesh_shape: Sequence[int] | None = None,
-    hardware: Any = "h100",
-    microbatches: int | None = None,
-    together: int = 1,
-    overlapped: bool = False,
-    stages: int = 1,
-    slowest: float = 1.0,
-    prices: Any = None,
-    options: Mapping[str, Any] | None = None,
-    optimizer: str = "adamw",
-    stepping: str | None = None,
-    profile: Any = None,
-    kernels: Any = None,
-    sharding: Mapping[str, Any] | None = None,
-) -> Question:
+    *, world: int | None, mesh_shape: Sequence[int] | None, hardware: Any, microbatches: int | None, together: int,
+    overlapped: bool, stages: int, slowest: float, prices: Any, options: Mapping[str, Any] | None, optimizer: str,
+    stepping: str | None, profile: Any, kernels: Any, sharding: Mapping[str, Any],
+) -> Question:  # fmt: skip
     """A checked question from the arguments of `explain`.
 
     Raises:
         ValueError: bad arguments.
     """
+    for name, value in (("optimizer", optimizer), ("stepping", stepping)):
+        if isinstance(value, list):
+            raise ValueError(f"explain: {name}={value!r}: give one value")
     check_names(optimizer, stepping or "whole")
     if profile is not None and kernels is not None:
         raise ValueError("explain: profile= and kernels= were both given: a profile has measured the kernels already")
     if kernels is not None:
-        profile = _MeasuredKernels(kernels if isinstance(kernels, Kernels) else Kernels.load(kernels))
+        profile = _MeasuredKernels(kernels_of(kernels))
     if mesh_shape is not None and world is not None:
         raise ValueError(f"explain: world={world!r} and mesh_shape={mesh_shape!r}: give one of them")
     _one_value(world=world, hardware=hardware, microbatches=microbatches, together=together, overlapped=overlapped,
-               stages=stages, slowest=slowest)  # fmt: skip
-    if mesh_shape is not None and (len(mesh_shape) != 2 or any(not isinstance(n, int) or n < 1 for n in mesh_shape)):
+               stages=stages, slowest=slowest,
+               **{name: value for name, value in sharding.items() if name not in LISTS})  # fmt: skip
+    if mesh_shape is not None and not _is_mesh_shape(mesh_shape):
         raise ValueError(f"explain: mesh_shape={mesh_shape!r}: give (outer, shard) numbers of ranks")
     if world is not None and (not isinstance(world, int) or isinstance(world, bool) or world < 1):
         raise ValueError(f"explain: world={world!r}: give a positive number of ranks")
@@ -208,13 +199,26 @@ def question(
         machine,
         schedule,
         replace(parsed, interleave=True) if schedule.together > 1 else parsed,
-        dict(sharding or {}),
+        dict(sharding),
         optimizer,
         stepping,
         profile,
-        _price(machine, _prices(prices)),
+        _price(machine, prices_of(prices)),
         planned=not set(PLANNED) & given.keys(),
     )
+
+
+LISTS = ("units", "ignored_params")
+"""Arguments of `fully_shard` that are lists themselves."""
+
+
+def _is_mesh_shape(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)
+
+
+def kernels_of(given: Any) -> Kernels:
+    """Measured kernels, from their file or as they are."""
+    return given if isinstance(given, Kernels) else Kernels.load(given)
 
 
 def _one_value(**given: Any) -> None:
@@ -391,7 +395,7 @@ def _schedule(microbatches: Any, together: Any, overlapped: Any, stages: Any, sl
     return Schedule(many, together, overlapped, stages, slowest)
 
 
-def _prices(given: Any) -> dict[str, float]:
+def prices_of(given: Any) -> dict[str, float]:
     """Prices of a rank and an hour by name of hardware, from a mapping or a file."""
     if given is None:
         return {}
