@@ -10,7 +10,7 @@ help:
 	@echo "make demo     train a small language model on two processes (under 8 minutes, installation included)"
 	@echo "make test     all tests that need no GPU, without the sweeps of make exhaustive and the clients of make matrix"
 	@echo "make check    lint, types and fast tests, for people who work on mfsdp"
-	@echo "make exhaustive  the sweeps of which make test runs a sample: hours, before a release"
+	@echo "make exhaustive  the rest of the sweeps of which make test runs a sample: before a release"
 	@echo "make goldens  accept the listings as they are now; read the diff"
 	@echo "make fuzz     random modules, sharded at random, against their unsharded selves (MINUTES=10)"
 	@echo "make bench    steps side by side on a slow link (root, Linux); results in bench-out"

@@ -29,14 +29,14 @@ FOUND: list[Case] = json.loads(Path(__file__).with_name("fuzz").joinpath("found.
 """Each finding once: its name, the seed that showed it, and the case that was left when it was made small."""
 
 TESTED = {
-    "test_agreement.py": (
+    "test_desync.py": (
         "layers differ, compiled",
         "order differs, compiled",
         "a step of the optimizer left out by one rank",
         "ranks take different ones of equal layers behind a graph break",
     ),
-    "test_given_up.py": ("given up",),
-    "test_outside.py": ("penalty",),
+    "test_abandoned_steps.py": ("given up",),
+    "test_eager_autograd.py": ("penalty",),
     "test_reads.py": (
         "functional_call",
         "functional_call compiled",

@@ -15,23 +15,23 @@ import torch
 import mfsdp
 from tests import (
     test_accelerate,
-    test_agreement,
-    test_borders,
     test_checkpoint,
     test_context_parallel,
+    test_desync,
     test_expert_parallel,
     test_gpu,
     test_host,
+    test_host_state,
     test_overlapped,
-    test_probes,
     test_quantize,
+    test_runtime_checks,
     test_state_dicts,
+    test_step_prefetch,
     test_strategies,
-    test_streamed,
     test_tensor_parallel,
     test_together,
     test_unused,
-    test_watch,
+    test_watchdog,
 )
 from tests.helpers import parity, strategies
 from tests.helpers.ranks import Ranks, on_a_gpu
@@ -50,7 +50,7 @@ def mixed(lowering: str, places: list[str], how: dict[str, Any]) -> float:
 
 def launched_ahead(policy: str, strategy: str) -> tuple[int, bool]:
     """What the forward behind a step takes of its gathers, and whether weights are those without."""
-    pair = test_borders.Pair(policy=test_borders.POLICIES[policy], strategy=strategy)
+    pair = test_step_prefetch.Pair(policy=test_step_prefetch.POLICIES[policy], strategy=strategy)
     taken = [pair.step(f"step {i}", microbatches=2) for i in range(4)]
     return taken[-1], pair.equal()
 
@@ -62,8 +62,8 @@ def late() -> list[str]:
         if rank == 1:
             time.sleep(4.0)
 
-    with test_watch.logged() as texts:
-        test_watch.trained(sleeps)
+    with test_watchdog.logged() as texts:
+        test_watchdog.trained(sleeps)
         time.sleep(0.5)
     return [text for text in texts if "mfsdp: rank" in text]
 
@@ -142,7 +142,7 @@ CASES: dict[str, Case] = {
     "launched ahead, parameters last": (2, launched_ahead, ("half", "optim"), taken(5)),
     **{f"{p}, two microbatches": (4, test_strategies.parity, (p, "gpt", 2, "eager"), below(1e-8)) for p in TWO},
     "two levels, bf16": (4, mixed, ("eager", TWO, BF16), below(5e-2)),
-    "a rank goes another way": (2, test_agreement.layers_differ, ("skip",), told_apart),
+    "a rank goes another way": (2, test_desync.layers_differ, ("skip",), told_apart),
     "a rank is late": (2, late, (), named_late),
     "tensor parallel": (4, test_tensor_parallel.parity, ("eager",), below(1e-9)),
     "expert parallel, uneven splits": (4, test_expert_parallel.parity, ("eager", 2), below(1e-9)),
@@ -151,9 +151,14 @@ CASES: dict[str, Case] = {
     "together": (2, test_together.losses_and_gradients, ("eager",), together_alike),
     "may_be_unused": (2, test_unused.trained, ({"strategy": 3}, "eager"), below(1e-4)),
     "may_be_unused, two levels": (4, test_unused.trained, ({}, "eager", (2, 2), False, 2), below(1e-4)),
-    "check_finite": (2, test_probes.trained, ("argument", "eager"), said("rank 1, step 2", "NaN in argument x")),
-    "check_replicas": (2, test_probes.apart, (), said("weights of layers.1.down.weight over world")),
-    "streamed state": (2, test_streamed.on_ranks, (), nothing),
+    "check_finite": (
+        2,
+        test_runtime_checks.trained,
+        ("argument", "eager"),
+        said("rank 1, step 2", "NaN in argument x"),
+    ),
+    "check_replicas": (2, test_runtime_checks.apart, (), said("weights of layers.1.down.weight over world")),
+    "streamed state": (2, test_host_state.on_ranks, (), nothing),
     "saved on the host": (2, test_host.several, ("eager", "gpt", "dropout"), on_the_host),
     "checkpoints of every kind": (2, test_checkpoint.matrix, ("TMP", "optim_grads_params"), below(1e-9)),
     "full state dicts": (2, test_state_dicts.full_states, ("gpt", "optim_grads_params", True, True), anything),

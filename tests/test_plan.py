@@ -226,14 +226,26 @@ def test_pieces_say_about_what_a_step_takes(cases):
         assert about.peak == pytest.approx(score.peak, rel=0.03)
 
 
+AGAIN = ((0, 9), (3, 0), (3, 9))
+"""How many layers of each kind are recomputed."""
+
+
 @pytest.mark.slow
-def test_pieces_of_layers_that_are_written_out_begin_where_they_do():
+@pytest.mark.parametrize(
+    "cases",
+    [
+        tuple(zip(AGAIN, ((0, 0), (1, 1), (1, 1)), strict=True)),
+        pytest.param(tuple(product(AGAIN, ((0, 0), (1, 1)))), marks=pytest.mark.exhaustive),
+    ],
+    ids=["some", "all"],
+)
+def test_pieces_of_layers_that_are_written_out_begin_where_they_do(cases):
     """Too few for calls: backward computes single lines of each again far ahead of the rest."""
     with torch.device("meta"):
         model = Unlike("AAA" + 9 * "B", 64)
     found = planner(model, torch.zeros(16, 3, 64), "inductor", ["layers.*"])
     assert [len(found.calls.intersection(kind.layers)) for kind in found.kinds] == [0, 9]
-    for again, (depth, lag) in (((0, 9), (0, 0)), ((3, 0), (1, 1)), ((3, 9), (1, 1))):
+    for again, (depth, lag) in cases:
         chosen = tuple(replace(kind, recomputed=n) for kind, n in zip(found.kinds, again, strict=True))
         about, score = (get(Setting(chosen, depth, lag)) for get in (found.estimate, found.score))
         assert about.seconds == pytest.approx(score.seconds, rel=0.06)
@@ -526,10 +538,18 @@ def hand_made(world: int, layers: int, **chosen: Any) -> mfsdp.Plan:
 
 
 @pytest.mark.slow
-def test_a_plan_is_followed_bit_for_bit():
-    """Of layers that are enough to be one graph, called several times (`regions.LEAST`)."""
+@pytest.mark.parametrize(
+    "plans",
+    [
+        ({"recomputed": 4}, {"recomputed": 2, "saved": ("up",), "gathered": 3}),
+        pytest.param(({"gathered": 4},), marks=pytest.mark.exhaustive),
+    ],
+    ids=["recomputed", "gathered"],
+)
+def test_a_plan_is_followed_bit_for_bit(plans):
+    """Of layers that are enough to be one graph, called several times (`outlining.MIN_LAYERS`)."""
     want = steps(made(layers=4))
-    for chosen in ({"recomputed": 4}, {"recomputed": 2, "saved": ("up",), "gathered": 3}):
+    for chosen in plans:
         torch._dynamo.reset()
         got = steps(made(layers=4, plan=hand_made(1, 4, **chosen)))
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), chosen

@@ -536,7 +536,7 @@ def slots_over_time() -> tuple[list[dict[str, int]], dict[str, int], int]:
 
 @pytest.mark.dist
 def test_static_buffers_stop_growing_and_are_as_planned(two_ranks):
-    """Under Inductor too they stay where they are: `test_steady.py`."""
+    """Under Inductor too they stay where they are: `test_stable_addresses.py`."""
     for seen, planned, spilt in two_ranks.run(slots_over_time):
         assert all(s == seen[1] for s in seen[1:]) and seen[1] == planned and not spilt
 

@@ -1,5 +1,5 @@
 """Units that some ranks do not use in a step: with ``may_be_unused`` those ranks run their collectives all the same
-(Note [Joining with zeros]); without it all ranks raise (`test_agreement`).
+(Note [Joining with zeros]); without it all ranks raise (`test_desync`).
 """
 
 from __future__ import annotations

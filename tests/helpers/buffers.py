@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_steady` is about: buffers_of."""
+"""The flat buffers of a sharded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_warm_start` is about: captured."""
+"""The compile-cache key of a small model's graph."""
 
 from __future__ import annotations
 

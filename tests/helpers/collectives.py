@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_collective` is about: parallel, programs."""
+"""Programs of a Llama layer under tensor parallelism."""
 
 from __future__ import annotations
 

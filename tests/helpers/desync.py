@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_agreement` is about: said, throwaway, Wire."""
+"""What a rank raises, groups that may break, and a wire that answers late."""
 
 from __future__ import annotations
 

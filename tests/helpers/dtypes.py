@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_kept_casts` is about: BF16, HALF."""
+"""Mixed precision policies of narrow communication."""
 
 from __future__ import annotations
 

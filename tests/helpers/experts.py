@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_expert_parallel` is about: sharded."""
+"""A sharded mixture of experts beside its unsharded self."""
 
 from __future__ import annotations
 

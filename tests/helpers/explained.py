@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_explain` is about: PLAIN, built, hastily, held, toy."""
+"""Toys to explain, round numbers for their hardware, and the memory that ranks really hold."""
 
 from __future__ import annotations
 

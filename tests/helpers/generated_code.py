@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_generated_code` is about: launches, of_code, of_listing, uncommented."""
+"""Reads generated code: launches in it, and those of a listing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_materialize` is about: Largest."""
+"""Records the largest tensor that operators make."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_watch` is about: logged."""
+"""Collects the log of `mfsdp`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_kernels` is about: quick."""
+"""Measures machines and kernels with few rounds."""
 
 from __future__ import annotations
 

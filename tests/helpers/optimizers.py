@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_optimizer` is about: OPTIMIZERS, fill, groups, sharded."""
+"""Sharded models with flat optimizers, beside unsharded ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_plain_pieces` is about: Enter, Leave."""
+"""Tensor parallelism by hand: communication at the borders of a layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_shard` is about: snapshot."""
+"""The state of a model that a refused call must leave as it was."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_strategies` is about: TWO_LEVELS, ONE_LEVEL, sharding."""
+"""Strategies on one and two levels, as arguments of `fully_shard`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by tests of what `test_transformers_parallel` is about: build, parallelized."""
+"""Small transformers models under their own tensor and expert parallelism."""
 
 from __future__ import annotations
 
