@@ -476,6 +476,14 @@ def test_arguments(tmp_path):
     assert type(trainer(tmp_path, "mfsdp").strategy) is MFSDPStrategy
 
 
+def test_traces_where_lightning_is_imported():
+    """Lightning's `torch.compile` copies what it is given with a model, and process groups have no copies."""
+    model = Net()
+    with mfsdp.fake_ranks(4):
+        model.group = dist.new_group()
+        assert mfsdp.trace(model, (torch.randn(BATCH, WIDTH),)).forward
+
+
 SCRIPT = """
 import importlib, sys, torch
 pl = importlib.import_module(sys.argv[2])

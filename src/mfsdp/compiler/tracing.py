@@ -104,7 +104,11 @@ def trace(
     called = meta if together == 1 else own_code(each, "together")
     out = Programs(model=meta)
     recorder = _Recorder(out, name, lowering)
-    run: Any = torch.compile(called, backend=recorder.compile, fullgraph=True, dynamic=False)
+
+    def record(gm: fx.GraphModule, inputs: list[Any]) -> Any:  # Lightning's torch.compile copies a bound method's object
+        return recorder.compile(gm, inputs)
+
+    run: Any = torch.compile(called, backend=record, fullgraph=True, dynamic=False)
     try:
         with torch.set_grad_enabled(train), _constants_on_meta(), _logs_nothing(), suppress(_Traced):
             if together == 1:
