@@ -20,8 +20,8 @@ from mfsdp.config.options import Options
 from mfsdp.cost_model import auto_prefetch, machine, op_cost
 from mfsdp.cost_model.auto_prefetch import DEPTHS, WITHIN, AutoPrefetch
 from mfsdp.cost_model.timeline import simulate
+from mfsdp.dtensor.mesh import local_mesh
 from mfsdp.sharding import auto_wrap
-from mfsdp.state.mesh import local_mesh
 from tests.helpers.models import Block, llama, peft
 from tests.helpers.parity import whole
 

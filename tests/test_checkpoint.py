@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import mfsdp
 from examples.bench.bench import peak_of
-from mfsdp.state.sharding_plan import STRATEGIES
+from mfsdp.buffers.sharding_plan import STRATEGIES
 from tests.helpers.models import CASES, GPT, Block
 from tests.helpers.parity import averaged, batches, error
 from tests.helpers.ranks import here

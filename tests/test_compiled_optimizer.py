@@ -15,11 +15,12 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import mfsdp
-from mfsdp.state import compiled_step, optimizer_hooks
-from mfsdp.state import flat_optimizer as optimizer_
-from mfsdp.state.flat_optimizer import fully_shard_optimizer
-from mfsdp.state.step_tracer import Grows, record, settings
-from mfsdp.state.symbolic_numbers import CannotRecord
+from mfsdp.dtensor import optimizer_hooks
+from mfsdp.optim import compiled_step
+from mfsdp.optim import flat_optimizer as optimizer_
+from mfsdp.optim.flat_optimizer import fully_shard_optimizer
+from mfsdp.optim.step_tracer import Grows, record, settings
+from mfsdp.optim.symbolic_numbers import CannotRecord
 from tests.helpers.optimizers import OPTIMIZERS, fill, groups, sharded
 from tests.helpers.parity import error, scaled_steps, whole
 

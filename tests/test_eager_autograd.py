@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
-from mfsdp.state.eager_autograd import Way, way_of
+from mfsdp.dtensor.eager_autograd import Way, way_of
 from tests.helpers.models import GPT, MLP, Block
 from tests.helpers.parity import averaged, error, whole
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
+from mfsdp.dtensor.mesh import axes
 from mfsdp.runtime import instrumentation, static_buffers
-from mfsdp.state.mesh import axes
 from tests.helpers.models import GPT, Block
 
 WORLD = 8

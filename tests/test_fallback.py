@@ -90,7 +90,7 @@ def test_numbers_gathers_and_warnings(two_ranks, kind):
 
 def shown() -> tuple[bool, bool, bool, int]:
     model = mfsdp.fully_shard(GPT(layers=1), units=[Block])
-    outside = isinstance(model.tokens.weight, mfsdp.state.sharded_parameter.ShardedParameter)
+    outside = isinstance(model.tokens.weight, mfsdp.dtensor.sharded_parameter.ShardedParameter)
     seen = []
     model.blocks[0].register_forward_hook(lambda m, _, out: seen.append(type(m.qkv.weight) is torch.Tensor))
     with torch.no_grad():
@@ -98,7 +98,7 @@ def shown() -> tuple[bool, bool, bool, int]:
     return (
         outside,
         all(seen),
-        isinstance(model.tokens.weight, mfsdp.state.sharded_parameter.ShardedParameter),
+        isinstance(model.tokens.weight, mfsdp.dtensor.sharded_parameter.ShardedParameter),
         len(seen),
     )
 
@@ -226,7 +226,7 @@ def functional(strategy: int) -> list[float]:
         assert "is sharded, and torch.func" in str(e) and "full_tensor()" in str(e), e
     else:
         raise AssertionError("not refused")
-    assert isinstance(model.tokens.weight, mfsdp.state.sharded_parameter.ShardedParameter)
+    assert isinstance(model.tokens.weight, mfsdp.dtensor.sharded_parameter.ShardedParameter)
     worst.append(error(model(ids), reference(ids)))
     return worst
 
@@ -306,7 +306,7 @@ def regions(units: list[str] | None, compiled: bool, again: bool, reentrant: boo
     left = [
         u for u in model.modules() if isinstance(u, mfsdp.FSDPModule) and (u._mfsdp_unit.full or u._mfsdp_unit.open)
     ]
-    outside = isinstance(model.last.weight, mfsdp.state.sharded_parameter.ShardedParameter)
+    outside = isinstance(model.last.weight, mfsdp.dtensor.sharded_parameter.ShardedParameter)
     here = eager._here
     clean = not left and outside and not (here.tickets or here.again or here.visited or here.stack)
     return {"worst": worst, "gathers": len(gathers), "clean": clean}
@@ -348,7 +348,7 @@ def given_up() -> float:
     except KeyError:
         del model.parts[0].forward
     assert calls
-    assert isinstance(model.last.weight, mfsdp.state.sharded_parameter.ShardedParameter)
+    assert isinstance(model.last.weight, mfsdp.dtensor.sharded_parameter.ShardedParameter)
     with torch.no_grad():
         for m in (model, reference):
             for p in m.parameters():

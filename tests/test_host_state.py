@@ -19,8 +19,8 @@ import mfsdp
 from mfsdp.cost_model import memory_model as ledgers
 from mfsdp.cost_model.estimate import streamed
 from mfsdp.ir.byte_costs import size
+from mfsdp.optim import parameter_ranges as ranges
 from mfsdp.runtime import host_memory, static_buffers
-from mfsdp.state import parameter_ranges as ranges
 from tests.helpers.optimizers import OPTIMIZERS, fill, groups, sharded
 from tests.helpers.parity import scaled_steps, whole
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
+from mfsdp.buffers.sharding_plan import STRATEGIES
 from mfsdp.config.comm_formats import int8_nbytes
 from mfsdp.config.hardware import hardware
 from mfsdp.config.units import UnitSpec
@@ -24,7 +25,6 @@ from mfsdp.runtime import comm_formats, execution, groups, sync_collectives
 from mfsdp.runtime.c10d_transport import C10dTransport
 from mfsdp.runtime.gloo_transport import GlooTransport
 from mfsdp.runtime.transport_registry import carried_by
-from mfsdp.state.sharding_plan import STRATEGIES
 from tests.helpers.models import CASES, MLP, Lumpy
 from tests.helpers.parity import batches, compiled
 from tests.helpers.strategies import TWO_LEVELS, sharding

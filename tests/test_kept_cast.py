@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mfsdp
+from mfsdp.buffers import weights
 from mfsdp.ir import ops
-from mfsdp.state import weights
 from tests.helpers.buffers import buffers_of
 from tests.helpers.models import MLP
 from tests.helpers.parity import compiled

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp.state import weights
+from mfsdp.buffers import weights
 from tests.helpers.dtypes import BF16, HALF
 from tests.helpers.writes import COUNTED, PAST
 

@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
+from mfsdp.buffers.sharding_plan import STRATEGIES, strategy_name
 from mfsdp.config.options import Options
-from mfsdp.state.sharding_plan import STRATEGIES, strategy_name
 from tests.helpers.models import MLP
 from tests.helpers.parity import averaged, error
 

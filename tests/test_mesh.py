@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
+from mfsdp.dtensor.mesh import axes
 from mfsdp.runtime import groups
-from mfsdp.state.mesh import axes
 from tests.helpers.models import CASES, MLP
 from tests.helpers.parity import batches, clip_and_step, compiled, error, farthest
 from tests.helpers.ranks import Ranks

@@ -12,8 +12,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 import mfsdp
-from mfsdp.state.shard_spec import ShardSpec
-from mfsdp.state.sharded_dtensor import ShardedDTensor
+from mfsdp.dtensor.shard_spec import ShardSpec
+from mfsdp.dtensor.sharded_dtensor import ShardedDTensor
 from tests.helpers.parity import whole
 
 pytestmark = pytest.mark.dist

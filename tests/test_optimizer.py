@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp.state.flat_optimizer import fully_shard_optimizer
+from mfsdp.optim.flat_optimizer import fully_shard_optimizer
 from tests.helpers.models import CASES
 from tests.helpers.optimizers import OPTIMIZERS, fill, groups, sharded
 from tests.helpers.parity import error, whole

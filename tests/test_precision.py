@@ -16,10 +16,10 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
+from mfsdp.buffers.sharding_plan import STRATEGIES
 from mfsdp.config.options import Precision
 from mfsdp.config.units import UnitSpec
 from mfsdp.ir import byte_costs, ops
-from mfsdp.state.sharding_plan import STRATEGIES
 from tests.helpers.models import CASES, MLP, Several
 from tests.helpers.parity import batches, compiled, error
 from tests.helpers.strategies import TWO_LEVELS, sharding

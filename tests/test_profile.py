@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
+from mfsdp.buffers.gradients import Gradients
 from mfsdp.reports.profile import Outline, Outlined, _Ran
-from mfsdp.state.gradients import Gradients
 from tests.helpers.models import GPT, MLP, Block
 from tests.helpers.parity import compiled
 from tests.helpers.ranks import collectives_told

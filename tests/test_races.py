@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
+from mfsdp.buffers.weights import Weights
 from mfsdp.runtime import devices, execution, static_buffers
 from mfsdp.runtime.desync import Left
 from mfsdp.runtime.fake_transport import FakeTransport
 from mfsdp.runtime.transport import End, Pairs, Turn
 from mfsdp.runtime.transport_registry import carried_by
-from mfsdp.state.weights import Weights
 from tests.helpers.loopback import Loopback, Race, Stream, Streams
 
 PLACES: dict[str, dict[str, Any]] = {

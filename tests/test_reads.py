@@ -83,7 +83,7 @@ def penalised(penalty: Any, how: str, strategy: int) -> float:
         assert (p.grad is None) == (q.grad is None), name
         if q.grad is not None and name != "ignored":
             worst = max(worst, error(whole(p.grad), q.grad, 1e-3))
-    assert all(isinstance(p, mfsdp.state.sharded_parameter.ShardedParameter) for p in model.first.parameters())
+    assert all(isinstance(p, mfsdp.dtensor.sharded_parameter.ShardedParameter) for p in model.first.parameters())
     return worst
 
 
@@ -153,7 +153,7 @@ def test_a_copy_of_a_part_has_nothing_of_the_rest():
     with mfsdp.summon_full_params(model), pytest.raises(RuntimeError, match="is summoned; leave .* before copying"):
         copy.deepcopy(model)
     part = copy.deepcopy(model.first)
-    (buffer,) = {ref.buffer for ref in mfsdp.state.flat_buffer.refs(part).values()}
+    (buffer,) = {ref.buffer for ref in mfsdp.buffers.flat_buffer.refs(part).values()}
     assert {id(params) for params, _ in buffer.places.values()} == {id(part._parameters)}
 
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 import mfsdp
 from mfsdp import pipeline
+from mfsdp.buffers.gradients import Gradients
 from mfsdp.compiler import program_info
 from mfsdp.config.hardware import hardware
 from mfsdp.ir import byte_costs, ops, printer
@@ -29,7 +30,6 @@ from mfsdp.reports.profile import Outline
 from mfsdp.runtime import devices, execution, groups, kernels, static_buffers
 from mfsdp.runtime.compiled_program import CompiledProgram
 from mfsdp.runtime.program_info import ProgramInfo
-from mfsdp.state.gradients import Gradients
 from tests.helpers.models import CASES, GPT, MLP, Block
 from tests.helpers.parity import batches, compiled, whole
 from tests.helpers.ranks import collectives_told

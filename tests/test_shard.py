@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import mfsdp
+from mfsdp.dtensor.shard_spec import local_mesh
 from mfsdp.sharding import commit, unit_assignment
 from mfsdp.sharding.stale_optimizers import no_optimizer
-from mfsdp.state.shard_spec import local_mesh
 from tests.helpers.models import GPT, MLP, Adapted, Block, Frozen, LoRA
 from tests.helpers.snapshots import snapshot
 

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import mfsdp
 from mfsdp.config.layout import plan
-from mfsdp.state.shard_spec import ShardSpec, local_mesh
-from mfsdp.state.sharded_dtensor import ShardedDTensor
+from mfsdp.dtensor.shard_spec import ShardSpec, local_mesh
+from mfsdp.dtensor.sharded_dtensor import ShardedDTensor
 from tests.helpers.models import MLP
 from tests.helpers.parity import averaged, error, whole
 

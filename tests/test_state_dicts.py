@@ -319,7 +319,7 @@ def pickled(folder: str, place: str) -> None:
     step("gpt", model, optimizer, 0)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        mfsdp.state.sharded_dtensor._told_of_pickles = False
+        mfsdp.dtensor.sharded_dtensor._told_of_pickles = False
         torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, file)
         torch.save(model.state_dict(keep_vars=True), file + ".vars")
     assert sum("Every rank" in str(w.message) for w in told) == (place != "no_shard")

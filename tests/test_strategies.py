@@ -217,7 +217,7 @@ def memory(place: str) -> tuple[dict[str, int], dict[str, int]]:
     _, model = build(case, **sharding(place))
     run = compiled(model, "eager")
     accumulated(model, run, case, 0, 1, place)
-    buffers = {r.buffer for m in model.modules() for r in mfsdp.state.flat_buffer.refs(m).values()}
+    buffers = {r.buffer for m in model.modules() for r in mfsdp.buffers.flat_buffer.refs(m).values()}
     sizes: Counter[str] = Counter()
     want: Counter[str] = Counter()
     for b in buffers:

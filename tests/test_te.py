@@ -18,9 +18,9 @@ from torch import nn
 
 import mfsdp
 from mfsdp import pipeline
+from mfsdp.dtensor import transformer_engine
 from mfsdp.ir.saved_copies import copies
 from mfsdp.sharding import eager
-from mfsdp.state import transformer_engine
 from tests.helpers.optimizers import fill
 from tests.helpers.parity import whole
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from mfsdp.config.layout import plan
-from mfsdp.state.shard_spec import ShardSpec
-from mfsdp.state.tp_shards import TPShard, runs_of
+from mfsdp.dtensor.shard_spec import ShardSpec
+from mfsdp.dtensor.tp_shards import TPShard, runs_of
 
 NOBODY: Any = None
 

@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 import mfsdp
+from mfsdp.buffers.sharding_plan import ShardingPlan
 from mfsdp.config.layout import plan
 from mfsdp.config.options import Precision
+from mfsdp.dtensor.mesh import axes
 from mfsdp.runtime import c10d_transport, execution, groups
 from mfsdp.runtime.c10d_transport import C10dTransport
 from mfsdp.runtime.fake_transport import FakeTransport
 from mfsdp.runtime.sync_collectives import summed
 from mfsdp.runtime.transport_registry import carried_by, transport_of
-from mfsdp.state.mesh import axes
-from mfsdp.state.sharding_plan import ShardingPlan
 from tests.helpers.models import GPT, Block, Lumpy
 from tests.helpers.ranks import Ranks
 

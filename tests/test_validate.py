@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.testing._internal.two_tensor import TwoTensor
 
 import mfsdp
-from mfsdp.state.shard_spec import local_mesh
+from mfsdp.dtensor.shard_spec import local_mesh
 from tests.helpers.models import GPT, MLP, Block
 from tests.helpers.snapshots import snapshot
 

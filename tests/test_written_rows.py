@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
+from mfsdp.buffers.weights import Weights
 from mfsdp.runtime import execution
-from mfsdp.state.weights import Weights
 from tests.helpers.parity import whole
 from tests.helpers.ranks import collectives_told
 from tests.helpers.writes import COUNTED, PAST

@@ -12,9 +12,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mfsdp
+from mfsdp.buffers import gradients
+from mfsdp.buffers.gradients import scaled
 from mfsdp.runtime import static_buffers
-from mfsdp.state import gradients
-from mfsdp.state.gradients import scaled
 from tests.helpers.buffers import buffers_of
 from tests.helpers.models import MLP
 from tests.helpers.parity import compiled

@@ -15,8 +15,8 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import mfsdp
+from mfsdp.optim import parameter_ranges as ranges
 from mfsdp.runtime import host_memory
-from mfsdp.state import parameter_ranges as ranges
 
 
 class Block(nn.Module):

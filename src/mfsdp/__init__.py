@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import passes, pipeline
+    from .buffers.checksum import checksum
+    from .buffers.norms import check_finite, norms
+    from .buffers.replica_check import check_replicas
     from .checkpoints.checkpoint import Checkpoints
     from .checkpoints.convert import convert
     from .checkpoints.errors import CheckpointError
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from .config.plans import Plan
     from .cost_model.machine import measure
     from .ir.verifier import InvariantError
+    from .optim.flat_optimizer import fully_shard_optimizer
     from .planning.compare import compare
     from .planning.explain import explain
     from .planning.plan import plan
@@ -31,10 +35,6 @@ if TYPE_CHECKING:
     from .sharding.contexts import keep_gradients, no_sync, overlapped, summon_full_params, synchronize, unsharded
     from .sharding.module import FSDPModule
     from .sharding.shard import fully_shard
-    from .state.checksum import checksum
-    from .state.flat_optimizer import fully_shard_optimizer
-    from .state.norms import check_finite, norms
-    from .state.replica_check import check_replicas
 
 __version__ = "0.1.0"
 
@@ -46,20 +46,20 @@ _WHERE = {
     "InvariantError": "ir.verifier",
     "MixedPrecisionPolicy": "config.options",
     "Plan": "config.plans",
-    "check_finite": "state.norms",
-    "check_replicas": "state.replica_check",
-    "checksum": "state.checksum",
+    "check_finite": "buffers.norms",
+    "check_replicas": "buffers.replica_check",
+    "checksum": "buffers.checksum",
     "compare": "planning.compare",
     "convert": "checkpoints.convert",
     "explain": "planning.explain",
     "fake_ranks": "runtime.groups",
     "keep_gradients": "sharding.contexts",
     "fully_shard": "sharding.shard",
-    "fully_shard_optimizer": "state.flat_optimizer",
+    "fully_shard_optimizer": "optim.flat_optimizer",
     "load_safetensors": "checkpoints.safetensors",
     "measure": "cost_model.machine",
     "no_sync": "sharding.contexts",
-    "norms": "state.norms",
+    "norms": "buffers.norms",
     "overlapped": "sharding.contexts",
     "passes": "passes",
     "pipeline": "pipeline",
@@ -122,7 +122,7 @@ def __getattr__(name: str) -> Any:
 
 import_module("mfsdp.registration").register(__version__)
 if "torch" in sys.modules:
-    import_module("mfsdp.state")  # registers its tensors with torch.load and optimizers
+    import_module("mfsdp.dtensor")  # registers its tensors with torch.load and optimizers
 
 
 def __dir__() -> list[str]:

@@ -27,10 +27,10 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mfsdp.dtensor.sharded_dtensor import ShardedDTensor
 from mfsdp.runtime import devices, execution, instrumentation, kernels
 from mfsdp.runtime.fake_transport import FakeTransport
 from mfsdp.runtime.transport import End, Pairs, Turn
-from mfsdp.state.sharded_dtensor import ShardedDTensor
 
 CYCLES = 2_000_000
 """That a collective sleeps on a GPU: about a millisecond."""

@@ -29,8 +29,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from ..buffers.flat_buffer import half_loaded, shared_over
 from ..runtime import execution, groups
-from ..state.flat_buffer import half_loaded, shared_over
 from . import files
 from .errors import CheckpointError, cause_of, together
 from .manifest import MANIFEST, faults_of

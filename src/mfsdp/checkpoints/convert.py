@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from ..state.parameter_names import original
+from ..dtensor.parameter_names import original
 from . import files, megatron
 from .checkpoint import Checkpoints
 from .errors import CheckpointError, cause_of, inner

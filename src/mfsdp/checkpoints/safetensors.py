@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..buffers.flat_buffer import half_loaded, shared_over
+from ..dtensor import parameter_names
+from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import devices, groups, sync_collectives
 from ..runtime.transport_registry import count_load
-from ..state import parameter_names
-from ..state.flat_buffer import half_loaded, shared_over
-from ..state.sharded_dtensor import ShardedDTensor
 from . import files
 
 

@@ -21,8 +21,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..buffers.flat_buffer import Ref, refs
 from ..runtime import groups
-from ..state.flat_buffer import Ref, refs
 from . import files, manifest
 from .errors import CheckpointError, first_ends, in_words, together
 from .writing import Sums, Writer

@@ -14,6 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed.tensor import DTensor
 
+from ..buffers.flat_buffer import FlatBuffer, UnitState
 from ..config.layout import plan
 from ..config.options import Precision
 from ..config.units import Unit, UnitSpec
@@ -34,7 +35,6 @@ from ..ir.program import (
 from ..ir.roles import Kind, Role, mark, role
 from ..ir.symbolic_sizes import expect, shape_of
 from ..runtime import buffer_registry, groups
-from ..state.flat_buffer import FlatBuffer, UnitState
 from . import joint_graph, outlining
 from .activation_offload import offload_activations
 

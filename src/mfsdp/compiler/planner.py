@@ -23,6 +23,7 @@ from typing import Any
 from torch import fx
 
 from .. import pipeline
+from ..buffers.flat_buffer import FlatBuffer
 from ..config.best_effort import doing
 from ..config.hardware import Hardware, Transfer, host_copy
 from ..config.layer_choices import Choice, Choices
@@ -37,7 +38,6 @@ from ..ir import ops
 from ..ir.byte_costs import nbytes
 from ..ir.program import Program, is_element
 from ..ir.roles import Kind, role
-from ..state.flat_buffer import FlatBuffer
 from . import joint_graph
 from .capture import Capture
 from .joint_graph import Treatment

@@ -21,15 +21,15 @@ from torch.distributed.tensor import DTensor
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from ..buffers.flat_buffer import refs
+from ..dtensor.mesh import TENSOR
+from ..dtensor.shard_spec import local_mesh
+from ..dtensor.tp_shards import sizes_along
 from ..ir.program import Phase, Program
 from ..sharding import mutation_check
 from ..sharding.meta_clone import MetaClone, clone_on_meta
 from ..sharding.module import FSDPModule, own_code
 from ..sharding.shard import fully_shard
-from ..state.flat_buffer import refs
-from ..state.mesh import TENSOR
-from ..state.shard_spec import local_mesh
-from ..state.tp_shards import sizes_along
 from . import attention_masks, outlining
 from .capture import Capture, sources
 from .lowering import CAPTURES
@@ -105,7 +105,9 @@ def trace(
     out = Programs(model=meta)
     recorder = _Recorder(out, name, lowering)
 
-    def record(gm: fx.GraphModule, inputs: list[Any]) -> Any:  # Lightning's torch.compile copies a bound method's object
+    def record(
+        gm: fx.GraphModule, inputs: list[Any]
+    ) -> Any:  # Lightning's torch.compile copies a bound method's object
         return recorder.compile(gm, inputs)
 
     run: Any = torch.compile(called, backend=record, fullgraph=True, dynamic=False)

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from .. import pipeline
+from ..buffers.flat_buffer import FlatBuffer
 from ..config.best_effort import only_tells
 from ..config.hardware import Hardware
 from ..config.options import Options
@@ -34,7 +35,6 @@ from ..ir.byte_costs import nbytes
 from ..ir.program import Program
 from ..ir.roles import role
 from ..runtime import buffer_registry, groups
-from ..state.flat_buffer import FlatBuffer
 from . import op_cost
 from .machine import this_machine
 from .memory_model import ledger

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..buffers.flat_buffer import FlatBuffer
 from ..config.hardware import Hardware, host_copy
 from ..config.options import Options
 from ..config.own_source import ours
@@ -20,7 +21,6 @@ from ..ir.program import Program
 from ..ir.roles import Lane, role
 from ..ir.verifier import check
 from ..pipeline import Stage
-from ..state.flat_buffer import FlatBuffer
 from . import fusion, op_cost
 from .caching_allocator import replayed
 from .memory_model import OPTIMIZER_STATES, Entry, Ledger, ledger

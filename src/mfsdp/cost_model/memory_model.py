@@ -8,14 +8,14 @@ from typing import Any
 
 from torch.fx import Node
 
+from ..buffers.flat_buffer import FlatBuffer
 from ..config.layout import Layout
 from ..config.units import Unit
 from ..ir import ops
 from ..ir.byte_costs import Line, accumulator, lines, nbytes, saved, size
 from ..ir.program import Program, first_launches, slot_of
 from ..ir.roles import Kind, role
-from ..state.flat_buffer import FlatBuffer
-from ..state.parameter_ranges import TOGETHER
+from ..optim.parameter_ranges import TOGETHER
 from . import fusion
 
 OPTIMIZER_STATES = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "lion": 1, "adagrad": 1, "rmsprop": 1, "none": 0}

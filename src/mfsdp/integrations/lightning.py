@@ -39,10 +39,10 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoints.reading import Planner, Reader
 from ..config.options import MixedPrecisionPolicy, Options
+from ..dtensor.mesh import FOLDED, OTHERS
 from ..sharding.contexts import no_sync, synchronize
 from ..sharding.module import FSDPModule
 from ..sharding.shard import fully_shard
-from ..state.mesh import FOLDED, OTHERS
 
 
 def _package() -> str:

@@ -32,13 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed import DistributedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from ..buffers.flat_buffer import Ref, refs
 from ..config.options import MixedPrecisionPolicy
+from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import devices, groups, sync_collectives
 from ..sharding import materialize
 from ..sharding.module import FSDPModule
 from ..sharding.shard import fully_shard
-from ..state.flat_buffer import Ref, refs
-from ..state.sharded_dtensor import ShardedDTensor
 from . import environment
 
 PLANNED = ("module", "units", "mesh", "dp_mesh_dims", "device", "reshard_after_forward", "param_init_fn")

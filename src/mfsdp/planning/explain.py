@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .. import pipeline
+from ..buffers.flat_buffer import FlatBuffer, refs
 from ..checkpoints.saving import copied
 from ..compiler.tracing import Programs, trace
 from ..config.best_effort import doing
@@ -28,14 +29,13 @@ from ..cost_model.machine import measure
 from ..cost_model.memory_model import OPTIMIZER_STATES, STEPPING, Entry, check_names
 from ..cost_model.offload_schedule import OffloadTiming
 from ..cost_model.step_data import StepData, Suggestion
+from ..dtensor.mesh import TENSOR
+from ..dtensor.tp_shards import sizes_along
 from ..ir.program import Program
 from ..ir.roles import Kind
 from ..reports.report import Report
 from ..sharding import materialize
 from ..sharding.module import FSDPModule
-from ..state.flat_buffer import FlatBuffer, refs
-from ..state.mesh import TENSOR
-from ..state.tp_shards import sizes_along
 
 GAIN = 0.01
 """The smallest share of the step that a suggestion must save."""

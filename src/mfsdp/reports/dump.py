@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch._logging import trace_structured
 
+from ..buffers.flat_buffer import FlatBuffer
 from ..config.hardware import KNOWN
 from ..config.options import Options
 from ..cost_model.estimate import estimate
@@ -26,7 +27,6 @@ from ..ir.program import Program
 from ..ir.symbolic_sizes import shape_of
 from ..pipeline import Stage
 from ..runtime import buffer_registry
-from ..state.flat_buffer import FlatBuffer
 from . import page
 
 log = logging.getLogger("mfsdp")

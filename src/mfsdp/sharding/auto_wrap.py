@@ -26,8 +26,8 @@ from typing import Any
 
 from torch import nn
 
+from ..buffers.sharding_plan import ShardingPlan
 from ..config.options import MixedPrecisionPolicy
-from ..state.sharding_plan import ShardingPlan
 from .module import FSDPModule, own_class
 from .unit_assignment import Claim, matches
 

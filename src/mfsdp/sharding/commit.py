@@ -8,13 +8,13 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..buffers.flat_buffer import FlatBuffer, Ref, UnitState
+from ..buffers.sharding_plan import ShardingPlan
+from ..dtensor import torchao
+from ..dtensor import transformer_engine as te
+from ..dtensor.sharded_dtensor import carry_attributes
+from ..dtensor.tp_shards import here
 from ..runtime import devices
-from ..state import torchao
-from ..state import transformer_engine as te
-from ..state.flat_buffer import FlatBuffer, Ref, UnitState
-from ..state.sharded_dtensor import carry_attributes
-from ..state.sharding_plan import ShardingPlan
-from ..state.tp_shards import here
 from . import cross_rank_check
 from .module import hand_over
 from .rollback import Rollback

@@ -8,9 +8,9 @@ from typing import cast
 
 from torch import nn
 
+from ..buffers.flat_buffer import FlatBuffer, refs
 from ..runtime import step_prefetch
 from ..runtime.overlap import Overlap
-from ..state.flat_buffer import FlatBuffer, refs
 from .module import FSDPModule, buffers_of
 
 

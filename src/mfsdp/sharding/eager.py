@@ -32,11 +32,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..buffers.flat_buffer import FlatBuffer, Ref, UnitState
 from ..config.own_source import ours
+from ..dtensor.tp_shards import here
+from ..dtensor.transformer_engine import Lent
 from ..runtime import buffer_registry, engine, sync_collectives
-from ..state.flat_buffer import FlatBuffer, Ref, UnitState
-from ..state.tp_shards import here
-from ..state.transformer_engine import Lent
 from . import mutation_check
 from .te_eager import Loans, MainGrads
 

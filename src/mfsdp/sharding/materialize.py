@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..buffers.flat_buffer import FlatBuffer, Ref, refs
+from ..dtensor.sharded_dtensor import carry_attributes
 from ..runtime import groups
-from ..state.flat_buffer import FlatBuffer, Ref, refs
-from ..state.sharded_dtensor import carry_attributes
 
 Init = Callable[[nn.Module], object]
 

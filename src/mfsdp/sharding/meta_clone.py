@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..buffers.flat_buffer import UnitState, refs
+from ..dtensor import torchao
+from ..dtensor import transformer_engine as te
+from ..dtensor.sharded_dtensor import carry_attributes
 from ..runtime import groups
-from ..state import torchao
-from ..state import transformer_engine as te
-from ..state.flat_buffer import UnitState, refs
-from ..state.sharded_dtensor import carry_attributes
 from .module import FSDPModule
 from .parallel import piece_of
 

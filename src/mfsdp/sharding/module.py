@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..buffers import state_dict_hooks
+from ..buffers.flat_buffer import FlatBuffer, Ref, UnitState, refs
+from ..dtensor import transformer_engine as te
 from ..ir import ops
-from ..state import state_dict_hooks
-from ..state import transformer_engine as te
-from ..state.flat_buffer import FlatBuffer, Ref, UnitState, refs
 from . import eager, fsdp2_api, hf_overrides
 from .rollback import Rollback
 

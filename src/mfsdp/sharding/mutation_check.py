@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx, nn
 
+from ..buffers.flat_buffer import FlatBuffer
 from ..config.own_source import ours
 from ..ir import ops
 from ..runtime import buffer_registry
-from ..state.flat_buffer import FlatBuffer
 
 
 def refuse_renormalising(module: nn.Module, fqn: str) -> None:

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..buffers.flat_buffer import refs
+from ..dtensor.mesh import TENSOR
+from ..dtensor.tp_shards import TPShard
 from ..runtime import groups
-from ..state.flat_buffer import refs
-from ..state.mesh import TENSOR
-from ..state.tp_shards import TPShard
 from .rollback import Rollback
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..state.flat_buffer import Ref
-from ..state.sharded_dtensor import carry_attributes
+from ..buffers.flat_buffer import Ref
+from ..dtensor.sharded_dtensor import carry_attributes
 
 
 class Rollback:

@@ -12,16 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..buffers import state_dict_hooks
+from ..buffers.flat_buffer import Outermost, UnitState, refs
+from ..buffers.sharding_plan import OUTER, ShardingPlan, strategy_name
 from ..config.options import MixedPrecisionPolicy
 from ..config.plans import Plan
+from ..dtensor import torchao
+from ..dtensor import transformer_engine as te
+from ..dtensor.mesh import TENSOR, Axes, axes
+from ..dtensor.tp_shards import TPShard, has_groups, here, over_tensor_ranks
 from ..runtime import groups as groups_of
 from ..runtime import watchdog
-from ..state import state_dict_hooks, torchao
-from ..state import transformer_engine as te
-from ..state.flat_buffer import Outermost, UnitState, refs
-from ..state.mesh import TENSOR, Axes, axes
-from ..state.sharding_plan import OUTER, ShardingPlan, strategy_name
-from ..state.tp_shards import TPShard, has_groups, here, over_tensor_ranks
 from . import auto_wrap, cross_rank_check, fp8_weights, fsdp2_api, materialize, parallel, te_modules, validate
 from .commit import device_of, fill, ignore, move_buffers
 from .module import FSDPModule, own_class, swap_class
@@ -70,7 +71,7 @@ def fully_shard(
             blocks of the model's own plan, else repeated modules, and the embedding apart from the head if that is
             worth a gather (`mfsdp.sharding.auto_wrap`). For a module named ``auto``: ``units=["auto"]``.
         mesh: a ``DeviceMesh``, 1-D or (outer, shard), or a larger one with axes ``dp_shard`` and, for two levels,
-            ``dp_outer`` or ``dp_replicate`` (other names: `mfsdp.state.mesh`). An axis ``cp`` is part of the shard
+            ``dp_outer`` or ``dp_replicate`` (other names: `mfsdp.dtensor.mesh`). An axis ``cp`` is part of the shard
             axis; ``tp`` and ``pp`` are left alone; others are refused. Default: all ranks of the default process group,
             or this process alone if there is none.
         dp_mesh_dims: the axes of ``mesh`` to use, if their names do not tell: torch's ``DataParallelMeshDims``, a dict

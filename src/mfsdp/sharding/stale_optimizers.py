@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..state.flat_buffer import FlatBuffer, UnitState
+from ..buffers.flat_buffer import FlatBuffer, UnitState
 
 FORMER: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters from before sharding that are still alive, and what replaced them; by identity."""

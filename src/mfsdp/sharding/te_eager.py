@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from ..buffers.flat_buffer import FlatBuffer
+from ..dtensor.transformer_engine import Lent
 from ..runtime import engine, sync_collectives
-from ..state.flat_buffer import FlatBuffer
-from ..state.transformer_engine import Lent
 
 
 class MainGrads:

@@ -6,8 +6,8 @@ import warnings
 
 from torch import nn
 
-from ..state import transformer_engine as te
-from ..state.flat_buffer import refs
+from ..buffers.flat_buffer import refs
+from ..dtensor import transformer_engine as te
 from .rollback import Rollback
 
 

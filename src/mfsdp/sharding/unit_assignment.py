@@ -14,12 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..buffers.sharding_plan import ShardingPlan
 from ..config.layout import Layout, plan
 from ..config.options import MixedPrecisionPolicy, Precision
-from ..state import torchao
-from ..state import transformer_engine as te
-from ..state.sharding_plan import ShardingPlan
-from ..state.tp_shards import TPShard, here
+from ..dtensor import torchao
+from ..dtensor import transformer_engine as te
+from ..dtensor.tp_shards import TPShard, here
 from . import cross_rank_check, mutation_check, validate
 from .fp8_weights import fp8_weights_of
 from .module import FSDPModule

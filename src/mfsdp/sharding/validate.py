@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..buffers.flat_buffer import UnitState, refs
 from ..config.options import MixedPrecisionPolicy
-from ..state import torchao
-from ..state import transformer_engine as te
-from ..state.flat_buffer import UnitState, refs
-from ..state.sharded_parameter import ShardedParameter
-from ..state.tp_shards import here
+from ..dtensor import torchao
+from ..dtensor import transformer_engine as te
+from ..dtensor.sharded_parameter import ShardedParameter
+from ..dtensor.tp_shards import here
 from .parallel import is_sum
 
 

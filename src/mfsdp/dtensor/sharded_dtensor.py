@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -58,7 +58,7 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _nobody(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise AssertionError("mfsdp.state.dispatch has not been imported")
+    raise AssertionError("mfsdp.dtensor.dispatch has not been imported")
 
 
 _dispatch: Handler = _nobody
@@ -92,6 +92,18 @@ def _native(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 _DETACHES = (torch.Tensor.detach, torch.detach)
 
 
+class Written(Protocol):
+    """Memory of a flat buffer that DTensors view: weights or gradients."""
+
+    stale: bool
+    """Set by each write through a DTensor."""
+    exposed: bool
+    """Set where rows are handed out as a plain tensor, which may be written to undetected."""
+
+    def before_write(self) -> None:
+        """Called before each write through a DTensor."""
+
+
 class ShardedDTensor(DTensor):
     """A DTensor whose local tensor is the rows that its `ShardSpec` gives this rank.
 
@@ -102,10 +114,8 @@ class ShardedDTensor(DTensor):
 
     _local_tensor: torch.Tensor
     _sharding: ShardSpec
-    _mfsdp_written: Any = None
-    """Weights or gradients of a flat buffer that it views, if any. Writing to it sets ``stale``; handing out its rows
-    as a plain tensor sets ``exposed``.
-    """
+    _mfsdp_written: Written | None = None
+    """What it views, if any."""
     _mfsdp_numbers: str = ""
     """Python numbers that it was computed with, outside of forward (`eager_autograd`)."""
 

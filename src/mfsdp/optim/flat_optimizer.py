@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from . import transformer_engine as te
+from ..dtensor import transformer_engine as te
+from ..dtensor.optimizer_hooks import count, left_alone
 from .compiled_step import KNOWN, CompiledSteps
 from .host_state import load
-from .optimizer_hooks import count, left_alone
 from .parameter_ranges import ParameterRanges, is_sharded
 
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon")

@@ -32,10 +32,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ..dtensor.optimizer_hooks import cut_whole_state
+from ..dtensor.shard_spec import ShardSpec
+from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import host_memory
-from .optimizer_hooks import cut_whole_state
-from .shard_spec import ShardSpec
-from .sharded_dtensor import ShardedDTensor
 
 ALIGNED = 256
 """Alignment in bytes of the tensors in a block."""
@@ -88,6 +88,9 @@ class HostedState:
             start += size_of(self.numel, dtype.itemsize)
         return out
 
+    def before_write(self) -> None:
+        """Reading the rows waits for a store in flight."""
+
     def settle(self) -> None:
         """Waits until the host may read the state."""
         stored = self.stored
@@ -105,7 +108,7 @@ class HostedState:
 class HostedDTensor(ShardedDTensor):
     """A `ShardedDTensor` with rows on the host; reading them waits for a store in flight."""
 
-    _mfsdp_written: HostedState | None = None
+    _mfsdp_written: HostedState | None = None  # type: ignore[assignment]
 
     @property
     def _local_tensor(self) -> torch.Tensor:  # type: ignore[override]

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..config.layout import Layout
 from ..config.options import Precision
 from ..config.units import UnitSpec
+from ..dtensor.mesh import Axes
+from ..dtensor.shard_spec import layout_rank, local_mesh
 from ..runtime import groups
-from .mesh import Axes
-from .shard_spec import layout_rank, local_mesh
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..config.layout import Layout
 from ..config.options import MixedPrecisionPolicy, Precision
 from ..config.plans import Plan
+from ..dtensor.optimizer_hooks import refuse_elsewhere
+from ..dtensor.shard_spec import ShardSpec
+from ..dtensor.sharded_dtensor import carry_attributes
+from ..dtensor.sharded_parameter import ShardedParameter
+from ..dtensor.tp_shards import TPShard
+from ..dtensor.unsupported import refuse_inputs
 from ..runtime import buffer_registry
 from ..runtime.join import OptionalUnits, SkippedUnit
 from ..runtime.runtime_checks import Health
 from ..runtime.step_prefetch import StepPrefetch
 from .gradients import Gradients
-from .optimizer_hooks import refuse_elsewhere
-from .shard_spec import ShardSpec
-from .sharded_dtensor import carry_attributes
-from .sharded_parameter import ShardedParameter
 from .sharding_plan import ShardingPlan
-from .tp_shards import TPShard
-from .unsupported import refuse_inputs
 from .weights import Weights
 
 

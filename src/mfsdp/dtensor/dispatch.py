@@ -14,7 +14,6 @@ from . import load_count, unsupported
 from .shard_placement import RowShard, StridedRowShard
 from .shard_spec import ShardSpec
 from .sharded_dtensor import Handler, ShardedDTensor, dispatched_by
-from .weights import Weights
 
 aten = torch.ops.aten
 
@@ -30,8 +29,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = kwargs.get("out", args[0])
         for tensor in written if isinstance(written, (list, tuple)) else (written,):
             if isinstance(tensor, ShardedDTensor) and tensor._mfsdp_written is not None:
-                if isinstance(tensor._mfsdp_written, Weights):
-                    tensor._mfsdp_written.before_write()
+                tensor._mfsdp_written.before_write()
                 tensor._mfsdp_written.stale = True
     try:
         return handler(func, args, kwargs)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..dtensor.parameter_names import original
+from ..dtensor.shard_spec import ShardSpec
+from ..dtensor.sharded_dtensor import ShardedDTensor
+from ..dtensor.tp_shards import TPShard, here
 from ..runtime import execution, sync_collectives
 from ..runtime.checksums import checksum as of_box
-from .parameter_names import original
-from .shard_spec import ShardSpec
-from .sharded_dtensor import ShardedDTensor
-from .tp_shards import TPShard, here
 
 
 @overload

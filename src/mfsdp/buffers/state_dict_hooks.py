@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from ..config.patches import wrap
+from ..dtensor import load_count, parameter_names
+from ..dtensor import transformer_engine as te
+from ..dtensor.shard_spec import ShardSpec
+from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import buffer_registry, devices, sync_collectives
-from . import load_count, parameter_names
-from . import transformer_engine as te
 from .flat_buffer import refs
-from .shard_spec import ShardSpec
-from .sharded_dtensor import ShardedDTensor
 
 
 def teach() -> None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config.layout import Slot
+from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import buffer_registry, devices, engine, execution, sync_collectives
 from ..runtime.overlap import Overlap
 from ..runtime.transport import segments
-from .sharded_dtensor import ShardedDTensor
 from .unreduced_gradients import holding, reach_zero_grad
 
 if TYPE_CHECKING:
@@ -549,6 +549,9 @@ class _Touched:
     version: int = -1
     stale: bool = False
     exposed: bool = field(default=False, compare=False)
+
+    def before_write(self) -> None:
+        """Nothing depends on what gradients were."""
 
 
 def _nobody(source: torch.Tensor) -> None:

@@ -22,13 +22,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..buffers.flat_buffer import FlatBuffer
+from ..dtensor.optimizer_hooks import hooked
+from ..dtensor.sharded_dtensor import ShardedDTensor
+from ..dtensor.sharded_parameter import ShardedParameter
 from ..runtime.step_prefetch import GatherLauncher
 from .compiled_step import KNOWN, CompiledSteps, unhooked
-from .flat_buffer import FlatBuffer
 from .host_state import HostedState, StateStreams
-from .optimizer_hooks import hooked
-from .sharded_dtensor import ShardedDTensor
-from .sharded_parameter import ShardedParameter
 
 Members = dict[FlatBuffer, tuple[tuple[int, int], ...]]
 """Parameters that have a gradient: slots of a buffer, with their parameter groups."""

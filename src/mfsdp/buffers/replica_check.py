@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..dtensor.tp_shards import here
 from ..runtime import execution, groups, sync_collectives
 from ..runtime.checksums import PART, checksum
 from .flat_buffer import Ref, refs
-from .tp_shards import here
 
 SLACK = 64
 """Rounding errors by which two gradients of equal values may differ."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..config.patches import wrap
-from .sharded_parameter import ShardedParameter
+from ..dtensor.sharded_parameter import ShardedParameter
 
 if TYPE_CHECKING:
     from .gradients import Gradients

@@ -1,0 +1,1 @@
+"""Optimizer steps on flat buffers: uncompiled, compiled, or with state on the host."""
