@@ -104,13 +104,8 @@ def trace(
     called = meta if together == 1 else own_code(each, "together")
     out = Programs(model=meta)
     recorder = _Recorder(out, name, lowering)
-
-    def record(
-        gm: fx.GraphModule, inputs: list[Any]
-    ) -> Any:  # Lightning's torch.compile copies a bound method's object
-        return recorder.compile(gm, inputs)
-
-    run: Any = torch.compile(called, backend=record, fullgraph=True, dynamic=False)
+    # A function: where Lightning is imported, torch.compile deep-copies its arguments, also objects of bound methods.
+    run: Any = torch.compile(called, backend=lambda *graph: recorder.compile(*graph), fullgraph=True, dynamic=False)
     try:
         with torch.set_grad_enabled(train), _constants_on_meta(), _logs_nothing(), suppress(_Traced):
             if together == 1:
