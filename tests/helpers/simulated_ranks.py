@@ -1,0 +1,368 @@
+"""A reference interpreter of programs: all data-parallel ranks of a model, node by node, in one process.
+
+It shares nothing with the kernels. What each operation means is spelled out here, as slowly as that is easy to read:
+what a collective launches holds NaN until its wait, and what it reads must not change until then; freed memory and
+memory of an unfinished sum hold NaN; a static buffer is one piece of memory for all that is placed in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._prims import rng_prims
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+
+from mfsdp.config.units import GroupIndex, Unit, UnitSpec
+from mfsdp.ir import ops
+from mfsdp.ir.program import INPUT, STORAGE, Program, operator
+from mfsdp.ir.roles import Kind, is_kind, role
+
+aten = torch.ops.aten
+Values = list[torch.Tensor]
+"""One tensor per rank."""
+
+
+def packed(unit: Unit, tensors: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """A full flat buffer: tensors at their offsets, zeros elsewhere."""
+    full = torch.zeros(unit.spec.full_numel, dtype=dtype)
+    for offset, tensor in tensors.items():
+        full[offset : offset + tensor.numel()] = tensor.reshape(-1)
+    return full
+
+
+def part(full: torch.Tensor, splits: Sequence[int], ranks: int, index: int) -> torch.Tensor:
+    """A rank's chunk of every segment."""
+    start, out = 0, []
+    for n in splits:
+        out.append(full[start + index * n : start + (index + 1) * n])
+        start += ranks * n
+    return torch.cat(out)
+
+
+def joined(parts: Sequence[torch.Tensor], splits: Sequence[int]) -> torch.Tensor:
+    """The inverse of `part`."""
+    return torch.cat(
+        [chunk for chunks in zip(*(p.split(list(splits)) for p in parts), strict=True) for chunk in chunks]
+    )
+
+
+class SimulatedRanks:
+    """The ranks of a mesh (outer, shard), and what they keep between programs.
+
+    Args:
+        units: of the programs.
+        weights: full parameters by unit and offset.
+    """
+
+    def __init__(self, units: Sequence[Unit], weights: Mapping[tuple[str, int], torch.Tensor]):
+        self.units = {u.name: u for u in units}
+        spec = units[0].spec
+        self.shard, self.outer = max(u.spec.world for u in units), spec.outer
+        self.ranks = range(self.shard * self.outer)
+        self.sync = True
+        """Whether this is the last microbatch of its step."""
+        self.main: dict[str, Values] = {}
+        self.source: dict[str, Values] = {}
+        self.gradients: dict[str, list[dict[int, bool]]] = {}
+        self.accumulators: dict[str, Values] = {}
+        self.held: dict[tuple[str, str], Values] = {}
+        for unit in units:
+            mine = {offset: w for (name, offset), w in weights.items() if name == unit.name}
+            full = packed(unit, mine, unit.spec.precision.main)
+            self.main[unit.name] = [self._rows(unit.spec, full, r) for r in self.ranks]
+            self.source[unit.name] = self.main[unit.name]
+            if unit.spec.persistent:
+                empty = (unit.spec.source_numel,), torch.nan
+                self.source[unit.name] = [torch.full(*empty, dtype=unit.spec.precision.comm) for _ in self.ranks]
+            self.accumulators[unit.name] = [
+                torch.zeros(unit.spec.main_numel, dtype=unit.spec.precision.grad) for _ in self.ranks
+            ]
+
+    def _peers(self, group: int, rank: int) -> list[int]:
+        """The ranks of a rank's group, in order."""
+        o, s = divmod(rank, self.shard)
+        return [x * self.shard + s for x in range(self.outer)] if GroupIndex(group).outer else [
+            o * self.shard + x for x in range(self.shard)
+        ]  # fmt: skip
+
+    def _rows(self, s: UnitSpec, full: torch.Tensor, rank: int) -> torch.Tensor:
+        o, i = divmod(rank, self.shard)
+        rows = part(full, s.splits, s.world, i) if s.world > 1 else full
+        return part(rows, s.splits_on(GroupIndex.OUTER_GATHER), s.outer, o) if s.outer_optim else rows.clone()
+
+    def _whole(self, s: UnitSpec, shards: Values, rank: int) -> torch.Tensor:
+        return joined([shards[r] for r in self._peers(GroupIndex.SHARD_GATHER, rank)], s.splits) if s.world > 1 else (
+            shards[rank]
+        )  # fmt: skip
+
+    def _refreshed(self, s: UnitSpec, main: Values) -> Values:
+        """Persistent parameters."""
+        rows = [m.to(s.precision.comm) for m in main]
+        if s.outer_optim:
+            splits = s.splits_on(GroupIndex.OUTER_GATHER)
+            rows = [joined([rows[p] for p in self._peers(GroupIndex.OUTER_GATHER, r)], splits) for r in self.ranks]
+        return [self._whole(s, rows, r).clone() for r in self.ranks] if s.replica else rows
+
+    def full(self, unit: Unit, rank: int) -> torch.Tensor:
+        """All parameters of a unit, in the compute dtype."""
+        s = unit.spec
+        rows = self._refreshed(s, self.main[unit.name]) if s.persistent else self.main[unit.name]
+        flat = rows[rank] if s.replica else self._whole(s, [r.to(s.precision.comm) for r in rows], rank)
+        return flat.to(s.precision.comm).to(s.precision.compute)
+
+    def summed(self, s: UnitSpec, gfull: Values, group: int) -> Values:
+        """Every rank's part of a sum over a group; for an outer group without ``outer_optim``, all of the sum."""
+        out = []
+        for r in self.ranks:
+            peers = self._peers(group, r)
+            total = gfull[peers[0]].to(s.sum_dtype(group))
+            for p in peers[1:]:
+                total = total + gfull[p].to(s.sum_dtype(group))
+            if GroupIndex(group).outer and not s.outer_optim:
+                out.append(total.to(gfull[r].dtype))
+            else:
+                out.append(part(total, s.splits_on(group), len(peers), peers.index(r)).to(s.scatter_dtype(group)))
+        return out
+
+    def reduced(self, unit: Unit, gfull: Values) -> Values:
+        """What a step adds to the accumulators, from every rank's gradients, [full_numel] in the compute dtype."""
+        s = unit.spec
+        total = [g.to(s.precision.grad_comm) * s.predivide for g in gfull]
+        for group in (GroupIndex.SHARD_GATHER, GroupIndex.OUTER_GATHER):
+            if s.ranks_on(group) > 1:
+                total = self.summed(s, total, group)
+        return [t.to(s.precision.grad) * (1 / (s.divide * s.predivide)) for t in total]
+
+    def run(self, program: Program, given: list[Values], live: dict[Node, int] | None = None) -> list[Values | None]:
+        """Runs a program on all ranks.
+
+        Args:
+            program: after any pass.
+            given: what its placeholders that are no shards get, in order; emptied, so that values go when they are
+                read for the last time.
+            live: receives the bytes that rank 0 has allocated after each node, saved values included.
+        """
+        return _Run(self, program, live).run(given)
+
+
+class _Run:
+    """One run of a program."""
+
+    def __init__(self, ranks: SimulatedRanks, program: Program, live: dict[Node, int] | None):
+        self.ranks, self.program, self.live = ranks, program, live
+        self.env: dict[Node, Any] = {}
+        self.pending: dict[Node, tuple[Callable[[], Values], Values, Values, Values]] = {}
+        """By launch: how its result is computed, where it goes, what it reads, and what that was at the launch."""
+        self.messages: dict[Node, torch.Tensor] = {}
+        self.slots = {
+            (name, r): torch.empty(numel, dtype=torch.uint8)
+            for name, numel in program.slots.items()
+            for r in ranks.ranks
+        }
+        self.skipped: set[Node] = set()
+        """Reductions of what `hold` keeps, and their results."""
+        self.allocated: dict[int, tuple[StorageWeakRef, int]] = {}
+        """Rank 0's memory: bytes by storage, 0 for the caller's."""
+        for (_, r), room in self.slots.items():
+            if r == 0:
+                storage = room.untyped_storage()
+                self.allocated[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def run(self, given: list[Values]) -> list[Values | None]:
+        nodes = self.program.nodes
+        last = {value: node for node in nodes for value in node.all_input_nodes}
+        done: dict[Node, list[Node]] = {}
+        for value, node in last.items():
+            done.setdefault(node, []).append(value)
+        for node in nodes:
+            if node.op == "output":
+                break
+            if node.op != "placeholder":
+                self.env[node] = self._call(node)
+            elif is_kind(node, Kind.SHARD):
+                self.env[node] = self.ranks.source[self._unit(node).name]
+            else:
+                self.env[node] = given.pop(0)
+            for value in (*done.get(node, ()), *(() if node in last else (node,))):
+                del self.env[value]
+            if self.live is not None:
+                self._count(node)
+        assert not self.pending, f"never waited for: {list(self.pending)}"
+        return [self.env[r] if isinstance(r, Node) else None for r in self.program.results()]
+
+    def _count(self, node: Node) -> None:
+        for tensor in pytree.tree_leaves(list(self.env.get(node, ()))[:1]):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                owned = INPUT not in node.meta and node.meta.get(STORAGE, (0, True))[1] is not None
+                self.allocated.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes() * owned))
+        self.allocated = {k: v for k, v in self.allocated.items() if not v[0].expired()}
+        self.live[node] = sum(n for _, n in self.allocated.values())  # type: ignore[index]
+
+    def _on(self, rank: int, args: Any) -> Any:
+        return map_arg(args, lambda n: self.env[n][rank])
+
+    def _call(self, node: Node) -> Any:
+        target, args, kwargs = operator(node)
+        name = getattr(target, "namespace", "") == "mfsdp" and target._schema.name.removeprefix("mfsdp::")
+        if name:
+            return getattr(self, f"_{name}")(node, *args, **kwargs)
+        out = [target(*self._on(r, args), **self._on(r, kwargs)) for r in self.ranks.ranks]
+        if node.target is rng_prims.run_and_save_rng_state:
+            out = [(torch.get_rng_state(), x) for x in out]
+        if isinstance(out[0], tuple):  # results that nobody reads go at once
+            read = {user.args[1] for user in node.users}
+            out = [tuple(x if i in read else None for i, x in enumerate(results)) for results in out]
+        return out
+
+    def _unit(self, node: Node) -> Unit:
+        return self.ranks.units[role(node).unit]  # type: ignore[union-attr]
+
+    def _memory(self, node: Node, numel: int, dtype: torch.dtype, slot: str) -> Values:
+        """NaN, in a static buffer if it has one."""
+        if not slot:
+            return [torch.full((numel,), torch.nan, dtype=dtype) for _ in self.ranks.ranks]
+        out, size = [], numel * dtype.itemsize
+        for r in self.ranks.ranks:
+            out.append(self.slots[slot, r][:size].view(dtype).fill_(torch.nan))
+        return out
+
+    # launches and waits
+
+    def _launch(self, node: Node, out: Values, reads: Values, result: Callable[[], Values], messages: int = 0) -> None:
+        """``messages``: bytes that arrive before they are summed."""
+        self.pending[node] = result, out, reads, [r.clone() for r in reads]
+        if messages:
+            received = self.messages[node] = torch.empty(messages, dtype=torch.uint8)
+            storage = received.untyped_storage()
+            self.allocated[storage._cdata] = StorageWeakRef(storage), messages
+
+    def _wait(self, node: Node, out: Node, inputs: list[Node]) -> None:
+        launch = next(n for n in reversed(self.pending) if n is out or n.args[0] is out)
+        result, where, reads, were = self.pending.pop(launch)
+        self.messages.pop(launch, None)
+        if launch is out or launch.target is ops.refresh:
+            for a, b in zip(reads, were, strict=True):
+                assert torch.equal(a.nan_to_num(), b.nan_to_num()), f"{launch}: what it sends was written to"
+        for w, value in zip(where, result(), strict=True):
+            w.copy_(value)
+
+    def _refresh(self, node: Node, source: Node) -> None:
+        unit, main = self._unit(node), self.ranks.main
+        self._launch(node, self.env[source], main[unit.name], lambda: self.ranks._refreshed(unit.spec, main[unit.name]))
+
+    def _all_gather(self, node: Node, shard: Node, spec: str, slot: int = -1) -> Values:
+        s, shards = UnitSpec.decode(spec), self.env[shard]
+        out = self._memory(node, s.full_numel, s.precision.comm, f"p{slot}" if slot >= 0 else "")
+
+        def result() -> Values:
+            return [self.ranks._whole(s, [x.to(s.precision.comm) for x in shards], r) for r in self.ranks.ranks]
+
+        self._launch(node, out, shards, result)
+        return out
+
+    def _reduce_scatter(self, node: Node, gfull: Node, spec: str, lane: int) -> Values:
+        s, sent = UnitSpec.decode(spec), self.env[gfull]
+        out = self._memory(node, sum(s.splits_on(lane)), s.scatter_dtype(lane), "")
+        if gfull in self.skipped:
+            self.skipped.add(node)
+        self._launch(
+            node,
+            out,
+            sent,
+            lambda: out if gfull in self.skipped else self.ranks.summed(s, sent, lane),
+            sent[0].nbytes if s.sum_dtype(lane) is not s.precision.grad_comm else 0,
+        )
+        return out
+
+    def _all_reduce(self, node: Node, gfull: Node, spec: str, lane: int) -> None:
+        s, values = UnitSpec.decode(spec), self.env[gfull]
+        total = values if gfull in self.skipped else self._summed_in_place(s, values, lane)
+        total = [t.clone() for t in total]
+        for v in values:
+            v.fill_(torch.nan)
+        messages = 0
+        if s.sum_dtype(lane) is not s.precision.grad_comm:  # a reduce-scatter, whose parts are then gathered
+            messages = values[0].nbytes * (1 + s.ranks_on(lane)) // s.ranks_on(lane)
+        self._launch(node, values, [], lambda: total, messages)
+
+    def _summed_in_place(self, s: UnitSpec, values: Values, lane: int) -> Values:
+        sums = []
+        for r in self.ranks.ranks:
+            total = torch.zeros_like(values[r], dtype=s.sum_dtype(lane))
+            for p in self.ranks._peers(lane, r):
+                total = total + values[p].to(total.dtype)
+            sums.append(total.to(values[r].dtype))
+        return sums
+
+    def _free(self, node: Node, full: Node) -> None:
+        for f in self.env[full]:
+            f.fill_(torch.nan)
+
+    # parameters
+
+    def _param(self, node: Node, shard: Node, offset: int, shape: list[int], spec: str) -> Values:
+        unit, n = self._unit(node), torch.Size(shape).numel()
+        return [self.ranks.full(unit, r)[offset : offset + n].view(shape).clone() for r in self.ranks.ranks]
+
+    def _kept_cast(self, node: Node, shard: Node, spec: str) -> Values:
+        return [x.to(UnitSpec.decode(spec).precision.comm, copy=True) for x in self.env[shard]]
+
+    _cast = _kept_cast
+
+    def _returned(self, node: Node, param: Node) -> Values:
+        return [x.clone() for x in self.env[param]]
+
+    # gradients
+
+    def _param_grad(self, node: Node, grad: Node, shard: Node, offset: int, spec: str) -> Values:
+        """Not reduced yet, [full_numel]; `after` sums over ranks."""
+        return [packed(self._unit(node), {offset: g}, g.dtype) for g in self.env[grad]]
+
+    def _bucket(self, node: Node, like: Node, holes: list[int], spec: str, slot: int = -1) -> Values:
+        s = UnitSpec.decode(spec)
+        out = self._memory(node, s.full_numel, s.precision.grad_comm, f"g{slot}" if slot >= 0 else "")
+        for g in out:
+            for start, end in zip(holes[::2], holes[1::2], strict=True):
+                g[start:end] = 0
+        return out
+
+    def _pack(self, node: Node, gfull: Node, grads: list[Node], offsets: list[int], scale: float) -> None:
+        for r, g in enumerate(self.env[gfull]):
+            for grad, offset in zip(grads, offsets, strict=True):
+                value = self.env[grad][r]
+                g[offset : offset + value.numel()] = (value.to(g.dtype) * scale).reshape(-1)
+
+    def _mm(self, node: Node, gfull: Node, offset: int, size: list[int], stride: list[int], a: Node, b: Node) -> None:
+        for r, g in enumerate(self.env[gfull]):
+            g.as_strided(size, stride, offset).copy_(torch.mm(self.env[a][r], self.env[b][r]))
+
+    def _hold(self, node: Node, source: Node, grads: Node, offsets: list[int]) -> None:
+        if grads in self.skipped:
+            return
+        key = role(node).unit, grads.target._schema.name  # type: ignore[union-attr]
+        kept = self.ranks.held.pop(key, None)
+        for r, g in enumerate(self.env[grads]):
+            if kept is not None:
+                g += kept[r]
+        if not self.ranks.sync:
+            self.ranks.held[key] = [g.clone() for g in self.env[grads]]
+            self.skipped.add(grads)
+
+    def _accumulate(
+        self, node: Node, shard: Node, gshard: Node, offsets: list[int], scale: float, reused: bool = False
+    ) -> None:
+        if gshard not in self.skipped:
+            for total, g in zip(self.ranks.accumulators[self._unit(node).name], self.env[gshard], strict=True):
+                total += g.to(total.dtype) * scale
+
+    def _probe(
+        self, node: Node, value: Node, source: Node | None, starts: Any, sizes: Any, names: str, what: str
+    ) -> None:
+        if what != "weights":  # checks the main weights behind its value
+            assert all(torch.isfinite(v).all() for v in self.env[value]), f"{node} looks at what is not complete"
