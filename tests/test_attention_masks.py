@@ -218,6 +218,18 @@ def test_bounds_hold_all_elements():
         assert bool((low <= mask).all()) and bool((mask <= high).all()), choices
 
 
+def test_a_tensor_may_choose_by_its_own_method():
+    """``x.where(condition, y)`` has the bounds of ``torch.where(condition, x, y)``."""
+    length = 2 * attention_masks.TILE + 5
+
+    def mask(x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(length)
+        return torch.zeros(length, length).where(places <= places[:, None], float("-inf"))
+
+    (call,) = told(Attention(mask, heads=1), x=torch.randn(1, length, 24)).calls
+    assert call["attn_mask"] is None and call["is_causal"] is True
+
+
 @pytest.mark.slow
 def test_long_masks_take_no_memory():
     """131,072 tokens: 16 GiB."""
