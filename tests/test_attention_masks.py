@@ -203,7 +203,7 @@ def test_bounds_hold_all_elements():
 
         def backend(gm: fx.GraphModule, inputs: Any, seen: list[Any] = seen) -> Any:
             (node,) = gm.graph.find_nodes(op="call_function", target=attention_masks.ATTENTION)
-            seen += attention_masks._Values({}).bounds(attention_masks._arguments(node)["attn_mask"])
+            seen += attention_masks.Values({}).bounds(attention_masks._arguments(node)["attn_mask"])
             return gm
 
         torch._dynamo.reset()
@@ -216,6 +216,18 @@ def test_bounds_hold_all_elements():
         )
         low, high = low[:length, :length], high[:length, :length]
         assert bool((low <= mask).all()) and bool((mask <= high).all()), choices
+
+
+def test_a_tensor_may_choose_by_its_own_method():
+    """``x.where(condition, y)`` has the bounds of ``torch.where(condition, x, y)``."""
+    length = 2 * attention_masks.TILE + 5
+
+    def mask(x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(length)
+        return torch.zeros(length, length).where(places <= places[:, None], float("-inf"))
+
+    (call,) = told(Attention(mask, heads=1), x=torch.randn(1, length, 24)).calls
+    assert call["attn_mask"] is None and call["is_causal"] is True
 
 
 @pytest.mark.slow
@@ -360,7 +372,7 @@ def test_groups_of_queries_are_not_repeated_in_16_bits():
     model = llama().bfloat16()
     backend = told(model, input_ids=ids())
     assert all(call["enable_gqa"] for call in backend.calls) and "enable_gqa=True" in backend.notes[0]
-    assert not any(attention_masks._name(node) == "expand" and "hidden_states" in node.name for node in backend.nodes)
+    assert not any(attention_masks.name_of(node) == "expand" and "hidden_states" in node.name for node in backend.nodes)
 
 
 @pytest.mark.slow

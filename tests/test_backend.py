@@ -146,7 +146,7 @@ def test_defaults():
 def test_one_process_without_a_process_group(sharded, monkeypatch):
     told = []
     monkeypatch.setattr(backend.log, "warning", lambda text, *args: told.append(text % args))
-    monkeypatch.setattr(backend, "_told", False)
+    monkeypatch.setattr(backend, "_warned_unsharded", False)
     torch.manual_seed(0)
     reference = GPT(layers=1)
     model = copy.deepcopy(reference)
@@ -213,7 +213,7 @@ class Broken(nn.Module):
 def test_pieces_of_a_sharded_model_are_not_said_to_be_unsharded(monkeypatch):
     told = []
     monkeypatch.setattr(backend.log, "warning", lambda text, *args: told.append(text % args))
-    monkeypatch.setattr(backend, "_told", False)
+    monkeypatch.setattr(backend, "_warned_unsharded", False)
     step(torch.compile(mfsdp.fully_shard(Broken(), units=["up"]), backend="mfsdp", options=EAGER), torch.randn(2, 4))
     assert not told
     step(torch.compile(Broken(), backend="mfsdp", options=EAGER), torch.randn(2, 4))

@@ -25,7 +25,7 @@ SPOILED = {
     "clock": "mfsdp.cost_model.op_cost.op_times",
     "one line's time": "mfsdp.cost_model.op_cost._time",
     "formulas": "mfsdp.cost_model.fusion._attention",
-    "notes on copies": "mfsdp.compiler.backend._tell_copies",
+    "notes on copies": "mfsdp.compiler.backend._warn_copies",
     "schedule": "mfsdp.ir.printer.schedule",
     "listing": "mfsdp.ir.printer.render",
     "summary": "mfsdp.ir.printer.summary",

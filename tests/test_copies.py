@@ -96,7 +96,7 @@ def test_units_that_stay_whole_are_left_alone():
 
 def test_it_is_said_once(monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(backend, "_copied", set())
+    monkeypatch.setattr(backend, "_warned_copies", set())
     monkeypatch.setattr(backend.log, "warning", lambda text, *args: said.append(text % args))
     for width in (4096, 16, 16):
         torch._dynamo.reset()

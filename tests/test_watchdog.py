@@ -211,19 +211,19 @@ def test_a_stall_ends_the_run_where_that_is_asked_for(two_fresh_ranks):
 
 
 def compiles_long() -> list[str]:
-    before = backend._whole_budget
+    before = backend._refuse_memory_budget
 
     def slowly(gm: Any) -> None:
         if dist.get_rank() == 1:
             time.sleep(2.5)
         before(gm)
 
-    backend._whole_budget = slowly
+    backend._refuse_memory_budget = slowly
     try:
         with logged() as texts:
             trained(lambda rank: None, patience=0.5)
     finally:
-        backend._whole_budget = before
+        backend._refuse_memory_budget = before
     return [text for text in texts if "has waited" in text]
 
 

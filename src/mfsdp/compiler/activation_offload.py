@@ -29,68 +29,56 @@ from ..ir import ops
 from ..ir.byte_costs import nbytes
 from ..ir.program import GIVEN, INPUT, LAYER, STORAGE, is_element, mutates, operator, storage_of, view_of
 from ..ir.roles import Kind, Lane, Role, mark, role
+from .joint_graph import computed_from
 
 MIN_BYTES = 2**16
 """Smallest storage that is worth a copy, in bytes: an eighth of what a link transfers in a copy's start-up time."""
 
 
 def offload_activations(
-    forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, leaves: Callable[[Node], bool]
-) -> dict[str, int]:
+    forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, offloads: Callable[[Node], bool]
+) -> None:
     """Saves values on the host between forward and backward, in place. Does not recompile the graphs: passes follow.
 
     Args:
         forward, backward: the graphs of a joint graph, with layers inlined.
         outputs: how many of forward's first results are for its caller.
-        leaves: returns whether to offload the storage that a node owns.
-
-    Returns:
-        Offloaded bytes, by name of the value.
+        offloads: returns whether to offload the storage that a node owns.
     """
     output = forward.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     arguments = {n.name: n for n in backward.graph.find_nodes(op="placeholder")}
     returned = {storage_of(r) for r in results[:outputs] if isinstance(r, Node)}
-    staying = returned | _alone(forward)
+    parameters = forward.graph.find_nodes(op="call_function", target=ops.param)
+    on_device = returned | computed_from(forward.graph, parameters)
     found: dict[Node, list[Node]] = {}
     for result in results[outputs:]:
         if isinstance(result, Node) and result.name in arguments:
             found.setdefault(storage_of(result), []).append(result)
-    gone: dict[str, int] = {}
     unread: list[Node] = []
     for owner, views in found.items():
-        if owner in staying or not leaves(owner) or not _movable(forward, owner, views):
+        if owner in on_device or not offloads(owner) or not _movable(forward, owner, views):
             continue
         readers = sorted({user for view in views for user in arguments[view.name].users})
         if not readers:
             continue
-        host = _launch(forward, owner)
+        copied = Role(Kind.OFFLOAD, owner.meta.get(LAYER) or "host", Lane.HOST)
+        with forward.graph.inserting_before(output):
+            host = _copy(forward.graph, ops.offload, (owner,), f"{owner.name}_host", copied)
         _fetch(backward, owner, host, {view: arguments[view.name] for view in views}, readers[0])
         first = results.index(views[0])
         host.meta |= {key: True for key in _UNCHECKED if key in views[0].meta}
         results[first] = host
         _drop(output, results, {i for i, r in enumerate(results) if i >= outputs and r in views})
-        gone[owner.name] = nbytes(owner.meta["val"])
         unread += (n for view in views for n in _chain(owner, view))
     output.args = (tuple(results),)
     for view in sorted(set(unread), reverse=True):  # otherwise it keeps its storage alive up to its position
         if not view.users:
             forward.graph.erase_node(view)
-    return gone
 
 
 _UNCHECKED = ("saved_tensor_with_no_vc_check",)
 """``meta`` keys of results that autograd saves in another way and that come last. Private in torch; tried on 2.13."""
-
-
-def _alone(forward: fx.GraphModule) -> set[Node]:
-    """Returns the nodes that depend on parameters alone."""
-    found: set[Node] = set()
-    for node in forward.graph.nodes:
-        inputs = node.all_input_nodes
-        if node.target is ops.param or (node.op == "call_function" and inputs and found.issuperset(inputs)):
-            found.add(node)
-    return found
 
 
 def _movable(forward: fx.GraphModule, owner: Node, views: Sequence[Node]) -> bool:
@@ -103,10 +91,10 @@ def _movable(forward: fx.GraphModule, owner: Node, views: Sequence[Node]) -> boo
         return False  # backward draws its random numbers again: it also returns the generator's state
     inputs = [n.meta.get("val") for n in forward.graph.find_nodes(op="placeholder")]
     devices = {v.device.type for v in inputs if isinstance(v, torch.Tensor)}
-    there = value.device.type == "cpu" and devices != {"cpu"}
+    on_cpu = value.device.type == "cpu" and devices != {"cpu"}
     known = all(len(n.all_input_nodes) == 1 and not mutates(n) for view in views for n in _chain(owner, view))
     return (
-        known and not there and value.layout is torch.strided and not value.is_complex() and nbytes(value) >= MIN_BYTES
+        known and not on_cpu and value.layout is torch.strided and not value.is_complex() and nbytes(value) >= MIN_BYTES
     )
 
 
@@ -119,58 +107,48 @@ def _chain(owner: Node, view: Node) -> list[Node]:
     return out[::-1]
 
 
-def _launch(forward: fx.GraphModule, owner: Node) -> Node:
-    """Adds the copy to the host at the end of forward."""
-    r = Role(Kind.OFFLOAD, owner.meta.get(LAYER) or "host", Lane.HOST)
-    with forward.graph.inserting_before(forward.graph.output_node()):
-        host = forward.graph.call_function(ops.offload, (owner,), name=f"{owner.name}_host")
-        wait = forward.graph.call_function(ops.wait, (host, [owner]))
-    host.meta["val"] = _fake(ops.offload, owner.meta["val"])
+def _copy(graph: fx.Graph, target: Callable[..., torch.Tensor], args: tuple[Any, ...], name: str, r: Role) -> Node:
+    """Adds a copy of the first argument and a wait for it."""
+    node = graph.call_function(target, args, name=name)
+    wait = graph.call_function(ops.wait, (node, [args[0]]))
+    value = args[0].meta["val"]
+    with value.fake_mode, torch.no_grad():
+        node.meta["val"] = target(value, *args[1:])
     mark(wait, Role(Kind.WAIT, r.unit, Lane.HOST))
-    return mark(host, r)
+    return mark(node, r)
 
 
-def _fetch(backward: fx.GraphModule, owner: Node, host: Node, taken: Mapping[Node, Node], before: Node) -> None:
+def _fetch(backward: fx.GraphModule, owner: Node, host: Node, by_view: Mapping[Node, Node], before: Node) -> None:
     """Makes backward take the host copy instead of the saved views.
 
     Args:
-        taken: backward's arguments, by the view in forward that each one holds.
+        by_view: backward's arguments, by the view in forward that each one holds.
         before: the first reader of one of them.
     """
-    graph, former = backward.graph, next(iter(taken.values()))
-    with graph.inserting_before(former):
+    graph, saved_view = backward.graph, next(iter(by_view.values()))
+    with graph.inserting_before(saved_view):
         argument = graph.placeholder(host.name)
-    number, *_ = former.meta[STORAGE]
-    argument.meta = {k: v for k, v in former.meta.items() if k not in (INPUT, GIVEN)}
+    number, *_ = saved_view.meta[STORAGE]
+    argument.meta = {k: v for k, v in saved_view.meta.items() if k not in (INPUT, GIVEN)}
     argument.meta |= {"val": host.meta["val"], STORAGE: (number, None, False)}
     mark(argument, role(host))  # type: ignore[arg-type]
-    there = role(host).unit  # type: ignore[union-attr]
+    reloaded = Role(Kind.RELOAD, role(host).unit, Lane.HOST)  # type: ignore[union-attr]
     with graph.inserting_before(before):
-        value = graph.call_function(ops.reload, (argument, owner.meta["val"].device), name=f"{owner.name}_back")
-        wait = graph.call_function(ops.wait, (value, [argument]))
-        value.meta["val"] = _fake(ops.reload, argument.meta["val"], owner.meta["val"].device)
-        mark(value, Role(Kind.RELOAD, there, Lane.HOST))
-        mark(wait, Role(Kind.WAIT, there, Lane.HOST))
+        value = _copy(graph, ops.reload, (argument, owner.meta["val"].device), f"{owner.name}_back", reloaded)
         copies = {owner: value}
-        for view, former in taken.items():
+        for view, saved_view in by_view.items():
             for node in _chain(owner, view):
                 if node not in copies:
                     copies[node] = graph.node_copy(node, copies.__getitem__)
                     copies[node].meta = dict(node.meta)
-            former.replace_all_uses_with(copies[view])
-    for former in taken.values():
-        graph.erase_node(former)
-
-
-def _fake(target: Any, *args: Any) -> torch.Tensor:
-    """Returns the result of an operation on a fake tensor."""
-    with args[0].fake_mode, torch.no_grad():
-        return target(*args)  # type: ignore[no-any-return]
+            saved_view.replace_all_uses_with(copies[view])
+    for saved_view in by_view.values():
+        graph.erase_node(saved_view)
 
 
 def _drop(output: Node, results: list[Any], numbers: Collection[int]) -> None:
     """Removes results and AOTAutograd's description of each. Private in torch (``desc``); tried on 2.13."""
-    said = output.meta.get("desc")
-    if isinstance(said, (list, tuple)) and len(said) == len(results):
-        output.meta["desc"] = [x for i, x in enumerate(said) if i not in numbers]
+    descriptions = output.meta.get("desc")
+    if isinstance(descriptions, (list, tuple)) and len(descriptions) == len(results):
+        output.meta["desc"] = [x for i, x in enumerate(descriptions) if i not in numbers]
     results[:] = [r for i, r in enumerate(results) if i not in numbers]

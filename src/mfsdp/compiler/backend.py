@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
@@ -28,24 +29,25 @@ from ..reports.dump import Dump
 from ..runtime import buffer_registry, groups, watchdog
 from ..sharding import mutation_check
 from . import attention_masks, control_flow, lowering, outlining, schedule_check
-from .capture import Capture, path_of, sources
+from .capture import Capture, path_of, sources, trains
 from .compile_cache import CachedProgram, cache_key
+from .lowering import CompiledFn, raising
 from .program_info import program_info
 from .stitched import Stitched
 
 log = logging.getLogger("mfsdp")
 
 _graphs = itertools.count()
-_told = False
+_warned_unsharded = False
 
 
 def mfsdp(
     gm: fx.GraphModule,
-    example_inputs: Sequence[Any],
+    example_inputs: Sequence[torch.Tensor],
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
-) -> Callable[..., Any]:
+) -> CompiledFn:
     """Compiles a graph for Dynamo, which finds this backend by name through the ``torch_dynamo_backends`` entry point.
 
     Args:
@@ -60,27 +62,27 @@ def mfsdp(
         NotImplementedError: a trainable parameter is a DTensor that was not sharded.
     """
     try:
-        _default_mode(mode)
+        _refuse_modes(mode)
         settings = _Settings.of(options, example_inputs)
-        _whole_budget(gm)
+        _refuse_memory_budget(gm)
         control_flow.hoist_parameters(gm)
         mutation_check.traced(gm, example_inputs)
         names = sources(gm)
-        _no_pieces(example_inputs, names)
+        _refuse_plain_dtensors(example_inputs, names)
     except (ValueError, TypeError, RuntimeError) as error:
-        return _raise(error)
+        return raising(error)
     chosen = settings.options
     watchdog.settle(chosen.patience, chosen.on_stall == "raise", chosen.folder)
     compilation = _Compilation(gm, example_inputs, names, settings)
-    capture, key = compilation.capture, compilation.key
+    capture = compilation.capture
     compile = lowering.LOWERINGS[chosen.lowering]
     try:
         return outlining.captured(  # type: ignore[no-any-return]
-            gm, lambda: compile(gm, example_inputs, capture, compilation.transform, key), lambda: capture.cut
+            gm, lambda: compile(gm, example_inputs, capture, compilation.transform), lambda: capture.cut
         )
     except Exception as error:
         if isinstance(first := _cause(error), DoesNotFit):
-            return _raise(first)
+            return raising(first)
         raise
 
 
@@ -96,15 +98,16 @@ class _Settings:
     passes: pipeline.Table
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | None, inputs: Sequence[Any]) -> _Settings:
+    def of(cls, given: Mapping[str, Any] | None, inputs: Sequence[torch.Tensor]) -> _Settings:
         """Returns the settings of a graph with these inputs.
 
         Raises:
             ValueError: bad options.
         """
-        options = following(Options.parse(given), given, inputs)
+        plan = _plan_of(inputs)
+        options = _following(plan, Options.parse(given), given)
         decide = AutoPrefetch.of_run(options, inputs)
-        plan, fused = _plan_of(inputs), options.lowering != "eager"
+        fused = options.lowering != "eager"
         machine = plan.machine if plan is not None else None
         pace = OffloadTiming(machine, fused) if machine is not None else OffloadTiming.of_run(inputs, fused)
         return cls(options, decide, pace, pipeline.chosen(options, decide=decide, pace=pace))
@@ -115,7 +118,7 @@ class _Compilation:
     backward may be compiled later.
     """
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], names: Sequence[str], settings: _Settings):
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[torch.Tensor], names: Sequence[str], settings: _Settings):
         self.options = options = settings.options
         self.decide, self.pace, self.passes = settings.decide, settings.pace, settings.passes
         self.capture = capture = Capture(inputs, names)
@@ -129,14 +132,13 @@ class _Compilation:
             self.pace = self.pace or OffloadTiming(machine, options.lowering != "eager")
             capture.decide = partial(memory_option.decide, options=options, inputs=inputs, machine=machine)
         if not capture.shards:
-            _tell_unsharded(capture, inputs)
+            _warn_unsharded(capture, inputs)
         self.number = next(_graphs)
         self.dumped: Dump | None = None
         if options.folder:
             self.dumped = only_tells("files in dump=", None, Dump, Path(options.folder), self.number, options, inputs)
-        self.key = ""  # the cache keeps nothing
         if not self.listings and options.memory is None:
-            self.key = cache_key(capture, options, self.passes, gm, (self.decide, self.pace))
+            capture.key = cache_key(capture, options, self.passes, gm, (self.decide, self.pace))
 
     @property
     def listings(self) -> bool:
@@ -161,7 +163,7 @@ class _Compilation:
             elif self.options.check and code:
                 schedule_check.compare(operations, code)
             out = CachedProgram(compiled, info, about, self.decide.found if self.decide is not None else {})
-            if self.key:
+            if self.capture.key:
                 out.keep()
             return out
 
@@ -172,7 +174,7 @@ class _Compilation:
         options, passes = self.options, self.passes
         if options.memory is not None:
             passes = pipeline.chosen(options.following(self.capture.options), pace=self.pace)
-        only_tells("the note on what forward saves of parameters", None, _tell_copies, program)
+        only_tells("the note on what forward saves of parameters", None, _warn_copies, program)
         stages = pipeline.run(program, upto=options.upto, passes=passes, checked=options.check, listings=self.listings)
         for stage in stages:
             log.debug("mfsdp: graph%d %s %s: %.1f ms", self.number, program.phase, stage.name, 1e3 * stage.seconds)
@@ -182,7 +184,7 @@ class _Compilation:
         return stages
 
 
-def _default_mode(mode: str | None) -> None:
+def _refuse_modes(mode: str | None) -> None:
     """Refuses modes of ``torch.compile``.
 
     Raises:
@@ -198,13 +200,12 @@ def _default_mode(mode: str | None) -> None:
     raise ValueError(f"backend 'mfsdp' does not support mode={mode!r}{why}; use options={{...}}")
 
 
-def following(chosen: Options, given: Mapping[str, Any] | None, inputs: Sequence[Any]) -> Options:
+def _following(plan: Plan | None, chosen: Options, given: Mapping[str, Any] | None) -> Options:
     """Returns the options, with the choices of the model's plan if it has one.
 
     Raises:
         ValueError: an option was given that the plan chooses.
     """
-    plan = _plan_of(inputs)
     if plan is None:
         return chosen
     both = next((name for name in (*PLANNED, "memory") if name in (given or {})), None)
@@ -213,18 +214,21 @@ def following(chosen: Options, given: Mapping[str, Any] | None, inputs: Sequence
     return chosen.following(plan.options)
 
 
-def _plan_of(inputs: Sequence[Any]) -> Plan | None:
+def _plan_of(inputs: Sequence[torch.Tensor]) -> Plan | None:
     """Returns the plan of the model whose parameters are among a graph's inputs, if it has one."""
     return next((b.unit.outermost.plan for t in inputs if (b := buffer_registry.owner(t)) is not None), None)
 
 
-def _whole_budget(gm: fx.GraphModule) -> None:
-    """Refuses a memory budget: torch would recompute random operations with other numbers (pytorch#190758).
+def _refuse_memory_budget(gm: fx.GraphModule) -> None:
+    """Refuses a memory budget: torch would recompute random operations with other numbers (pytorch#190758). Private in
+    torch (``activation_memory_budget``, and the mark that ``region_activation_memory_budget`` leaves on nodes); tried
+    on 2.13, there in 2.11 to 2.15.
 
     Raises:
         ValueError: the budget is less than 1.
     """
-    budget = lowering.memory_budget(gm)
+    marks = [n.meta.get("custom", {}).get("_region_activation_memory_budget", 1.0) for n in gm.graph.nodes]
+    budget = float(min([functorch_config.activation_memory_budget, *marks]))
     if budget < 1:
         raise ValueError(
             f"backend 'mfsdp' does not support an activation memory budget of {budget}: gradients behind dropout would "
@@ -233,15 +237,14 @@ def _whole_budget(gm: fx.GraphModule) -> None:
         )
 
 
-def _no_pieces(inputs: Sequence[Any], names: Sequence[str]) -> None:
+def _refuse_plain_dtensors(inputs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """Refuses unsharded DTensors of tensor or expert parallelism: only a mesh says which ranks average gradients.
 
     Raises:
         NotImplementedError: names the parameter.
     """
     for tensor, name in zip(inputs, names, strict=True) if torch.is_grad_enabled() else ():
-        cut = isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter) and tensor.requires_grad
-        if cut and not getattr(tensor, "_mfsdp_ignored", False):
+        if isinstance(tensor, DTensor) and trains(tensor):
             raise NotImplementedError(
                 f"mfsdp: parameter {path_of(name)} is a DTensor over {tensor.device_mesh.mesh_dim_names} and is not "
                 "sharded: which ranks have other data, and average gradients, is not known. Call mfsdp.fully_shard("
@@ -257,22 +260,13 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _raise(error: BaseException) -> Callable[..., Any]:
-    """Returns a compiled function that raises: Dynamo would wrap an error raised inside a backend."""
-
-    def compiled(*args: Any) -> Any:
-        raise error
-
-    return compiled
-
-
-def _tell_unsharded(capture: Capture, inputs: Sequence[Any]) -> None:
+def _warn_unsharded(capture: Capture, inputs: Sequence[torch.Tensor]) -> None:
     """Logs once how to shard the model. Skips graphs that read no parameter, such as one after a graph break."""
-    global _told
+    global _warned_unsharded
     plain = (isinstance(t, nn.Parameter) and not getattr(t, "_mfsdp_ignored", False) for t in inputs)
-    if _told or not torch.is_grad_enabled() or not any(plain):
+    if _warned_unsharded or not torch.is_grad_enabled() or not any(plain):
         return
-    _told = True
+    _warned_unsharded = True
     how = "gradients are averaged over all ranks" if capture.plain else "one process, nothing to communicate"
     log.warning(
         "mfsdp: the model is not sharded (%s). To shard it, call mfsdp.fully_shard(model, units=[YourBlock]) before "
@@ -281,19 +275,19 @@ def _tell_unsharded(capture: Capture, inputs: Sequence[Any]) -> None:
     )
 
 
-_copied: set[str] = set()
+_warned_copies: set[str] = set()
 
 NEGLIGIBLE = 100
-"""`_tell_copies` warns if forward saves more than 1/100 of the parameters' bytes."""
+"""`_warn_copies` warns if forward saves more than 1/100 of the parameters' bytes."""
 
 
-def _tell_copies(program: Program) -> None:
+def _warn_copies(program: Program) -> None:
     """Warns once per operator if forward saves much that it computes from parameters."""
     found = [(node, how) for node, how in saved_copies.copies(program) if how != saved_copies.ALONE]
-    made = {how for _, how in found}
+    operators = {how for _, how in found}
     whole = sum(u.layout.full_numel * u.spec.precision.compute.itemsize for u in program.units)
-    if not made <= _copied and NEGLIGIBLE * sum(nbytes(node.meta["val"]) for node, _ in found) > whole:
-        _copied.update(made)
+    if not operators <= _warned_copies and NEGLIGIBLE * sum(nbytes(node.meta["val"]) for node, _ in found) > whole:
+        _warned_copies.update(operators)
         log.warning(
             "mfsdp: %s: %s (the first is %s). They stay until backward, of every layer and on every rank: checkpoint "
             "such layers, or let the operator's backward make them again.",

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed.tensor import DTensor
+from torch.fx.node import Argument
 
 from ..buffers.flat_buffer import FlatBuffer, UnitState
 from ..config.layout import plan
@@ -32,7 +33,7 @@ from ..ir.program import (
     is_functional_collective,
     storage_of,
 )
-from ..ir.roles import Kind, Role, mark, role
+from ..ir.roles import Kind, Role, is_kind, mark, role
 from ..ir.symbolic_sizes import expect, shape_of
 from ..runtime import buffer_registry, groups
 from . import joint_graph, outlining
@@ -41,8 +42,10 @@ from .activation_offload import offload_activations
 log = logging.getLogger("mfsdp")
 
 
-class Capture:
-    """One frame that Dynamo traced: which of its inputs are shards, and of which units.
+class Capture(CustomPartitionerFn):
+    """One frame that Dynamo traced: which of its inputs are shards, and of which units. It partitions the joint graph.
+
+    Over 15 attributes: they describe its inputs, and carry choices for layers from planning to the partitioner.
 
     Args:
         inputs: the frame's example inputs, in order: real tensors, as Dynamo passes them to a backend.
@@ -50,8 +53,7 @@ class Capture:
         name: the programs' name in listings.
     """
 
-    def __init__(self, inputs: Sequence[Any], names: Sequence[str], name: str | None = None):
-        self.inputs = len(inputs)
+    def __init__(self, inputs: Sequence[torch.Tensor], names: Sequence[str], name: str | None = None):
         self.wrapped = any(isinstance(t, DTensor) for t in inputs)
         """Whether an input is a DTensor, for which graphs have several placeholders."""
         buffers = [b for t in inputs if (b := buffer_registry.owner(t)) is not None]
@@ -90,11 +92,13 @@ class Capture:
         """How many results of forward are for its caller, once the joint graph is partitioned."""
         self.cut = False
         """Whether there is a forward or inference graph."""
+        self.key = ""
+        """Identifies, with the graph, what becomes of it (Note [Warm starts]); ``""``: caches keep nothing."""
         self.notes: list[str] = []
         """Texts for listings: what was done to the graph before capture."""
         self._names(inputs, names)
 
-    def _names(self, inputs: Sequence[Any], names: Sequence[str]) -> None:
+    def _names(self, inputs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         seen: dict[UnitState, list[FlatBuffer]] = {}
         for i, tensor in enumerate(inputs):
             buffer = buffer_registry.owner(tensor)
@@ -108,15 +112,11 @@ class Capture:
         if groups.world() > 1:
             self._plain_units(inputs, names, len(seen))
 
-    def _plain_units(self, inputs: Sequence[Any], names: Sequence[str], start: int) -> None:
+    def _plain_units(self, inputs: Sequence[torch.Tensor], names: Sequence[str], start: int) -> None:
         """Groups unsharded trainable parameters by layer and dtype."""
         alike: dict[tuple[str, torch.dtype], list[int]] = {}
         for i, tensor in enumerate(inputs):
-            if (
-                isinstance(tensor, nn.Parameter)
-                and tensor.requires_grad
-                and not getattr(tensor, "_mfsdp_ignored", False)
-            ):
+            if trains(tensor):
                 alike.setdefault((_layer(names[i]), tensor.dtype), []).append(i)
         world = groups.world()
         for number, ((fqn, dtype), members) in enumerate(alike.items(), start):
@@ -145,7 +145,7 @@ class Capture:
         if self.wrapped and all("desc" not in n.meta for n in gm.graph.find_nodes(op="placeholder")):
             raise NotImplementedError("mfsdp: DTensors as inputs of a compiled model need torch 2.13 or newer")
         for i, node in _numbered(gm):
-            if i < self.inputs:
+            if i < len(self.input_names):
                 node.meta[INPUT] = self.input_names[i]
                 node.meta[READ] = i in self.whole
                 node.meta[GIVEN] = self.given.get(i)
@@ -164,50 +164,59 @@ class Capture:
             elif node.target is ops.param_grad:
                 mark(node, Role(Kind.GRAD, node.args[1].meta["mfsdp"].unit))
 
-    def partition(
-        self, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partitions the joint graph with torch's min-cut partitioner, told what to gather again (invariant 6).
 
         AOTAutograd calls it for each kind of layers (Note [Layer outlining]), without inputs, and then for the graph
         that calls them.
         """
-        if not inputs:
-            outlining.writes(joint)
-            body = joint_graph.Body(joint_graph.copied(joint), dict(kwargs))
+        if not joint_inputs:
+            outlining.check_functional(gm)
+            body = joint_graph.Body(joint_graph.copied(gm), dict(kwargs))
             return joint_graph.cut(body, joint_graph.Treatment())
-        self.label(joint)
-        return_copies(joint, kwargs["num_fwd_outputs"])
-        joint_graph.name_layers(joint)
-        self._tell_unfollowed(joint)
+        self.label(gm)
+        return_copies(gm, kwargs["num_fwd_outputs"])
+        joint_graph.name_layers(gm)
+        self._warn_unfollowed(gm)
         if self.keeps or self.decide is not None:
-            self.joint = joint_graph.JointGraph(joint, inputs, kwargs)
+            self.joint = joint_graph.JointGraph(gm, joint_inputs, kwargs)
         if self.decide is not None:
             self.cut = True  # its errors are not about how layers are captured
             self.decide(self)
             if not self.keeps:
                 self.joint = None
-        return self.divide(joint, inputs, kwargs)
+        return self.divide(gm, joint_inputs, kwargs)
 
-    def _tell_unfollowed(self, joint: fx.GraphModule) -> None:
+    def __deepcopy__(self, memo: dict[int, object]) -> Capture:
+        """Returns itself: Inductor copies its configuration."""
+        return self
+
+    def uuid(self) -> str:
+        return f"mfsdp {self.key}"
+
+    def _warn_unfollowed(self, joint: fx.GraphModule) -> None:
         """Warns about layers of the plan that have another path here: their choices are not applied."""
-        there = {node.meta.get(LAYER) for node in joint.graph.nodes}
+        layers = {node.meta.get(LAYER) for node in joint.graph.nodes}
         units = [f"{unit.fqn}." for unit in self.units]
-        lost = [p for p in self.treated if p not in there and any(u.startswith(f"{p}.") for u in units)]
-        if lost:
+        missing = [p for p in self.treated if p not in layers and any(u.startswith(f"{p}.") for u in units)]
+        if missing:
             log.warning(
                 "mfsdp: %s: the plan is not followed for %s: what was compiled is not the module that was sharded, and "
                 "calls it otherwise. Compile that one: torch.compile(model, backend='mfsdp')",
                 self.name,
-                ", ".join(lost),
+                ", ".join(missing),
             )
 
     def divide(
-        self, joint: fx.GraphModule, inputs: Sequence[Any], kwargs: Mapping[str, Any]
+        self, joint: fx.GraphModule, inputs: Sequence[object], kwargs: Mapping[str, Any]
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Partitions a joint graph that has roles, with the treatments chosen for its layers."""
-        gathered = joint_graph.vary(joint, self.treated)
-        self.shards = {i: _respecified(unit, gathered.get(unit.name)) for i, unit in self.shards.items()}
+        gathered = joint_graph.apply_treatments(joint, self.treated)
+        for i, unit in self.shards.items():
+            if unit.name in gathered:
+                self.shards[i] = replace(unit, spec=replace(unit.spec, reshard=not gathered[unit.name]))
         joint_graph.recompute_parameters(joint)
         outlining.layer_boundaries(joint)
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
@@ -225,8 +234,8 @@ class Capture:
             self.label_markers(forward)
             self.label_markers(backward)
         note_storages(saved, results[: kwargs["num_fwd_outputs"]])
-        away = {path for path, treatment in self.treated.items() if treatment.offloaded}
-        offload_activations(forward, backward, kwargs["num_fwd_outputs"], lambda node: node.meta.get(LAYER) in away)
+        paths = {path for path, treatment in self.treated.items() if treatment.offloaded}
+        offload_activations(forward, backward, kwargs["num_fwd_outputs"], lambda node: node.meta.get(LAYER) in paths)
         return forward, backward
 
     def program(self, gm: fx.GraphModule, phase: Phase) -> Program:
@@ -240,25 +249,21 @@ class Capture:
         read |= {unit.name for unit, _ in plain.values()}
         program = Program(gm, phase, [u for u in self.units if u.name in read], self.name)
         for node in gm.graph.find_nodes(op="placeholder"):
-            r, name = role(node), node.meta.get(INPUT)
-            if r is not None and r.kind is Kind.SHARD:
-                spec = program.unit(r.unit).spec
-                whole = spec.persistent and spec.source_numel == spec.full_numel
-                program.rename(node, f"{r.unit}_{'full' if whole else 'shard'}")
-            elif name:
+            if is_kind(node, Kind.SHARD):
+                unit = program.unit(role(node).unit)  # type: ignore[union-attr]
+                whole = unit.spec.persistent and unit.spec.source_numel == unit.spec.full_numel
+                program.rename(node, f"{unit.name}_{'full' if whole else 'shard'}")
+            elif name := node.meta.get(INPUT):
                 program.rename(node, name)
         program.gradients = {i: (unit.name, offset) for i, (unit, offset) in plain.items()}
         program.trained = _trained(program)
         program.returned = self.returned if phase == "forward" else None
         program.remarks = [] if phase == "backward" else self.notes
         program.fill()
-        _others(program)
+        _annotate_collectives(program)
         for node in gm.graph.find_nodes(op="call_function", target=ops.param):
-            r = role(node)
-            assert r is not None
-            offset = node.args[1]
-            assert isinstance(offset, int)
-            program.rename(node, f"{r.unit}_{program.unit(r.unit).offset_name(offset)}")
+            unit = program.unit(role(node).unit)  # type: ignore[union-attr]
+            program.rename(node, f"{unit.name}_{unit.offset_name(node.args[1])}")  # type: ignore[arg-type]
         return program
 
 
@@ -275,7 +280,7 @@ def _numbered(gm: fx.GraphModule) -> Iterator[tuple[int, fx.Node]]:
         yield number, node
 
 
-def _others(program: Program) -> None:
+def _annotate_collectives(program: Program) -> None:
     """Records the ranks of torch's own collectives, and the expected sum of their data-dependent sizes."""
     for node in program.nodes:
         if is_functional_collective(node) and isinstance(node.args[-1], str):
@@ -299,29 +304,6 @@ def _trained(program: Program) -> dict[str, frozenset[int]]:
     return {name: frozenset(offsets) for name, offsets in found.items()}
 
 
-class Partitioner(CustomPartitionerFn):
-    """`Capture.partition` as Inductor's ``custom_partitioner_fn``. ``key`` is part of AOTAutograd's cache key."""
-
-    def __init__(self, capture: Capture, key: str = ""):
-        self.capture, self.key = capture, key
-
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return self.capture.partition(gm, joint_inputs, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
-        """Returns itself: Inductor copies its configuration, but the capture must not be copied."""
-        return self
-
-    def uuid(self) -> str:
-        return f"mfsdp {self.key}"
-
-
-def _respecified(unit: Unit, gathered: bool | None) -> Unit:
-    return unit if gathered is None else replace(unit, spec=replace(unit.spec, reshard=not gathered))
-
-
 def return_copies(gm: fx.GraphModule, outputs: int | None = None) -> None:
     """Copies parameters among forward's first ``outputs`` results: gathered buffers do not outlive a program."""
     output = gm.graph.output_node()
@@ -337,7 +319,7 @@ def return_copies(gm: fx.GraphModule, outputs: int | None = None) -> None:
     output.args = (tuple(results),)
 
 
-def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Any]) -> None:
+def note_storages(saved: Mapping[fx.Node, fx.Node], results: Sequence[Argument]) -> None:
     """Records in backward which of the values saved by forward share storage (slices of one product, a value and its
     view, parameters of a unit that stays gathered): they live and die together. Views of the caller's inputs cost
     nothing, and backward must not overwrite values that forward also returned.
@@ -381,6 +363,12 @@ def _readable(source: str, parameters: Sequence[str]) -> str:
     return re.sub(r"\W+", "_", text).strip("_").lower()
 
 
+def trains(tensor: torch.Tensor) -> bool:
+    """Returns whether an input is a parameter whose gradient mfsdp has to average."""
+    ignored = getattr(tensor, "_mfsdp_ignored", False)
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad and not ignored
+
+
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 
 
@@ -399,9 +387,6 @@ def sources(gm: fx.GraphModule) -> list[str]:
     """Returns the source of each input, as Dynamo's guards write it. Private in torch; tried on 2.11 to 2.15."""
     names = []
     for node in gm.graph.find_nodes(op="placeholder"):
-        arg = node.meta.get("grapharg")
-        source = getattr(arg, "source", None)
-        name = getattr(source, "name", None)
-        text = name() if callable(name) else name
-        names.append(text if isinstance(text, str) else node.name)
+        name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", None)
+        names.append(name if isinstance(name, str) else node.name)
     return names

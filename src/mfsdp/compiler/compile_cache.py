@@ -40,6 +40,7 @@ from ..runtime.compiled_program import CompiledProgram
 from ..runtime.program_info import ProgramInfo
 from .capture import Capture
 from .compile_workers import afterwards
+from .lowering import Run
 from .stitched import Stitched, part
 
 log = logging.getLogger("mfsdp")
@@ -59,12 +60,12 @@ class CachedProgram:
 
     _triton_bundle = guards_expr = extern_libs_key = None
 
-    def __init__(self, code: Any, info: ProgramInfo, about: str, decided: Mapping[Key, int] | None = None):
+    def __init__(self, code: Run, info: ProgramInfo, about: str, decided: Mapping[Key, int] | None = None):
         self.code, self.info, self.about, self.decided = code, info, about, dict(decided or {})
         self._boxed_call = True  # on the instance: torch's wrappers copy instance attributes
         self._run = CompiledProgram(info, code)
 
-    def __call__(self, args: list[Any]) -> Any:
+    def __call__(self, args: list[Any]) -> object:
         return self._run(args)
 
     def __getattr__(self, name: str) -> Any:
@@ -73,8 +74,9 @@ class CachedProgram:
         return getattr(self._bodies[0], name)
 
     @property
-    def _bodies(self) -> Sequence[Any]:
-        return list(self.code.bodies.values()) if isinstance(self.code, Stitched) else [self.code]
+    def _bodies(self) -> Sequence[CompiledFxGraph]:
+        bodies: Any = self.code.bodies.values() if isinstance(self.code, Stitched) else [self.code]
+        return list(bodies)
 
     def keep(self) -> None:
         """Puts the program into Inductor's cache under a hash of its content; AOTAutograd reads the key. A program that
@@ -95,15 +97,15 @@ class CachedProgram:
     def __getstate__(self) -> dict[str, Any]:
         code, state = self.code, {"info": self.info, "about": self.about, "decided": self.decided}
         if isinstance(code, Stitched):
-            frozen = {name: _frozen(body) for name, body in code.bodies.items()}
+            frozen = dict(zip(code.bodies, map(_frozen, self._bodies), strict=True))
             return {"code": (code.driver, frozen, code.dying, code.constants), **state}
-        return {"code": _frozen(code), **state}
+        return {"code": _frozen(self._bodies[0]), **state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         code = state.pop("code")
         self.__init__(Stitched(*code) if isinstance(code, tuple) else code, **state)  # type: ignore[misc]
 
-    def after_deserialization(self, constants: Any) -> str:
+    def after_deserialization(self, constants: object) -> str:
         """Loads the code.
 
         Raises:
@@ -118,7 +120,7 @@ class CachedProgram:
                 raise OSError("code that a program calls is not in the cache")
         return str(self._bodies[0].cache_key)
 
-    def post_compile(self, inputs: Sequence[Any], constants: Any, kwargs: Any) -> None:
+    def post_compile(self, inputs: Sequence[object], constants: object, kwargs: Any) -> None:
         """Prepares compiled code in the process that will run it."""
         for body in self._bodies:
             with part([]):
@@ -148,7 +150,7 @@ OF_THE_RUN: dict[str, Any] = {"passes": None, "patience": None, "on_stall": "rep
 """Options that do not affect a program, with the values that the key uses; passes are described separately."""
 
 
-def cache_key(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule, decide: Any = None) -> str:
+def cache_key(capture: Capture, options: Options, passes: Table, gm: fx.GraphModule, decide: object = None) -> str:
     """Returns a key for everything that decides the backend's result and is not in torch's own key; ``""``: no
     caching. ``decide``: what chooses the prefetch depth and places copies; its ``repr`` contains its inputs.
     """
@@ -161,7 +163,7 @@ def cache_key(capture: Capture, options: Options, passes: Table, gm: fx.GraphMod
     axes = sorted({name for unit in capture.units for name in unit.spec.groups if name})
     facts = (
         sources(), platform.python_version(), replace(options, **OF_THE_RUN), rows, groups.world(),
-        [groups.axis_of(name) for name in axes], capture.name, capture.inputs, capture.input_names,
+        [groups.axis_of(name) for name in axes], capture.name, capture.input_names,
         sorted(capture.shards.items()), sorted(capture.whole), sorted(capture.plain.items(), key=lambda item: item[0]),
         decide, sorted(capture.treated.items()),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
 import torch._functorch.config as functorch_config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
@@ -28,7 +28,9 @@ from torch._inductor.triton_bundler import TritonBundler
 
 from ..config.patches import wrap
 
-_left: ContextVar[list[Callable[[], None]] | None] = ContextVar("mfsdp_left", default=None)
+T = TypeVar("T")
+
+_pending: ContextVar[list[Callable[[], None]] | None] = ContextVar("mfsdp_pending", default=None)
 """Work that this thread does when it leaves `parallel`."""
 
 _graph: ContextVar[_Graph | None] = ContextVar("mfsdp_graph", default=None)
@@ -43,29 +45,29 @@ def parallel() -> Iterator[None]:
     Raises:
         InductorError: a kernel does not compile; a note names its graph.
     """
-    if _left.get() is not None:
+    if _pending.get() is not None:
         yield
         return
-    left: list[Callable[[], None]] = []
-    token = _left.set(left)
+    pending: list[Callable[[], None]] = []
+    token = _pending.set(pending)
     try:
         yield
     finally:
-        _left.reset(token)
-    for finish in left:
+        _pending.reset(token)
+    for finish in pending:
         finish()
 
 
 def afterwards(function: Callable[[], None]) -> None:
     """Calls a function once all kernels that were handed out are compiled; immediately outside of `parallel`."""
-    left = _left.get()
-    if left is None:
+    pending = _pending.get()
+    if pending is None:
         function()
     else:
-        left.append(function)
+        pending.append(function)
 
 
-def handed_out(compile: Callable[[], Any], name: str) -> Any:
+def handed_out(compile: Callable[[], T], name: str) -> T:
     """Compiles a graph; inside `parallel` without waiting for its kernels. The result must not run before `parallel` is
     left.
 
@@ -73,9 +75,9 @@ def handed_out(compile: Callable[[], Any], name: str) -> Any:
         compile: calls ``compile_fx_inner``.
         name: the graph's name in errors.
     """
-    left = _left.get()
+    pending = _pending.get()
     # a bundled entry of AOTAutograd's cache stores the kernels as soon as a graph is generated
-    if left is None or get_compile_threads() <= 1 or functorch_config.bundled_autograd_cache:
+    if pending is None or get_compile_threads() <= 1 or functorch_config.bundled_autograd_cache:
         with _named(name):
             return compile()
     _install()
@@ -86,14 +88,14 @@ def handed_out(compile: Callable[[], Any], name: str) -> Any:
             return compile()
     finally:
         _graph.reset(token)
-        left.append(partial(graph.finish, name))
+        pending.append(partial(graph.finish, name))
 
 
 class _Graph:
     """The deferred part of the compilation of a graph."""
 
     def __init__(self) -> None:
-        self.waits: list[Callable[[], None]] = []
+        self.waits: list[partial[None]] = []
         self.saves: list[partial[None]] = []
 
     def finish(self, name: str) -> None:
@@ -120,24 +122,16 @@ def _install() -> None:
     (``AsyncCompile.wait``, which every generated module calls, and ``FxGraphCache._save_graph``, which is called after
     it); tried on 2.13, read in 2.11, 2.14 and 2.15 (of 2.11 to 2.15).
     """
-    wrap(AsyncCompile, "wait", _wait)
-    wrap(FxGraphCache, "_save_graph", _save)
+    wrap(AsyncCompile, "wait", partial(_deferred, "waits"))
+    wrap(FxGraphCache, "_save_graph", partial(_deferred, "saves"))
 
 
-def _wait(theirs: Callable[..., None], *args: Any) -> None:
+def _deferred(kind: str, theirs: Callable[..., None], *args: object) -> None:
     graph = _graph.get()
     if graph is None:
         theirs(*args)
     else:
-        graph.waits.append(partial(theirs, *args))
-
-
-def _save(theirs: Callable[..., None], *args: Any) -> None:
-    graph = _graph.get()
-    if graph is None:
-        theirs(*args)
-    else:
-        graph.saves.append(partial(theirs, *args))
+        getattr(graph, kind).append(partial(theirs, *args))
 
 
 @contextmanager

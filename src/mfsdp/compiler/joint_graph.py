@@ -4,7 +4,7 @@ Note [Partition tags]
 torch's partitioner splits the joint graph into forward and backward, and does not save nodes that are tagged for
 recomputation. So a plan's choices for layers (`mfsdp.config.layer_choices`) become tags, and nothing else. A layer that
 AOTAutograd traced once for many (Note [Layer outlining]) is already partitioned by then. Its joint graph is kept and
-partitioned again, once for each treatment of that kind of layers, and `vary` replaces the calls.
+partitioned again, once for each treatment of that kind of layers, and `apply_treatments` replaces the calls.
 
 A recomputed layer saves its inputs, and the results of operators named in ``saved``: matrix products, attention. A
 layer's own checkpoints stay as they are.
@@ -16,6 +16,7 @@ determine the cost of many (`mfsdp.cost_model.extrapolate`).
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -29,16 +30,15 @@ from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+from torch.fx.node import Argument
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..config.layer_choices import Choice, Choices, numbered
 from ..config.units import UnitSpec
-from ..cost_model.fusion import flops
 from ..ir import ops
 from ..ir.program import LAYER, is_element
-from ..ir.program import operator as operator_in
 from ..ir.roles import Kind, role
-from .layer_match import CALL, class_of, fqn, layer_of
+from .layer_match import CALL, class_of, layer_of, operator_of
 
 BODY = "mfsdp_body"
 """``meta`` key of a layer's forward graph: the `Body` that it was partitioned from."""
@@ -53,6 +53,11 @@ class Body:
     joint: fx.GraphModule
     options: Mapping[str, Any]
     cuts: dict[Treatment, Cut] = field(default_factory=dict, repr=False)
+
+    @property
+    def outputs(self) -> int:
+        """How many of forward's first results are for its caller."""
+        return self.options["num_fwd_outputs"]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -90,16 +95,30 @@ class JointGraph:
         inputs, options: the partitioner's arguments.
     """
 
-    def __init__(self, joint: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]):
+    def __init__(self, joint: fx.GraphModule, inputs: Sequence[object], options: Mapping[str, Any]):
         self.graph, self.inputs, self.options = copied(joint), inputs, dict(options)
         self.context, self.config = TracingContext.try_get(), functorch_config.get_config_copy()
 
     def kinds(self) -> list[Choice]:
-        """Returns kinds of equal layers that are not recomputed already, in forward's order, with nothing chosen."""
-        found: dict[Any, list[str]] = {}
-        for path, (key, name) in _texts(self.graph).items():
-            found.setdefault((name, key), []).append(path)
-        return [Choice(name, tuple(paths)) for (name, _), paths in found.items()]
+        """Returns kinds of equal layers that are not recomputed already, in forward's order, with nothing chosen. Skips
+        layers that backward does not reach: nothing of them is saved or gathered again.
+        """
+        found = {pair.path: (class_of(pair.body.joint.graph.nodes), pair.body) for pair in pairs(self.graph)}
+        in_backward, nodes = differentiated(self.graph), dict[str, list[fx.Node]]()
+        for node in self.graph.graph.nodes:
+            path = node.meta.get(LAYER, "")
+            if path and path not in found and node.op == "call_function" and node not in in_backward:
+                nodes.setdefault(path, []).append(node)
+        reached = {node.meta.get(LAYER, "") for node in in_backward}
+        keys: dict[str, tuple[str, object]] = dict(found)
+        for path, own in nodes.items():
+            if path in reached and not any("recompute" in n.meta for n in own):
+                keys[path] = class_of(own), tuple((str(n.target), _shape(n)) for n in own)
+        alike: dict[tuple[str, object], list[str]] = {}
+        for path in ordered(self.graph):
+            if path in keys:
+                alike.setdefault(keys[path], []).append(path)
+        return [Choice(name, tuple(paths)) for (name, _), paths in alike.items()]
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -108,42 +127,19 @@ class JointGraph:
             yield
 
 
-def _texts(joint: fx.GraphModule) -> dict[str, tuple[Any, str]]:
-    """Returns, by path, a key that equal layers share, and the name of their class. Skips layers that backward does not
-    reach: nothing of them is saved or gathered again.
-    """
-    calls = {pair.path: (pair.body, class_of(pair.body.joint.graph.nodes)) for pair in pairs(joint)}
-    behind, nodes = differentiated(joint), dict[str, list[fx.Node]]()
-    reached = {node.meta.get(LAYER, "") for node in behind}
-    for node in joint.graph.nodes:
-        path = node.meta.get(LAYER, "")
-        if path and path not in calls and node.op == "call_function" and node not in behind:
-            nodes.setdefault(path, []).append(node)
-    flat = {
-        path: (tuple((str(n.target), _shape(n)) for n in own), class_of(own))
-        for path, own in nodes.items()
-        if path in reached and not any("recompute" in n.meta for n in own)
-    }
-    both = {**calls, **flat}
-    return {path: both[path] for path in ordered(joint) if path in both}
-
-
 def ordered(joint: fx.GraphModule) -> list[str]:
     """Returns paths of layers, in the order in which forward begins them."""
     return list(dict.fromkeys(path for n in joint.graph.nodes if (path := n.meta.get(LAYER))))
 
 
-def _shape(node: fx.Node) -> Any:
+def _shape(node: fx.Node) -> tuple[tuple[str, ...], torch.dtype] | None:
     value = node.meta.get("val")
     return (tuple(map(str, value.shape)), value.dtype) if isinstance(value, torch.Tensor) else None
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     """Returns a copy of a graph; nested graphs are shared."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
-    graph.output_node().meta = dict(gm.graph.output_node().meta)
-    twin = _LazyGraphModule(gm, graph)  # generates code only when called
+    twin = _LazyGraphModule(gm, copy.deepcopy(gm.graph))  # generates code only when called
     twin.meta = dict(gm.meta)
     return twin
 
@@ -157,7 +153,7 @@ def owners(joint: fx.GraphModule) -> dict[str, str]:
     return out
 
 
-def _shard_of(node: Any) -> str:
+def _shard_of(node: object) -> str:
     """Returns the unit of a shard; ``""`` if the node is no shard."""
     r = role(node) if isinstance(node, fx.Node) else None
     return r.unit if r is not None and r.kind is Kind.SHARD else ""
@@ -172,7 +168,7 @@ def name_layers(joint: fx.GraphModule) -> None:
                 node.meta[LAYER] = path
 
 
-def vary(joint: fx.GraphModule, treated: Mapping[str, Treatment]) -> dict[str, bool]:
+def apply_treatments(joint: fx.GraphModule, treated: Mapping[str, Treatment]) -> dict[str, bool]:
     """Makes layers recomputed, and kept gathered or not, in place, before the graph is partitioned.
 
     Args:
@@ -183,18 +179,18 @@ def vary(joint: fx.GraphModule, treated: Mapping[str, Treatment]) -> dict[str, b
         Whether a unit stays gathered, by name, for the units that are set here.
     """
     gathered: dict[str, bool] = {}
-    done: dict[tuple[Body, Treatment], str] = {}
+    suffixes: dict[tuple[Body, Treatment], str] = {}
     for pair in list(pairs(joint)):
         treatment = treated.get(pair.path, Treatment()).cut
         if treatment != Treatment():
             if treatment.gathered is not None:
                 gathered |= dict.fromkeys(filter(None, map(_shard_of, pair.inputs)), treatment.gathered)
-            pair.swap(treatment, done)
-    behind = differentiated(joint)
+            pair.swap(treatment, suffixes)
+    in_backward = differentiated(joint)
     marked: dict[str, list[fx.Node]] = {}
     for node in joint.graph.nodes:
         path = layer_of(node) if node.target is ops.param else node.meta.get(LAYER, "")
-        if path in treated and node.op == "call_function" and node.target is not CALL and node not in behind:
+        if path in treated and node.op == "call_function" and node.target is not CALL and node not in in_backward:
             marked.setdefault(path, []).append(node)
     for number, (path, nodes) in enumerate(marked.items(), 1):
         if treated[path].again:
@@ -248,42 +244,23 @@ def recompute_parameters(joint: fx.GraphModule) -> None:
     Otherwise the partitioner would save a marker's result: the full parameter. Markers of a unit that stays gathered
     (``reshard_after_forward=False``) are tagged to be saved.
     """
-    tagged: set[fx.Node] = set()
-    for node in joint.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node.target is ops.param:
-            if UnitSpec.decode(node.args[3]).reshard:
-                tagged.add(node)
-            else:
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        elif node.all_input_nodes and tagged.issuperset(node.all_input_nodes):
-            tagged.add(node)
-    for node in tagged:
+    markers = joint.graph.find_nodes(op="call_function", target=ops.param)
+    freed = [marker for marker in markers if UnitSpec.decode(marker.args[3]).reshard]
+    for marker in markers:
+        marker.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for node in computed_from(joint.graph, freed):
         node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         node.meta["ac_graph_id"] = _LAST_REGION
 
 
-def operator_of(node: fx.Node) -> str:
-    """Returns the name of a matrix product or attention in its layer: the path of its module there, plus ``attention``
-    for attention; ``""`` for other nodes. Private in torch (``nn_module_stack``).
-    """
-    if node.op != "call_function" or not flops(node):
-        return ""
-    met = described(node)
-    stack = met.meta.get("nn_module_stack") or {}
-    inner = next(reversed([path for path, _ in stack.values()]), "")
-    parts = [fqn(inner).removeprefix(layer_of(met)).strip(".")]
-    parts += ["attention"] if "attention" in str(operator_in(node)[0]) else []
-    return ".".join(filter(None, parts))
-
-
-def described(node: fx.Node) -> fx.Node:
-    """Returns the node whose ``meta`` has the module of `node`: one of its elements if the partitioner has wrapped it,
-    as it does with recomputed random operators. Private in torch (``nn_module_stack``).
-    """
-    told = any(key in node.meta for key in ("nn_module_stack", "fwd_nn_module_stack"))
-    return node if told else next(filter(is_element, node.users), node)
+def computed_from(graph: fx.Graph, sources: Collection[fx.Node]) -> set[fx.Node]:
+    """Returns the sources, and the operators that depend on them alone."""
+    found = set(sources)
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "call_function" and inputs and found.issuperset(inputs):
+            found.add(node)
+    return found
 
 
 @dataclass(eq=False)
@@ -302,59 +279,52 @@ class Pair:
         return self.forward.meta.get(LAYER, "")  # type: ignore[no-any-return]
 
     @property
-    def inputs(self) -> tuple[Any, ...]:
-        return self.forward.args[2:]
+    def inputs(self) -> tuple[fx.Node, ...]:
+        return self.forward.args[2:]  # type: ignore[return-value]
 
     @property
-    def tangents(self) -> tuple[Any, ...]:
-        return self.backward.args[2 + len(self.saved) :]
+    def tangents(self) -> tuple[fx.Node, ...]:
+        return self.backward.args[2 + len(self.saved) :]  # type: ignore[return-value]
 
     def results(self) -> dict[int, fx.Node]:
         """Returns the elements of forward's results that are not saved for backward, by index."""
-        end = self.body.options["num_fwd_outputs"]
-        return {e.args[1]: e for e in self.forward.users if is_element(e) and e.args[1] < end}  # type: ignore[operator, misc]
+        found: dict[Any, fx.Node] = {e.args[1]: e for e in self.forward.users if is_element(e)}
+        return {i: element for i, element in found.items() if i < self.body.outputs}
 
-    def swap(self, treatment: Treatment, done: dict[tuple[Body, Treatment], str]) -> None:
-        """Replaces the two calls with calls of graphs that are partitioned for a treatment.
+    def swap(self, treatment: Treatment, suffixes: dict[tuple[Body, Treatment], str]) -> None:
+        """Makes the two calls run graphs that are partitioned for a treatment.
 
         Args:
-            done: name suffixes of graphs that exist already.
+            suffixes: name suffixes of graphs that exist already.
         """
         forward, backward = cut(self.body, treatment)
-        key = (self.body, treatment)
-        if key not in done:
-            done[key] = f"_way_{len(done)}"
-        names = [f"{call.args[0].target}{done[key]}" for call in (self.forward, self.backward)]  # type: ignore[union-attr]
-        end = self.body.options["num_fwd_outputs"]
-        gives = _values(forward)
-        called = self._call(self.forward, names[0], forward, self.inputs)
+        suffix = suffixes.setdefault((self.body, treatment), f"_way_{len(suffixes)}")
+        values = _values(forward)
         saved: list[fx.Node] = []
-        with self.gm.graph.inserting_after(called):
-            for i in reversed(range(end, len(gives))):
-                element = self.gm.graph.call_function(operator.getitem, (called, i))
-                element.meta = {k: v for k, v in self.forward.meta.items() if k != LAYER} | {"val": gives[i]}
+        with self.gm.graph.inserting_after(self.forward):
+            for i in reversed(range(self.body.outputs, len(values))):
+                element = self.gm.graph.call_function(operator.getitem, (self.forward, i))
+                element.meta = {k: v for k, v in self.forward.meta.items() if k != LAYER} | {"val": values[i]}
                 saved.insert(0, element)
-        back = self._call(self.backward, names[1], backward, (*saved, *self.tangents))
-        for old, new in ((self.backward, back), (self.forward, called)):
-            for element in list(old.users):
-                if element not in self.saved:
-                    element.replace_input_with(old, new)
-            for node in (*self.saved, old) if old is self.forward else (old,):
-                if node is not None:
-                    self.gm.graph.erase_node(node)
+        self._retarget(self.forward, suffix, forward, self.inputs)
+        self._retarget(self.backward, suffix, backward, (*saved, *self.tangents))
+        for node in self.saved:
+            if node is not None:
+                self.gm.graph.erase_node(node)
 
-    def _call(self, old: fx.Node, name: str, body: fx.GraphModule, given: Sequence[Any]) -> fx.Node:
+    def _retarget(self, call: fx.Node, suffix: str, body: fx.GraphModule, operands: Sequence[Argument]) -> None:
+        before: Any = call.args[0]
+        name = f"{before.target}{suffix}"
         if not hasattr(self.gm, name):
             self.gm.add_submodule(name, body)
-        with self.gm.graph.inserting_before(old):
+        with self.gm.graph.inserting_before(call):
             attribute = self.gm.graph.get_attr(name)
-            attribute.meta = dict(old.args[0].meta)  # type: ignore[union-attr]
-            call = self.gm.graph.call_function(CALL, (attribute, name, *given))
-        call.meta = {**old.meta, "val": tuple(_values(body))}
-        return call
+        attribute.meta = dict(before.meta)
+        call.args = (attribute, name, *operands)
+        call.meta["val"] = tuple(_values(body))
 
 
-def _values(gm: fx.GraphModule) -> list[Any]:
+def _values(gm: fx.GraphModule) -> list[object]:
     results: Any = gm.graph.output_node().args[0]
     return [r.meta.get("val") if isinstance(r, fx.Node) else None for r in results]
 
@@ -362,12 +332,12 @@ def _values(gm: fx.GraphModule) -> list[Any]:
 def pairs(gm: fx.GraphModule) -> Iterator[Pair]:
     """Yields the calls of layers in a joint graph, each forward with its backward, in forward's order."""
     for call in gm.graph.find_nodes(op="call_function", target=CALL):
-        body = getattr(gm, str(call.args[0].target)).meta.get(BODY)
+        graph = getattr(gm, str(call.args[0].target))
+        body = graph.meta.get(BODY)
         if body is None:
             continue
-        end, total = body.options["num_fwd_outputs"], len(_values(getattr(gm, str(call.args[0].target))))
         elements = {e.args[1]: e for e in call.users if is_element(e)}
-        saved = [elements.get(i) for i in range(end, total)]
+        saved = [elements.get(i) for i in range(body.outputs, len(_values(graph)))]
         back = {u for e in saved if e is not None for u in e.users if u.target is CALL}
         if len(back) == 1:
             yield Pair(gm, call, back.pop(), body, saved)
@@ -382,8 +352,8 @@ def cut(body: Body, treatment: Treatment) -> Cut:
                 if node.target in (ops.param, ops.param_grad):
                     _respecify(node, treatment.gathered)
         if treatment.again:
-            behind = differentiated(joint)
-            nodes = [n for n in joint.graph.nodes if n.op == "call_function" and n not in behind]
+            in_backward = differentiated(joint)
+            nodes = [n for n in joint.graph.nodes if n.op == "call_function" and n not in in_backward]
             tag(nodes, 1, treatment.saved)
         recompute_parameters(joint)
         forward, backward = min_cut_rematerialization_partition(joint, (), **body.options)
@@ -397,7 +367,7 @@ def removable(joint: fx.GraphModule) -> set[str]:
     called once and directly after the one before, without anything in between (another kind of layers, a dropout). Only
     the next layer may read a layer's results.
     """
-    order = list(dict.fromkeys(path for n in joint.graph.nodes if (path := n.meta.get(LAYER))))
+    order = ordered(joint)
     found: set[str] = set()
     for calls in _by_body(joint).values():
         paths = [pair.path for pair in calls]
@@ -433,17 +403,16 @@ def _by_body(joint: fx.GraphModule) -> dict[Body, list[Pair]]:
 
 def _chain(calls: Sequence[Pair]) -> dict[int, int]:
     """Maps arguments of a call to results of the call before it; empty if the calls differ in this."""
-    links: list[dict[int, int]] = []
+    mappings: list[dict[int, int]] = []
     for a, b in itertools.pairwise(calls):
         given = {e: j for j, e in a.results().items()}
-        links.append({q: given[x] for q, x in enumerate(b.inputs) if x in given})
-    return links[0] if links and all(link == links[0] for link in links) else {}
+        mappings.append({q: given[x] for q, x in enumerate(b.inputs) if x in given})
+    return mappings[0] if mappings and all(mapping == mappings[0] for mapping in mappings) else {}
 
 
 def _leave_out(joint: fx.GraphModule, pair: Pair, chain: Mapping[int, int]) -> bool:
     results, tangents = pair.results(), pair.tangents
-    end = pair.body.options["num_fwd_outputs"]
-    if not chain or len(tangents) != end or not set(results) <= set(chain.values()):
+    if not chain or len(tangents) != pair.body.outputs or not set(results) <= set(chain.values()):
         return False
     for place, j in chain.items():
         if j in results:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from ..cost_model.fusion import flops
 from ..ir import ops
-from ..ir.program import LAYER
+from ..ir.program import LAYER, is_element
+from ..ir.program import operator as operator_in
 from ..sharding.mutation_check import storage, written
 
 CALL = torch.ops.higher_order.invoke_subgraph
@@ -31,6 +33,11 @@ CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _NUMBERED = re.compile(r"(?:\.|\[')\d+(?:'\])?$")
 
 
+def _numbered(stack: Mapping[str, tuple[str, object]] | None) -> tuple[str, object]:
+    """Returns path and class of the outermost numbered module in a node's ``nn_module_stack``."""
+    return next((entry for entry in (stack or {}).values() if _NUMBERED.search(entry[0])), ("", ""))
+
+
 def _path(gm: fx.GraphModule, node: fx.Node) -> str:
     """Returns the path of the outermost numbered module in which Dynamo traced a node; for a checkpoint, of a node
     inside. Private in torch (``nn_module_stack``).
@@ -38,24 +45,42 @@ def _path(gm: fx.GraphModule, node: fx.Node) -> str:
     if node.target is CHECKPOINT:
         body = _inside(gm, node)
         return next(filter(None, (_path(body, n) for n in body.graph.nodes)), "")
-    stack: Mapping[str, tuple[str, Any]] = node.meta.get("nn_module_stack") or {}
-    return next((path for path, _ in stack.values() if _NUMBERED.search(path)), "")
+    return _numbered(node.meta.get("nn_module_stack"))[0]
 
 
 def layer_of(node: fx.Node) -> str:
     """Returns the path of the layer of a joint graph's node, or of the layer that it differentiates; ``""`` for none.
     Private in torch (``fwd_nn_module_stack``).
     """
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return fqn(next((path for path, _ in stack.values() if _NUMBERED.search(path)), ""))
+    return fqn(_numbered(node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack"))[0])
 
 
 def class_of(nodes: Iterable[fx.Node]) -> str:
     """Returns the name of the class of the layer that contains the nodes. Private in torch (``nn_module_stack``)."""
-    stacks = (node.meta.get("nn_module_stack") or {} for node in nodes)
-    found = (kind for stack in stacks for path, kind in stack.values() if _NUMBERED.search(path))
-    kind = next(found, "")
+    kind = next(filter(None, (_numbered(node.meta.get("nn_module_stack"))[1] for node in nodes)), "")
     return str(getattr(kind, "__name__", kind)).rpartition(".")[2]
+
+
+def operator_of(node: fx.Node) -> str:
+    """Returns the name of a matrix product or attention in its layer: the path of its module there, plus ``attention``
+    for attention; ``""`` for other nodes. Private in torch (``nn_module_stack``).
+    """
+    if node.op != "call_function" or not flops(node):
+        return ""
+    met = described_by(node)
+    stack = met.meta.get("nn_module_stack") or {}
+    inner = next(reversed([path for path, _ in stack.values()]), "")
+    parts = [fqn(inner).removeprefix(layer_of(met)).strip(".")]
+    parts += ["attention"] if "attention" in str(operator_in(node)[0]) else []
+    return ".".join(filter(None, parts))
+
+
+def described_by(node: fx.Node) -> fx.Node:
+    """Returns the node whose ``meta`` has the module of `node`: one of its elements if the partitioner has wrapped it,
+    as it does with recomputed random operators. Private in torch (``nn_module_stack``).
+    """
+    known = any(key in node.meta for key in ("nn_module_stack", "fwd_nn_module_stack"))
+    return node if known else next(filter(is_element, node.users), node)
 
 
 def fqn(path: str) -> str:
@@ -128,27 +153,21 @@ class Layer:
         """Whether backward recomputes the layer or a part of it."""
         return any(node.target is CHECKPOINT for node in self.nodes)
 
-    def text(self) -> Any:
+    def text(self) -> Hashable:
         """Returns a key that equal layers share."""
         places = {node: f"%{i}" for i, node in enumerate([*self.inputs, *self.nodes])}
         attributes = {node: _shape(getattr(self.gm, str(node.target))) for node in self.attributes}
-        lines = _lines(self.nodes, {**places, **attributes})
-        given, gives = ([_value(n) for n in nodes] for nodes in (self.inputs, self.outputs))
-        return (*given, lines, *(places[n] for n in self.outputs), *gives)
+        inputs, outputs = (tuple(map(_value, nodes)) for nodes in (self.inputs, self.outputs))
+        given_back = tuple(places[n] for n in self.outputs)
+        return inputs, lines(self.nodes, {**places, **attributes}), given_back, outputs
 
     def body(self) -> fx.GraphModule:
-        graph, held = fx.Graph(), dict[fx.Node, fx.Node]()
-        for i, node in enumerate(self.inputs):
-            held[node] = graph.placeholder(f"arg{i}")
-        own: dict[str, Any] = {}
-        for node in self.attributes:
-            own[str(node.target)] = getattr(self.gm, str(node.target))
-            held[node] = graph.get_attr(str(node.target))
-        for node in self.nodes:
-            held[node] = graph.node_copy(node, held.__getitem__)
-        for old, new in held.items():
+        """Returns the layer as a graph of its own."""
+        names = {node: f"arg{i}" for i, node in enumerate(self.inputs)}
+        graph, copies = extracted([*self.attributes, *self.nodes], names, self.outputs)
+        for old, new in copies.items():
             new.meta = dict(old.meta)
-        graph.output(tuple(held[node] for node in self.outputs))
+        own = {str(node.target): getattr(self.gm, str(node.target)) for node in self.attributes}
         return fx.GraphModule(own, graph)
 
     def call(self, name: str, moved: dict[fx.Node, fx.Node]) -> None:
@@ -169,20 +188,32 @@ class Layer:
                 graph.erase_node(node)
 
 
-def _shape(module: Any) -> Any:
+def extracted(
+    nodes: Iterable[fx.Node], inputs: Mapping[fx.Node, str], outputs: Iterable[fx.Node]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Returns nodes as a graph of their own, and the copies of nodes and inputs. ``inputs``: names of placeholders."""
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(name) for node, name in inputs.items()}
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return graph, copies
+
+
+def _shape(module: object) -> Hashable:
     """Returns a key that equal nested graphs share; other attributes are equal if they are identical."""
     if not isinstance(module, fx.GraphModule):
         return id(module)
     inner = {n: _shape(getattr(module, n.target)) for n in module.graph.find_nodes(op="get_attr")}
     places = {node: f"%{i}" for i, node in enumerate(module.graph.nodes)}
     policy = module.meta.get("_checkpoint_context_fn")
-    return policy, *_lines([n for n in module.graph.nodes if n.op != "get_attr"], {**places, **inner})
+    return policy, *lines([n for n in module.graph.nodes if n.op != "get_attr"], {**places, **inner})
 
 
-def _lines(nodes: Iterable[fx.Node], places: Mapping[fx.Node, Any]) -> Any:
+def lines(nodes: Iterable[fx.Node], places: Mapping[fx.Node, Hashable]) -> tuple[Hashable, ...]:
     """Returns operators and arguments; nodes among the arguments are written as places."""
 
-    def line(node: fx.Node) -> Any:
+    def line(node: fx.Node) -> Hashable:
         arguments = map_aggregate(
             (node.args, node.kwargs),
             lambda x: _Place(places[x]) if isinstance(x, fx.Node) else x,  # type: ignore[arg-type, return-value]
@@ -195,22 +226,23 @@ def _lines(nodes: Iterable[fx.Node], places: Mapping[fx.Node, Any]) -> Any:
 class _Place:
     """Represents a node where arguments are written as text."""
 
-    def __init__(self, text: Any):
+    def __init__(self, text: Hashable):
         self.text = text
 
     def __repr__(self) -> str:
         return repr(self.text)
 
 
-def _value(node: fx.Node) -> Any:
+def _value(node: fx.Node) -> Hashable:
     """Returns the known properties of a value that a layer reads or returns."""
     value = node.meta.get("example_value")
-    if not isinstance(value, torch.Tensor):
-        return repr(value)
-    return (
-        type(value), value.dtype, value.device, tuple(map(str, value.shape)), tuple(map(str, value.stride())),
-        str(value.storage_offset()), value.requires_grad,
-    )  # fmt: skip
+    return (*described(value), value.requires_grad) if isinstance(value, torch.Tensor) else repr(value)
+
+
+def described(value: torch.Tensor) -> tuple[Hashable, ...]:
+    """Returns the properties that equal tensors of equal layers share, without ``requires_grad``."""
+    sizes = (value.shape, value.stride(), (value.storage_offset(),))
+    return type(value), value.dtype, value.device, value.layout, *(tuple(map(str, size)) for size in sizes)
 
 
 # What cannot be a call
@@ -245,14 +277,11 @@ def _reached(gm: fx.GraphModule) -> set[fx.Node]:
     """
     found: set[fx.Node] = set()
     for node in reversed(gm.graph.nodes):
-        if node.op == "output" or node in found:
-            found.update(arg for arg in node.all_input_nodes if _differentiable(arg))
+        for arg in node.all_input_nodes if node.op == "output" or node in found else ():
+            values = pytree.tree_leaves(arg.meta.get("example_value"))
+            if any(isinstance(value, torch.Tensor) and value.requires_grad for value in values):
+                found.add(arg)
     return found
-
-
-def _differentiable(node: fx.Node) -> bool:
-    values = pytree.tree_leaves(node.meta.get("example_value"))
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def _shares(layer: Layer) -> str:

@@ -12,22 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.backends.registry import CompiledFn
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from ..ir import ops
 from ..ir.program import Phase
-from .capture import Capture, Partitioner
+from .capture import Capture
 from .compile_workers import parallel
-from .stitched import kept, stitched
+from .stitched import Compile, kept, stitched
 
 Run = Callable[[list[Any]], Any]
 """A compiled graph: takes its arguments as one list."""
@@ -45,7 +46,7 @@ INDUCTOR = {
 }
 
 
-def patches() -> dict[str, Any]:
+def patches() -> dict[str, bool]:
     """Returns Inductor's configuration for our graphs: `INDUCTOR`, with Inductor's own overlap of collectives off where
     this version has it (on by default since 2.14). Private in torch (``aten_distributed_optimizations``); tried on 2.13
     and 2.14, of 2.11 to 2.15 that are supported.
@@ -57,55 +58,43 @@ def patches() -> dict[str, Any]:
 
 def inductor(
     gm: fx.GraphModule,
-    inputs: Sequence[Any],
+    inputs: Sequence[torch.Tensor],
     capture: Capture,
     transform: Transform,
-    key: str = "",
     *,
-    compile: Callable[..., Any],
-) -> Callable[..., Any]:
+    compile: Compile,
+) -> CompiledFn:
     """Compiles with Inductor, never into CUDA graphs. Private in torch (``compile_fx``); tried on 2.11 to 2.15.
 
     Args:
-        key: identifies, with the graph, the result of `transform` (Note [Warm starts]). Without a key AOTAutograd's
-            cache is off: it would return graphs that the passes have not seen.
+        capture: without its ``key`` AOTAutograd's cache is off: it would return graphs that the passes have not seen.
         compile: takes a finished program, as ``compile_fx_inner`` does.
     """
     gm.meta.pop("cudagraph_annotation", None)  # of torch._dynamo.override_cudagraphs; it overrides the configuration
 
-    def inner(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
+    def inner(graph: fx.GraphModule, example: Sequence[torch.Tensor], **kwargs: Any) -> Run:
         phase: Phase = (
             "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         )
-        finish = transform(graph, phase)
-        strip(graph)
-        forget_visible(graph)
-        with parallel():
-            compiled = compile(graph, example, **kwargs)
-            return compiled if finish is None else finish(compiled, str(getattr(compiled, "source_code", "")))
+        return _lower(graph, phase, transform, partial(compile, graph, example, **kwargs))
 
-    with functorch_config.patch(enable_autograd_cache=bool(key) and functorch_config.enable_autograd_cache):
+    with functorch_config.patch(enable_autograd_cache=bool(capture.key) and functorch_config.enable_autograd_cache):
         return compile_fx(  # type: ignore[return-value, no-any-return]
             gm,
             inputs,  # type: ignore[arg-type]
-            inner_compile=inner,
-            config_patches={**patches(), "custom_partitioner_fn": Partitioner(capture, key)},
+            inner_compile=inner,  # type: ignore[arg-type]
+            config_patches={**patches(), "custom_partitioner_fn": capture},
         )
 
 
-def eager(
-    gm: fx.GraphModule, inputs: Sequence[Any], capture: Capture, transform: Transform, key: str = ""
-) -> Callable[..., Any]:
+def eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], capture: Capture, transform: Transform) -> CompiledFn:
     """Runs the ATen graph as it is. Private in torch (``aot_autograd``, ``boxed_nop``); tried on 2.11 to 2.15."""
 
-    def compiler(phase: Phase) -> Callable[[fx.GraphModule, Sequence[Any]], Any]:
-        def compile(graph: fx.GraphModule, example: Sequence[Any]) -> Any:
+    def compiler(phase: Phase) -> Callable[[fx.GraphModule, Sequence[torch.Tensor]], Run]:
+        def compile(graph: fx.GraphModule, example: Sequence[torch.Tensor]) -> Run:
             if phase == "forward":
                 _donates_nothing()
-            finish = transform(graph, phase)
-            strip(graph)
-            compiled = boxed_nop(graph, list(example))
-            return compiled if finish is None else finish(compiled, "")
+            return _lower(graph, phase, transform, partial(_nothing, graph, example))
 
         return compile
 
@@ -115,9 +104,18 @@ def eager(
             fw_compiler=compiler("forward"),
             bw_compiler=compiler("backward"),
             inference_compiler=compiler("inference"),
-            partition_fn=capture.partition,
+            partition_fn=capture,
             keep_inference_input_mutations=True,
         )(gm, inputs)
+
+
+def _lower(graph: fx.GraphModule, phase: Phase, transform: Transform, compile: Callable[[], Run]) -> Run:
+    finish = transform(graph, phase)
+    strip(graph)
+    forget_visible(graph)
+    with parallel():
+        compiled = compile()
+        return compiled if finish is None else finish(compiled, str(getattr(compiled, "source_code", "")))
 
 
 def _donates_nothing() -> None:
@@ -130,27 +128,28 @@ def _donates_nothing() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
-def _whole(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
+def _whole(graph: fx.GraphModule, example: Sequence[torch.Tensor], **kwargs: Any) -> Run:
     keep_order(graph)
     keep_codes(graph)
     keep_accumulators(graph)
+    graph.recompile()
     with kept(graph):
         return _each(graph, example, **kwargs)
 
 
-def _each(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
+def _each(graph: fx.GraphModule, example: Sequence[torch.Tensor], **kwargs: Any) -> Run:
     """Compiles without the partitioner, which has already run: equal graphs share entries of Inductor's cache."""
     with inductor_config.patch(custom_partitioner_fn=None):
         return compile_fx_inner(graph, example, **kwargs)
 
 
-def _nothing(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Any:
+def _nothing(graph: fx.GraphModule, example: Sequence[torch.Tensor], **kwargs: Any) -> Run:
     return boxed_nop(graph, list(example))
 
 
 _stitched = partial(inductor, compile=stitched(_whole, _each))
 
-LOWERINGS: dict[str, Callable[..., Callable[..., Any]]] = {
+LOWERINGS: dict[str, Callable[..., CompiledFn]] = {
     "inductor": _stitched,
     "stitched": _stitched,
     "whole": partial(inductor, compile=_whole),
@@ -158,20 +157,20 @@ LOWERINGS: dict[str, Callable[..., Callable[..., Any]]] = {
 }
 """By the backend's option ``lowering``."""
 
-CAPTURES: dict[str, Callable[..., Callable[..., Any]]] = {
+CAPTURES: dict[str, Callable[..., CompiledFn]] = {
     **dict.fromkeys(("inductor", "stitched", "whole"), partial(inductor, compile=_nothing)),
     "eager": eager,
 }
 """The same graphs without Inductor's code generation: for inspection, not for execution."""
 
 
-def memory_budget(gm: fx.GraphModule) -> float:
-    """Returns the fraction of its activations that a graph may save; 1 if nobody has limited it. Private in torch
-    (``activation_memory_budget``, and the mark that ``region_activation_memory_budget`` leaves on nodes); tried on
-    2.13.
-    """
-    marks = [n.meta.get("custom", {}).get("_region_activation_memory_budget", 1.0) for n in gm.graph.nodes]
-    return float(min([functorch_config.activation_memory_budget, *marks]))
+def raising(error: BaseException) -> CompiledFn:
+    """Returns a compiled function that raises: Dynamo would wrap an error raised inside a backend."""
+
+    def compiled(*args: torch.Tensor) -> NoReturn:
+        raise error
+
+    return compiled
 
 
 def strip(graph: fx.GraphModule) -> None:
@@ -196,7 +195,6 @@ def keep_order(graph: fx.GraphModule) -> None:
     token.meta["val"] = first.meta["val"].new_empty([0])
     for launch in launches:
         launch.args = (*launch.args, token)
-    graph.recompile()
 
 
 def keep_codes(graph: fx.GraphModule) -> None:
@@ -206,14 +204,12 @@ def keep_codes(graph: fx.GraphModule) -> None:
         for target in (ops.refresh_codes, ops.kept_cast):
             for lasting in graph.graph.find_nodes(op="call_function", target=target):
                 graph.graph.call_function(ops.free, (lasting,))
-    graph.recompile()
 
 
 def keep_accumulators(graph: fx.GraphModule) -> None:
     """Tells accumulates that their sources cannot become accumulators: Inductor reuses the sources' memory."""
     for node in graph.graph.find_nodes(op="call_function", target=ops.accumulate):
         node.args = (*node.args[:4], True)
-    graph.recompile()
 
 
 def forget_visible(graph: fx.GraphModule) -> None:

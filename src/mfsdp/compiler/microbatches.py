@@ -26,7 +26,7 @@ class Together:
         options = {**found.pop("options"), "interleave": True}
         self.model = model._orig_mod
         self._run = torch.compile(own_code(each, "together"), backend="mfsdp", options=options, **found)
-        self._told = False
+        self._warned = False
 
     def __call__(self, microbatches: Sequence[Any]) -> list[Any]:
         """Runs the model on each microbatch.
@@ -41,11 +41,15 @@ class Together:
             TypeError: ``microbatches`` is no list, or a microbatch is none of these.
             ValueError: the list is empty.
         """
-        calls = [_call(batch) for batch in _sequence(microbatches)]
+        if not isinstance(microbatches, (list, tuple)):
+            raise TypeError(f"mfsdp.together: give a list of microbatches, not {type(microbatches).__name__}")
+        if not microbatches:
+            raise ValueError("mfsdp.together: there is no microbatch")
+        calls = [_call(batch) for batch in microbatches]
         broken = counters["graph_break"].total()
         out: list[Any] = self._run(self.model, calls)
-        if counters["graph_break"].total() > broken and not self._told:
-            self._told = True
+        if counters["graph_break"].total() > broken and not self._warned:
+            self._warned = True
             log.warning(
                 "mfsdp: together: the graph of %s breaks (TORCH_LOGS=graph_breaks): around a break microbatches run "
                 "one after the other",
@@ -87,15 +91,7 @@ def together(model: nn.Module) -> Together:
 _KEY = "_mfsdp_together"
 
 
-def _sequence(microbatches: Any) -> Sequence[Any]:
-    if not isinstance(microbatches, (list, tuple)):
-        raise TypeError(f"mfsdp.together: give a list of microbatches, not {type(microbatches).__name__}")
-    if not microbatches:
-        raise ValueError("mfsdp.together: there is no microbatch")
-    return microbatches
-
-
-def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _call(batch: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, torch.Tensor):
         return (batch,), {}
     if isinstance(batch, Mapping):
@@ -108,7 +104,7 @@ def _call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def settings(model: Any, caller: str) -> dict[str, Any]:
+def settings(model: nn.Module, caller: str) -> dict[str, Any]:
     """Returns the settings that a model was compiled with. Private in torch (``dynamo_ctx``, ``innermost_backend``);
     tried on 2.13, not on the others of 2.11 to 2.15.
 
@@ -124,9 +120,9 @@ def settings(model: Any, caller: str) -> dict[str, Any]:
     return {"options": options, "fullgraph": context.fullgraph, "dynamic": backend.dynamic}
 
 
-def _context(model: Any) -> Any:
+def _context(model: nn.Module) -> Any:
     """Returns the context of torch.compile's wrapper or of ``model.compile()`` (private in torch as well)."""
     if isinstance(model, OptimizedModule):
         return model.dynamo_ctx
-    called = model._compiled_call_impl
+    called: Any = model._compiled_call_impl
     return dict(zip(called.__code__.co_freevars, called.__closure__))["self"].cell_contents

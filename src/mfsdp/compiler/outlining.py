@@ -21,7 +21,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -32,6 +32,8 @@ from ..ir.program import LAYER, base_of
 from ..ir.roles import role
 from ..sharding.mutation_check import storage
 from .layer_match import CALL, Layer, layers, unfit
+
+T = TypeVar("T")
 
 log = logging.getLogger("mfsdp")
 
@@ -71,7 +73,7 @@ def outline(gm: fx.GraphModule) -> list[str]:
     return refused
 
 
-def captured(gm: fx.GraphModule, compile: Callable[[], Any], cut: Callable[[], bool]) -> Any:
+def captured(gm: fx.GraphModule, compile: Callable[[], T], cut: Callable[[], bool]) -> T:
     """Compiles Dynamo's graph with equal layers as calls; without calls if torch cannot partition that graph.
 
     Args:
@@ -112,41 +114,40 @@ def _trusted() -> Iterator[None]:
         CALL._supports_training_input_mutation = before
 
 
-def inline(gm: fx.GraphModule, beside: fx.GraphModule | None = None) -> dict[str, fx.Node]:
+def inline(gm: fx.GraphModule, other: fx.GraphModule | None = None) -> dict[str, fx.Node]:
     """Expands the calls, in place. Does not recompile the graph: passes follow.
 
     Args:
         gm: a graph of Dynamo or AOTAutograd.
-        beside: another graph, whose names are not reused.
+        other: another graph, whose names are not reused.
 
     Returns:
-        Replacements for results of calls, by the results' former names.
+        Replacements for results of calls, by the results' earlier names.
     """
     graph = gm.graph
-    for node in beside.graph.nodes if beside is not None else ():
+    for node in other.graph.nodes if other is not None else ():
         graph._graph_namespace.create_name(node.name, None)
     found: dict[str, fx.Node] = {}
     for call in list(_calls(gm)):
         name, body = _called(gm, call)
         inputs = body.graph.find_nodes(op="placeholder")
-        held: dict[fx.Node, Any] = dict(zip(inputs, call.args[2:], strict=True))
-        results: Sequence[Any] = ()
+        copies: dict[fx.Node, Any] = dict(zip(inputs, call.args[2:], strict=True))
         with graph.inserting_before(call):
-            for node in body.graph.nodes:
-                if node.op == "output":
-                    results = node.args[0]
-                elif node.op == "get_attr":
-                    held[node] = graph.get_attr(_moved(gm, body, f"{name}_{node.target}", node.target))
-                    held[node].meta = dict(node.meta)
-                elif node.op != "placeholder":
-                    held[node] = graph.node_copy(node, held.__getitem__)
-                    held[node].meta = {**node.meta, LAYER: call.meta.get(LAYER, "")}
-        _apart(results, held, call)
+            graph.graph_copy(body.graph, copies)
+        for inner, outer in copies.items():
+            if inner.op == "get_attr":
+                outer.target = f"{name}_{inner.target}"
+                if not hasattr(gm, outer.target):
+                    setattr(gm, outer.target, getattr(body, str(inner.target)))
+            elif inner.op != "placeholder":
+                outer.meta[LAYER] = call.meta.get(LAYER, "")
+        results: Any = body.graph.output_node().args[0]
+        _own_values(results, copies, call)
         for element in list(call.users):
-            result = results[element.args[1]]  # type: ignore[index]
+            result = results[element.args[1]]
             if isinstance(result, fx.Node):
-                found[element.name] = held[result]
-            element.replace_all_uses_with(held.get(result, result))
+                found[element.name] = copies[result]
+            element.replace_all_uses_with(copies.get(result, result))
             graph.erase_node(element)
         graph.erase_node(call)
     for node in graph.find_nodes(op="get_attr") if found else ():
@@ -157,28 +158,27 @@ def inline(gm: fx.GraphModule, beside: fx.GraphModule | None = None) -> dict[str
     return found
 
 
-def _apart(results: Sequence[Any], held: Mapping[fx.Node, Any], call: fx.Node) -> None:
+def _own_values(results: Sequence[fx.Node | None], copies: Mapping[fx.Node, fx.Node], call: fx.Node) -> None:
     """Gives the results of a call their own fake values. Results of different calls share no storage, although torch
     records the same values for what backward reads of them. Results that share storage inside a call still do.
     """
     storages: dict[int, torch.Tensor] = {}
     values: dict[fx.Node, torch.Tensor] = {}
 
-    def note(inner: Any, outer: Any) -> None:
+    def note(inner: object, outer: object) -> None:
         if isinstance(inner, FakeTensor) and isinstance(outer, FakeTensor):
             storages.setdefault(storage(inner), outer)
 
-    for inner, outer in held.items():
+    for inner, outer in copies.items():
         if inner.op == "placeholder" and isinstance(outer, fx.Node):
             note(inner.meta.get("val"), outer.meta.get("val"))
     for element in call.users:
         result, value = results[element.args[1]], element.meta.get("val")  # type: ignore[index]
-        if isinstance(result, fx.Node) and value is not result.meta.get("val"):
+        if result is not None and value is not result.meta.get("val"):
             note(result.meta.get("val"), value)
             values[result] = value  # type: ignore[assignment]
     for result in results:
-        value = result.meta.get("val") if isinstance(result, fx.Node) else None
-        if not isinstance(value, FakeTensor) or result.op == "placeholder":
+        if result is None or result.op == "placeholder" or not isinstance(value := result.meta.get("val"), FakeTensor):
             continue
         if result not in values:
             with value.fake_mode, torch.no_grad():
@@ -187,7 +187,7 @@ def _apart(results: Sequence[Any], held: Mapping[fx.Node, Any], call: fx.Node) -
                     items = value.untyped_storage().nbytes() // value.itemsize
                     base = storages[storage(value)] = torch.empty(items, dtype=value.dtype, device=value.device)
                 values[result] = base.as_strided(value.shape, value.stride(), value.storage_offset())
-        held[result].meta["val"] = values[result]
+        copies[result].meta["val"] = values[result]
 
 
 def layer_boundaries(gm: fx.GraphModule) -> None:
@@ -212,7 +212,7 @@ def layer_boundaries(gm: fx.GraphModule) -> None:
 _RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def writes(joint: fx.GraphModule) -> None:
+def check_functional(joint: fx.GraphModule) -> None:
     """Checks the joint graph of a call: torch does not make it functional, but passes expect it to be.
 
     Raises:
@@ -233,10 +233,3 @@ def _calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
 def _called(gm: fx.GraphModule, call: fx.Node) -> tuple[str, fx.GraphModule]:
     name: Any = call.args[0].target  # type: ignore[union-attr]
     return name, getattr(gm, name)
-
-
-def _moved(gm: fx.GraphModule, body: fx.GraphModule, name: str, attribute: Any) -> str:
-    """Returns the name under which a graph has an attribute of a nested graph; adds the attribute if it is missing."""
-    if not hasattr(gm, name):
-        setattr(gm, name, getattr(body, attribute))
-    return name

@@ -41,7 +41,7 @@ from ..ir.roles import Kind, role
 from . import joint_graph
 from .capture import Capture
 from .joint_graph import Treatment
-from .layer_match import layer_of
+from .layer_match import described_by, layer_of, operator_of
 
 ALLOWED = ("gathered", "recompute", "offload", "optimizer", "prefetch")
 """What a plan may choose."""
@@ -431,8 +431,8 @@ class Planner:
         behind, times = joint_graph.differentiated(backward.gm), self._times(backward)
         found: dict[str, tuple[float, int]] = {}
         for node in backward.nodes:
-            own = node not in behind and layer_of(joint_graph.described(node)) in choice.layers
-            if own and (name := joint_graph.operator_of(node)):
+            own = node not in behind and layer_of(described_by(node)) in choice.layers
+            if own and (name := operator_of(node)):
                 seconds, taken = found.get(name, (0.0, 0))
                 results = [x.meta["val"] for x in node.users if is_element(x)] or node.meta["val"]
                 found[name] = seconds + times[node].seconds, taken + nbytes(results)

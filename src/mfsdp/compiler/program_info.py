@@ -53,7 +53,7 @@ def collectives(program: Program) -> dict[str, list[str]]:
     program: they are not the same layer (invariant 39).
     """
     out: dict[str, list[str]] = {}
-    told = {unit for unit, _ in sources(program).values()}
+    from_arguments = {unit for unit, _ in sources(program).values()}
     for node in program.nodes:
         r = role(node)
         if node.target is ops.collective:  # shapes may depend on data, and under tensor parallelism on the rank
@@ -63,7 +63,7 @@ def collectives(program: Program) -> dict[str, list[str]]:
         if r is None or node.target not in (*ops.OURS, ops.accumulate):
             continue
         unit = program.unit(r.unit)
-        path = PATH.format(unit.name) if unit.name in told else unit.fqn
+        path = PATH.format(unit.name) if unit.name in from_arguments else unit.fqn
         line = only_tells("lines of the listing", str(node.target), printer.text, node)
         spec, text = unit.spec, f"{line}  unit '{path}' of {program.name}"
         if node.target is ops.accumulate:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from torch.fx import Node
+from torch.fx.node import Argument
 
 from ..config.best_effort import only_tells
 from ..ir import ops, printer
@@ -56,19 +58,16 @@ def listed(program: Program, driven: bool = False) -> list[Operation]:
         verb = node.target._schema.name.removeprefix("mfsdp::")  # type: ignore[union-attr]
         if driven and verb in CALLED:
             continue
-        operands: list[Operand | None] = []
-        for arg in node.args:
-            if isinstance(arg, (list, tuple)):
-                break
-            operands.append(_operand(arg, number, driven))
+        scalars = takewhile(lambda arg: not isinstance(arg, (list, tuple)), node.args)
+        operands = tuple(_operand(arg, number, driven) for arg in scalars)
         group = group_of(program, node) if node.target in ops.COLLECTIVES else ""
         number[node] = len(out)
         text = only_tells("lines of the listing", node.name, printer.text, node)
-        out.append(Operation(verb, tuple(operands), text, node, group))
+        out.append(Operation(verb, operands, text, node, group))
     return out
 
 
-def _operand(arg: Any, number: Mapping[Node, int], driven: bool) -> Operand | None:
+def _operand(arg: Argument, number: Mapping[Node, int], driven: bool) -> Operand | None:
     if not isinstance(arg, Node):
         return "is", arg
     if arg in number:
@@ -85,39 +84,30 @@ def written(code: str, driven: bool = False) -> list[Operation]:
     except SyntaxError:  # C++
         return []
     bodies = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "call"]
+    statements = [n for body in bodies for n in ast.walk(body) if isinstance(n, ast.stmt) and n is not body]
     bound: dict[str, Operand] = {}
     out: list[Operation] = []
-    for statement in (s for body in bodies for s in _statements(body)):
+    for statement in sorted(statements, key=lambda n: n.lineno):
         value = getattr(statement, "value", None)
-        names = [t for t in getattr(statement, "targets", []) if isinstance(t, (ast.Name, ast.Tuple, ast.List))]
+        targets: list[ast.expr] = getattr(statement, "targets", [])
+        names = [t.id for t in targets if isinstance(t, ast.Name)]
         verb, given, text = _call(value)
         if verb and not (driven and verb in CALLED):
-            operands: list[Operand | None] = []
-            for arg in given:
-                if isinstance(arg, (ast.List, ast.Tuple)):
-                    break
-                operands.append(_value(arg, bound))
-            out.append(Operation(verb, tuple(operands), text))
-            bound.update({t.id: ("op", len(out) - 1) for t in names if isinstance(t, ast.Name)})
+            scalars = takewhile(lambda arg: not isinstance(arg, (ast.List, ast.Tuple)), given)
+            out.append(Operation(verb, tuple(_value(arg, bound) for arg in scalars), text))
+            bound.update(dict.fromkeys(names, ("op", len(out) - 1)))
         elif isinstance(value, ast.Name) and value.id in ("args", "Args"):
-            inputs = [e for t in names for e in ([t] if isinstance(t, ast.Name) else t.elts)]
+            inputs = [e for t in targets for e in getattr(t, "elts", [t])]
             bound.update({e.id: ("in", e.id) for e in inputs if isinstance(e, ast.Name)})
         elif isinstance(value, ast.Name) and value.id in bound:
-            bound.update({t.id: bound[value.id] for t in names if isinstance(t, ast.Name)})
+            bound.update(dict.fromkeys(names, bound[value.id]))
         else:
-            for t in names:
-                if isinstance(t, ast.Name):
-                    bound.pop(t.id, None)
+            for name in names:
+                bound.pop(name, None)
     return out
 
 
-def _statements(body: ast.AST) -> Iterator[ast.stmt]:
-    """Returns statements in the order of their lines, however nested."""
-    found = [n for n in ast.walk(body) if isinstance(n, ast.stmt) and n is not body]
-    return iter(sorted(found, key=lambda n: n.lineno))
-
-
-def _call(value: Any) -> tuple[str, list[ast.expr], str]:
+def _call(value: ast.expr | None) -> tuple[str, list[ast.expr], str]:
     """Returns which of our operations is called, its arguments, and the text of the call."""
     if not isinstance(value, ast.Call):
         return "", [], ""
@@ -183,7 +173,7 @@ def compare(expected: list[Operation], code: str, driven: bool = False) -> None:
             return
 
 
-def _constants(operation: Operation) -> tuple[Any, ...]:
+def _constants(operation: Operation) -> tuple[object, ...]:
     """Returns a collective's verb and constants, which together identify its group."""
     return operation.verb, *(o[1] for o in operation.operands if o is not None and o[0] == "is")
 

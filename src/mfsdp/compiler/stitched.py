@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +25,12 @@ from ..ir.program import STORAGE, is_element
 from ..ir.roles import Kind, is_kind, role
 from ..runtime import execution, kernels
 from .compile_workers import handed_out
-from .subgraphs import CannotSplit, Step, Subgraph, is_view, split
+from .subgraphs import CannotSplit, Step, Subgraph, is_view, reads, split
 
 log = logging.getLogger("mfsdp")
+
+Body = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+"""A compiled subgraph."""
 
 Compile = Callable[..., Any]
 """``compile_fx_inner``, or a replacement."""
@@ -48,7 +51,7 @@ class Stitched:
     def __init__(
         self,
         driver: str,
-        bodies: Mapping[str, Any],
+        bodies: Mapping[str, Body],
         dying: Mapping[str, Sequence[int]],
         constants: Mapping[str, torch.Tensor],
     ):
@@ -62,7 +65,7 @@ class Stitched:
     def __call__(self, args: list[Any]) -> Any:
         return self._call(args)
 
-    def _first(self, name: str, given: list[Any]) -> Any:
+    def _first(self, name: str, given: list[torch.Tensor]) -> list[torch.Tensor]:
         """Runs a body for the first time, and ensures that its results own their storages: a compiler may compute one
         in a part of another (``cat``), or return one twice, and another body may overwrite either. This is a
         property of the code, so later calls copy the same results.
@@ -90,7 +93,7 @@ def _address(x: torch.Tensor) -> int | None:
     return x.untyped_storage().data_ptr() or None
 
 
-def _apart(body: Callable[..., Any], shared: Collection[int], given: list[Any]) -> list[Any]:
+def _apart(body: Body, shared: Collection[int], given: list[torch.Tensor]) -> list[torch.Tensor]:
     return [x.clone() if i in shared else x for i, x in enumerate(body(given))]
 
 
@@ -110,19 +113,17 @@ def stitched(whole: Compile, each: Compile) -> Compile:
         except CannotSplit as why:
             log.info("mfsdp: compiled as one graph, not in stretches: %s", why)
             return whole(gm, example, **kwargs)
-        bodies: dict[str, Any] = {}
-        kinds: dict[tuple[Any, ...], str] = {}
+        bodies: dict[str, Body] = {}
+        kinds: dict[Hashable, str] = {}
         names: dict[Subgraph, str] = {}
         dying: dict[str, list[int]] = {}
-        for stretch in (step for step in steps if isinstance(step, Subgraph)):
-            kind = stretch.kind()
-            if kind not in kinds:
-                name = kinds[kind] = f"Body{len(kinds)}"
-                dying[name] = [i for i, n in enumerate(stretch.inputs) if n in stretch.dying]
-                compiled = partial(_body, stretch, dying[name], each, kwargs)
-                bodies[name] = handed_out(compiled, f"{name}, the stretch {_shown(stretch)}")
-            names[stretch] = kinds[kind]
-        _tell_strides(gm)
+        for subgraph in (step for step in steps if isinstance(step, Subgraph)):
+            name = names[subgraph] = kinds.setdefault(subgraph.kind(), f"Body{len(kinds)}")
+            if name not in bodies:
+                dying[name] = [i for i, n in enumerate(subgraph.inputs) if n in subgraph.dying]
+                compiled = partial(_body, subgraph, dying[name], each, kwargs)
+                bodies[name] = handed_out(compiled, f"{name}, the stretch {_range(subgraph)}")
+        _report_strides(gm)
         constants = {_text(n): getattr(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")}
         log.debug("mfsdp: %d stretches of %d kinds", len(names), len(kinds))
         return Stitched(driver(gm.graph, steps, names), bodies, dying, constants)
@@ -139,7 +140,7 @@ def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Subgraph, str]
     inputs, output = graph.find_nodes(op="placeholder"), graph.output_node()
     last: dict[Node, Step | None] = {}
     for step in steps:
-        last.update(dict.fromkeys(step.inputs if isinstance(step, Subgraph) else step.all_input_nodes, step))
+        last.update(dict.fromkeys(reads(step), step))
     last.update(dict.fromkeys(output.all_input_nodes))
     lines = [f"{_listed(inputs)} = Args"] if inputs else []
     lines += ["Args.clear()", "Run = Current()", "Kernels = Shown if Run.shown else Plain"]
@@ -147,18 +148,17 @@ def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Subgraph, str]
     shown = (node for node in graph.nodes if node.target in ops.SHOWN)
     number = {node: i for i, node in enumerate(shown)}
     for step in steps:
-        reads = step.inputs if isinstance(step, Subgraph) else step.all_input_nodes
-        gone = [n.name for n in reads if last[n] is step and n.op != "get_attr"]
-        drop = [f"del {', '.join(gone)}"] if gone else []
+        dead = [n.name for n in reads(step) if last[n] is step and n.op != "get_attr"]
+        drop = [f"del {', '.join(dead)}"] if dead else []
         if isinstance(step, Subgraph):
-            gives = f"{_listed(step.outputs)} = " if step.outputs else ""
+            assigned = f"{_listed(step.outputs)} = " if step.outputs else ""
             inside = [number[n] for n in step.nodes if n in number]
             lines += [f"Run.at = {inside[0] - 1}"] if inside else []
-            lines += [f"Given = [{', '.join(map(_text, step.inputs))}]", *drop, f"{gives}{names[step]}(Given)"]
+            lines += [f"Given = [{', '.join(map(_text, step.inputs))}]", *drop, f"{assigned}{names[step]}(Given)"]
             unread = [n.name for n in step.outputs if n not in last]
         else:
             lines += [_called(step, number.get(step)), *drop]
-            unread = [step.name] if step not in last and _gives(step) else []
+            unread = [step.name] if step not in last and _has_result(step) else []
         lines += [f"del {', '.join(unread)}"] if unread else []
     body = "\n".join(f"    {line}" for line in [*lines, f"return {_text(tuple(output.args[0]))}"])  # type: ignore[arg-type]
     return f"def call(Args):\n{body}\n"
@@ -166,16 +166,16 @@ def driver(graph: fx.Graph, steps: Sequence[Step], names: Mapping[Subgraph, str]
 
 def _called(node: Node, number: int | None) -> str:
     args = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
-    gives = f"{node.name} = " if _gives(node) else ""
+    assigned = f"{node.name} = " if _has_result(node) else ""
     if number is not None:
         kernel = f"Kernels.{node.target._schema.name.removeprefix('mfsdp::')}"  # type: ignore[union-attr]
-        return f"Run.at = {number}; {gives}{kernel}({', '.join(['Run', *args])})"
+        return f"Run.at = {number}; {assigned}{kernel}({', '.join(['Run', *args])})"
     if is_element(node):
-        return f"{gives}{args[0]}[{args[1]}]"
-    return f"{gives}{_text(node.target)}({', '.join(args)})"
+        return f"{assigned}{args[0]}[{args[1]}]"
+    return f"{assigned}{_text(node.target)}({', '.join(args)})"
 
 
-def _gives(node: Node) -> bool:
+def _has_result(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is None or bool(schema.returns)
 
@@ -184,7 +184,7 @@ def _listed(nodes: Sequence[Node]) -> str:
     return f"[{', '.join(n.name for n in nodes)}]"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Returns an argument as Python source."""
     if isinstance(value, Node):
         return f"Constant_{value.name}" if value.op == "get_attr" else value.name
@@ -208,67 +208,60 @@ def _text(value: Any) -> str:
 
 def _donated(gm: fx.GraphModule) -> set[Node]:
     """Returns AOTAutograd's donated placeholders, which have no other reader, except those that share a storage and our
-    own. Private in torch (``bw_donated_idxs``); tried on 2.11, 2.13 and 2.15.
+    own.
     """
-    context = TracingContext.try_get()
-    numbers = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None) or ()
     inputs = gm.graph.find_nodes(op="placeholder")
     saved = [n.meta[STORAGE][0] for n in inputs if STORAGE in n.meta]
-    found = (inputs[i] for i in numbers if i < len(inputs))
+    found = (inputs[i] for i in _donated_indices() if i < len(inputs))
     return {n for n in found if STORAGE in n.meta and saved.count(n.meta[STORAGE][0]) == 1 and role(n) is None}
 
 
-def _body(stretch: Subgraph, dying: list[int], compile: Compile, kwargs: Mapping[str, Any]) -> Any:
-    gm = stretch.body()
+def _donated_indices() -> Sequence[int]:
+    """Private in torch (``bw_donated_idxs``); tried on 2.11, 2.13 and 2.15."""
+    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+    return getattr(metadata, "bw_donated_idxs", None) or ()
+
+
+def _body(subgraph: Subgraph, dying: list[int], compile: Compile, kwargs: Mapping[str, Any]) -> Body:
+    gm = subgraph.body()
     more = dict(kwargs, static_input_idxs=(), is_backward=kwargs.get("is_backward", False) or bool(dying))
     with part(dying):
-        return compile(gm, [n.meta["val"] for n in stretch.inputs], **more)
+        return compile(gm, [n.meta["val"] for n in subgraph.inputs], **more)  # type: ignore[no-any-return]
 
 
-def _shown(stretch: Subgraph) -> str:
-    compute = [n.name for n in stretch.nodes if not is_view(n)] or [n.name for n in stretch.nodes]
+def _range(subgraph: Subgraph) -> str:
+    compute = [n.name for n in subgraph.nodes if not is_view(n)] or [n.name for n in subgraph.nodes]
     return f"from {compute[0]} to {compute[-1]}"
 
 
 @contextmanager
-def part(donated: list[int]) -> Iterator[None]:
-    """Lets Inductor compile a part of a graph: it does not report strides of results, and may overwrite other inputs
-    than those of the graph. Private in torch (``output_strides``, ``bw_donated_idxs``, which Inductor reads in
-    backward); tried on 2.11, 2.13 and 2.15.
+def part(donated: list[int], strides: bool = False) -> Iterator[None]:
+    """Lets Inductor compile a part of a graph: it may overwrite other inputs than those of the graph, and reports
+    strides of results only with ``strides``. Private in torch (``output_strides``, ``bw_donated_idxs``, which Inductor
+    reads in backward); tried on 2.11, 2.13 and 2.15.
     """
     context = TracingContext.try_get()
     if context is None:
         yield
         return
-    strides, metadata = context.output_strides, context.fw_metadata
-    part: Any = SimpleNamespace() if metadata is None else copy.copy(metadata)
+    before = context.output_strides, context.fw_metadata
+    part: Any = SimpleNamespace() if context.fw_metadata is None else copy.copy(context.fw_metadata)
     part.bw_donated_idxs = donated
-    context.output_strides, context.fw_metadata = None, part
+    context.output_strides, context.fw_metadata = before[0] if strides else None, part
     try:
         yield
     finally:
-        context.output_strides, context.fw_metadata = strides, metadata
+        context.output_strides, context.fw_metadata = before
 
 
-@contextmanager
-def kept(gm: fx.GraphModule) -> Iterator[None]:
-    """Lets Inductor compile a graph without reusing the memory of inputs on the host. Private in torch
-    (``bw_donated_idxs``); tried on 2.13.
-    """
-    metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
-    numbers = getattr(metadata, "bw_donated_idxs", None)
-    there = {i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if is_kind(n, Kind.OFFLOAD)}
-    if not numbers or there.isdisjoint(numbers):
-        yield
-        return
-    metadata.bw_donated_idxs = [i for i in numbers if i not in there]  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        metadata.bw_donated_idxs = numbers  # type: ignore[union-attr]
+def kept(gm: fx.GraphModule) -> AbstractContextManager[None]:
+    """Lets Inductor compile a graph without reusing the memory of inputs on the host."""
+    numbers = _donated_indices()
+    host = {i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if is_kind(n, Kind.OFFLOAD)}
+    return nullcontext() if host.isdisjoint(numbers) else part([i for i in numbers if i not in host], strides=True)
 
 
-def _tell_strides(gm: fx.GraphModule) -> None:
+def _report_strides(gm: fx.GraphModule) -> None:
     """Tells AOTAutograd that all results have their traced strides. Private in torch (``output_strides``); tried on
     2.11, 2.13 and 2.15, not on the others of 2.11 to 2.15.
     """

@@ -21,21 +21,20 @@ of kinds does not grow with depth.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
-from typing import Any
 
 import torch
 from torch import fx
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from ..cost_model.fusion import fuses
 from ..ir import ops
 from ..ir.fp8_patterns import SCALE
 from ..ir.program import is_element, mutates, operator, view_of
 from ..ir.roles import Kind, is_kind
+from .layer_match import described, extracted, lines
 
 
 @dataclass(eq=False)
@@ -51,32 +50,32 @@ class Subgraph:
     dying: list[Node] = field(default_factory=list)
     """Inputs without later readers, whose storage nothing else shares."""
 
-    def kind(self) -> tuple[Any, ...]:
+    def kind(self) -> Hashable:
         """Returns a key that subgraphs share if one compiled body serves them."""
-        number = {n: i for i, n in enumerate([*self.inputs, *self.nodes])}
-        lines = tuple(
-            (str(n.target), repr(map_arg((n.args, n.kwargs), lambda a: _Number(number[a])))) for n in self.nodes
-        )
-        given = tuple((repr(_described(n)), n in self.dying) for n in self.inputs)
-        return given, lines, tuple(number[n] for n in self.outputs), tuple(_described(n) for n in self.outputs)
+        places = {n: f"%{i}" for i, n in enumerate([*self.inputs, *self.nodes])}
+        inputs = tuple((_described(n), n in self.dying) for n in self.inputs)
+        outputs = tuple((places[n], _described(n)) for n in self.outputs)
+        return inputs, lines(self.nodes, places), outputs
 
     def body(self) -> fx.GraphModule:
         """Returns its compute as a graph of its own. Names of dying inputs' placeholders begin with ``dying``, so that
         a compiler's caches distinguish which inputs may be overwritten.
         """
-        graph, copies = fx.Graph(), {}
-        for i, node in enumerate(self.inputs):
-            copies[node] = graph.placeholder(f"dying_{i}" if node in self.dying else f"in_{i}")
+        names = {n: f"{'dying' if n in self.dying else 'in'}_{i}" for i, n in enumerate(self.inputs)}
+        graph, copies = extracted(self.nodes, names, self.outputs)
+        for node in self.inputs:
             copies[node].meta = {"val": node.meta["val"]}
-        for node in self.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-        output = graph.output(tuple(copies[n] for n in self.outputs))
         # other subgraphs expect these strides: no padding
-        output.meta["user_visible_output_idxs"] = list(range(len(self.outputs)))
+        graph.output_node().meta["user_visible_output_idxs"] = list(range(len(self.outputs)))
         return fx.GraphModule(torch.nn.Module(), graph)
 
 
 Step = Subgraph | Node
+
+
+def reads(step: Step) -> list[Node]:
+    """Returns the values that a step reads."""
+    return step.inputs if isinstance(step, Subgraph) else step.all_input_nodes
 
 
 def split(gm: fx.GraphModule, donated: Collection[Node] = ()) -> list[Step]:
@@ -90,7 +89,7 @@ def split(gm: fx.GraphModule, donated: Collection[Node] = ()) -> list[Step]:
         CannotSplit: says why the program cannot be split.
     """
     found = _subgraphs(gm)
-    _hand_over(found)
+    _move_pointwise(found)
     return _steps(gm, found, donated)
 
 
@@ -134,7 +133,7 @@ def _subgraphs(gm: fx.GraphModule) -> _Found:
     found: _Found = {}
     number = 0
     for node in gm.graph.nodes:
-        _admit(gm, node)
+        _validate(gm, node)
         if scheduled(node):
             number += 1
         elif node.op == "call_function" and not is_view(node):
@@ -142,7 +141,7 @@ def _subgraphs(gm: fx.GraphModule) -> _Found:
     return found
 
 
-def _admit(gm: fx.GraphModule, node: Node) -> None:
+def _validate(gm: fx.GraphModule, node: Node) -> None:
     if node.op == "get_attr" and not isinstance(node.meta.get("val"), torch.Tensor):
         raise CannotSplit(f"{node.name} is no tensor")
     if node.op not in ("placeholder", "get_attr", "call_function", "output"):
@@ -153,7 +152,7 @@ def _admit(gm: fx.GraphModule, node: Node) -> None:
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
 
 
-def _symbolic(value: Any) -> bool:
+def _symbolic(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return any(map(_symbolic, (*value.shape, *value.stride(), value.storage_offset())))
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
@@ -168,7 +167,7 @@ def _readers(node: Node) -> Iterator[Node]:
             yield user
 
 
-def _hand_over(found: _Found) -> None:
+def _move_pointwise(found: _Found) -> None:
     """Moves pointwise compute past the operations between two subgraphs, to the side where a compiler would fuse it
     (Note [Subgraphs]).
     """
@@ -182,24 +181,24 @@ def _hand_over(found: _Found) -> None:
         tail = set(takewhile(fuses, reversed(members[number])))
         back = dict[Node, None]()
         for node in takewhile(_pointwise, members[later]):
-            if _may_go_back(node, number, found, {*tail, *back}):
+            if _may_move_back(node, number, found, {*tail, *back}):
                 back[node] = None
         found.update(dict.fromkeys(back, number))
-        if not back and tail and all(_may_go_on(node, later, found, tail) for node in tail):
+        if not back and tail and all(_may_move_on(node, later, found, tail) for node in tail):
             found.update(dict.fromkeys(tail, later))
             members[later] = [*(n for n in members[number] if n in tail), *members[later]]
 
 
-def _may_go_back(node: Node, number: int, found: _Found, run: Collection[Node]) -> bool:
+def _may_move_back(node: Node, number: int, found: _Found, run: Collection[Node]) -> bool:
     """Returns whether a node can move to the subgraph before its own, and is better computed after a run there."""
     sources = [base(source) for source in node.all_input_nodes]
-    there = (s.op == "placeholder" or found.get(s, number + 1) <= number for s in sources)
-    return any(s in run for s in sources) and all(there) and not any(map(_touched, sources))
+    computed = (s.op == "placeholder" or found.get(s, number + 1) <= number for s in sources)
+    return any(s in run for s in sources) and all(computed) and not any(map(_pinned, sources))
 
 
-def _may_go_on(node: Node, later: int, found: _Found, run: Collection[Node]) -> bool:
+def _may_move_on(node: Node, later: int, found: _Found, run: Collection[Node]) -> bool:
     """Returns whether a node of a run can move to the next subgraph, and is better computed there."""
-    if not _pointwise(node) or any(_touched(base(source)) for source in node.all_input_nodes):
+    if not _pointwise(node) or any(_pinned(base(source)) for source in node.all_input_nodes):
         return False  # gathered buffers are freed before the next subgraph
     readers = list(_readers(node))
     outside = [r for r in readers if r not in run]
@@ -208,7 +207,7 @@ def _may_go_on(node: Node, later: int, found: _Found, run: Collection[Node]) -> 
     return len(outside) < len(readers) or any(found.get(r) == later and fuses(r) for r in outside)
 
 
-def _touched(node: Node) -> bool:
+def _pinned(node: Node) -> bool:
     """Returns whether a value must keep its readers in place: an operation of the schedule returns it, waits for it or
     refreshes it in place, or a buffer is written.
     """
@@ -229,14 +228,14 @@ def _steps(gm: fx.GraphModule, found: _Found, donated: Collection[Node]) -> list
         if node in found:
             members.setdefault(found[node], []).append(node)
     steps: list[Step] = []
-    there: set[Node] = set()
+    emitted: set[Node] = set()
 
     def directly(node: Node) -> None:
         """Adds a node as a step of its own, after the views that it reads, which all such steps share."""
         for source in node.all_input_nodes:
             views = []
-            while is_view(source) and source not in there:
-                there.add(source)
+            while is_view(source) and source not in emitted:
+                emitted.add(source)
                 views.append(source)
                 source = view_of(source)  # type: ignore[assignment]
             steps.extend(reversed(views))
@@ -257,11 +256,11 @@ def _steps(gm: fx.GraphModule, found: _Found, donated: Collection[Node]) -> list
     output = gm.graph.output_node()
     read = set(map(base, output.all_input_nodes))
     for step in steps:
-        read.update(step.inputs if isinstance(step, Subgraph) else map(base, step.all_input_nodes))
+        read.update(map(base, reads(step)))
     for step in steps:
         if isinstance(step, Subgraph):
             step.outputs = [n for n in step.outputs if n in read]
-    _last(steps, output, donated)
+    _find_dying(steps, output, donated)
     return steps
 
 
@@ -273,7 +272,7 @@ CALLED = frozenset(op._schema.name.removeprefix("mfsdp::") for op in _CALLED)
 
 
 def _subgraph(compute: Sequence[Node]) -> Subgraph:
-    again = dict.fromkeys(_again(_gathered(compute, ())[1]))
+    again = dict.fromkeys(_recomputed(_gathered(compute, ())[1]))
     nodes, inputs = _gathered(compute, again)
     for node in (*inputs, *nodes):
         value = node.meta.get("val")
@@ -300,7 +299,7 @@ def _gathered(compute: Sequence[Node], again: Collection[Node]) -> tuple[list[No
     return list(nodes), list(inputs)
 
 
-def _again(inputs: Sequence[Node]) -> list[Node]:
+def _recomputed(inputs: Sequence[Node]) -> list[Node]:
     """Returns pointwise compute of other subgraphs that a subgraph repeats, from inputs that it reads anyway: a
     compiler that saw both would not store the result either.
     """
@@ -308,26 +307,26 @@ def _again(inputs: Sequence[Node]) -> list[Node]:
     left = set(inputs)
     for node in reversed(inputs):
         chain: list[Node] = []
-        if _follows(node, left - {node}, chain):
+        if _recomputable(node, left - {node}, chain):
             left.remove(node)
             out += chain
     return out
 
 
-def _follows(node: Node, known: Collection[Node], chain: list[Node]) -> bool:
+def _recomputable(node: Node, known: Collection[Node], chain: list[Node]) -> bool:
     """Returns whether a value follows from known values by a short chain of pointwise compute."""
-    if node.op != "call_function" or len(chain) == _LONGEST or not _pointwise(node) or mutates(node) or _touched(node):
+    if node.op != "call_function" or len(chain) == _LONGEST or not _pointwise(node) or mutates(node) or _pinned(node):
         return False
     chain.append(node)
     sources = list(map(base, node.all_input_nodes))
-    return bool(sources) and all(not _touched(s) and (s in known or _follows(s, known, chain)) for s in sources)
+    return bool(sources) and all(not _pinned(s) and (s in known or _recomputable(s, known, chain)) for s in sources)
 
 
 _LONGEST = 12
 """The most operators that are repeated to avoid storing their result."""
 
 
-def _last(steps: Sequence[Step], output: Node, donated: Collection[Node]) -> None:
+def _find_dying(steps: Sequence[Step], output: Node, donated: Collection[Node]) -> None:
     """Finds which inputs of subgraphs have no later reader."""
     done = set(map(base, output.all_input_nodes))
     for step in reversed(steps):
@@ -335,20 +334,9 @@ def _last(steps: Sequence[Step], output: Node, donated: Collection[Node]) -> Non
             written = {base(m) for n in step.nodes for m in mutates(n)}
             own = (n for n in step.inputs if n in donated or (n.op == "call_function" and not scheduled(n)))
             step.dying = [n for n in own if n not in done and n not in written]
-            done.update(step.inputs)
-        else:
-            done.update(map(base, step.all_input_nodes))
+        done.update(map(base, reads(step)))
 
 
-class _Number(int):
-    """A node in a kind's key."""
-
-    def __repr__(self) -> str:
-        return f"%{int(self)}"
-
-
-def _described(node: Node) -> Any:
+def _described(node: Node) -> tuple[object, ...]:
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        return value.shape, value.stride(), value.storage_offset(), value.dtype, value.device, value.layout
-    return type(value)
+    return described(value) if isinstance(value, torch.Tensor) else (type(value),)

@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo.config as dynamo_config
@@ -32,7 +31,7 @@ from ..sharding.module import FSDPModule, own_code
 from ..sharding.shard import fully_shard
 from . import attention_masks, outlining
 from .capture import Capture, sources
-from .lowering import CAPTURES
+from .lowering import CAPTURES, CompiledFn, raising
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Programs:
     capture: Capture | None = None
     """The model's capture; it keeps the joint graph, to be partitioned again (Note [Partition tags])."""
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Program]:
         return iter(self.all)
 
 
@@ -123,12 +122,12 @@ class _Recorder:
     def __init__(self, programs: Programs, name: str | None, lowering: str):
         self.found, self.name, self.lowering = [programs], name, lowering
 
-    def compile(self, gm: fx.GraphModule, inputs: list[Any]) -> Any:
+    def compile(self, gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> CompiledFn:
         """Is a backend for Dynamo: captures a graph and returns a function that stops the run."""
         try:
             mutation_check.traced(gm, inputs)
         except RuntimeError as error:
-            return partial(_refuse, error)
+            return raising(error)
         capture = self.found[0].capture = Capture(inputs, sources(gm), self.name)
         capture.keeps, capture.notes = True, attention_masks.fold_masks(gm, capture.input_names)
         fakes = _on_cpu(gm, inputs)
@@ -176,17 +175,17 @@ def _shard(
     shape = mesh_shape or (world or 8,)
     meshes = [p.device_mesh for p in meta.parameters() if isinstance(p, DTensor)]
     apart = math.prod(sizes_along(meshes, TENSOR).values())
-    anew = local_mesh("cpu", shape, numbers=range(0, math.prod(shape) * apart, apart))
+    new_mesh = local_mesh("cpu", shape, numbers=range(0, math.prod(shape) * apart, apart))
     if "ignored_params" in sharding:
         sharding["ignored_params"] = [clone.twins.get(id(p), p) for p in sharding["ignored_params"] or ()]
     clone.twins.clear()  # `fully_shard` looks for optimizers only if others hold the parameters
     ignored = [p for p in meta.parameters() if getattr(p, "_mfsdp_ignored", False)]
     for module, call, grid in clone.calls or [(meta, sharding, [])]:
-        mesh = _as_sharded(grid) if cut else anew
+        mesh = _as_sharded(grid) if cut else new_mesh
         fully_shard(module, **{"mesh": mesh, "device": "meta", "ignored_params": ignored, **call})
 
 
-def _as_sharded(grid: list[Any]) -> DeviceMesh:
+def _as_sharded(grid: Sequence[object]) -> DeviceMesh:
     """Returns the mesh of a `fully_shard` call, without process groups."""
     ranks = torch.tensor(grid, device="cpu")
     numbers = ranks.flatten().tolist()
@@ -206,7 +205,7 @@ def _constants_on_meta() -> Iterator[None]:
         fake_tensor_tls.allow_non_fake_inputs_override = before
 
 
-def _logs_nothing() -> AbstractContextManager[Any]:
+def _logs_nothing() -> AbstractContextManager[None]:
     """Lets a model log in its forward, which is a graph break otherwise: tracing runs nothing worth logging. Private in
     torch (``ignore_logging_functions``, ``ignore_logger_methods`` before 2.12); tried on 2.11 to 2.15.
     """
@@ -217,20 +216,15 @@ def _logs_nothing() -> AbstractContextManager[Any]:
     return dynamo_config.patch({name: {*getattr(dynamo_config, name), *methods}})  # type: ignore[no-any-return]
 
 
-def _refuse(error: Exception, *args: Any) -> Any:
-    """Raises an error in the compiled function: Dynamo would wrap an error raised inside a backend."""
-    raise error
-
-
 class _Traced(Exception):
     """The programs exist; nothing has to run."""
 
 
-def _stop(*args: Any) -> Any:
+def _stop(*args: torch.Tensor) -> NoReturn:
     raise _Traced
 
 
-def _on_cpu(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+def _on_cpu(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns fake CPU tensors like the inputs, and adapts the graph. On the meta device some composite operators
     (``nll_loss``) have their own kernels, which autograd does not see through. Private in torch (``TracingContext``,
     ``force_non_lazy_backward_lowering``); tried on 2.11 to 2.15.
