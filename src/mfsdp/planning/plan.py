@@ -15,7 +15,9 @@ from torch.utils import _pytree as pytree
 import mfsdp
 
 from ..compiler.memory_option import refusal
-from ..compiler.planner import ALLOWED, Planner, Score, Setting
+from ..compiler.plan_score import Score, Scorer
+from ..compiler.plan_search import Planner
+from ..compiler.plan_space import ALLOWED, Setting, Space
 from ..compiler.tracing import trace
 from ..config.best_effort import doing
 from ..config.layer_choices import numbered
@@ -53,7 +55,7 @@ def plan(
     operators to save, which layers stay gathered, which to offload, the prefetch depth and the reduce lag. Nothing
     runs, and no process group, GPU or memory for the model is needed.
 
-    The cost model and the memory ledger (`mfsdp.explain`) score each setting; `mfsdp.compiler.planner` searches.
+    The cost model and the memory ledger (`mfsdp.explain`) score each setting; `mfsdp.compiler.plan_search` searches.
 
     Args:
         model: any module, on any device, sharded or not; it is not changed.
@@ -86,16 +88,17 @@ def plan(
         if programs.capture is None or programs.capture.joint is None or programs.model is None:
             raise ValueError(f"plan: {type(model).__name__} is not trained: nothing requires gradients")
         other, plain = unsharded(programs.model)
-        planner = Planner.of(
-            programs.capture, buffers_of(programs.model), chosen, machine, inputs=sum(x.nbytes for x in batch),
-            other=other, plain=plain, optimizer=optimizer, rounds=microbatches, allow=tuple(allow), profile=profile,
+        scorer = Scorer(
+            Space(programs.capture, chosen, machine), buffers_of(programs.model), inputs=sum(x.nbytes for x in batch),
+            other=other, plain=plain, optimizer=optimizer, rounds=microbatches, profile=profile,
         )  # fmt: skip
+        planner = Planner(scorer, tuple(allow))
         best = planner.best(budget)
         if best is None:
             why = why or refusal(planner, budget)
         else:
             several = {k: v for k, v in asked.items() if isinstance(axes[k], list) and k != "units"}
-            found.append(_Found(planner.score(best), best, planner, programs.model, several))
+            found.append(_Found(planner.scorer.score(best), best, planner, programs.model, several))
     if not found:
         raise DoesNotFit(why)
     return _plan(type(model).__name__, budget, min(found, key=lambda x: x.score), curve)
@@ -139,13 +142,13 @@ class _Found:
 def _plan(model: str, budget: int, found: _Found, curve: bool) -> Plan:
     """Returns the plan of a setting, with its prices and its curve."""
     score, best, planner, meta = found.score, found.setting, found.planner, found.model
-    machine = planner.machine
-    top = planner.score(planner.top).peak
-    floor = planner.score(planner.floor).peak
-    modules = dict(meta.named_modules())
+    machine = planner.space.machine
+    top = planner.scorer.score(planner.top).peak
+    floor = planner.scorer.score(planner.floor).peak
+    modules, units = dict(meta.named_modules()), planner.space.capture.units
     return Plan(
         model=model,
-        world=planner.capture.units[0].spec.ranks if planner.capture.units else 1,
+        world=units[0].spec.ranks if units else 1,
         hardware=machine.name,
         memory=budget,
         step=score.seconds,
@@ -158,7 +161,7 @@ def _plan(model: str, budget: int, found: _Found, curve: bool) -> Plan:
         sizes={
             p: sum(x.numel() for x in modules[p].parameters()) for p, _, _ in numbered(best.choices) if p in modules
         },
-        optimizer="host" if best.streamed else "device",
+        optimizer="host" if best.state_on_host else "device",
         sharding=found.sharding,
         made_for=meta._mfsdp_unit.outermost.sharding if isinstance(meta, FSDPModule) else {},
         prices=tuple(_prices(planner, best)),
@@ -180,8 +183,8 @@ def _prices(planner: Planner, best: Setting) -> Iterator[Price]:
     """Yields the estimated costs of single changes (Note [Layer model]). It omits changes that another one beats or
     that exceed the host's memory.
     """
-    here = planner.estimate(best)
-    near = [(s, x) for s in planner.near(best) if planner.fits(x := planner.estimate(s), math.inf)]
+    here = planner.scorer.estimate(best)
+    near = [(s, x) for s in planner.moves.near(best) if planner.fits(x := planner.scorer.estimate(s), math.inf)]
     more = [(s, x) for s, x in near if x.peak > here.peak and x.seconds < here.seconds]
     less = [(s, x) for s, x in near if x.peak < here.peak]
     for side in (_undominated(more)[:PRICES], _undominated(less)[-PRICES:]):
@@ -203,8 +206,8 @@ def _difference(a: Setting, b: Setting) -> str:
     parts = [str(y) or f"{y.name}: as it is" for x, y in zip(a.choices, b.choices, strict=True) if x != y]
     parts += [f"prefetch {b.prefetch}"] if a.prefetch != b.prefetch else []
     parts += [f"reduce_lag {b.reduce_lag}"] if a.reduce_lag != b.reduce_lag else []
-    if a.streamed != b.streamed:
-        parts.append(f"optimizer state on the {'host' if b.streamed else 'device'}")
+    if a.state_on_host != b.state_on_host:
+        parts.append(f"optimizer state on the {'host' if b.state_on_host else 'device'}")
     return ", ".join(parts)
 
 
@@ -219,5 +222,5 @@ def _curve(planner: Planner, floor: int, most: int) -> Iterator[Point]:
         budget = floor + (most - floor) * i // BUDGETS
         best = planner.best(budget)
         if best is not None:
-            score = planner.score(best)
+            score = planner.scorer.score(best)
             yield Point(budget, score.seconds, score.peak, str(best))
