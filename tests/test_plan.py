@@ -35,8 +35,9 @@ from mfsdp.cost_model import fusion, machine, op_cost
 from mfsdp.cost_model.extrapolate import Event, drained, extrapolated, runs, segment
 from mfsdp.cost_model.timeline import simulate
 from mfsdp.ir.byte_costs import lines, peak
-from mfsdp.planning.explain import buffers_of, machine_of
+from mfsdp.planning.explain import buffers_of
 from mfsdp.planning.plan import _prices
+from mfsdp.planning.question import machine_of
 from mfsdp.reports.page import render as page_of
 from tests.helpers.explained import PLAIN, built, hastily, held
 from tests.helpers.models import GPT, Block, Gated, Unlike

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,10 @@ from ..config.layer_choices import numbered
 from ..config.options import PLANNED, Options
 from ..config.plans import DoesNotFit, Plan, Point, Price, nbytes_of
 from ..cost_model.memory_model import OPTIMIZER_STATES
+from ..cost_model.op_cost import Measurements
 from ..sharding.module import FSDPModule
-from .explain import buffers_of, machine_of, unsharded
+from .explain import buffers_of, unsharded
+from .question import HardwareLike, machine_of
 
 BUDGETS = 8
 """Number of other budgets in a plan's curve."""
@@ -36,17 +38,17 @@ PRICES = 6
 
 def plan(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: tuple[object, ...] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
     memory: int | str,
     world: int | None = None,
-    mesh_shape: Any = None,
-    hardware: Any = "h100",
+    mesh_shape: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    hardware: HardwareLike = "h100",
     microbatches: int = 1,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     optimizer: str = "adamw",
-    profile: Any = None,
+    profile: Measurements | None = None,
     allow: Collection[str] = ALLOWED,
     curve: bool = True,
     **sharding: Any,
@@ -105,7 +107,12 @@ def plan(
 
 
 def _check(
-    world: Any, hardware: Any, microbatches: Any, options: Mapping[str, Any], optimizer: str, allow: Collection[str]
+    world: object,
+    hardware: object,
+    microbatches: object,
+    options: Mapping[str, object],
+    optimizer: str,
+    allow: Collection[str],
 ) -> None:
     """Checks arguments of `plan`.
 
@@ -171,7 +178,7 @@ def _plan(model: str, budget: int, found: _Found, curve: bool) -> Plan:
     )
 
 
-def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _combinations(axes: Mapping[str, object]) -> Iterator[dict[str, Any]]:
     """Yields arguments of `fully_shard`, with one of the values where a list gives alternatives."""
     lists = ("mesh_shape", "strategy", "outer_strategy")
     values = [v if k in lists and isinstance(v, list) else [v] for k, v in axes.items()]
