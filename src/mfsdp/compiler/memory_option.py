@@ -8,7 +8,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +37,7 @@ SAVINGS = {
 """Texts for choices that take less memory where they are allowed."""
 
 
-def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: Hardware) -> None:
+def decide(capture: Capture, options: Options, inputs: Sequence[object], machine: Hardware) -> None:
     """Plans a program that is being compiled, for the option ``memory``. All ranks follow the first rank's choice.
 
     Raises:

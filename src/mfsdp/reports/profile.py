@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from ..ir.byte_costs import is_line
 from ..ir.program import Program
 from ..ir.roles import role
 from ..runtime import instrumentation
+
+T = TypeVar("T")
 
 _OPERATIONS = {x: x._schema.name.split("::")[1] for x in ops.SHOWN}
 """Operations' names in `mfsdp.runtime`."""
@@ -169,7 +171,7 @@ class profile(AbstractContextManager["profile"]):
         self._early.append({})
         return True
 
-    def program(self, outline: Outline, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+    def program(self, outline: Outline, run: Callable[[list[Any]], T], args: list[Any]) -> T:
         """Runs a program and records its time (called by `mfsdp.runtime`)."""
         ran = _Ran(outline, _now(), [])
         if outline.model == self.model:
@@ -179,7 +181,7 @@ class profile(AbstractContextManager["profile"]):
         finally:
             ran.ended = _now()
 
-    def operation(self, name: str, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def operation(self, name: str, kernel: Callable[..., T], args: tuple[object, ...]) -> T:
         """Runs an operation of a program and records its time (called by `mfsdp.runtime`)."""
         ran = self._logs[-1][-1] if self._logs[-1] and self._logs[-1][-1].ended is None else None
         if ran is None and not name.endswith(" ahead"):
@@ -226,7 +228,7 @@ class profile(AbstractContextManager["profile"]):
     contended = True
     """Kernels were measured beside transfers, so their times include the slowdown."""
 
-    def given(self, program: Program) -> dict[str, Any]:
+    def given(self, program: Program) -> op_cost.Measured:
         """Returns arguments of `mfsdp.cost_model.op_cost.op_times`: times of measured lines, or, if the program has
         other lines (from another lowering), the total time of all kernels.
         """
@@ -299,12 +301,12 @@ class ranges(AbstractContextManager["ranges"]):
             self._observing.__exit__(*error)
             self._observing = None
 
-    def program(self, outline: Outline, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+    def program(self, outline: Outline, run: Callable[[list[Any]], T], args: list[Any]) -> T:
         """Runs a program in a range (called by `mfsdp.runtime`)."""
         with _range(outline.name):
             return run(args)
 
-    def operation(self, name: str, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def operation(self, name: str, kernel: Callable[..., T], args: tuple[object, ...]) -> T:
         """Runs an operation of a program in a range (called by `mfsdp.runtime`)."""
         with _range(name):
             return kernel(*args)
@@ -358,7 +360,7 @@ def _by_weight(lines: Sequence[Outlined], passed: float) -> Iterator[tuple[Outli
         yield line, passed * (line.weight / total if total else 1 / len(lines))
 
 
-def _now() -> Any:
+def _now() -> float | torch.Event:
     """Returns the current time: of the processor, or an event on the accelerator's current stream."""
     if not torch.accelerator.is_available():
         return time.perf_counter()
@@ -367,8 +369,8 @@ def _now() -> Any:
     return event
 
 
-def _since(begun: Any, ended: Any) -> float:
-    if isinstance(begun, float):
-        return float(ended - begun)
+def _since(begun: float | torch.Event, ended: float | torch.Event) -> float:
+    if isinstance(begun, float) or isinstance(ended, float):
+        return float(ended - begun)  # type: ignore[operator]
     ended.synchronize()
     return float(begun.elapsed_time(ended) / 1e3)
