@@ -1,4 +1,4 @@
-"""Computes time and memory of a setting: exactly, or by the layer model. Every cache of the planner is here.
+"""Computes time and memory of a setting: exactly, or by the layer model. What is computed once is kept here alone.
 
 Every setting is computed for the full step, because the effects of two changes do not add up. That is quick: of a run
 of equal choices, a few layers determine the cost of all (Note [Extrapolation]).

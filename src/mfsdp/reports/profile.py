@@ -139,33 +139,28 @@ class profile(AbstractContextManager["profile"]):
         self._early: list[dict[str, tuple[Any, Any]]] = []
         self._logs: list[list[_Ran]] = []
         self._marks: list[Any] = []
-        self._observing: AbstractContextManager[None] | None = None
+        self._observing = ExitStack()
 
     def __enter__(self) -> profile:
         self._begin()
-        observing = instrumentation.observed(self)
-        observing.__enter__()
-        self._observing = observing
+        self._observing.enter_context(instrumentation.observed(self))
         self._marks.append(_now())
         self._logs.append([])
         self._early.append({})
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._observing is not None:
-            self._observing.__exit__(*error)
-            self._observing = None
+        self._observing.close()
         if error[0] is None:
             self._join()
 
     def step(self) -> bool:
         """Ends a step. Returns whether to record more."""
-        if self._observing is None:
+        if instrumentation.observer() is not self:
             return False
         self._marks.append(_now())
         if len(self._marks) > self.wanted:
-            self._observing.__exit__(None, None, None)
-            self._observing = None
+            self._observing.close()
             return False
         self._logs.append([])
         self._early.append({})
@@ -288,18 +283,14 @@ class ranges(AbstractContextManager["ranges"]):
     """
 
     def __init__(self) -> None:
-        self._observing: AbstractContextManager[None] | None = None
+        self._observing = ExitStack()
 
     def __enter__(self) -> ranges:
-        observing = instrumentation.observed(self)
-        observing.__enter__()
-        self._observing = observing
+        self._observing.enter_context(instrumentation.observed(self))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._observing is not None:
-            self._observing.__exit__(*error)
-            self._observing = None
+        self._observing.close()
 
     def program(self, outline: Outline, run: Callable[[list[Any]], T], args: list[Any]) -> T:
         """Runs a program in a range (called by `mfsdp.runtime`)."""
