@@ -23,7 +23,9 @@ from mfsdp import pipeline
 from mfsdp.compiler import capture, joint_graph
 from mfsdp.compiler import memory_option as planned_by
 from mfsdp.compiler.joint_graph import Treatment
-from mfsdp.compiler.planner import ALLOWED, WAYS, Planner, Setting
+from mfsdp.compiler.plan_score import Scorer, lengthened, simulated
+from mfsdp.compiler.plan_search import Planner
+from mfsdp.compiler.plan_space import ALLOWED, OVERLAPS, Setting, Space
 from mfsdp.compiler.tracing import Programs
 from mfsdp.config.hardware import Hardware, Link, Transfer
 from mfsdp.config.layer_choices import Choice
@@ -33,8 +35,9 @@ from mfsdp.cost_model import fusion, machine, op_cost
 from mfsdp.cost_model.extrapolate import Event, drained, extrapolated, runs, segment
 from mfsdp.cost_model.timeline import simulate
 from mfsdp.ir.byte_costs import lines, peak
-from mfsdp.planning.explain import buffers_of, machine_of
+from mfsdp.planning.explain import buffers_of
 from mfsdp.planning.plan import _prices
+from mfsdp.planning.question import machine_of
 from mfsdp.reports.page import render as page_of
 from tests.helpers.explained import PLAIN, built, hastily, held
 from tests.helpers.models import GPT, Block, Gated, Unlike
@@ -52,16 +55,14 @@ def traced(
         return mfsdp.trace(model, (ids,), world=8, units=list(units), lowering=lowering, **sharding)
 
 
-def planner_of(programs: Programs, lowering: str = "eager", machine: Any = SLOW, **more: Any) -> Planner:
+def scorer_of(programs: Programs, lowering: str = "eager", machine: Any = SLOW, **more: Any) -> Scorer:
     assert programs.capture is not None
-    options = Options(lowering=lowering)
-    return Planner.of(programs.capture, buffers_of(programs.model), options, machine_of(machine), **more)
+    space = Space(programs.capture, Options(lowering=lowering), machine_of(machine))
+    return Scorer(space, buffers_of(programs.model), **more)
 
 
-def planner(
-    model: nn.Module, ids: torch.Tensor, lowering: str = "eager", units: Any = (Block,), **more: Any
-) -> Planner:
-    return planner_of(traced(model, ids, lowering, units), lowering, **more)
+def scorer(model: nn.Module, ids: torch.Tensor, lowering: str = "eager", units: Any = (Block,), **more: Any) -> Scorer:
+    return scorer_of(traced(model, ids, lowering, units), lowering, **more)
 
 
 class Light(GPT):
@@ -88,8 +89,8 @@ def gpt(layers: int, vocabulary: int = 64, **more: Any) -> tuple[nn.Module, torc
 @pytest.mark.parametrize(("layers", "recompute"), [(2, False), (5, True)])
 def test_a_joint_graph_cut_again_gives_the_programs_that_compiling_gives(layers, recompute):
     programs = traced(*gpt(layers, recompute=recompute), "inductor")
-    found = planner_of(programs, "inductor", "h100")
-    again = found._programs({}, ())
+    found = scorer_of(programs, "inductor", "h100")
+    again = found.space.programs({}, frozenset())
     for a, b in zip(programs, again, strict=True):
         for p in (a, b):
             pipeline.run(p, checked=False, listings=False)
@@ -110,26 +111,26 @@ def test_few_layers_say_what_many_take_to_the_printed_digits(states, depth, lag,
     """Where large units of their own stand at both ends, it matters to which static buffer the last layer comes."""
     model, ids = gpt(len(states), 2000 if apart else 64, tied=not apart)
     ids = torch.zeros(16, 32, dtype=torch.long) if "O" in states else ids
-    found = planner(model, ids, "inductor", (Block, *apart))
-    (kind,) = found.kinds
+    found = scorer(model, ids, "inductor", (Block, *apart))
+    (kind,) = found.space.kinds
     away = (2, len(states)) if "O" in states else (1, 0)
     again = states.rindex("R") + 1 if "R" in states else 0
     chosen = replace(kind, recomputed=again, gathered=states.count("G"), offloaded=away)
     setting = Setting((chosen,), depth, lag)
-    treated, repeats = found._shortened(setting)
+    treated, repeats = found.shortened(setting)
     assert repeats and len(treated) < len(states)
-    table = pipeline.table(depth, lag, wide=True, pace=found.pace)
+    table = pipeline.table(depth, lag, wide=True, pace=found.timing)
     whole = []
-    for program in found._programs(joint_graph.treatments(setting.choices), ()):
+    for program in found.space.programs(joint_graph.treatments(setting.choices), frozenset()):
         pipeline.run(program, passes=table, checked=False, listings=False)
-        times = op_cost.op_times(program, found.machine)
+        times = op_cost.op_times(program, found.space.machine)
         seconds = max(span.end for span in simulate(program, times))
         top = peak(lines(program, fusion.fused(program))) - sum(program.slots.values())
         whole.append((f"{1e6 * seconds:.6f}", top, program.slots))
         unfolded = extrapolated(program, times, True).play()
         assert (f"{1e6 * unfolded[0]:.6f}", unfolded[1]) == whole[-1][:2]
     parts = []
-    for part in (found._unfolded(part, repeats) for part in found._folded(treated, setting)):
+    for part in (lengthened(part, repeats) for part in found.events(treated, setting)):
         seconds, top = part.play()
         parts.append((f"{1e6 * seconds:.6f}", top, part.slots))
     assert parts == whole
@@ -145,16 +146,16 @@ def test_copies_that_do_not_come_to_rest_within_few_layers_are_scored_in_all_of_
     """Of a host behind a slow link each layer leaves one copy more behind."""
     model, ids = light(layers)
     host = {"host": {"bandwidth": rate, "latency": 1e-7}}
-    found = planner(model, ids, "inductor", (Gated,), machine=SLOW | host)
-    (kind,) = found.kinds
+    found = scorer(model, ids, "inductor", (Gated,), machine=SLOW | host)
+    (kind,) = found.space.kinds
     setting = Setting((replace(kind, offloaded=(every, layers), recomputed=layers),), 0, 0)
-    treated, repeats = found._shortened(setting, beside=1)
+    treated, repeats = found.shortened(setting, more=1)
     assert repeats and len(treated) < layers
-    few = found._folded(treated, setting)
+    few = found.events(treated, setting)
     rest = all(part.rests(r.borders(part.backward, 1, 1)) for part in few for r in repeats)
     assert rest is (rate > 2e7)
-    parts = found._folded(joint_graph.treatments(setting.choices), setting)
-    whole = found._total(setting, [p.play() for p in parts], found._slots(parts), parts[0].host)
+    parts = found.events(joint_graph.treatments(setting.choices), setting)
+    whole = found.total(setting, simulated(parts))
     score = found.score(setting)
     assert (score.peak, score.host) == (whole.peak, whole.host)
     assert score.seconds == pytest.approx(whole.seconds, rel=1e-9)
@@ -165,8 +166,9 @@ def test_what_goes_to_the_host_fits_it():
     """Without a bound the same budget takes more of it; with one too small for anything, nothing goes there."""
     programs, found = traced(*light(9), units=(Gated,)), [0]
     for most in (lambda: 0, lambda: found[-1] // 3, lambda: 1):
-        given = planner_of(programs, machine=SLOW | {"host_memory": most()}, allow=("offload",))
-        free, floor = given.score(given.top).peak, given.score(given.floor)
+        scores = scorer_of(programs, machine=SLOW | {"host_memory": most()})
+        given = Planner(scores, ("offload",))
+        free, floor = scores.score(given.top).peak, scores.score(given.floor)
         assert given.best(free) == given.top and floor.host <= (most() or floor.host)
         found.append(floor.host)
         told = any("offloaded" in price.text for price in _prices(given, given.top))
@@ -181,12 +183,12 @@ def test_what_goes_to_the_host_fits_it():
 def test_few_layers_account_for_all(more, monkeypatch):
     """What is there throughout a step, which the ledger reads from programs: casts that stay from step to step, too."""
     programs = traced(*light(8), units=(Gated,), **more)
-    few = planner_of(programs)
-    monkeypatch.setattr(Planner, "_few", lambda self, choice: choice.layers)
-    every = planner_of(programs)
-    assert len(few.cuts) == 1 and len(next(iter(few.cuts))) < 8
-    for a, b in ((few.account, every.account), (few.streamed, every.streamed)):
-        changed = few.slots - every.slots
+    few = scorer_of(programs)
+    assert few._programs.cache_info().currsize == 1 and len(few.space.treated_sample(few.space.kinds)) < 8
+    monkeypatch.setattr(Space, "sample", lambda self, choice: choice.layers)
+    every = scorer_of(programs)
+    for a, b in ((few.ledger, every.ledger), (few.host_state_ledger, every.host_state_ledger)):
+        changed = few._slots - every._slots
         assert (a.at_step - changed, a.lasting - changed, a.host) == (b.at_step, b.lasting, b.host)
         lasting = {"main weights", "optimizer state", "gradients", "shards in what travels"}
         assert [e for e in a.entries if e.name in lasting] == [e for e in b.entries if e.name in lasting]
@@ -216,8 +218,8 @@ DEPTHS = ((0, 0), (1, 1), (2, 2))
 def test_pieces_say_about_what_a_step_takes(cases):
     """Seconds closer than memory, whose peak depends on static buffers, and on when copies come back."""
     model, _ = gpt(9)
-    found = planner(model, torch.zeros(16, 32, dtype=torch.long), "inductor")
-    (kind,) = found.kinds
+    found = scorer(model, torch.zeros(16, 32, dtype=torch.long), "inductor")
+    (kind,) = found.space.kinds
     for chosen, off, (depth, lag) in ((*CHOSEN[i], DEPTHS[j]) for i, j in cases):
         setting = Setting((replace(kind, **chosen),), depth, lag)
         about, score = found.estimate(setting), found.score(setting)
@@ -243,10 +245,10 @@ def test_pieces_of_layers_that_are_written_out_begin_where_they_do(cases):
     """Too few for calls: backward computes single lines of each again far ahead of the rest."""
     with torch.device("meta"):
         model = Unlike("AAA" + 9 * "B", 64)
-    found = planner(model, torch.zeros(16, 3, 64), "inductor", ["layers.*"])
-    assert [len(found.calls.intersection(kind.layers)) for kind in found.kinds] == [0, 9]
+    found = scorer(model, torch.zeros(16, 3, 64), "inductor", ["layers.*"])
+    assert [len(found.space.removable.intersection(kind.layers)) for kind in found.space.kinds] == [0, 9]
     for again, (depth, lag) in cases:
-        chosen = tuple(replace(kind, recomputed=n) for kind, n in zip(found.kinds, again, strict=True))
+        chosen = tuple(replace(kind, recomputed=n) for kind, n in zip(found.space.kinds, again, strict=True))
         about, score = (get(Setting(chosen, depth, lag)) for get in (found.estimate, found.score))
         assert about.seconds == pytest.approx(score.seconds, rel=0.06)
         assert about.peak == pytest.approx(score.peak, rel=0.06)
@@ -313,13 +315,13 @@ def toy(name: str) -> Planner:
         model = toy_model(name)
     x = torch.zeros_like(toy_input(name))
     chosen = tuple(what for what in ALLOWED if what != "offload")  # which would be many more settings
-    found = planner(model, x, units=TOYS[name], machine=SMALL, allow=chosen)
+    found = scorer(model, x, units=TOYS[name], machine=SMALL)
     few = slice(0, 3, 2) if name == "gpt" else slice(1, 2)
-    found.trails = {kind: levels[few] for kind, levels in found.trails.items()}
-    return found
+    found.space.levels = [levels[few] for levels in found.space.levels]
+    return Planner(found, chosen)
 
 
-def every(found: Planner, ends: bool) -> list[Setting]:
+def every(found: Space, ends: bool) -> list[Setting]:
     """Settings of a model of few layers: none, one and all of each kind, also where the planner does not look.
 
     Args:
@@ -331,15 +333,15 @@ def every(found: Planner, ends: bool) -> list[Setting]:
             replace(kind, recomputed=r, gathered=k, saved=level)
             for r in counts[kind]
             for k in counts[kind]
-            for level in (found.trails[kind.name, kind.layers] if r else [()])
+            for level in (levels if r else [()])
         ]
-        for kind in found.kinds
+        for kind, levels in zip(found.kinds, found.levels, strict=True)
     ]
     return [
         Setting(choices, depth, lag, streamed)
         for choices in product(*treated)
-        for ways in WAYS
-        for depth, lag in ways
+        for pairs in OVERLAPS
+        for depth, lag in pairs
         for streamed in (False, True)
     ]
 
@@ -358,15 +360,15 @@ def test_the_planner_is_within_two_percent_of_the_best_at_every_budget(name, bud
     least memory to the most.
     """
     found = toy(name)
-    scores = [found.score(s) for s in every(found, ends)]
-    low, high = found.score(found.floor).peak, max(s.peak for s in scores)
+    scores = [found.scorer.score(s) for s in every(found.space, ends)]
+    low, high = found.scorer.score(found.floor).peak, max(s.peak for s in scores)
     assert low == min(s.peak for s in scores)
     for i in budgets:
         budget = low + (high - low) * i // 40
         best = found.best(budget)
-        assert best is not None and found.score(best).peak <= budget
+        assert best is not None and found.scorer.score(best).peak <= budget
         oracle = min(s.seconds for s in scores if s.peak <= budget)
-        assert found.score(best).seconds <= 1.02 * oracle, (budget, best)
+        assert found.scorer.score(best).seconds <= 1.02 * oracle, (budget, best)
 
 
 @pytest.mark.slow
@@ -375,12 +377,12 @@ def test_the_planner_is_within_two_percent_of_the_best_at_every_budget(name, bud
 def test_the_one_budget_of_experts_whose_best_plan_is_missed():
     """Of the 41 budgets that every setting was scored for."""
     found = toy("experts")
-    dense, sparse = found.kinds
-    few = [found.trails[kind.name, kind.layers][0] for kind in found.kinds]
+    dense, sparse = found.space.kinds
+    few = [levels[0] for levels in found.space.levels]
     chosen = replace(dense, recomputed=1, saved=few[0]), replace(sparse, gathered=1, recomputed=1, saved=few[1])
-    better = found.score(Setting(chosen, 0, 0, True))
+    better = found.scorer.score(Setting(chosen, 0, 0, True))
     best = found.best(better.peak)
-    assert best is not None and found.score(best).seconds <= 1.02 * better.seconds
+    assert best is not None and found.scorer.score(best).seconds <= 1.02 * better.seconds
 
 
 @pytest.fixture(scope="module")
@@ -418,7 +420,7 @@ def test_what_is_planned_is_what_is_explained(planned, tmp_path: Path):
     given["plan"] = away
     lists = {name: value for name, value in given.items() if name != "suggest"}
     there, elsewhere = mfsdp.compare(model, (ids,), hardware=[SLOW, "a100"], **lists)
-    score = planner(model, ids, inputs=ids.nbytes).score(Setting(away.choices, **away.options))
+    score = scorer(model, ids, inputs=ids.nbytes).score(Setting(away.choices, **away.options))
     assert score.host and f"{there.step:.12f}" == f"{score.seconds:.12f}" and there.peak == score.peak
     assert elsewhere.peak == there.peak, "copies stand where they stood"
     given["options"] = {"lowering": "eager", "prefetch": "auto"}
@@ -602,10 +604,10 @@ def test_a_profile_knows_what_the_optimizer_takes():
         def given(self, program: Any) -> dict[str, Any]:
             return {}
 
-    found, known = (planner_of(programs, machine=SMALL, profile=profile) for profile in (None, Told()))
-    more = known.score(known.plain).seconds - found.score(found.plain).seconds
-    assert more == pytest.approx(0.25 - found.steps(None))
-    assert known.steps(1.0) >= 0.25 > found.steps(1.0), "streamed state is stepped as long"
+    found, known = (scorer_of(programs, machine=SMALL, profile=profile) for profile in (None, Told()))
+    more = known.score(known.space.plain).seconds - found.score(found.space.plain).seconds
+    assert more == pytest.approx(0.25 - found.optimizer_seconds(None))
+    assert known.optimizer_seconds(1.0) >= 0.25 > found.optimizer_seconds(1.0), "streamed state is stepped as long"
 
 
 def test_a_plan_that_is_not_followed_says_so(monkeypatch):
@@ -708,11 +710,11 @@ def test_a_step_holds_what_its_plan_says(two_ranks):
     model, ids, unit = built("gpt")
     with torch.device("meta"):
         programs = mfsdp.trace(model, (ids,), world=2, units=[unit], lowering="eager")
-    found = planner_of(programs, machine=PLAIN, inputs=ids.nbytes)
-    (kind,) = found.kinds
+    found = scorer_of(programs, machine=PLAIN, inputs=ids.nbytes)
+    (kind,) = found.space.kinds
     chosen = (replace(kind, recomputed=2, gathered=1, offloaded=(3, 1)),)
     score, options = found.score(Setting(chosen, 1, 1)), {"prefetch": 1, "reduce_lag": 1}
-    assert score.host and score.peak < 0.9 * found.score(found.plain).peak
+    assert score.host and score.peak < 0.9 * found.score(found.space.plain).peak
     plan = mfsdp.Plan("GPT", 2, "", score.peak, 0.0, score.peak, 0, 0, 0, chosen, options, {}, machine=PLAIN)
     for most in two_ranks.run(held, "gpt", "eager", 3, plan):
         assert abs(plan.peak / most - 1) < 0.03, f"{plan.peak} planned, {most} held\n{chosen}"

@@ -19,7 +19,7 @@ import torch
 
 import mfsdp
 from mfsdp.config.hardware import Hardware, Link
-from mfsdp.planning.explain import Calibration
+from mfsdp.planning.question import Calibration
 
 sys.path.insert(0, str(Path(__file__).parent))
 from variants import fresh_gpt, shard

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import Any
 
-from .arguments import command, dtype_of
+from .arguments import Commands, command, dtype_of
 
 
-def convert(commands: Any) -> None:
+def convert(commands: Commands) -> None:
     text = "a checkpoint of torch.distributed.checkpoint to safetensors files, or back"
     add = command(commands, "convert", text, _convert)
     add("source", help="a checkpoint (Megatron-Core's too), a run's folder of them, a .safetensors file or its folder")

@@ -10,13 +10,18 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ..config.hardware import KNOWN
-from .arguments import command, dtype_of, writable
+from .arguments import Commands, add_model_options, command, sharding_of, units_of, writable
+
+if TYPE_CHECKING:
+    from torch import nn
+
+T = TypeVar("T")
 
 
-def plan(commands: Any) -> None:
+def plan(commands: Commands) -> None:
     text = (
         "the fastest training step that fits a budget of memory; without process groups, GPUs or memory for the model"
     )
@@ -27,30 +32,22 @@ def plan(commands: Any) -> None:
     add("--mesh-shape", help="outer x shard ranks instead: 128x8; several with commas: the best of them")
     add("--hardware", default="h100", help=f"{', '.join(KNOWN)}, or a JSON file (default: h100)")
     add("--microbatches", type=int, default=1, help="of one step (default: 1)")
-    add("--units", help="classes or name patterns, joined by +; auto (default for Hugging Face models: their layers)")
+    add_model_options(add)
     add("--strategy", help="0 to 3 (default: 3); several with commas: the best of them")
-    add("--compute-dtype", default="bfloat16", help="(default: bfloat16; 'none': the model's own)")
     add("--optimizer", default="adamw", help="(default: adamw)")
     add("--allow", help="what may be chosen, with commas: gathered,recompute,offload,optimizer,prefetch (default: all)")
-    add("--batch", type=int, default=1, help="sequences per rank (default: 1)")
-    add("--length", type=int, default=4096, help="tokens per sequence (default: 4096)")
     add("--save", help="write the plan, for fully_shard(model, plan=mfsdp.Plan.load(path))")
 
 
 def _plan(args: argparse.Namespace) -> None:
-    from ..config.options import MixedPrecisionPolicy
     from ..planning.plan import plan
 
     memory = _budget(args.memory)
     writable("--save", args.save)
     model, inputs, named, layers = model_of(args.model, args.batch, args.length)
-    more: dict[str, Any] = {}
-    if units := args.units.split("+") if args.units and args.units != "auto" else args.units or layers:
-        more["units"] = units
+    more = sharding_of(units_of(args.units) if args.units else layers, args.compute_dtype)
     if args.strategy:
         more["strategy"] = _several("strategy", args.strategy, _strategy)
-    if args.compute_dtype != "none":
-        more["mp_policy"] = MixedPrecisionPolicy(compute_dtype=dtype_of(args.compute_dtype))
     if args.allow is not None:
         more["allow"] = tuple(args.allow.split(","))
     if args.mesh_shape:
@@ -75,7 +72,7 @@ def _budget(text: str) -> int:
     return nbytes
 
 
-def explain(commands: Any) -> None:
+def explain(commands: Commands) -> None:
     text = "what a training step will do, cost and hold; without process groups, GPUs or memory for the model"
     add = command(commands, "explain", text, _explain)
     add("model", help="package.module:factory (gives a model, or (model, args, kwargs)), or a Hugging Face config.json")
@@ -88,19 +85,16 @@ def explain(commands: Any) -> None:
     add("--stages", help="number of equal pipeline stages; the model is one of them (default: 1)")
     add("--slowest", help="compute time of the slowest rank relative to the others (default: 1)")
     add("--prices", help='JSON file with the price of one rank per hour: {"h100": 2.5}')
-    add("--units", help="classes or name patterns, joined by +; auto (default for Hugging Face models: their layers)")
+    add_model_options(add)
     add("--strategy", help="0 to 3 (default: 3)")
     add("--outer-strategy", help="no_shard or optim")
     add("--reshard-after-forward", help="true or false (default: true)")
-    add("--compute-dtype", default="bfloat16", help="(default: bfloat16; 'none': the model's own)")
     add("--prefetch", help="units ahead, or auto (default: 1)")
     add("--reduce-lag", help="reductions in flight (default: 1)")
     add("--max-unsharded", help="bytes of gathered parameters")
     add("--optimizer", default="adamw", help="(default: adamw)")
     add("--kernels", help="a file of mfsdp measure --kernels: their times instead of estimates")
     add("--stepping", help="flat (fully_shard_optimizer), offloaded (its state on the host), or whole")
-    add("--batch", type=int, default=1, help="sequences per rank (default: 1)")
-    add("--length", type=int, default=4096, help="tokens per sequence (default: 4096)")
     add("--listing", action="store_true", help="print the listings too")
     add("--html", help="write the report, one page")
     add("--trace", help="write the simulated step as a Chrome trace")
@@ -108,7 +102,6 @@ def explain(commands: Any) -> None:
 
 
 def _explain(args: argparse.Namespace) -> None:
-    from ..config.options import MixedPrecisionPolicy
     from ..planning.compare import compare
     from ..planning.explain import explain
     from ..reports import charts
@@ -126,11 +119,8 @@ def _explain(args: argparse.Namespace) -> None:
     for name, kind in kinds.items():
         if getattr(args, name) is not None:
             several[name] = _several(name, getattr(args, name), kind)
-    units = _several("units", args.units, _classes) if args.units else layers
-    if units:
-        several["units"] = units
-    if args.compute_dtype != "none":
-        several["mp_policy"] = MixedPrecisionPolicy(compute_dtype=dtype_of(args.compute_dtype))
+    units = _several("units", args.units, units_of) if args.units else layers
+    several |= sharding_of(units, args.compute_dtype)
     options = {
         n: _several(n, getattr(args, n), kind)
         for n, kind in (("prefetch", _depth), ("reduce_lag", int), ("max_unsharded", int))
@@ -162,7 +152,7 @@ def _explain(args: argparse.Namespace) -> None:
             print(f"mfsdp: wrote {wanted}", file=sys.stderr)
 
 
-def _several(name: str, text: str, kind: Callable[[str], Any]) -> Any:
+def _several(name: str, text: str, kind: Callable[[str], T]) -> T | list[T]:
     try:
         values = [kind(x) for x in text.split(",")]
     except ValueError as error:
@@ -170,10 +160,6 @@ def _several(name: str, text: str, kind: Callable[[str], Any]) -> Any:
         why = wanted.get(kind, str(error))
         raise ValueError(f"--{name.replace('_', '-')} {text}: {why}") from error
     return values if len(values) > 1 else values[0]
-
-
-def _classes(text: str) -> str | list[str]:
-    return text if text == "auto" else text.split("+")
 
 
 def _depth(text: str) -> int | str:
@@ -194,8 +180,16 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(int(x) for x in text.split("x"))
 
 
-def model_of(target: str, batch: int, length: int) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[str] | None]:
-    """Returns the model, its args and kwargs, and the class names of its layers if they are known."""
+class Example(NamedTuple):
+    """A model, its inputs, and the class names of its layers if they are known."""
+
+    model: nn.Module
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    layers: list[str] | None
+
+
+def model_of(target: str, batch: int, length: int) -> Example:
     path = Path(target)
     if path.is_dir():
         path = path / "config.json"
@@ -216,14 +210,14 @@ def model_of(target: str, batch: int, length: int) -> tuple[Any, tuple[Any, ...]
     except TypeError as error:
         raise ValueError(f"{target!r} cannot be called without arguments: {error}") from error
     if isinstance(made, torch.nn.Module):
-        return made, (torch.zeros(batch, length, dtype=torch.long),), {}, None
+        return Example(made, (torch.zeros(batch, length, dtype=torch.long),), {}, None)
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], torch.nn.Module):
         raise ValueError(f"{target!r} gives a {type(made).__name__}: return a model, or (model, args, kwargs)")
     model, args, kwargs = (*made, {})[:3]
-    return model, tuple(args), dict(kwargs), None
+    return Example(model, tuple(args), dict(kwargs), None)
 
 
-def _hugging_face(path: Path, batch: int, length: int) -> tuple[Any, tuple[Any, ...], dict[str, Any], list[str] | None]:
+def _hugging_face(path: Path, batch: int, length: int) -> Example:
     import torch
 
     if not path.is_file():
@@ -250,17 +244,17 @@ def _hugging_face(path: Path, batch: int, length: int) -> tuple[Any, tuple[Any, 
             f"{path} does not say enough of a {named or kind} to make it and its inputs: {error}. Give "
             "package.module:factory instead, a function that returns (model, args, kwargs)"
         ) from error
-    return model, (), inputs, sorted(model._no_split_modules or []) or None
+    return Example(model, (), inputs, sorted(model._no_split_modules or []) or None)
 
 
-def _inputs_of(model: Any, batch: int, length: int) -> dict[str, Any]:
+def _inputs_of(model: Any, batch: int, length: int) -> dict[str, object]:
     """Returns a batch for a transformers model: tokens or images, and labels if it takes them."""
     import torch
 
     name, config = model.main_input_name, model.config
     if name == "pixel_values":
         side = config.image_size if isinstance(config.image_size, int) else config.image_size[0]
-        inputs = {name: torch.zeros(batch, config.num_channels, side, side)}
+        inputs: dict[str, object] = {name: torch.zeros(batch, config.num_channels, side, side)}
     elif name == "input_ids":
         inputs = {name: torch.zeros(batch, length, dtype=torch.long)}
     else:

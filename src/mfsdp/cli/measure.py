@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from .arguments import command
+from .arguments import Commands, add_model_options, command, sharding_of, units_of
 
 
-def measure(commands: Any) -> None:
+def measure(commands: Commands) -> None:
     text = "what this machine can do, as a file for explain --hardware; or how long a model's kernels take on it"
     add = command(commands, "measure", text, _measure)
     add("file", help="file to write; with --kernels, new kernels are added to an existing file")
     add("--kernels", metavar="MODEL", help="package.module:factory, or a Hugging Face config.json: its kernels instead")
     add("--world", type=int, default=8, help="number of ranks, which decides the shapes of shards (default: 8)")
-    add("--units", help="classes or name patterns, joined by +; auto (default for Hugging Face models: their layers)")
-    add("--compute-dtype", default="bfloat16", help="(default: bfloat16; 'none': the model's own)")
-    add("--batch", type=int, default=1, help="sequences per rank (default: 1)")
-    add("--length", type=int, default=4096, help="tokens per sequence (default: 4096)")
+    add_model_options(add)
 
 
 def _measure(args: argparse.Namespace) -> None:
@@ -35,16 +31,12 @@ def _measure(args: argparse.Namespace) -> None:
 
     from .. import pipeline
     from ..compiler.tracing import trace
-    from ..config.options import MixedPrecisionPolicy, Options
+    from ..config.options import Options
     from ..ir import ops
-    from .arguments import dtype_of
     from .explain import model_of
 
     model, inputs, named, layers = model_of(args.kernels, args.batch, args.length)
-    units = args.units if args.units in (None, "auto") else args.units.split("+")
-    sharding: dict[str, Any] = {"units": units or layers} if units or layers else {}
-    if args.compute_dtype != "none":
-        sharding["mp_policy"] = MixedPrecisionPolicy(compute_dtype=dtype_of(args.compute_dtype))
+    sharding = sharding_of(units_of(args.units) if args.units else layers, args.compute_dtype)
     programs = list(trace(model, inputs, named, world=args.world, **sharding))
     passes = pipeline.chosen(Options(), ops.widens(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
     for program in programs:

@@ -9,19 +9,18 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from .arguments import command
+from .arguments import Commands, command
 
 
-def show(commands: Any) -> None:
+def show(commands: Commands) -> None:
     add = command(commands, "show", "the listings in a folder that MFSDP_DUMP has filled", _show)
     add("folder")
     add("--phase", choices=["forward", "backward", "inference"], help="only this one")
     add("--stage", help="after this pass (default: the last); 'all' for every one")
 
 
-def diff(commands: Any) -> None:
+def diff(commands: Commands) -> None:
     add = command(commands, "diff", "what differs between two listings, or between the last ones of two folders", _diff)
     add("a")
     add("b")

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,22 +21,23 @@ from ..ir.byte_costs import nbytes, size
 from ..runtime import buffer_registry, groups
 from . import joint_graph
 from .capture import Capture
-from .planner import Planner, Setting
+from .plan_score import Scorer
+from .plan_search import Planner
+from .plan_space import Setting, Space
 
 log = logging.getLogger("mfsdp")
 
 RUNNING = ("gathered", "recompute", "offload", "prefetch")
-"""What the option may choose, of `planner.ALLOWED`; the optimizer exists already and is not known here."""
+"""What the option may choose, of `plan_space.ALLOWED`; the optimizer exists already and is not known here."""
 
-
-LEFT = {
+SAVINGS = {
     "recompute": "layers computed again", "offload": "activations on the host",
     "optimizer": "optimizer state on the host", "prefetch": "prefetch and reduce_lag of 0",
 }  # fmt: skip
 """Texts for choices that take less memory where they are allowed."""
 
 
-def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: Hardware) -> None:
+def decide(capture: Capture, options: Options, inputs: Sequence[object], machine: Hardware) -> None:
     """Plans a program that is being compiled, for the option ``memory``. All ranks follow the first rank's choice.
 
     Raises:
@@ -48,23 +48,22 @@ def decide(capture: Capture, options: Options, inputs: Sequence[Any], machine: H
     buffers = list({id(b): b for x in tensors if (b := buffer_registry.owner(x)) is not None}.values())
     others = [x for x in tensors if buffer_registry.owner(x) is None]
     plain = sum(nbytes(x) for x in others if isinstance(x, nn.Parameter) and x.requires_grad)
-    planner = Planner.of(
-        capture, buffers, options, machine, other=sum(nbytes(x) for x in others), plain=plain, allow=RUNNING
-    )
-    joint = [f"{kind.name} {len(kind.layers)}" for kind in planner.kinds]
+    space = Space(capture, options, machine)
+    scorer = Scorer(space, buffers, other=sum(nbytes(x) for x in others), plain=plain)
+    joint = [f"{kind.name} {len(kind.layers)}" for kind in space.kinds]
     units = [f"{u.name} {u.fqn} {u.spec.ranks}" for u in capture.units]
     key = hashlib.sha256(repr((capture.name, options.memory, joint, units)).encode()).hexdigest()
-    chosen = json.loads(groups.agreed(f"plan/{key}", _text(planner, options.memory)))
+    chosen = json.loads(groups.agreed(f"plan/{key}", _text(Planner(scorer, RUNNING), options.memory)))
     if "error" in chosen:
         raise DoesNotFit(chosen["error"])
     choices = tuple(
         replace(c, **found | {"saved": tuple(found["saved"]), "offloaded": tuple(found["offloaded"])})
-        for c, found in zip(planner.kinds, chosen["choices"], strict=True)
+        for c, found in zip(space.kinds, chosen["choices"], strict=True)
     )
     capture.treated = joint_graph.treatments(choices)
     capture.options = chosen["options"]
     log.info("mfsdp: %s: %s", capture.name, chosen["text"])
-    mine = planner.score(Setting(choices, **chosen["options"]))
+    mine = scorer.score(Setting(choices, **chosen["options"]))
     if mine.peak > options.memory:  # the plan was made for smaller inputs
         log.warning(
             "mfsdp: %s: planned for %s, but what is compiled here takes %s: the plan was made for smaller inputs, "
@@ -83,24 +82,22 @@ def planned_machine() -> Hardware:
 
 def refusal(planner: Planner, budget: int) -> str:
     """Returns why nothing fits, and the cheapest changes that would make it fit."""
-    floor = planner.score(planner.floor)
-    account = planner.streamed if planner.floor.streamed else planner.account
-    steps = account.at_step + planner.changed(planner.floor)
-    where = "at the optimizer" if floor.peak == steps else "in forward or backward"
+    scorer, space = planner.scorer, planner.space
+    floor = scorer.score(planner.floor)
+    where = "at the optimizer" if floor.peak == scorer.peak_in_optimizer(planner.floor) else "in forward or backward"
     ways = []
-    for name, words in LEFT.items():
+    for name, words in SAVINGS.items():
         if name not in planner.allow:
-            fresh = ("scores", "estimates", "played", "pieces", "layers")
-            more = replace(planner, allow=(*planner.allow, name), **{known: {} for known in fresh})  # type: ignore[arg-type]
-            other = more.score(more.floor)
+            more = replace(planner, allow=(*planner.allow, name))
+            other = scorer.score(more.floor)
             if more.fits(other, budget):
                 ways.append((other.seconds - floor.seconds, words))
-    entries = {e.name: e.nbytes for e in planner.account.entries}
+    entries = {e.name: e.nbytes for e in scorer.ledger.entries}
     cut = sum(entries.get(n, 0) for n in ("main weights", "optimizer state", "gradients", "shards in what travels"))
     missing = floor.peak - budget
     times = next((2**k for k in range(1, 13) if cut - cut // 2**k >= missing), 0)
-    layers = {path for kind in planner.kinds for path in kind.layers}
-    whole = len(layers) > 1 and layers.isdisjoint(unit.fqn for unit in planner.capture.units)
+    layers = {path for kind in space.kinds for path in kind.layers}
+    whole = len(layers) > 1 and layers.isdisjoint(unit.fqn for unit in space.capture.units)
     texts = ['layers that are units (units="auto")'] if whole else []
     texts += [f"{text} ({1e3 * seconds:+.1f} ms)" for seconds, text in sorted(ways)]
     texts += [f"{times} times as many ranks"] if times else []
@@ -115,7 +112,7 @@ def _text(planner: Planner, budget: int) -> str:
     best = planner.best(budget)
     if best is None:
         return json.dumps({"error": refusal(planner, budget)})
-    score = planner.score(best)
+    score = planner.scorer.score(best)
     choices = [
         {"gathered": c.gathered, "recomputed": c.recomputed, "saved": c.saved, "offloaded": c.offloaded}
         for c in best.choices

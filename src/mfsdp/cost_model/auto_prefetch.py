@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Node
 
 from .. import pipeline
 from ..buffers.flat_buffer import FlatBuffer
@@ -61,8 +62,7 @@ class AutoPrefetch:
         options: backend options, which the following passes use. User passes are not run.
         wide: as in `pipeline.table`.
         held: bytes that the rank holds throughout the step: weights, optimizer state, accumulators.
-        profile: measured times: an object whose ``given(program)`` returns arguments of
-            `mfsdp.cost_model.op_cost.op_times`.
+        profile: measured times.
         pace: timing that places copies to the host, if there are any.
         shared: whether all ranks must use the same depth.
     """
@@ -71,7 +71,7 @@ class AutoPrefetch:
     options: Options = field(default_factory=partial(Options, prefetch="auto"))
     wide: bool | None = None
     held: int = 0
-    profile: Any = None
+    profile: op_cost.Measurements | None = None
     pace: OffloadTiming | None = None
     shared: bool = False
     found: dict[Key, int] = field(default_factory=dict, repr=False)
@@ -132,27 +132,56 @@ class AutoPrefetch:
         return chosen, f"{words} against {others}"
 
 
-class _Tried:
-    """A copy of a program on which depths are tried one after another."""
+class Schedules:
+    """A program after all passes except those that place launches and buffers, which can run on it again and again:
+    launches of gathers move past the results of the passes in between. So prefetch depths are tried one after another.
 
-    def __init__(self, program: Program, auto: AutoPrefetch, machine: Hardware):
-        self.options = replace(auto.options, passes=None)
-        self.auto, self.machine, self.fused = auto, machine, self.options.lowering != "eager"
-        self.copy = program.copy()
-        pipeline.rewrite(self.copy, pipeline.phases(pipeline.chosen(self.options, auto.wide)).deferred)
-        self.nodes, self.memo = self.copy.nodes[:-1], dict[Any, Any]()
-        self.known = auto.profile.given(self.copy) if auto.profile is not None else {}
+    Args:
+        program: after the first of its passes (`pipeline.Phases`); it is rewritten.
+        options, wide, pace: as for `pipeline.chosen`.
+        machine: the hardware.
+        profile: measured times.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        options: Options,
+        machine: Hardware,
+        wide: bool | None,
+        pace: OffloadTiming | None,
+        profile: op_cost.Measurements | None,
+    ):
+        self.program, self.options, self.machine, self.wide, self.pace = program, options, machine, wide, pace
+        self.fused = options.lowering != "eager"
+        pipeline.rewrite(program, self._phases(options).deferred)
+        self.nodes, self.memo = program.nodes[:-1], dict[Any, Any]()
+        self.measured: op_cost.Measured = profile.given(program) if profile is not None else {}
+
+    def _phases(self, options: Options) -> pipeline.Phases:
+        return pipeline.phases(pipeline.chosen(options, self.wide, pace=self.pace))
 
     def launch(self, depth: int) -> Program:
-        """Returns the copy with its gathers prefetched at this depth."""
-        self.copy.move(self.nodes, self.copy.output)
-        rows = pipeline.chosen(replace(self.options, prefetch=depth), self.auto.wide, pace=self.auto.pace)
-        pipeline.rewrite(self.copy, pipeline.phases(rows).again)
-        return self.copy
+        """Returns the program with its gathers prefetched at this depth."""
+        self.program.move(self.nodes, self.program.output)
+        pipeline.rewrite(self.program, self._phases(replace(self.options, prefetch=depth)).again)
+        return self.program
+
+    def times(self) -> dict[Node, op_cost.OpTime]:
+        """Returns the time of every line, as launched last."""
+        return op_cost.op_times(self.program, self.machine, fused=self.fused, memo=self.memo, **self.measured)
+
+
+class _Tried(Schedules):
+    """A copy of a program, with the time and memory of each depth."""
+
+    def __init__(self, program: Program, auto: AutoPrefetch, machine: Hardware):
+        options = replace(auto.options, passes=None)
+        super().__init__(program.copy(), options, machine, auto.wide, auto.pace, auto.profile)
+        self.held = auto.held
 
     def seconds(self, depth: int) -> float:
-        copy = self.launch(depth)
-        spans = simulate(copy, op_cost.op_times(copy, self.machine, fused=self.fused, memo=self.memo, **self.known))
+        spans = simulate(self.launch(depth), self.times())
         return max((span.end for span in spans), default=0.0)
 
     @cached_property
@@ -164,8 +193,7 @@ class _Tried:
         return self.deepest or self._fits(depth)
 
     def _fits(self, depth: int) -> bool:
-        copy = self.launch(depth)
-        account = ledger([copy], [], inputs=0, other=self.auto.held, optimizer="none", fused=self.fused)
+        account = ledger([self.launch(depth)], [], inputs=0, other=self.held, optimizer="none", fused=self.fused)
         return account.peak <= self.machine.memory
 
 

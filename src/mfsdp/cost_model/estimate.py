@@ -40,7 +40,7 @@ def estimate(
     plain: int = 0,
     optimizer: str = "adamw",
     stepping: str = "whole",
-    profile: Any = None,
+    profile: op_cost.Measurements | None = None,
     mesh_shape: tuple[int, ...] | None = None,
     axes: Mapping[str, int] | None = None,
     schedule: Schedule | None = None,
@@ -58,8 +58,7 @@ def estimate(
         plain: bytes among them of trainable parameters.
         optimizer: a name in `mfsdp.cost_model.memory_model.OPTIMIZER_STATES`.
         stepping: how it steps, one of `mfsdp.cost_model.memory_model.STEPPING`.
-        profile: measured times: an object with ``given(program)``, which returns arguments of
-            `mfsdp.cost_model.op_cost.op_times`, and optionally ``optimizer`` (seconds).
+        profile: measured times.
         mesh_shape: shape of a two-level mesh.
         axes: tensor-parallel axes and their sizes.
         schedule: schedule of the microbatches; one microbatch by default.
@@ -158,13 +157,13 @@ def _parts(
     stages: Sequence[Sequence[Stage]],
     machine: Hardware,
     fused: bool,
-    profile: Any,
+    profile: op_cost.Measurements | None,
     schedule: Schedule,
 ) -> list[_Part]:
     """Returns the programs of a step with the times of their lines. Arguments as for `estimate`."""
     parts = []
     for program, done in zip(programs, stages, strict=True):
-        known = profile.given(program) if profile is not None else {}
+        known: op_cost.Measured = profile.given(program) if profile is not None else {}
         times = op_cost.op_times(program, machine, fused=fused, **known)
         if schedule.slowest > 1:
             times = {node: replace(t, seconds=t.seconds * schedule.slowest) for node, t in times.items()}

@@ -20,7 +20,7 @@ import bisect
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -126,6 +126,15 @@ class Extrapolated:
         """Returns seconds and peak live bytes, without static buffers."""
         whole = segment(self.events)
         return whole.seconds + drained(whole.left), self.live + whole.top
+
+
+def static_bytes(programs: Iterable[Extrapolated]) -> int:
+    """Returns bytes of static buffers that serve all programs."""
+    largest: dict[str, int] = {}
+    for program in programs:
+        for name, taken in program.slots.items():
+            largest[name] = max(taken, largest.get(name, 0))
+    return sum(largest.values())
 
 
 Queue = tuple[str, tuple[tuple[Transfer, float, float] | None, ...]]

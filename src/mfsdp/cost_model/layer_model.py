@@ -31,7 +31,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from ..config.hardware import Transfer
-from .extrapolate import Event, Extrapolated, Left, Segment, drained, segment
+from .extrapolate import Event, Extrapolated, Left, Segment, drained, segment, static_bytes
 
 Events = tuple[Event, ...]
 
@@ -150,13 +150,10 @@ class LayerModel:
             self.states.append(left)
         return self.numbers[left]
 
-    def slots(self, layers: Sequence[Layer]) -> dict[str, int]:
-        """Returns the bytes of static buffers by name."""
+    def static_bytes(self, layers: Sequence[Layer]) -> int:
+        """Returns the bytes of static buffers."""
         ways = {WHOLE} if all(layer.gathered for layer in layers) else {layer.way for layer in layers}
-        out: dict[str, int] = {}
-        for name, taken in (slot for way in ways for part in self.programs(way) for slot in part.slots.items()):
-            out[name] = max(taken, out.get(name, 0))
-        return out
+        return static_bytes(part for way in ways for part in self.programs(way))
 
     def _sequence(self, layers: Sequence[Layer], backward: bool) -> list[int]:
         """Returns the pieces in order, as indices of ``events``: first the piece before all layers."""

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch.fx import Node
@@ -41,6 +41,21 @@ class OpTime:
     """What limits it: ``"compute"``, ``"memory"`` or ``"launch"``; ``"measured"`` if it was measured."""
     transfer: Transfer | None = None
     """Cost of a collective or host copy."""
+
+
+class Measured(TypedDict, total=False):
+    """Arguments of `op_times` for a program that was measured."""
+
+    measured: Mapping[str, float]
+    compute: float
+
+
+class Measurements(Protocol):
+    """Measured times of a step, such as `mfsdp.profile`. Its attribute ``optimizer``, if it has one, is the seconds of
+    the optimizer's step.
+    """
+
+    def given(self, program: Program) -> Measured: ...
 
 
 def op_times(

@@ -13,7 +13,8 @@ from torch import nn
 from .. import pipeline
 from ..config.best_effort import doing
 from ..reports.report import Comparison
-from .explain import LISTS, Explainer, Question, explain, kernels_of, machine_of, prices_of, question
+from .explain import Explainer, explain
+from .question import LISTS, Question, kernels_of, machine_of, prices_of, question
 
 _SCHEDULE = ("microbatches", "together", "overlapped", "stages", "slowest")
 _STEP = ("world", "mesh_shape", "hardware", *_SCHEDULE)
@@ -25,10 +26,10 @@ _DEFAULTS = {n: p.default for n, p in inspect.signature(explain).parameters.item
 
 def compare(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: tuple[object, ...] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     **given: Any,
 ) -> Comparison:
     """Predicts a training step for all combinations of several values: `explain` for each, with traces shared.
@@ -69,21 +70,20 @@ def compare(
     return Comparison(varied, [_texts(asked, varied) for asked in questions], reports)
 
 
-def _values_of(name: str, value: Any) -> tuple[list[Any], bool]:
+def _values_of(name: str, value: object) -> tuple[list[Any], bool]:
     """The values of an argument, and whether there were several."""
-    several = isinstance(value, (list, range))
+    if not isinstance(value, (list, range)):
+        return [value], False
+    values, several = list(value), True
     if name in LISTS:
-        several = isinstance(value, list) and any(isinstance(v, list) for v in value)
-        several = several and all(isinstance(v, list) or v == "auto" for v in value)
+        several = any(isinstance(v, list) for v in values) and all(isinstance(v, list) or v == "auto" for v in values)
     elif name == "passes":
-        several = several and not all(
-            isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str) for row in value
-        )
+        several = not all(isinstance(row, tuple) and len(row) == 2 and isinstance(row[0], str) for row in values)
     elif name == "mesh_shape":
-        several = several and not all(isinstance(n, int) for n in value)
-    if several and not list(value):
+        several = not all(isinstance(n, int) for n in values)
+    if several and not values:
         raise ValueError(f"compare: {name}=[]: give at least one value")
-    return (list(value), True) if several else ([value], False)
+    return (values, True) if several else ([value], False)
 
 
 def _texts(asked: Question, varied: Sequence[str]) -> dict[str, str]:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
-import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,15 +15,13 @@ from ..buffers.flat_buffer import FlatBuffer, refs
 from ..checkpoints.saving import copied
 from ..compiler.tracing import Programs, trace
 from ..config.best_effort import doing
-from ..config.hardware import KNOWN, Hardware, undisturbed
-from ..config.hardware import hardware as find_hardware
-from ..config.options import PLANNED, Options
+from ..config.hardware import undisturbed
 from ..cost_model.auto_prefetch import AutoPrefetch, always
-from ..cost_model.estimate import Schedule, estimate
+from ..cost_model.estimate import estimate
 from ..cost_model.kernel_timings import Kernels
-from ..cost_model.machine import measure
-from ..cost_model.memory_model import OPTIMIZER_STATES, STEPPING, Entry, check_names
+from ..cost_model.memory_model import OPTIMIZER_STATES, STEPPING, Entry
 from ..cost_model.offload_schedule import OffloadTiming
+from ..cost_model.op_cost import Measurements
 from ..cost_model.step_data import StepData, Suggestion
 from ..dtensor.mesh import TENSOR
 from ..dtensor.tp_shards import sizes_along
@@ -36,84 +30,31 @@ from ..ir.roles import Kind
 from ..reports.report import Report
 from ..sharding import materialize
 from ..sharding.module import FSDPModule
+from .question import File, HardwareLike, Prices, Question, question
 
 GAIN = 0.01
 """The smallest share of the step that a suggestion must save."""
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """Measured seconds of a step's kernels, without communication; lines share them in proportion to their estimates.
-    `mfsdp.profile` knows single lines.
-    """
-
-    forward: float
-    backward: float
-    optimizer: float
-
-    def given(self, program: Program) -> dict[str, Any]:
-        """Arguments for `mfsdp.cost_model.op_cost.op_times`."""
-        return {"compute": self.backward if program.phase == "backward" else self.forward}
-
-
-@dataclass(frozen=True)
-class _MeasuredKernels:
-    """Measured kernels with the interface of a profile."""
-
-    kernels: Kernels
-    fused: bool = True
-
-    def given(self, program: Program) -> dict[str, Any]:
-        """Arguments for `mfsdp.cost_model.op_cost.op_times`."""
-        return {"measured": self.kernels.of(program, self.fused)}
-
-
-@dataclass(frozen=True, eq=False)
-class Question:
-    """One training step to predict."""
-
-    world: int | None
-    mesh_shape: tuple[int, int] | None
-    hardware: Hardware
-    schedule: Schedule
-    options: Options
-    sharding: dict[str, Any]
-    optimizer: str = "adamw"
-    stepping: str | None = None
-    """How the optimizer steps; ``None``: as the model's plan says."""
-    measured: Any = None
-    """A profile, a `Calibration` or measured kernels; ``None``: estimates."""
-    price: float = 0.0
-    """Of a rank and an hour; 0: unknown."""
-    planned: bool = True
-    """Whether the options of the model's plan apply: no option that a plan chooses was given."""
-
-    @property
-    def trace_key(self) -> tuple[Any, ...]:
-        """Questions with the same key share a trace."""
-        shared = tuple((k, id(v)) for k, v in self.sharding.items())
-        return self.world, self.mesh_shape, self.schedule.together, self.options.lowering, shared
-
-
 def explain(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: tuple[object, ...] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
     world: int | None = None,
     mesh_shape: tuple[int, int] | None = None,
-    hardware: Any = "h100",
+    hardware: HardwareLike = "h100",
     microbatches: int | None = None,
     together: int = 1,
     overlapped: bool = False,
     stages: int = 1,
     slowest: float = 1.0,
-    prices: Any = None,
-    options: Mapping[str, Any] | None = None,
+    prices: Prices | None = None,
+    options: Mapping[str, object] | None = None,
     optimizer: str = "adamw",
     stepping: str | None = None,
-    profile: Any = None,
-    kernels: Any = None,
+    profile: Measurements | None = None,
+    kernels: Kernels | File | None = None,
     suggest: bool = True,
     **sharding: Any,
 ) -> Report:
@@ -160,84 +101,15 @@ def explain(
     return report
 
 
-def question(
-    *, world: int | None, mesh_shape: Sequence[int] | None, hardware: Any, microbatches: int | None, together: int,
-    overlapped: bool, stages: int, slowest: float, prices: Any, options: Mapping[str, Any] | None, optimizer: str,
-    stepping: str | None, profile: Any, kernels: Any, sharding: Mapping[str, Any],
-) -> Question:  # fmt: skip
-    """A checked question from the arguments of `explain`.
-
-    Raises:
-        ValueError: bad arguments.
-    """
-    for name, value in (("optimizer", optimizer), ("stepping", stepping)):
-        if isinstance(value, list):
-            raise ValueError(f"explain: {name}={value!r}: give one value")
-    check_names(optimizer, stepping or "whole")
-    if profile is not None and kernels is not None:
-        raise ValueError("explain: profile= and kernels= were both given: a profile has measured the kernels already")
-    if kernels is not None:
-        profile = _MeasuredKernels(kernels_of(kernels))
-    if mesh_shape is not None and world is not None:
-        raise ValueError(f"explain: world={world!r} and mesh_shape={mesh_shape!r}: give one of them")
-    _one_value(world=world, hardware=hardware, microbatches=microbatches, together=together, overlapped=overlapped,
-               stages=stages, slowest=slowest,
-               **{name: value for name, value in sharding.items() if name not in LISTS})  # fmt: skip
-    if mesh_shape is not None and not _is_mesh_shape(mesh_shape):
-        raise ValueError(f"explain: mesh_shape={mesh_shape!r}: give (outer, shard) numbers of ranks")
-    if world is not None and (not isinstance(world, int) or isinstance(world, bool) or world < 1):
-        raise ValueError(f"explain: world={world!r}: give a positive number of ranks")
-    given = dict(options or {})
-    _one_value(**{name: value for name, value in given.items() if name != "passes"})
-    parsed = Options.parse(given)
-    pipeline.chosen(parsed)
-    schedule = _schedule(microbatches, together, overlapped, stages, slowest)
-    machine = machine_of(hardware)
-    return Question(
-        world,
-        None if mesh_shape is None else (mesh_shape[0], mesh_shape[1]),
-        machine,
-        schedule,
-        replace(parsed, interleave=True) if schedule.together > 1 else parsed,
-        dict(sharding),
-        optimizer,
-        stepping,
-        profile,
-        _price(machine, prices_of(prices)),
-        planned=not set(PLANNED) & given.keys(),
-    )
-
-
-LISTS = ("units", "ignored_params")
-"""Arguments of `fully_shard` that are lists themselves."""
-
-
-def _is_mesh_shape(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)
-
-
-def kernels_of(given: Any) -> Kernels:
-    """Measured kernels, from their file or as they are."""
-    return given if isinstance(given, Kernels) else Kernels.load(given)
-
-
-def _one_value(**given: Any) -> None:
-    for name, value in given.items():
-        if isinstance(value, (list, range)):
-            raise ValueError(
-                f"explain: {name}={reprlib.repr(value)}: give one value, or call mfsdp.compare, which takes several"
-            )
-
-
 @dataclass
 class Explainer:
     """Answers questions about one model, each from what the ones before have in common with it."""
 
     model: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] | None = None
-    _traces: dict[tuple[Any, ...], Programs] = field(default_factory=dict)
-    _programs: dict[tuple[Any, ...], tuple[list[Program], list[pipeline.Stages]]] = field(default_factory=dict)
+    args: tuple[object, ...] = ()
+    kwargs: Mapping[str, object] | None = None
+    _traces: dict[tuple[object, ...], Programs] = field(default_factory=dict)
+    _programs: dict[tuple[object, ...], tuple[list[Program], list[pipeline.Stages]]] = field(default_factory=dict)
     """Programs after the passes, and what the passes did."""
 
     def report(self, asked: Question, listings: bool = True) -> Report:
@@ -245,8 +117,6 @@ class Explainer:
         traced = self._trace(asked)
         asked = _planned(asked, traced)
         o, hardware, measured = asked.options, asked.hardware, asked.measured
-        if isinstance(measured, _MeasuredKernels):
-            measured = replace(measured, fused=o.lowering != "eager")
         steps = {"optimizer": asked.optimizer, "stepping": asked.stepping or "whole"}
         other, plain = unsharded(traced.model)
         buffers = buffers_of(traced.model)
@@ -374,51 +244,6 @@ def _ideas(asked: Question, report: Report) -> Iterator[tuple[str, Question]]:
         yield from option(f"prefetch={depth}", prefetch=depth)
         yield from option(f"prefetch={depth}, reduce_lag={lag}", prefetch=depth, reduce_lag=lag)
     yield from option(f"reduce_lag={lag}", reduce_lag=lag)
-
-
-def _schedule(microbatches: Any, together: Any, overlapped: Any, stages: Any, slowest: Any) -> Schedule:
-    many = together if microbatches is None else microbatches
-    for name, value in (("together", together), ("microbatches", many), ("stages", stages)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"explain: {name}={value!r}: give a positive number")
-    if not isinstance(overlapped, bool):
-        raise ValueError(f"explain: overlapped={overlapped!r}: choose True or False")
-    if many % together:
-        raise ValueError(
-            f"explain: microbatches={microbatches}, together={together}: give a multiple of together: all programs of "
-            "a step are equal here"
-        )
-    if isinstance(slowest, bool) or not isinstance(slowest, (int, float)) or not 1 <= slowest < math.inf:
-        raise ValueError(f"explain: slowest={slowest!r}: give how many times as long the slowest rank computes, 1.1")
-    if stages > 1 and overlapped:
-        raise ValueError(f"explain: stages={stages}, overlapped=True: a pipeline overlaps by itself; leave one out")
-    return Schedule(many, together, overlapped, stages, slowest)
-
-
-def prices_of(given: Any) -> dict[str, float]:
-    """Prices of a rank and an hour by name of hardware, from a mapping or a file."""
-    if given is None:
-        return {}
-    try:
-        found = dict(given if isinstance(given, Mapping) else json.loads(Path(given).read_text()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"explain: prices={str(given)!r} is no JSON: {error}") from error
-    wrong = [name for name, x in found.items() if isinstance(x, bool) or not isinstance(x, (int, float)) or not x > 0]
-    if wrong or not found:
-        raise ValueError(f"explain: prices of {', '.join(wrong) or 'nothing'}: give positive numbers, by hardware")
-    return found
-
-
-def _price(machine: Hardware, prices: Mapping[str, float]) -> float:
-    names = [name for name in prices if name == machine.name or KNOWN.get(name.lower()) == machine]
-    if prices and not names:
-        raise ValueError(f"explain: prices are of {', '.join(prices)}, and not of {machine.name}: add it by that name")
-    return prices[names[0]] if names else 0.0
-
-
-def machine_of(what: Any) -> Hardware:
-    """Hardware by name, from a file, measured, or as it is."""
-    return measure() if what == "this" else find_hardware(what)
 
 
 def buffers_of(model: nn.Module | None) -> list[FlatBuffer]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +15,19 @@ from torch.utils import _pytree as pytree
 import mfsdp
 
 from ..compiler.memory_option import refusal
-from ..compiler.planner import ALLOWED, Planner, Score, Setting
+from ..compiler.plan_score import Score, Scorer
+from ..compiler.plan_search import Planner
+from ..compiler.plan_space import ALLOWED, Setting, Space
 from ..compiler.tracing import trace
 from ..config.best_effort import doing
 from ..config.layer_choices import numbered
 from ..config.options import PLANNED, Options
 from ..config.plans import DoesNotFit, Plan, Point, Price, nbytes_of
 from ..cost_model.memory_model import OPTIMIZER_STATES
+from ..cost_model.op_cost import Measurements
 from ..sharding.module import FSDPModule
-from .explain import buffers_of, machine_of, unsharded
+from .explain import buffers_of, unsharded
+from .question import HardwareLike, machine_of
 
 BUDGETS = 8
 """Number of other budgets in a plan's curve."""
@@ -34,17 +38,17 @@ PRICES = 6
 
 def plan(
     model: nn.Module,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    args: tuple[object, ...] = (),
+    kwargs: Mapping[str, object] | None = None,
     *,
     memory: int | str,
     world: int | None = None,
-    mesh_shape: Any = None,
-    hardware: Any = "h100",
+    mesh_shape: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    hardware: HardwareLike = "h100",
     microbatches: int = 1,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     optimizer: str = "adamw",
-    profile: Any = None,
+    profile: Measurements | None = None,
     allow: Collection[str] = ALLOWED,
     curve: bool = True,
     **sharding: Any,
@@ -53,7 +57,7 @@ def plan(
     operators to save, which layers stay gathered, which to offload, the prefetch depth and the reduce lag. Nothing
     runs, and no process group, GPU or memory for the model is needed.
 
-    The cost model and the memory ledger (`mfsdp.explain`) score each setting; `mfsdp.compiler.planner` searches.
+    The cost model and the memory ledger (`mfsdp.explain`) score each setting; `mfsdp.compiler.plan_search` searches.
 
     Args:
         model: any module, on any device, sharded or not; it is not changed.
@@ -86,23 +90,29 @@ def plan(
         if programs.capture is None or programs.capture.joint is None or programs.model is None:
             raise ValueError(f"plan: {type(model).__name__} is not trained: nothing requires gradients")
         other, plain = unsharded(programs.model)
-        planner = Planner.of(
-            programs.capture, buffers_of(programs.model), chosen, machine, inputs=sum(x.nbytes for x in batch),
-            other=other, plain=plain, optimizer=optimizer, rounds=microbatches, allow=tuple(allow), profile=profile,
+        scorer = Scorer(
+            Space(programs.capture, chosen, machine), buffers_of(programs.model), inputs=sum(x.nbytes for x in batch),
+            other=other, plain=plain, optimizer=optimizer, rounds=microbatches, profile=profile,
         )  # fmt: skip
+        planner = Planner(scorer, tuple(allow))
         best = planner.best(budget)
         if best is None:
             why = why or refusal(planner, budget)
         else:
             several = {k: v for k, v in asked.items() if isinstance(axes[k], list) and k != "units"}
-            found.append(_Found(planner.score(best), best, planner, programs.model, several))
+            found.append(_Found(planner.scorer.score(best), best, planner, programs.model, several))
     if not found:
         raise DoesNotFit(why)
     return _plan(type(model).__name__, budget, min(found, key=lambda x: x.score), curve)
 
 
 def _check(
-    world: Any, hardware: Any, microbatches: Any, options: Mapping[str, Any], optimizer: str, allow: Collection[str]
+    world: object,
+    hardware: object,
+    microbatches: object,
+    options: Mapping[str, object],
+    optimizer: str,
+    allow: Collection[str],
 ) -> None:
     """Checks arguments of `plan`.
 
@@ -139,13 +149,13 @@ class _Found:
 def _plan(model: str, budget: int, found: _Found, curve: bool) -> Plan:
     """Returns the plan of a setting, with its prices and its curve."""
     score, best, planner, meta = found.score, found.setting, found.planner, found.model
-    machine = planner.machine
-    top = planner.score(planner.top).peak
-    floor = planner.score(planner.floor).peak
-    modules = dict(meta.named_modules())
+    machine = planner.space.machine
+    top = planner.scorer.score(planner.top).peak
+    floor = planner.scorer.score(planner.floor).peak
+    modules, units = dict(meta.named_modules()), planner.space.capture.units
     return Plan(
         model=model,
-        world=planner.capture.units[0].spec.ranks if planner.capture.units else 1,
+        world=units[0].spec.ranks if units else 1,
         hardware=machine.name,
         memory=budget,
         step=score.seconds,
@@ -158,7 +168,7 @@ def _plan(model: str, budget: int, found: _Found, curve: bool) -> Plan:
         sizes={
             p: sum(x.numel() for x in modules[p].parameters()) for p, _, _ in numbered(best.choices) if p in modules
         },
-        optimizer="host" if best.streamed else "device",
+        optimizer="host" if best.state_on_host else "device",
         sharding=found.sharding,
         made_for=meta._mfsdp_unit.outermost.sharding if isinstance(meta, FSDPModule) else {},
         prices=tuple(_prices(planner, best)),
@@ -168,7 +178,7 @@ def _plan(model: str, budget: int, found: _Found, curve: bool) -> Plan:
     )
 
 
-def _combinations(axes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _combinations(axes: Mapping[str, object]) -> Iterator[dict[str, Any]]:
     """Yields arguments of `fully_shard`, with one of the values where a list gives alternatives."""
     lists = ("mesh_shape", "strategy", "outer_strategy")
     values = [v if k in lists and isinstance(v, list) else [v] for k, v in axes.items()]
@@ -180,8 +190,8 @@ def _prices(planner: Planner, best: Setting) -> Iterator[Price]:
     """Yields the estimated costs of single changes (Note [Layer model]). It omits changes that another one beats or
     that exceed the host's memory.
     """
-    here = planner.estimate(best)
-    near = [(s, x) for s in planner.near(best) if planner.fits(x := planner.estimate(s), math.inf)]
+    here = planner.scorer.estimate(best)
+    near = [(s, x) for s in planner.moves.near(best) if planner.fits(x := planner.scorer.estimate(s), math.inf)]
     more = [(s, x) for s, x in near if x.peak > here.peak and x.seconds < here.seconds]
     less = [(s, x) for s, x in near if x.peak < here.peak]
     for side in (_undominated(more)[:PRICES], _undominated(less)[-PRICES:]):
@@ -203,8 +213,8 @@ def _difference(a: Setting, b: Setting) -> str:
     parts = [str(y) or f"{y.name}: as it is" for x, y in zip(a.choices, b.choices, strict=True) if x != y]
     parts += [f"prefetch {b.prefetch}"] if a.prefetch != b.prefetch else []
     parts += [f"reduce_lag {b.reduce_lag}"] if a.reduce_lag != b.reduce_lag else []
-    if a.streamed != b.streamed:
-        parts.append(f"optimizer state on the {'host' if b.streamed else 'device'}")
+    if a.state_on_host != b.state_on_host:
+        parts.append(f"optimizer state on the {'host' if b.state_on_host else 'device'}")
     return ", ".join(parts)
 
 
@@ -219,5 +229,5 @@ def _curve(planner: Planner, floor: int, most: int) -> Iterator[Point]:
         budget = floor + (most - floor) * i // BUDGETS
         best = planner.best(budget)
         if best is not None:
-            score = planner.score(best)
+            score = planner.scorer.score(best)
             yield Point(budget, score.seconds, score.peak, str(best))

@@ -112,7 +112,7 @@ STEP_TIP = f"""<div style="font: 12px/1.45 {FONT}; color: #3d4852; max-width: 46
 SCALES = ((10.0, 1.0, "s"), (1e-3, 1e3, "ms"), (0.0, 1e6, "us"))
 
 
-def columns(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, list[Any]]:
+def columns(rows: Sequence[Mapping[str, object]], names: Sequence[str]) -> dict[str, list[object]]:
     return {name: [row.get(name, "") for row in rows] for name in names}
 
 
@@ -261,9 +261,9 @@ def _phases(plot: Any, report: StepData, factor: float) -> Any:
     return source
 
 
-def _step_boxes(report: StepData, factor: float, heights: Mapping[str, int]) -> dict[str, list[dict[str, Any]]]:
+def _step_boxes(report: StepData, factor: float, heights: Mapping[str, int]) -> dict[str, list[dict[str, object]]]:
     """Returns the boxes by kind; lines that take no time have none."""
-    out: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    out: dict[str, list[dict[str, object]]] = {kind: [] for kind in KINDS}
     for program, view in enumerate(report.views):
         final = view.stages[-1].listing.split("\n") if view.stages else []
         for x, row in zip(view.lines, rows(view.lines, final), strict=True):
@@ -285,7 +285,7 @@ _UNIT = re.compile(r"\bu\d+[a-z]?(?=_)")
 """Matches the unit in a line's text, the label of narrow boxes."""
 
 
-def _step_box(x: Line, factor: float, height: int, ink: str) -> dict[str, Any]:
+def _step_box(x: Line, factor: float, height: int, ink: str) -> dict[str, object]:
     seconds = x.end - x.start
     rate = f", {amount(x.flops / seconds, 'FLOP/s')}" if x.flops else ""
     words = WHY if x.kind in ("collective", "wait") else KERNEL
@@ -335,7 +335,7 @@ def _memory_chart(report: StepData, axis: Any, factor: float, unit: str) -> Any:
     return plot
 
 
-def _band(plot: Any, boxes: Sequence[Mapping[str, Any]], color: str) -> Any:
+def _band(plot: Any, boxes: Sequence[Mapping[str, object]], color: str) -> Any:
     source = bokeh.models.ColumnDataSource(columns(boxes, ("left", "right", "bottom", "top", "text", "detail")))
     return plot.quad("left", "right", "top", "bottom", source=source, fill_color=color, line_color=None)
 

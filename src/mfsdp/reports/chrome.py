@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 from ..cost_model.step_data import Line, StepData
 
@@ -15,7 +14,7 @@ def chrome(report: StepData) -> str:
     """Returns the simulated step as a Chrome trace: one thread per lane, and the live bytes. Times in microseconds."""
     used = [lane for lane in LANES if lane == "C" or any(x.lane == lane for v in report.views for x in v.lines)]
     threads = {lane: i for i, lane in enumerate(used)}
-    events: list[dict[str, Any]] = [_meta("process_name", 0, name=f"{report.name}, rank 0 of {report.ranks}")]
+    events: list[dict[str, object]] = [_meta("process_name", 0, name=f"{report.name}, rank 0 of {report.ranks}")]
     for lane, i in threads.items():
         events += [_meta("thread_name", i, name=LANES[lane]), _meta("thread_sort_index", i, sort_index=i)]
     for view in report.views:
@@ -29,12 +28,12 @@ def chrome(report: StepData) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, separators=(",", ":"))
 
 
-def _meta(what: str, thread: int, **args: Any) -> dict[str, Any]:
+def _meta(what: str, thread: int, **args: object) -> dict[str, object]:
     return {"ph": "M", "name": what, "pid": 0, "tid": thread, "args": args}
 
 
-def _event(x: Line, phase: str, thread: int) -> dict[str, Any]:
-    args: dict[str, Any] = {"program": phase, "value": x.name, "live_bytes": x.live}
+def _event(x: Line, phase: str, thread: int) -> dict[str, object]:
+    args: dict[str, object] = {"program": phase, "value": x.name, "live_bytes": x.live}
     more = {"unit": x.unit, "why": x.why, "exposed_us": x.exposed * 1e6, "flops": x.flops, "source": x.source}
     args |= {k: v for k, v in more.items() if v}
     return {"ph": "X", "name": x.text, "cat": x.kind, "pid": 0, "tid": thread, "ts": x.start * 1e6,

@@ -12,7 +12,6 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch._logging import trace_structured
@@ -42,7 +41,7 @@ class Dump:
         inputs: inputs of the graph.
     """
 
-    def __init__(self, folder: Path, number: int, options: Options, inputs: Sequence[Any]):
+    def __init__(self, folder: Path, number: int, options: Options, inputs: Sequence[object]):
         self.folder, self.number, self.options = folder, number, options
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
         read = {id(b): b for x in tensors if (b := buffer_registry.owner(x)) is not None}

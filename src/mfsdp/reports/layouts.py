@@ -29,9 +29,10 @@ def _full(layout: Layout) -> Any:
     boxes = [
         _parameter(layout, i, s.offset, s.numel, f"{s.numel:,} elements at {s.offset:,}")
         for i, s in enumerate(layout.slots)
+        if s.numel
     ]
-    boxes += [_hole(start, start + n) for start, n in layout.gaps()]
-    _draw(plot, [b | {"bottom": -0.4, "top": 0.4} for b in boxes if b["right"] > b["left"]])
+    boxes += [_hole(start, start + n) for start, n in layout.gaps() if n]
+    _draw(plot, [b | {"bottom": -0.4, "top": 0.4} for b in boxes])
     cuts = [s.full_start + r * s.chunk for s in layout.segments for r in range(layout.world + 1)]
     if len(cuts) <= CUTS_SHOWN:
         plot.segment(cuts, [-0.5] * len(cuts), cuts, [-0.22] * len(cuts), line_color="#10161c", line_width=1)
@@ -63,7 +64,7 @@ def _bars(elements: int, rows: int, label: str) -> Any:
     return plot
 
 
-def _draw(plot: Any, boxes: Sequence[Mapping[str, Any]]) -> None:
+def _draw(plot: Any, boxes: Sequence[Mapping[str, object]]) -> None:
     parts = bokeh.models.ColumnDataSource(columns([b for b in boxes if b["color"]], BOX_COLUMNS))
     holes = bokeh.models.ColumnDataSource(columns([b for b in boxes if not b["color"]], BOX_COLUMNS))
     drawn = plot.quad("left", "right", "top", "bottom", source=parts, fill_color="color", line_color="#ffffff")
@@ -82,9 +83,9 @@ def _shown(world: int) -> list[int | None]:
     return [*range(RANKS_SHOWN - 2), None, world - 1]
 
 
-def _pieces(layout: Layout, rank: int, height: int) -> Iterator[dict[str, Any]]:
+def _pieces(layout: Layout, rank: int, height: int) -> Iterator[dict[str, object]]:
     """Yields the boxes of a rank's shard; padding has no colour."""
-    place = {"bottom": height - 0.4, "top": height + 0.4}
+    place: dict[str, object] = {"bottom": height - 0.4, "top": height + 0.4}
     end = 0
     held = [(layout.local(i, rank), i) for i in range(len(layout.slots))]
     for at, i in sorted((h for h in held if h[0].numel), key=lambda h: h[0].shard_offset):
@@ -99,7 +100,7 @@ def _pieces(layout: Layout, rank: int, height: int) -> Iterator[dict[str, Any]]:
         yield place | _hole(end, layout.shard_numel)
 
 
-def _parameter(layout: Layout, i: int, start: int, numel: int, detail: str) -> dict[str, Any]:
+def _parameter(layout: Layout, i: int, start: int, numel: int, detail: str) -> dict[str, object]:
     s = layout.slots[i]
     return {
         "left": start,
@@ -112,7 +113,7 @@ def _parameter(layout: Layout, i: int, start: int, numel: int, detail: str) -> d
     }
 
 
-def _hole(start: int, end: int) -> dict[str, Any]:
+def _hole(start: int, end: int) -> dict[str, object]:
     return {
         "left": start,
         "right": end,

@@ -70,7 +70,7 @@ def _tiles(report: StepData) -> list[tuple[str, str, str, str]]:
     return [*out, ("peak memory per rank", size(report.peak), *fits)]
 
 
-def _listings(view: View) -> dict[str, Any]:
+def _listings(view: View) -> dict[str, object]:
     """Returns a program's listings, and the times of the final one's lines: ``[row, start, end, exposed, source]``."""
     final = view.stages[-1].listing.split("\n") if view.stages else []
     marks = [

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ from ..ir.byte_costs import is_line
 from ..ir.program import Program
 from ..ir.roles import role
 from ..runtime import instrumentation
+
+T = TypeVar("T")
 
 _OPERATIONS = {x: x._schema.name.split("::")[1] for x in ops.SHOWN}
 """Operations' names in `mfsdp.runtime`."""
@@ -137,39 +139,34 @@ class profile(AbstractContextManager["profile"]):
         self._early: list[dict[str, tuple[Any, Any]]] = []
         self._logs: list[list[_Ran]] = []
         self._marks: list[Any] = []
-        self._observing: AbstractContextManager[None] | None = None
+        self._observing = ExitStack()
 
     def __enter__(self) -> profile:
         self._begin()
-        observing = instrumentation.observed(self)
-        observing.__enter__()
-        self._observing = observing
+        self._observing.enter_context(instrumentation.observed(self))
         self._marks.append(_now())
         self._logs.append([])
         self._early.append({})
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._observing is not None:
-            self._observing.__exit__(*error)
-            self._observing = None
+        self._observing.close()
         if error[0] is None:
             self._join()
 
     def step(self) -> bool:
         """Ends a step. Returns whether to record more."""
-        if self._observing is None:
+        if instrumentation.observer() is not self:
             return False
         self._marks.append(_now())
         if len(self._marks) > self.wanted:
-            self._observing.__exit__(None, None, None)
-            self._observing = None
+            self._observing.close()
             return False
         self._logs.append([])
         self._early.append({})
         return True
 
-    def program(self, outline: Outline, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+    def program(self, outline: Outline, run: Callable[[list[Any]], T], args: list[Any]) -> T:
         """Runs a program and records its time (called by `mfsdp.runtime`)."""
         ran = _Ran(outline, _now(), [])
         if outline.model == self.model:
@@ -179,7 +176,7 @@ class profile(AbstractContextManager["profile"]):
         finally:
             ran.ended = _now()
 
-    def operation(self, name: str, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def operation(self, name: str, kernel: Callable[..., T], args: tuple[object, ...]) -> T:
         """Runs an operation of a program and records its time (called by `mfsdp.runtime`)."""
         ran = self._logs[-1][-1] if self._logs[-1] and self._logs[-1][-1].ended is None else None
         if ran is None and not name.endswith(" ahead"):
@@ -226,7 +223,7 @@ class profile(AbstractContextManager["profile"]):
     contended = True
     """Kernels were measured beside transfers, so their times include the slowdown."""
 
-    def given(self, program: Program) -> dict[str, Any]:
+    def given(self, program: Program) -> op_cost.Measured:
         """Returns arguments of `mfsdp.cost_model.op_cost.op_times`: times of measured lines, or, if the program has
         other lines (from another lowering), the total time of all kernels.
         """
@@ -286,25 +283,21 @@ class ranges(AbstractContextManager["ranges"]):
     """
 
     def __init__(self) -> None:
-        self._observing: AbstractContextManager[None] | None = None
+        self._observing = ExitStack()
 
     def __enter__(self) -> ranges:
-        observing = instrumentation.observed(self)
-        observing.__enter__()
-        self._observing = observing
+        self._observing.enter_context(instrumentation.observed(self))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._observing is not None:
-            self._observing.__exit__(*error)
-            self._observing = None
+        self._observing.close()
 
-    def program(self, outline: Outline, run: Callable[[list[Any]], Any], args: list[Any]) -> Any:
+    def program(self, outline: Outline, run: Callable[[list[Any]], T], args: list[Any]) -> T:
         """Runs a program in a range (called by `mfsdp.runtime`)."""
         with _range(outline.name):
             return run(args)
 
-    def operation(self, name: str, kernel: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def operation(self, name: str, kernel: Callable[..., T], args: tuple[object, ...]) -> T:
         """Runs an operation of a program in a range (called by `mfsdp.runtime`)."""
         with _range(name):
             return kernel(*args)
@@ -358,7 +351,7 @@ def _by_weight(lines: Sequence[Outlined], passed: float) -> Iterator[tuple[Outli
         yield line, passed * (line.weight / total if total else 1 / len(lines))
 
 
-def _now() -> Any:
+def _now() -> float | torch.Event:
     """Returns the current time: of the processor, or an event on the accelerator's current stream."""
     if not torch.accelerator.is_available():
         return time.perf_counter()
@@ -367,8 +360,8 @@ def _now() -> Any:
     return event
 
 
-def _since(begun: Any, ended: Any) -> float:
-    if isinstance(begun, float):
-        return float(ended - begun)
+def _since(begun: float | torch.Event, ended: float | torch.Event) -> float:
+    if isinstance(begun, float) or isinstance(ended, float):
+        return float(ended - begun)  # type: ignore[operator]
     ended.synchronize()
     return float(begun.elapsed_time(ended) / 1e3)
