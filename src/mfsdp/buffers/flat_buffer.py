@@ -18,7 +18,7 @@ from ..config.options import MixedPrecisionPolicy, Precision
 from ..config.plans import Plan
 from ..dtensor.optimizer_hooks import refuse_elsewhere
 from ..dtensor.shard_spec import ShardSpec
-from ..dtensor.sharded_dtensor import carry_attributes
+from ..dtensor.sharded_dtensor import ShardedDTensor, carry_attributes
 from ..dtensor.sharded_parameter import ShardedParameter
 from ..dtensor.tp_shards import TPShard
 from ..dtensor.unsupported import refuse_inputs
@@ -152,6 +152,10 @@ class FlatBuffer:
                 its.requires_grad_(mine.requires_grad)
                 memo[id(mine)] = its
         return twin
+
+    def sharded_view(self, flat: torch.Tensor, slot: int) -> ShardedDTensor:
+        """Returns this rank's rows of a parameter in a flat shard, a view."""
+        return ShardedDTensor(self.weights.view(flat, slot), self.params[slot].sharding)
 
     def place(self, params: dict[str, Any], name: str, slot: int) -> None:
         """Records where a parameter is registered."""

@@ -56,7 +56,8 @@ class Weights:
         layout, spec, precision = buffer.layout, buffer.spec, buffer.precision
         self.locals = tuple(layout.local(i, buffer.placement.rank) for i in range(len(layout.slots)))
         """This rank's rows of each parameter, and their place in ``main``."""
-        self._slots = {slot.offset: i for i, slot in enumerate(layout.slots)}
+        self.slots = {slot.offset: i for i, slot in enumerate(layout.slots)}
+        """Slots, by where their parameters start."""
         self.main = torch.zeros(layout.shard_numel, dtype=precision.main, device=device)
         self.source = self.main
         if spec.persistent:
@@ -159,7 +160,7 @@ class Weights:
         """Returns a view of this rank's rows of the parameter at ``offset`` in a flat shard, [rows, elements of a row],
         and the first row's index.
         """
-        slot = self._slots[offset]
+        slot = self.slots[offset]
         at, row = self.locals[slot], self._of.layout.slots[slot].row
         part = flat.detach()[at.shard_offset : at.shard_offset + at.numel]
         return part.view(-1, row), at.param_offset // row

@@ -105,7 +105,7 @@ class ShardedParameter(ShardedDTensor):
         it is added to ``.grad``; it may return another one. This includes gradients that `no_sync` left unreduced
         before.
         """
-        return self._hook("hooks", hook)
+        return self._hook("grad_hooks", hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Registers ``hook(param)``, called once per backward that synchronises, when ``.grad`` is complete. It may
@@ -119,7 +119,7 @@ class ShardedParameter(ShardedDTensor):
         if self._mfsdp_owner is None:
             raise RuntimeError("a sharded parameter without a model gets no gradients that a hook could see")
         self._mfsdp_owner.gradients.arrive()  # deferred gradients are not for this hook
-        hooks = getattr(self._mfsdp_owner.gradients, where).setdefault(self._sharding.slot, OrderedDict())
+        hooks = getattr(self._mfsdp_owner.gradients.hooks, where).setdefault(self._sharding.slot, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
