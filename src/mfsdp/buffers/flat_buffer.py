@@ -57,7 +57,8 @@ class FlatBuffer:
     """The parameters of one unit that share dtypes, device and ``requires_grad``.
 
     ``weights`` and ``gradients`` are flat; ``params[i]`` is parameter i as a DTensor whose local tensor is a view into
-    the main weights.
+    the main weights. It has 16 attributes: what identifies a buffer (unit, layout, placement, dtypes, spec) and what
+    belongs to it (weights, gradients, parameters) are read together everywhere.
 
     Args:
         unit: the unit that owns it.
@@ -85,8 +86,6 @@ class FlatBuffer:
         refuse_elsewhere()
         refuse_inputs()
         self.unit, self.layout, self.placement, self.precision = unit, layout, placement, precision
-        self._main = unit.policy.resolve(precision.main).main
-        """The dtype of main weights that train."""
         self.trains = [trainable] * len(layout.slots)
         """Which parameters require gradients; Dynamo guards on it where they are read."""
         self.trainable = self.born_trainable = trainable
@@ -193,12 +192,13 @@ class FlatBuffer:
         """Gives parameters that were frozen when the model was sharded the main-weight dtype of those that train. Views
         of the former weights no longer show the model's.
         """
-        if self._main is self.precision.main:
+        main = self.unit.policy.resolve(self.precision.main).main
+        if main is self.precision.main:
             return
         self.gradients.arrive()
         former = self.weights.source
-        self.weights.widen(self._main)
-        self.precision = replace(self.precision, main=self._main)
+        self.weights.widen(main)
+        self.precision = replace(self.precision, main=main)
         self.respec(precision=self.precision)
         if self.weights.source is not former:
             self._former = StorageWeakRef(former.untyped_storage())  # keeps its address, the key of `buffer_registry`

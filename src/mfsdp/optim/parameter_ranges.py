@@ -120,7 +120,7 @@ class _StepPrefetch:
                 if self.kept.get(buffer) is None:
                     buffer.weights.stale = True
                 else:
-                    buffer.weights.written_along()
+                    buffer.weights.kept_cast.written_along()
                 self.stepped.add(buffer)
                 self._launch(self.stepped | (self.buffers.keys() - self.left.keys()))
 
@@ -290,7 +290,7 @@ class ParameterRanges:
         """Wraps the compiled part of a step: lends ranges their parts of kept casts (Note [Kept casts]), and records
         which casts were written, except for the ranges that the yielded list receives.
         """
-        kept = {run.buffer: run.buffer.weights.kept() for run in self.runs}
+        kept = {run.buffer: run.buffer.weights.kept_cast.current() for run in self.runs}
         for run in self.runs:
             whole = None if run.ghost else kept[run.buffer]
             run.cast = None if whole is None else whole[run.start : run.start + run.flat.numel()]
@@ -300,7 +300,7 @@ class ParameterRanges:
         yield left
         along.update({buffer for buffer, cast in kept.items() if cast is not None} - {run.buffer for run in left})
         for buffer in along:
-            buffer.weights.written_along()
+            buffer.weights.kept_cast.written_along()
 
     def _untouched(self, optimizer: Optimizer, run: ParameterRange) -> bool:
         """Whether parameters still have the state that the range shows; a load replaces it."""
