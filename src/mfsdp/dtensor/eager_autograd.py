@@ -37,6 +37,13 @@ from . import unsupported
 
 aten = torch.ops.aten
 
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+"""Arguments of a torch function or operator."""
+
+Function = Callable[..., Any]
+"""A torch function, as ``__torch_function__`` gets it."""
+
 
 class Way(Enum):
     """How a torch function treats a tensor."""
@@ -63,7 +70,7 @@ _FACTORIES = ("new_", "empty_", "full_", "ones_", "zeros_", "rand_", "randn_", "
 
 
 @cache
-def way_of(function: Callable[..., Any]) -> Way:
+def way_of(function: Function) -> Way:
     """Classifies a function as ``__torch_function__`` gets it, by its name and its operator's schema. Private in torch
     (names, ``_schema``, ``torch.utils._pytree``); tried on 2.11 to 2.15.
     """
@@ -88,9 +95,7 @@ def way_of(function: Callable[..., Any]) -> Way:
     return Way.OTHER if gives_tensors else Way.NATIVE
 
 
-def plainly_native(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, sharded: type[torch.Tensor]
-) -> bool:
+def plainly_native(function: Function, args: Args, kwargs: Kwargs | None, sharded: type[torch.Tensor]) -> bool:
     """Fast check for whether `call`, without gradients, would run the function on the sharded tensors directly.
     Optimizers ask a dozen times per parameter and step.
     """
@@ -101,17 +106,16 @@ def plainly_native(
 
 
 def call(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: Function,
+    args: Args,
+    kwargs: Kwargs,
     sharded: type[torch.Tensor],
-    native: Callable[..., Any],
+    native: Callable[[Function, Args, Kwargs], Any],
     differentiates: bool,
 ) -> Any:
     """Calls a torch function that has sharded arguments.
 
     Args:
-        function: as ``__torch_function__`` gets it.
         sharded: the class of sharded tensors.
         native: ``native(function, args, kwargs)`` calls it on the sharded tensors directly.
         differentiates: whether autograd can differentiate ``native``.
@@ -150,15 +154,13 @@ def call(
     return function(*tree_map(whole, args), **tree_map(whole, kwargs))
 
 
-def _into_plain(function: Callable[..., Any], args: tuple[Any, ...], sharded: type[torch.Tensor]) -> bool:
+def _into_plain(function: Function, args: Args, sharded: type[torch.Tensor]) -> bool:
     """Whether it writes into a plain tensor in place: the result then needs autograd like any other."""
     name = getattr(function, "__name__", "")
     return name.endswith("_") and bool(args) and isinstance(args[0], torch.Tensor) and not isinstance(args[0], sharded)
 
 
-def _fits_whole_only(
-    function: Callable[..., Any], way: Way, tensors: list[torch.Tensor], ours: list[torch.Tensor]
-) -> bool:
+def _fits_whole_only(function: Function, way: Way, tensors: list[torch.Tensor], ours: list[torch.Tensor]) -> bool:
     """Whether a parameter meets plain tensors that its rows do not fit (a product, a broadcast). Optimizers do not do
     this, so what they cannot compute on rows is refused, not gathered.
     """
@@ -191,7 +193,7 @@ def compare_numbers(t: Any) -> None:
         )
 
 
-def _of_all(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _of_all(function: Function, args: Args, kwargs: Kwargs) -> bool:
     """Whether a reduction covers all elements of every tensor."""
     given = [a for a in args[1:] if a is not None]
     order = function.__name__ in _NORMS and len(args) == 2 and given and (given[0] == "fro" or _number(given[0]))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -22,6 +23,7 @@ from ..config.layout import Layout, Segment, Slot
 from ..runtime import groups, sync_collectives
 from . import eager_autograd, torchao
 from . import transformer_engine as te
+from .eager_autograd import Args, Function, Kwargs
 from .shard_spec import ShardSpec, strides_of
 from .tp_shards import TPShard
 
@@ -42,7 +44,9 @@ def _subclasses_dispatch() -> bool:
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
         @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: OpOverload, types: Types, args: Args = (), kwargs: Kwargs | None = None
+        ) -> Any:
             called.append(func)
             return args[0]
 
@@ -53,11 +57,14 @@ def _subclasses_dispatch() -> bool:
     return bool(called)
 
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Types = Sequence[type]
+"""Classes of the tensors among an operator's arguments."""
+
+Handler = Callable[[OpOverload, Args, Kwargs], Any]
 """Runs an operator on sharded tensors."""
 
 
-def _nobody(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _nobody(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     raise AssertionError("mfsdp.dtensor.dispatch has not been imported")
 
 
@@ -71,7 +78,7 @@ def dispatched_by(handler: Handler) -> None:
 
 
 class _Dispatch(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if any(issubclass(t, ShardedDTensor) for t in types):
             return _dispatch(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -80,7 +87,7 @@ class _Dispatch(TorchDispatchMode):
 _DISPATCHES = _subclasses_dispatch()
 
 
-def _native(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _native(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Calls a torch function without ``__torch_function__``."""
     if _DISPATCHES:
         with torch._C.DisableTorchFunctionSubclass():
@@ -133,7 +140,7 @@ class ShardedDTensor(DTensor):
         torch.Tensor.__init__(self)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Function, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if torch.is_inference_mode_enabled() and func in _DETACHES:  # inference tensors share no version counter
             with torch.inference_mode(False), torch.no_grad():
                 return _native(func, args, kwargs or {})
@@ -144,7 +151,7 @@ class ShardedDTensor(DTensor):
         return eager_autograd.call(func, args, kwargs or {}, ShardedDTensor, _native, _DISPATCHES)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: OpOverload, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:  # type: ignore[override]
         return _dispatch(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
