@@ -138,7 +138,7 @@ def _streamed(offload: bool | str, base: Any, compile: bool) -> bool:
 def _ranges(
     optimizer: Optimizer, base: Any, decoupled: bool, compile: bool, ahead: bool, streamed: bool
 ) -> ParameterRanges:
-    steps = CompiledSteps(optimizer, base, decoupled) if compile else None
+    steps = CompiledSteps(optimizer, base) if compile else None
     return ParameterRanges(base, decoupled, steps, ahead, streamed)
 
 

@@ -28,32 +28,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..dtensor.optimizer_hooks import cut_whole_state
 from ..dtensor.shard_spec import ShardSpec
 from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import host_memory
 
+if TYPE_CHECKING:
+    from .parameter_ranges import ParameterRange
+
 ALIGNED = 256
 """Alignment in bytes of the tensors in a block."""
 
 Kinds = tuple[tuple[str, torch.dtype], ...]
 """State tensors as long as the weights: names and dtypes."""
-
-
-class HostRange(Protocol):
-    """A parameter range to step."""
-
-    flat: torch.nn.Parameter
-    hosted: HostedState | None
-    """Its state, once it exists."""
-
-    @property
-    def name(self) -> str:
-        """Its name in errors."""
 
 
 class HostedState:
@@ -170,7 +162,7 @@ class StateStreams:
     _new: list[host_memory.CopyHandle] = field(default_factory=list)
     """Stores of state that this step has created."""
 
-    def begin(self, runs: Sequence[HostRange]) -> None:
+    def begin(self, runs: Sequence[ParameterRange]) -> None:
         """Begins a step over these ranges, in this order."""
         self._order, self._at, self._new = [run.hosted for run in runs if run.hosted is not None], 0, []
         devices = {run.flat.device for run in runs}
@@ -203,7 +195,7 @@ class StateStreams:
         room.hosted, room.version = hosted, version
 
     @contextmanager
-    def lent(self, run: HostRange, state: dict[Any, dict[str, Any]], tells: bool) -> Iterator[None]:
+    def lent(self, run: ParameterRange, state: dict[torch.Tensor, dict[str, Any]], tells: bool) -> Iterator[None]:
         """Wraps the step of one range, the next in order: its state is on the device.
 
         Args:
@@ -257,7 +249,7 @@ class StateStreams:
         return room, hosted.over(room.memory)
 
     def _leave(
-        self, run: HostRange, room: _Room | None, there: Mapping[str, torch.Tensor], state: Mapping[str, Any]
+        self, run: ParameterRange, room: _Room | None, there: Mapping[str, torch.Tensor], state: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Launches the store of a stepped range and the load of the one after the next; returns the range's state on
         the host.
@@ -295,7 +287,7 @@ class StateStreams:
         if behind < len(self._order) or not following.exposed:
             self._load(following, room)
 
-    def end(self, runs: Sequence[HostRange], looked_at: bool) -> None:
+    def end(self, runs: Sequence[ParameterRange], looked_at: bool) -> None:
         """Ends a step.
 
         Args:
@@ -306,7 +298,7 @@ class StateStreams:
             if run.hosted is not None and (looked_at or run.hosted.exposed):
                 run.hosted.settle()
 
-    def forget(self, runs: Sequence[HostRange]) -> None:
+    def forget(self, runs: Sequence[ParameterRange]) -> None:
         """Waits for the last stores of ranges that others replace; their state may still be referenced. A failed store
         raises on later access.
         """
@@ -323,7 +315,7 @@ class _Stays:
         self.value = value
 
 
-def load(theirs: Callable[[Any, dict[str, Any]], Any], optimizer: Any, state_dict: dict[str, Any]) -> None:
+def load(theirs: Callable[[Optimizer, dict[str, Any]], Any], optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Runs an optimizer's ``load_state_dict`` and leaves sharded state where it is: torch would move all of it to the
     device of the weights, where it may not fit. If others have registered pre-hooks, those see plain state. Private in
     torch (``_optimizer_load_state_dict_pre_hooks``); tried on 2.13, not on the others of 2.11 to 2.15.

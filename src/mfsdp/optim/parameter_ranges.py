@@ -27,11 +27,17 @@ from ..dtensor.optimizer_hooks import hooked
 from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..dtensor.sharded_parameter import ShardedParameter
 from ..runtime.step_prefetch import GatherLauncher
-from .compiled_step import KNOWN, CompiledSteps, unhooked
+from .compiled_step import KNOWN, CompiledSteps, RangePlan, unhooked
 from .host_state import HostedState, StateStreams
+
+ParamLists = list[list[nn.Parameter]]
+"""Parameters by parameter group."""
 
 Members = dict[FlatBuffer, tuple[tuple[int, int], ...]]
 """Parameters that have a gradient: slots of a buffer, with their parameter groups."""
+
+History = tuple[int, tuple[object, ...]]
+"""A parameter's group, and what else must be equal for parameters to share state."""
 
 ALONE = 2
 """How many units an uncompiled step takes one by one, to launch their gathers in between."""
@@ -41,7 +47,7 @@ TOGETHER = 64 << 20
 temporary memory; in smaller parts the host would limit the device."""
 
 
-def is_sharded(param: Any) -> bool:
+def is_sharded(param: object) -> bool:
     """Returns whether a parameter is of a model that mfsdp has sharded."""
     return isinstance(param, ShardedParameter) and param._mfsdp_owner is not None
 
@@ -64,7 +70,7 @@ class ParameterRange:
     """The parameters' state, by slot."""
     cast: torch.Tensor | None = None
     """Its part of a kept cast, which a compiled step also writes."""
-    plan: Any = None
+    plan: RangePlan | None = None
     """How to call its compiled step (`CompiledSteps`)."""
     hosted: HostedState | None = None
     """Its streamed state, if any."""
@@ -103,7 +109,7 @@ class _StepPrefetch:
         self.left = Counter(run.buffer for run in runs if run.buffer in self.buffers)
         self.stepped: set[FlatBuffer] = set()
         """Those of them whose step is done."""
-        self.kept: dict[FlatBuffer, Any] = {}
+        self.kept: dict[FlatBuffer, torch.Tensor | None] = {}
         """Kept casts that the step also writes."""
 
     def ordered(self, runs: list[ParameterRange]) -> list[ParameterRange]:
@@ -148,12 +154,14 @@ class ParameterRanges:
         streamed: whether state is on the host.
     """
 
-    def __init__(self, base: Any, decoupled: bool, steps: CompiledSteps | None, ahead: bool, streamed: bool):
+    def __init__(
+        self, base: type[Optimizer], decoupled: bool, steps: CompiledSteps | None, ahead: bool, streamed: bool
+    ):
         self.base, self.decoupled, self.steps, self.ahead = base, decoupled, steps, ahead
         self.streams = StateStreams() if streamed else None
         self.members: Members = {}
         self.runs: list[ParameterRange] = []
-        self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
 
     def step(self, optimizer: Optimizer) -> None:
         """Runs the optimizer's own step on ranges."""
@@ -238,7 +246,7 @@ class ParameterRanges:
             state.update(order)
 
     def _in_parts(
-        self, optimizer: Optimizer, *, plain: list[Any], runs: list[ParameterRange], prefetch: _StepPrefetch | None
+        self, optimizer: Optimizer, *, plain: ParamLists, runs: list[ParameterRange], prefetch: _StepPrefetch | None
     ) -> None:
         """Runs the step of one of torch's optimizers on some ranges at a time (`_parts`), with unsharded parameters in
         the last part.
@@ -286,7 +294,7 @@ class ParameterRanges:
         return self.streams.lent(run, self.state, tells=not optimizer.param_groups[run.group].get("fused"))
 
     @contextmanager
-    def _casts(self, along: set[FlatBuffer], prefetch: _StepPrefetch | None) -> Iterator[list[Any]]:
+    def _casts(self, along: set[FlatBuffer], prefetch: _StepPrefetch | None) -> Iterator[list[ParameterRange]]:
         """Wraps the compiled part of a step: lends ranges their parts of kept casts (Note [Kept casts]), and records
         which casts were written, except for the ranges that the yielded list receives.
         """
@@ -312,7 +320,7 @@ class ParameterRanges:
             self.streams.forget(self.runs)
         self.members, self.runs, self.state = members, [], defaultdict(dict)
         for buffer, slots in members.items():
-            history = {slot: (group, *_history(optimizer, buffer.params[slot])) for slot, group in slots}
+            history = {slot: (group, _history(optimizer, buffer.params[slot])) for slot, group in slots}
             for stretch in _stretches(buffer, history):
                 self._add(optimizer, buffer, stretch, history[stretch[0]][0])
 
@@ -381,24 +389,22 @@ def _members(optimizer: Optimizer) -> Members:
     return {buffer: tuple(sorted(slots)) for buffer, slots in found.items()}
 
 
-def _history(optimizer: Optimizer, param: Any) -> tuple[Any, ...]:
+def _history(optimizer: Optimizer, param: ShardedParameter) -> tuple[object, ...]:
     """Returns what must be equal for parameters to share state: steps taken, and names of state entries."""
     state = optimizer.state.get(param, {})
-    numbers = [
-        v for v in state.values() if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.dim() == 0)
-    ]
-    scalars = [float(v) for v in numbers]
-    return (tuple(scalars), tuple(k for k, v in state.items() if v is not None))
+    numbers = (v for v in state.values() if isinstance(v, (int, float, torch.Tensor)))
+    scalars = tuple(float(v) for v in numbers if not (isinstance(v, torch.Tensor) and v.dim()))
+    return scalars, tuple(k for k, v in state.items() if v is not None)
 
 
-def _stretches(buffer: FlatBuffer, history: dict[int, tuple[Any, ...]]) -> list[list[int]]:
+def _stretches(buffer: FlatBuffer, history: dict[int, History]) -> list[list[int]]:
     """Groups adjacent slots of equal history in the shard. A slot without rows on this rank joins the first group of
     equal history, or forms its own.
     """
     places = buffer.weights.locals
     there = sorted((s for s in range(len(places)) if places[s].numel), key=lambda s: places[s].shard_offset)
     out: list[list[int]] = []
-    before: tuple[Any, ...] | None = None
+    before: History | None = None
     for slot in there:
         now = history.get(slot)
         if now is not None:
