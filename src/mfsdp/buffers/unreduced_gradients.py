@@ -132,8 +132,8 @@ def _zero_grad(
     if _with_unreduced:
         chosen: dict[FlatBuffer, set[int]] = {}
         for p in parameters(owner):
-            if isinstance(p, ShardedParameter) and p._mfsdp_owner in _with_unreduced:
-                chosen.setdefault(p._mfsdp_owner, set()).add(p.sharding.slot)
+            if isinstance(p, ShardedParameter) and (buffer := p._mfsdp_owner) and buffer in _with_unreduced:
+                chosen.setdefault(buffer, set()).add(p.sharding.slot)
         for buffer, slots in chosen.items():
             buffer.gradients.forget(slots)
     theirs(owner, set_to_none)

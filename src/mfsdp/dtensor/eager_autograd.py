@@ -24,16 +24,20 @@ Gradients that arrive at a parameter are added to its ``.grad``, with those of p
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
 from . import unsupported
+
+if TYPE_CHECKING:
+    from .shard_spec import ShardSpec
+    from .sharded_dtensor import ShardedDTensor
 
 aten = torch.ops.aten
 
@@ -172,14 +176,14 @@ def _fits_whole_only(function: Function, way: Way, tensors: list[torch.Tensor], 
     return way is not Way.ELEMENTWISE or any(t.shape != ours[0].shape for t in plain)
 
 
-def _numbers(function: Any, args: Any, kwargs: Any, ours: list[Any]) -> str:
+def _numbers(function: Function, args: Args, kwargs: Kwargs, ours: Sequence[ShardedDTensor]) -> str:
     """Returns a text of the numbers that a sharded tensor was computed with, ``""`` for none."""
     mine = [repr(x) for x in tree_leaves((args, kwargs)) if _number(x)]
     before = [t._mfsdp_numbers for t in ours if t._mfsdp_numbers]
     return f"{function.__name__}({', '.join([*before, *mine])})" if mine or before else ""
 
 
-def compare_numbers(t: Any) -> None:
+def compare_numbers(t: ShardedDTensor) -> None:
     """Checks that all ranks computed a tensor's rows with the same numbers.
 
     Raises:
@@ -201,7 +205,7 @@ def _of_all(function: Function, args: Args, kwargs: Kwargs) -> bool:
     return named and (not given or bool(order))
 
 
-def _number(x: Any) -> bool:
+def _number(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
@@ -209,17 +213,17 @@ class _WayOut(torch.autograd.Function):
     """Returns values of sharded tensors that are equal on all ranks; sums their gradients (Note [Eager autograd])."""
 
     @staticmethod
-    def forward(ctx: Any, shardings: list[Any], *values: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, shardings: list[ShardSpec], *values: torch.Tensor) -> Any:  # type: ignore[override]
         ctx.shardings = shardings
         return tuple(v.view_as(v) for v in values)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         alike: dict[Any, list[int]] = {}
         for i, (grad, sharding) in enumerate(zip(grads, ctx.shardings)):
             alike.setdefault((sharding.trains_over, grad.dtype), []).append(i)
-        out: list[Any] = [None] * len(grads)
+        out: list[torch.Tensor | None] = [None] * len(grads)
         for members in alike.values():
             total = ctx.shardings[members[0]].total(torch.stack([grads[i] for i in members]))
             for i, one in zip(members, total.unbind(), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class ShardSpec:
     mesh: DeviceMesh
     copies: DeviceMesh | None = None
     """If nothing is cut and ``mesh`` is this rank alone: the ranks that all hold the full tensor."""
-    home: Any = field(default=None, compare=False, repr=False)
+    home: weakref.ref[Any] | None = field(default=None, compare=False, repr=False)
     """A weak reference to the parameter's flat buffer, if it belongs to a model."""
     piece: TPShard | None = None
     """The local shard of another parallelism, which data parallelism cuts."""

@@ -113,7 +113,7 @@ class ShardedParameter(ShardedDTensor):
         """
         return self._hook("post_hooks", hook)
 
-    def _hook(self, where: str, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
+    def _hook(self, where: str, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
         if not self.requires_grad:
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         if self._mfsdp_owner is None:
@@ -127,10 +127,10 @@ class ShardedParameter(ShardedDTensor):
     def _plain(self, whole: torch.Tensor) -> torch.Tensor:
         return torch.nn.Parameter(whole, self.requires_grad)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedDTensor:
         if self._mfsdp_owner is not None:
             copy.deepcopy(self._mfsdp_owner, memo)  # copies all of its parameters
-            return memo[id(self)]
+            return memo[id(self)]  # type: ignore[no-any-return]
         return super().__deepcopy__(memo)
 
 
