@@ -190,18 +190,18 @@ class FlatBuffer:
 
     def widen(self) -> None:
         """Gives parameters that were frozen when the model was sharded the main-weight dtype of those that train. Views
-        of the former weights no longer show the model's.
+        of the old weights no longer show the model's.
         """
         main = self.unit.policy.resolve(self.precision.main).main
         if main is self.precision.main:
             return
         self.gradients.arrive()
-        former = self.weights.source
+        old = self.weights.source
         self.weights.widen(main)
         self.precision = replace(self.precision, main=main)
         self.respec(precision=self.precision)
-        if self.weights.source is not former:
-            self._former = StorageWeakRef(former.untyped_storage())  # keeps its address, the key of `buffer_registry`
+        if self.weights.source is not old:
+            self._old_source = StorageWeakRef(old.untyped_storage())  # keeps its address, the key of `buffer_registry`
             self._own_source()
         for slot, param in enumerate(self.params):
             param.take_rows(self.weights.view(self.weights.main, slot))

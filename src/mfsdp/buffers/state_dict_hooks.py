@@ -119,8 +119,8 @@ def _agree(here: Iterable[str], shardings: Iterable[ShardSpec]) -> None:
     digest = zlib.crc32("\n".join(sorted(here)).encode())
     for sharding in shardings:
         for group in sharding.over if sharding.parts > 1 else ():
-            told = torch.tensor([digest, -digest], device=devices.collective_device(group))
-            largest, smallest = sync_collectives.reduced(told, "max", group).tolist()
+            bounds = torch.tensor([digest, -digest], device=devices.collective_device(group))
+            largest, smallest = sync_collectives.reduced(bounds, "max", group).tolist()
             if largest != -smallest:
                 raise RuntimeError(
                     "mfsdp: full_state_dict=True without broadcast_from_rank0=True, and the ranks give different "

@@ -264,8 +264,8 @@ def _extreme(partial: torch.Tensor, op: str, sharding: ShardSpec) -> torch.Tenso
     if op == "sum" or not partial.is_floating_point():
         return _all_reduce(partial, op, sharding)
     sign = 1 if op == "max" else -1
-    told = torch.stack([sign * partial, partial.isnan().to(partial.dtype)])
-    largest, nan = _all_reduce(told, "max", sharding)
+    stacked = torch.stack([sign * partial, partial.isnan().to(partial.dtype)])
+    largest, nan = _all_reduce(stacked, "max", sharding)
     return torch.where(nan == 0, sign * largest, torch.nan)
 
 

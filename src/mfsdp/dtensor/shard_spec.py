@@ -69,7 +69,7 @@ class ShardSpec:
         if dtype not in known:
             shape = torch.Size(self.shape)
             meta = TensorMeta(shape, strides_of(shape), dtype)
-            known[dtype] = DTensorSpec(*self._told, tensor_meta=meta)
+            known[dtype] = DTensorSpec(*self._mesh_and_placements, tensor_meta=meta)
         return known[dtype]  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class ShardSpec:
         return execution.announced(what, *self.over)
 
     @cached_property
-    def _told(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    def _mesh_and_placements(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """The mesh and placements that torch sees: the local rows; a local shard of TP in FSDP2's form."""
         mesh = self.copies or self.mesh
         if self.piece is None:

@@ -171,7 +171,7 @@ class ParameterRanges:
         if members != self.members or not all(self._untouched(optimizer, run) for run in self.runs):
             self._build(optimizer, members)
         if self.streams is not None:
-            self.streams.end(self.runs, looked_at=True)  # for hooks before the step
+            self.streams.end(self.runs, read=True)  # for hooks before the step
         launchers = self._launchers(optimizer)
         if not launchers:
             self._step(optimizer, None, self.runs)
@@ -259,13 +259,13 @@ class ParameterRanges:
             for number, group in enumerate(optimizer.param_groups):
                 flats = [run.flat for run in some if run.group == number]
                 group["params"] = flats + plain[number] if i == len(parts) - 1 else flats
-            with self._lent(optimizer, some):
+            with self._on_device(optimizer, some):
                 unhooked(self.base)(optimizer)
             if prefetch is not None:
                 for run in some:
                     prefetch(run)
         if self.streams is not None:
-            self.streams.end(runs, looked_at=hooked(optimizer))
+            self.streams.end(runs, read=hooked(optimizer))
         for group, own in zip(optimizer.param_groups, every, strict=True):  # what post hooks see
             group["params"] = own
 
@@ -286,12 +286,12 @@ class ParameterRanges:
                 size += run.flat.nbytes
         return [*parts, rest]
 
-    def _lent(self, optimizer: Optimizer, runs: list[ParameterRange]) -> AbstractContextManager[None]:
+    def _on_device(self, optimizer: Optimizer, runs: list[ParameterRange]) -> AbstractContextManager[None]:
         """Wraps one call: its range's state is on the device."""
         if self.streams is None or not runs:
             return nullcontext()
         (run,) = runs
-        return self.streams.lent(run, self.state, tells=not optimizer.param_groups[run.group].get("fused"))
+        return self.streams.on_device(run, self.state, versioned=not optimizer.param_groups[run.group].get("fused"))
 
     @contextmanager
     def _casts(self, along: set[FlatBuffer], prefetch: _StepPrefetch | None) -> Iterator[list[ParameterRange]]:

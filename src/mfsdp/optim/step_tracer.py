@@ -32,7 +32,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.optim import Optimizer
 
-from .symbolic_numbers import CannotRecord, Number, Recorder, math_of_numbers, node_of
+from .symbolic_numbers import CannotRecord, Number, Recorder, Value, math_of_numbers, node_of
 
 SETTINGS = ("params", "param_names")
 """Keys of a parameter group that are not settings."""
@@ -164,7 +164,7 @@ class _Inputs:
         self.settings = self._symbolic(group)
         self.counters = {k: self._number(v.item() if isinstance(v, torch.Tensor) else v, k) for k, v in numbers.items()}
 
-    def _number(self, value: bool | int | float, name: str) -> Number:
+    def _number(self, value: Value, name: str) -> Number:
         name = re.sub(r"\W", "_", name)
         return Number(value, f"{name}_" if keyword.iskeyword(name) or not name.isidentifier() else name, self.guards)
 
@@ -195,8 +195,8 @@ class _Run:
         attributes: dict[str, Any] = self.optimizer.__dict__
         attributes.update(vars(optimizer))
         attributes.update({k: OrderedDict() for k in vars(optimizer) if re.fullmatch(r"_optimizer_step_\w+_hooks", k)})
-        for told in ("grad_scale", "found_inf"):  # set by GradScaler; gradients are unscaled already
-            attributes.pop(told, None)
+        for name in ("grad_scale", "found_inf"):  # set by GradScaler; gradients are unscaled already
+            attributes.pop(name, None)
         self.before = dict(attributes)
         self.recorder: Recorder
         self.after: dict[str, Any] = {}
