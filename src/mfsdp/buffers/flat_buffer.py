@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -104,7 +104,7 @@ class FlatBuffer:
         self.params = [ShardedParameter(r, s, trainable, self) for r, s in zip(rows, shardings, strict=True)]
         self.left_out: SkippedUnit | None = None
         """Joins other ranks' collectives with zeros, in a model whose ranks may leave units out."""
-        self.places: dict[tuple[int, str], tuple[dict[str, Any], int]] = {}
+        self.places: dict[tuple[int, str], tuple[Mapping[str, torch.Tensor | None], int]] = {}
         """Where its parameters are registered: a module's ``_parameters`` and the slot, by ``id`` of that dict and the
         name in it."""
 
@@ -156,7 +156,7 @@ class FlatBuffer:
         """Returns this rank's rows of a parameter in a flat shard, a view."""
         return ShardedDTensor(self.weights.view(flat, slot), self.params[slot].sharding)
 
-    def place(self, params: dict[str, Any], name: str, slot: int) -> None:
+    def place(self, params: Mapping[str, torch.Tensor | None], name: str, slot: int) -> None:
         """Records where a parameter is registered."""
         self.places[id(params), name] = params, slot
 
