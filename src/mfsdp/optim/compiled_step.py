@@ -13,7 +13,6 @@ import warnings
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 
-from .step_tracer import SETTINGS, Grows, Recording, is_counter, is_setting, record, settings
+from .step_tracer import SETTINGS, Grows, Named, Recording, Step, is_counter, is_setting, record, settings
 from .symbolic_numbers import CannotRecord
 
 if TYPE_CHECKING:
@@ -128,7 +127,7 @@ class CompiledSteps:
 
     def __init__(self, optimizer: Optimizer, base: type[Optimizer]):
         self.base = base
-        self._plainly = unhooked(base)
+        self._uncompiled = unhooked(base)
         self._graphs: dict[Static, list[_Graph]] = {}
         self._own: set[object] = set()
         """Kinds, and kinds with numbers, that the optimizer steps uncompiled."""
@@ -141,44 +140,16 @@ class CompiledSteps:
         optimizer: Optimizer,
         runs: Sequence[ParameterRange],
         state: State,
-        others: Sequence[list[torch.Tensor]],
-        casts: AbstractContextManager[list[ParameterRange]],
-        behind: Callable[[ParameterRange], None] | None = None,
-    ) -> None:
-        """Takes one step; hooks run once.
+        after: Callable[[ParameterRange], None] | None = None,
+    ) -> list[ParameterRange]:
+        """Steps the ranges that can be stepped compiled, without hooks, and returns the others, such as those without
+        state. Compiles everything before the first step.
 
         Args:
-            optimizer: its groups hold the weights of the ranges that have gradients, and other parameters.
-            runs: the ranges to step compiled; the optimizer steps ranges without state itself.
+            optimizer: gives the settings of its parameter groups.
+            runs: the ranges.
             state: the state of all ranges.
-            others: parameters that the optimizer steps itself, by group.
-            casts: context around the compiled part; yields a list that receives the ranges left to the optimizer.
-            behind: called for each range after its compiled step.
-        """
-
-        def step(optimizer: Optimizer) -> None:
-            with casts as left:
-                left += self._take(optimizer, runs, state, behind)
-            if not left and not any(others):
-                return
-            every = [group["params"] for group in optimizer.param_groups]
-            for number, group in enumerate(optimizer.param_groups):
-                group["params"] = others[number] + [run.flat for run in left if run.group == number]
-            self._plainly(optimizer)
-            for group, params in zip(optimizer.param_groups, every, strict=True):  # what post hooks see
-                group["params"] = params
-
-        Optimizer.profile_hook_step(step)(optimizer)
-
-    def _take(
-        self,
-        optimizer: Optimizer,
-        runs: Sequence[ParameterRange],
-        state: State,
-        behind: Callable[[ParameterRange], None] | None,
-    ) -> list[ParameterRange]:
-        """Steps the ranges that can be stepped compiled, and returns the others. Compiles everything before the first
-        step.
+            after: called for each range after its compiled step.
         """
         groups = [self._group(optimizer, number) for number in range(len(optimizer.param_groups))]
         ready, left = [], []
@@ -207,10 +178,10 @@ class CompiledSteps:
                     old.fill_(new)
                 else:
                     plan.mine[name] = type(old)(new)
-            if behind is not None:
+            if after is not None:
                 torch.autograd.graph.increment_version(run.flat)
-                behind(run)
-        if behind is None:
+                after(run)
+        if after is None:
             torch.autograd.graph.increment_version([run.flat for run, *_ in ready])  # Inductor's code does not
         return left
 
@@ -238,7 +209,7 @@ class CompiledSteps:
         plan = run.plan
         tail = None if run.cast is None else run.cast.dtype
         if plan is None or plan.tail is not tail or not plan.fits(group.static):
-            plan = run.plan = self._planned(group.static, tail, run.flat.detach(), gradient, state.get(run.flat, {}))
+            plan = run.plan = self._planned(group.static, run, gradient, state.get(run.flat, {}))
         mine = plan.mine
         values = group.numbers + tuple([float(mine[k]) for k in plan.counters])
         for graph in plan.graphs:
@@ -247,14 +218,8 @@ class CompiledSteps:
         made = self._made(optimizer, run.group, plan, values, gradient)
         return None if made is None else (run, plan, made, values, gradient)
 
-    def _planned(
-        self,
-        static: Static,
-        tail: torch.dtype | None,
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
-        state: dict[str, Any],
-    ) -> RangePlan:
+    def _planned(self, static: Static, run: ParameterRange, gradient: torch.Tensor, state: dict[str, Any]) -> RangePlan:
+        weights, tail = run.flat.detach(), None if run.cast is None else run.cast.dtype
         counters = [k for k, v in state.items() if is_counter(v)]
         rest = [(k, v) for k, v in state.items() if k not in counters]
         kind = (
@@ -295,15 +260,10 @@ class CompiledSteps:
         return graphs[-1]
 
     def _record(
-        self,
-        optimizer: Optimizer,
-        group: Mapping[str, Any],
-        state: Mapping[str, Any],
-        weights: torch.Tensor,
-        gradient: torch.Tensor,
+        self, optimizer: Optimizer, group: Named, state: Named, weights: torch.Tensor, gradient: torch.Tensor
     ) -> Recording:
         try:
-            return record(self._plainly, optimizer, self.base, group, state, weights, gradient)
+            return record(self._uncompiled, optimizer, self.base, group, state, weights, gradient)
         except CannotRecord as why:
             raise self._refusal(str(why)) from why
 
@@ -313,7 +273,7 @@ class CompiledSteps:
             "out; it steps on flat tensors all the same."
         )
 
-    def _try(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+    def _try(self, optimizer: Optimizer, group: Named) -> None:
         """Records the second step of a two-element tensor, so that unsupported optimizers raise now."""
         if group.get("differentiable"):
             raise self._refusal("differentiable=True")
@@ -327,11 +287,11 @@ class CompiledSteps:
         vars(twin).update(vars(optimizer))
         twin.param_groups, twin.state = [{**group, "params": [param]}], defaultdict(dict)
         with torch.no_grad():
-            self._plainly(twin)
+            self._uncompiled(twin)
         self._record(optimizer, group, twin.state.get(param, {}), weights, gradient)
 
 
-def unhooked(base: type[Optimizer]) -> Callable[[Optimizer], Any]:
+def unhooked(base: type[Optimizer]) -> Step:
     """Returns an optimizer's own step, without hooks."""
     step: Any = base.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]

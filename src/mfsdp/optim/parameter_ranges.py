@@ -12,8 +12,7 @@ optimizer that leaves zero weights with zero gradients alone, as torch's element
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -198,7 +197,7 @@ class ParameterRanges:
         params = [g["params"] for g in groups]
         plain = [[p for p in own if not is_sharded(p)] for own in params]
         lists = [list(own) for own in plain]
-        along: set[FlatBuffer] = set()
+        along: set[FlatBuffer] = set()  # whose kept cast the step has written too
         watched = hooked(optimizer)
         at_once = None if watched else prefetch  # hooks may write to what they see
         for run in runs:
@@ -213,11 +212,8 @@ class ParameterRanges:
             for group, flats in zip(groups, lists, strict=True):
                 group["params"] = flats
             optimizer.state = cast(Any, self.state)
-            if self.steps is not None:
-                casts = self._casts(along, at_once)
-                self.steps.step(optimizer, runs, self.state, plain, casts, at_once)
-            elif self.base in KNOWN:
-                in_parts = partial(self._in_parts, plain=plain, runs=runs, prefetch=at_once)
+            if self.steps is not None or self.base in KNOWN:
+                in_parts = partial(self._in_parts, plain=plain, runs=runs, prefetch=at_once, along=along)
                 Optimizer.profile_hook_step(in_parts)(optimizer)
             else:
                 self.base.step(optimizer)
@@ -246,13 +242,23 @@ class ParameterRanges:
             state.update(order)
 
     def _in_parts(
-        self, optimizer: Optimizer, *, plain: ParamLists, runs: list[ParameterRange], prefetch: _StepPrefetch | None
+        self,
+        optimizer: Optimizer,
+        *,
+        plain: ParamLists,
+        runs: list[ParameterRange],
+        prefetch: _StepPrefetch | None,
+        along: set[FlatBuffer],
     ) -> None:
         """Runs the step of one of torch's optimizers on some ranges at a time (`_parts`), with unsharded parameters in
-        the last part.
+        the last part. Steps compiled what can be.
         """
         every = [group["params"] for group in optimizer.param_groups]
-        parts = self._parts(runs, [] if prefetch is None else list(prefetch.left)[:ALONE])
+        if self.steps is None:
+            parts = self._parts(runs, [] if prefetch is None else list(prefetch.left)[:ALONE])
+        else:
+            left = self._step_compiled(self.steps, optimizer, runs, prefetch, along)
+            parts, prefetch = [left] if left or any(plain) else [], None
         if self.streams is not None:
             self.streams.begin(runs)
         for i, some in enumerate(parts):
@@ -293,10 +299,16 @@ class ParameterRanges:
         (run,) = runs
         return self.streams.on_device(run, self.state, versioned=not optimizer.param_groups[run.group].get("fused"))
 
-    @contextmanager
-    def _casts(self, along: set[FlatBuffer], prefetch: _StepPrefetch | None) -> Iterator[list[ParameterRange]]:
-        """Wraps the compiled part of a step: lends ranges their parts of kept casts (Note [Kept casts]), and records
-        which casts were written, except for the ranges that the yielded list receives.
+    def _step_compiled(
+        self,
+        steps: CompiledSteps,
+        optimizer: Optimizer,
+        runs: list[ParameterRange],
+        prefetch: _StepPrefetch | None,
+        along: set[FlatBuffer],
+    ) -> list[ParameterRange]:
+        """Steps ranges compiled; returns those left to the optimizer. The step also writes kept casts (Note [Kept
+        casts]), except of buffers with ranges that are left; ``along`` receives the buffers.
         """
         kept = {run.buffer: run.buffer.weights.kept_cast.current() for run in self.runs}
         for run in self.runs:
@@ -304,11 +316,11 @@ class ParameterRanges:
             run.cast = None if whole is None else whole[run.start : run.start + run.flat.numel()]
         if prefetch is not None:
             prefetch.kept = kept
-        left: list[ParameterRange] = []
-        yield left
+        left = steps.step(optimizer, runs, self.state, prefetch)
         along.update({buffer for buffer, cast in kept.items() if cast is not None} - {run.buffer for run in left})
         for buffer in along:
             buffer.weights.kept_cast.written_along()
+        return left
 
     def _untouched(self, optimizer: Optimizer, run: ParameterRange) -> bool:
         """Whether parameters still have the state that the range shows; a load replaces it."""

@@ -38,6 +38,9 @@ SETTINGS = ("params", "param_names")
 """Keys of a parameter group that are not settings."""
 
 
+Named = Mapping[str, Any]
+"""Settings of a parameter group, or state of a parameter, by name."""
+
 Step = Callable[[Optimizer], Any]
 """An optimizer's own step, without hooks."""
 
@@ -80,7 +83,7 @@ def is_setting(value: object) -> bool:
     return isinstance(value, float) or (isinstance(value, torch.Tensor) and is_counter(value))
 
 
-def settings(group: Mapping[str, Any]) -> tuple[list[tuple[str, int | None]], list[float]]:
+def settings(group: Named) -> tuple[list[tuple[str, int | None]], list[float]]:
     """Returns the places and values of the numbers among a group's settings."""
     places: list[tuple[str, int | None]] = []
     values: list[float] = []
@@ -99,8 +102,8 @@ def record(
     step: Step,
     optimizer: Optimizer,
     base: type[Optimizer],
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
+    group: Named,
+    state: Named,
     weights: torch.Tensor,
     gradient: torch.Tensor,
 ) -> Recording:
@@ -135,9 +138,7 @@ class _Inputs:
     Args: as of `record`.
     """
 
-    def __init__(
-        self, group: Mapping[str, Any], state: Mapping[str, Any], weights: torch.Tensor, gradient: torch.Tensor
-    ):
+    def __init__(self, group: Named, state: Named, weights: torch.Tensor, gradient: torch.Tensor):
         self.guards: dict[str, bool] = {}
         """See `Number`."""
         shapes = ShapeEnv()
@@ -150,7 +151,7 @@ class _Inputs:
                 raise CannotRecord(f"its state has shape {tuple(t.shape)}, the weights {tuple(weights.shape)}")
             return torch.empty((self.length,) if t.dim() else (), dtype=t.dtype, device=t.device)
 
-        def fakes(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        def fakes(values: Named) -> dict[str, torch.Tensor]:
             return {k: fake(v) for k, v in values.items() if isinstance(v, torch.Tensor) and not is_counter(v)}
 
         with self.mode:
@@ -168,7 +169,7 @@ class _Inputs:
         name = re.sub(r"\W", "_", name)
         return Number(value, f"{name}_" if keyword.iskeyword(name) or not name.isidentifier() else name, self.guards)
 
-    def _symbolic(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _symbolic(self, group: Named) -> dict[str, Any]:
         """Returns the group's settings with symbolic numbers, for an implementation that can be recorded."""
         out: dict[str, Any] = {k: v for k, v in group.items() if k not in SETTINGS} | self.given
         for (key, at), value in zip(*settings(group), strict=True):
@@ -187,9 +188,7 @@ class _Run:
     Args: as of `record`.
     """
 
-    def __init__(
-        self, step: Step, optimizer: Optimizer, base: type[Optimizer], inputs: _Inputs, state: Mapping[str, Any]
-    ):
+    def __init__(self, step: Step, optimizer: Optimizer, base: type[Optimizer], inputs: _Inputs, state: Named):
         self.step, self.inputs, self.state = step, inputs, state
         self.optimizer: Any = object.__new__(base)
         attributes: dict[str, Any] = self.optimizer.__dict__
