@@ -57,7 +57,7 @@ class FlatBuffer:
     """The parameters of one unit that share dtypes, device and ``requires_grad``.
 
     ``weights`` and ``gradients`` are flat; ``params[i]`` is parameter i as a DTensor whose local tensor is a view into
-    the main weights. It has 16 attributes: what identifies a buffer (unit, layout, placement, dtypes, spec) and what
+    the main weights. It has 17 attributes: what identifies a buffer (unit, layout, placement, dtypes, spec) and what
     belongs to it (weights, gradients, parameters) are read together everywhere.
 
     Args:
@@ -86,6 +86,8 @@ class FlatBuffer:
         refuse_elsewhere()
         refuse_inputs()
         self.unit, self.layout, self.placement, self.precision = unit, layout, placement, precision
+        self._trained_main = unit.policy.resolve(precision.main).main
+        """The dtype of main weights that train. Stored: while a copy is made, its unit has no policy yet."""
         self.trains = [trainable] * len(layout.slots)
         """Which parameters require gradients; Dynamo guards on it where they are read."""
         self.trainable = self.born_trainable = trainable
@@ -192,13 +194,12 @@ class FlatBuffer:
         """Gives parameters that were frozen when the model was sharded the main-weight dtype of those that train. Views
         of the old weights no longer show the model's.
         """
-        main = self.unit.policy.resolve(self.precision.main).main
-        if main is self.precision.main:
+        if self._trained_main is self.precision.main:
             return
         self.gradients.arrive()
         old = self.weights.source
-        self.weights.widen(main)
-        self.precision = replace(self.precision, main=main)
+        self.weights.widen(self._trained_main)
+        self.precision = replace(self.precision, main=self._trained_main)
         self.respec(precision=self.precision)
         if self.weights.source is not old:
             self._old_source = StorageWeakRef(old.untyped_storage())  # keeps its address, the key of `buffer_registry`

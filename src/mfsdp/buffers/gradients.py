@@ -125,7 +125,7 @@ class Gradients:
         else:
             self.unreduced.forget(slots)
         if not self.unreduced.offsets:
-            self.votes.clear()
+            self.votes.found.clear()
             self.hooks.pending = None
 
     # Accumulation
@@ -265,7 +265,7 @@ class Gradients:
     def _settle(self) -> None:
         """Counts the votes of finished reductions."""
         self.arrive()
-        if self.votes and self.flat is not None:
+        if self.votes.found and self.accumulator.flat is not None:
             self.accumulator.slots |= self.votes.counted()
 
     def has(self, slot: int) -> bool:
@@ -274,9 +274,9 @@ class Gradients:
         Raises:
             RuntimeError: a backward has reduced other units, while this one has unreduced gradients from before.
         """
-        self.arrive()
-        self.unreduced.check()
         self._settle()
+        if self.unreduced.kept:
+            self.unreduced.check()
         return slot in self.accumulator.slots
 
     def of(self, slot: int) -> ShardedDTensor | None:
@@ -300,29 +300,23 @@ class _Votes:
 
     def __init__(self, buffer: FlatBuffer):
         self._of = buffer
-        self._found: list[torch.Tensor] = []
+        self.found: list[torch.Tensor] = []
         """[slots], one per reduction whose program may differ by rank."""
         self._ballots: dict[frozenset[int], torch.Tensor] = {}
         """This rank's votes, by slots. Cached: a copy to the device makes the host wait."""
-
-    def __bool__(self) -> bool:
-        return bool(self._found)
 
     def cast(self, slots: frozenset[int]) -> None:
         """Launches a vote of all ranks, of this one for some slots."""
         if slots not in self._ballots:
             votes = [slot in slots for slot in range(len(self._of.layout.slots))]
             self._ballots[slots] = torch.tensor(votes, device=self._of.weights.main.device)
-        self._found.append(sync_collectives.on_any_rank(self._ballots[slots], self._of.spec))
+        self.found.append(sync_collectives.on_any_rank(self._ballots[slots], self._of.spec))
 
     def counted(self) -> set[int]:
         """Returns the slots that any rank has voted for, and clears the votes. The host waits for them."""
-        slots = {slot for votes in self._found for slot in votes.nonzero().flatten().tolist()}
-        self._found.clear()
+        slots = {slot for votes in self.found for slot in votes.nonzero().flatten().tolist()}
+        self.found.clear()
         return slots
-
-    def clear(self) -> None:
-        self._found.clear()
 
 
 def _nobody(source: torch.Tensor) -> None:

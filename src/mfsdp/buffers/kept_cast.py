@@ -77,7 +77,9 @@ def _cast_again(casts: Sequence[KeptCast]) -> None:
     with torch.inference_mode(False), torch.no_grad():
         for cast in casts:
             if cast._values is None:
-                cast._values = torch.empty_like(cast._of.main, dtype=cast._of.comm, requires_grad=False)
+                cast._values = torch.empty_like(
+                    cast._of.main, dtype=cast._of.buffer.precision.comm, requires_grad=False
+                )
                 _kept.add(cast)
             devices.follow(cast._stream, cast._values)
         values = [cast._values for cast in casts if cast._values is not None]

@@ -83,8 +83,8 @@ class Weights:
         unit = self.buffer.unit
         if unit.kept and unit.open:
             raise RuntimeError(
-                f"mfsdp: weights of {self.path} would be written while its gathered parameters are kept: forwards "
-                "would go on with the former values. Leave mfsdp.unsharded first"
+                f"mfsdp: weights of {self.buffer.path} would be written while its gathered parameters are kept: "
+                "forwards would go on with the former values. Leave mfsdp.unsharded first"
             )
         if unit.kept:
             unit.reshard()
@@ -95,7 +95,7 @@ class Weights:
             early.drop()
         with torch.inference_mode(False), torch.no_grad():
             self.main = self.main.detach().to(dtype)
-        if not self.spec.persistent:
+        if not self.buffer.spec.persistent:
             self.source = self.main
         self.kept_cast = KeptCast(self)
         self._exposed, self._sum, self.stale = False, None, True
@@ -131,19 +131,9 @@ class Weights:
         return self._writes, self.main._version
 
     @property
-    def path(self) -> str:
-        """The buffer's name in errors."""
-        return self.buffer.path
-
-    @property
     def spec(self) -> UnitSpec:
         """How the buffer is communicated."""
         return self.buffer.spec
-
-    @property
-    def comm(self) -> torch.dtype:
-        """Default communication dtype of parameters."""
-        return self.buffer.precision.comm
 
     def rows(self, flat: torch.Tensor, offset: int) -> tuple[torch.Tensor, int]:
         """Returns a view of this rank's rows of the parameter at ``offset`` in a flat shard, [rows, elements of a row],
