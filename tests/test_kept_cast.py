@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mfsdp
-from mfsdp.buffers import weights
+from mfsdp.buffers import kept_cast
 from mfsdp.ir import ops
 from tests.helpers.buffers import buffers_of
 from tests.helpers.models import MLP
@@ -36,8 +36,8 @@ def trained(lowering: str, flat: bool, **options: object) -> tuple[list[torch.Te
 @pytest.mark.parametrize("flat", [False, True])
 def test_one_cast_per_step_and_the_same_bits(lowering, flat, monkeypatch):
     made: list[int] = []
-    again = weights._cast_again
-    monkeypatch.setattr(weights, "_cast_again", lambda ws: (made.append(len(ws)), again(ws))[1])
+    again = kept_cast._cast_again
+    monkeypatch.setattr(kept_cast, "_cast_again", lambda ws: (made.append(len(ws)), again(ws))[1])
     kept, model = trained(lowering, flat)
     assert sum(made) == 3 * len(buffers_of(model)), "two microbatches, forward and backward: once for all of them"
     plain, _ = trained(lowering, flat, keep_cast=False)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import mfsdp
-from mfsdp.buffers import weights
+from mfsdp.buffers import kept_cast
 from tests.helpers.dtypes import BF16, HALF
 from tests.helpers.writes import COUNTED, PAST
 
@@ -59,13 +59,13 @@ def compared(policy: Any, lowering: str, how: str) -> tuple[list[str], list[int]
     optimizers = [STEPS[how](m.parameters()) for m in models]
     torch.manual_seed(1 + dist.get_rank())
     wrong: list[str] = []
-    made, casts = weights._cast_again, []
+    made, casts = kept_cast._cast_again, []
 
     def counted(due: Any) -> None:
         casts[-1] += 1
         made(due)
 
-    weights._cast_again = counted
+    kept_cast._cast_again = counted
 
     def step(name: str) -> None:
         casts.append(0)
@@ -91,7 +91,7 @@ def compared(policy: Any, lowering: str, how: str) -> tuple[list[str], list[int]
                 write(m)
             step(write.__name__)
     finally:
-        weights._cast_again = made
+        kept_cast._cast_again = made
     return wrong, casts
 
 

@@ -83,7 +83,7 @@ def test_a_gradient_that_somebody_keeps_is_his(lowering):
         assert torch.equal(model.up.weight.grad.to_local(), before), "nothing is left of what was there"
     model.zero_grad()
     (buffer,) = {b for b in buffers_of(model) if b.unit.fqn == "up"}
-    kept = StorageWeakRef(buffer.gradients._room.untyped_storage())
+    kept = StorageWeakRef(buffer.gradients.accumulator.memory.spare.untyped_storage())
     mfsdp.keep_gradients(model, False)
     assert kept.expired(), "the memory is given back"
 
@@ -96,4 +96,4 @@ def test_what_is_dropped_inside_of_a_backward_goes():
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     for lowering in ("none", "eager"):
         compiled(model, lowering)(torch.ones(2, 24)).sum().backward()
-        assert all(b.gradients.flat is None and b.gradients._room is None for b in buffers_of(model))
+        assert all(b.gradients.flat is None and b.gradients.accumulator.memory.spare is None for b in buffers_of(model))

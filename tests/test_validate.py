@@ -186,7 +186,7 @@ def with_gradients(block: Any, x: torch.Tensor) -> Any:
 def held(block: Any, x: torch.Tensor) -> Any:
     @contextlib.contextmanager
     def context() -> Any:
-        block._mfsdp_unit.buffers[0].gradients._kept[8] = torch.zeros(8)  # what no_sync leaves on several ranks
+        block._mfsdp_unit.buffers[0].gradients.unreduced.kept[8] = torch.zeros(8)  # as no_sync on several ranks
         yield
         block.zero_grad()
 

@@ -12,8 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import mfsdp
-from mfsdp.buffers import gradients
-from mfsdp.buffers.gradients import scaled
+from mfsdp.buffers.accumulator import AccumulatorMemory, scaled
 from mfsdp.runtime import static_buffers
 from tests.helpers.buffers import buffers_of
 from tests.helpers.models import MLP
@@ -68,14 +67,14 @@ def test_nothing_of_gradients_is_alive_behind_zero_grad(lowering, through, flat)
         optimizer.step()
         ZERO[through](model, optimizer)
         assert expired(kept) and all(p.grad is None for p in model.parameters())
-        assert all(b.gradients.flat is None and b.gradients._room is None for b in buffers_of(model))
+        assert all(b.gradients.flat is None and b.gradients.accumulator.memory.spare is None for b in buffers_of(model))
 
 
 @pytest.fixture
 def poisoned(monkeypatch):
     """New accumulators hold NaN."""
-    empty = gradients.Gradients._empty
-    monkeypatch.setattr(gradients.Gradients, "_empty", lambda self: empty(self).fill_(torch.nan))
+    empty = AccumulatorMemory.new
+    monkeypatch.setattr(AccumulatorMemory, "new", lambda self: empty(self).fill_(torch.nan))
 
 
 @pytest.mark.parametrize("policy", ["same", "wide", "narrow"])
@@ -186,7 +185,7 @@ def refs_of(p: Any) -> list[StorageWeakRef]:
 def test_what_arrives_becomes_the_accumulator(lowering, world, monkeypatch):
     """No accumulator is allocated for the first gradient of a step, and none is copied or multiplied by one."""
     made, multiplied = [], []
-    monkeypatch.setattr(gradients.Gradients, "_empty", lambda self: made.append(self))
+    monkeypatch.setattr(AccumulatorMemory, "new", lambda self: made.append(self))
     mul_ = torch.Tensor.mul_
     monkeypatch.setattr(torch.Tensor, "mul_", lambda x, scale: (multiplied.append(scale), mul_(x, scale))[1])
     static_buffers.reset()
@@ -205,7 +204,7 @@ def test_what_others_have_is_not_taken():
     """A view, a part of something, another dtype, a static buffer: those are copied."""
     model = sharded()
     (buffer,) = {b for b in buffers_of(model) if b.unit.fqn == "up"}
-    mine, numel = buffer.gradients, buffer.layout.shard_numel
+    mine, numel = buffer.gradients.accumulator.memory, buffer.layout.shard_numel
     assert mine._may_become(torch.ones(numel))
     seen = torch.ones(numel)
     view = seen.view(-1)

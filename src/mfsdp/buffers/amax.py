@@ -91,7 +91,7 @@ class AmaxTracker:
 
         def there() -> None:
             found.bring()
-            out.copy_(found.bits.view(torch.float32).to(self._of.comm))
+            out.copy_(found.bits.view(torch.float32).to(self._of.buffer.precision.comm))
 
         return [there]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -18,7 +18,7 @@ from ..config.options import MixedPrecisionPolicy, Precision
 from ..config.plans import Plan
 from ..dtensor.optimizer_hooks import refuse_elsewhere
 from ..dtensor.shard_spec import ShardSpec
-from ..dtensor.sharded_dtensor import carry_attributes
+from ..dtensor.sharded_dtensor import ShardedDTensor, carry_attributes
 from ..dtensor.sharded_parameter import ShardedParameter
 from ..dtensor.tp_shards import TPShard
 from ..dtensor.unsupported import refuse_inputs
@@ -57,7 +57,8 @@ class FlatBuffer:
     """The parameters of one unit that share dtypes, device and ``requires_grad``.
 
     ``weights`` and ``gradients`` are flat; ``params[i]`` is parameter i as a DTensor whose local tensor is a view into
-    the main weights.
+    the main weights. It has 17 attributes: what identifies a buffer (unit, layout, placement, dtypes, spec) and what
+    belongs to it (weights, gradients, parameters) are read together everywhere.
 
     Args:
         unit: the unit that owns it.
@@ -85,8 +86,8 @@ class FlatBuffer:
         refuse_elsewhere()
         refuse_inputs()
         self.unit, self.layout, self.placement, self.precision = unit, layout, placement, precision
-        self._main = unit.policy.resolve(precision.main).main
-        """The dtype of main weights that train."""
+        self._trained_main = unit.policy.resolve(precision.main).main
+        """The dtype of main weights that train. Stored: while a copy is made, its unit has no policy yet."""
         self.trains = [trainable] * len(layout.slots)
         """Which parameters require gradients; Dynamo guards on it where they are read."""
         self.trainable = self.born_trainable = trainable
@@ -105,7 +106,7 @@ class FlatBuffer:
         self.params = [ShardedParameter(r, s, trainable, self) for r, s in zip(rows, shardings, strict=True)]
         self.left_out: SkippedUnit | None = None
         """Joins other ranks' collectives with zeros, in a model whose ranks may leave units out."""
-        self.places: dict[tuple[int, str], tuple[dict[str, Any], int]] = {}
+        self.places: dict[tuple[int, str], tuple[Mapping[str, torch.Tensor | None], int]] = {}
         """Where its parameters are registered: a module's ``_parameters`` and the slot, by ``id`` of that dict and the
         name in it."""
 
@@ -153,7 +154,11 @@ class FlatBuffer:
                 memo[id(mine)] = its
         return twin
 
-    def place(self, params: dict[str, Any], name: str, slot: int) -> None:
+    def sharded_view(self, flat: torch.Tensor, slot: int) -> ShardedDTensor:
+        """Returns this rank's rows of a parameter in a flat shard, a view."""
+        return ShardedDTensor(self.weights.view(flat, slot), self.params[slot].sharding)
+
+    def place(self, params: Mapping[str, torch.Tensor | None], name: str, slot: int) -> None:
         """Records where a parameter is registered."""
         self.places[id(params), name] = params, slot
 
@@ -187,17 +192,17 @@ class FlatBuffer:
 
     def widen(self) -> None:
         """Gives parameters that were frozen when the model was sharded the main-weight dtype of those that train. Views
-        of the former weights no longer show the model's.
+        of the old weights no longer show the model's.
         """
-        if self._main is self.precision.main:
+        if self._trained_main is self.precision.main:
             return
         self.gradients.arrive()
-        former = self.weights.source
-        self.weights.widen(self._main)
-        self.precision = replace(self.precision, main=self._main)
+        old = self.weights.source
+        self.weights.widen(self._trained_main)
+        self.precision = replace(self.precision, main=self._trained_main)
         self.respec(precision=self.precision)
-        if self.weights.source is not former:
-            self._former = StorageWeakRef(former.untyped_storage())  # keeps its address, the key of `buffer_registry`
+        if self.weights.source is not old:
+            self._old_source = StorageWeakRef(old.untyped_storage())  # keeps its address, the key of `buffer_registry`
             self._own_source()
         for slot, param in enumerate(self.params):
             param.take_rows(self.weights.view(self.weights.main, slot))

@@ -69,7 +69,7 @@ class PersistentFp8:
         now = self._of.history
         if back and now != self._read:
             raise RuntimeError(
-                f"mfsdp: the weights of {self._of.path} have been written between forward and its backward, "
+                f"mfsdp: the weights of {self._of.buffer.path} have been written between forward and its backward, "
                 "which would read other FP8 codes than forward has. Call backward before the step, or compile "
                 'with options={"quantize": False}: then what lasts are the values that forward has read'
             )

@@ -85,8 +85,8 @@ def _faults(group: str, members: list[tuple[str, Ref]]) -> list[_Fault]:
         slack.append(tolerated)
     mine = torch.stack(marks)
     with execution.announced(f"replicas of {len(members)} parameters", group):
-        told = sync_collectives.reduced(torch.cat([mine, -mine, torch.stack(slack)]), "max", group)
-    high, low, most = (x.tolist() for x in told.chunk(3))
+        reduced = sync_collectives.reduced(torch.cat([mine, -mine, torch.stack(slack)]), "max", group)
+    high, low, most = (x.tolist() for x in reduced.chunk(3))
     axis = groups.axis_of(group).name
     out = []
     for i, (name, ref) in enumerate(members):

@@ -11,7 +11,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,12 @@ from ..dtensor.shard_spec import ShardSpec
 from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import buffer_registry, devices, sync_collectives
 from .flat_buffer import refs
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.metadata import Metadata
+
+StateDict = dict[str, Any]
 
 
 def teach() -> None:
@@ -59,7 +65,7 @@ def _teach_torch() -> None:
 
 
 @torch.no_grad()
-def _keep_broadcast(theirs: Callable[..., Any], local: dict[str, Any], keys: list[str], *rest: Any, **more: Any) -> Any:
+def _keep_broadcast(theirs: Callable[..., Any], local: StateDict, keys: list[str], *rest: Any, **more: Any) -> Any:
     """Replaces each pair (local tensor, full tensor) by the local one, with values copied in."""
     for key in keys:
         pair = local.get(key)
@@ -70,7 +76,7 @@ def _keep_broadcast(theirs: Callable[..., Any], local: dict[str, Any], keys: lis
 
 
 @torch.no_grad()
-def _keep_numbers(theirs: Callable[..., Any], full: Any, local: dict[str, Any], *rest: Any, **more: Any) -> Any:
+def _keep_numbers(theirs: Callable[..., Any], full: StateDict, local: StateDict, *rest: Any, **more: Any) -> Any:
     """Keeps scalar tensors sharded; torch returns them as plain tensors."""
     ours = {key: mine for key, mine in local.items() if isinstance(mine, ShardedDTensor) and not mine.dim()}
     out = theirs(full, local, *rest, **more)
@@ -81,9 +87,7 @@ def _keep_numbers(theirs: Callable[..., Any], full: Any, local: dict[str, Any], 
 
 
 @torch.no_grad()
-def _keep_whole(
-    theirs: Callable[..., Any], full: Mapping[str, Any], local: dict[str, Any], *rest: Any, **more: Any
-) -> Any:
+def _keep_whole(theirs: Callable[..., Any], full: StateDict, local: StateDict, *rest: Any, **more: Any) -> Any:
     """Copies local rows of full tensors that every rank has. Communicates only a check that all have them."""
     ours = {
         key: (mine, value)
@@ -96,7 +100,7 @@ def _keep_whole(
     return theirs({k: v for k, v in full.items() if k not in ours}, local, *rest, **more)
 
 
-def _keep_adapters(theirs: Callable[..., Any], model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+def _keep_adapters(theirs: Callable[..., Any], model: nn.Module, state: StateDict) -> StateDict:
     """Keeps tensors of sharded parameters full, which peft would cut into even chunks; copying cuts them."""
     params = dict(model.named_parameters())
     ours = {name for name in state if isinstance(params.get(name), ShardedDTensor)}
@@ -119,8 +123,8 @@ def _agree(here: Iterable[str], shardings: Iterable[ShardSpec]) -> None:
     digest = zlib.crc32("\n".join(sorted(here)).encode())
     for sharding in shardings:
         for group in sharding.over if sharding.parts > 1 else ():
-            told = torch.tensor([digest, -digest], device=devices.collective_device(group))
-            largest, smallest = sync_collectives.reduced(told, "max", group).tolist()
+            bounds = torch.tensor([digest, -digest], device=devices.collective_device(group))
+            largest, smallest = sync_collectives.reduced(bounds, "max", group).tolist()
             if largest != -smallest:
                 raise RuntimeError(
                     "mfsdp: full_state_dict=True without broadcast_from_rank0=True, and the ranks give different "
@@ -131,7 +135,7 @@ def _agree(here: Iterable[str], shardings: Iterable[ShardSpec]) -> None:
 # Counts of loads, which ranks compare
 
 
-def loaded(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+def loaded(module: nn.Module, state: StateDict, prefix: str) -> None:
     """Counts what a module loads from a state dict, which ranks compare."""
     for name, ref in refs(module).items():
         param, value = module._parameters.get(name), state.get(prefix + name)
@@ -142,7 +146,7 @@ def loaded(module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
 # Names
 
 
-def _with_wrappers(theirs: Callable[..., Any], model: Any, name: str, *rest: Any, **more: Any) -> Any:
+def _with_wrappers(theirs: Callable[..., Any], model: nn.Module, name: str, *rest: Any, **more: Any) -> Any:
     """Finds an original name (`parameter_names`) below torch.compile's wrappers."""
     return theirs(model, parameter_names.spelled(model, name), *rest, **more)
 
@@ -150,16 +154,22 @@ def _with_wrappers(theirs: Callable[..., Any], model: Any, name: str, *rest: Any
 # Checkpoints
 
 
-def _ready(theirs: Callable[..., Any], planner: Any, state: Any, metadata: Any = None, *rest: Any, **more: Any) -> Any:
+def _ready(
+    theirs: Callable[..., None],
+    planner: DefaultLoadPlanner,
+    state: StateDict,
+    metadata: Metadata | None = None,
+    *rest: Any,
+    **more: Any,
+) -> None:
     """Checks a checkpoint's entries before loading."""
     there = metadata.state_dict_metadata if metadata is not None and buffer_registry.sharded() else {}
     if there:
         _refuse_lost_state(there, state)
-    out = theirs(planner, state, metadata, *rest, **more)
+    theirs(planner, state, metadata, *rest, **more)
     if there:
         _find_wrapped(there, planner)
         _tell_of_lost_scales(te.lost_scales(there.items(), planner.state_dict))
-    return out
 
 
 def _tell_of_lost_scales(names: list[str]) -> None:
@@ -172,7 +182,7 @@ def _tell_of_lost_scales(names: list[str]) -> None:
         )
 
 
-def _refuse_lost_state(there: Iterable[str], state: Any) -> None:
+def _refuse_lost_state(there: Iterable[str], state: object) -> None:
     """Refuses a checkpoint with state for an optimizer that has none yet: it would not be loaded.
 
     Raises:
@@ -189,7 +199,7 @@ def _refuse_lost_state(there: Iterable[str], state: Any) -> None:
             )
 
 
-def _stateless(state: Any, path: str = "") -> Iterator[str]:
+def _stateless(state: object, path: str = "") -> Iterator[str]:
     """Yields the paths of optimizers without state in a state dict."""
     if not isinstance(state, Mapping):
         return
@@ -199,7 +209,7 @@ def _stateless(state: Any, path: str = "") -> Iterator[str]:
         yield from _stateless(value, f"{path}{key}.")
 
 
-def _find_wrapped(there: Iterable[str], planner: Any) -> None:
+def _find_wrapped(there: Iterable[str], planner: DefaultLoadPlanner) -> None:
     """Reads original names from a checkpoint with a wrapper's names."""
     wrapped = {parameter_names.original(name): name for name in there if parameter_names.original(name) != name}
     for name in [n for n in planner.state_dict if n in wrapped and n not in there]:

@@ -1,14 +1,5 @@
 """Main weights of a unit, and the tensors that programs read parameters from.
 
-Note [Kept casts]
-If main weights do not have the communication dtype, a program casts the shard before every gather, or, under the
-backend's option ``keep_cast``, gathers a cast that is kept (`Weights.cast`); over one rank it reads that cast. The cast
-is redone if main weights have been written: version counters show writes through plain tensors, `Weights.stale` those
-through DTensors and flat optimizers, and other optimizers' steps mark it due (`optimizer_hooks`). Code that has rows as
-a plain tensor (``to_local()``) may write past all of these (``.data``, NumPy, a collective): from then on that unit's
-cast is redone for every gather. This communicates nothing, so ranks need not agree on when. Parameters communicated as
-int8 are quantised from main weights for every gather, without a cast.
-
 Note [Unseen writes]
 A write to main weights makes the gather of persistent parameters (strategies 1 and 2, HFSDP) due. The gather is a
 collective, but not every rank sees every write. All ranks count writes through DTensors; at most the writing rank
@@ -21,17 +12,16 @@ checksum costs a pass over the shard where a program begins, and on CUDA a wait 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..config.units import UnitSpec
-from ..runtime import devices, execution, step_prefetch, sync_collectives
+from ..runtime import execution, step_prefetch, sync_collectives
 from ..runtime.checksums import checksum
 from ..runtime.transport import End
 from .amax import AmaxTracker
+from .kept_cast import KeptCast
 from .persistent_fp8 import PersistentFp8
 
 if TYPE_CHECKING:
@@ -46,33 +36,32 @@ class Weights:
     further than parameters, a persistent copy, [spec.source_numel] in ``precision.comm``. The copy has no memory before
     it is filled: programs that read the FP8 payload (Note [Persistent FP8]) use it only to identify the buffer.
 
+    It has more than 15 attributes because every write to ``main`` makes all of the others due.
+
     Args:
         buffer: the owner; its layout, placement, precision and spec are set.
         device: where the weights live.
     """
 
     def __init__(self, buffer: FlatBuffer, device: torch.device):
-        self._of = buffer
+        self.buffer = buffer
         layout, spec, precision = buffer.layout, buffer.spec, buffer.precision
         self.locals = tuple(layout.local(i, buffer.placement.rank) for i in range(len(layout.slots)))
         """This rank's rows of each parameter, and their place in ``main``."""
-        self._slots = {slot.offset: i for i, slot in enumerate(layout.slots)}
+        self.slots = {slot.offset: i for i, slot in enumerate(layout.slots)}
+        """Slots, by where their parameters start."""
         self.main = torch.zeros(layout.shard_numel, dtype=precision.main, device=device)
         self.source = self.main
         if spec.persistent:
             self.source = torch.empty(spec.source_numel, dtype=precision.comm, device=device)
             self.source.untyped_storage().resize_(0)
         self.maxima, self.lasting = AmaxTracker(self), PersistentFp8(self)
-        self._cast: torch.Tensor | None = None
-        """This rank's shard in the communication dtype, [layout.shard_numel], once requested."""
+        self.kept_cast = KeptCast(self)
         self._exposed = False
         self._sum: torch.Tensor | None = None
         """Last checksum of ``main``, once rows have been handed out (Note [Unseen writes])."""
         self._writes = 0
         """Writes to ``main`` past its version counter."""
-        self._cast_due = True
-        self._cast_version = -1
-        self._cast_stream: torch.Stream | None = None
         self.stale = True
         self._version = -1
         self._overtaken: tuple[int, int] | None = None
@@ -91,24 +80,25 @@ class Weights:
         Raises:
             RuntimeError: inside `mfsdp.unsharded`, where forwards would use the old values.
         """
-        unit = self._of.unit
+        unit = self.buffer.unit
         if unit.kept and unit.open:
             raise RuntimeError(
-                f"mfsdp: weights of {self.path} would be written while its gathered parameters are kept: forwards "
-                "would go on with the former values. Leave mfsdp.unsharded first"
+                f"mfsdp: weights of {self.buffer.path} would be written while its gathered parameters are kept: "
+                "forwards would go on with the former values. Leave mfsdp.unsharded first"
             )
         if unit.kept:
             unit.reshard()
 
     def widen(self, dtype: torch.dtype) -> None:
         """Moves ``main`` to new memory in a wider dtype. What a backward has yet to read stays."""
-        for early in step_prefetch.of([self._of]):
+        for early in step_prefetch.of([self.buffer]):
             early.drop()
         with torch.inference_mode(False), torch.no_grad():
             self.main = self.main.detach().to(dtype)
-        if not self.spec.persistent:
+        if not self.buffer.spec.persistent:
             self.source = self.main
-        self._cast, self._exposed, self._sum, self.stale = None, False, None, True
+        self.kept_cast = KeptCast(self)
+        self._exposed, self._sum, self.stale = False, None, True
 
     @property
     def stale(self) -> bool:
@@ -128,12 +118,12 @@ class Weights:
 
     @exposed.setter
     def exposed(self, value: bool) -> None:
-        self._of.gradients.arrive()
-        if not self._exposed and self._of.spec.persistent:
+        self.buffer.gradients.arrive()
+        if not self._exposed and self.buffer.spec.persistent:
             self._sum = checksum(self.main)
         self._exposed = value
         if step_prefetch.any_under_way():
-            step_prefetch.showing(self._of)
+            step_prefetch.showing(self.buffer)
 
     @property
     def history(self) -> tuple[int, int]:
@@ -141,26 +131,16 @@ class Weights:
         return self._writes, self.main._version
 
     @property
-    def path(self) -> str:
-        """The buffer's name in errors."""
-        return self._of.path
-
-    @property
     def spec(self) -> UnitSpec:
         """How the buffer is communicated."""
-        return self._of.spec
-
-    @property
-    def comm(self) -> torch.dtype:
-        """Default communication dtype of parameters."""
-        return self._of.precision.comm
+        return self.buffer.spec
 
     def rows(self, flat: torch.Tensor, offset: int) -> tuple[torch.Tensor, int]:
         """Returns a view of this rank's rows of the parameter at ``offset`` in a flat shard, [rows, elements of a row],
         and the first row's index.
         """
-        slot = self._slots[offset]
-        at, row = self.locals[slot], self._of.layout.slots[slot].row
+        slot = self.slots[offset]
+        at, row = self.locals[slot], self.buffer.layout.slots[slot].row
         part = flat.detach()[at.shard_offset : at.shard_offset + at.numel]
         return part.view(-1, row), at.param_offset // row
 
@@ -171,7 +151,7 @@ class Weights:
 
     def full_view(self, full: torch.Tensor, slot: int) -> torch.Tensor:
         """Returns a full parameter over the full buffer's storage, which autograd does not treat as a view."""
-        s = self._of.layout.slots[slot]
+        s = self.buffer.layout.slots[slot]
         strides = torch.empty(s.shape, device="meta").stride()
         return full.new_empty(0).set_(full.untyped_storage(), s.offset, s.shape, strides)
 
@@ -181,15 +161,15 @@ class Weights:
         """Returns whether main weights have been written since the source was filled. All ranks agree: writes through
         DTensors count on every rank, also on one without rows.
         """
-        if not self._of.spec.persistent:
+        if not self.buffer.spec.persistent:
             return False
-        return self.stale or self.main._version != self._version or bool(step_prefetch.of([self._of]))
+        return self.stale or self.main._version != self._version or bool(step_prefetch.of([self.buffer]))
 
     def unseen(self) -> bool:
         """Returns whether this rank has written to main weights since the source was filled in ways that other ranks
         may not see, which makes the source due (Note [Unseen writes]).
         """
-        if not self._of.spec.persistent or self.stale or step_prefetch.of([self._of]):
+        if not self.buffer.spec.persistent or self.stale or step_prefetch.of([self.buffer]):
             return False
         if self._sum is not None and not torch.equal(self._sum, now := checksum(self.main)):
             self._sum, self.stale = now, True
@@ -199,7 +179,7 @@ class Weights:
         """Launches the gather into the source if due; returns callables to run before it is read."""
         if not self.due():
             return []
-        for early in step_prefetch.of([self._of]):
+        for early in step_prefetch.of([self.buffer]):
             early.drop()
         version, main = self.main._version, self.main.detach()
         if not self.has_room:
@@ -208,7 +188,7 @@ class Weights:
             if self.exposed:
                 main = main.clone()
                 self._sum = checksum(main)
-            ends = sync_collectives.replicate(main, self.source.detach(), self._of.spec)
+            ends = sync_collectives.replicate(main, self.source.detach(), self.buffer.spec)
         self.overtake()
         self.stale, self._version = False, -1  # stays due if no caller waits
 
@@ -230,54 +210,27 @@ class Weights:
             torch.autograd.graph.increment_version(self.source)
             self._overtaken = self.history
 
-    # casts to the communication dtype (Note [Kept casts])
-
-    def cast(self) -> torch.Tensor:
-        """Returns the shard in ``precision.comm``, up to date with main weights; read-only. If it is due, one call
-        redoes all due casts of the model.
-        """
-        if self._cast is None or self._cast_is_due():
-            model, device = self._of.unit.outermost, self.main.device
-            others = [
-                w for w in _casting if w is not self and w._of.unit.outermost is model and w.main.device == device
-            ]
-            _cast_again([self, *(w for w in others if w._cast_is_due() and not w.exposed)])
-        assert self._cast is not None
-        devices.follow(self._cast_stream, self._cast)
-        return self._cast
-
-    def kept(self) -> torch.Tensor | None:
-        """Returns the cast if it exists and is up to date: code that writes main weights may update it too. ``None``
-        for 16-bit main weights, which a compiler need not round before it casts them.
-        """
-        there = self._cast is not None and self.main.itemsize >= 4 and not self._cast_is_due()
-        return self._cast if there else None
-
-    def written_along(self) -> None:
-        """Marks the cast as up to date."""
-        self._cast_due, self._cast_version = False, self.main._version
-        self._cast_stream = devices.current_stream(self.main.device)
-
     def note_write(self) -> None:
         """Records that main weights may have been written on this rank."""
         self._writes += 1
-        self._cast_due = True
+        self.kept_cast.due = True
 
-    def _cast_is_due(self) -> bool:
-        return self._cast_due or self.exposed or self.main._version != self._cast_version
+    def cast(self) -> torch.Tensor:
+        """Returns the shard in ``precision.comm`` (`KeptCast.read`)."""
+        return self.kept_cast.read()
 
     # full values, outside of training
 
     def gather(self) -> torch.Tensor:
         """Returns the full main weights, [full_numel] in ``precision.main``; a collective."""
-        with execution.announced(f"gather of main weights of {self._of.path}", *self._of.spec.peer_groups):
-            return sync_collectives.gather_main(self.main, self._of.spec)
+        with execution.announced(f"gather of main weights of {self.buffer.path}", *self.buffer.spec.peer_groups):
+            return sync_collectives.gather_main(self.main, self.buffer.spec)
 
     def scatter(self, full: torch.Tensor) -> None:
         """Stores this rank's part of full main weights."""
         self.stale = True
         with torch.no_grad():
-            for slot in range(len(self._of.layout.slots)):
+            for slot in range(len(self.buffer.layout.slots)):
                 self.keep(slot, self.full_view(full, slot))
 
     def keep(self, slot: int, value: torch.Tensor) -> None:
@@ -285,20 +238,3 @@ class Weights:
         at = self.locals[slot]
         part = value.detach().reshape(-1)[at.param_offset : at.param_offset + at.numel]
         self.view(self.main, slot).copy_(part.view(at.shape))
-
-
-_casting: weakref.WeakSet[Weights] = weakref.WeakSet()
-"""Weights whose cast is kept."""
-
-
-def _cast_again(weights: Sequence[Weights]) -> None:
-    """Redoes casts, in one kernel where the device has one."""
-    with torch.inference_mode(False), torch.no_grad():
-        for w in weights:
-            if w._cast is None:
-                w._cast = torch.empty_like(w.main, dtype=w._of.precision.comm, requires_grad=False)
-                _casting.add(w)
-            devices.follow(w._cast_stream, w._cast)
-        torch._foreach_copy_([w._cast for w in weights if w._cast is not None], [w.main.detach() for w in weights])
-    for w in weights:
-        w.written_along()

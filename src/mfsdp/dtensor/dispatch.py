@@ -1,16 +1,20 @@
-"""Handlers of torch's operators for sharded tensors, each selected once."""
+"""Handlers of torch's operators for sharded tensors, each selected once. Private in torch (``OpOverload``, its
+``_schema``); tried on 2.11 to 2.15.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
 from ..runtime import sync_collectives
 from . import load_count, unsupported
+from .eager_autograd import Args, Kwargs
 from .shard_placement import RowShard, StridedRowShard
 from .shard_spec import ShardSpec
 from .sharded_dtensor import Handler, ShardedDTensor, dispatched_by
@@ -18,10 +22,10 @@ from .sharded_dtensor import Handler, ShardedDTensor, dispatched_by
 aten = torch.ops.aten
 
 
-_handlers: dict[Any, Handler] = {}
+_handlers: dict[OpOverload, Handler] = {}
 
 
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _dispatch(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _handler_of(func)
@@ -37,7 +41,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise unsupported.explained(error) from None
 
 
-def _handler_of(func: Any) -> Handler:
+def _handler_of(func: OpOverload) -> Handler:
     name = func._schema.name.removeprefix("aten::")
     if name in _BY_NAME:
         return _BY_NAME[name]
@@ -61,32 +65,14 @@ def _is_elementwise(name: str) -> bool:
     return packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads())
 
 
-_ELEMENTWISE = frozenset(
-    [
-        "detach",
-        "alias",
-        "clone",
-        "copy_",
-        "_to_copy",
-        "zero_",
-        "fill_",
-        "zeros_like",
-        "ones_like",
-        "empty_like",
-        "full_like",
-        "lift_fresh",
-        "masked_fill_",
-        "masked_fill",
-        "lerp",
-        "lerp_",
-        "nan_to_num",
-        "nan_to_num_",
-        "is_same_size",
-    ]
-)
+_ELEMENTWISE = frozenset([
+    "detach", "alias", "clone", "copy_", "_to_copy", "zero_", "fill_", "zeros_like", "ones_like", "empty_like",
+    "full_like", "lift_fresh", "masked_fill_", "masked_fill", "lerp", "lerp_", "nan_to_num", "nan_to_num_",
+    "is_same_size",
+])  # fmt: skip
 
 
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _elementwise(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Runs on the local tensors; shards full tensors of the same global shape first."""
     sharding = _sharding_of(func, args, kwargs)
     if func._schema.is_mutable and not isinstance(kwargs.get("out", args[0]), ShardedDTensor):
@@ -108,7 +94,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return ShardedDTensor(result, sharding) if isinstance(result, torch.Tensor) else result
 
 
-def _cut(func: Any, x: torch.Tensor, sharding: ShardSpec) -> torch.Tensor:
+def _cut(func: OpOverload, x: torch.Tensor, sharding: ShardSpec) -> torch.Tensor:
     """Returns this rank's part of a tensor used elementwise with a sharded one; passes numbers through."""
     if isinstance(x, ShardedDTensor):
         if not sharding.same(x._sharding):
@@ -131,14 +117,14 @@ def _cut(func: Any, x: torch.Tensor, sharding: ShardSpec) -> torch.Tensor:
     return sharding.part(x)
 
 
-def _sharding_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardSpec:
+def _sharding_of(func: OpOverload, args: Args, kwargs: Kwargs) -> ShardSpec:
     for x in (*args, *kwargs.values()):
         if isinstance(x, ShardedDTensor):
             return x._sharding
     raise NotImplementedError(f"{func}: no sharded tensor among the arguments")
 
 
-def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _lists(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """``foreach`` and fused operators: runs on lists of local tensors, without the empty ones (invariant 22). Lists may
     also contain unsharded tensors, at the same place in all lists.
     """
@@ -161,7 +147,7 @@ def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
         return _cut(func, x, like._sharding)
 
-    given = {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}
+    given = _named(func, args, kwargs)
     for name, x in given.items():
         if isinstance(x, (list, tuple)) and len(x) == n:  # also empty ones: all ranks refuse
             parts = [part(t, like, name in written) for t, like in zip(x, sharded, strict=True)]
@@ -179,13 +165,13 @@ def _lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return results
 
 
-def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _random(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Draws the full tensor and keeps this rank's rows, so values equal an unsharded init with the same seed. Gathers
     arguments that parametrize the distribution (probabilities, limits) first.
     """
     target, *rest = args
     if not isinstance(target, ShardedDTensor) or "out" in kwargs:
-        return _refuse(func, args, kwargs)
+        _refuse(func, args, kwargs)
     like = not func._schema.is_mutable
     if func is aten.bernoulli.default:
         whole = target.full_tensor()
@@ -207,7 +193,7 @@ def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _reduction(whole: Callable[..., torch.Tensor], op: str) -> Handler:
     """Returns a handler that reduces to one value: over local rows, then over ranks by ``op``."""
 
-    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    def handler(func: OpOverload, args: Args, kwargs: Kwargs) -> torch.Tensor:
         x: ShardedDTensor = args[0]
         shape, given = _whole_only(func, args, kwargs)
         if not x.numel():  # nothing to communicate
@@ -235,14 +221,18 @@ def _neutral(whole: Callable[..., torch.Tensor], dtype: torch.dtype) -> float | 
     return low if whole is torch.amax else high
 
 
-def _whole_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+def _named(func: OpOverload, args: Args, kwargs: Kwargs) -> Kwargs:
+    """Returns the arguments that were given, by name."""
+    return {**dict(zip((a.name for a in func._schema.arguments), args)), **kwargs}
+
+
+def _whole_only(func: OpOverload, args: Args, kwargs: Kwargs) -> tuple[list[int], Kwargs]:
     """Returns the result shape of a reduction of all elements to one value, and its arguments by name.
 
     Raises:
         NotImplementedError: it reduces some dimensions, returns several values, or writes to ``out``.
     """
-    x, schema = args[0], func._schema
-    given = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
+    x, given = args[0], _named(func, args, kwargs)
     dims = given.get("dim")
     if isinstance(dims, int):
         dims = [dims]
@@ -250,7 +240,7 @@ def _whole_only(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     some = dims is not None and {d % count for d in dims} != set(range(count))
     if dims == [] and func._schema.name not in ("aten::any", "aten::all", "aten::count_nonzero"):
         some = False  # all dimensions
-    if some or len(schema.returns) > 1 or "out" in given or not isinstance(x, ShardedDTensor):
+    if some or len(func._schema.returns) > 1 or "out" in given or not isinstance(x, ShardedDTensor):
         raise NotImplementedError(
             f"{func} over dimensions {dims} of a sharded tensor is not supported; use .full_tensor()"
         )
@@ -274,26 +264,25 @@ def _extreme(partial: torch.Tensor, op: str, sharding: ShardSpec) -> torch.Tenso
     if op == "sum" or not partial.is_floating_point():
         return _all_reduce(partial, op, sharding)
     sign = 1 if op == "max" else -1
-    told = torch.stack([sign * partial, partial.isnan().to(partial.dtype)])
-    largest, nan = _all_reduce(told, "max", sharding)
+    stacked = torch.stack([sign * partial, partial.isnan().to(partial.dtype)])
+    largest, nan = _all_reduce(stacked, "max", sharding)
     return torch.where(nan == 0, sign * largest, torch.nan)
 
 
-def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _norm(func: OpOverload, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """``linalg.vector_norm`` and ``norm`` of the full tensor."""
     shape, given = _whole_only(func, args, kwargs)
     order = given.get("ord", given.get("p"))
     return _norms([args[0]], 2.0 if order is None else float(order), given.get("dtype"))[0].view(shape)
 
 
-def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _foreach_norm(func: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     """Computes all norms with one collective, launched on every rank whatever rows it holds."""
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    return _norms(args[0], order, dtype)
+    given = _named(func, args, kwargs)
+    return _norms(args[0], float(given.get("ord", 2)), given.get("dtype"))
 
 
-def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+def _norms(tensors: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Returns norms of order p, with one collective for all tensors that are sharded over the same ranks. Plain tensors
     are allowed.
     """
@@ -303,7 +292,7 @@ def _norms(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> l
     out: dict[int, torch.Tensor] = {}
     for over, members in alike.items():
         mine = [tensors[i] for i in members]
-        found = torch._foreach_norm(mine, order, dtype) if over is None else _norms_over(mine, order, dtype)
+        found = torch._foreach_norm(mine, order, dtype) if over is None else _norms_over(cast(Any, mine), order, dtype)
         out |= zip(members, found, strict=True)
     return [out[i] for i in range(len(tensors))]
 
@@ -313,33 +302,28 @@ def _over(t: ShardedDTensor) -> tuple[str, ...]:
     return t._sharding.over if t._sharding.parts > 1 else ()
 
 
-def _norms_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+def _norms_over(tensors: Sequence[ShardedDTensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Takes the p-th root of the sum over ranks of the p-th powers of the local norms."""
-    with tensors[0]._sharding.announced(f"norms of {len(tensors)} tensors"):
-        return _powers_over(tensors, order, dtype)
-
-
-def _powers_over(tensors: Sequence[Any], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    locals_ = [t._local_tensor for t in tensors]
-    full = [t for t in locals_ if t.numel()]
-    wide = torch.float64 if any(t.dtype is torch.float64 for t in locals_) else torch.float32
-    neutral = math.inf if order == -math.inf else 0.0
-    nothing = torch.full((), neutral, dtype=wide, device=locals_[0].device)
+    sharding, rows = tensors[0]._sharding, [t._local_tensor for t in tensors]
+    full = [t for t in rows if t.numel()]
+    wide = torch.float64 if any(t.dtype is torch.float64 for t in rows) else torch.float32
+    nothing = torch.full((), math.inf if order == -math.inf else 0.0, dtype=wide, device=rows[0].device)
     some = iter(torch._foreach_norm(full, order, wide) if full else ())
-    partial = torch.stack([next(some) if t.numel() else nothing for t in locals_])  # no host sync
-    if math.isinf(order):
-        total = _extreme(partial, "max" if order > 0 else "min", tensors[0]._sharding)
-    elif order == 0:
-        total = _all_reduce(partial, "sum", tensors[0]._sharding)
-    else:
-        powers = partial.pow(order)
-        if order < 0:
-            powers = powers.masked_fill(partial == 0, 0)
-        total = _all_reduce(powers, "sum", tensors[0]._sharding).pow(1 / order)
-    return [n.to(dtype or t.dtype) for n, t in zip(total.unbind(), locals_, strict=True)]
+    partial = torch.stack([next(some) if t.numel() else nothing for t in rows])  # no host sync
+    with sharding.announced(f"norms of {len(tensors)} tensors"):
+        if math.isinf(order):
+            total = _extreme(partial, "max" if order > 0 else "min", sharding)
+        elif order == 0:
+            total = _all_reduce(partial, "sum", sharding)
+        else:
+            powers = partial.pow(order)
+            if order < 0:
+                powers = powers.masked_fill(partial == 0, 0)
+            total = _all_reduce(powers, "sum", sharding).pow(1 / order)
+    return [n.to(dtype or t.dtype) for n, t in zip(total.unbind(), rows, strict=True)]
 
 
-def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _unscale(func: OpOverload, args: Args, kwargs: Kwargs) -> None:
     """``GradScaler``'s unscale: scales gradients in place; all ranks see an Inf or NaN of any rank."""
     tensors, found, inverse = args
     locals_ = [t._local_tensor if isinstance(t, ShardedDTensor) else t for t in tensors]
@@ -350,11 +334,11 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found.copy_(_all_reduce(found, "max", sharding))
 
 
-def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedDTensor:
+def _view(func: OpOverload, args: Args, kwargs: Kwargs) -> ShardedDTensor:
     x: ShardedDTensor = args[0]
     if isinstance(args[1], torch.dtype):
         if args[1].itemsize != x.dtype.itemsize:
-            return _refuse(func, args, kwargs)  # type: ignore[no-any-return]
+            _refuse(func, args, kwargs)
         return x.beside(x._local_tensor.view(args[1]))
     shape = list(args[1])
     if -1 in shape:
@@ -367,7 +351,7 @@ def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedDT
     return x.beside(x._local_tensor)
 
 
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """``copy_``: local between equal shardings. Gathers a source that is sharded in another way, so that any state dict
     can be loaded; all ranks must then take part.
     """
@@ -381,7 +365,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     elif any(isinstance(p, (RowShard, StridedRowShard)) for p in source.placements):
         local = source._local_tensor
         if source.placements != target.placements or local.shape != target._local_tensor.shape:
-            return _refuse(func, args, kwargs)
+            _refuse(func, args, kwargs)
         func(target._local_tensor, local, *rest, **kwargs)
         return target
     else:
@@ -390,7 +374,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _elementwise(func, (target, source, *rest), kwargs)
 
 
-def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def _new(func: OpOverload, args: Args, kwargs: Kwargs) -> torch.Tensor:
     """``new_zeros`` and similar: returns a tensor of the same sharding for the same shape, else a plain one."""
     x: ShardedDTensor = args[0]
     if tuple(args[1]) == tuple(x.shape):
@@ -399,76 +383,56 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
     return func(x._local_tensor, *args[1:], **kwargs)  # type: ignore[no-any-return]
 
 
-def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _equal(func: OpOverload, args: Args, kwargs: Kwargs) -> bool:
     a, b = args
     if not (isinstance(a, ShardedDTensor) and isinstance(b, ShardedDTensor) and a._sharding.same(b._sharding)):
-        return _refuse(func, args, kwargs)  # type: ignore[no-any-return]
+        _refuse(func, args, kwargs)
     here = torch.tensor(torch.equal(a._local_tensor, b._local_tensor), device=a._local_tensor.device)
     return bool(_all_reduce(here, "min", a._sharding))
 
 
-def _masked_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _masked_put(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """``x[mask] = number``, the only indexing that is elementwise."""
     x, indices, value, *rest = args
     mask: Any = indices[0]
     alike = isinstance(mask, ShardedDTensor) and mask.dtype is torch.bool and mask._sharding.same(x._sharding)
     if len(indices) != 1 or not alike or value.numel() != 1:
-        return _refuse(func, args, kwargs)
+        _refuse(func, args, kwargs)
     func(x._local_tensor, [mask._local_tensor], value, *rest, **kwargs)
     return x
 
 
-def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _item(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return args[0].full_tensor().item()
 
 
-def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refuse(func: OpOverload, args: Args, kwargs: Kwargs) -> NoReturn:
     raise NotImplementedError(
         f"{func} is not supported on a tensor that is sharded unevenly; use .full_tensor() (whole, on every rank) or "
         ".to_local() (this rank's rows). Inside of a compiled or called model, parameters are whole."
     )
 
 
+_RANDOM = (
+    "normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_", "geometric_",
+    "rand_like", "randn_like", "randint_like", "bernoulli",
+)  # fmt: skip
+
 _BY_NAME: dict[str, Handler] = {
-    **dict.fromkeys(
-        [
-            "normal_",
-            "uniform_",
-            "bernoulli_",
-            "exponential_",
-            "log_normal_",
-            "cauchy_",
-            "random_",
-            "geometric_",
-            "rand_like",
-            "randn_like",
-            "randint_like",
-            "bernoulli",
-        ],
-        _random,
-    ),
+    **dict.fromkeys(_RANDOM, _random),
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), _new),
+    **dict.fromkeys(("linalg_vector_norm", "norm"), _norm),
+    **dict.fromkeys(("max", "amax"), _reduction(torch.amax, "max")),
+    **dict.fromkeys(("min", "amin"), _reduction(torch.amin, "min")),
     "sum": _reduction(torch.sum, "sum"),
     "mean": _reduction(torch.mean, "sum"),
-    "max": _reduction(torch.amax, "max"),
-    "min": _reduction(torch.amin, "min"),
-    "amax": _reduction(torch.amax, "max"),
-    "amin": _reduction(torch.amin, "min"),
     "any": _reduction(torch.any, "max"),
     "all": _reduction(torch.all, "min"),
     "count_nonzero": _reduction(torch.count_nonzero, "sum"),
-    "linalg_vector_norm": _norm,
-    "norm": _norm,
     "_foreach_norm": _foreach_norm,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     "copy_": _copy,
-    "view": _view,
-    "_unsafe_view": _view,
-    "reshape": _view,
-    "_reshape_alias": _view,
-    "new_zeros": _new,
-    "new_ones": _new,
-    "new_empty": _new,
-    "new_full": _new,
     "equal": _equal,
     "index_put_": _masked_put,
     "_local_scalar_dense": _item,

@@ -24,10 +24,10 @@ Gradients that arrive at a parameter are added to its ``.grad``, with those of p
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -35,7 +35,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from . import unsupported
 
+if TYPE_CHECKING:
+    from .shard_spec import ShardSpec
+    from .sharded_dtensor import ShardedDTensor
+
 aten = torch.ops.aten
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+"""Arguments of a torch function or operator."""
+
+Function = Callable[..., Any]
+"""A torch function, as ``__torch_function__`` gets it."""
 
 
 class Way(Enum):
@@ -63,7 +74,7 @@ _FACTORIES = ("new_", "empty_", "full_", "ones_", "zeros_", "rand_", "randn_", "
 
 
 @cache
-def way_of(function: Callable[..., Any]) -> Way:
+def way_of(function: Function) -> Way:
     """Classifies a function as ``__torch_function__`` gets it, by its name and its operator's schema. Private in torch
     (names, ``_schema``, ``torch.utils._pytree``); tried on 2.11 to 2.15.
     """
@@ -88,9 +99,7 @@ def way_of(function: Callable[..., Any]) -> Way:
     return Way.OTHER if gives_tensors else Way.NATIVE
 
 
-def plainly_native(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, sharded: type[torch.Tensor]
-) -> bool:
+def plainly_native(function: Function, args: Args, kwargs: Kwargs | None, sharded: type[torch.Tensor]) -> bool:
     """Fast check for whether `call`, without gradients, would run the function on the sharded tensors directly.
     Optimizers ask a dozen times per parameter and step.
     """
@@ -101,17 +110,16 @@ def plainly_native(
 
 
 def call(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    function: Function,
+    args: Args,
+    kwargs: Kwargs,
     sharded: type[torch.Tensor],
-    native: Callable[..., Any],
+    native: Callable[[Function, Args, Kwargs], Any],
     differentiates: bool,
 ) -> Any:
     """Calls a torch function that has sharded arguments.
 
     Args:
-        function: as ``__torch_function__`` gets it.
         sharded: the class of sharded tensors.
         native: ``native(function, args, kwargs)`` calls it on the sharded tensors directly.
         differentiates: whether autograd can differentiate ``native``.
@@ -150,15 +158,13 @@ def call(
     return function(*tree_map(whole, args), **tree_map(whole, kwargs))
 
 
-def _into_plain(function: Callable[..., Any], args: tuple[Any, ...], sharded: type[torch.Tensor]) -> bool:
+def _into_plain(function: Function, args: Args, sharded: type[torch.Tensor]) -> bool:
     """Whether it writes into a plain tensor in place: the result then needs autograd like any other."""
     name = getattr(function, "__name__", "")
     return name.endswith("_") and bool(args) and isinstance(args[0], torch.Tensor) and not isinstance(args[0], sharded)
 
 
-def _fits_whole_only(
-    function: Callable[..., Any], way: Way, tensors: list[torch.Tensor], ours: list[torch.Tensor]
-) -> bool:
+def _fits_whole_only(function: Function, way: Way, tensors: list[torch.Tensor], ours: list[torch.Tensor]) -> bool:
     """Whether a parameter meets plain tensors that its rows do not fit (a product, a broadcast). Optimizers do not do
     this, so what they cannot compute on rows is refused, not gathered.
     """
@@ -170,14 +176,14 @@ def _fits_whole_only(
     return way is not Way.ELEMENTWISE or any(t.shape != ours[0].shape for t in plain)
 
 
-def _numbers(function: Any, args: Any, kwargs: Any, ours: list[Any]) -> str:
+def _numbers(function: Function, args: Args, kwargs: Kwargs, ours: Sequence[ShardedDTensor]) -> str:
     """Returns a text of the numbers that a sharded tensor was computed with, ``""`` for none."""
     mine = [repr(x) for x in tree_leaves((args, kwargs)) if _number(x)]
     before = [t._mfsdp_numbers for t in ours if t._mfsdp_numbers]
     return f"{function.__name__}({', '.join([*before, *mine])})" if mine or before else ""
 
 
-def compare_numbers(t: Any) -> None:
+def compare_numbers(t: ShardedDTensor) -> None:
     """Checks that all ranks computed a tensor's rows with the same numbers.
 
     Raises:
@@ -191,7 +197,7 @@ def compare_numbers(t: Any) -> None:
         )
 
 
-def _of_all(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _of_all(function: Function, args: Args, kwargs: Kwargs) -> bool:
     """Whether a reduction covers all elements of every tensor."""
     given = [a for a in args[1:] if a is not None]
     order = function.__name__ in _NORMS and len(args) == 2 and given and (given[0] == "fro" or _number(given[0]))
@@ -199,7 +205,7 @@ def _of_all(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return named and (not given or bool(order))
 
 
-def _number(x: Any) -> bool:
+def _number(x: object) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
@@ -207,17 +213,17 @@ class _WayOut(torch.autograd.Function):
     """Returns values of sharded tensors that are equal on all ranks; sums their gradients (Note [Eager autograd])."""
 
     @staticmethod
-    def forward(ctx: Any, shardings: list[Any], *values: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, shardings: list[ShardSpec], *values: torch.Tensor) -> Any:  # type: ignore[override]
         ctx.shardings = shardings
         return tuple(v.view_as(v) for v in values)
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         alike: dict[Any, list[int]] = {}
         for i, (grad, sharding) in enumerate(zip(grads, ctx.shardings)):
             alike.setdefault((sharding.trains_over, grad.dtype), []).append(i)
-        out: list[Any] = [None] * len(grads)
+        out: list[torch.Tensor | None] = [None] * len(grads)
         for members in alike.values():
             total = ctx.shardings[members[0]].total(torch.stack([grads[i] for i in members]))
             for i, one in zip(members, total.unbind(), strict=True):

@@ -115,7 +115,7 @@ def axes(mesh: DeviceMesh | None, dp_mesh_dims: Any, device: torch.device) -> Ax
         mesh = init_device_mesh(device.type, (groups.world(),), mesh_dim_names=("fsdp",))
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"mesh={mesh!r}: give a torch.distributed DeviceMesh")
-    found = _by_name(mesh) if dp_mesh_dims is None else _as_told(mesh, dp_mesh_dims)
+    found = _by_name(mesh) if dp_mesh_dims is None else _by_dims(mesh, dp_mesh_dims)
     if device.type != "meta" and mesh.device_type != device.type:
         raise ValueError(
             f"fully_shard: the mesh is over {mesh.device_type!r} but parameters go to {str(device)!r}; "
@@ -184,12 +184,12 @@ def _by_name(mesh: DeviceMesh) -> Axes:
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     if mesh.ndim == 1:
         return Axes(mesh, (), (0,))
-    told = {*FOLDED, *OTHERS, *REFUSED}
-    if mesh.ndim == 2 and not (told & set(names) or names[0] in SHARD or names[1] in OUTER):
+    others = {*FOLDED, *OTHERS, *REFUSED}
+    if mesh.ndim == 2 and not (others & set(names) or names[0] in SHARD or names[1] in OUTER):
         return Axes(mesh, (0,), (1,))
     _refuse(mesh, REFUSED)
     shard, outer = _numbers(names, SHARD), _numbers(names, OUTER)
-    known = {*SHARD, *OUTER, *told}
+    known = {*SHARD, *OUTER, *others}
     unknown = [n or "unnamed" for i, n in enumerate(names) if n not in known and mesh.size(i) > 1]
     if unknown or not (shard or _numbers(names, FOLDED)) or len(shard) > 1 or len(outer) > 1:
         raise ValueError(
@@ -205,7 +205,7 @@ def _by_name(mesh: DeviceMesh) -> Axes:
     return Axes(mesh, outer, _numbers(names, (*SHARD, *FOLDED)))
 
 
-def _as_told(mesh: DeviceMesh, dims: Any) -> Axes:
+def _by_dims(mesh: DeviceMesh, dims: Any) -> Axes:
     """Assigns axes as the user says; other parallelisms own the axes left out, if their names allow it."""
     replicate, shard = _dims(dims)
     names, given = mesh.mesh_dim_names or (), (*replicate, *shard)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -19,8 +19,11 @@ from ..config.patches import wrap
 from ..runtime.transport_registry import count_step
 from . import load_count
 from . import transformer_engine as te
+from .eager_autograd import Args, Kwargs
 from .sharded_dtensor import ShardedDTensor
 from .unsupported import refuse_blocks
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def left_alone(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,7 +59,9 @@ def refuse_elsewhere() -> None:
     wrap(Optimizer, "add_param_group", _add_param_group)
 
 
-def _add_param_group(add: Callable[..., None], optimizer: Any, param_group: dict[str, Any]) -> None:
+def _add_param_group(
+    add: Callable[[Optimizer, dict[str, Any]], None], optimizer: Optimizer, param_group: dict[str, Any]
+) -> None:
     add(optimizer, param_group)
     hooks = optimizer._optimizer_step_pre_hooks
     if _refuse not in hooks.values() and any(hasattr(p, "_mfsdp_owner") for p in optimizer.param_groups[-1]["params"]):
@@ -66,7 +71,7 @@ def _add_param_group(add: Callable[..., None], optimizer: Any, param_group: dict
         optimizer.register_load_state_dict_pre_hook(cut_whole_state)
 
 
-def hooked(optimizer: Any) -> bool:
+def hooked(optimizer: Optimizer) -> bool:
     """Returns whether others have hooks after an optimizer's step, which may write to what they see. Private in torch
     (``_optimizer_step_post_hooks``); tried on 2.13, not on the others of 2.11 to 2.15.
     """
@@ -74,11 +79,10 @@ def hooked(optimizer: Any) -> bool:
     return any(hook is not _tells_weights for hook in hooks)
 
 
-def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _refuse(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     te.steps_plainly(optimizer)
-    for owner in dict.fromkeys(getattr(p, "_mfsdp_owner", None) for g in optimizer.param_groups for p in g["params"]):
-        if owner is not None:
-            owner.weights.before_write()
+    for buffer in _buffers(optimizer):
+        buffer.weights.before_write()
     if _compiling():
         raise RuntimeError(
             f"mfsdp: torch.compile around {type(optimizer).__name__}.step: its parameters are sharded, which Dynamo "
@@ -88,7 +92,7 @@ def _refuse(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 @torch.no_grad()
-def cut_whole_state(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+def cut_whole_state(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """Returns the state dict to load, with full tensors cut like their parameters.
 
     Raises:
@@ -125,7 +129,7 @@ def _cut(param: ShardedDTensor, name: str, value: Any) -> Any:
     return torch.empty_like(param.detach(), dtype=value.dtype).copy_(value)
 
 
-def _tells_weights(optimizer: Any, args: Any, kwargs: Any) -> None:
+def _tells_weights(optimizer: Optimizer, args: Args, kwargs: Kwargs) -> None:
     buffers = _buffers(optimizer)
     for buffer in buffers:
         buffer.weights.note_write()
@@ -138,18 +142,19 @@ def count(buffers: Iterable[Any]) -> None:
     count_step(name for names in shared for name in names if name)
 
 
-def _buffers(optimizer: Any) -> set[Any]:
+def _buffers(optimizer: Optimizer) -> list[Any]:
+    """Returns the flat buffers of the parameters that an optimizer steps."""
     owners = (getattr(p, "_mfsdp_owner", None) for group in optimizer.param_groups for p in group["params"])
-    return {owner for owner in owners if owner is not None}
+    return [owner for owner in dict.fromkeys(owners) if owner is not None]
 
 
-def _skipped(function: Callable[..., Any]) -> Callable[..., Any]:
+def _skipped(function: F) -> F:
     """Marks a function so that Dynamo does not enter it, while `_compiling` inside still sees Dynamo. Private in torch;
     tried on 2.13, not on the others of 2.11 to 2.15.
     """
     from torch._dynamo.decorators import skip
 
-    return skip(function)
+    return skip(function)  # type: ignore[return-value]
 
 
 def _compiling() -> bool:

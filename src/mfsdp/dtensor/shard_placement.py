@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -37,7 +38,9 @@ class RowShard(Shard):
         part = tensor.narrow(0, first, rows)
         return part.clone() if how.get("clone", True) else part.contiguous()
 
-    def _shard_tensor(self, tensor: torch.Tensor, mesh: Any, mesh_dim: int, src_data_rank: Any = 0) -> torch.Tensor:
+    def _shard_tensor(
+        self, tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, src_data_rank: int | None = 0
+    ) -> torch.Tensor:
         return self._select_split_tensor(tensor, mesh.size(mesh_dim), None)
 
     def _to_replicate_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -52,7 +55,7 @@ class RowShard(Shard):
         """Differs from ``Shard(0)``'s: torch's caches must not confuse the two."""
         return hash((RowShard, self.rows, self.last))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return RowShard, (self.rows, self.last)
 
     def __repr__(self) -> str:
@@ -77,12 +80,12 @@ class StridedRowShard(_StridedShard):
     def __init__(self, split_factor: int):
         super().__init__(0, split_factor=split_factor)
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(_NO_RANGE)
 
     _local_shard_size_and_offset = _split_tensor = _to_replicate_tensor = _shard_tensor = _select_shard = _refuse
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return StridedRowShard, (self.split_factor,)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class ShardSpec:
     mesh: DeviceMesh
     copies: DeviceMesh | None = None
     """If nothing is cut and ``mesh`` is this rank alone: the ranks that all hold the full tensor."""
-    home: Any = field(default=None, compare=False, repr=False)
+    home: weakref.ref[Any] | None = field(default=None, compare=False, repr=False)
     """A weak reference to the parameter's flat buffer, if it belongs to a model."""
     piece: TPShard | None = None
     """The local shard of another parallelism, which data parallelism cuts."""
@@ -68,7 +69,7 @@ class ShardSpec:
         if dtype not in known:
             shape = torch.Size(self.shape)
             meta = TensorMeta(shape, strides_of(shape), dtype)
-            known[dtype] = DTensorSpec(*self._told, tensor_meta=meta)
+            known[dtype] = DTensorSpec(*self._mesh_and_placements, tensor_meta=meta)
         return known[dtype]  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -151,7 +152,7 @@ class ShardSpec:
         return execution.announced(what, *self.over)
 
     @cached_property
-    def _told(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    def _mesh_and_placements(self) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """The mesh and placements that torch sees: the local rows; a local shard of TP in FSDP2's form."""
         mesh = self.copies or self.mesh
         if self.piece is None:

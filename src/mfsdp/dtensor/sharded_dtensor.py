@@ -8,22 +8,29 @@ propagation from the optimizer step.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..config.layout import Layout, Segment, Slot
 from ..runtime import groups, sync_collectives
 from . import eager_autograd, torchao
 from . import transformer_engine as te
+from .eager_autograd import Args, Function, Kwargs
 from .shard_spec import ShardSpec, strides_of
 from .tp_shards import TPShard
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 def _subclasses_dispatch() -> bool:
@@ -42,7 +49,9 @@ def _subclasses_dispatch() -> bool:
         __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
         @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: OpOverload, types: Types, args: Args = (), kwargs: Kwargs | None = None
+        ) -> Any:
             called.append(func)
             return args[0]
 
@@ -53,11 +62,14 @@ def _subclasses_dispatch() -> bool:
     return bool(called)
 
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Types = Sequence[type]
+"""Classes of the tensors among an operator's arguments."""
+
+Handler = Callable[[OpOverload, Args, Kwargs], Any]
 """Runs an operator on sharded tensors."""
 
 
-def _nobody(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _nobody(func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     raise AssertionError("mfsdp.dtensor.dispatch has not been imported")
 
 
@@ -71,7 +83,7 @@ def dispatched_by(handler: Handler) -> None:
 
 
 class _Dispatch(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if any(issubclass(t, ShardedDTensor) for t in types):
             return _dispatch(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
@@ -80,7 +92,7 @@ class _Dispatch(TorchDispatchMode):
 _DISPATCHES = _subclasses_dispatch()
 
 
-def _native(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _native(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Calls a torch function without ``__torch_function__``."""
     if _DISPATCHES:
         with torch._C.DisableTorchFunctionSubclass():
@@ -133,7 +145,7 @@ class ShardedDTensor(DTensor):
         torch.Tensor.__init__(self)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Function, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if torch.is_inference_mode_enabled() and func in _DETACHES:  # inference tensors share no version counter
             with torch.inference_mode(False), torch.no_grad():
                 return _native(func, args, kwargs or {})
@@ -144,10 +156,10 @@ class ShardedDTensor(DTensor):
         return eager_autograd.call(func, args, kwargs or {}, ShardedDTensor, _native, _DISPATCHES)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: OpOverload, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:  # type: ignore[override]
         return _dispatch(func, args, kwargs or {})
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         at = self._sharding.local()
         return (
             f"{type(self).__name__}(shape={tuple(self.shape)}, elements {at.param_offset}.."
@@ -164,7 +176,7 @@ class ShardedDTensor(DTensor):
         out._mfsdp_written = self._mfsdp_written
         return out
 
-    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Returns this rank's rows, sharing storage. Their gradient is this rank's own, not summed or divided."""
         if self._mfsdp_written is not None:
             self._mfsdp_written.exposed = True  # the caller may write to them undetected
@@ -172,7 +184,7 @@ class ShardedDTensor(DTensor):
             return _Rows.apply(self)  # type: ignore[no-any-return, no-untyped-call]
         return self._local_tensor
 
-    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Returns a copy of the full tensor on every rank; a collective. Backward sums its gradient over ranks and
         divides it like every gradient (Note [Eager autograd]); another collective.
 
@@ -220,7 +232,7 @@ class ShardedDTensor(DTensor):
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
-        placements: Sequence[Any] | None = None,
+        placements: Sequence[Placement] | None = None,
         **kwargs: Any,
     ) -> DTensor:
         """Returns a plain DTensor with ``[Replicate()]``; raises for other placements."""
@@ -231,7 +243,7 @@ class ShardedDTensor(DTensor):
         mesh = self._spec.mesh
         return DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedDTensor:
         out = type(self)._alike(self._local_tensor.clone(), self._sharding, self.requires_grad)
         memo[id(self)] = out
         carry_attributes(self, out)
@@ -279,7 +291,7 @@ class ShardedDTensor(DTensor):
 
     # torch.distributed.checkpoint calls these before it looks at placements (invariant 24)
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+    def __create_write_items__(self, fqn: str, object: torch.Tensor) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -293,14 +305,14 @@ class ShardedDTensor(DTensor):
             for i, chunk in enumerate(self.__create_chunk_list__())
         ]
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         if self._mfsdp_written is not None:
             self._mfsdp_written.stale = True  # every rank calls this before a load, even without chunks
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, _, n in self._sharding.boxes()]
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         try:
             return self.chunk_at(None if index.offset is None else tuple(index.offset))
         except ValueError as error:
@@ -345,19 +357,14 @@ class _Rows(torch.autograd.Function):
         return ShardedDTensor(grad, ctx.sharding)
 
 
-_told_of_pickles = False
-
-
+@functools.cache
 def _tell_of_pickles() -> None:
-    global _told_of_pickles
-    if not _told_of_pickles:
-        _told_of_pickles = True
-        warnings.warn(
-            "mfsdp: torch.save and pickle write the rows of one rank. Every rank has to write a file of its own, and "
-            "to load that one; for one checkpoint of all use torch.distributed.checkpoint.save, mfsdp.Checkpoints, "
-            "mfsdp.save_safetensors or get_model_state_dict(..., options=StateDictOptions(full_state_dict=True)).",
-            stacklevel=4,
-        )
+    warnings.warn(
+        "mfsdp: torch.save and pickle write the rows of one rank. Every rank has to write a file of its own, and "
+        "to load that one; for one checkpoint of all use torch.distributed.checkpoint.save, mfsdp.Checkpoints, "
+        "mfsdp.save_safetensors or get_model_state_dict(..., options=StateDictOptions(full_state_dict=True)).",
+        stacklevel=4,
+    )
 
 
 def _rebuilt(

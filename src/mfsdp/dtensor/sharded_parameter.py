@@ -105,7 +105,7 @@ class ShardedParameter(ShardedDTensor):
         it is added to ``.grad``; it may return another one. This includes gradients that `no_sync` left unreduced
         before.
         """
-        return self._hook("hooks", hook)
+        return self._hook("grad_hooks", hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Registers ``hook(param)``, called once per backward that synchronises, when ``.grad`` is complete. It may
@@ -113,13 +113,13 @@ class ShardedParameter(ShardedDTensor):
         """
         return self._hook("post_hooks", hook)
 
-    def _hook(self, where: str, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
+    def _hook(self, where: str, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
         if not self.requires_grad:
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
         if self._mfsdp_owner is None:
             raise RuntimeError("a sharded parameter without a model gets no gradients that a hook could see")
         self._mfsdp_owner.gradients.arrive()  # deferred gradients are not for this hook
-        hooks = getattr(self._mfsdp_owner.gradients, where).setdefault(self._sharding.slot, OrderedDict())
+        hooks = getattr(self._mfsdp_owner.gradients.hooks, where).setdefault(self._sharding.slot, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
@@ -127,10 +127,10 @@ class ShardedParameter(ShardedDTensor):
     def _plain(self, whole: torch.Tensor) -> torch.Tensor:
         return torch.nn.Parameter(whole, self.requires_grad)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedDTensor:
         if self._mfsdp_owner is not None:
             copy.deepcopy(self._mfsdp_owner, memo)  # copies all of its parameters
-            return memo[id(self)]
+            return memo[id(self)]  # type: ignore[no-any-return]
         return super().__deepcopy__(memo)
 
 

@@ -183,8 +183,8 @@ def _runs(
 
 def over_tensor_ranks(mesh: DeviceMesh, names: Sequence[str]) -> tuple[str, ...]:
     """Returns the process groups of a mesh's axes that have one of these names."""
-    told = mesh.mesh_dim_names or ()
-    wide = [i for i, name in enumerate(told) if name in names and mesh.size(i) > 1 and has_groups(mesh)]
+    axes = mesh.mesh_dim_names or ()
+    wide = [i for i, name in enumerate(axes) if name in names and mesh.size(i) > 1 and has_groups(mesh)]
     return tuple(str(mesh.get_group(i).group_name) for i in wide)
 
 

@@ -12,11 +12,12 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 _PACKAGE = "transformer_engine."
 
 
-def _is(kind: Any, *names: str) -> bool:
+def _is(kind: type, *names: str) -> bool:
     """Returns whether a class is, or derives from, a TE class with one of these names."""
     return any(base.__module__.startswith(_PACKAGE) and base.__name__ in names for base in kind.__mro__)
 
@@ -24,12 +25,12 @@ def _is(kind: Any, *names: str) -> bool:
 # Parameters
 
 
-def quantised(tensor: Any) -> bool:
+def quantised(tensor: object) -> bool:
     """Returns whether it is a ``QuantizedTensor``, like parameters made under ``quantized_model_init``."""
     return _is(type(tensor), "QuantizedTensor")
 
 
-def grouped(tensor: Any) -> bool:
+def grouped(tensor: object) -> bool:
     """Returns whether it is a ``GroupedTensor``: several experts' matrices in one parameter, ``[experts, out, in]``."""
     return _is(type(tensor), "GroupedTensor")
 
@@ -197,7 +198,7 @@ def _weights(module: Any) -> list[str]:
     return list(module.weight_names) if _is(type(module), "LayerNormLinear") else ["fc1_weight", "fc2_weight"]
 
 
-def _put(module: nn.Module, name: str, value: Any, undo: list[Callable[[], None]]) -> None:
+def _put(module: nn.Module, name: str, value: object, undo: list[Callable[[], None]]) -> None:
     """Sets an attribute like TE's ``fast_setattr``, and adds its undo."""
     space = module.__dict__
     before = (space[name],) if name in space else ()
@@ -209,7 +210,7 @@ def _put(module: nn.Module, name: str, value: Any, undo: list[Callable[[], None]
 
 def overrides(
     base: type[nn.Module],
-    dtypes: Callable[[Any], Iterable[tuple[str, torch.dtype]]],
+    dtypes: Callable[[nn.Module], Iterable[tuple[str, torch.dtype]]],
     lend: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, Any]:
     """Returns the methods that a TE class gets when a module of it is sharded; none for other classes.
@@ -275,7 +276,7 @@ def leave_out_empty(module: nn.Module) -> Callable[[], None] | None:
     return back
 
 
-def _take_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _take_out(module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
     if _empty(state.get(prefix + _EXTRA)):
         del state[prefix + _EXTRA]
 
@@ -285,11 +286,11 @@ def _fill_in(module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> Non
         state[prefix + _EXTRA] = torch.empty(0, dtype=torch.uint8)
 
 
-def _empty(value: Any) -> bool:
+def _empty(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 0
 
 
-def lost_scales(there: Iterable[tuple[str, Any]], here: Iterable[str]) -> list[str]:
+def lost_scales(there: Iterable[tuple[str, object]], here: Iterable[str]) -> list[str]:
     """Returns names of extra states in a checkpoint that a state dict lacks, though it has entries beside them.
 
     Args:
@@ -318,7 +319,7 @@ def fused(kind: type) -> bool:
     return _is(kind, "FusedAdam", "FusedSGD")
 
 
-def steps_plainly(optimizer: Any) -> None:
+def steps_plainly(optimizer: Optimizer) -> None:
     """Refuses TE's optimizers on sharded parameters; they support only even shards.
 
     Raises:
@@ -332,7 +333,7 @@ def steps_plainly(optimizer: Any) -> None:
         )
 
 
-def understood(optimizer: Any, decoupled: bool) -> None:
+def understood(optimizer: Optimizer, decoupled: bool) -> None:
     """Checks an optimizer that is to step on flat tensors.
 
     Args:
@@ -382,19 +383,19 @@ class _Ones(dict[Any, dict[str, torch.Tensor]]):
         return self[param]
 
 
-def saves(base: Any) -> Any:
+def saves(base: type[Optimizer]) -> type[Optimizer]:
     """Returns the class whose ``state_dict`` a flat optimizer uses: TE's own would cut state evenly."""
-    return torch.optim.Optimizer if fused(base) else base
+    return Optimizer if fused(base) else base
 
 
-def loads(base: Any) -> dict[str, Any]:
+def loads(base: type[Optimizer]) -> dict[str, Callable[..., None]]:
     """Returns the ``load_state_dict`` of a flat TE optimizer."""
     if not _is(base, "FusedAdam"):
-        return {"load_state_dict": torch.optim.Optimizer.load_state_dict} if fused(base) else {}
+        return {"load_state_dict": Optimizer.load_state_dict} if fused(base) else {}
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """Loads like torch's, but keeps moments in their own dtypes."""
-        torch.optim.Optimizer.load_state_dict(self, state_dict)
+        Optimizer.load_state_dict(self, state_dict)
         for state in self.state.values():
             for name in _MOMENTS:
                 if name in state:

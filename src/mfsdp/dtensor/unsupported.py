@@ -9,14 +9,18 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
 from ..config.patches import wrap
+
+Ends = torch.Tensor | GradientEdge | Sequence[torch.Tensor | GradientEdge]
+"""Where a backward begins or ends."""
 
 AS_IT_IS = frozenset(["view_as", "expand_as"])
 """Functions that expose a tensor's accumulation node if given the tensor twice."""
@@ -94,12 +98,12 @@ def _backward(signature: inspect.Signature, theirs: Callable[..., None], *args: 
     theirs(*given.args, **given.kwargs)
 
 
-def derivatives(outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
+def derivatives(outputs: Ends, inputs: Ends, *_: object, **__: object) -> None:
     """Refuses arguments of ``torch.autograd.grad`` for which it would find no gradient."""
     _by_way_of_a_model(outputs, _several(inputs), "torch.autograd.grad(...)")
 
 
-def _by_way_of_a_model(outputs: Any, inputs: tuple[Any, ...], what: str) -> None:
+def _by_way_of_a_model(outputs: Ends, inputs: tuple[Any, ...], what: str) -> None:
     """Refuses gradients of sharded parameters on which outputs depend through a model's forward.
 
     Raises:
@@ -115,12 +119,12 @@ def _by_way_of_a_model(outputs: Any, inputs: tuple[Any, ...], what: str) -> None
         )
 
 
-def _several(given: Any) -> tuple[Any, ...]:
+def _several(given: Ends) -> tuple[torch.Tensor | GradientEdge, ...]:
     """Returns tensors or edges, one or several, as a tuple."""
-    return (given,) if isinstance(given, (torch.Tensor, torch.autograd.graph.GradientEdge)) else tuple(given)
+    return (given,) if isinstance(given, (torch.Tensor, GradientEdge)) else tuple(given)
 
 
-def _leaves(outputs: Any) -> Iterable[torch.Tensor]:
+def _leaves(outputs: Ends) -> Iterable[torch.Tensor]:
     """Yields the leaves that a backward of the outputs would give gradients."""
     nodes = [t.grad_fn if isinstance(t, torch.Tensor) else t.node for t in _several(outputs)]
     seen = set(nodes)

@@ -13,9 +13,8 @@ import warnings
 from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, optim
@@ -23,8 +22,11 @@ from torch._guards import TracingContext, tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim import Optimizer
 
-from .step_tracer import SETTINGS, Grows, Recording, is_counter, is_setting, record, settings
+from .step_tracer import SETTINGS, Grows, Named, Recording, Step, is_counter, is_setting, record, settings
 from .symbolic_numbers import CannotRecord
+
+if TYPE_CHECKING:
+    from .parameter_ranges import ParameterRange
 
 log = logging.getLogger("mfsdp")
 
@@ -42,31 +44,29 @@ _SIZES = (2, 1 << 16, 1 << 31)
 long ones need 64-bit indices."""
 
 
-class CompiledRange(Protocol):
-    """A parameter range (`parameter_ranges`)."""
+State = Mapping[torch.Tensor, dict[str, Any]]
+"""An optimizer's state, by parameter."""
 
-    flat: torch.nn.Parameter
-    group: int
-    cast: torch.Tensor | None
-    plan: Any
+Static = tuple[object, ...]
+"""Values that graphs are specialized on."""
 
 
 @dataclass(frozen=True)
 class _Group:
     """The settings of a parameter group in this step."""
 
-    static: Any
-    """The settings that graphs are specialized on; the same object while they are equal."""
+    static: Static
+    """Settings; the same object while they are equal."""
     numbers: tuple[float, ...]
     given: list[torch.Tensor]
     """Settings that are device tensors."""
 
 
 @dataclass(eq=False)
-class _Plan:
+class RangePlan:
     """How to call the graph of a range, valid while the range has these state tensors."""
 
-    static: Any
+    static: Static
     tail: torch.dtype | None
     """Dtype of the cast that the step also writes."""
     graphs: list[_Graph]
@@ -80,7 +80,7 @@ class _Plan:
     tensors: list[torch.Tensor]
     counters: list[str]
 
-    def fits(self, static: Any) -> bool:
+    def fits(self, static: Static) -> bool:
         if self.static is not static or len(self.mine) != len(self.rest) + len(self.counters):
             return False
         for key, value in self.rest:
@@ -120,65 +120,36 @@ class CompiledSteps:
 
     Args:
         optimizer, base: the optimizer, and the class whose step is compiled.
-        decoupled: whether it reads ``.decoupled_grad``.
 
     Raises:
         NotImplementedError: the step cannot be compiled; the message gives the reason.
     """
 
-    def __init__(self, optimizer: Optimizer, base: Any, decoupled: bool):
-        self.base, self.decoupled = base, decoupled
-        self._plainly = unhooked(base)
-        self._graphs: dict[Any, list[_Graph]] = {}
-        self._own: set[Any] = set()
+    def __init__(self, optimizer: Optimizer, base: type[Optimizer]):
+        self.base = base
+        self._uncompiled = unhooked(base)
+        self._graphs: dict[Static, list[_Graph]] = {}
+        self._own: set[object] = set()
         """Kinds, and kinds with numbers, that the optimizer steps uncompiled."""
-        self._statics: dict[int, Any] = {}
+        self._statics: dict[int, Static] = {}
         for group in optimizer.param_groups:
             self._try(optimizer, group)
 
     def step(
         self,
         optimizer: Optimizer,
-        runs: Sequence[CompiledRange],
-        state: Mapping[Any, Any],
-        others: Sequence[list[torch.Tensor]],
-        casts: AbstractContextManager[list[Any]],
-        behind: Callable[[Any], None] | None = None,
-    ) -> None:
-        """Takes one step; hooks run once.
+        runs: Sequence[ParameterRange],
+        state: State,
+        after: Callable[[ParameterRange], None] | None = None,
+    ) -> list[ParameterRange]:
+        """Steps the ranges that can be stepped compiled, without hooks, and returns the others, such as those without
+        state. Compiles everything before the first step.
 
         Args:
-            optimizer: its groups hold the weights of the ranges that have gradients, and other parameters.
-            runs: the ranges to step compiled; the optimizer steps ranges without state itself.
+            optimizer: gives the settings of its parameter groups.
+            runs: the ranges.
             state: the state of all ranges.
-            others: parameters that the optimizer steps itself, by group.
-            casts: context around the compiled part; yields a list that receives the ranges left to the optimizer.
-            behind: called for each range after its compiled step.
-        """
-
-        def step(optimizer: Optimizer) -> None:
-            with casts as left:
-                left += self._take(optimizer, runs, state, behind)
-            if not left and not any(others):
-                return
-            every = [group["params"] for group in optimizer.param_groups]
-            for number, group in enumerate(optimizer.param_groups):
-                group["params"] = others[number] + [run.flat for run in left if run.group == number]
-            self._plainly(optimizer)
-            for group, params in zip(optimizer.param_groups, every, strict=True):  # what post hooks see
-                group["params"] = params
-
-        Optimizer.profile_hook_step(step)(optimizer)
-
-    def _take(
-        self,
-        optimizer: Any,
-        runs: Sequence[CompiledRange],
-        state: Mapping[Any, Any],
-        behind: Callable[[Any], None] | None,
-    ) -> list[CompiledRange]:
-        """Steps the ranges that can be stepped compiled, and returns the others. Compiles everything before the first
-        step.
+            after: called for each range after its compiled step.
         """
         groups = [self._group(optimizer, number) for number in range(len(optimizer.param_groups))]
         ready, left = [], []
@@ -194,7 +165,7 @@ class CompiledSteps:
             return left
         if scale is not None and ready:
             torch._foreach_mul_([gradient for *_, gradient in ready], 1.0 / float(scale))
-        known: dict[Any, tuple[torch.Tensor, Sequence[float]]] = {}
+        known: dict[tuple[_Graph, tuple[float, ...]], tuple[torch.Tensor, Sequence[float]]] = {}
         for run, plan, graph, values, gradient in ready:
             if (graph, values) not in known:
                 known[graph, values] = graph.numbers(values, gradient.device)
@@ -207,14 +178,14 @@ class CompiledSteps:
                     old.fill_(new)
                 else:
                     plan.mine[name] = type(old)(new)
-            if behind is not None:
+            if after is not None:
                 torch.autograd.graph.increment_version(run.flat)
-                behind(run)
-        if behind is None:
+                after(run)
+        if after is None:
             torch.autograd.graph.increment_version([run.flat for run, *_ in ready])  # Inductor's code does not
         return left
 
-    def _group(self, optimizer: Any, number: int) -> _Group:
+    def _group(self, optimizer: Optimizer, number: int) -> _Group:
         group = optimizer.param_groups[number]
         simple = (bool, int, float, str, type(None))
         static = (
@@ -226,28 +197,29 @@ class CompiledSteps:
         given = [v for v in group.values() if isinstance(v, torch.Tensor) and not is_counter(v)]
         return _Group(self._statics[number], tuple(settings(group)[1]), given)
 
-    def _ready(self, optimizer: Any, run: CompiledRange, group: _Group, state: Mapping[Any, Any]) -> Any:
+    def _ready(
+        self, optimizer: Optimizer, run: ParameterRange, group: _Group, state: State
+    ) -> tuple[ParameterRange, RangePlan, _Graph, tuple[float, ...], torch.Tensor] | None:
         """Returns the arguments of a range's graph, compiling it if needed. ``None``: the optimizer steps the range
         itself.
         """
-        gradient = getattr(run.flat, "decoupled_grad", None) if self.decoupled else run.flat.grad
+        gradient = run.flat.grad
         if gradient is None:
             return None
-        plan: _Plan | None = run.plan
+        plan = run.plan
         tail = None if run.cast is None else run.cast.dtype
         if plan is None or plan.tail is not tail or not plan.fits(group.static):
-            plan = run.plan = self._planned(group.static, tail, run.flat.detach(), gradient, state.get(run.flat, {}))
+            plan = run.plan = self._planned(group.static, run, gradient, state.get(run.flat, {}))
         mine = plan.mine
         values = group.numbers + tuple([float(mine[k]) for k in plan.counters])
         for graph in plan.graphs:
             if (graph.only is None or graph.only == plan.length) and graph.holds(values):
                 return run, plan, graph, values, gradient
-        made = self._made(optimizer, optimizer.param_groups[run.group], plan, values, gradient)
+        made = self._made(optimizer, run.group, plan, values, gradient)
         return None if made is None else (run, plan, made, values, gradient)
 
-    def _planned(
-        self, static: Any, tail: Any, weights: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]
-    ) -> _Plan:
+    def _planned(self, static: Static, run: ParameterRange, gradient: torch.Tensor, state: dict[str, Any]) -> RangePlan:
+        weights, tail = run.flat.detach(), None if run.cast is None else run.cast.dtype
         counters = [k for k, v in state.items() if is_counter(v)]
         rest = [(k, v) for k, v in state.items() if k not in counters]
         kind = (
@@ -261,10 +233,10 @@ class CompiledSteps:
         )
         tensors = [v for _, v in rest if isinstance(v, torch.Tensor)]
         graphs = self._graphs.setdefault(kind, [])
-        return _Plan(static, tail, graphs, weights, weights.numel(), state, rest, tensors, counters)
+        return RangePlan(static, tail, graphs, weights, weights.numel(), state, rest, tensors, counters)
 
     def _made(
-        self, optimizer: Any, group: Any, plan: _Plan, values: tuple[float, ...], gradient: torch.Tensor
+        self, optimizer: Optimizer, number: int, plan: RangePlan, values: tuple[float, ...], gradient: torch.Tensor
     ) -> _Graph | None:
         """Compiles a step for these numbers; returns ``None`` if the optimizer has to step the range itself."""
         graphs = plan.graphs
@@ -280,7 +252,7 @@ class CompiledSteps:
             )
             return None
         try:
-            recording = self._record(optimizer, group, plan.mine, plan.weights, gradient)
+            recording = self._record(optimizer, optimizer.param_groups[number], plan.mine, plan.weights, gradient)
         except Grows:
             self._own.add((id(graphs), values))
             return None
@@ -288,10 +260,10 @@ class CompiledSteps:
         return graphs[-1]
 
     def _record(
-        self, optimizer: Any, group: Any, state: Any, weights: torch.Tensor, gradient: torch.Tensor
+        self, optimizer: Optimizer, group: Named, state: Named, weights: torch.Tensor, gradient: torch.Tensor
     ) -> Recording:
         try:
-            return record(self._plainly, optimizer, self.base, group, state, weights, gradient, self.decoupled)
+            return record(self._uncompiled, optimizer, self.base, group, state, weights, gradient)
         except CannotRecord as why:
             raise self._refusal(str(why)) from why
 
@@ -301,7 +273,7 @@ class CompiledSteps:
             "out; it steps on flat tensors all the same."
         )
 
-    def _try(self, optimizer: Any, group: Mapping[str, Any]) -> None:
+    def _try(self, optimizer: Optimizer, group: Named) -> None:
         """Records the second step of a two-element tensor, so that unsupported optimizers raise now."""
         if group.get("differentiable"):
             raise self._refusal("differentiable=True")
@@ -309,22 +281,23 @@ class CompiledSteps:
         if like is None or like.device.type == "meta":
             return
         weights, gradient = (torch.zeros(2, dtype=like.dtype, device=like.device) for _ in range(2))
-        param: Any = torch.nn.Parameter(weights.clone())
-        setattr(param, "decoupled_grad" if self.decoupled else "grad", gradient)
+        param = torch.nn.Parameter(weights.clone())
+        param.grad = gradient
         twin: Any = object.__new__(self.base)
         vars(twin).update(vars(optimizer))
         twin.param_groups, twin.state = [{**group, "params": [param]}], defaultdict(dict)
         with torch.no_grad():
-            self._plainly(twin)
+            self._uncompiled(twin)
         self._record(optimizer, group, twin.state.get(param, {}), weights, gradient)
 
 
-def unhooked(base: Any) -> Callable[..., Any]:
+def unhooked(base: type[Optimizer]) -> Step:
     """Returns an optimizer's own step, without hooks."""
-    return base.step.__wrapped__ if getattr(base.step, "hooked", False) else base.step  # type: ignore[no-any-return]
+    step: Any = base.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
-def _static(value: Any) -> tuple[Any, ...]:
+def _static(value: object) -> Static:
     """Returns the part of a setting or state entry that graphs are specialized on."""
     if is_setting(value):
         return (float,)
@@ -339,7 +312,7 @@ def _static(value: Any) -> tuple[Any, ...]:
 class _Same:
     """Compares equal for the same object, which it keeps alive."""
 
-    value: Any
+    value: object
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and other.value is self.value

@@ -47,7 +47,7 @@ def fully_shard_optimizer(
             ``runtime/step_prefetch.py``). Forward uses them if weights have not been written since; its results are
             bitwise the same. Not with the backend's option ``prefetch=0``. All ranks must pass the same value.
         offload: ``True`` or ``"state"``: keep state on the host in pinned memory and stream it through the device unit
-            by unit during the step (Note [Streamed state] in ``state/host_state.py``). Results are bitwise the same.
+            by unit during the step (Note [Streamed state] in ``optim/host_state.py``). Results are bitwise the same.
             For torch's own optimizers; state of unsharded parameters and main weights stay on the device. ``None``: as
             the model's plan says (`mfsdp.plan`), else off.
 
@@ -61,12 +61,12 @@ def fully_shard_optimizer(
             ``offload`` would move main weights.
     """
     _validate(optimizer, compile, use_decoupled_grad)
-    base: Any = type(optimizer)
+    base = type(optimizer)
     streamed = _streamed(_planned(optimizer) if offload is None else offload, base, compile)
     settings = use_decoupled_grad, compile, ahead, streamed
     ranges = _ranges(optimizer, base, *settings)
     vars(optimizer).update(zip(_SETTINGS, settings, strict=True), _mfsdp_runs=ranges)
-    optimizer.__class__ = _subclass(base)
+    optimizer.__class__ = _subclass(base)  # type: ignore[arg-type]
     return optimizer
 
 
@@ -107,7 +107,7 @@ def _planned(optimizer: Optimizer) -> bool:
     return any(plan is not None and plan.optimizer == "host" for plan in plans)
 
 
-def _streamed(offload: bool | str, base: Any, compile: bool) -> bool:
+def _streamed(offload: bool | str, base: type[Optimizer], compile: bool) -> bool:
     """Whether to stream state; raises for unsupported combinations."""
     if offload is False:
         return False
@@ -136,9 +136,9 @@ def _streamed(offload: bool | str, base: Any, compile: bool) -> bool:
 
 
 def _ranges(
-    optimizer: Optimizer, base: Any, decoupled: bool, compile: bool, ahead: bool, streamed: bool
+    optimizer: Optimizer, base: type[Optimizer], decoupled: bool, compile: bool, ahead: bool, streamed: bool
 ) -> ParameterRanges:
-    steps = CompiledSteps(optimizer, base, decoupled) if compile else None
+    steps = CompiledSteps(optimizer, base) if compile else None
     return ParameterRanges(base, decoupled, steps, ahead, streamed)
 
 
@@ -147,7 +147,7 @@ class _FlatOptimizer:
 
 
 @functools.cache
-def _subclass(base: Any) -> Any:
+def _subclass(base: type[Optimizer]) -> type[Optimizer]:
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         """Takes a step on flat tensors."""
         loss = None
@@ -179,10 +179,10 @@ def _subclass(base: Any) -> Any:
 
     step = left_alone(step)
     step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
-    space = {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict, "__getstate__": __getstate__}
-    space |= {"__module__": base.__module__} | te.loads(base)
+    space: dict[str, Any] = {"__module__": base.__module__, "__getstate__": __getstate__}
+    space |= {"step": step, "state_dict": state_dict, "load_state_dict": load_state_dict} | te.loads(base)
     return type(base.__name__, (_FlatOptimizer, base), space)
 
 
-def _own(value: Any) -> Any:
+def _own(value: object) -> object:
     return value.clone() if isinstance(value, torch.Tensor) and value.dim() == 0 else value

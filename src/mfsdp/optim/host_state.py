@@ -28,14 +28,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..dtensor.optimizer_hooks import cut_whole_state
 from ..dtensor.shard_spec import ShardSpec
 from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import host_memory
+
+if TYPE_CHECKING:
+    from .parameter_ranges import ParameterRange
 
 ALIGNED = 256
 """Alignment in bytes of the tensors in a block."""
@@ -44,16 +48,8 @@ Kinds = tuple[tuple[str, torch.dtype], ...]
 """State tensors as long as the weights: names and dtypes."""
 
 
-class HostRange(Protocol):
-    """A parameter range to step."""
-
-    flat: torch.nn.Parameter
-    hosted: HostedState | None
-    """Its state, once it exists."""
-
-    @property
-    def name(self) -> str:
-        """Its name in errors."""
+StateOf = dict[torch.Tensor, dict[str, Any]]
+"""An optimizer's state, by parameter."""
 
 
 class HostedState:
@@ -141,8 +137,8 @@ class HostedDTensor(ShardedDTensor):
 
 
 @dataclass(eq=False)
-class _Room:
-    """Device memory for the state of one range."""
+class _Staging:
+    """A staging buffer: device memory for the state of one range."""
 
     memory: torch.Tensor
     hosted: HostedState | None = None
@@ -163,14 +159,14 @@ class _Room:
 class StateStreams:
     """Streams the state of one optimizer's ranges through the device."""
 
-    _rooms: list[_Room] = field(default_factory=list)
+    _buffers: list[_Staging] = field(default_factory=list)
     _order: list[HostedState] = field(default_factory=list)
     """The order in which the step takes them."""
     _at: int = 0
     _new: list[host_memory.CopyHandle] = field(default_factory=list)
     """Stores of state that this step has created."""
 
-    def begin(self, runs: Sequence[HostRange]) -> None:
+    def begin(self, runs: Sequence[ParameterRange]) -> None:
         """Begins a step over these ranges, in this order."""
         self._order, self._at, self._new = [run.hosted for run in runs if run.hosted is not None], 0, []
         devices = {run.flat.device for run in runs}
@@ -179,62 +175,62 @@ class StateStreams:
                 f"fully_shard_optimizer(offload=True) does not support parameters on {', '.join(map(str, devices))} in "
                 "one optimizer: give each device an optimizer of its own"
             )
-        self._make_rooms()
-        first = self._order[: len(self._rooms)]
-        for room in self._rooms:
-            if room.hosted not in first or not room.current():
-                room.hosted = None
+        self._allocate()
+        first = self._order[: len(self._buffers)]
+        for buffer in self._buffers:
+            if buffer.hosted not in first or not buffer.current():
+                buffer.hosted = None
         for hosted in first:
-            if not any(room.hosted is hosted for room in self._rooms):
-                self._load(hosted, next(room for room in self._rooms if room.hosted is None))
+            if not any(buffer.hosted is hosted for buffer in self._buffers):
+                self._load(hosted, next(buffer for buffer in self._buffers if buffer.hosted is None))
 
-    def _make_rooms(self) -> None:
+    def _allocate(self) -> None:
         nbytes = max((hosted.nbytes for hosted in self._order), default=0)
         count = min(2, len(self._order))
-        if count > len(self._rooms) or any(room.memory.numel() < nbytes for room in self._rooms[:count]):
+        if count > len(self._buffers) or any(buffer.memory.numel() < nbytes for buffer in self._buffers[:count]):
             device = self._order[0].device
-            self._rooms.clear()  # copy handles keep buffers in flight alive
-            self._rooms += [_Room(torch.empty(nbytes, dtype=torch.uint8, device=device)) for _ in range(count)]
+            self._buffers.clear()  # copy handles keep buffers in flight alive
+            self._buffers += [_Staging(torch.empty(nbytes, dtype=torch.uint8, device=device)) for _ in range(count)]
 
-    def _load(self, hosted: HostedState, room: _Room) -> None:
-        stores = [end for h in (hosted, room.hosted) if h is not None and (end := h.stored) is not None]
-        version, hosted.stale, room.hosted = hosted.block._version, False, None
-        room.loaded = host_memory.copy([(room.memory[: hosted.nbytes], hosted.memory)], "in", stores)
-        room.hosted, room.version = hosted, version
+    def _load(self, hosted: HostedState, buffer: _Staging) -> None:
+        stores = [end for h in (hosted, buffer.hosted) if h is not None and (end := h.stored) is not None]
+        version, hosted.stale, buffer.hosted = hosted.block._version, False, None
+        buffer.loaded = host_memory.copy([(buffer.memory[: hosted.nbytes], hosted.memory)], "in", stores)
+        buffer.hosted, buffer.version = hosted, version
 
     @contextmanager
-    def lent(self, run: HostRange, state: dict[Any, dict[str, Any]], tells: bool) -> Iterator[None]:
+    def on_device(self, run: ParameterRange, state: StateOf, versioned: bool) -> Iterator[None]:
         """Wraps the step of one range, the next in order: its state is on the device.
 
         Args:
             run: the range.
             state: the optimizer's; holds the range's state on the host before and after.
-            tells: whether tensor versions show what the step writes.
+            versioned: whether tensor versions show what the step writes.
 
         Raises:
             RuntimeError: an exception interrupted the step, and its weights may have been written.
         """
         before = state.get(run.flat)
         numbers = {k: v.clone() for k, v in (before or {}).items() if isinstance(v, torch.Tensor) and not v.dim()}
-        room, there = self._enter(run.hosted)
+        buffer, there = self._enter(run.hosted)
         version, stored = run.flat._version, False
         try:
             if before is not None:
                 state[run.flat] = {**before, **there}
             yield
-            state[run.flat] = self._leave(run, room, there, state.get(run.flat, {}))
+            state[run.flat] = self._leave(run, buffer, there, state.get(run.flat, {}))
             stored = True
         except BaseException as error:
             if stored:
                 raise
-            if room is not None:
-                room.hosted = None
+            if buffer is not None:
+                buffer.hosted = None
             state.pop(run.flat, None)
             if before is not None:
                 state[run.flat] = before
                 for name, number in numbers.items():
                     before[name].copy_(number)
-            if tells and run.flat._version == version:
+            if versioned and run.flat._version == version:
                 raise
             raise RuntimeError(
                 f"mfsdp: the step of {run.name} was interrupted by {type(error).__name__} where its weights may be new "
@@ -242,22 +238,26 @@ class StateStreams:
                 "before it are new, those behind it are old, both with their state"
             ) from error
 
-    def _enter(self, hosted: HostedState | None) -> tuple[_Room | None, dict[str, torch.Tensor]]:
+    def _enter(self, hosted: HostedState | None) -> tuple[_Staging | None, dict[str, torch.Tensor]]:
         """Returns the device buffer that holds a range's state, and the state tensors in it."""
         if hosted is None:
             return None, {}
-        room = next(room for room in self._rooms if room.hosted is hosted)
-        if room.loaded is not None:
+        buffer = next(buffer for buffer in self._buffers if buffer.hosted is hosted)
+        if buffer.loaded is not None:
             try:
-                room.loaded()
+                buffer.loaded()
             except BaseException:
-                room.hosted = None
+                buffer.hosted = None
                 raise
-            room.loaded = None
-        return room, hosted.over(room.memory)
+            buffer.loaded = None
+        return buffer, hosted.over(buffer.memory)
 
     def _leave(
-        self, run: HostRange, room: _Room | None, there: Mapping[str, torch.Tensor], state: Mapping[str, Any]
+        self,
+        run: ParameterRange,
+        buffer: _Staging | None,
+        there: Mapping[str, torch.Tensor],
+        state: Mapping[str, Any],
     ) -> dict[str, Any]:
         """Launches the store of a stepped range and the load of the one after the next; returns the range's state on
         the host.
@@ -268,45 +268,45 @@ class StateStreams:
         kinds, hosted = tuple((k, v.dtype) for k, v in tensors.items()), run.hosted
         if hosted is None or hosted.kinds != kinds:
             hosted = HostedState(kinds, run.flat.numel(), run.flat.device)
-        stays = room is not None and hosted is run.hosted and all(there.get(k) is v for k, v in tensors.items())
-        if room is not None and stays:
-            pairs: host_memory.Pairs = [(hosted.memory, room.memory[: hosted.nbytes])]
+        stays = buffer is not None and hosted is run.hosted and all(there.get(k) is v for k, v in tensors.items())
+        if buffer is not None and stays:
+            pairs: host_memory.Pairs = [(hosted.memory, buffer.memory[: hosted.nbytes])]
         else:
             pairs = [(there, tensors[k]) for k, there in hosted.over(hosted.memory).items()]
         hosted.stored = host_memory.copy(pairs, "out")
-        if room is None:
+        if buffer is None:
             self._new.append(hosted.stored)
             if len(self._new) == 2:
                 self._new.pop(0)()
         else:
-            room.hosted = hosted if stays else None
+            buffer.hosted = hosted if stays else None
             self._order[self._at] = hosted
-            self._advance(room)
+            self._advance(buffer)
         run.hosted = hosted
         return {**state, **hosted.tensors}
 
-    def _advance(self, room: _Room) -> None:
+    def _advance(self, buffer: _Staging) -> None:
         """Loads the next waiting range into the buffer of the range just stepped."""
         behind = self._at + 2
         following = self._order[behind % len(self._order)]
         self._at += 1
-        if any(other.hosted is following for other in self._rooms):
+        if any(other.hosted is following for other in self._buffers):
             return
         if behind < len(self._order) or not following.exposed:
-            self._load(following, room)
+            self._load(following, buffer)
 
-    def end(self, runs: Sequence[HostRange], looked_at: bool) -> None:
+    def end(self, runs: Sequence[ParameterRange], read: bool) -> None:
         """Ends a step.
 
         Args:
             runs: all ranges.
-            looked_at: whether their state is about to be read in ways that do not wait.
+            read: whether their state is about to be read in ways that do not wait.
         """
         for run in runs:
-            if run.hosted is not None and (looked_at or run.hosted.exposed):
+            if run.hosted is not None and (read or run.hosted.exposed):
                 run.hosted.settle()
 
-    def forget(self, runs: Sequence[HostRange]) -> None:
+    def forget(self, runs: Sequence[ParameterRange]) -> None:
         """Waits for the last stores of ranges that others replace; their state may still be referenced. A failed store
         raises on later access.
         """
@@ -323,7 +323,7 @@ class _Stays:
         self.value = value
 
 
-def load(theirs: Callable[[Any, dict[str, Any]], Any], optimizer: Any, state_dict: dict[str, Any]) -> None:
+def load(theirs: Callable[[Optimizer, dict[str, Any]], Any], optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Runs an optimizer's ``load_state_dict`` and leaves sharded state where it is: torch would move all of it to the
     device of the weights, where it may not fit. If others have registered pre-hooks, those see plain state. Private in
     torch (``_optimizer_load_state_dict_pre_hooks``); tried on 2.13, not on the others of 2.11 to 2.15.

@@ -12,8 +12,7 @@ optimizer that leaves zero weights with zero gradients alone, as torch's element
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -27,11 +26,17 @@ from ..dtensor.optimizer_hooks import hooked
 from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..dtensor.sharded_parameter import ShardedParameter
 from ..runtime.step_prefetch import GatherLauncher
-from .compiled_step import KNOWN, CompiledSteps, unhooked
+from .compiled_step import KNOWN, CompiledSteps, RangePlan, unhooked
 from .host_state import HostedState, StateStreams
+
+ParamLists = list[list[nn.Parameter]]
+"""Parameters by parameter group."""
 
 Members = dict[FlatBuffer, tuple[tuple[int, int], ...]]
 """Parameters that have a gradient: slots of a buffer, with their parameter groups."""
+
+History = tuple[int, tuple[object, ...]]
+"""A parameter's group, and what else must be equal for parameters to share state."""
 
 ALONE = 2
 """How many units an uncompiled step takes one by one, to launch their gathers in between."""
@@ -41,7 +46,7 @@ TOGETHER = 64 << 20
 temporary memory; in smaller parts the host would limit the device."""
 
 
-def is_sharded(param: Any) -> bool:
+def is_sharded(param: object) -> bool:
     """Returns whether a parameter is of a model that mfsdp has sharded."""
     return isinstance(param, ShardedParameter) and param._mfsdp_owner is not None
 
@@ -64,7 +69,7 @@ class ParameterRange:
     """The parameters' state, by slot."""
     cast: torch.Tensor | None = None
     """Its part of a kept cast, which a compiled step also writes."""
-    plan: Any = None
+    plan: RangePlan | None = None
     """How to call its compiled step (`CompiledSteps`)."""
     hosted: HostedState | None = None
     """Its streamed state, if any."""
@@ -103,7 +108,7 @@ class _StepPrefetch:
         self.left = Counter(run.buffer for run in runs if run.buffer in self.buffers)
         self.stepped: set[FlatBuffer] = set()
         """Those of them whose step is done."""
-        self.kept: dict[FlatBuffer, Any] = {}
+        self.kept: dict[FlatBuffer, torch.Tensor | None] = {}
         """Kept casts that the step also writes."""
 
     def ordered(self, runs: list[ParameterRange]) -> list[ParameterRange]:
@@ -120,7 +125,7 @@ class _StepPrefetch:
                 if self.kept.get(buffer) is None:
                     buffer.weights.stale = True
                 else:
-                    buffer.weights.written_along()
+                    buffer.weights.kept_cast.written_along()
                 self.stepped.add(buffer)
                 self._launch(self.stepped | (self.buffers.keys() - self.left.keys()))
 
@@ -148,12 +153,14 @@ class ParameterRanges:
         streamed: whether state is on the host.
     """
 
-    def __init__(self, base: Any, decoupled: bool, steps: CompiledSteps | None, ahead: bool, streamed: bool):
+    def __init__(
+        self, base: type[Optimizer], decoupled: bool, steps: CompiledSteps | None, ahead: bool, streamed: bool
+    ):
         self.base, self.decoupled, self.steps, self.ahead = base, decoupled, steps, ahead
         self.streams = StateStreams() if streamed else None
         self.members: Members = {}
         self.runs: list[ParameterRange] = []
-        self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
+        self.state: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
 
     def step(self, optimizer: Optimizer) -> None:
         """Runs the optimizer's own step on ranges."""
@@ -163,7 +170,7 @@ class ParameterRanges:
         if members != self.members or not all(self._untouched(optimizer, run) for run in self.runs):
             self._build(optimizer, members)
         if self.streams is not None:
-            self.streams.end(self.runs, looked_at=True)  # for hooks before the step
+            self.streams.end(self.runs, read=True)  # for hooks before the step
         launchers = self._launchers(optimizer)
         if not launchers:
             self._step(optimizer, None, self.runs)
@@ -190,7 +197,7 @@ class ParameterRanges:
         params = [g["params"] for g in groups]
         plain = [[p for p in own if not is_sharded(p)] for own in params]
         lists = [list(own) for own in plain]
-        along: set[FlatBuffer] = set()
+        along: set[FlatBuffer] = set()  # whose kept cast the step has written too
         watched = hooked(optimizer)
         at_once = None if watched else prefetch  # hooks may write to what they see
         for run in runs:
@@ -205,11 +212,8 @@ class ParameterRanges:
             for group, flats in zip(groups, lists, strict=True):
                 group["params"] = flats
             optimizer.state = cast(Any, self.state)
-            if self.steps is not None:
-                casts = self._casts(along, at_once)
-                self.steps.step(optimizer, runs, self.state, plain, casts, at_once)
-            elif self.base in KNOWN:
-                in_parts = partial(self._in_parts, plain=plain, runs=runs, prefetch=at_once)
+            if self.steps is not None or self.base in KNOWN:
+                in_parts = partial(self._in_parts, plain=plain, runs=runs, prefetch=at_once, along=along)
                 Optimizer.profile_hook_step(in_parts)(optimizer)
             else:
                 self.base.step(optimizer)
@@ -238,26 +242,36 @@ class ParameterRanges:
             state.update(order)
 
     def _in_parts(
-        self, optimizer: Optimizer, *, plain: list[Any], runs: list[ParameterRange], prefetch: _StepPrefetch | None
+        self,
+        optimizer: Optimizer,
+        *,
+        plain: ParamLists,
+        runs: list[ParameterRange],
+        prefetch: _StepPrefetch | None,
+        along: set[FlatBuffer],
     ) -> None:
         """Runs the step of one of torch's optimizers on some ranges at a time (`_parts`), with unsharded parameters in
-        the last part.
+        the last part. Steps compiled what can be.
         """
         every = [group["params"] for group in optimizer.param_groups]
-        parts = self._parts(runs, [] if prefetch is None else list(prefetch.left)[:ALONE])
+        if self.steps is None:
+            parts = self._parts(runs, [] if prefetch is None else list(prefetch.left)[:ALONE])
+        else:
+            left = self._step_compiled(self.steps, optimizer, runs, prefetch, along)
+            parts, prefetch = [left] if left or any(plain) else [], None
         if self.streams is not None:
             self.streams.begin(runs)
         for i, some in enumerate(parts):
             for number, group in enumerate(optimizer.param_groups):
                 flats = [run.flat for run in some if run.group == number]
                 group["params"] = flats + plain[number] if i == len(parts) - 1 else flats
-            with self._lent(optimizer, some):
+            with self._on_device(optimizer, some):
                 unhooked(self.base)(optimizer)
             if prefetch is not None:
                 for run in some:
                     prefetch(run)
         if self.streams is not None:
-            self.streams.end(runs, looked_at=hooked(optimizer))
+            self.streams.end(runs, read=hooked(optimizer))
         for group, own in zip(optimizer.param_groups, every, strict=True):  # what post hooks see
             group["params"] = own
 
@@ -278,29 +292,35 @@ class ParameterRanges:
                 size += run.flat.nbytes
         return [*parts, rest]
 
-    def _lent(self, optimizer: Optimizer, runs: list[ParameterRange]) -> AbstractContextManager[None]:
+    def _on_device(self, optimizer: Optimizer, runs: list[ParameterRange]) -> AbstractContextManager[None]:
         """Wraps one call: its range's state is on the device."""
         if self.streams is None or not runs:
             return nullcontext()
         (run,) = runs
-        return self.streams.lent(run, self.state, tells=not optimizer.param_groups[run.group].get("fused"))
+        return self.streams.on_device(run, self.state, versioned=not optimizer.param_groups[run.group].get("fused"))
 
-    @contextmanager
-    def _casts(self, along: set[FlatBuffer], prefetch: _StepPrefetch | None) -> Iterator[list[Any]]:
-        """Wraps the compiled part of a step: lends ranges their parts of kept casts (Note [Kept casts]), and records
-        which casts were written, except for the ranges that the yielded list receives.
+    def _step_compiled(
+        self,
+        steps: CompiledSteps,
+        optimizer: Optimizer,
+        runs: list[ParameterRange],
+        prefetch: _StepPrefetch | None,
+        along: set[FlatBuffer],
+    ) -> list[ParameterRange]:
+        """Steps ranges compiled; returns those left to the optimizer. The step also writes kept casts (Note [Kept
+        casts]), except of buffers with ranges that are left; ``along`` receives the buffers.
         """
-        kept = {run.buffer: run.buffer.weights.kept() for run in self.runs}
+        kept = {run.buffer: run.buffer.weights.kept_cast.current() for run in self.runs}
         for run in self.runs:
             whole = None if run.ghost else kept[run.buffer]
             run.cast = None if whole is None else whole[run.start : run.start + run.flat.numel()]
         if prefetch is not None:
             prefetch.kept = kept
-        left: list[ParameterRange] = []
-        yield left
+        left = steps.step(optimizer, runs, self.state, prefetch)
         along.update({buffer for buffer, cast in kept.items() if cast is not None} - {run.buffer for run in left})
         for buffer in along:
-            buffer.weights.written_along()
+            buffer.weights.kept_cast.written_along()
+        return left
 
     def _untouched(self, optimizer: Optimizer, run: ParameterRange) -> bool:
         """Whether parameters still have the state that the range shows; a load replaces it."""
@@ -312,7 +332,7 @@ class ParameterRanges:
             self.streams.forget(self.runs)
         self.members, self.runs, self.state = members, [], defaultdict(dict)
         for buffer, slots in members.items():
-            history = {slot: (group, *_history(optimizer, buffer.params[slot])) for slot, group in slots}
+            history = {slot: (group, _history(optimizer, buffer.params[slot])) for slot, group in slots}
             for stretch in _stretches(buffer, history):
                 self._add(optimizer, buffer, stretch, history[stretch[0]][0])
 
@@ -381,24 +401,22 @@ def _members(optimizer: Optimizer) -> Members:
     return {buffer: tuple(sorted(slots)) for buffer, slots in found.items()}
 
 
-def _history(optimizer: Optimizer, param: Any) -> tuple[Any, ...]:
+def _history(optimizer: Optimizer, param: ShardedParameter) -> tuple[object, ...]:
     """Returns what must be equal for parameters to share state: steps taken, and names of state entries."""
     state = optimizer.state.get(param, {})
-    numbers = [
-        v for v in state.values() if isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.dim() == 0)
-    ]
-    scalars = [float(v) for v in numbers]
-    return (tuple(scalars), tuple(k for k, v in state.items() if v is not None))
+    numbers = (v for v in state.values() if isinstance(v, (int, float, torch.Tensor)))
+    scalars = tuple(float(v) for v in numbers if not (isinstance(v, torch.Tensor) and v.dim()))
+    return scalars, tuple(k for k, v in state.items() if v is not None)
 
 
-def _stretches(buffer: FlatBuffer, history: dict[int, tuple[Any, ...]]) -> list[list[int]]:
+def _stretches(buffer: FlatBuffer, history: dict[int, History]) -> list[list[int]]:
     """Groups adjacent slots of equal history in the shard. A slot without rows on this rank joins the first group of
     equal history, or forms its own.
     """
     places = buffer.weights.locals
     there = sorted((s for s in range(len(places)) if places[s].numel), key=lambda s: places[s].shard_offset)
     out: list[list[int]] = []
-    before: tuple[Any, ...] | None = None
+    before: History | None = None
     for slot in there:
         now = history.get(slot)
         if now is not None:

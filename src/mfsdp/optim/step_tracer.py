@@ -30,11 +30,19 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.optim import Optimizer
 
-from .symbolic_numbers import CannotRecord, Number, Recorder, math_of_numbers, node_of
+from .symbolic_numbers import CannotRecord, Number, Recorder, Value, math_of_numbers, node_of
 
 SETTINGS = ("params", "param_names")
 """Keys of a parameter group that are not settings."""
+
+
+Named = Mapping[str, Any]
+"""Settings of a parameter group, or state of a parameter, by name."""
+
+Step = Callable[[Optimizer], Any]
+"""An optimizer's own step, without hooks."""
 
 
 class Grows(Exception):
@@ -64,18 +72,18 @@ class Recording:
     """The recording in readable form."""
 
 
-def is_counter(value: Any) -> bool:
+def is_counter(value: object) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dim() == 0 and value.device.type == "cpu" and not value.is_complex()
     return type(value) in (int, float)
 
 
-def is_setting(value: Any) -> bool:
+def is_setting(value: object) -> bool:
     """Returns whether a setting is a number that may change between steps."""
     return isinstance(value, float) or (isinstance(value, torch.Tensor) and is_counter(value))
 
 
-def settings(group: Mapping[str, Any]) -> tuple[list[tuple[str, int | None]], list[float]]:
+def settings(group: Named) -> tuple[list[tuple[str, int | None]], list[float]]:
     """Returns the places and values of the numbers among a group's settings."""
     places: list[tuple[str, int | None]] = []
     values: list[float] = []
@@ -91,31 +99,28 @@ def settings(group: Mapping[str, Any]) -> tuple[list[tuple[str, int | None]], li
 
 
 def record(
-    step: Callable[..., Any],
-    optimizer: Any,
-    base: type,
-    group: Mapping[str, Any],
-    state: Mapping[str, Any],
+    step: Step,
+    optimizer: Optimizer,
+    base: type[Optimizer],
+    group: Named,
+    state: Named,
     weights: torch.Tensor,
     gradient: torch.Tensor,
-    decoupled: bool = False,
 ) -> Recording:
     """Records a step.
 
     Args:
-        step: the optimizer's own, without hooks.
         optimizer, base: the optimizer, and the class that ``step`` belongs to.
         group: settings of the parameter group.
         state: of the weights, by name.
         weights, gradient: flat, of equal length; only metadata is read.
-        decoupled: whether the gradient is given as ``.decoupled_grad``.
 
     Raises:
         CannotRecord: no graph can express the step.
         Grows: the step creates state.
     """
     inputs = _Inputs(group, state, weights, gradient)
-    run = _Run(step, optimizer, base, inputs, state, decoupled)
+    run = _Run(step, optimizer, base, inputs, state)
     try:
         graph = make_fx(run.step_on, tracing_mode="symbolic")(*inputs.tensors)
     except (CannotRecord, Grows):
@@ -133,9 +138,7 @@ class _Inputs:
     Args: as of `record`.
     """
 
-    def __init__(
-        self, group: Mapping[str, Any], state: Mapping[str, Any], weights: torch.Tensor, gradient: torch.Tensor
-    ):
+    def __init__(self, group: Named, state: Named, weights: torch.Tensor, gradient: torch.Tensor):
         self.guards: dict[str, bool] = {}
         """See `Number`."""
         shapes = ShapeEnv()
@@ -148,7 +151,7 @@ class _Inputs:
                 raise CannotRecord(f"its state has shape {tuple(t.shape)}, the weights {tuple(weights.shape)}")
             return torch.empty((self.length,) if t.dim() else (), dtype=t.dtype, device=t.device)
 
-        def fakes(values: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        def fakes(values: Named) -> dict[str, torch.Tensor]:
             return {k: fake(v) for k, v in values.items() if isinstance(v, torch.Tensor) and not is_counter(v)}
 
         with self.mode:
@@ -162,11 +165,11 @@ class _Inputs:
         self.settings = self._symbolic(group)
         self.counters = {k: self._number(v.item() if isinstance(v, torch.Tensor) else v, k) for k, v in numbers.items()}
 
-    def _number(self, value: Any, name: str) -> Number:
+    def _number(self, value: Value, name: str) -> Number:
         name = re.sub(r"\W", "_", name)
         return Number(value, f"{name}_" if keyword.iskeyword(name) or not name.isidentifier() else name, self.guards)
 
-    def _symbolic(self, group: Mapping[str, Any]) -> dict[str, Any]:
+    def _symbolic(self, group: Named) -> dict[str, Any]:
         """Returns the group's settings with symbolic numbers, for an implementation that can be recorded."""
         out: dict[str, Any] = {k: v for k, v in group.items() if k not in SETTINGS} | self.given
         for (key, at), value in zip(*settings(group), strict=True):
@@ -185,23 +188,20 @@ class _Run:
     Args: as of `record`.
     """
 
-    def __init__(
-        self, step: Callable[..., Any], optimizer: Any, base: type, inputs: _Inputs, state: Mapping[str, Any],
-        decoupled: bool,
-    ):  # fmt: skip
-        self.step, self.inputs, self.state, self.decoupled = step, inputs, state, decoupled
+    def __init__(self, step: Step, optimizer: Optimizer, base: type[Optimizer], inputs: _Inputs, state: Named):
+        self.step, self.inputs, self.state = step, inputs, state
         self.optimizer: Any = object.__new__(base)
         attributes: dict[str, Any] = self.optimizer.__dict__
         attributes.update(vars(optimizer))
         attributes.update({k: OrderedDict() for k in vars(optimizer) if re.fullmatch(r"_optimizer_step_\w+_hooks", k)})
-        for told in ("grad_scale", "found_inf"):  # set by GradScaler; gradients are unscaled already
-            attributes.pop(told, None)
+        for name in ("grad_scale", "found_inf"):  # set by GradScaler; gradients are unscaled already
+            attributes.pop(name, None)
         self.before = dict(attributes)
         self.recorder: Recorder
         self.after: dict[str, Any] = {}
         """The state after the step."""
 
-    def step_on(self, numbers: torch.Tensor, p: Any, g: torch.Tensor, *rest: torch.Tensor) -> None:
+    def step_on(self, numbers: torch.Tensor, p: torch.Tensor, g: torch.Tensor, *rest: torch.Tensor) -> None:
         """Steps on the inputs. `make_fx` calls it, so the tensors stand for the graph's arguments."""
         inputs, optimizer = self.inputs, self.optimizer
         self.recorder = recorder = Recorder(numbers, inputs.guards)
@@ -211,7 +211,7 @@ class _Run:
             held[k] = recorder.counter(inputs.counter_tensors[k], n) if k in inputs.counter_tensors else n.symbol
         start = {k: held.get(k, v) for k, v in self.state.items()}
         p.requires_grad_()
-        setattr(p, "decoupled_grad" if self.decoupled else "grad", g)
+        p.grad = g
         optimizer.param_groups, optimizer.state = [{**settled, "params": [p]}], defaultdict(dict, {p: dict(start)})
         try:
             with torch.no_grad(), recorder, math_of_numbers():
@@ -270,7 +270,7 @@ def _recording(graph: fx.GraphModule, inputs: _Inputs, run: _Run) -> Recording:
     )  # fmt: skip
 
 
-def _text(value: Any, recorder: Recorder) -> str:
+def _text(value: object, recorder: Recorder) -> str:
     if isinstance(value, torch.Tensor):
         if id(value) not in recorder.contents:
             raise CannotRecord("it puts tensors into a counter of the host")

@@ -9,10 +9,17 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..dtensor.eager_autograd import Args, Kwargs
+from ..dtensor.sharded_dtensor import Types
+
 aten = torch.ops.aten
+
+
+Value = bool | int | float
 
 
 class CannotRecord(Exception):
@@ -38,7 +45,7 @@ class Number:
 
     constant = None
 
-    def __init__(self, value: Any, text: str, guards: dict[str, bool]):
+    def __init__(self, value: Value, text: str, guards: dict[str, bool]):
         self.value, self.text, self.guards = value, text, guards
         """``guards``: conditions that must hold, and whether each fixes a number's value."""
 
@@ -54,14 +61,12 @@ class Number:
     def is_symbolic(self) -> bool:
         return True
 
-    def has_hint(self) -> bool:
-        return True
+    has_hint = is_symbolic
 
     def is_constant(self) -> bool:
         return False
 
-    def is_nested_int(self) -> bool:
-        return False
+    is_nested_int = is_constant
 
     def maybe_as_int(self) -> None:
         return None
@@ -69,12 +74,12 @@ class Number:
     def _graph_repr(self) -> str:
         return self.text
 
-    def wrap_float(self, value: Any) -> Number:
+    def wrap_float(self, value: Value) -> Number:
         return Number(value, f"({value!r})", self.guards)
 
     wrap_int = wrap_bool = wrap_float
 
-    def guard_float(self, file: object = "", line: object = 0) -> Any:
+    def guard_float(self, file: object = "", line: object = 0) -> Value:
         """Returns the value to Python, and adds a guard."""
         if type(self.value) is bool:
             self.guards[self.text if self.value else f"(not {self.text})"] = False
@@ -82,13 +87,10 @@ class Number:
             self.guards[f"({self.text} == {self.value!r})"] = True
         return self.value
 
-    guard_int = guard_bool = expect_true = guard_or_false = guard_or_true = guard_float
+    guard_int = guard_bool = expect_true = guard_or_false = guard_or_true = int_ = guard_float
 
-    def bool_(self) -> Any:
+    def bool_(self) -> Value:
         return (self if type(self.value) is bool else self.ne(self.wrap_float(0))).guard_float()
-
-    def int_(self) -> Any:
-        return self.guard_float()
 
     def __getattr__(self, name: str) -> Callable[..., Number]:
         if name in _SYMBOLS:
@@ -104,11 +106,11 @@ class Number:
         return Number(value, form.format(*(n.text for n in given)), self.guards)
 
     @property
-    def symbol(self) -> Any:
+    def symbol(self) -> torch.SymInt | torch.SymFloat:
         return torch.SymInt(self) if type(self.value) is int else torch.SymFloat(self)
 
 
-def node_of(x: Any) -> Number | None:
+def node_of(x: object) -> Number | None:
     node = getattr(x, "node", None) if isinstance(x, (torch.SymFloat, torch.SymInt, torch.SymBool)) else None
     return node if isinstance(node, Number) else None
 
@@ -192,7 +194,7 @@ class Recorder(TorchDispatchMode):
         self._alive.append(tensor)
         return tensor
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: Types, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         counted = [x for x in leaves if id(x) in self.contents]
@@ -212,7 +214,7 @@ class Recorder(TorchDispatchMode):
             return None if in_place else results
         return self._one(func, base, in_place, list(args), kwargs)
 
-    def _one(self, func: Any, base: str, in_place: bool, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _one(self, func: OpOverload, base: str, in_place: bool, args: list[Any], kwargs: Kwargs) -> Any:
         """Applies an operator to one tensor."""
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
         if base in _OF_NUMBERS and tensors and all(self._content(t) is not None for t in tensors):
