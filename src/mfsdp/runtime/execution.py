@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,11 @@ from .inflight import InFlight
 from .instrumentation import frame, observer
 from .transport import End, Pairs, Transport
 from .transport_registry import group_state, transport_of
+
+if TYPE_CHECKING:
+    from .buffer_api import BlockAmax, Buffer
+    from .runtime_checks import Looking
+    from .step_prefetch import PrefetchedGather
 
 
 class Execution:
@@ -43,7 +48,7 @@ class Execution:
         """Whether somebody observes its operations (Note [Names])."""
         self.loose = False
         """Whether each collective is announced separately (Note [Joining with zeros])."""
-        self.reducing: dict[int, Any] = {}
+        self.reducing: dict[int, Buffer] = {}
         """If `loose`: buffers by address of their gradients, until the first reduction."""
         self.outer: dict[int, torch.Tensor] = {}
         """If `loose`: results of the reduction over the outer axis, by address of the first reduction's result."""
@@ -73,11 +78,11 @@ class Execution:
         """Addresses of these collectives' results, while programs interleave."""
         self.held: set[int] = set()
         """Addresses of unreduced gradients, and of what their reductions would have produced."""
-        self.early: list[Any] = []
+        self.early: list[PrefetchedGather | None] = []
         """Prefetched gathers for its first collectives, in order; ``None`` where it launches one itself."""
-        self.measured: Sequence[Any] = ()
-        """Weights of all units whose amax it reads (Note [Amax])."""
-        self.looking: Any = None
+        self.measured: Sequence[BlockAmax] = ()
+        """The amax of all units that it reads (Note [Amax])."""
+        self.looking: Looking | None = None
         """What its runtime checks use, in steps that check (Note [Runtime checks])."""
         self.lines: dict[tuple[str, torch.device], Transport] = {}
         """Transports found so far."""
@@ -290,10 +295,10 @@ class Execution:
         for end in self.pending.pop(at):
             end()
 
-    def adopt(self, early: Any) -> torch.Tensor:
+    def adopt(self, early: PrefetchedGather) -> torch.Tensor:
         """Uses a prefetched gather as its own collective."""
         self.launch(early.out, *early.ends)
-        return early.out  # type: ignore[no-any-return]
+        return early.out
 
     def leave(self, error: BaseException) -> None:
         """Records that an exception has ended it, and notes the operation on the exception. Launched collectives are

@@ -28,17 +28,20 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..config.units import GroupIndex, UnitSpec
 from . import comm_formats, engine, execution, sync_collectives
-from .buffer_registry import gather_of, owner, reduction_of, refresh_of
+from .buffer_registry import gather_of, known, reduction_of, refresh_of
 from .desync import Fingerprint, PendingCheck, operation
 from .execution import Execution
 from .transport import End, segments
 from .transport_registry import group_state
+
+if TYPE_CHECKING:
+    from .buffer_api import Buffer
 
 
 class OptionalUnits:
@@ -51,7 +54,7 @@ class OptionalUnits:
         """Name of the group of all ranks with a part of the model."""
         self.scopes = 0
         """Open forwards in plain Python."""
-        self._members: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._members: weakref.WeakSet[Buffer] = weakref.WeakSet()
         self._used: set[str] = set()
         """Units that are not optional and had gradients of this rank in the running backward."""
         self._ending = -1
@@ -70,7 +73,7 @@ class OptionalUnits:
         """Allows ranks to skip units."""
         self.name, self.group = f"{name} {next(_models)}", group
 
-    def join(self, buffer: Any) -> None:
+    def join(self, buffer: Buffer) -> None:
         """Adds a buffer of the model."""
         self._members.add(buffer)
         buffer.left_out = buffer.left_out or SkippedUnit(buffer)
@@ -84,7 +87,7 @@ class OptionalUnits:
             self._ending = -1
             self._used.clear()
 
-    def uses(self, buffer: Any) -> None:
+    def uses(self, buffer: Buffer) -> None:
         """Records that this rank has gradients of a buffer."""
         if self and not buffer.spec.optional:
             self._used.add(buffer.unit.fqn)
@@ -123,7 +126,7 @@ _models = itertools.count()
 class SkippedUnit:
     """A flat buffer that this rank joins with zeros when another one uses it."""
 
-    def __init__(self, buffer: Any):
+    def __init__(self, buffer: Buffer):
         self._buffer = weakref.ref(buffer)
 
     def choices(self) -> Iterator[tuple[Fingerprint, Callable[[PendingCheck], None]]]:
@@ -141,7 +144,8 @@ class SkippedUnit:
             yield operation(what, optional=True), partial(self._stand_in, does)
 
     def _stand_in(self, does: Callable[[torch.Tensor, str], object], said: PendingCheck) -> None:
-        buffer: Any = self._buffer()
+        buffer = self._buffer()
+        assert buffer is not None, "`choices` has just found it"
         run = Execution(said.words.name, meets=buffer.spec.peer_groups)
         run.part(said)
         run.carry(said.company.name, buffer.spec.peer_groups)
@@ -150,20 +154,20 @@ class SkippedUnit:
 
 
 def _refresh(source: torch.Tensor, spec: str) -> None:
-    weights = owner(source).weights
+    weights = known(source).weights
     weights.stale = True  # another rank's parameters are stale
-    at_once(weights.refresh())
+    sync_collectives.at_once(weights.refresh())
 
 
 # Collectives of a loose program
 
 
-def gather(run: Execution, buffer: Any) -> None:
+def gather(run: Execution, buffer: Buffer) -> None:
     """Announces a gather."""
     run.next(gather_of(buffer.weights.source), _group(buffer), buffer.spec.peer_groups)
 
 
-def refresh(run: Execution, buffer: Any) -> list[End]:
+def refresh(run: Execution, buffer: Buffer) -> list[End]:
     """Announces the gather of persistent parameters, if due, and completes it: a rank that joins the next collective
     reads them. Returns an empty list.
     """
@@ -206,16 +210,15 @@ def all_reduce(run: Execution, given: torch.Tensor, s: UnitSpec, lane: int) -> N
         sync_collectives.summed(given, s, lane)()
 
 
-def _announced(run: Execution, given: torch.Tensor) -> Any:
+def _announced(run: Execution, given: torch.Tensor) -> Buffer:
     """Announces a bucket's reduction; returns its flat buffer."""
     buffer = run.reducing.pop(given.data_ptr())
     run.next(reduction_of(buffer.weights.source), _group(buffer), buffer.spec.peer_groups)
     return buffer
 
 
-def _group(buffer: Any) -> str:
-    group: str = buffer.unit.outermost.loose.group
-    return group
+def _group(buffer: Buffer) -> str:
+    return buffer.unit.outermost.loose.group
 
 
 def at_once(ends: Iterable[End]) -> list[End]:

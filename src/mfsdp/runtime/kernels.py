@@ -22,7 +22,7 @@ from ..config.units import Axis, UnitSpec
 from ..ir.ops import LIBRARY, shape_after
 from . import activation_host, comm_formats, execution, join, static_buffers
 from . import block_scales as grids_of
-from .buffer_registry import orphan, owner, path
+from .buffer_registry import known, orphan, owner, path
 from .execution import Execution
 from .sync_collectives import gather_now, packed, scattered, summed
 from .transport import Pairs, parts
@@ -84,7 +84,7 @@ def refresh(run: Execution, source: torch.Tensor) -> None:
     if run.early and (early := run.early.pop(0)) is not None:
         run.adopt(early)
         return
-    buffer = owner(source)
+    buffer = known(source)
     run.launch(source, *(join.refresh(run, buffer) if run.loose else buffer.weights.refresh()))
 
 
@@ -94,9 +94,9 @@ def refresh_codes(
     """Launches the gather of a persistent FP8 payload, if main weights have changed since the last one (Note
     [Persistent FP8]). ``code``: [main_numel]. Returns [source_numel], not yet complete, read-only.
     """
-    codes, ends = _known(owner(source)).weights.lasting.refresh(key, code, back)
+    codes, ends = known(source).weights.lasting.refresh(key, code, back)
     run.launch(codes, *ends)
-    return codes  # type: ignore[no-any-return]
+    return codes
 
 
 def all_gather(run: Execution, shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
@@ -113,14 +113,14 @@ def all_gather(run: Execution, shard: torch.Tensor, spec: str, slot: int = -1) -
         sent = shard.detach().to(r.dtype) if (buffer := owner(shard)) is None else buffer.weights.cast()
     full = static_buffers.room(r.slot, r.numel, r.dtype, shard.device)
     if run.loose:
-        join.gather(run, _known(owner(shard)))
+        join.gather(run, known(shard))
     run.launch(full, comm_formats.gather(run, _pairs(r, full, sent), r.group, r.wire))
     return full.view(shard.dtype) if quantised else full
 
 
 def maxima(run: Execution, shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
     """Launches a unit's amax all-reduce, if due, with those of the program's other units (Note [Amax])."""
-    weights = _known(owner(shard)).weights
+    weights = known(shard).weights
     out = torch.empty(sum(g.numel for g in block_grid.decode(grids)), device=shard.device)
     run.launch(out, *weights.maxima.read(grids, out, run.measured))
     return out
@@ -128,7 +128,7 @@ def maxima(run: Execution, shard: torch.Tensor, grids: str, spec: str) -> torch.
 
 def spread(run: Execution, shard: torch.Tensor, scales: Sequence[torch.Tensor], grids: str, spec: str) -> torch.Tensor:
     """The scale of each main weight's block, [main_numel]; 1 outside of parameters."""
-    weights = _known(owner(shard)).weights
+    weights = known(shard).weights
     out = torch.ones(UnitSpec.decode(spec).main_numel, dtype=scales[0].dtype, device=shard.device)
     for scale, one in zip(scales, block_grid.decode(grids), strict=True):
         rows, first = weights.rows(out, one.offset)
@@ -140,14 +140,14 @@ def cast(run: Execution, shard: torch.Tensor, spec: str) -> torch.Tensor:
     """The main weights in the communication dtype, in new memory: compilers may write to it. It is an operation because
     compilers skip the rounding of a value that they read again.
     """
-    return _known(owner(shard)).weights.main.detach().to(UnitSpec.decode(spec).precision.comm, copy=True)  # type: ignore[no-any-return]
+    return known(shard).weights.main.detach().to(UnitSpec.decode(spec).precision.comm, copy=True)
 
 
 def kept_cast(run: Execution, shard: torch.Tensor, spec: str) -> torch.Tensor:
     """The same, kept until main weights are written (Note [Kept casts]): read-only."""
     if (buffer := owner(shard)) is None:
         return shard.detach().to(UnitSpec.decode(spec).precision.comm)
-    return buffer.weights.cast()  # type: ignore[no-any-return]
+    return buffer.weights.cast()
 
 
 def _pairs(r: _Room | _Reduction, full: torch.Tensor, shard: torch.Tensor) -> Pairs:
@@ -176,7 +176,7 @@ def bucket(run: Execution, like: torch.Tensor, holes: Sequence[int], spec: str, 
     if run.held:
         run.held.discard(gfull.data_ptr())
     if run.loose:
-        run.reducing[gfull.data_ptr()] = _known(owner(like))
+        run.reducing[gfull.data_ptr()] = known(like)
     if holes:
         torch._foreach_zero_(static_buffers.views(gfull, _holes, tuple(holes)))  # type: ignore[arg-type]
     return gfull
@@ -235,7 +235,7 @@ def multiply_wide(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 def hold(run: Execution, source: torch.Tensor, grads: torch.Tensor, offsets: Sequence[int]) -> None:
     """Keeps gradients unreduced, or adds unreduced ones to them."""
     held, key = run.held, grads.data_ptr()
-    if key not in held and owner(source).gradients.hold(grads, offsets):
+    if key not in held and known(source).gradients.hold(grads, offsets):
         held.add(key)  # the key is present if an earlier reduction was skipped
 
 
@@ -280,25 +280,14 @@ def accumulate(
     """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators]), or makes ``gshard`` the
     accumulator, unless a compiler reuses its memory later (``reused``).
     """
-    buffer = owner(shard)
-    if buffer is None and orphan(shard):
+    if (buffer := owner(shard)) is None and orphan(shard):
         return  # the model is gone
-    buffer = _known(buffer)
     held = run.held
     if held and gshard.data_ptr() in held:
         held.remove(gshard.data_ptr())
     else:
-        buffer.gradients.accumulate(gshard.detach() if reused else gshard, offsets, scale)  # an alias shares memory
-
-
-def _known(buffer: Any) -> Any:
-    """The owner of a shard. Raises a RuntimeError if there is none."""
-    if buffer is None:
-        raise RuntimeError(
-            "mfsdp: backward got a copy of a shard instead of the shard. Saved-tensor hooks that copy what they are "
-            "given (torch.autograd.graph.save_on_cpu) do not compose with a compiled sharded model."
-        )
-    return buffer
+        total = gshard.detach() if reused else gshard  # an alias shares memory
+        (buffer or known(shard)).gradients.accumulate(total, offsets, scale)
 
 
 # Runtime checks

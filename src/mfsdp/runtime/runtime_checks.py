@@ -22,13 +22,16 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import execution, groups, sync_collectives, watchdog
 from .buffer_registry import owner
 from .checksums import checksum
+
+if TYPE_CHECKING:
+    from .buffer_api import Buffer
 
 NAMED = 4
 """Places that a report names, and ranks that report their own values."""
@@ -172,10 +175,10 @@ class RuntimeChecks:
         self.phase, self.finite, self.compares = phase, finite, compares if phase != "backward" else 0
         self._own = Health()
         """Of an unsharded model, in this program only."""
-        self._steps: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Buffer | RuntimeChecks, tuple[int, int]] = weakref.WeakKeyDictionary()
         """By the buffer that it reads: how often gradients had been synchronized, and the step then."""
 
-    def begin(self, run: execution.Execution, buffers: Sequence[Any]) -> Looking | None:
+    def begin(self, run: execution.Execution, buffers: Sequence[Buffer | None]) -> Looking | None:
         """The checks of an execution; ``None`` if none are due."""
         poll()
         first = next((buffer for buffer in buffers if buffer is not None), None)
@@ -189,7 +192,7 @@ class RuntimeChecks:
         health.number = health.number or next(_models)
         return Looking(model, health, self.phase, step, finite, compares)
 
-    def _step(self, buffer: Any) -> int:
+    def _step(self, buffer: Buffer | None) -> int:
         key = self if buffer is None else buffer
         syncs, step = self._steps.get(key, (-1, 0))
         now = syncs if buffer is None else buffer.unit.outermost.syncs[0]

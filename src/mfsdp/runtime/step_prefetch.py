@@ -42,15 +42,17 @@ import logging
 import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config.units import UnitSpec
 from . import buffer_registry, devices, engine, execution, kernels
 from .desync import Fingerprint
 from .instrumentation import observer, recorded
 from .transport import End
+
+if TYPE_CHECKING:
+    from .buffer_api import Buffer
 
 log = logging.getLogger("mfsdp")
 
@@ -71,7 +73,7 @@ class First:
     """Whether the program casts the shard itself."""
 
 
-Wanted = tuple[Any, str, int, bool]
+Wanted = tuple["Buffer", str, int, bool]
 """A `First` in one execution: with the buffer instead of the argument."""
 
 
@@ -79,7 +81,7 @@ Wanted = tuple[Any, str, int, bool]
 class PrefetchedGather:
     """A gather in flight that a forward may take."""
 
-    buffer: weakref.ref[Any]
+    buffer: weakref.ref[Buffer]
     out: torch.Tensor
     """Its output: a full buffer, or a source."""
     ends: list[End]
@@ -149,13 +151,13 @@ class StepPrefetch:
         self.open = 0
         """Forwards since the last step that have had no backward."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[StepPrefetch], tuple[()]]:
         """A copy of a model has nothing in flight."""
         return StepPrefetch, ()
 
     # after an optimizer's step
 
-    def depart(self, stepped: Collection[Any], mine: Collection[int], name: str) -> GatherLauncher | None:
+    def depart(self, stepped: Collection[Buffer], mine: Collection[int], name: str) -> GatherLauncher | None:
         """The launcher for the step that begins now; ``None`` if it may launch nothing.
 
         Args:
@@ -226,10 +228,10 @@ class StepPrefetch:
         run.early = self._decided(taken=not again)
 
 
-def _group(want: Wanted, stepped: Collection[Any], mine: Collection[int]) -> str:
+def _group(want: Wanted, stepped: Collection[Buffer], mine: Collection[int]) -> str:
     """The group over which an optimizer may launch a collective; ``""`` if it must not."""
     buffer, text, _, _ = want
-    spec: UnitSpec = buffer.spec
+    spec = buffer.spec
     if not text:  # main weights that no step writes need no refresh
         both = spec.replica and spec.outer_optim
         if both or buffer not in stepped:
@@ -256,7 +258,7 @@ class GatherLauncher:
     run: execution.Execution | None = None
 
     @property
-    def buffers(self) -> list[Any]:
+    def buffers(self) -> list[Buffer]:
         """Buffers of the gathers to launch, in order."""
         return [want[0] for want in self.chosen if want is not None]
 
@@ -265,7 +267,7 @@ class GatherLauncher:
         """Whether there is nothing left to launch."""
         return self.at == len(self.chosen)
 
-    def launch(self, ready: Collection[Any] | None = None) -> None:
+    def launch(self, ready: Collection[Buffer] | None = None) -> None:
         """Launches the next gathers whose buffers' steps are done: those in ``ready``, or all.
 
         Raises:
@@ -348,7 +350,7 @@ def make_room(rooms: Collection[tuple[torch.device, str]]) -> None:
             early.drop()
 
 
-def of(buffers: Iterable[Any]) -> list[PrefetchedGather]:
+def of(buffers: Iterable[Buffer]) -> list[PrefetchedGather]:
     """Gathers in flight for buffers."""
     if not _under_way:
         return []
@@ -356,7 +358,7 @@ def of(buffers: Iterable[Any]) -> list[PrefetchedGather]:
     return [early for early in _under_way if early.buffer() in those]
 
 
-def showing(buffer: Any) -> None:
+def showing(buffer: Buffer) -> None:
     """Before rows of a buffer become plain tensors: waits for gathers that read them, and keeps a copy of what was
     sent.
     """
@@ -366,7 +368,7 @@ def showing(buffer: Any) -> None:
             early.snapshot = buffer.weights.main.detach().clone()
 
 
-def complete(buffers: Iterable[Any]) -> None:
+def complete(buffers: Iterable[Buffer]) -> None:
     """Waits for the gathers of buffers, which forward may still take; drops those of deleted models."""
     those = set(buffers)
     for early in list(_under_way):

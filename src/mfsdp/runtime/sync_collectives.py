@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from ..config.units import UnitSpec
 from . import comm_formats, devices, execution, groups
-from .buffer_registry import gather_of, owner, reduction_of, refresh_of, unfinished
+from .buffer_registry import gather_of, known, owner, reduction_of, refresh_of, unfinished
 from .inflight import InFlight, beside
 from .transport import End, segments
 
@@ -19,26 +21,23 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     buffer = owner(source)
     if buffer is not None and buffer.unit.outermost.half:
         raise unfinished(buffer.unit.outermost)
-    unseen = buffer is not None and buffer.weights.unseen()
-    due = buffer is not None and buffer.weights.due()
+    unseen = buffer is not None and buffer.weights.unseen() and not s.any_optional
     over: tuple[str, ...] = s.gather_groups if s.gathers or s.persistent else ()
     carried: tuple[str, ...] = ()
     if s.any_optional:  # as in programs (Note [Joining with zeros])
+        assert buffer is not None
         loose = buffer.unit.outermost.loose
         loose.in_backward()
-        if due:
+        if buffer.weights.due():
             with execution.announced(refresh_of(source), loose.group, meets=s.peer_groups, carried=s.peer_groups):
-                for end in buffer.weights.refresh():
-                    end()
+                at_once(buffer.weights.refresh())
         over, carried = (loose.group,) if s.gathers else (), s.peer_groups
-    with execution.announced(
-        gather_of(source), *over, meets=s.peer_groups, carried=carried, anew=unseen and not s.any_optional
-    ):
+    with execution.announced(gather_of(source), *over, meets=s.peer_groups, carried=carried, anew=unseen):
         if s.persistent:
-            if buffer is not None and not s.any_optional and execution.current().written(s.gather_groups, unseen):
+            assert buffer is not None
+            if not s.any_optional and execution.current().written(s.gather_groups, unseen):
                 buffer.weights.stale = True
-            for end in buffer.weights.refresh():
-                end()
+            at_once(buffer.weights.refresh())
         flat = _given(source.detach(), s) if s.gathers else source.detach().to(s.precision.comm)
         if s.gathers:
             full = flat.new_empty(s.full_numel, dtype=s.precision.comm)
@@ -51,6 +50,12 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
 def _given(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
     """What a gather sends of main weights: their cast, or for a communication format the weights themselves."""
     return main if s.precision.wire else main.to(s.precision.comm)
+
+
+def at_once(ends: Iterable[End]) -> None:
+    """Completes what was launched."""
+    for end in ends:
+        end()
 
 
 def gather_main(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
@@ -98,7 +103,7 @@ def _whole(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str)
 def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], spec: str) -> None:
     """Reduces and accumulates packed gradients at once; ``offsets`` tells which parameters have one."""
     s = UnitSpec.decode(spec)
-    buffer = owner(source)
+    buffer = known(source)
     total = gfull if s.predivide == 1 else gfull.mul_(s.predivide)
     over, carried = s.peer_groups, s.peer_groups[:0]
     if s.any_optional:  # as in programs (Note [Joining with zeros])
@@ -128,7 +133,7 @@ def reduce_nothing(source: torch.Tensor, spec: str, wanted: bool = True) -> None
     """The same as `reduce_now` without gradients, for a unit that other ranks used, or that was used before (Note
     [Joining with zeros]). ``wanted``: whether they accumulate.
     """
-    gradients = owner(source).gradients
+    gradients = known(source).gradients
     with gradients.left_out(wanted):
         reduce_now(source, packed([], [], UnitSpec.decode(spec), source.device), [], spec)
     gradients.finish()
