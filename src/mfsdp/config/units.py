@@ -120,13 +120,6 @@ class UnitSpec:
         """Names of its process groups, by `GroupIndex`; ``""`` where there is none."""
         return self.group, self.reduce_group, self.outer_group, self.outer_reduce_group
 
-    def reduce_group_on(self, index: int) -> str:
-        """Returns the name of the group of a reduction. Where units may be unused, it is the axis' second group if
-        there is one: another rank may run the reduction in uncompiled code (Note [Joining with zeros]).
-        """
-        second = self.groups[GroupIndex(index).reduce]
-        return second if self.any_optional and second else self.groups[index]
-
     def ranks_on(self, index: int) -> int:
         """Returns the number of ranks of an axis."""
         return self.outer if GroupIndex(index).outer else self.world

@@ -13,6 +13,7 @@ from .buffer_registry import owner, read_by, unfinished
 from .desync import Fingerprint
 from .execution import Execution
 from .instrumentation import frame, observer, recorded
+from .join import SeparateAnnouncements
 from .overlap import Part, Turn
 from .program_info import PATH, ProgramInfo
 from .runtime_checks import RuntimeChecks
@@ -80,7 +81,7 @@ class CompiledProgram:
         written = {group for b in persistent if b.weights.unseen() for group in b.spec.gather_groups}
         optional = model.loose if model is not None and model.loose else None
         if optional:
-            run.loose = True
+            run.separate = SeparateAnnouncements()
             optional.in_backward() if self._backward else optional.begins()
         if self.info.collectives:
             self._announce(run, buffers, paths, written | {prefetched.group} if again and prefetched else written)
@@ -133,7 +134,7 @@ class CompiledProgram:
     def _announce(self, run: Execution, buffers: Buffers, paths: tuple[str, ...], again: Collection[str]) -> None:
         """Tells the other ranks what runs, and over which groups it gathers ``again``."""
         told = self._state_of(buffers, paths, beside=run.turn is not None and self._backward)
-        if run.loose:  # each collective of a unit is announced by itself
+        if run.separate is not None:  # each collective of a unit is announced by itself
             units = {group for buffer in buffers if buffer is not None for group in buffer.spec.peer_groups}
             told = {group: fingerprint for group, fingerprint in told.items() if group not in units}
         run.announce(told, again)

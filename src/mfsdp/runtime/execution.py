@@ -24,7 +24,8 @@ from .transport import End, Pairs, Transport
 from .transport_registry import group_state, transport_of
 
 if TYPE_CHECKING:
-    from .buffer_api import BlockAmax, Buffer
+    from .buffer_api import BlockAmax
+    from .join import SeparateAnnouncements
     from .runtime_checks import Looking
     from .step_prefetch import PrefetchedGather
 
@@ -46,12 +47,8 @@ class Execution:
         """All groups in which other ranks may wait for this one once it has diverged."""
         self.shown = shown
         """Whether somebody observes its operations (Note [Names])."""
-        self.loose = False
-        """Whether each collective is announced separately (Note [Joining with zeros])."""
-        self.reducing: dict[int, Buffer] = {}
-        """If `loose`: buffers by address of their gradients, until the first reduction."""
-        self.outer: dict[int, torch.Tensor] = {}
-        """If `loose`: results of the reduction over the outer axis, by address of the first reduction's result."""
+        self.separate: SeparateAnnouncements | None = None
+        """Announces each collective separately, where ranks may skip units (Note [Joining with zeros])."""
         self.at = -1
         """Index of the current or last operation."""
         self.launched = 0
@@ -315,7 +312,6 @@ class Execution:
         self.early.clear()
         self.pending.clear()
         self.held.clear()
-        self.outer.clear()
         if not companies:
             for end in ends:  # no other rank is involved
                 with suppress(Exception):  # the current error says more
@@ -325,10 +321,11 @@ class Execution:
         else:
             place = f"at or after {self.place}" if self.place else "at its beginning"
             why = f"{type(error).__name__}: {error}"
-            launched = 0 if self.loose else self.launched  # announcements already distinguish the ranks
+            launched = 0 if self.separate else self.launched  # announcements already distinguish the ranks
             left = Left(self.name, place, launched, why, companies, self.all(), ends)
             for company in companies:
                 company.leave(left)
+        self.separate = None
 
 
 UNANNOUNCED = 0x6D66

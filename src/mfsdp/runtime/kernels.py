@@ -18,14 +18,15 @@ from typing import Any
 import torch
 
 from ..config import block_grid
-from ..config.units import Axis, UnitSpec
+from ..config.reductions import reduction
+from ..config.units import Axis, GroupIndex, UnitSpec
 from ..ir.ops import LIBRARY, shape_after
-from . import activation_host, comm_formats, execution, join, static_buffers
+from . import activation_host, comm_formats, execution, static_buffers
 from . import block_scales as grids_of
 from .buffer_registry import known, orphan, owner, path
 from .execution import Execution
-from .sync_collectives import gather_now, packed, scattered, summed
-from .transport import Pairs, parts
+from .sync_collectives import gather_now, packed, reduced_over, summed
+from .transport import segments
 
 # Values derived from a spec
 
@@ -55,27 +56,6 @@ def _room(spec: str, slot: int, kind: str, one_byte: bool = False) -> _Room:
     return _Room(name, s.full_numel, dtype, s.splits, s.world, s.group, None if one_byte else s.precision.wire)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reduction:
-    """A reduce-scatter on a lane: its result, and how it sums."""
-
-    numel: int
-    dtype: torch.dtype
-    sum: torch.dtype
-    splits: tuple[int, ...]
-    ranks: int
-    group: str
-    wire: str | None
-
-
-@cache
-def _reduction(spec: str, lane: int) -> _Reduction:
-    s = UnitSpec.decode(spec)
-    cut = s.splits_on(lane)
-    ranks, wire = s.ranks_on(lane), s.precision.grad_wire
-    return _Reduction(sum(cut), s.scatter_dtype(lane), s.sum_dtype(lane), cut, ranks, s.reduce_group_on(lane), wire)
-
-
 # Parameters
 
 
@@ -85,7 +65,9 @@ def refresh(run: Execution, source: torch.Tensor) -> None:
         run.adopt(early)
         return
     buffer = known(source)
-    run.launch(source, *(join.refresh(run, buffer) if run.loose else buffer.weights.refresh()))
+    if run.separate is not None:
+        run.separate.refresh(run, buffer)
+    run.launch(source, *buffer.weights.refresh())
 
 
 def refresh_codes(
@@ -112,9 +94,9 @@ def all_gather(run: Execution, shard: torch.Tensor, spec: str, slot: int = -1) -
     if sent.dtype is not r.dtype and r.wire is None:
         sent = shard.detach().to(r.dtype) if (buffer := owner(shard)) is None else buffer.weights.cast()
     full = static_buffers.room(r.slot, r.numel, r.dtype, shard.device)
-    if run.loose:
-        join.gather(run, known(shard))
-    run.launch(full, comm_formats.gather(run, _pairs(r, full, sent), r.group, r.wire))
+    if run.separate is not None:
+        run.separate.gather(run, known(shard))
+    run.launch(full, comm_formats.gather(run, segments(r.splits, r.ranks, full, sent), r.group, r.wire))
     return full.view(shard.dtype) if quantised else full
 
 
@@ -150,13 +132,6 @@ def kept_cast(run: Execution, shard: torch.Tensor, spec: str) -> torch.Tensor:
     return buffer.weights.cast()
 
 
-def _pairs(r: _Room | _Reduction, full: torch.Tensor, shard: torch.Tensor) -> Pairs:
-    """Segments that are communicated together, as `transport.segments`; those of a static buffer are cut once."""
-    if len(r.splits) == 1:
-        return [(full, shard)]
-    return list(zip(static_buffers.views(full, parts, r.splits, r.ranks), parts(shard, r.splits, 1), strict=True))
-
-
 def wait(run: Execution, out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
     """Returns when ``out`` may be read (on CUDA: when the current stream waits for the collective)."""
     run.wait(out)
@@ -175,8 +150,8 @@ def bucket(run: Execution, like: torch.Tensor, holes: Sequence[int], spec: str, 
     gfull = static_buffers.room(r.slot, r.numel, r.dtype, like.device)
     if run.held:
         run.held.discard(gfull.data_ptr())
-    if run.loose:
-        run.reducing[gfull.data_ptr()] = known(like)
+    if run.separate is not None:
+        run.separate.reducing[gfull.data_ptr()] = known(like)
     if holes:
         torch._foreach_zero_(static_buffers.views(gfull, _holes, tuple(holes)))  # type: ignore[arg-type]
     return gfull
@@ -243,7 +218,7 @@ def reduce_scatter(run: Execution, gfull: torch.Tensor, spec: str, lane: int) ->
     """Launches the sum over ranks. ``gfull``: [full_numel], on an outer lane [shard_numel]. Returns this rank's part,
     not yet complete.
     """
-    r, held = _reduction(spec, lane), run.held
+    r, held = reduction(spec, lane), run.held
     gshard = torch.empty(r.numel, dtype=r.dtype, device=gfull.device)
     if held:
         held.discard(gshard.data_ptr())
@@ -252,9 +227,9 @@ def reduce_scatter(run: Execution, gfull: torch.Tensor, spec: str, lane: int) ->
             held.add(gshard.data_ptr())
             run.launch(gshard)
             return gshard
-    if run.loose:
-        return join.reduce_scatter(run, gfull, gshard, UnitSpec.decode(spec), lane)
-    run.launch(gshard, comm_formats.scatter(run, _pairs(r, gfull, gshard), r.sum, r.group, r.wire))
+    if run.separate is not None:
+        return run.separate.reduce_scatter(run, gfull, gshard, spec, lane)
+    run.launch(gshard, comm_formats.scatter(run, segments(r.splits, r.ranks, gfull, gshard), r.sum, r.group, r.wire))
     return gshard
 
 
@@ -263,10 +238,10 @@ def all_reduce(run: Execution, gfull: torch.Tensor, spec: str, lane: int) -> Non
     if gfull.data_ptr() in run.held:
         run.launch(gfull)
         return
-    if run.loose:
-        join.all_reduce(run, gfull, UnitSpec.decode(spec), lane)
+    if run.separate is not None:
+        run.separate.all_reduce(run, gfull, reduction(spec, lane))
         return
-    run.launch(gfull, summed(gfull, UnitSpec.decode(spec), lane))
+    run.launch(gfull, summed(gfull, reduction(spec, lane)))
 
 
 def accumulate(
@@ -425,7 +400,7 @@ def param_grad(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) 
     gfull = packed([grad], [offset], s, grad.device)
     if s.gathers:
         with execution.announced(f"reduction of {path(shard)} at {offset}", s.group):
-            gfull = scattered(gfull, s, 0)
+            gfull = reduced_over(gfull, reduction(spec, GroupIndex.SHARD_GATHER))
     return gfull.to(shard.dtype).mul_(1 / s.divide)
 
 

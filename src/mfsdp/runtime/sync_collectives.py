@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..config.reductions import Reduction, reduction_steps
 from ..config.units import UnitSpec
 from . import comm_formats, devices, execution, groups
 from .buffer_registry import gather_of, known, owner, reduction_of, refresh_of, unfinished
@@ -102,31 +103,23 @@ def _whole(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str)
 
 def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], spec: str) -> None:
     """Reduces and accumulates packed gradients at once; ``offsets`` tells which parameters have one."""
-    s = UnitSpec.decode(spec)
+    s, steps = UnitSpec.decode(spec), reduction_steps(spec)
     buffer = known(source)
     total = gfull if s.predivide == 1 else gfull.mul_(s.predivide)
     over, carried = s.peer_groups, s.peer_groups[:0]
     if s.any_optional:  # as in programs (Note [Joining with zeros])
         loose = buffer.unit.outermost.loose
         loose.in_backward()
-        over, carried = () if held_whole(s, buffer.gradients.sync) else (loose.group,), s.peer_groups
+        held = bool(steps) and steps[0].hold and not buffer.gradients.sync  # before any communication
+        over, carried = () if held else (loose.group,), s.peer_groups
     with execution.announced(reduction_of(source), *over, carried=carried):
-        if s.world > 1:
-            if s.hold and buffer.gradients.hold(total, offsets):
+        for step in steps:
+            if step.hold and buffer.gradients.hold(total, offsets):
                 return
-            total = scattered(total, s, 0)
-        if s.outer > 1:
-            if buffer.gradients.hold(total, offsets):
-                return
-            total = over_outer(total, s)
-        if s.ranks > 1 and not s.any_optional:
+            total = reduced_over(total, step)
+        if steps and not s.any_optional:
             buffer.gradients.vote(offsets)
     buffer.gradients.accumulate(total, offsets, 1 / (s.divide * s.predivide))
-
-
-def held_whole(s: UnitSpec, sync: bool) -> bool:
-    """Whether gradients stay unreduced before any communication."""
-    return not sync and (s.hold or s.world == 1) and s.unreduced_numel > 0
 
 
 def reduce_nothing(source: torch.Tensor, spec: str, wanted: bool = True) -> None:
@@ -143,9 +136,10 @@ def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
     """Completes a marker's reduction: from the source's shape to that of the main weights."""
     s = UnitSpec.decode(spec)
     grad = grad.to(s.precision.grad_comm)
-    if s.replica:
-        grad = scattered(grad, s, 0)
-    return over_outer(grad, s) if s.outer > 1 else grad
+    for step in reduction_steps(spec):
+        if s.replica or step.index.outer:
+            grad = reduced_over(grad, step)
+    return grad
 
 
 def packed(grads: list[torch.Tensor], offsets: list[int], s: UnitSpec, device: torch.device) -> torch.Tensor:
@@ -157,31 +151,23 @@ def packed(grads: list[torch.Tensor], offsets: list[int], s: UnitSpec, device: t
     return gfull
 
 
-def scattered(gfull: torch.Tensor, s: UnitSpec, lane: int) -> torch.Tensor:
-    """Returns this rank's part of the sum over the ranks of a lane."""
-    gshard = gfull.new_empty(sum(s.splits_on(lane)), dtype=s.scatter_dtype(lane))
-    pairs = segments(s.splits_on(lane), s.ranks_on(lane), gfull, gshard)
-    comm_formats.scatter(
-        execution.current(), pairs, s.sum_dtype(lane), s.reduce_group_on(lane), s.precision.grad_wire
-    )()
-    return gshard
+def reduced_over(total: torch.Tensor, step: Reduction) -> torch.Tensor:
+    """The sum over the ranks of an axis: this rank's part of it, or all in place."""
+    if not step.scatters:
+        summed(total, step)()
+        return total
+    out = total.new_empty(step.numel, dtype=step.dtype)
+    pairs = segments(step.splits, step.ranks, total, out)
+    comm_formats.scatter(execution.current(), pairs, step.sum, step.group, step.wire)()
+    return out
 
 
-def over_outer(gshard: torch.Tensor, s: UnitSpec) -> torch.Tensor:
-    """The sum of shards over the outer axis: in place, or this rank's part of it."""
-    if s.outer_optim:
-        return scattered(gshard, s, 2)
-    summed(gshard, s, 2)()
-    return gshard
-
-
-def summed(tensor: torch.Tensor, s: UnitSpec, lane: int) -> End:
-    """Launches the sum over the ranks of a lane, in place. Libraries sum in the communication dtype. If the sum's dtype
-    is wider, or there is a communication format, a reduce-scatter and a gather (launched by the end) replace the
+def summed(tensor: torch.Tensor, step: Reduction) -> End:
+    """Launches the sum over the ranks of an axis, in place. Libraries sum in the communication dtype. If the sum's
+    dtype is wider, or there is a communication format, a reduce-scatter and a gather (launched by the end) replace the
     all-reduce: the same bytes. In int8, inputs and sum are both rounded.
     """
-    run, group, ranks = execution.current(), s.reduce_group_on(lane), s.ranks_on(lane)
-    total, wire = s.sum_dtype(lane), s.precision.grad_wire
+    run, group, ranks, total, wire = execution.current(), step.group, step.ranks, step.sum, step.wire
     if total is tensor.dtype and wire is None:
         return run.all_reduce(tensor, "sum", group)
     numel = tensor.numel()

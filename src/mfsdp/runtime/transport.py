@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from . import groups
+from . import groups, static_buffers
 
 End = Callable[[], Any]
 
@@ -90,13 +90,11 @@ class Member:
         return groups.ask(key, seconds)
 
 
-def segments(
-    splits: Sequence[int], ranks: int, full: torch.Tensor, shard: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of a full buffer and of a shard that are communicated together."""
+def segments(splits: tuple[int, ...], ranks: int, full: torch.Tensor, shard: torch.Tensor) -> Pairs:
+    """Parts of a full buffer and of a shard that are communicated together; those of a static buffer are cut once."""
     if len(splits) == 1:
         return [(full, shard)]
-    return list(zip(parts(full, splits, ranks), parts(shard, splits, 1), strict=True))
+    return list(zip(static_buffers.views(full, parts, splits, ranks), parts(shard, splits, 1), strict=True))
 
 
 def parts(flat: torch.Tensor, splits: Sequence[int], ranks: int) -> list[torch.Tensor]:
