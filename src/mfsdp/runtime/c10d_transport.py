@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from . import devices, groups
+from . import devices
 from .inflight import InFlight, beside
-from .transport import End, Member, Pairs, Turn
+from .transport import End, Pairs, Transport, Turn
 
 # torch 2.13 renamed these to *_single and warns on the old names; tried on 2.11 to 2.15.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,7 +31,7 @@ _GATHER, _SCATTER = _launched(AllgatherOptions()), _launched(ReduceScatterOption
 """Options of a collective over one tensor."""
 
 
-class C10dTransport(Member):
+class C10dTransport(Transport):
     """The group's backend for one device type. Collectives have no tags, so ranks compare fingerprints before they
     launch.
     """
@@ -76,7 +76,7 @@ class C10dTransport(Member):
         work: Any = dist.all_to_all_single(out, sent, list(received), list(splits), group=self.group, async_op=True)
         return work.wait  # type: ignore[no-any-return]
 
-    def _at_once(self, collective: Callable[..., Any], tensors: Pairs) -> End:
+    def _at_once(self, collective: Callable[..., object], tensors: Pairs) -> End:
         """Launches a collective for each (output, input) pair as one NCCL call with one latency. Private in torch
         (``_coalescing_manager``); tried on 2.13, over gloo.
         """
@@ -87,16 +87,14 @@ class C10dTransport(Member):
 
     # fingerprints
 
-    def exchange(self, word: int) -> Answers:
-        return Answers(self, word)
+    def exchange(self, word: int) -> GatheredAnswers:
+        return GatheredAnswers(self, word)
 
-    def sever(self) -> None:
-        """Does nothing: aborting a communicator may kill the process. Other ranks wait for its timeout."""
+    # `sever` does nothing: aborting a communicator may kill the process. Other ranks wait for its timeout.
 
     def abort(self) -> None:
         """Aborts the communicators, if the user asks for it (``on_stall="raise"``). Has not run on a GPU yet."""
-        other = groups.other_of(self.name)
-        for group in (self.group, *(() if other is None else (groups.process_group(other),))):
+        for group in self.lanes():
             with suppress(RuntimeError):
                 group.abort()
 
@@ -119,7 +117,7 @@ _gather_of: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.
 _scatter_of: Any = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 
 
-class Answers:
+class GatheredAnswers:
     """Gathers fingerprints on the group's stream and copies them to the host; neither host nor current stream waits."""
 
     def __init__(self, line: C10dTransport, word: int):

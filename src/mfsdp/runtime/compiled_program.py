@@ -92,7 +92,9 @@ class CompiledProgram:
                 prefetched.decide(run, again)
             if persistent and not optional:
                 _gather_again(run, persistent, written)
-            self._reserve()
+            if step_prefetch.any_under_way():
+                step_prefetch.make_room(self.info.static_buffers)
+            static_buffers.reserve(self.info.static_buffers)
             mine, others = self._reads
             for buffer in dict.fromkeys([*(buffers[at] for at in mine), *(read_by(args[i]) for i in others)]):
                 if buffer is not None:
@@ -100,8 +102,8 @@ class CompiledProgram:
             out = self._named(args) if seen is None else seen.program(self.info.outline, self._named, args)
         if optional and not (self._forward or self._backward or optional.scopes):
             optional.end("forward")
-        if run.looking is not None:
-            run.looking.close()
+        if run.check is not None:
+            run.check.close()
         return out
 
     def _begin(self, buffers: Buffers, paths: tuple[str, ...], turn: Turn | None, shown: bool) -> Execution:
@@ -111,7 +113,7 @@ class CompiledProgram:
         run.listed = lambda: info.outline.texts
         run.measured = [b.weights.maxima for at in self._amax if (b := buffers[at]) is not None]
         if self._checks is not None:
-            run.looking = self._checks.begin(run, buffers)
+            run.check = self._checks.begin(run, buffers)
         return run
 
     def _prefetched(self, buffers: Buffers) -> step_prefetch.StepPrefetch | None:
@@ -123,11 +125,6 @@ class CompiledProgram:
             return None
         prefetch = wanted[0][0].unit.outermost.ahead
         return prefetch if prefetch.meet(wanted, self._forward) else None
-
-    def _reserve(self) -> None:
-        if step_prefetch.any_under_way():
-            step_prefetch.make_room(self.info.static_buffers)
-        static_buffers.reserve(self.info.static_buffers)
 
     # what ranks compare
 

@@ -36,10 +36,13 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 from weakref import WeakSet
+
+from .transport import Answers, Transport
 
 PATIENCE = 10.0
 """Seconds for other ranks to explain why they diverged, or to report that they left a program too."""
@@ -89,45 +92,6 @@ _known: dict[int, Fingerprint] = {}
 def operation(what: str, optional: bool = False) -> Fingerprint:
     """The fingerprint of a single operation."""
     return Fingerprint(what, (what,), optional)
-
-
-class Answers(Protocol):
-    """An exchange of fingerprints in flight."""
-
-    def ready(self) -> bool:
-        """Whether `wait` returns at once."""
-
-    def wait(self) -> list[int]:
-        """Every rank's fingerprint, by rank of the group."""
-
-
-@runtime_checkable
-class Wire(Protocol):
-    """Exchanges fingerprints between a group's ranks (`transport_registry.wire_of`)."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Ranks of the default group, in group order."""
-
-    @property
-    def me(self) -> int: ...
-
-    @property
-    def prompt(self) -> bool:
-        """Whether the host may wait for answers where it waits anyway."""
-
-    def exchange(self, word: int) -> Answers: ...
-
-    def tell(self, key: str, text: str) -> None: ...
-
-    def ask(self, key: str, seconds: float) -> str | None:
-        """The text stored under ``key``, or ``None`` after ``seconds``."""
-
-    def sever(self) -> None:
-        """Makes waits of the group's other ranks fail."""
-
-    def abort(self) -> None:
-        """Makes this rank's waits fail too, in all threads."""
 
 
 class DesyncError(RuntimeError):
@@ -230,7 +194,7 @@ class GroupState:
     """One rank's view of a process group."""
 
     name: str
-    wire: Wire
+    wire: Transport
     known: set[int] = field(default_factory=set)
     """Digests that all ranks have announced together."""
     count: int = 0
@@ -407,10 +371,8 @@ class GroupState:
             return ""
 
     def _tell_quietly(self, key: str, text: str) -> None:
-        try:
+        with suppress(RuntimeError):  # the store died with its process; the current error says more
             self.wire.tell(key, text)
-        except RuntimeError:  # the store died with its process; the current error says more
-            return
 
 
 def end_all(companies: Sequence[GroupState], text: str) -> None:

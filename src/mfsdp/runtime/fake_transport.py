@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from .transport import End, Member, Pairs, Turn
+from .transport import End, Pairs, Transport, Turn
 
 
-class FakeTransport(Member):
+class FakeTransport(Transport):
     """All ranks hold this rank's values; nothing is communicated, and everything completes at launch."""
 
     def gather(self, pairs: Pairs, turn: Turn) -> End:

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from . import groups
-from .transport import End, Member, Pairs, Turn
+from .transport import End, Pairs, Transport, Turn
 
 WORD = 0x6D67
 """The tag of announcements."""
@@ -25,7 +24,7 @@ _messages: dict[int, list[Any]] = {}
 """In flight, or never waited for: gloo breaks a connection if a message's handle is dropped before it completes."""
 
 
-class GlooTransport(Member):
+class GlooTransport(Transport):
     """Messages on the CPU. All ranks of a pair send and receive in the same order."""
 
     prompt = True
@@ -89,27 +88,18 @@ class GlooTransport(Member):
 
     # fingerprints
 
-    def exchange(self, word: int) -> Answers:
-        return Answers(self, word)
+    def exchange(self, word: int) -> MessageAnswers:
+        return MessageAnswers(self, word)
 
     def sever(self) -> None:
         """Breaks all connections of the group, on both sides: a receive that times out does that."""
-        if self._group() is None:
-            return
-        other = groups.other_of(self.name)
-        lanes = [self.group]
-        with suppress(RuntimeError):  # the group may be gone
-            lanes += [] if other is None else [groups.process_group(other)]
-        for over in lanes:
+        for over in self.lanes() if self._group() is not None else ():
             for peer in set(range(over.size())) - {over.rank()}:
                 with suppress(RuntimeError):
                     over.recv([torch.empty(1)], peer, WORD + 1).wait(timedelta(milliseconds=1))
 
-    def abort(self) -> None:
-        self.sever()
 
-
-class Answers:
+class MessageAnswers:
     """An exchange of fingerprints by messages."""
 
     def __init__(self, line: GlooTransport, word: int):

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.units import Axis
+
+T = TypeVar("T")
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -50,7 +52,7 @@ def told_of_launcher() -> None:
         )
 
 
-def default() -> Any:
+def default() -> dist.ProcessGroup | None:
     """The default group, ``None`` if there is none."""
     return dist.group.WORLD if initialized() else None
 
@@ -92,7 +94,7 @@ def axis_of(name: str) -> Axis:
     return Axis(known.replace(" ", "_"), name, len(members), stride)
 
 
-def as_mesh(group: Any, device: str, name: str) -> DeviceMesh | None:
+def as_mesh(group: object, device: str, name: str) -> DeviceMesh | None:
     """A process group as a mesh of one axis over a device type; ``None`` for other objects. Cached."""
     if not isinstance(group, dist.ProcessGroup):
         return None
@@ -263,7 +265,7 @@ def _forget_meshes() -> None:
 # Communication through the store
 
 
-def _store() -> Any:
+def _store() -> dist.Store:
     """The default group's store, with a prefix. Private in torch (``_get_default_store``); tried on 2.11 to 2.15."""
     return dist.PrefixStore(_prefix(), c10d._get_default_store())
 
@@ -278,7 +280,7 @@ def _prefix() -> str:
     return "mfsdp" if count == "0" else f"mfsdp/{count}"
 
 
-def watch_store() -> Any:
+def watch_store() -> dist.Store | None:
     """The store by another connection, for the watchdog's thread: one connection serves one call at a time. ``None`` if
     unavailable. Tried on 2.13; ``clone`` may be missing in others of 2.11 to 2.15.
     """
@@ -362,7 +364,7 @@ def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0
 _asked: dict[str, int] = {}
 
 
-def all_objects(mine: Any) -> list[Any]:
+def all_objects(mine: T) -> list[T]:
     """Every rank's small object, by rank of the default group, if there is one."""
     if world() == 1:
         return [mine]
@@ -377,7 +379,7 @@ class Everybody:
     def __init__(self) -> None:
         self.rank, self.world = rank(), world()
 
-    def to_first(self, mine: Any) -> list[Any]:
+    def to_first(self, mine: T) -> list[T]:
         """Every rank's object, by rank, on the first rank; elsewhere nothing."""
         if self.world == 1:
             return [mine]
@@ -385,7 +387,7 @@ class Everybody:
         dist.gather_object(mine, found or None)
         return found
 
-    def from_first(self, said: Any) -> Any:
+    def from_first(self, said: T) -> T:
         """The first rank's object, on all ranks."""
         if self.world == 1:
             return said
@@ -417,20 +419,20 @@ class SideChannel(Everybody):
         """Whether the default group is still the same."""
         return self._of() is default()
 
-    def to_first(self, mine: Any) -> list[Any]:
+    def to_first(self, mine: T) -> list[T]:
         if self.rank:
             self._send(mine, 0)
             return []
         return [mine, *(self._receive(rank) for rank in range(1, self.world))]
 
-    def from_first(self, said: Any) -> Any:
+    def from_first(self, said: T) -> T:
         if self.rank:
-            return self._receive(0)
+            return self._receive(0)  # type: ignore[no-any-return]
         for rank in range(1, self.world):
             self._send(said, rank)
         return said
 
-    def _send(self, mine: Any, rank: int) -> None:
+    def _send(self, mine: object, rank: int) -> None:
         content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         for part in (torch.tensor([content.numel()]), content):
             self._group.send([part], rank, 0).wait()

@@ -287,8 +287,8 @@ def probe(
         names: their names, separated by commas.
         what: see `runtime_checks.Place`.
     """
-    if run.looking is not None:
-        run.looking.look(run, value, source, starts, sizes, names, what)
+    if run.check is not None:
+        run.check.probe(run, value, source, starts, sizes, names, what)
 
 
 # The host

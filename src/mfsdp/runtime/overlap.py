@@ -189,7 +189,7 @@ class _Waiting:
             buffer.gradients.sync = sync
 
 
-def _version(arg: Any) -> int:
+def _version(arg: object) -> int:
     return arg._version if isinstance(arg, torch.Tensor) and not arg.is_inference() else 0
 
 

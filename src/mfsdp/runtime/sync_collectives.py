@@ -39,13 +39,12 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
             if not s.any_optional and execution.current().written(s.gather_groups, unseen):
                 buffer.weights.stale = True
             at_once(buffer.weights.refresh())
-        flat = _given(source.detach(), s) if s.gathers else source.detach().to(s.precision.comm)
-        if s.gathers:
-            full = flat.new_empty(s.full_numel, dtype=s.precision.comm)
-            pairs = segments(s.splits, s.world, full, flat)
-            comm_formats.gather(execution.current(), pairs, s.group, s.precision.wire)()
-            flat = full
-    return flat.to(s.precision.compute)
+        if not s.gathers:
+            return source.detach().to(s.precision.comm).to(s.precision.compute)
+        full = source.new_empty(s.full_numel, dtype=s.precision.comm)
+        pairs = segments(s.splits, s.world, full, _given(source.detach(), s))
+        comm_formats.gather(execution.current(), pairs, s.group, s.precision.wire)()
+    return full.to(s.precision.compute)
 
 
 def _given(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
@@ -204,6 +203,4 @@ def reduced(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 def gathered(part: torch.Tensor, group: str) -> torch.Tensor:
     """All ranks' tensors of one size, flat, concatenated."""
-    out = part.new_empty(groups.process_group(group).size() * part.numel())
-    execution.current().gather([(out, part.reshape(-1))], group)()
-    return out
+    return _whole(part.reshape(-1), (part.numel(),), groups.process_group(group).size(), group)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -37,36 +38,30 @@ class Turn(Protocol):
         """
 
 
-class Transport(Protocol):
-    """Communicates between the ranks of a process group; launches and does not wait."""
+class Answers(Protocol):
+    """An exchange of fingerprints in flight (Note [Desync detection])."""
 
-    def gather(self, pairs: Pairs, turn: Turn) -> End:
-        """All-gathers every rank's shards into full buffers."""
+    def ready(self) -> bool:
+        """Whether `wait` returns at once."""
 
-    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
-        """Sums full buffers over ranks, in ``dtype``, into each rank's shard, in the shard's dtype."""
-
-    def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
-        """Reduces a tensor in place; ``op`` is ``"sum"``, ``"min"`` or ``"max"``."""
-
-    def all_to_all(
-        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
-    ) -> End:
-        """Sends each rank ``splits[rank]`` rows of ``sent``, in rank order, and receives ``received[rank]`` from each
-        into ``out``.
-        """
+    def wait(self) -> list[int]:
+        """Every rank's fingerprint, by rank of the group."""
 
 
 OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-class Member:
-    """A rank's place in a process group, with its texts for other ranks and torch's all-reduce."""
+class Transport:
+    """Communicates between the ranks of a process group; launches and does not wait."""
+
+    prompt: bool | None = None
+    """Whether the host may wait for answers to fingerprints where it waits anyway; ``None``: it exchanges none."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = weakref.ref(group)
         self.name = str(group.group_name)
         self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
+        """Ranks of the default group, in group order."""
         self.me = dist.get_rank()
         self.place = group.rank()
         self.size = group.size()
@@ -78,16 +73,55 @@ class Member:
         assert found is not None, "the registry holds no transport longer than its group"
         return found
 
+    def gather(self, pairs: Pairs, turn: Turn) -> End:
+        """All-gathers every rank's shards into full buffers."""
+        raise NotImplementedError
+
+    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
+        """Sums full buffers over ranks, in ``dtype``, into each rank's shard, in the shard's dtype."""
+        raise NotImplementedError
+
     def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
+        """Reduces a tensor in place; ``op`` is ``"sum"``, ``"min"`` or ``"max"``."""
         turn.agree()
         work: Any = dist.all_reduce(tensor, OPS[op], group=self.group, async_op=True)
         return work.wait  # type: ignore[no-any-return]
+
+    def all_to_all(
+        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
+    ) -> End:
+        """Sends each rank ``splits[rank]`` rows of ``sent``, in rank order, and receives ``received[rank]`` from each
+        into ``out``.
+        """
+        raise NotImplementedError
+
+    # between ranks that compare what they run
+
+    def exchange(self, word: int) -> Answers:
+        """Exchanges fingerprints."""
+        raise NotImplementedError
 
     def tell(self, key: str, text: str) -> None:
         groups.tell(key, text)
 
     def ask(self, key: str, seconds: float) -> str | None:
+        """The text stored under ``key``, or ``None`` after ``seconds``."""
         return groups.ask(key, seconds)
+
+    def sever(self) -> None:
+        """Makes waits of the group's other ranks fail, where that is possible."""
+
+    def abort(self) -> None:
+        """Makes this rank's waits fail too, in all threads."""
+        self.sever()
+
+    def lanes(self) -> list[dist.ProcessGroup]:
+        """The group, if it still exists, and the one beside it for reductions."""
+        found = []
+        for name in filter(None, (self.name, groups.other_of(self.name))):
+            with suppress(RuntimeError):
+                found.append(groups.process_group(name))
+        return found
 
 
 def segments(splits: tuple[int, ...], ranks: int, full: torch.Tensor, shard: torch.Tensor) -> Pairs:

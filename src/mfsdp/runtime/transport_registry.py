@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from . import groups
 from .c10d_transport import C10dTransport
-from .desync import GroupState, Wire
+from .desync import GroupState
 from .fake_transport import FakeTransport
 from .gloo_transport import GlooTransport
 from .transport import Transport
@@ -22,11 +22,11 @@ def transport_of(name: str, device: torch.device) -> Transport:
     return _made(name, device.type)
 
 
-def wire_of(name: str) -> Wire | None:
+def wire_of(name: str) -> Transport | None:
     """The transport for a group's fingerprints, over the CPU if possible; ``None`` if there is no other rank."""
     kinds = [kind.partition(":")[0] for kind in dist.get_backend_config(groups.process_group(name)).split(",")]
     found = _made(name, "cpu" if "cpu" in kinds else kinds[0])
-    return found if isinstance(found, Wire) and len(found.ranks) > 1 else None
+    return found if found.size > 1 and found.prompt is not None else None
 
 
 _companies: dict[str, tuple[weakref.ref[dist.ProcessGroup], GroupState | None]] = {}
@@ -49,10 +49,9 @@ def group_states() -> list[GroupState]:
 
 def count_step(names: Iterable[str]) -> None:
     """Counts an optimizer step, once in each group that shares its parameters (invariant 66)."""
-    for name in set(names):
-        made, company = _companies.get(name, (None, None))
-        if made is not None and made() is not None and company is not None:  # the group has communicated
-            company.steps += 1
+    counted = set(names)
+    for company in group_states():  # of groups that have communicated
+        company.steps += company.name in counted
 
 
 def count_load(names: Iterable[str], what: str, digest: int) -> None:
@@ -77,11 +76,8 @@ _transports: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], Transpo
 def _make(group: dist.ProcessGroup, device: str) -> Transport:
     if dist.get_backend(group) == "fake":
         return FakeTransport(group)
-    return (
-        GlooTransport(group)
-        if device == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
-        else C10dTransport(group)
-    )
+    gloo = device == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+    return GlooTransport(group) if gloo else C10dTransport(group)
 
 
 _stand_in: Callable[[dist.ProcessGroup, str], Transport] | None = None
