@@ -20,11 +20,6 @@ class Announcements:
         meets: all groups in which other ranks may wait for this one once it has diverged.
     """
 
-    @property
-    def place(self) -> str:
-        """The current or last operation with its unit's path; ``""`` before the first."""
-        return ""
-
     def __init__(self, name: str, meets: Iterable[str]):
         self.name, self.meets = name, meets
         self.said: list[PendingCheck] = []
@@ -34,22 +29,27 @@ class Announcements:
         self.waits = 0
         """Waits begun plus waits ended: odd during a wait (Note [Watchdog])."""
 
+    @property
+    def place(self) -> str:
+        """The current or last operation with its unit's path; ``""`` before the first."""
+        return ""
+
     def announce(self, sequences: Mapping[str, Fingerprint], anew: Collection[str] = ()) -> None:
         """Tells the ranks of groups what this rank is about to run; in groups ``anew`` also that it gathers prefetched
         or persistent parameters again.
         """
         for name, words in sequences.items():
-            company = group_state(name)
-            if company is not None:
+            state = group_state(name)
+            if state is not None:
                 self.waits += 1
                 try:
-                    said = company.announce(words, name in anew)
-                    if company.standing:
+                    said = state.announce(words, name in anew)
+                    if state.skippable:
                         said.check()
                 except DesyncError as error:  # where the host does not wait for answers, errors appear here
-                    company.lost_with(list(dict.fromkeys([company, *self.all()])), str(error))
+                    state.lost_with(list(dict.fromkeys([state, *self.all()])), str(error))
                 except RuntimeError as error:
-                    self.disconnected(error, [company])
+                    self.disconnected(error, [state])
                     raise
                 finally:
                     self.waits += 1
@@ -58,7 +58,7 @@ class Announcements:
     def part(self, said: PendingCheck) -> None:
         """Takes part in what was announced."""
         self.said.append(said)
-        name = said.company.name
+        name = said.group.name
         self.tags[name] = said.tag
         if (other := groups.other_of(name)) is not None:
             self.tags[other] = said.tag
@@ -66,7 +66,7 @@ class Announcements:
 
     def next(self, what: str, group: str, over: Iterable[str]) -> None:
         """Announces its next collective, over some groups, to ``group``, if each is announced separately."""
-        self.said = [said for said in self.said if said.company.name != group]
+        self.said = [said for said in self.said if said.group.name != group]
         self.announce({group: operation(what, optional=True)})
         self.carry(group, over)
 
@@ -84,17 +84,17 @@ class Announcements:
         Raises:
             DesyncError: they do not.
         """
-        said = next((said for said in self.said if said.company.name == group), None)
+        said = next((said for said in self.said if said.group.name == group), None)
         if said is None:
             return here
-        if said.company.wire.prompt:
+        if said.group.wire.prompt:
             self.agree()
             return said.anew
         if here:
             try:
                 said.check()
             except DesyncError as error:
-                said.company.lost_with(self.all(), str(error))
+                said.group.lost_with(self.all(), str(error))
         return here
 
     def written(self, over: Sequence[str], here: bool) -> bool:
@@ -102,9 +102,9 @@ class Announcements:
         writes]); ``here``: this rank has. Ranks of two axes ask along one, then along the other.
         """
         for i, group in enumerate(over):
-            company = group_state(group)
-            if i and company is not None and company.wire.prompt:
-                self.said = [said for said in self.said if said.company is not company]
+            state = group_state(group)
+            if i and state is not None and state.wire.prompt:
+                self.said = [said for said in self.said if said.group is not state]
                 self.announce({group: operation("weights written unseen")}, [group] if here else ())
             here = self.anew(group, here)
         return here
@@ -121,12 +121,12 @@ class Announcements:
         self.waits += 1
         try:
             for said in self.said:
-                if said.company.wire.prompt:
+                if said.group.wire.prompt:
                     said.check()
         except DesyncError as error:
-            companies = self.all()
-            if len(companies) > 1:  # ranks of the other groups see no difference
-                companies[0].lost_with(companies, str(error))
+            states = self.all()
+            if len(states) > 1:  # ranks of the other groups see no difference
+                states[0].lost_with(states, str(error))
             raise
         except RuntimeError as error:
             self.disconnected(error, self.all())
@@ -136,18 +136,18 @@ class Announcements:
 
     def all(self) -> list[GroupState]:
         """All groups involved, those told first."""
-        companies = [said.company for said in self.said]
+        states = [said.group for said in self.said]
         meets = (group_state(name) for name in self.meets)
-        return list(dict.fromkeys([*companies, *(c for c in meets if c is not None)]))
+        return list(dict.fromkeys([*states, *(c for c in meets if c is not None)]))
 
-    def disconnected(self, error: RuntimeError, companies: list[GroupState]) -> None:
+    def disconnected(self, error: RuntimeError, states: list[GroupState]) -> None:
         """Replaces the error of a broken connection with a clear one."""
-        if not companies or isinstance(error, (DesyncError, PeerLostError)):
+        if not states or isinstance(error, (DesyncError, PeerLostError)):
             return
-        ended = next((c.lost for c in companies if c.lost), "")  # by the watchdog
-        story = ended or next(filter(None, (c.story() for c in companies)), "") or groups.first_to_end() or f"{error}"
+        ended = next((c.lost for c in states if c.lost), "")  # by the watchdog
+        story = ended or next(filter(None, (c.story() for c in states)), "") or groups.first_to_end() or f"{error}"
         at = f"{self.place} of {self.name}" if self.place else self.name
-        for company in companies:
-            company.wire.sever()
-            company.lost = ended or f"mfsdp: rank {groups.rank()} has lost the other ranks at {at}: {story}"
-        raise PeerLostError(companies[0].lost) from error
+        for state in states:
+            state.wire.sever()
+            state.lost = ended or f"mfsdp: rank {groups.rank()} has lost the other ranks at {at}: {story}"
+        raise PeerLostError(states[0].lost) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,10 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 
 from . import devices
 from .inflight import InFlight, beside
-from .transport import End, Pairs, Transport, Turn
+from .transport import End, Pairs, Transport
+
+if TYPE_CHECKING:
+    from .announcements import Announcements
 
 # torch 2.13 renamed these to *_single and warns on the old names; tried on 2.11 to 2.15.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,17 +41,17 @@ class C10dTransport(Transport):
 
     prompt = False
 
-    def gather(self, pairs: Pairs, turn: Turn) -> End:
-        turn.agree()
+    def gather(self, pairs: Pairs, run: Announcements) -> End:
+        run.agree()
         if len(pairs) == 1:
             return gather_one(self.group, *pairs[0])
         return self._at_once(_all_gather, pairs)
 
-    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
+    def scatter(self, pairs: Pairs, dtype: torch.dtype, run: Announcements) -> End:
         """Reduce-scatter. NCCL sums in the communication dtype; a sum in another dtype is an all-to-all and a local
         sum, with a receive buffer as large as the input.
         """
-        turn.agree()
+        run.agree()
         if all(full.dtype is shard.dtype is dtype for full, shard in pairs):
             if len(pairs) == 1:
                 return scatter_one(self.group, *pairs[0])
@@ -70,9 +73,9 @@ class C10dTransport(Transport):
         return end
 
     def all_to_all(
-        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
+        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], run: Announcements
     ) -> End:
-        turn.agree()
+        run.agree()
         work: Any = dist.all_to_all_single(out, sent, list(received), list(splits), group=self.group, async_op=True)
         return work.wait  # type: ignore[no-any-return]
 
@@ -87,8 +90,8 @@ class C10dTransport(Transport):
 
     # fingerprints
 
-    def exchange(self, word: int) -> GatheredAnswers:
-        return GatheredAnswers(self, word)
+    def exchange(self, word: int) -> Answers:
+        return Answers(self, word)
 
     # `sever` does nothing: aborting a communicator may kill the process. Other ranks wait for its timeout.
 
@@ -117,7 +120,7 @@ _gather_of: Any = getattr(dist.ProcessGroup, "all_gather_single", None) or dist.
 _scatter_of: Any = getattr(dist.ProcessGroup, "reduce_scatter_single", None) or dist.ProcessGroup._reduce_scatter_base
 
 
-class GatheredAnswers:
+class Answers:
     """Gathers fingerprints on the group's stream and copies them to the host; neither host nor current stream waits."""
 
     def __init__(self, line: C10dTransport, word: int):

@@ -116,15 +116,14 @@ class CompiledProgram:
             run.check = self._checks.begin(run, buffers)
         return run
 
-    def _prefetched(self, buffers: Buffers) -> step_prefetch.StepPrefetch | None:
+    def _prefetched(self, buffers: Buffers) -> step_prefetch.GatherLauncher | None:
         """What the optimizer's step has launched of this model, if the program may take it."""
         wanted = tuple(
             [(b, spec, slot, casts) for place, spec, slot, casts in self._first if (b := buffers[place]) is not None]
         )
         if not wanted or len(wanted) < len(self._first):
             return None
-        prefetch = wanted[0][0].unit.outermost.ahead
-        return prefetch if prefetch.meet(wanted, self._forward) else None
+        return wanted[0][0].unit.outermost.ahead.meet(wanted, self._forward)
 
     # what ranks compare
 

@@ -35,14 +35,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from .transport import Answers, Transport
+
+if TYPE_CHECKING:
+    from .join import SkippedUnit
 
 PATIENCE = 10.0
 """Seconds for other ranks to explain why they diverged, or to report that they left a program too."""
@@ -102,15 +105,6 @@ class PeerLostError(RuntimeError):
     """Other ranks cannot be reached any more."""
 
 
-class Standing(Protocol):
-    """Joins with zeros where another rank uses a unit (Note [Joining with zeros])."""
-
-    def choices(self) -> Iterable[tuple[Fingerprint, Callable[[PendingCheck], None]]]:
-        """Fingerprints that a rank may announce for the unit, each with the function that joins on ranks that announced
-        something else.
-        """
-
-
 @dataclass
 class Left:
     """A program that an exception has ended."""
@@ -121,7 +115,7 @@ class Left:
     launched: int
     """Collectives launched until then."""
     why: str
-    companies: list[GroupState]
+    groups: list[GroupState]
     """Groups that the program was announced to."""
     all: list[GroupState]
     """These, and other groups whose ranks may wait."""
@@ -137,10 +131,10 @@ class Left:
         Raises:
             DesyncError: some did not.
         """
-        for company in self.companies:
-            company.compare_left(self)
-        for company in self.companies:
-            company.left = None
+        for group in self.groups:
+            group.compare_left(self)
+        for group in self.groups:
+            group.left = None
         for end in self.ends:
             end()
 
@@ -149,7 +143,7 @@ class Left:
 class PendingCheck:
     """One announcement, with its answers."""
 
-    company: GroupState
+    group: GroupState
     words: Fingerprint
     tag: int
     """Of the announced messages; announcements in flight have different tags."""
@@ -171,18 +165,18 @@ class PendingCheck:
         if self.checked:
             return
         self.checked = True
-        answers = self.company.meet(self) if self.company.standing else self.heard()
+        answers = self.group.meet(self) if self.group.skippable else self.heard()
         mine, anew = self.words.digest, self.anew
-        for other, theirs in zip(self.company.wire.ranks, answers, strict=True):
+        for other, theirs in zip(self.group.wire.ranks, answers, strict=True):
             if theirs & ~HOW != mine:
-                self.company.differ(self, other, theirs & ~HOW)
+                self.group.differ(self, other, theirs & ~HOW)
             if theirs & STEPS != self.steps:
-                self.company.stepped_apart(other)
+                self.group.stepped_apart(other)
             if bool(theirs & ANEW) is not anew:
-                if not self.company.wire.prompt:
-                    self.company.gone_apart(anew, other)
+                if not self.group.wire.prompt:
+                    self.group.gone_apart(anew, other)
                 self.anew = True
-        self.company.known.add(mine)
+        self.group.known.add(mine)
 
     def heard(self) -> list[int]:
         """Every rank's fingerprint, by rank, unmixed with this rank's `loads`."""
@@ -208,7 +202,7 @@ class GroupState:
     left: Left | None = None
     lost: str = ""
     """Why the group cannot be used any more."""
-    standing: WeakSet[Standing] = field(default_factory=WeakSet)
+    skippable: WeakSet[SkippedUnit] = field(default_factory=WeakSet)
     """Units that ranks may skip; with any, every announcement is checked before launches."""
     _open: deque[PendingCheck] = field(default_factory=deque)
     """Not compared yet."""
@@ -256,7 +250,7 @@ class GroupState:
             first = min(optional)  # the same on all ranks
             if first == said.words.digest:  # the others join with zeros
                 return [first | theirs & HOW for theirs in answers]
-            choices = (choice for each in self.standing for choice in each.choices())
+            choices = (choice for each in self.skippable for choice in each.choices())
             known = next((choice for choice in choices if choice[0].digest == first), None)
             if known is None:  # of a model that this rank does not have
                 return answers
@@ -356,11 +350,11 @@ class GroupState:
                 )
                 self.lost_with(left.all, text)
 
-    def lost_with(self, companies: Sequence[GroupState], text: str) -> None:
+    def lost_with(self, groups: Sequence[GroupState], text: str) -> None:
         """Raises, after telling all ranks of some groups why and breaking their connections."""
-        _lose_all(companies, text)
-        for company in companies:
-            company.wire.sever()
+        _lose_all(groups, text)
+        for group in groups:
+            group.wire.sever()
         raise DesyncError(text)
 
     def story(self) -> str:
@@ -375,18 +369,18 @@ class GroupState:
             self.wire.tell(key, text)
 
 
-def end_all(companies: Sequence[GroupState], text: str) -> None:
+def end_all(groups: Sequence[GroupState], text: str) -> None:
     """Ends waits of some groups, from a thread that uses none of them: their ranks raise, now or on the next use."""
-    _lose_all(companies, text)
-    for company in companies:
-        company.wire.abort()
+    _lose_all(groups, text)
+    for group in groups:
+        group.wire.abort()
 
 
-def _lose_all(companies: Sequence[GroupState], text: str) -> None:
-    for company in companies:
-        company.lost, company.left = text, None
-        company._open.clear()
-        company._tell_quietly(f"lost/{company.name}/{company.wire.ranks[0]}", text)
+def _lose_all(groups: Sequence[GroupState], text: str) -> None:
+    for group in groups:
+        group.lost, group.left = text, None
+        group._open.clear()
+        group._tell_quietly(f"lost/{group.name}/{group.wire.ranks[0]}", text)
 
 
 def difference(me: int, mine: Sequence[str], other: int, theirs: Sequence[str]) -> str:

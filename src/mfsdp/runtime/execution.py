@@ -182,25 +182,25 @@ class Execution(Announcements):
         while self.copying:  # copies need no other rank, and their memory may be reused afterwards
             with suppress(Exception):
                 self.copying.popitem()[1]()
-        companies = [said.company for said in self.said]
+        states = [said.group for said in self.said]
         ends = [end for ends in self.pending.values() for end in ends]
         ends += [end for early in self.early if early is not None for end in early.ends]
         self.early.clear()
         self.pending.clear()
         self.held.clear()
-        if not companies:
+        if not states:
             for end in ends:  # no other rank is involved
                 with suppress(Exception):  # the current error says more
                     end()
-        elif any(company.lost for company in companies):
+        elif any(state.lost for state in states):
             static_buffers.reset()  # those taken here would never become free
         else:
             place = f"at or after {self.place}" if self.place else "at its beginning"
             why = f"{type(error).__name__}: {error}"
             launched = 0 if self.separate else self.launched  # announcements already distinguish the ranks
-            left = Left(self.name, place, launched, why, companies, self.all(), ends)
-            for company in companies:
-                company.leave(left)
+            left = Left(self.name, place, launched, why, states, self.all(), ends)
+            for state in states:
+                state.leave(left)
         self.separate = None
 
 

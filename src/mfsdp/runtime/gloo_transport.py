@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .transport import End, Pairs, Transport, Turn
+from .transport import End, Pairs, Transport
+
+if TYPE_CHECKING:
+    from .announcements import Announcements
 
 WORD = 0x6D67
 """The tag of announcements."""
@@ -29,16 +32,16 @@ class GlooTransport(Transport):
 
     prompt = True
 
-    def gather(self, pairs: Pairs, turn: Turn) -> End:
+    def gather(self, pairs: Pairs, run: Announcements) -> End:
         here, there = [], []
         for full, shard in pairs:
             parts = full.view(self.size, -1)
             parts[self.place].copy_(shard.detach())
             here += [(r, parts[r]) for r in self.others]
             there += [(r, shard) for r in self.others]
-        return self.swap(here, there, turn.tag(self.name))
+        return self.swap(here, there, run.tag(self.name))
 
-    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
+    def scatter(self, pairs: Pairs, dtype: torch.dtype, run: Announcements) -> End:
         """Ranks exchange their parts; the wait sums them in rank order. Two ranks need no memory besides the result if
         all dtypes are equal.
         """
@@ -52,7 +55,7 @@ class GlooTransport(Transport):
             there += [(r, parts[r]) for r in self.others]
             room[self.place] = parts[self.place]
             sums.append((shard, [room[r] for r in range(self.size)]))
-        arrived = self.swap(here, there, turn.tag(self.name))
+        arrived = self.swap(here, there, run.tag(self.name))
 
         def end() -> None:
             arrived()
@@ -62,13 +65,13 @@ class GlooTransport(Transport):
         return end
 
     def all_to_all(
-        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
+        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], run: Announcements
     ) -> End:
         here, there = out.split(list(received)), sent.detach().split(list(splits))
         here[self.place].copy_(there[self.place])
         inward = [(r, here[r]) for r in self.others if received[r]]
         outward = [(r, there[r]) for r in self.others if splits[r]]
-        return self.swap(inward, outward, turn.tag(self.name))
+        return self.swap(inward, outward, run.tag(self.name))
 
     def swap(self, here: Messages, there: Messages, tag: int) -> End:
         """Launches messages, receives first."""
@@ -88,8 +91,8 @@ class GlooTransport(Transport):
 
     # fingerprints
 
-    def exchange(self, word: int) -> MessageAnswers:
-        return MessageAnswers(self, word)
+    def exchange(self, word: int) -> Answers:
+        return Answers(self, word)
 
     def sever(self) -> None:
         """Breaks all connections of the group, on both sides: a receive that times out does that."""
@@ -99,7 +102,7 @@ class GlooTransport(Transport):
                     over.recv([torch.empty(1)], peer, WORD + 1).wait(timedelta(milliseconds=1))
 
 
-class MessageAnswers:
+class Answers:
     """An exchange of fingerprints by messages."""
 
     def __init__(self, line: GlooTransport, word: int):

@@ -24,6 +24,10 @@ from ..config.units import Axis
 T = TypeVar("T")
 
 
+initialized = dist.is_initialized
+"""Whether there is a default group."""
+
+
 def process_group(name: str) -> dist.ProcessGroup:
     """The process group of that name. Private in torch; tried on 2.11 to 2.15."""
     try:
@@ -35,15 +39,9 @@ def process_group(name: str) -> dist.ProcessGroup:
         ) from error
 
 
-def initialized() -> bool:
-    """Whether there is a default group."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def told_of_launcher() -> None:
     """Warns if torchrun has started several processes without a default group: each would train on its own."""
-    started = os.environ.get("WORLD_SIZE", "1")
-    if started != "1" and not initialized():
+    if (started := os.environ.get("WORLD_SIZE", "1")) != "1" and not initialized():
         warnings.warn(
             f"mfsdp: a launcher has started {started} processes (WORLD_SIZE), and torch.distributed is not "
             "initialised: this one shards over itself, and trains by itself. Call "
@@ -57,14 +55,14 @@ def default() -> dist.ProcessGroup | None:
     return dist.group.WORLD if initialized() else None
 
 
-def real() -> bool:
-    """Whether the default group's other ranks exist."""
-    return bool(dist.get_backend() != "fake")
-
-
 def world() -> int:
     """Ranks of the default group, 1 without one."""
     return dist.get_world_size() if initialized() else 1
+
+
+def alone() -> bool:
+    """Whether there are no other ranks that exist."""
+    return world() == 1 or dist.get_backend() == "fake"
 
 
 def rank() -> int:
@@ -79,16 +77,15 @@ def default_group() -> str:
 
 def ranks(name: str) -> list[int]:
     """The ranks of a group, in its order."""
-    return list(dist.get_process_group_ranks(process_group(name)))
+    return dist.get_process_group_ranks(process_group(name))
 
 
 def axis_of(name: str) -> Axis:
     """A group's ranks as an axis, named after the mesh axis if there is one. Private in torch (``group_desc``); tried
     on 2.11 to 2.15.
     """
-    group = process_group(name)
     members = ranks(name)
-    desc = str(getattr(group, "group_desc", "") or "")
+    desc = str(getattr(process_group(name), "group_desc", "") or "")
     known = desc.removeprefix("mesh_") if desc.startswith("mesh_") else "world" if name == default_group() else name
     stride = members[1] - members[0] if len(members) > 1 else 1
     return Axis(known.replace(" ", "_"), name, len(members), stride)
@@ -100,8 +97,8 @@ def as_mesh(group: object, device: str, name: str) -> DeviceMesh | None:
         return None
     key = str(group.group_name), device
     if key not in _meshes or _meshes[key][0]() is not group:
-        kind = "cpu" if device == "meta" else device
-        _meshes[key] = weakref.ref(group), DeviceMesh.from_group(group, kind, mesh_dim_names=(name,))
+        mesh = DeviceMesh.from_group(group, "cpu" if device == "meta" else device, mesh_dim_names=(name,))
+        _meshes[key] = weakref.ref(group), mesh
     return _meshes[key][1]
 
 
@@ -323,8 +320,7 @@ def first_to_say(key: str, text: str) -> str:
 
 def agreed(key: str, text: str) -> str:
     """The same, or ``text`` without other ranks."""
-    alone = world() == 1 or dist.get_backend() == "fake"
-    return text if alone else first_to_say(key, text)
+    return text if alone() else first_to_say(key, text)
 
 
 def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0) -> dict[int, list[str]]:
@@ -336,8 +332,7 @@ def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0
     """
     if dist.get_backend(process_group(group)) == "fake":
         return {}  # there are no other ranks
-    ranks = dist.get_process_group_ranks(process_group(group))
-    text = "\n".join(lines)
+    ranks, text = dist.get_process_group_ranks(process_group(group)), "\n".join(lines)
     store, me = _store(), dist.get_rank()
     _asked[group] = _asked.get(group, 0) + 1
     key = f"alike/{group}/{ranks[0]}/{_asked[group]}"
@@ -445,8 +440,7 @@ class SideChannel(Everybody):
         return pickle.loads(content.numpy().tobytes())
 
 
-def barrier() -> None:
-    dist.barrier()
+barrier = dist.barrier
 
 
 def broadcast(tensor: torch.Tensor, group: str) -> torch.Tensor:

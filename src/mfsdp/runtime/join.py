@@ -6,8 +6,8 @@ others do not, and none knows in advance (``may_be_unused``). In such a *loose* 
 separately (Note [Desync detection]), also in compiled programs, which may differ between ranks. It launches only when
 all ranks of the group have answered. If answers differ and some concern units of a loose model, one of these comes
 first, the same on all ranks. Ranks that announced something else join it: they send their shard and drop the result, or
-reduce zeros and accumulate the sum. Then they repeat their announcement. So a rank may use a unit at any time, any
-number of times, in any order, compiled or not; the sums are the same.
+reduce zeros and accumulate the sum. Then they repeat their announcement. So units may be used at any time, in any
+order, compiled or not; the sums are the same.
 
 On a mesh of two axes, all ranks of both get every announcement, as one group, and a reduction over both is one
 operation. If each axis agreed separately, two ranks could be bound to different choices.
@@ -78,9 +78,9 @@ class OptionalUnits:
         """Adds a buffer of the model."""
         self._members.add(buffer)
         buffer.left_out = buffer.left_out or SkippedUnit(buffer)
-        company = group_state(self.group)
-        if company is not None:
-            company.standing.add(buffer.left_out)
+        state = group_state(self.group)
+        if state is not None:
+            state.skippable.add(buffer.left_out)
 
     def begins(self) -> None:
         """Resets the state outside of a backward; an exception may have ended the last one."""
@@ -149,7 +149,7 @@ class SkippedUnit:
         assert buffer is not None, "`choices` has just found it"
         run = Execution(said.words.name, meets=buffer.spec.peer_groups)
         run.part(said)
-        run.carry(said.company.name, buffer.spec.peer_groups)
+        run.carry(said.group.name, buffer.spec.peer_groups)
         with execution.part_of(run), torch.no_grad():
             does(buffer.weights.source, buffer.text)
 

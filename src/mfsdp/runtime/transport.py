@@ -11,31 +11,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from . import groups, static_buffers
 
+if TYPE_CHECKING:
+    from .announcements import Announcements
+
 End = Callable[[], Any]
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors that are communicated together: parts of full buffers, [ranks * n], and of their shards, [n]; contiguous."""
-
-
-class Turn(Protocol):
-    """A communicating program, or an operation outside of programs (`execution.Execution`)."""
-
-    def tag(self, group: str) -> int:
-        """The tag of its messages over a group; no two programs share one."""
-
-    def agree(self) -> None:
-        """Checks that all ranks run the same. Transports without tags call it before a launch.
-
-        Raises:
-            RuntimeError: they do not.
-        """
 
 
 class Answers(Protocol):
@@ -73,22 +62,22 @@ class Transport:
         assert found is not None, "the registry holds no transport longer than its group"
         return found
 
-    def gather(self, pairs: Pairs, turn: Turn) -> End:
+    def gather(self, pairs: Pairs, run: Announcements) -> End:
         """All-gathers every rank's shards into full buffers."""
         raise NotImplementedError
 
-    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
+    def scatter(self, pairs: Pairs, dtype: torch.dtype, run: Announcements) -> End:
         """Sums full buffers over ranks, in ``dtype``, into each rank's shard, in the shard's dtype."""
         raise NotImplementedError
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
+    def all_reduce(self, tensor: torch.Tensor, op: str, run: Announcements) -> End:
         """Reduces a tensor in place; ``op`` is ``"sum"``, ``"min"`` or ``"max"``."""
-        turn.agree()
+        run.agree()
         work: Any = dist.all_reduce(tensor, OPS[op], group=self.group, async_op=True)
         return work.wait  # type: ignore[no-any-return]
 
     def all_to_all(
-        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
+        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], run: Announcements
     ) -> End:
         """Sends each rank ``splits[rank]`` rows of ``sent``, in rank order, and receives ``received[rank]`` from each
         into ``out``.

@@ -29,37 +29,37 @@ def wire_of(name: str) -> Transport | None:
     return found if found.size > 1 and found.prompt is not None else None
 
 
-_companies: dict[str, tuple[weakref.ref[dist.ProcessGroup], GroupState | None]] = {}
+_states: dict[str, tuple[weakref.ref[dist.ProcessGroup], GroupState | None]] = {}
 
 
 def group_state(name: str) -> GroupState | None:
     """A group's state; ``None`` if there is no other rank."""
     group = groups.process_group(name)
-    found = _companies.get(name)
+    found = _states.get(name)
     if found is None or found[0]() is not group:
         line = wire_of(name)
-        found = _companies[name] = (weakref.ref(group), None if line is None else GroupState(name, line))
+        found = _states[name] = (weakref.ref(group), None if line is None else GroupState(name, line))
     return found[1]
 
 
 def group_states() -> list[GroupState]:
     """The states of all groups that exist."""
-    return [c for made, c in list(_companies.values()) if c is not None and made() is not None]
+    return [c for made, c in list(_states.values()) if c is not None and made() is not None]
 
 
 def count_step(names: Iterable[str]) -> None:
     """Counts an optimizer step, once in each group that shares its parameters (invariant 66)."""
     counted = set(names)
-    for company in group_states():  # of groups that have communicated
-        company.steps += company.name in counted
+    for state in group_states():  # of groups that have communicated
+        state.steps += state.name in counted
 
 
 def count_load(names: Iterable[str], what: str, digest: int) -> None:
     """Counts a loaded state dict, once in each group that shares its weights (invariant 69)."""
     for name in set(names):
         with suppress(RuntimeError):  # a deleted group has nothing to compare
-            if (company := group_state(name)) is not None:
-                company.load(what, digest)
+            if (state := group_state(name)) is not None:
+                state.load(what, digest)
 
 
 def _made(name: str, device: str) -> Transport:
@@ -87,14 +87,14 @@ _stand_in: Callable[[dist.ProcessGroup, str], Transport] | None = None
 def carried_by(make: Callable[[dist.ProcessGroup, str], Transport]) -> Iterator[None]:
     """Replaces the transports of all groups inside of the ``with``."""
     global _stand_in
-    former, there, met = _stand_in, dict(_transports), dict(_companies)
+    former, there, met = _stand_in, dict(_transports), dict(_states)
     _stand_in = make
     _transports.clear()
-    _companies.clear()
+    _states.clear()
     try:
         yield
     finally:
         _stand_in = former
-        for known, before in ((_transports, there), (_companies, met)):
+        for known, before in ((_transports, there), (_states, met)):
             known.clear()
             known.update(before)  # type: ignore[arg-type]

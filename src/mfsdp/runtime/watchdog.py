@@ -168,7 +168,7 @@ class Watchdog:
             run = seen.whose()
             if run is not None and patience is not None and not seen.told and now - seen.since >= patience:
                 seen.told = True
-                met = [f"{said.company.name}:{said.company.count}" for said in run.said]
+                met = [f"{said.group.name}:{said.group.count}" for said in run.said]
                 stall = f"stall/{run.name}/{','.join(met)}"  # equal on all ranks in this stall
                 if self.store.add(f"{stall}/{self.excused}", 1) == 1:
                     self._call(run, stall, now - seen.since)
@@ -208,7 +208,7 @@ class Watchdog:
         waits, now = run.waits, time.monotonic()
         number = int(self.store.add("calls", 1))
         self._answer(now)
-        groups_of = {said.company.name: list(said.company.wire.ranks) for said in run.said}
+        groups_of = {said.group.name: list(said.group.wire.ranks) for said in run.said}
         members = sorted({rank for ranks in groups_of.values() for rank in ranks} or set(range(self.world)))
         keys = {rank: f"{number}/{rank}" for rank in members if rank != self.rank}
         while not self.store.check(list(keys.values())) and time.monotonic() < now + ANSWERS and not self.over:
@@ -265,7 +265,7 @@ class Watchdog:
         last, left = execution.last()
         return {
             "rank": self.rank,
-            "counts": {company.name: company.count for company in transport_registry.group_states()},
+            "counts": {group.name: group.count for group in transport_registry.group_states()},
             "name": run.name,
             "place": run.place,
             "line": run.line_of_listing,
@@ -300,7 +300,7 @@ def begin() -> None:
     if _watch is not None and _watch.group is group and _watch.thread.is_alive():
         return
     end()
-    if group is None or groups.world() == 1 or not groups.real():
+    if group is None or groups.alone():
         return
     store = groups.watch_store()
     if store is not None:
