@@ -36,12 +36,10 @@ class Fp8Payloads(Protocol):
 class BufferWeights(Protocol):
     """This rank's main weights, and the tensor that programs read parameters from."""
 
+    main: torch.Tensor
+    source: torch.Tensor
     stale: bool
 
-    @property
-    def main(self) -> torch.Tensor: ...
-    @property
-    def source(self) -> torch.Tensor: ...
     @property
     def history(self) -> tuple[int, int]: ...
     @property
@@ -99,8 +97,8 @@ class ShardedModel(Protocol):
 class BufferUnit(Protocol):
     """The unit that a buffer belongs to."""
 
-    @property
-    def fqn(self) -> str: ...
+    fqn: str
+
     @property
     def outermost(self) -> ShardedModel: ...
 
@@ -108,18 +106,15 @@ class BufferUnit(Protocol):
 class Buffer(Protocol):
     """A flat buffer."""
 
+    layout: Layout
+    precision: Precision
+    spec: UnitSpec
+    text: str
+    trains: list[bool]
     left_out: SkippedUnit | None
 
     @property
     def unit(self) -> BufferUnit: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def precision(self) -> Precision: ...
-    @property
-    def spec(self) -> UnitSpec: ...
-    @property
-    def text(self) -> str: ...
     @property
     def path(self) -> str: ...
     @property
@@ -128,7 +123,5 @@ class Buffer(Protocol):
     def gradients(self) -> BufferGradients: ...
     @property
     def params(self) -> Sequence[torch.Tensor]: ...
-    @property
-    def trains(self) -> Sequence[bool]: ...
     def copies(self, slot: int) -> Sequence[str]: ...
     def in_place(self) -> None: ...

@@ -21,8 +21,7 @@ from ..config import block_grid
 from ..config.reductions import reduction
 from ..config.units import Axis, GroupIndex, UnitSpec
 from ..ir.ops import LIBRARY, shape_after
-from . import activation_host, comm_formats, execution, static_buffers
-from . import block_scales as grids_of
+from . import activation_host, block_scales, comm_formats, execution, static_buffers
 from .buffer_registry import known, orphan, owner, path
 from .execution import Execution
 from .sync_collectives import gather_now, packed, reduced_over, summed
@@ -32,7 +31,7 @@ from .transport import segments
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _FullBuffer:
     """A full buffer, for parameters or gradients."""
 
     slot: str
@@ -48,12 +47,12 @@ class _Room:
 
 
 @cache
-def _room(spec: str, slot: int, kind: str, one_byte: bool = False) -> _Room:
+def _full_buffer(spec: str, slot: int, kind: str, one_byte: bool = False) -> _FullBuffer:
     """``one_byte``: an FP8 payload is communicated, instead of the policy's dtype."""
     s = UnitSpec.decode(spec)
     name = f"{kind}{slot}" if slot >= 0 else ""
     dtype = torch.uint8 if one_byte else s.precision.comm if kind == "p" else s.precision.grad_comm
-    return _Room(name, s.full_numel, dtype, s.splits, s.world, s.group, None if one_byte else s.precision.wire)
+    return _FullBuffer(name, s.full_numel, dtype, s.splits, s.world, s.group, None if one_byte else s.precision.wire)
 
 
 # Parameters
@@ -89,7 +88,7 @@ def all_gather(run: Execution, shard: torch.Tensor, spec: str, slot: int = -1) -
     if run.early and (early := run.early.pop(0)) is not None:
         return run.adopt(early)
     quantised = shard.dtype.itemsize == 1
-    r = _room(spec, slot, "p", quantised)
+    r = _full_buffer(spec, slot, "p", quantised)
     sent = shard.view(torch.uint8) if quantised else shard
     if sent.dtype is not r.dtype and r.wire is None:
         sent = shard.detach().to(r.dtype) if (buffer := owner(shard)) is None else buffer.weights.cast()
@@ -114,7 +113,7 @@ def spread(run: Execution, shard: torch.Tensor, scales: Sequence[torch.Tensor], 
     out = torch.ones(UnitSpec.decode(spec).main_numel, dtype=scales[0].dtype, device=shard.device)
     for scale, one in zip(scales, block_grid.decode(grids), strict=True):
         rows, first = weights.rows(out, one.offset)
-        grids_of.spread(scale.contiguous().view(-1), rows, first, one)
+        block_scales.spread(scale.contiguous().view(-1), rows, first, one)
     return out
 
 
@@ -146,7 +145,7 @@ def free(full: torch.Tensor) -> None:
 
 def bucket(run: Execution, like: torch.Tensor, holes: Sequence[int], spec: str, slot: int = -1) -> torch.Tensor:
     """A bucket for a unit's gradients, [full_numel] in the communication dtype: zeros in holes, else uninitialized."""
-    r = _room(spec, slot, "g")
+    r = _full_buffer(spec, slot, "g")
     gfull = static_buffers.room(r.slot, r.numel, r.dtype, like.device)
     if run.held:
         run.held.discard(gfull.data_ptr())

@@ -38,15 +38,11 @@ class RankState(TypedDict):
     counts: dict[str, int]
     """Announcements by group."""
     name: str
-    """The program; ``""``: none."""
     place: str
-    """The operation."""
     line: str
-    """Its line in the listing."""
     at: int
-    """Its index."""
     number: int
-    """Executions of the program."""
+    """Of an execution: its program, the operation, its line of the listing, its index, executions so far."""
     left: tuple[str, float]
     """The last program, and the seconds since its end."""
     busy: bool

@@ -221,11 +221,11 @@ def _make(device: torch.device, slot: str, size: int) -> StaticBuffer:
 
 def _drop(device: torch.device, slot: str) -> None:
     """Frees a static buffer's memory, if nothing else has it. The pool must go last, or it frees nothing."""
-    former = _slots.pop((device, slot), None)
-    if former is not None:
+    dropped = _slots.pop((device, slot), None)
+    if dropped is not None:
         pool = _pools.pop((device, slot), None)
-        _at.pop(former.storage.data_ptr(), None)
-        del former
+        _at.pop(dropped.storage.data_ptr(), None)
+        del dropped
         del pool
 
 

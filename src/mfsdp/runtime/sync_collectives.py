@@ -189,10 +189,10 @@ def summed(tensor: torch.Tensor, step: Reduction) -> End:
 
 def on_any_rank(here: torch.Tensor, s: UnitSpec) -> torch.Tensor:
     """Nonzero where any rank that trains the unit has true. ``here``: booleans."""
-    told = here.to(torch.uint8)
+    votes = here.to(torch.uint8)
     for group in filter(None, (s.group, s.outer_group)):
-        reduced(told, "max", group)
-    return told
+        reduced(votes, "max", group)
+    return votes
 
 
 def reduced(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:

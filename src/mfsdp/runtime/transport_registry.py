@@ -87,14 +87,14 @@ _stand_in: Callable[[dist.ProcessGroup, str], Transport] | None = None
 def carried_by(make: Callable[[dist.ProcessGroup, str], Transport]) -> Iterator[None]:
     """Replaces the transports of all groups inside of the ``with``."""
     global _stand_in
-    former, there, met = _stand_in, dict(_transports), dict(_states)
+    previous, transports, states = _stand_in, dict(_transports), dict(_states)
     _stand_in = make
     _transports.clear()
     _states.clear()
     try:
         yield
     finally:
-        _stand_in = former
-        for known, before in ((_transports, there), (_states, met)):
+        _stand_in = previous
+        for known, before in ((_transports, transports), (_states, states)):
             known.clear()
             known.update(before)  # type: ignore[arg-type]

@@ -283,14 +283,14 @@ _watch: Watchdog | None = None
 _settings = Settings()
 
 
-_former: list[Callable[..., object]] = []
+_previous: list[Callable[..., object]] = []
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """``sys.excepthook``, for an exception that ends the process."""
     if _watch is not None:
         _watch.end_with(error)
-    _former[0](kind, error, trace)
+    _previous[0](kind, error, trace)
 
 
 def begin() -> None:
@@ -305,7 +305,7 @@ def begin() -> None:
     store = groups.watch_store()
     if store is not None:
         if sys.excepthook is not _hook:
-            _former[:], sys.excepthook = [sys.excepthook], _hook
+            _previous[:], sys.excepthook = [sys.excepthook], _hook
         _watch = Watchdog(store, group, groups.rank(), groups.world(), _settings)
         _watch.thread.start()
 
