@@ -22,7 +22,7 @@ class Announcements:
 
     def __init__(self, name: str, meets: Iterable[str]):
         self.name, self.meets = name, meets
-        self.said: list[PendingCheck] = []
+        self.announced: list[PendingCheck] = []
         self.tags: dict[str, int] = {}
         """Message tags by group."""
         self.compared = True
@@ -43,9 +43,9 @@ class Announcements:
             if state is not None:
                 self.waits += 1
                 try:
-                    said = state.announce(words, name in anew)
+                    pending = state.announce(words, name in anew)
                     if state.skippable:
-                        said.check()
+                        pending.check()
                 except DesyncError as error:  # where the host does not wait for answers, errors appear here
                     state.lost_with(list(dict.fromkeys([state, *self.all()])), str(error))
                 except RuntimeError as error:
@@ -53,20 +53,20 @@ class Announcements:
                     raise
                 finally:
                     self.waits += 1
-                self.part(said)
+                self.part(pending)
 
-    def part(self, said: PendingCheck) -> None:
+    def part(self, pending: PendingCheck) -> None:
         """Takes part in what was announced."""
-        self.said.append(said)
-        name = said.group.name
-        self.tags[name] = said.tag
+        self.announced.append(pending)
+        name = pending.group.name
+        self.tags[name] = pending.tag
         if (other := groups.other_of(name)) is not None:
-            self.tags[other] = said.tag
+            self.tags[other] = pending.tag
         self.compared = False
 
     def next(self, what: str, group: str, over: Iterable[str]) -> None:
         """Announces its next collective, over some groups, to ``group``, if each is announced separately."""
-        self.said = [said for said in self.said if said.group.name != group]
+        self.announced = [pending for pending in self.announced if pending.group.name != group]
         self.announce({group: operation(what, optional=True)})
         self.carry(group, over)
 
@@ -84,17 +84,17 @@ class Announcements:
         Raises:
             DesyncError: they do not.
         """
-        said = next((said for said in self.said if said.group.name == group), None)
-        if said is None:
+        pending = next((pending for pending in self.announced if pending.group.name == group), None)
+        if pending is None:
             return here
-        if said.group.wire.prompt:
+        if pending.group.wire.prompt:
             self.agree()
-            return said.anew
+            return pending.anew
         if here:
             try:
-                said.check()
+                pending.check()
             except DesyncError as error:
-                said.group.lost_with(self.all(), str(error))
+                pending.group.lost_with(self.all(), str(error))
         return here
 
     def written(self, over: Sequence[str], here: bool) -> bool:
@@ -104,7 +104,7 @@ class Announcements:
         for i, group in enumerate(over):
             state = group_state(group)
             if i and state is not None and state.wire.prompt:
-                self.said = [said for said in self.said if said.group is not state]
+                self.announced = [pending for pending in self.announced if pending.group is not state]
                 self.announce({group: operation("weights written unseen")}, [group] if here else ())
             here = self.anew(group, here)
         return here
@@ -120,9 +120,9 @@ class Announcements:
         self.compared = True
         self.waits += 1
         try:
-            for said in self.said:
-                if said.group.wire.prompt:
-                    said.check()
+            for pending in self.announced:
+                if pending.group.wire.prompt:
+                    pending.check()
         except DesyncError as error:
             states = self.all()
             if len(states) > 1:  # ranks of the other groups see no difference
@@ -136,7 +136,7 @@ class Announcements:
 
     def all(self) -> list[GroupState]:
         """All groups involved, those told first."""
-        states = [said.group for said in self.said]
+        states = [pending.group for pending in self.announced]
         meets = (group_state(name) for name in self.meets)
         return list(dict.fromkeys([*states, *(c for c in meets if c is not None)]))
 

@@ -37,7 +37,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -218,11 +218,11 @@ class GroupState:
         if self.lost:
             raise DesyncError(self.lost)
         self._look_back()
-        said = PendingCheck(self, words, *self._say(words, anew), anew, self._stepped, self.loads)
-        self._open.append(said)
+        pending = PendingCheck(self, words, *self._say(words, anew), anew, self._stepped, self.loads)
+        self._open.append(pending)
         if not self.wire.prompt and words.digest not in self.known:
-            said.check()
-        return said
+            pending.check()
+        return pending
 
     def _say(self, words: Fingerprint, anew: bool) -> tuple[int, Answers]:
         self.count += 1
@@ -236,29 +236,27 @@ class GroupState:
     def _stepped(self) -> int:
         return (self.steps << 57) & STEPS
 
-    def meet(self, said: PendingCheck) -> list[int]:
+    def meet(self, pending: PendingCheck) -> list[int]:
         """Waits until all ranks announce the same. Until then, joins with zeros the units that other ranks use first
         (Note [Joining with zeros]). Returns every rank's fingerprint, by rank: equal, unless ranks differ in something
         that they may not skip.
         """
         while True:
-            answers = said.heard()
+            answers = pending.heard()
             there = {theirs & ~HOW for theirs in answers}
             optional = [word for word in there if word & 1]
             if len(there) == 1 or not optional or len({theirs & STEPS for theirs in answers}) > 1:
                 return answers
             first = min(optional)  # the same on all ranks
-            if first == said.words.digest:  # the others join with zeros
+            if first == pending.words.digest:  # the others join with zeros
                 return [first | theirs & HOW for theirs in answers]
             choices = (choice for each in self.skippable for choice in each.choices())
             known = next((choice for choice in choices if choice[0].digest == first), None)
             if known is None:  # of a model that this rank does not have
                 return answers
             words, stand_in = known
-            stand_in(
-                PendingCheck(self, words, self._tag(words), said.answers, False, said.steps, said.loads, checked=True)
-            )
-            said.tag, said.answers = self._say(said.words, said.anew)
+            stand_in(replace(pending, words=words, tag=self._tag(words), anew=False, checked=True))
+            pending.tag, pending.answers = self._say(pending.words, pending.anew)
 
     def _tag(self, words: Fingerprint) -> int:
         """31 bits with the highest set, unlike the small tags of users."""
@@ -266,18 +264,18 @@ class GroupState:
 
     def _look_back(self) -> None:
         while self._open:
-            said = self._open[0]
-            if not (said.checked or self.wire.prompt or said.answers.ready() or len(self._open) > BEHIND):
+            pending = self._open[0]
+            if not (pending.checked or self.wire.prompt or pending.answers.ready() or len(self._open) > BEHIND):
                 return
             self._open.popleft()
-            said.check()
+            pending.check()
 
-    def differ(self, said: PendingCheck, other: int, theirs: int) -> None:
+    def differ(self, pending: PendingCheck, other: int, theirs: int) -> None:
         """Raises an error that names what both ranks are about to run, or have loaded."""
-        me, mine = self.wire.me, said.words
-        self.wire.tell(f"loads/{self.name}/{me}", json.dumps([said.loads, self.loaded]))
+        me, mine = self.wire.me, pending.words
+        self.wire.tell(f"loads/{self.name}/{me}", json.dumps([pending.loads, self.loaded]))
         loads, loaded = json.loads(self.wire.ask(f"loads/{self.name}/{other}", PATIENCE) or "[null, null]")
-        if loaded is not None and loads != said.loads:
+        if loaded is not None and loads != pending.loads:
             self.loaded_apart(other, loaded)
         self.wire.tell(f"words/{mine.digest}", json.dumps([mine.name, *mine.lines]))
         if theirs in _known:

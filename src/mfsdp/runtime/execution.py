@@ -182,7 +182,7 @@ class Execution(Announcements):
         while self.copying:  # copies need no other rank, and their memory may be reused afterwards
             with suppress(Exception):
                 self.copying.popitem()[1]()
-        states = [said.group for said in self.said]
+        states = [pending.group for pending in self.announced]
         ends = [end for ends in self.pending.values() for end in ends]
         ends += [end for early in self.early if early is not None for end in early.ends]
         self.early.clear()

@@ -144,12 +144,12 @@ class SkippedUnit:
         ):
             yield operation(what, optional=True), partial(self._stand_in, does)
 
-    def _stand_in(self, does: Callable[[torch.Tensor, str], object], said: PendingCheck) -> None:
+    def _stand_in(self, does: Callable[[torch.Tensor, str], object], pending: PendingCheck) -> None:
         buffer = self._buffer()
         assert buffer is not None, "`choices` has just found it"
-        run = Execution(said.words.name, meets=buffer.spec.peer_groups)
-        run.part(said)
-        run.carry(said.group.name, buffer.spec.peer_groups)
+        run = Execution(pending.words.name, meets=buffer.spec.peer_groups)
+        run.part(pending)
+        run.carry(pending.group.name, buffer.spec.peer_groups)
         with execution.part_of(run), torch.no_grad():
             does(buffer.weights.source, buffer.text)
 

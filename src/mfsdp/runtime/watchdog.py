@@ -168,7 +168,7 @@ class Watchdog:
             run = seen.whose()
             if run is not None and patience is not None and not seen.told and now - seen.since >= patience:
                 seen.told = True
-                met = [f"{said.group.name}:{said.group.count}" for said in run.said]
+                met = [f"{pending.group.name}:{pending.group.count}" for pending in run.announced]
                 stall = f"stall/{run.name}/{','.join(met)}"  # equal on all ranks in this stall
                 if self.store.add(f"{stall}/{self.excused}", 1) == 1:
                     self._call(run, stall, now - seen.since)
@@ -208,7 +208,7 @@ class Watchdog:
         waits, now = run.waits, time.monotonic()
         number = int(self.store.add("calls", 1))
         self._answer(now)
-        groups_of = {said.group.name: list(said.group.wire.ranks) for said in run.said}
+        groups_of = {pending.group.name: list(pending.group.wire.ranks) for pending in run.announced}
         members = sorted({rank for ranks in groups_of.values() for rank in ranks} or set(range(self.world)))
         keys = {rank: f"{number}/{rank}" for rank in members if rank != self.rank}
         while not self.store.check(list(keys.values())) and time.monotonic() < now + ANSWERS and not self.over:
@@ -250,10 +250,10 @@ class Watchdog:
             or os.getpid() != self.process
         ):
             return
-        said = [f"mfsdp: rank {self.rank} has ended with {type(error).__name__}: {error}"]
-        said += getattr(error, "__notes__", ())
-        said += [f"    {line}" for line in lines_of(traceback.extract_tb(error.__traceback__)[-SHOWN:])]
-        self.news.publish("\n".join(said), ends=True)
+        lines = [f"mfsdp: rank {self.rank} has ended with {type(error).__name__}: {error}"]
+        lines += getattr(error, "__notes__", ())
+        lines += [f"    {line}" for line in lines_of(traceback.extract_tb(error.__traceback__)[-SHOWN:])]
+        self.news.publish("\n".join(lines), ends=True)
 
     # the state of its process
 
