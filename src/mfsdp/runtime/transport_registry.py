@@ -29,22 +29,19 @@ def wire_of(name: str) -> Transport | None:
     return found if found.size > 1 and found.prompt is not None else None
 
 
-_states: dict[str, tuple[weakref.ref[dist.ProcessGroup], GroupState | None]] = {}
-
-
 def group_state(name: str) -> GroupState | None:
     """A group's state; ``None`` if there is no other rank."""
     group = groups.process_group(name)
-    found = _states.get(name)
+    found = _registry.states.get(name)
     if found is None or found[0]() is not group:
         line = wire_of(name)
-        found = _states[name] = (weakref.ref(group), None if line is None else GroupState(name, line))
+        found = _registry.states[name] = (weakref.ref(group), None if line is None else GroupState(name, line))
     return found[1]
 
 
 def group_states() -> list[GroupState]:
     """The states of all groups that exist."""
-    return [c for made, c in list(_states.values()) if c is not None and made() is not None]
+    return [c for made, c in list(_registry.states.values()) if c is not None and made() is not None]
 
 
 def count_step(names: Iterable[str]) -> None:
@@ -64,13 +61,10 @@ def count_load(names: Iterable[str], what: str, digest: int) -> None:
 
 def _made(name: str, device: str) -> Transport:
     group = groups.process_group(name)
-    found = _transports.get((name, device))
+    found = _registry.transports.get((name, device))
     if found is None or found[0]() is not group:
-        found = _transports[name, device] = (weakref.ref(group), (_stand_in or _make)(group, device))
+        found = _registry.transports[name, device] = (weakref.ref(group), _registry.make(group, device))
     return found[1]
-
-
-_transports: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], Transport]] = {}
 
 
 def _make(group: dist.ProcessGroup, device: str) -> Transport:
@@ -80,21 +74,25 @@ def _make(group: dist.ProcessGroup, device: str) -> Transport:
     return GlooTransport(group) if gloo else C10dTransport(group)
 
 
-_stand_in: Callable[[dist.ProcessGroup, str], Transport] | None = None
+class _Registry:
+    """What was made for groups, by name; each refers to its group, which another one of that name may replace."""
+
+    def __init__(self, make: Callable[[dist.ProcessGroup, str], Transport]):
+        self.make = make
+        self.transports: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], Transport]] = {}
+        """By name and device type."""
+        self.states: dict[str, tuple[weakref.ref[dist.ProcessGroup], GroupState | None]] = {}
+
+
+_registry = _Registry(_make)
 
 
 @contextmanager
 def carried_by(make: Callable[[dist.ProcessGroup, str], Transport]) -> Iterator[None]:
     """Replaces the transports of all groups inside of the ``with``."""
-    global _stand_in
-    previous, transports, states = _stand_in, dict(_transports), dict(_states)
-    _stand_in = make
-    _transports.clear()
-    _states.clear()
+    global _registry
+    previous, _registry = _registry, _Registry(make)
     try:
         yield
     finally:
-        _stand_in = previous
-        for known, before in ((_transports, transports), (_states, states)):
-            known.clear()
-            known.update(before)  # type: ignore[arg-type]
+        _registry = previous
