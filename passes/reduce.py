@@ -40,6 +40,7 @@ from functools import reduce as fold
 import torch
 from torch.fx import Node
 
+from mfsdp.config.reductions import reduction_steps
 from mfsdp.config.units import GroupIndex, Unit
 from mfsdp.ir import ops
 from mfsdp.ir.program import Program, base_of
@@ -81,20 +82,14 @@ def _reduce_sharded(p: Program, unit: Unit, markers: list[Node]) -> None:
     grads = [fold(lambda a, b: p.insert(aten.add.Tensor, (a, b), ready, role), by_offset[o]) for o in offsets]
     spec, text = unit.spec, unit.spec.encode()
     total = _bucket(p, unit, shard, grads, offsets, spec.predivide, ready)
-    hold = Role(Kind.HOLD, unit.name)
-    if spec.world > 1:
-        if spec.hold:
-            p.insert(ops.hold, (shard, total, offsets), ready, hold)
-        total = _scatter(p, unit, total, ready, GroupIndex.SHARD_GATHER, Kind.GSHARD, Lane.REDUCE)
-    if spec.outer > 1:
-        lane = Lane.OUTER if spec.world > 1 else Lane.REDUCE
-        p.insert(ops.hold, (shard, total, offsets), ready, hold)
-        if spec.outer_optim:
-            total = _scatter(p, unit, total, ready, GroupIndex.OUTER_GATHER, Kind.GOUTER, lane)
+    for step, lane in zip(reduction_steps(text), (Lane.REDUCE, Lane.OUTER), strict=False):
+        if step.hold:
+            p.insert(ops.hold, (shard, total, offsets), ready, Role(Kind.HOLD, unit.name))
+        if step.scatters:
+            kind = Kind.GOUTER if step.index.outer else Kind.GSHARD
+            total = _scatter(p, unit, total, ready, step.index, kind, lane)
         else:
-            args = (total, text, int(GroupIndex.OUTER_GATHER))
-            p.insert(ops.all_reduce, args, ready, Role(Kind.ALL_REDUCE, unit.name, lane))
-            p.insert(ops.wait, (total, []), ready, Role(Kind.WAIT, unit.name, lane))
+            _all_reduce(p, unit, total, ready, step.index, lane)
     after = 1 / (spec.divide * spec.predivide)
     p.insert(ops.accumulate, (shard, total, offsets, after), ready, Role(Kind.ACCUMULATE, unit.name))
     p.set_results([None if r in sums else r for r in p.results()])
@@ -110,6 +105,13 @@ def _scatter(p: Program, unit: Unit, total: Node, before: Node, group: GroupInde
     return out
 
 
+def _all_reduce(p: Program, unit: Unit, total: Node, before: Node, group: GroupIndex, lane: Lane) -> None:
+    """Inserts an all-reduce and its wait."""
+    args = (total, unit.spec.encode(), int(group))
+    p.insert(ops.all_reduce, args, before, Role(Kind.ALL_REDUCE, unit.name, lane))
+    p.insert(ops.wait, (total, []), before, Role(Kind.WAIT, unit.name, lane))
+
+
 def _reduce_plain(p: Program, unit: Unit) -> bool:
     results = p.results()
     mine = {
@@ -118,13 +120,11 @@ def _reduce_plain(p: Program, unit: Unit) -> bool:
     if not mine:
         return False
     ready = _after(p, [results[i] for i in mine])
-    spec, role, lane = unit.spec, Role(Kind.GFULL, unit.name), Lane.REDUCE
+    role = Role(Kind.GFULL, unit.name)
     order = sorted(mine, key=mine.__getitem__)
     grads = [results[i] for i in order]
-    gfull = _bucket(p, unit, grads[0], grads, [mine[i] for i in order], 1 / spec.divide, ready)
-    launch = Role(Kind.ALL_REDUCE, unit.name, lane)
-    p.insert(ops.all_reduce, (gfull, spec.encode(), int(GroupIndex.SHARD_GATHER)), ready, launch)
-    p.insert(ops.wait, (gfull, []), ready, Role(Kind.WAIT, unit.name, lane))
+    gfull = _bucket(p, unit, grads[0], grads, [mine[i] for i in order], 1 / unit.spec.divide, ready)
+    _all_reduce(p, unit, gfull, ready, GroupIndex.SHARD_GATHER, Lane.REDUCE)
     for i in order:
         value = results[i].meta["val"]
         where = (gfull, list(value.shape), _contiguous(value.shape), mine[i])

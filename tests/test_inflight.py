@@ -135,14 +135,9 @@ def reduced_in_int8() -> Any:
 
 
 def summed_wide() -> Any:
-    s = SimpleNamespace(
-        reduce_group_on=lambda index: groups.default_group(),
-        ranks_on=lambda index: 4,
-        sum_dtype=lambda index: torch.float32,
-        precision=SimpleNamespace(grad_wire=None),
-    )
+    step = SimpleNamespace(group=groups.default_group(), ranks=4, sum=torch.float32, wire=None)
     tensor = torch.ones(N + 1, dtype=torch.bfloat16)
-    return kept_by_the_caller(sync_collectives.summed(tensor, s, 0), tensor)  # type: ignore[arg-type]
+    return kept_by_the_caller(sync_collectives.summed(tensor, step), tensor)  # type: ignore[arg-type]
 
 
 def kept_by_the_caller(end: Any, out: torch.Tensor) -> Any:

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import mfsdp
 from mfsdp.buffers.weights import Weights
 from mfsdp.runtime import devices, execution, static_buffers
+from mfsdp.runtime.announcements import Announcements
 from mfsdp.runtime.desync import Left
 from mfsdp.runtime.fake_transport import FakeTransport
-from mfsdp.runtime.transport import End, Pairs, Turn
+from mfsdp.runtime.transport import End, Pairs
 from mfsdp.runtime.transport_registry import carried_by
 from tests.helpers.loopback import Loopback, Race, Stream, Streams
 
@@ -298,7 +299,7 @@ def test_gathers_over_two_axes_wait_for_each_other_not_for_compute(monkeypatch):
     events: list[str] = []
 
     class Told(Loopback):
-        def gather(self, pairs: Pairs, turn: Turn) -> End:
+        def gather(self, pairs: Pairs, turn: Announcements) -> End:
             axis = "inner" if self.ranks == [0, 1] else "outer"
             events.append(f"launch {axis}")
             end = super().gather(pairs, turn)
@@ -373,7 +374,7 @@ def test_sources_that_count_as_filled_too_early_are_found(monkeypatch):
     refresh, place = Weights.refresh, ("given up for uncompiled code", "optim_grads", "cpu")
 
     def begins_anew(left: Left) -> None:
-        for company in left.companies:
+        for company in left.groups:
             company.left = None
 
     monkeypatch.setattr(Left, "begin_anew", begins_anew)

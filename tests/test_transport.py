@@ -14,6 +14,7 @@ import mfsdp
 from mfsdp.buffers.sharding_plan import ShardingPlan
 from mfsdp.config.layout import plan
 from mfsdp.config.options import Precision
+from mfsdp.config.reductions import reduction
 from mfsdp.dtensor.mesh import axes
 from mfsdp.runtime import c10d_transport, execution, groups
 from mfsdp.runtime.c10d_transport import C10dTransport
@@ -88,7 +89,7 @@ def narrow(numel: int) -> bool:
     spec = place.spec(plan([("w", (numel,))], 1), Precision(f32, bf16, bf16, bf16, f32), True)
     assert spec.sum_dtype(2) is f32
     with execution.announced("a sum", *spec.peer_groups):
-        summed(mine, spec, 2)()
+        summed(mine, reduction(spec.encode(), 2))()
     return torch.equal(mine, first.to(torch.bfloat16))
 
 

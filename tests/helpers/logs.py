@@ -20,4 +20,4 @@ def logged() -> Iterator[list[str]]:
         yield texts
     finally:
         logging.getLogger("mfsdp").removeHandler(handler)
-        watchdog.settle(watchdog.PATIENCE, False, None)
+        watchdog.settle(watchdog.Settings.patience, False, None)

@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_leaves
 
 from mfsdp.dtensor.sharded_dtensor import ShardedDTensor
 from mfsdp.runtime import devices, execution, instrumentation, kernels
+from mfsdp.runtime.announcements import Announcements
 from mfsdp.runtime.fake_transport import FakeTransport
-from mfsdp.runtime.transport import End, Pairs, Turn
+from mfsdp.runtime.transport import End, Pairs
 
 CYCLES = 2_000_000
 """That a collective sleeps on a GPU: about a millisecond."""
@@ -50,24 +51,24 @@ class Loopback(FakeTransport):
         self.side = torch.cuda.Stream() if device == "cuda" else None
         self.told = {}
 
-    def gather(self, pairs: Pairs, turn: Turn) -> End:
+    def gather(self, pairs: Pairs, turn: Announcements) -> End:
         do = super().gather
         full, shards = [f for f, _ in pairs], [s.detach() for _, s in pairs]
         return self._late(full, shards, lambda outs, reads: do(list(zip(outs, reads, strict=True)), turn))
 
-    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
+    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Announcements) -> End:
         do = super().scatter
         full, shards = [f for f, _ in pairs], [s for _, s in pairs]
         return self._late(shards, full, lambda outs, reads: do(list(zip(reads, outs, strict=True)), dtype, turn))
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
+    def all_reduce(self, tensor: torch.Tensor, op: str, turn: Announcements) -> End:
         with no_dispatch():
             value = tensor.clone()
         do = super().all_reduce
         return self._late([tensor], [], lambda outs, _: do(outs[0].copy_(value), op, turn))
 
     def all_to_all(
-        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
+        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Announcements
     ) -> End:
         do = super().all_to_all
         return self._late([out], [sent], lambda outs, reads: do(outs[0], reads[0], received, splits, turn))

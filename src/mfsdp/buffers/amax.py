@@ -69,13 +69,13 @@ class AmaxTracker:
                         self._asked[text] = None
         return any(not self._fresh(found) for found in self._asked.values())
 
-    def read(self, text: str, out: torch.Tensor, beside: Iterable[Weights]) -> list[End]:
+    def read(self, text: str, out: torch.Tensor, beside: Iterable[AmaxTracker]) -> list[End]:
         """Launches the all-reduces that are due.
 
         Args:
             text: encoded grids.
             out: float32, one element per block; receives the amax.
-            beside: other buffers whose due amax are reduced in the same collective.
+            beside: those of other buffers: what is due of them is reduced in the same collective.
 
         Returns:
             functions to call before ``out`` may be read.
@@ -83,7 +83,7 @@ class AmaxTracker:
         self._asked.setdefault(text, None)
         if not self._fresh(self._asked[text]):
             everyone = dict.fromkeys(
-                [self, *(w.maxima for w in beside if w.spec.gather_groups == self._of.spec.gather_groups)]
+                [self, *(m for m in beside if m._of.spec.gather_groups == self._of.spec.gather_groups)]
             )
             _take([(m, t) for m in everyone for t, found in m._asked.items() if not m._fresh(found)])
         found = self._asked[text]

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from ..runtime.step_prefetch import StepPrefetch
 from .gradients import Gradients
 from .sharding_plan import ShardingPlan
 from .weights import Weights
+
+if TYPE_CHECKING:
+    from ..runtime.buffer_api import Buffer
 
 
 @dataclass(frozen=True)
@@ -218,6 +221,10 @@ class FlatBuffer:
         self.weights.source.requires_grad_(self.trainable)
 
 
+if TYPE_CHECKING:
+    _implements: type[Buffer] = FlatBuffer
+
+
 @dataclass
 class Ref:
     """How a module finds one of its parameters. Plain attributes: Dynamo reads them."""
@@ -266,6 +273,11 @@ class UnitState:
     """Whether ranks may leave it out of a step."""
     root_keeps: bool = False
     """Whether it does not reshard after forward because it is the outermost unit, until another one contains it."""
+
+
+def owner_of(shard: Any) -> FlatBuffer | None:
+    """Returns the buffer that owns a shard tensor; ``None`` for other values."""
+    return cast(FlatBuffer | None, buffer_registry.owner(shard))
 
 
 @contextmanager

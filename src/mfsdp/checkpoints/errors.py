@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch.distributed.checkpoint as dcp
 
@@ -24,7 +24,7 @@ def together(what: str, function: Callable[[], T]) -> list[T]:
         CheckpointError: on every rank, if any has failed.
     """
     failure, result = _tried(function, groups.rank())
-    answers = groups.all_objects((failure, result))
+    answers: list[tuple[str, Any]] = groups.all_objects((failure, result))
     for failed, _ in answers:
         if failed:
             raise CheckpointError(f"mfsdp: could not {what}: {failed}")

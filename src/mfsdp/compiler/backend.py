@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 
 from .. import pipeline
+from ..buffers.flat_buffer import owner_of
 from ..config.best_effort import only_tells
 from ..config.options import PLANNED, Options
 from ..config.plans import DoesNotFit, Plan
@@ -26,7 +27,7 @@ from ..ir.byte_costs import nbytes
 from ..ir.program import Phase, Program
 from ..reports import dump
 from ..reports.dump import Dump
-from ..runtime import buffer_registry, groups, watchdog
+from ..runtime import groups, watchdog
 from ..sharding import mutation_check
 from . import attention_masks, control_flow, lowering, outlining, schedule_check
 from .capture import Capture, path_of, sources, trains
@@ -216,7 +217,7 @@ def _following(plan: Plan | None, chosen: Options, given: Mapping[str, Any] | No
 
 def _plan_of(inputs: Sequence[torch.Tensor]) -> Plan | None:
     """Returns the plan of the model whose parameters are among a graph's inputs, if it has one."""
-    return next((b.unit.outermost.plan for t in inputs if (b := buffer_registry.owner(t)) is not None), None)
+    return next((b.unit.outermost.plan for t in inputs if (b := owner_of(t)) is not None), None)
 
 
 def _refuse_memory_budget(gm: fx.GraphModule) -> None:

@@ -15,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed.tensor import DTensor
 from torch.fx.node import Argument
 
-from ..buffers.flat_buffer import FlatBuffer, UnitState
+from ..buffers.flat_buffer import FlatBuffer, UnitState, owner_of
 from ..config.layout import plan
 from ..config.options import Precision
 from ..config.units import Unit, UnitSpec
@@ -56,7 +56,7 @@ class Capture(CustomPartitionerFn):
     def __init__(self, inputs: Sequence[torch.Tensor], names: Sequence[str], name: str | None = None):
         self.wrapped = any(isinstance(t, DTensor) for t in inputs)
         """Whether an input is a DTensor, for which graphs have several placeholders."""
-        buffers = [b for t in inputs if (b := buffer_registry.owner(t)) is not None]
+        buffers = [b for t in inputs if (b := owner_of(t)) is not None]
         units = {b.unit for b in buffers}
         roots = {u.outermost for u in units}
         one_root = len(roots) == 1 and sum(u.fqn == "(root)" for u in units) <= 1
@@ -101,7 +101,7 @@ class Capture(CustomPartitionerFn):
     def _names(self, inputs: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         seen: dict[UnitState, list[FlatBuffer]] = {}
         for i, tensor in enumerate(inputs):
-            buffer = buffer_registry.owner(tensor)
+            buffer = owner_of(tensor)
             if buffer is None:
                 continue
             same = seen.setdefault(buffer.unit, [])

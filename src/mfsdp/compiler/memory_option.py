@@ -13,12 +13,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from ..buffers.flat_buffer import owner_of
 from ..config.hardware import Hardware
 from ..config.options import Options
 from ..config.plans import DoesNotFit
 from ..cost_model.machine import measure, this_machine
 from ..ir.byte_costs import nbytes, size
-from ..runtime import buffer_registry, groups
+from ..runtime import groups
 from . import joint_graph
 from .capture import Capture
 from .plan_score import Scorer
@@ -45,8 +46,8 @@ def decide(capture: Capture, options: Options, inputs: Sequence[object], machine
     """
     assert isinstance(options.memory, int)
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    buffers = list({id(b): b for x in tensors if (b := buffer_registry.owner(x)) is not None}.values())
-    others = [x for x in tensors if buffer_registry.owner(x) is None]
+    buffers = list({id(b): b for x in tensors if (b := owner_of(x)) is not None}.values())
+    others = [x for x in tensors if owner_of(x) is None]
     plain = sum(nbytes(x) for x in others if isinstance(x, nn.Parameter) and x.requires_grad)
     space = Space(capture, options, machine)
     scorer = Scorer(space, buffers, other=sum(nbytes(x) for x in others), plain=plain)

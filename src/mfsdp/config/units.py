@@ -120,16 +120,9 @@ class UnitSpec:
         """Names of its process groups, by `GroupIndex`; ``""`` where there is none."""
         return self.group, self.reduce_group, self.outer_group, self.outer_reduce_group
 
-    def reduce_group_on(self, index: int) -> str:
-        """Returns the name of the group of a reduction. Where units may be unused, it is the axis' second group if
-        there is one: another rank may run the reduction in uncompiled code (Note [Joining with zeros]).
-        """
-        second = self.groups[GroupIndex(index).reduce]
-        return second if self.any_optional and second else self.groups[index]
-
     def ranks_on(self, index: int) -> int:
         """Returns the number of ranks of an axis."""
-        return self.outer if GroupIndex(index).outer else self.world
+        return self.outer if index >= GroupIndex.OUTER_GATHER else self.world
 
     @property
     def sizes(self) -> str:
@@ -148,7 +141,7 @@ class UnitSpec:
 
     def splits_on(self, index: int) -> tuple[int, ...]:
         """Returns the elements per rank of each segment after a collective over that axis has split it."""
-        return tuple(n // self.outer for n in self.splits) if GroupIndex(index).outer else self.splits
+        return tuple(n // self.outer for n in self.splits) if index >= GroupIndex.OUTER_GATHER else self.splits
 
     def int8_bytes(self, index: int) -> int:
         """Returns the bytes of one rank's part in int8 over that axis."""
@@ -160,7 +153,7 @@ class UnitSpec:
 
     def scatter_dtype(self, index: int) -> torch.dtype:
         """Returns the dtype of a reduce-scatter's result over that axis; ``grad_comm`` if another reduction follows."""
-        last = GroupIndex(index).outer or self.outer == 1
+        last = index >= GroupIndex.OUTER_GATHER or self.outer == 1
         return self.sum_dtype(index) if last else self.precision.grad_comm
 
     @property

@@ -27,7 +27,7 @@ from torch import nn
 from torch.fx import Node
 
 from .. import pipeline
-from ..buffers.flat_buffer import FlatBuffer
+from ..buffers.flat_buffer import FlatBuffer, owner_of
 from ..config.best_effort import only_tells
 from ..config.hardware import Hardware
 from ..config.options import Options
@@ -35,7 +35,7 @@ from ..ir import ops
 from ..ir.byte_costs import nbytes
 from ..ir.program import Program
 from ..ir.roles import role
-from ..runtime import buffer_registry, groups
+from ..runtime import groups
 from . import op_cost
 from .machine import this_machine
 from .memory_model import ledger
@@ -90,11 +90,9 @@ class AutoPrefetch:
             return None
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
         machine = this_machine() if any(x.device.type == "cuda" for x in tensors) else None
-        buffers = list({id(b): b for x in tensors if (b := buffer_registry.owner(x)) is not None}.values())
+        buffers = list({id(b): b for x in tensors if (b := owner_of(x)) is not None}.values())
         plain = sum(
-            nbytes(x)
-            for x in tensors
-            if isinstance(x, nn.Parameter) and x.requires_grad and buffer_registry.owner(x) is None
+            nbytes(x) for x in tensors if isinstance(x, nn.Parameter) and x.requires_grad and owner_of(x) is None
         )
         held = always(buffers, other=plain, plain=plain)
         return cls(machine, replace(options, passes=None, dump=None), None, held, shared=True)

@@ -103,7 +103,7 @@ class _StepPrefetch:
 
     def __init__(self, launchers: list[GatherLauncher], runs: list[ParameterRange]):
         self.launchers = launchers
-        self.buffers: dict[FlatBuffer, None] = dict.fromkeys(b for launcher in launchers for b in launcher.buffers)
+        self.buffers = cast(dict[FlatBuffer, None], dict.fromkeys(b for each in launchers for b in each.buffers))
         """Buffers of the units that forward gathers first, in its order."""
         self.left = Counter(run.buffer for run in runs if run.buffer in self.buffers)
         self.stepped: set[FlatBuffer] = set()

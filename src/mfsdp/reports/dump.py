@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch._logging import trace_structured
 
-from ..buffers.flat_buffer import FlatBuffer
+from ..buffers.flat_buffer import FlatBuffer, owner_of
 from ..config.hardware import KNOWN
 from ..config.options import Options
 from ..cost_model.estimate import estimate
@@ -25,7 +25,6 @@ from ..ir.byte_costs import nbytes
 from ..ir.program import Program
 from ..ir.symbolic_sizes import shape_of
 from ..pipeline import Stage
-from ..runtime import buffer_registry
 from . import page
 
 log = logging.getLogger("mfsdp")
@@ -44,11 +43,11 @@ class Dump:
     def __init__(self, folder: Path, number: int, options: Options, inputs: Sequence[object]):
         self.folder, self.number, self.options = folder, number, options
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        read = {id(b): b for x in tensors if (b := buffer_registry.owner(x)) is not None}
-        plain = [x for x in tensors if buffer_registry.owner(x) is None and not isinstance(x, torch.nn.Parameter)]
+        read = {id(b): b for x in tensors if (b := owner_of(x)) is not None}
+        plain = [x for x in tensors if owner_of(x) is None and not isinstance(x, torch.nn.Parameter)]
         self.buffers: list[FlatBuffer] = list(read.values())
         self.inputs = [torch.empty(shape_of(x), dtype=x.dtype, device="meta") for x in plain]
-        params = [x for x in tensors if isinstance(x, torch.nn.Parameter) and buffer_registry.owner(x) is None]
+        params = [x for x in tensors if isinstance(x, torch.nn.Parameter) and owner_of(x) is None]
         self.other = sum(nbytes(x) for x in params)
         self.plain = sum(nbytes(x) for x in params if x.requires_grad)
         self.seen: list[tuple[Program, Sequence[Stage]]] = []

@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from .static_buffers import holders, release
 
+if TYPE_CHECKING:
+    from .buffer_api import Buffer, ShardedModel
+
 _OWNER = "_mfsdp_buffer"
-_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_owners: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 """By the shard's storage object, whose memory may not exist yet: autograd returns detached aliases of tensors saved
 under hooks.
 """
 
 
-def register(shard: torch.Tensor, buffer: Any) -> None:
-    """Records a shard's flat buffer (`state.flat_buffer.FlatBuffer`). The reference is weak: Python never collects what
-    a tensor known to autograd holds.
-    """
+def register(shard: torch.Tensor, buffer: Buffer) -> None:
+    """Records a shard's flat buffer, weakly: Python never collects what a tensor known to autograd holds."""
     setattr(shard, _OWNER, weakref.ref(buffer))
     if not shard.is_meta:
         _owners[shard.untyped_storage()._cdata] = buffer
@@ -42,14 +43,28 @@ def gone() -> None:
         release()
 
 
-def owner(shard: torch.Tensor) -> Any:
+def owner(shard: torch.Tensor) -> Buffer | None:
     """The buffer that owns a shard tensor, or ``None``."""
-    hung = getattr(shard, _OWNER, None)
+    hung: weakref.ref[Buffer] | None = getattr(shard, _OWNER, None)
     found = None if hung is None else hung()
     if hung is None and type(shard) is torch.Tensor and not shard.is_meta:
         found = _owners.get(shard.untyped_storage()._cdata)
         if found is not None and found.weights.source.shape != shard.shape:
             return None
+    return found
+
+
+def known(shard: torch.Tensor) -> Buffer:
+    """The same, where there has to be one.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    if (found := owner(shard)) is None:
+        raise RuntimeError(
+            "mfsdp: backward got a copy of a shard instead of the shard. Saved-tensor hooks that copy what they are "
+            "given (torch.autograd.graph.save_on_cpu) do not compose with a compiled sharded model."
+        )
     return found
 
 
@@ -62,15 +77,15 @@ _WHOLE = "_mfsdp_whole"
 """Attribute of parameters gathered by the eager fallback: their buffer."""
 
 
-def register_full(params: Iterable[torch.Tensor], buffer: Any) -> None:
+def register_full(params: Iterable[torch.Tensor], buffer: Buffer) -> None:
     """Records the buffer that full parameters were gathered from."""
     for param in params:
         setattr(param, _WHOLE, weakref.ref(buffer))
 
 
-def read_by(tensor: torch.Tensor) -> Any:
+def read_by(tensor: torch.Tensor) -> Buffer | None:
     """The buffer that a program reads through an argument (shard or gathered parameter), or ``None``."""
-    hung = getattr(tensor, _WHOLE, None)
+    hung: weakref.ref[Buffer] | None = getattr(tensor, _WHOLE, None)
     return owner(tensor) if hung is None else hung()
 
 
@@ -87,7 +102,7 @@ def shared(tensor: torch.Tensor) -> bool:
 def path(source: torch.Tensor) -> str:
     """The path of a shard's unit, for error messages."""
     found = owner(source)
-    return "a unit that is gone" if found is None else str(found.path)
+    return "a unit that is gone" if found is None else found.path
 
 
 def gather_of(source: torch.Tensor) -> str:
@@ -104,7 +119,7 @@ def reduction_of(source: torch.Tensor, wanted: bool | None = None) -> str:
     """What a rank announces before it reduces gradients. ``wanted``: whether they will be accumulated; ``None``: ask
     the buffer.
     """
-    found = owner(source)
+    found = known(source)
     kept = ", unreduced under no_sync" if found.spec.unreduced_numel and not found.gradients.sync else ""
     wanted = not found.spec.any_optional or (found.gradients.wanted() if wanted is None else wanted)
     return f"reduction of {_one(source)}{kept}{'' if wanted else ', in a backward for inputs alone'}"
@@ -117,7 +132,7 @@ def _one(source: torch.Tensor) -> str:
     return f"{path(source)}{which}"
 
 
-def unfinished(outermost: Any) -> RuntimeError:
+def unfinished(outermost: ShardedModel) -> RuntimeError:
     """The error for a model with old and new values, because a load did not finish."""
     return RuntimeError(
         f"mfsdp: {outermost.name} is half loaded: {outermost.half[0]} has not ended, so some values are old, some are "

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions
 
-from . import devices, groups
+from . import devices
 from .inflight import InFlight, beside
-from .transport import End, Member, Pairs, Turn
+from .transport import End, Pairs, Transport
+
+if TYPE_CHECKING:
+    from .announcements import Announcements
 
 # torch 2.13 renamed these to *_single and warns on the old names; tried on 2.11 to 2.15.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -31,24 +34,24 @@ _GATHER, _SCATTER = _launched(AllgatherOptions()), _launched(ReduceScatterOption
 """Options of a collective over one tensor."""
 
 
-class C10dTransport(Member):
+class C10dTransport(Transport):
     """The group's backend for one device type. Collectives have no tags, so ranks compare fingerprints before they
     launch.
     """
 
     prompt = False
 
-    def gather(self, pairs: Pairs, turn: Turn) -> End:
-        turn.agree()
+    def gather(self, pairs: Pairs, run: Announcements) -> End:
+        run.agree()
         if len(pairs) == 1:
             return gather_one(self.group, *pairs[0])
         return self._at_once(_all_gather, pairs)
 
-    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
+    def scatter(self, pairs: Pairs, dtype: torch.dtype, run: Announcements) -> End:
         """Reduce-scatter. NCCL sums in the communication dtype; a sum in another dtype is an all-to-all and a local
         sum, with a receive buffer as large as the input.
         """
-        turn.agree()
+        run.agree()
         if all(full.dtype is shard.dtype is dtype for full, shard in pairs):
             if len(pairs) == 1:
                 return scatter_one(self.group, *pairs[0])
@@ -70,13 +73,13 @@ class C10dTransport(Member):
         return end
 
     def all_to_all(
-        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
+        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], run: Announcements
     ) -> End:
-        turn.agree()
+        run.agree()
         work: Any = dist.all_to_all_single(out, sent, list(received), list(splits), group=self.group, async_op=True)
         return work.wait  # type: ignore[no-any-return]
 
-    def _at_once(self, collective: Callable[..., Any], tensors: Pairs) -> End:
+    def _at_once(self, collective: Callable[..., object], tensors: Pairs) -> End:
         """Launches a collective for each (output, input) pair as one NCCL call with one latency. Private in torch
         (``_coalescing_manager``); tried on 2.13, over gloo.
         """
@@ -90,13 +93,11 @@ class C10dTransport(Member):
     def exchange(self, word: int) -> Answers:
         return Answers(self, word)
 
-    def sever(self) -> None:
-        """Does nothing: aborting a communicator may kill the process. Other ranks wait for its timeout."""
+    # `sever` does nothing: aborting a communicator may kill the process. Other ranks wait for its timeout.
 
     def abort(self) -> None:
         """Aborts the communicators, if the user asks for it (``on_stall="raise"``). Has not run on a GPU yet."""
-        other = groups.other_of(self.name)
-        for group in (self.group, *(() if other is None else (groups.process_group(other),))):
+        for group in self.lanes():
             with suppress(RuntimeError):
                 group.abort()
 

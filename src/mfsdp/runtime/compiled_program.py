@@ -6,16 +6,22 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import execution, static_buffers, step_prefetch
 from .buffer_registry import owner, read_by, unfinished
 from .desync import Fingerprint
 from .execution import Execution
 from .instrumentation import frame, observer, recorded
+from .join import SeparateAnnouncements
 from .overlap import Part, Turn
 from .program_info import PATH, ProgramInfo
 from .runtime_checks import RuntimeChecks
+
+if TYPE_CHECKING:
+    from .buffer_api import Buffer
+
+    Buffers = Sequence[Buffer | None]
 
 
 class CompiledProgram:
@@ -75,7 +81,7 @@ class CompiledProgram:
         written = {group for b in persistent if b.weights.unseen() for group in b.spec.gather_groups}
         optional = model.loose if model is not None and model.loose else None
         if optional:
-            run.loose = True
+            run.separate = SeparateAnnouncements()
             optional.in_backward() if self._backward else optional.begins()
         if self.info.collectives:
             self._announce(run, buffers, paths, written | {prefetched.group} if again and prefetched else written)
@@ -86,7 +92,9 @@ class CompiledProgram:
                 prefetched.decide(run, again)
             if persistent and not optional:
                 _gather_again(run, persistent, written)
-            self._reserve()
+            if step_prefetch.any_under_way():
+                step_prefetch.make_room(self.info.static_buffers)
+            static_buffers.reserve(self.info.static_buffers)
             mine, others = self._reads
             for buffer in dict.fromkeys([*(buffers[at] for at in mine), *(read_by(args[i]) for i in others)]):
                 if buffer is not None:
@@ -94,53 +102,48 @@ class CompiledProgram:
             out = self._named(args) if seen is None else seen.program(self.info.outline, self._named, args)
         if optional and not (self._forward or self._backward or optional.scopes):
             optional.end("forward")
-        if run.looking is not None:
-            run.looking.close()
+        if run.check is not None:
+            run.check.close()
         return out
 
-    def _begin(self, buffers: Sequence[Any], paths: tuple[str, ...], turn: Turn | None, shown: bool) -> Execution:
+    def _begin(self, buffers: Buffers, paths: tuple[str, ...], turn: Turn | None, shown: bool) -> Execution:
         info = self.info
         run = Execution(info.outline.name, partial(self._names, paths), info.peer_groups, shown=shown)
         run.turn, run.number = turn, next(self._numbers)
         run.listed = lambda: info.outline.texts
-        run.measured = [buffers[at].weights for at in self._amax if buffers[at] is not None]
+        run.measured = [b.weights.maxima for at in self._amax if (b := buffers[at]) is not None]
         if self._checks is not None:
-            run.looking = self._checks.begin(run, buffers)
+            run.check = self._checks.begin(run, buffers)
         return run
 
-    def _prefetched(self, buffers: Sequence[Any]) -> step_prefetch.StepPrefetch | None:
+    def _prefetched(self, buffers: Buffers) -> step_prefetch.GatherLauncher | None:
         """What the optimizer's step has launched of this model, if the program may take it."""
-        wanted = tuple([(buffers[place], *rest) for place, *rest in self._first])
-        if not wanted or any(buffer is None for buffer, *_ in wanted):
+        wanted = tuple(
+            [(b, spec, slot, casts) for place, spec, slot, casts in self._first if (b := buffers[place]) is not None]
+        )
+        if not wanted or len(wanted) < len(self._first):
             return None
-        prefetch: step_prefetch.StepPrefetch = wanted[0][0].unit.outermost.ahead
-        return prefetch if prefetch.meet(wanted, self._forward) else None
-
-    def _reserve(self) -> None:
-        if step_prefetch.any_under_way():
-            step_prefetch.make_room(self.info.static_buffers)
-        static_buffers.reserve(self.info.static_buffers)
+        return wanted[0][0].unit.outermost.ahead.meet(wanted, self._forward)
 
     # what ranks compare
 
-    def _announce(self, run: Execution, buffers: Sequence[Any], paths: tuple[str, ...], again: Collection[str]) -> None:
+    def _announce(self, run: Execution, buffers: Buffers, paths: tuple[str, ...], again: Collection[str]) -> None:
         """Tells the other ranks what runs, and over which groups it gathers ``again``."""
         told = self._state_of(buffers, paths, beside=run.turn is not None and self._backward)
-        if run.loose:  # each collective of a unit is announced by itself
+        if run.separate is not None:  # each collective of a unit is announced by itself
             units = {group for buffer in buffers if buffer is not None for group in buffer.spec.peer_groups}
             told = {group: fingerprint for group, fingerprint in told.items() if group not in units}
         run.announce(told, again)
 
-    def _state_of(self, buffers: Sequence[Any], paths: tuple[str, ...], beside: bool) -> dict[str, Fingerprint]:
+    def _state_of(self, buffers: Buffers, paths: tuple[str, ...], beside: bool) -> dict[str, Fingerprint]:
         """The fingerprints of an execution, by group. Also makes those that another rank may send."""
-        due = tuple(paths[at] for at in self._amax if buffers[at] is not None and buffers[at].weights.maxima.due())
+        due = tuple(paths[at] for at in self._amax if (b := buffers[at]) is not None and b.weights.maxima.due())
         if self._amax:
             self._fingerprints(paths, (), beside, () if due else tuple(paths[at] for at in self._amax))
         if self._holds:
             self._fingerprints(paths, tuple(paths[at] for at in self._holds), beside, due)
-        held = (at for at in self._holds if buffers[at] is not None and not buffers[at].gradients.sync)
-        held_paths = tuple(paths[at] for at in held)
-        return self._fingerprints(paths, held_paths, beside, due)
+        held = tuple(paths[at] for at in self._holds if (b := buffers[at]) is not None and not b.gradients.sync)
+        return self._fingerprints(paths, held, beside, due)
 
 
 def _fingerprints_of(
@@ -169,7 +172,7 @@ def _names_at(info: ProgramInfo, paths: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(f"{verb} {moved.get(path, path)}" for verb, _, path in parts)
 
 
-def _gather_again(run: Execution, buffers: Sequence[Any], written: Collection[str]) -> None:
+def _gather_again(run: Execution, buffers: Sequence[Buffer], written: Collection[str]) -> None:
     """Makes persistent parameters due for a gather where any rank has written to them; ``written``: this rank, by
     group.
     """

@@ -35,11 +35,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
+
+from .transport import Answers, Transport
+
+if TYPE_CHECKING:
+    from .join import SkippedUnit
 
 PATIENCE = 10.0
 """Seconds for other ranks to explain why they diverged, or to report that they left a program too."""
@@ -91,60 +97,12 @@ def operation(what: str, optional: bool = False) -> Fingerprint:
     return Fingerprint(what, (what,), optional)
 
 
-class Answers(Protocol):
-    """An exchange of fingerprints in flight."""
-
-    def ready(self) -> bool:
-        """Whether `wait` returns at once."""
-
-    def wait(self) -> list[int]:
-        """Every rank's fingerprint, by rank of the group."""
-
-
-@runtime_checkable
-class Wire(Protocol):
-    """Exchanges fingerprints between a group's ranks (`transport_registry.wire_of`)."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Ranks of the default group, in group order."""
-
-    @property
-    def me(self) -> int: ...
-
-    @property
-    def prompt(self) -> bool:
-        """Whether the host may wait for answers where it waits anyway."""
-
-    def exchange(self, word: int) -> Answers: ...
-
-    def tell(self, key: str, text: str) -> None: ...
-
-    def ask(self, key: str, seconds: float) -> str | None:
-        """The text stored under ``key``, or ``None`` after ``seconds``."""
-
-    def sever(self) -> None:
-        """Makes waits of the group's other ranks fail."""
-
-    def abort(self) -> None:
-        """Makes this rank's waits fail too, in all threads."""
-
-
 class DesyncError(RuntimeError):
     """Ranks have diverged."""
 
 
 class PeerLostError(RuntimeError):
     """Other ranks cannot be reached any more."""
-
-
-class Standing(Protocol):
-    """Joins with zeros where another rank uses a unit (Note [Joining with zeros])."""
-
-    def choices(self) -> Iterable[tuple[Fingerprint, Callable[[PendingCheck], None]]]:
-        """Fingerprints that a rank may announce for the unit, each with the function that joins on ranks that announced
-        something else.
-        """
 
 
 @dataclass
@@ -157,7 +115,7 @@ class Left:
     launched: int
     """Collectives launched until then."""
     why: str
-    companies: list[GroupState]
+    groups: list[GroupState]
     """Groups that the program was announced to."""
     all: list[GroupState]
     """These, and other groups whose ranks may wait."""
@@ -173,10 +131,10 @@ class Left:
         Raises:
             DesyncError: some did not.
         """
-        for company in self.companies:
-            company.compare_left(self)
-        for company in self.companies:
-            company.left = None
+        for group in self.groups:
+            group.compare_left(self)
+        for group in self.groups:
+            group.left = None
         for end in self.ends:
             end()
 
@@ -185,7 +143,7 @@ class Left:
 class PendingCheck:
     """One announcement, with its answers."""
 
-    company: GroupState
+    group: GroupState
     words: Fingerprint
     tag: int
     """Of the announced messages; announcements in flight have different tags."""
@@ -207,18 +165,18 @@ class PendingCheck:
         if self.checked:
             return
         self.checked = True
-        answers = self.company.meet(self) if self.company.standing else self.heard()
+        answers = self.group.meet(self) if self.group.skippable else self.heard()
         mine, anew = self.words.digest, self.anew
-        for other, theirs in zip(self.company.wire.ranks, answers, strict=True):
+        for other, theirs in zip(self.group.wire.ranks, answers, strict=True):
             if theirs & ~HOW != mine:
-                self.company.differ(self, other, theirs & ~HOW)
+                self.group.differ(self, other, theirs & ~HOW)
             if theirs & STEPS != self.steps:
-                self.company.stepped_apart(other)
+                self.group.stepped_apart(other)
             if bool(theirs & ANEW) is not anew:
-                if not self.company.wire.prompt:
-                    self.company.gone_apart(anew, other)
+                if not self.group.wire.prompt:
+                    self.group.gone_apart(anew, other)
                 self.anew = True
-        self.company.known.add(mine)
+        self.group.known.add(mine)
 
     def heard(self) -> list[int]:
         """Every rank's fingerprint, by rank, unmixed with this rank's `loads`."""
@@ -230,7 +188,7 @@ class GroupState:
     """One rank's view of a process group."""
 
     name: str
-    wire: Wire
+    wire: Transport
     known: set[int] = field(default_factory=set)
     """Digests that all ranks have announced together."""
     count: int = 0
@@ -244,7 +202,7 @@ class GroupState:
     left: Left | None = None
     lost: str = ""
     """Why the group cannot be used any more."""
-    standing: WeakSet[Standing] = field(default_factory=WeakSet)
+    skippable: WeakSet[SkippedUnit] = field(default_factory=WeakSet)
     """Units that ranks may skip; with any, every announcement is checked before launches."""
     _open: deque[PendingCheck] = field(default_factory=deque)
     """Not compared yet."""
@@ -260,11 +218,11 @@ class GroupState:
         if self.lost:
             raise DesyncError(self.lost)
         self._look_back()
-        said = PendingCheck(self, words, *self._say(words, anew), anew, self._stepped, self.loads)
-        self._open.append(said)
+        pending = PendingCheck(self, words, *self._say(words, anew), anew, self._stepped, self.loads)
+        self._open.append(pending)
         if not self.wire.prompt and words.digest not in self.known:
-            said.check()
-        return said
+            pending.check()
+        return pending
 
     def _say(self, words: Fingerprint, anew: bool) -> tuple[int, Answers]:
         self.count += 1
@@ -278,29 +236,27 @@ class GroupState:
     def _stepped(self) -> int:
         return (self.steps << 57) & STEPS
 
-    def meet(self, said: PendingCheck) -> list[int]:
+    def meet(self, pending: PendingCheck) -> list[int]:
         """Waits until all ranks announce the same. Until then, joins with zeros the units that other ranks use first
         (Note [Joining with zeros]). Returns every rank's fingerprint, by rank: equal, unless ranks differ in something
         that they may not skip.
         """
         while True:
-            answers = said.heard()
+            answers = pending.heard()
             there = {theirs & ~HOW for theirs in answers}
             optional = [word for word in there if word & 1]
             if len(there) == 1 or not optional or len({theirs & STEPS for theirs in answers}) > 1:
                 return answers
             first = min(optional)  # the same on all ranks
-            if first == said.words.digest:  # the others join with zeros
+            if first == pending.words.digest:  # the others join with zeros
                 return [first | theirs & HOW for theirs in answers]
-            choices = (choice for each in self.standing for choice in each.choices())
+            choices = (choice for each in self.skippable for choice in each.choices())
             known = next((choice for choice in choices if choice[0].digest == first), None)
             if known is None:  # of a model that this rank does not have
                 return answers
             words, stand_in = known
-            stand_in(
-                PendingCheck(self, words, self._tag(words), said.answers, False, said.steps, said.loads, checked=True)
-            )
-            said.tag, said.answers = self._say(said.words, said.anew)
+            stand_in(replace(pending, words=words, tag=self._tag(words), anew=False, checked=True))
+            pending.tag, pending.answers = self._say(pending.words, pending.anew)
 
     def _tag(self, words: Fingerprint) -> int:
         """31 bits with the highest set, unlike the small tags of users."""
@@ -308,18 +264,18 @@ class GroupState:
 
     def _look_back(self) -> None:
         while self._open:
-            said = self._open[0]
-            if not (said.checked or self.wire.prompt or said.answers.ready() or len(self._open) > BEHIND):
+            pending = self._open[0]
+            if not (pending.checked or self.wire.prompt or pending.answers.ready() or len(self._open) > BEHIND):
                 return
             self._open.popleft()
-            said.check()
+            pending.check()
 
-    def differ(self, said: PendingCheck, other: int, theirs: int) -> None:
+    def differ(self, pending: PendingCheck, other: int, theirs: int) -> None:
         """Raises an error that names what both ranks are about to run, or have loaded."""
-        me, mine = self.wire.me, said.words
-        self.wire.tell(f"loads/{self.name}/{me}", json.dumps([said.loads, self.loaded]))
+        me, mine = self.wire.me, pending.words
+        self.wire.tell(f"loads/{self.name}/{me}", json.dumps([pending.loads, self.loaded]))
         loads, loaded = json.loads(self.wire.ask(f"loads/{self.name}/{other}", PATIENCE) or "[null, null]")
-        if loaded is not None and loads != said.loads:
+        if loaded is not None and loads != pending.loads:
             self.loaded_apart(other, loaded)
         self.wire.tell(f"words/{mine.digest}", json.dumps([mine.name, *mine.lines]))
         if theirs in _known:
@@ -392,11 +348,11 @@ class GroupState:
                 )
                 self.lost_with(left.all, text)
 
-    def lost_with(self, companies: Sequence[GroupState], text: str) -> None:
+    def lost_with(self, groups: Sequence[GroupState], text: str) -> None:
         """Raises, after telling all ranks of some groups why and breaking their connections."""
-        _lose_all(companies, text)
-        for company in companies:
-            company.wire.sever()
+        _lose_all(groups, text)
+        for group in groups:
+            group.wire.sever()
         raise DesyncError(text)
 
     def story(self) -> str:
@@ -407,24 +363,22 @@ class GroupState:
             return ""
 
     def _tell_quietly(self, key: str, text: str) -> None:
-        try:
+        with suppress(RuntimeError):  # the store died with its process; the current error says more
             self.wire.tell(key, text)
-        except RuntimeError:  # the store died with its process; the current error says more
-            return
 
 
-def end_all(companies: Sequence[GroupState], text: str) -> None:
+def end_all(groups: Sequence[GroupState], text: str) -> None:
     """Ends waits of some groups, from a thread that uses none of them: their ranks raise, now or on the next use."""
-    _lose_all(companies, text)
-    for company in companies:
-        company.wire.abort()
+    _lose_all(groups, text)
+    for group in groups:
+        group.wire.abort()
 
 
-def _lose_all(companies: Sequence[GroupState], text: str) -> None:
-    for company in companies:
-        company.lost, company.left = text, None
-        company._open.clear()
-        company._tell_quietly(f"lost/{company.name}/{company.wire.ranks[0]}", text)
+def _lose_all(groups: Sequence[GroupState], text: str) -> None:
+    for group in groups:
+        group.lost, group.left = text, None
+        group._open.clear()
+        group._tell_quietly(f"lost/{group.name}/{group.wire.ranks[0]}", text)
 
 
 def difference(me: int, mine: Sequence[str], other: int, theirs: Sequence[str]) -> str:

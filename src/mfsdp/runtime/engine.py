@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 
-def accumulates(node: Any) -> bool:
+def accumulates(node: Node) -> bool:
     """Whether the running backward will accumulate into a leaf, given its accumulation node; ``True`` outside a
     backward. Private in torch (``_will_engine_execute_node``); tried on 2.11 to 2.15.
     """
@@ -37,7 +37,7 @@ def nested() -> bool:
     return count > 1
 
 
-def accumulation_node(leaf: torch.Tensor) -> Any:
+def accumulation_node(leaf: torch.Tensor) -> Node:
     """A leaf's accumulation node; a new one on each call until a computation uses the leaf."""
     with torch._C.DisableTorchFunctionSubclass():
         return torch.autograd.graph.get_gradient_edge(leaf).node

@@ -9,23 +9,34 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import groups, static_buffers
-from .desync import DesyncError, Fingerprint, GroupState, Left, PeerLostError, PendingCheck, operation
+from . import static_buffers
+from .announcements import Announcements
+from .desync import Left, operation
 from .inflight import InFlight
 from .instrumentation import frame, observer
 from .transport import End, Pairs, Transport
-from .transport_registry import group_state, transport_of
+from .transport_registry import transport_of
+
+if TYPE_CHECKING:
+    from .buffer_api import BlockAmax
+    from .join import SeparateAnnouncements
+    from .runtime_checks import Check
+    from .step_prefetch import PrefetchedGather
 
 
-class Execution:
-    """A running program, or an operation of the eager fallback (Note [Desync detection])."""
+class Execution(Announcements):
+    """A running program, or an operation of the eager fallback.
+
+    Beside `Announcements` it has more attributes than other classes: each is read or written once per collective or
+    operation, where another object in between would cost time.
+    """
 
     def __init__(
         self,
@@ -34,33 +45,21 @@ class Execution:
         meets: Iterable[str] = (),
         shown: bool = False,
     ):
-        self.name = name
+        super().__init__(name, meets)
         self.names = names
         """Returns its operations' names with unit paths, such as ``all_gather layers.3``."""
-        self.meets = meets
-        """All groups in which other ranks may wait for this one once it has diverged."""
         self.shown = shown
         """Whether somebody observes its operations (Note [Names])."""
-        self.loose = False
-        """Whether each collective is announced separately (Note [Joining with zeros])."""
-        self.reducing: dict[int, Any] = {}
-        """If `loose`: buffers by address of their gradients, until the first reduction."""
-        self.outer: dict[int, torch.Tensor] = {}
-        """If `loose`: results of the reduction over the outer axis, by address of the first reduction's result."""
+        self.separate: SeparateAnnouncements | None = None
+        """Announces each collective separately, where ranks may skip units (Note [Joining with zeros])."""
         self.at = -1
         """Index of the current or last operation."""
         self.launched = 0
         """Collectives so far."""
-        self.waits = 0
-        """Waits begun plus waits ended: odd during a wait (Note [Watchdog])."""
         self.number = 0
         """Executions of its program so far, this one included; 0: not a program."""
         self.listed: Callable[[], Sequence[str]] = tuple
         """Returns its operations' lines of the listing."""
-        self.said: list[PendingCheck] = []
-        self.tags: dict[str, int] = {}
-        """Message tags by group."""
-        self.compared = True
         self.pending: dict[int, list[End]] = {}
         """What to call before a collective's result may be read, by address of the result's storage."""
         self.copying: dict[int, End] = {}
@@ -73,140 +72,19 @@ class Execution:
         """Addresses of these collectives' results, while programs interleave."""
         self.held: set[int] = set()
         """Addresses of unreduced gradients, and of what their reductions would have produced."""
-        self.early: list[Any] = []
+        self.early: list[PrefetchedGather | None] = []
         """Prefetched gathers for its first collectives, in order; ``None`` where it launches one itself."""
-        self.measured: Sequence[Any] = ()
-        """Weights of all units whose amax it reads (Note [Amax])."""
-        self.looking: Any = None
-        """What its runtime checks use, in steps that check (Note [Runtime checks])."""
+        self.measured: Sequence[BlockAmax] = ()
+        """The amax of all units that it reads (Note [Amax])."""
+        self.check: Check | None = None
+        """Its runtime checks, in steps that check (Note [Runtime checks])."""
         self.lines: dict[tuple[str, torch.device], Transport] = {}
         """Transports found so far."""
-
-    # desync detection
-
-    def announce(self, sequences: Mapping[str, Fingerprint], anew: Collection[str] = ()) -> None:
-        """Tells the ranks of groups what this rank is about to run; in groups ``anew`` also that it gathers prefetched
-        or persistent parameters again.
-        """
-        for name, words in sequences.items():
-            company = group_state(name)
-            if company is not None:
-                self.waits += 1
-                try:
-                    said = company.announce(words, name in anew)
-                    if company.standing:
-                        said.check()
-                except DesyncError as error:  # where the host does not wait for answers, errors appear here
-                    company.lost_with(list(dict.fromkeys([company, *self.all()])), str(error))
-                except RuntimeError as error:
-                    self.disconnected(error, [company])
-                    raise
-                finally:
-                    self.waits += 1
-                self.part(said)
-
-    def part(self, said: PendingCheck) -> None:
-        """Takes part in what was announced."""
-        self.said.append(said)
-        name = said.company.name
-        self.tags[name] = said.tag
-        if (other := groups.other_of(name)) is not None:
-            self.tags[other] = said.tag
-        self.compared = False
-
-    def next(self, what: str, group: str, over: Iterable[str]) -> None:
-        """Announces its next collective, over some groups, to ``group``, if each is announced separately."""
-        self.said = [said for said in self.said if said.company.name != group]
-        self.announce({group: operation(what, optional=True)})
-        self.carry(group, over)
-
-    def carry(self, group: str, over: Iterable[str]) -> None:
-        """Uses the tag of the announcement to ``group`` for messages over other groups."""
-        for name in over if group in self.tags else ():
-            self.tags[name] = self.tags[group]
-            if (other := groups.other_of(name)) is not None:
-                self.tags[other] = self.tags[group]
-
-    def anew(self, group: str, here: bool) -> bool:
-        """Whether to gather prefetched or persistent parameters again. Where the host waits for answers anyway: if any
-        rank of the group says so. Elsewhere: if this rank does; it then checks that the others do too.
-
-        Raises:
-            DesyncError: they do not.
-        """
-        said = next((said for said in self.said if said.company.name == group), None)
-        if said is None:
-            return here
-        if said.company.wire.prompt:
-            self.agree()
-            return said.anew
-        if here:
-            try:
-                said.check()
-            except DesyncError as error:
-                said.company.lost_with(self.all(), str(error))
-        return here
-
-    def written(self, over: Sequence[str], here: bool) -> bool:
-        """Whether any rank has made unseen writes to persistent parameters gathered over these groups (Note [Unseen
-        writes]); ``here``: this rank has. Ranks of two axes ask along one, then along the other.
-        """
-        for i, group in enumerate(over):
-            company = group_state(group)
-            if i and company is not None and company.wire.prompt:
-                self.said = [said for said in self.said if said.company is not company]
-                self.announce({group: operation("weights written unseen")}, [group] if here else ())
-            here = self.anew(group, here)
-        return here
-
-    def tag(self, group: str) -> int:
-        """The tag of its messages over a group; no two programs share one."""
-        return self.tags.get(group, UNANNOUNCED)
-
-    def agree(self) -> None:
-        """Checks that all ranks run the same, before waiting for their messages."""
-        if self.compared:
-            return
-        self.compared = True
-        self.waits += 1
-        try:
-            for said in self.said:
-                if said.company.wire.prompt:
-                    said.check()
-        except DesyncError as error:
-            companies = self.all()
-            if len(companies) > 1:  # ranks of the other groups see no difference
-                companies[0].lost_with(companies, str(error))
-            raise
-        except RuntimeError as error:
-            self.disconnected(error, self.all())
-            raise
-        finally:
-            self.waits += 1
-
-    def all(self) -> list[GroupState]:
-        """All groups involved, those told first."""
-        companies = [said.company for said in self.said]
-        meets = (group_state(name) for name in self.meets)
-        return list(dict.fromkeys([*companies, *(c for c in meets if c is not None)]))
-
-    def disconnected(self, error: RuntimeError, companies: list[GroupState]) -> None:
-        """Replaces the error of a broken connection with a clear one."""
-        if not companies or isinstance(error, (DesyncError, PeerLostError)):
-            return
-        ended = next((c.lost for c in companies if c.lost), "")  # by the watchdog
-        story = ended or next(filter(None, (c.story() for c in companies)), "") or groups.first_to_end() or f"{error}"
-        at = f"{self.place} of {self.name}" if self.place else self.name
-        for company in companies:
-            company.wire.sever()
-            company.lost = ended or f"mfsdp: rank {groups.rank()} has lost the other ranks at {at}: {story}"
-        raise PeerLostError(companies[0].lost) from error
 
     # operations
 
     @property
     def place(self) -> str:
-        """The current or last operation with its unit's path; ``""`` before the first."""
         names = self.names()
         return names[self.at] if 0 <= self.at < len(names) else ""
 
@@ -290,10 +168,10 @@ class Execution:
         for end in self.pending.pop(at):
             end()
 
-    def adopt(self, early: Any) -> torch.Tensor:
+    def adopt(self, early: PrefetchedGather) -> torch.Tensor:
         """Uses a prefetched gather as its own collective."""
         self.launch(early.out, *early.ends)
-        return early.out  # type: ignore[no-any-return]
+        return early.out
 
     def leave(self, error: BaseException) -> None:
         """Records that an exception has ended it, and notes the operation on the exception. Launched collectives are
@@ -304,30 +182,26 @@ class Execution:
         while self.copying:  # copies need no other rank, and their memory may be reused afterwards
             with suppress(Exception):
                 self.copying.popitem()[1]()
-        companies = [said.company for said in self.said]
+        states = [pending.group for pending in self.announced]
         ends = [end for ends in self.pending.values() for end in ends]
         ends += [end for early in self.early if early is not None for end in early.ends]
         self.early.clear()
         self.pending.clear()
         self.held.clear()
-        self.outer.clear()
-        if not companies:
+        if not states:
             for end in ends:  # no other rank is involved
                 with suppress(Exception):  # the current error says more
                     end()
-        elif any(company.lost for company in companies):
+        elif any(state.lost for state in states):
             static_buffers.reset()  # those taken here would never become free
         else:
             place = f"at or after {self.place}" if self.place else "at its beginning"
             why = f"{type(error).__name__}: {error}"
-            launched = 0 if self.loose else self.launched  # announcements already distinguish the ranks
-            left = Left(self.name, place, launched, why, companies, self.all(), ends)
-            for company in companies:
-                company.leave(left)
-
-
-UNANNOUNCED = 0x6D66
-"""The tag of unannounced messages, distinct from a user's own (pipeline stages)."""
+            launched = 0 if self.separate else self.launched  # announcements already distinguish the ranks
+            left = Left(self.name, place, launched, why, states, self.all(), ends)
+            for state in states:
+                state.leave(left)
+        self.separate = None
 
 
 class _Outside(Execution):

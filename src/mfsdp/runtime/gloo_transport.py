@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import groups
-from .transport import End, Member, Pairs, Turn
+from .transport import End, Pairs, Transport
+
+if TYPE_CHECKING:
+    from .announcements import Announcements
 
 WORD = 0x6D67
 """The tag of announcements."""
@@ -25,21 +27,21 @@ _messages: dict[int, list[Any]] = {}
 """In flight, or never waited for: gloo breaks a connection if a message's handle is dropped before it completes."""
 
 
-class GlooTransport(Member):
+class GlooTransport(Transport):
     """Messages on the CPU. All ranks of a pair send and receive in the same order."""
 
     prompt = True
 
-    def gather(self, pairs: Pairs, turn: Turn) -> End:
+    def gather(self, pairs: Pairs, run: Announcements) -> End:
         here, there = [], []
         for full, shard in pairs:
             parts = full.view(self.size, -1)
             parts[self.place].copy_(shard.detach())
             here += [(r, parts[r]) for r in self.others]
             there += [(r, shard) for r in self.others]
-        return self.swap(here, there, turn.tag(self.name))
+        return self.swap(here, there, run.tag(self.name))
 
-    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
+    def scatter(self, pairs: Pairs, dtype: torch.dtype, run: Announcements) -> End:
         """Ranks exchange their parts; the wait sums them in rank order. Two ranks need no memory besides the result if
         all dtypes are equal.
         """
@@ -53,7 +55,7 @@ class GlooTransport(Member):
             there += [(r, parts[r]) for r in self.others]
             room[self.place] = parts[self.place]
             sums.append((shard, [room[r] for r in range(self.size)]))
-        arrived = self.swap(here, there, turn.tag(self.name))
+        arrived = self.swap(here, there, run.tag(self.name))
 
         def end() -> None:
             arrived()
@@ -63,13 +65,13 @@ class GlooTransport(Member):
         return end
 
     def all_to_all(
-        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
+        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], run: Announcements
     ) -> End:
         here, there = out.split(list(received)), sent.detach().split(list(splits))
         here[self.place].copy_(there[self.place])
         inward = [(r, here[r]) for r in self.others if received[r]]
         outward = [(r, there[r]) for r in self.others if splits[r]]
-        return self.swap(inward, outward, turn.tag(self.name))
+        return self.swap(inward, outward, run.tag(self.name))
 
     def swap(self, here: Messages, there: Messages, tag: int) -> End:
         """Launches messages, receives first."""
@@ -94,19 +96,10 @@ class GlooTransport(Member):
 
     def sever(self) -> None:
         """Breaks all connections of the group, on both sides: a receive that times out does that."""
-        if self._group() is None:
-            return
-        other = groups.other_of(self.name)
-        lanes = [self.group]
-        with suppress(RuntimeError):  # the group may be gone
-            lanes += [] if other is None else [groups.process_group(other)]
-        for over in lanes:
+        for over in self.lanes() if self._group() is not None else ():
             for peer in set(range(over.size())) - {over.rank()}:
                 with suppress(RuntimeError):
                     over.recv([torch.empty(1)], peer, WORD + 1).wait(timedelta(milliseconds=1))
-
-    def abort(self) -> None:
-        self.sever()
 
 
 class Answers:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,12 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.units import Axis
+
+T = TypeVar("T")
+
+
+initialized = dist.is_initialized
+"""Whether there is a default group."""
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -33,15 +39,9 @@ def process_group(name: str) -> dist.ProcessGroup:
         ) from error
 
 
-def initialized() -> bool:
-    """Whether there is a default group."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def told_of_launcher() -> None:
     """Warns if torchrun has started several processes without a default group: each would train on its own."""
-    started = os.environ.get("WORLD_SIZE", "1")
-    if started != "1" and not initialized():
+    if (started := os.environ.get("WORLD_SIZE", "1")) != "1" and not initialized():
         warnings.warn(
             f"mfsdp: a launcher has started {started} processes (WORLD_SIZE), and torch.distributed is not "
             "initialised: this one shards over itself, and trains by itself. Call "
@@ -50,19 +50,19 @@ def told_of_launcher() -> None:
         )
 
 
-def default() -> Any:
+def default() -> dist.ProcessGroup | None:
     """The default group, ``None`` if there is none."""
     return dist.group.WORLD if initialized() else None
-
-
-def real() -> bool:
-    """Whether the default group's other ranks exist."""
-    return bool(dist.get_backend() != "fake")
 
 
 def world() -> int:
     """Ranks of the default group, 1 without one."""
     return dist.get_world_size() if initialized() else 1
+
+
+def alone() -> bool:
+    """Whether there are no other ranks that exist."""
+    return world() == 1 or dist.get_backend() == "fake"
 
 
 def rank() -> int:
@@ -77,29 +77,28 @@ def default_group() -> str:
 
 def ranks(name: str) -> list[int]:
     """The ranks of a group, in its order."""
-    return list(dist.get_process_group_ranks(process_group(name)))
+    return dist.get_process_group_ranks(process_group(name))
 
 
 def axis_of(name: str) -> Axis:
     """A group's ranks as an axis, named after the mesh axis if there is one. Private in torch (``group_desc``); tried
     on 2.11 to 2.15.
     """
-    group = process_group(name)
     members = ranks(name)
-    desc = str(getattr(group, "group_desc", "") or "")
+    desc = str(getattr(process_group(name), "group_desc", "") or "")
     known = desc.removeprefix("mesh_") if desc.startswith("mesh_") else "world" if name == default_group() else name
     stride = members[1] - members[0] if len(members) > 1 else 1
     return Axis(known.replace(" ", "_"), name, len(members), stride)
 
 
-def as_mesh(group: Any, device: str, name: str) -> DeviceMesh | None:
+def as_mesh(group: object, device: str, name: str) -> DeviceMesh | None:
     """A process group as a mesh of one axis over a device type; ``None`` for other objects. Cached."""
     if not isinstance(group, dist.ProcessGroup):
         return None
     key = str(group.group_name), device
     if key not in _meshes or _meshes[key][0]() is not group:
-        kind = "cpu" if device == "meta" else device
-        _meshes[key] = weakref.ref(group), DeviceMesh.from_group(group, kind, mesh_dim_names=(name,))
+        mesh = DeviceMesh.from_group(group, "cpu" if device == "meta" else device, mesh_dim_names=(name,))
+        _meshes[key] = weakref.ref(group), mesh
     return _meshes[key][1]
 
 
@@ -263,7 +262,7 @@ def _forget_meshes() -> None:
 # Communication through the store
 
 
-def _store() -> Any:
+def _store() -> dist.Store:
     """The default group's store, with a prefix. Private in torch (``_get_default_store``); tried on 2.11 to 2.15."""
     return dist.PrefixStore(_prefix(), c10d._get_default_store())
 
@@ -278,7 +277,7 @@ def _prefix() -> str:
     return "mfsdp" if count == "0" else f"mfsdp/{count}"
 
 
-def watch_store() -> Any:
+def watch_store() -> dist.Store | None:
     """The store by another connection, for the watchdog's thread: one connection serves one call at a time. ``None`` if
     unavailable. Tried on 2.13; ``clone`` may be missing in others of 2.11 to 2.15.
     """
@@ -321,8 +320,7 @@ def first_to_say(key: str, text: str) -> str:
 
 def agreed(key: str, text: str) -> str:
     """The same, or ``text`` without other ranks."""
-    alone = world() == 1 or dist.get_backend() == "fake"
-    return text if alone else first_to_say(key, text)
+    return text if alone() else first_to_say(key, text)
 
 
 def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0) -> dict[int, list[str]]:
@@ -334,8 +332,7 @@ def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0
     """
     if dist.get_backend(process_group(group)) == "fake":
         return {}  # there are no other ranks
-    ranks = dist.get_process_group_ranks(process_group(group))
-    text = "\n".join(lines)
+    ranks, text = dist.get_process_group_ranks(process_group(group)), "\n".join(lines)
     store, me = _store(), dist.get_rank()
     _asked[group] = _asked.get(group, 0) + 1
     key = f"alike/{group}/{ranks[0]}/{_asked[group]}"
@@ -362,7 +359,7 @@ def others_that_differ(group: str, lines: Sequence[str], patience: float = 600.0
 _asked: dict[str, int] = {}
 
 
-def all_objects(mine: Any) -> list[Any]:
+def all_objects(mine: T) -> list[T]:
     """Every rank's small object, by rank of the default group, if there is one."""
     if world() == 1:
         return [mine]
@@ -377,7 +374,7 @@ class Everybody:
     def __init__(self) -> None:
         self.rank, self.world = rank(), world()
 
-    def to_first(self, mine: Any) -> list[Any]:
+    def to_first(self, mine: T) -> list[T]:
         """Every rank's object, by rank, on the first rank; elsewhere nothing."""
         if self.world == 1:
             return [mine]
@@ -385,7 +382,7 @@ class Everybody:
         dist.gather_object(mine, found or None)
         return found
 
-    def from_first(self, said: Any) -> Any:
+    def from_first(self, said: T) -> T:
         """The first rank's object, on all ranks."""
         if self.world == 1:
             return said
@@ -417,20 +414,20 @@ class SideChannel(Everybody):
         """Whether the default group is still the same."""
         return self._of() is default()
 
-    def to_first(self, mine: Any) -> list[Any]:
+    def to_first(self, mine: T) -> list[T]:
         if self.rank:
             self._send(mine, 0)
             return []
         return [mine, *(self._receive(rank) for rank in range(1, self.world))]
 
-    def from_first(self, said: Any) -> Any:
+    def from_first(self, said: T) -> T:
         if self.rank:
-            return self._receive(0)
+            return self._receive(0)  # type: ignore[no-any-return]
         for rank in range(1, self.world):
             self._send(said, rank)
         return said
 
-    def _send(self, mine: Any, rank: int) -> None:
+    def _send(self, mine: object, rank: int) -> None:
         content = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         for part in (torch.tensor([content.numel()]), content):
             self._group.send([part], rank, 0).wait()
@@ -443,8 +440,7 @@ class SideChannel(Everybody):
         return pickle.loads(content.numpy().tobytes())
 
 
-def barrier() -> None:
-    dist.barrier()
+barrier = dist.barrier
 
 
 def broadcast(tensor: torch.Tensor, group: str) -> torch.Tensor:

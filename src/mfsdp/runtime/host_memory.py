@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 
@@ -27,20 +27,6 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """(destination, source) pairs of one copy."""
 
 _rate: float = float("inf")
-
-
-class CopyHandle(Protocol):
-    """A copy in flight. Keeps its operands alive until called."""
-
-    def __call__(self) -> None:
-        """Returns once the copy is complete; on a device, once the current stream waits for it.
-
-        Raises:
-            Exception: the copy's own error, on every call.
-        """
-
-    def landed(self) -> None:
-        """The same, but the host may read the data afterwards."""
 
 
 @contextmanager
@@ -75,7 +61,7 @@ def copy(pairs: Pairs, direction: Direction, after: Sequence[CopyHandle | torch.
     stream = devices.side(device, direction)
     if stream is None:
         ends = [end for end in after if not isinstance(end, torch.Event)]
-        return _OnThread(_thread(direction, os.getpid()).submit(_copied, list(pairs), _rate, ends), pairs)
+        return ThreadCopy(_thread(direction, os.getpid()).submit(_copied, list(pairs), _rate, ends), pairs)
 
     @torch.no_grad()
     def launch() -> None:
@@ -104,7 +90,9 @@ def _thread(direction: str, process: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix=f"mfsdp host {direction}")
 
 
-class _OnThread:
+class ThreadCopy:
+    """A copy on a thread; calls raise its error, if there is one."""
+
     def __init__(self, future: Future[None], held: Pairs):
         self._future, self._held = future, held
 
@@ -113,3 +101,9 @@ class _OnThread:
         self._held = ()
 
     landed = __call__
+
+
+CopyHandle = InFlight | ThreadCopy
+"""A copy in flight: a call returns once it is complete, or on a device once the current stream waits for it; after
+``landed()`` the host may read the data.
+"""

@@ -6,8 +6,8 @@ others do not, and none knows in advance (``may_be_unused``). In such a *loose* 
 separately (Note [Desync detection]), also in compiled programs, which may differ between ranks. It launches only when
 all ranks of the group have answered. If answers differ and some concern units of a loose model, one of these comes
 first, the same on all ranks. Ranks that announced something else join it: they send their shard and drop the result, or
-reduce zeros and accumulate the sum. Then they repeat their announcement. So a rank may use a unit at any time, any
-number of times, in any order, compiled or not; the sums are the same.
+reduce zeros and accumulate the sum. Then they repeat their announcement. So units may be used at any time, in any
+order, compiled or not; the sums are the same.
 
 On a mesh of two axes, all ranks of both get every announcement, as one group, and a reduction over both is one
 operation. If each axis agreed separately, two ranks could be bound to different choices.
@@ -26,19 +26,23 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..config.units import GroupIndex, UnitSpec
-from . import comm_formats, engine, execution, sync_collectives
-from .buffer_registry import gather_of, owner, reduction_of, refresh_of
+from ..config.reductions import Reduction, reduction, reduction_steps
+from . import comm_formats, engine, execution
+from .buffer_registry import gather_of, known, reduction_of, refresh_of
 from .desync import Fingerprint, PendingCheck, operation
 from .execution import Execution
-from .transport import End, segments
+from .sync_collectives import at_once, gather_now, reduce_nothing, reduced_over, summed
+from .transport import segments
 from .transport_registry import group_state
+
+if TYPE_CHECKING:
+    from .buffer_api import Buffer
 
 
 class OptionalUnits:
@@ -51,7 +55,7 @@ class OptionalUnits:
         """Name of the group of all ranks with a part of the model."""
         self.scopes = 0
         """Open forwards in plain Python."""
-        self._members: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._members: weakref.WeakSet[Buffer] = weakref.WeakSet()
         self._used: set[str] = set()
         """Units that are not optional and had gradients of this rank in the running backward."""
         self._ending = -1
@@ -70,13 +74,13 @@ class OptionalUnits:
         """Allows ranks to skip units."""
         self.name, self.group = f"{name} {next(_models)}", group
 
-    def join(self, buffer: Any) -> None:
+    def join(self, buffer: Buffer) -> None:
         """Adds a buffer of the model."""
         self._members.add(buffer)
         buffer.left_out = buffer.left_out or SkippedUnit(buffer)
-        company = group_state(self.group)
-        if company is not None:
-            company.standing.add(buffer.left_out)
+        state = group_state(self.group)
+        if state is not None:
+            state.skippable.add(buffer.left_out)
 
     def begins(self) -> None:
         """Resets the state outside of a backward; an exception may have ended the last one."""
@@ -84,7 +88,7 @@ class OptionalUnits:
             self._ending = -1
             self._used.clear()
 
-    def uses(self, buffer: Any) -> None:
+    def uses(self, buffer: Buffer) -> None:
         """Records that this rank has gradients of a buffer."""
         if self and not buffer.spec.optional:
             self._used.add(buffer.unit.fqn)
@@ -101,7 +105,7 @@ class OptionalUnits:
     def _end_backward(self) -> None:
         for buffer in sorted(self._members, key=lambda buffer: buffer.path):
             if buffer.gradients.holds and buffer.gradients.sync:  # no rank has used it since
-                sync_collectives.reduce_nothing(buffer.weights.source, buffer.text)
+                reduce_nothing(buffer.weights.source, buffer.text)
         used, self._used = self._used, set()
         self.end("backward", f", with gradients of {', '.join(sorted(used)) or 'no unit that has to be used'}")
         self._ending = -1
@@ -123,7 +127,7 @@ _models = itertools.count()
 class SkippedUnit:
     """A flat buffer that this rank joins with zeros when another one uses it."""
 
-    def __init__(self, buffer: Any):
+    def __init__(self, buffer: Buffer):
         self._buffer = weakref.ref(buffer)
 
     def choices(self) -> Iterator[tuple[Fingerprint, Callable[[PendingCheck], None]]]:
@@ -133,93 +137,86 @@ class SkippedUnit:
             return
         source = buffer.weights.source
         for what, does in (
-            (gather_of(source), sync_collectives.gather_now),
+            (gather_of(source), gather_now),
             (refresh_of(source), _refresh),
-            (reduction_of(source, wanted=True), sync_collectives.reduce_nothing),
-            (reduction_of(source, wanted=False), partial(sync_collectives.reduce_nothing, wanted=False)),
+            (reduction_of(source, wanted=True), reduce_nothing),
+            (reduction_of(source, wanted=False), partial(reduce_nothing, wanted=False)),
         ):
             yield operation(what, optional=True), partial(self._stand_in, does)
 
-    def _stand_in(self, does: Callable[[torch.Tensor, str], object], said: PendingCheck) -> None:
-        buffer: Any = self._buffer()
-        run = Execution(said.words.name, meets=buffer.spec.peer_groups)
-        run.part(said)
-        run.carry(said.company.name, buffer.spec.peer_groups)
+    def _stand_in(self, does: Callable[[torch.Tensor, str], object], pending: PendingCheck) -> None:
+        buffer = self._buffer()
+        assert buffer is not None, "`choices` has just found it"
+        run = Execution(pending.words.name, meets=buffer.spec.peer_groups)
+        run.part(pending)
+        run.carry(pending.group.name, buffer.spec.peer_groups)
         with execution.part_of(run), torch.no_grad():
             does(buffer.weights.source, buffer.text)
 
 
 def _refresh(source: torch.Tensor, spec: str) -> None:
-    weights = owner(source).weights
+    weights = known(source).weights
     weights.stale = True  # another rank's parameters are stale
     at_once(weights.refresh())
 
 
-# Collectives of a loose program
+class SeparateAnnouncements:
+    """Announces the collectives of a loose program one by one."""
 
+    def __init__(self) -> None:
+        self.reducing: dict[int, Buffer] = {}
+        """Buffers by address of their gradients, until the first reduction."""
+        self._outer: dict[int, torch.Tensor] = {}
+        """Results of the reduction over the outer axis, by address of the first reduction's result."""
 
-def gather(run: Execution, buffer: Any) -> None:
-    """Announces a gather."""
-    run.next(gather_of(buffer.weights.source), _group(buffer), buffer.spec.peer_groups)
+    def gather(self, run: Execution, buffer: Buffer) -> None:
+        """Announces a gather."""
+        _announce(run, buffer, gather_of(buffer.weights.source))
 
+    def refresh(self, run: Execution, buffer: Buffer) -> None:
+        """Announces the gather of persistent parameters, if due, and completes it: a rank that joins the next
+        collective reads them.
+        """
+        if buffer.weights.due():
+            _announce(run, buffer, refresh_of(buffer.weights.source))
+            at_once(buffer.weights.refresh())
 
-def refresh(run: Execution, buffer: Any) -> list[End]:
-    """Announces the gather of persistent parameters, if due, and completes it: a rank that joins the next collective
-    reads them. Returns an empty list.
-    """
-    weights = buffer.weights
-    if not weights.due():
-        return []
-    run.next(refresh_of(weights.source), _group(buffer), buffer.spec.peer_groups)
-    return at_once(weights.refresh())
-
-
-def reduce_scatter(run: Execution, given: torch.Tensor, out: torch.Tensor, s: UnitSpec, lane: int) -> torch.Tensor:
-    """Announces and launches a reduce-scatter into ``out``. If one over the outer axis follows, both are done here: a
-    rank that joins does both, and must not meet others in between.
-    """
-    if GroupIndex(lane).outer and s.world > 1:
-        out = run.outer.pop(given.data_ptr())
+    def reduce_scatter(
+        self, run: Execution, given: torch.Tensor, out: torch.Tensor, spec: str, index: int
+    ) -> torch.Tensor:
+        """Announces and launches a reduce-scatter into ``out``. If one over the outer axis follows, both are done here:
+        a rank that joins does both, and must not meet others in between.
+        """
+        if given.data_ptr() in self._outer:
+            out = self._outer.pop(given.data_ptr())
+            run.launch(out)
+            return out
+        buffer, step, more = self._announce(run, given), reduction(spec, index), reduction_steps(spec)[1:]
+        if not more:
+            pairs = segments(step.splits, step.ranks, given, out)
+            run.launch(out, comm_formats.scatter(run, pairs, step.sum, step.group, step.wire))
+            return out
+        out = reduced_over(given, step)
         run.launch(out)
+        if buffer.gradients.hold(out, buffer.gradients.offsets):
+            run.held.add(out.data_ptr())
+        else:
+            self._outer[out.data_ptr()] = reduced_over(out, more[0])
         return out
-    buffer = _announced(run, given)
-    if s.outer == 1 or s.world == 1:
-        pairs = segments(s.splits_on(lane), s.ranks, given, out)
-        run.launch(
-            out, comm_formats.scatter(run, pairs, s.sum_dtype(lane), s.reduce_group_on(lane), s.precision.grad_wire)
-        )
-        return out
-    out = sync_collectives.scattered(given, s, lane)
-    run.launch(out)
-    if buffer.gradients.hold(out, buffer.gradients.offsets):
-        run.held.add(out.data_ptr())
-    else:
-        run.outer[out.data_ptr()] = sync_collectives.over_outer(out, s)
-    return out
+
+    def all_reduce(self, run: Execution, given: torch.Tensor, step: Reduction) -> None:
+        """Announces and completes a sum in place, unless `reduce_scatter` has done it."""
+        run.launch(given)
+        if self._outer.pop(given.data_ptr(), None) is None:
+            self._announce(run, given)
+            summed(given, step)()
+
+    def _announce(self, run: Execution, given: torch.Tensor) -> Buffer:
+        """Announces a bucket's reduction; returns its flat buffer."""
+        buffer = self.reducing.pop(given.data_ptr())
+        _announce(run, buffer, reduction_of(buffer.weights.source))
+        return buffer
 
 
-def all_reduce(run: Execution, given: torch.Tensor, s: UnitSpec, lane: int) -> None:
-    """Announces and completes a sum in place, unless `reduce_scatter` has done it."""
-    run.launch(given)
-    if run.outer.pop(given.data_ptr(), None) is None:
-        _announced(run, given)
-        sync_collectives.summed(given, s, lane)()
-
-
-def _announced(run: Execution, given: torch.Tensor) -> Any:
-    """Announces a bucket's reduction; returns its flat buffer."""
-    buffer = run.reducing.pop(given.data_ptr())
-    run.next(reduction_of(buffer.weights.source), _group(buffer), buffer.spec.peer_groups)
-    return buffer
-
-
-def _group(buffer: Any) -> str:
-    group: str = buffer.unit.outermost.loose.group
-    return group
-
-
-def at_once(ends: Iterable[End]) -> list[End]:
-    """Calls ends; returns an empty list."""
-    for end in ends:
-        end()
-    return []
+def _announce(run: Execution, buffer: Buffer, what: str) -> None:
+    run.next(what, buffer.unit.outermost.loose.group, buffer.spec.peer_groups)

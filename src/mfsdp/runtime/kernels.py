@@ -18,20 +18,20 @@ from typing import Any
 import torch
 
 from ..config import block_grid
-from ..config.units import Axis, UnitSpec
+from ..config.reductions import reduction
+from ..config.units import Axis, GroupIndex, UnitSpec
 from ..ir.ops import LIBRARY, shape_after
-from . import activation_host, comm_formats, execution, join, static_buffers
-from . import block_scales as grids_of
-from .buffer_registry import orphan, owner, path
+from . import activation_host, block_scales, comm_formats, execution, static_buffers
+from .buffer_registry import known, orphan, owner, path
 from .execution import Execution
-from .sync_collectives import gather_now, packed, scattered, summed
-from .transport import Pairs, parts
+from .sync_collectives import gather_now, packed, reduced_over, summed
+from .transport import segments
 
 # Values derived from a spec
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _FullBuffer:
     """A full buffer, for parameters or gradients."""
 
     slot: str
@@ -47,33 +47,12 @@ class _Room:
 
 
 @cache
-def _room(spec: str, slot: int, kind: str, one_byte: bool = False) -> _Room:
+def _full_buffer(spec: str, slot: int, kind: str, one_byte: bool = False) -> _FullBuffer:
     """``one_byte``: an FP8 payload is communicated, instead of the policy's dtype."""
     s = UnitSpec.decode(spec)
     name = f"{kind}{slot}" if slot >= 0 else ""
     dtype = torch.uint8 if one_byte else s.precision.comm if kind == "p" else s.precision.grad_comm
-    return _Room(name, s.full_numel, dtype, s.splits, s.world, s.group, None if one_byte else s.precision.wire)
-
-
-@dataclass(frozen=True, slots=True)
-class _Reduction:
-    """A reduce-scatter on a lane: its result, and how it sums."""
-
-    numel: int
-    dtype: torch.dtype
-    sum: torch.dtype
-    splits: tuple[int, ...]
-    ranks: int
-    group: str
-    wire: str | None
-
-
-@cache
-def _reduction(spec: str, lane: int) -> _Reduction:
-    s = UnitSpec.decode(spec)
-    cut = s.splits_on(lane)
-    ranks, wire = s.ranks_on(lane), s.precision.grad_wire
-    return _Reduction(sum(cut), s.scatter_dtype(lane), s.sum_dtype(lane), cut, ranks, s.reduce_group_on(lane), wire)
+    return _FullBuffer(name, s.full_numel, dtype, s.splits, s.world, s.group, None if one_byte else s.precision.wire)
 
 
 # Parameters
@@ -84,8 +63,10 @@ def refresh(run: Execution, source: torch.Tensor) -> None:
     if run.early and (early := run.early.pop(0)) is not None:
         run.adopt(early)
         return
-    buffer = owner(source)
-    run.launch(source, *(join.refresh(run, buffer) if run.loose else buffer.weights.refresh()))
+    buffer = known(source)
+    if run.separate is not None:
+        run.separate.refresh(run, buffer)
+    run.launch(source, *buffer.weights.refresh())
 
 
 def refresh_codes(
@@ -94,9 +75,9 @@ def refresh_codes(
     """Launches the gather of a persistent FP8 payload, if main weights have changed since the last one (Note
     [Persistent FP8]). ``code``: [main_numel]. Returns [source_numel], not yet complete, read-only.
     """
-    codes, ends = _known(owner(source)).weights.lasting.refresh(key, code, back)
+    codes, ends = known(source).weights.lasting.refresh(key, code, back)
     run.launch(codes, *ends)
-    return codes  # type: ignore[no-any-return]
+    return codes
 
 
 def all_gather(run: Execution, shard: torch.Tensor, spec: str, slot: int = -1) -> torch.Tensor:
@@ -107,20 +88,20 @@ def all_gather(run: Execution, shard: torch.Tensor, spec: str, slot: int = -1) -
     if run.early and (early := run.early.pop(0)) is not None:
         return run.adopt(early)
     quantised = shard.dtype.itemsize == 1
-    r = _room(spec, slot, "p", quantised)
+    r = _full_buffer(spec, slot, "p", quantised)
     sent = shard.view(torch.uint8) if quantised else shard
     if sent.dtype is not r.dtype and r.wire is None:
         sent = shard.detach().to(r.dtype) if (buffer := owner(shard)) is None else buffer.weights.cast()
     full = static_buffers.room(r.slot, r.numel, r.dtype, shard.device)
-    if run.loose:
-        join.gather(run, _known(owner(shard)))
-    run.launch(full, comm_formats.gather(run, _pairs(r, full, sent), r.group, r.wire))
+    if run.separate is not None:
+        run.separate.gather(run, known(shard))
+    run.launch(full, comm_formats.gather(run, segments(r.splits, r.ranks, full, sent), r.group, r.wire))
     return full.view(shard.dtype) if quantised else full
 
 
 def maxima(run: Execution, shard: torch.Tensor, grids: str, spec: str) -> torch.Tensor:
     """Launches a unit's amax all-reduce, if due, with those of the program's other units (Note [Amax])."""
-    weights = _known(owner(shard)).weights
+    weights = known(shard).weights
     out = torch.empty(sum(g.numel for g in block_grid.decode(grids)), device=shard.device)
     run.launch(out, *weights.maxima.read(grids, out, run.measured))
     return out
@@ -128,11 +109,11 @@ def maxima(run: Execution, shard: torch.Tensor, grids: str, spec: str) -> torch.
 
 def spread(run: Execution, shard: torch.Tensor, scales: Sequence[torch.Tensor], grids: str, spec: str) -> torch.Tensor:
     """The scale of each main weight's block, [main_numel]; 1 outside of parameters."""
-    weights = _known(owner(shard)).weights
+    weights = known(shard).weights
     out = torch.ones(UnitSpec.decode(spec).main_numel, dtype=scales[0].dtype, device=shard.device)
     for scale, one in zip(scales, block_grid.decode(grids), strict=True):
         rows, first = weights.rows(out, one.offset)
-        grids_of.spread(scale.contiguous().view(-1), rows, first, one)
+        block_scales.spread(scale.contiguous().view(-1), rows, first, one)
     return out
 
 
@@ -140,21 +121,14 @@ def cast(run: Execution, shard: torch.Tensor, spec: str) -> torch.Tensor:
     """The main weights in the communication dtype, in new memory: compilers may write to it. It is an operation because
     compilers skip the rounding of a value that they read again.
     """
-    return _known(owner(shard)).weights.main.detach().to(UnitSpec.decode(spec).precision.comm, copy=True)  # type: ignore[no-any-return]
+    return known(shard).weights.main.detach().to(UnitSpec.decode(spec).precision.comm, copy=True)
 
 
 def kept_cast(run: Execution, shard: torch.Tensor, spec: str) -> torch.Tensor:
     """The same, kept until main weights are written (Note [Kept casts]): read-only."""
     if (buffer := owner(shard)) is None:
         return shard.detach().to(UnitSpec.decode(spec).precision.comm)
-    return buffer.weights.cast()  # type: ignore[no-any-return]
-
-
-def _pairs(r: _Room | _Reduction, full: torch.Tensor, shard: torch.Tensor) -> Pairs:
-    """Segments that are communicated together, as `transport.segments`; those of a static buffer are cut once."""
-    if len(r.splits) == 1:
-        return [(full, shard)]
-    return list(zip(static_buffers.views(full, parts, r.splits, r.ranks), parts(shard, r.splits, 1), strict=True))
+    return buffer.weights.cast()
 
 
 def wait(run: Execution, out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
@@ -171,12 +145,12 @@ def free(full: torch.Tensor) -> None:
 
 def bucket(run: Execution, like: torch.Tensor, holes: Sequence[int], spec: str, slot: int = -1) -> torch.Tensor:
     """A bucket for a unit's gradients, [full_numel] in the communication dtype: zeros in holes, else uninitialized."""
-    r = _room(spec, slot, "g")
+    r = _full_buffer(spec, slot, "g")
     gfull = static_buffers.room(r.slot, r.numel, r.dtype, like.device)
     if run.held:
         run.held.discard(gfull.data_ptr())
-    if run.loose:
-        run.reducing[gfull.data_ptr()] = _known(owner(like))
+    if run.separate is not None:
+        run.separate.reducing[gfull.data_ptr()] = known(like)
     if holes:
         torch._foreach_zero_(static_buffers.views(gfull, _holes, tuple(holes)))  # type: ignore[arg-type]
     return gfull
@@ -235,7 +209,7 @@ def multiply_wide(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 def hold(run: Execution, source: torch.Tensor, grads: torch.Tensor, offsets: Sequence[int]) -> None:
     """Keeps gradients unreduced, or adds unreduced ones to them."""
     held, key = run.held, grads.data_ptr()
-    if key not in held and owner(source).gradients.hold(grads, offsets):
+    if key not in held and known(source).gradients.hold(grads, offsets):
         held.add(key)  # the key is present if an earlier reduction was skipped
 
 
@@ -243,7 +217,7 @@ def reduce_scatter(run: Execution, gfull: torch.Tensor, spec: str, lane: int) ->
     """Launches the sum over ranks. ``gfull``: [full_numel], on an outer lane [shard_numel]. Returns this rank's part,
     not yet complete.
     """
-    r, held = _reduction(spec, lane), run.held
+    r, held = reduction(spec, lane), run.held
     gshard = torch.empty(r.numel, dtype=r.dtype, device=gfull.device)
     if held:
         held.discard(gshard.data_ptr())
@@ -252,9 +226,9 @@ def reduce_scatter(run: Execution, gfull: torch.Tensor, spec: str, lane: int) ->
             held.add(gshard.data_ptr())
             run.launch(gshard)
             return gshard
-    if run.loose:
-        return join.reduce_scatter(run, gfull, gshard, UnitSpec.decode(spec), lane)
-    run.launch(gshard, comm_formats.scatter(run, _pairs(r, gfull, gshard), r.sum, r.group, r.wire))
+    if run.separate is not None:
+        return run.separate.reduce_scatter(run, gfull, gshard, spec, lane)
+    run.launch(gshard, comm_formats.scatter(run, segments(r.splits, r.ranks, gfull, gshard), r.sum, r.group, r.wire))
     return gshard
 
 
@@ -263,10 +237,10 @@ def all_reduce(run: Execution, gfull: torch.Tensor, spec: str, lane: int) -> Non
     if gfull.data_ptr() in run.held:
         run.launch(gfull)
         return
-    if run.loose:
-        join.all_reduce(run, gfull, UnitSpec.decode(spec), lane)
+    if run.separate is not None:
+        run.separate.all_reduce(run, gfull, reduction(spec, lane))
         return
-    run.launch(gfull, summed(gfull, UnitSpec.decode(spec), lane))
+    run.launch(gfull, summed(gfull, reduction(spec, lane)))
 
 
 def accumulate(
@@ -280,25 +254,14 @@ def accumulate(
     """Adds ``scale * gshard`` to the accumulator of the shard's buffer (Note [Accumulators]), or makes ``gshard`` the
     accumulator, unless a compiler reuses its memory later (``reused``).
     """
-    buffer = owner(shard)
-    if buffer is None and orphan(shard):
+    if (buffer := owner(shard)) is None and orphan(shard):
         return  # the model is gone
-    buffer = _known(buffer)
     held = run.held
     if held and gshard.data_ptr() in held:
         held.remove(gshard.data_ptr())
     else:
-        buffer.gradients.accumulate(gshard.detach() if reused else gshard, offsets, scale)  # an alias shares memory
-
-
-def _known(buffer: Any) -> Any:
-    """The owner of a shard. Raises a RuntimeError if there is none."""
-    if buffer is None:
-        raise RuntimeError(
-            "mfsdp: backward got a copy of a shard instead of the shard. Saved-tensor hooks that copy what they are "
-            "given (torch.autograd.graph.save_on_cpu) do not compose with a compiled sharded model."
-        )
-    return buffer
+        total = gshard.detach() if reused else gshard  # an alias shares memory
+        (buffer or known(shard)).gradients.accumulate(total, offsets, scale)
 
 
 # Runtime checks
@@ -323,8 +286,8 @@ def probe(
         names: their names, separated by commas.
         what: see `runtime_checks.Place`.
     """
-    if run.looking is not None:
-        run.looking.look(run, value, source, starts, sizes, names, what)
+    if run.check is not None:
+        run.check.probe(run, value, source, starts, sizes, names, what)
 
 
 # The host
@@ -436,7 +399,7 @@ def param_grad(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) 
     gfull = packed([grad], [offset], s, grad.device)
     if s.gathers:
         with execution.announced(f"reduction of {path(shard)} at {offset}", s.group):
-            gfull = scattered(gfull, s, 0)
+            gfull = reduced_over(gfull, reduction(spec, GroupIndex.SHARD_GATHER))
     return gfull.to(shard.dtype).mul_(1 / s.divide)
 
 

@@ -23,12 +23,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import devices, static_buffers
 from .instrumentation import one_by_one
+
+if TYPE_CHECKING:
+    from .buffer_api import Buffer
 
 log = logging.getLogger("mfsdp")
 
@@ -52,7 +55,7 @@ class Part:
     name: str
     run: Callable[[list[Any], Turn | None], Any]
     args: list[Any]
-    buffers: Sequence[Any]
+    buffers: Sequence[Buffer | None]
     results: int
     given: Sequence[int] = ()
 
@@ -147,7 +150,7 @@ class _Waiting:
     """A deferred backward with its arguments, its device and stream, and how gradients were to be synchronized."""
 
     def __init__(self, part: Part):
-        self.part, self.buffers, self.place = part, list(dict.fromkeys(part.buffers)), devices.Place()
+        self.part, self.buffers, self.place = part, list(dict.fromkeys(filter(None, part.buffers))), devices.Place()
         self.args = list(part.args)
         part.args.clear()
         for i in part.given:
@@ -186,7 +189,7 @@ class _Waiting:
             buffer.gradients.sync = sync
 
 
-def _version(arg: Any) -> int:
+def _version(arg: object) -> int:
     return arg._version if isinstance(arg, torch.Tensor) and not arg.is_inference() else 0
 
 

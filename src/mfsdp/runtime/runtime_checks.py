@@ -22,13 +22,16 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import execution, groups, sync_collectives, watchdog
 from .buffer_registry import owner
 from .checksums import checksum
+
+if TYPE_CHECKING:
+    from .buffer_api import Buffer
 
 NAMED = 4
 """Places that a report names, and ranks that report their own values."""
@@ -74,18 +77,24 @@ class Health:
 _models = itertools.count(1)
 
 
-class Looking:
-    """An execution whose probes check."""
+@dataclass(eq=False)
+class Check:
+    """The checks of one execution."""
 
-    def __init__(self, model: str, health: Health, phase: str, step: int, finite: int, compares: int):
-        self.model, self.health, self.phase, self.step = model, health, phase, step
-        self.finite, self.compares = finite, compares
-        self.found: dict[torch.dtype, list[tuple[Place, torch.Tensor]]] = {}
-        """Largest magnitudes, by dtype."""
-        self.sums: dict[str, list[tuple[str, torch.Tensor]]] = {}
-        """Checksums of weights, by the group whose ranks should have equal ones."""
+    model: str
+    health: Health
+    phase: str
+    step: int
+    finite: int
+    """Steps between checks for Inf and NaN; 0: not in this execution."""
+    compares: int
+    """The same for comparisons of replicas."""
+    found: dict[torch.dtype, list[tuple[Place, torch.Tensor]]] = field(default_factory=dict)
+    """Largest magnitudes, by dtype."""
+    sums: dict[str, list[tuple[str, torch.Tensor]]] = field(default_factory=dict)
+    """Checksums of weights, by the group whose ranks should have equal ones."""
 
-    def look(
+    def probe(
         self, run: execution.Execution, value: torch.Tensor, source: torch.Tensor | None, starts: Sequence[int],
         sizes: Sequence[int], names: str, what: str,
     ) -> None:  # fmt: skip
@@ -114,20 +123,18 @@ class Looking:
 
     def close(self) -> None:
         """Reports failures after the program: at once, or on a device when they are known."""
+        found, sums, self.found, self.sums = self.found, self.sums, {}, {}
         with torch.inference_mode(False), torch.no_grad():
-            for group, members in self.sums.items():
+            for group, members in sums.items():
                 apart = self._compared(group, [total for _, total in members])
                 axis, over = groups.axis_of(group).name, groups.ranks(group)
                 places = [Place(f"over {axis}, ranks {over}", name) for name, _ in members]
-                _bring(self._outcome(self.compares, ("apart", group), places), apart)
+                _bring(CheckOutcome(self, self.compares, ("apart", group), places), apart)
             if self.finite:
-                places = [place for some in self.found.values() for place, _ in some]
-                codes = [_codes(torch.stack([largest for _, largest in some])) for some in self.found.values()]
-                outcome = self._outcome(self.finite, ("not finite",), places)
+                places = [place for some in found.values() for place, _ in some]
+                codes = [_codes(torch.stack([largest for _, largest in some])) for some in found.values()]
+                outcome = CheckOutcome(self, self.finite, ("not finite",), places)
                 _bring(outcome, torch.cat(codes) if codes else torch.zeros(0))
-
-    def _outcome(self, every: int, kind: tuple[str, ...], places: list[Place]) -> CheckOutcome:
-        return CheckOutcome(self.model, self.health, self.phase, self.step, every, kind, places)
 
     def _compared(self, group: str, sums: list[torch.Tensor]) -> torch.Tensor:
         """1 where ranks of a group have different checksums: the largest is not the smallest."""
@@ -172,10 +179,10 @@ class RuntimeChecks:
         self.phase, self.finite, self.compares = phase, finite, compares if phase != "backward" else 0
         self._own = Health()
         """Of an unsharded model, in this program only."""
-        self._steps: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._steps: weakref.WeakKeyDictionary[Buffer | RuntimeChecks, tuple[int, int]] = weakref.WeakKeyDictionary()
         """By the buffer that it reads: how often gradients had been synchronized, and the step then."""
 
-    def begin(self, run: execution.Execution, buffers: Sequence[Any]) -> Looking | None:
+    def begin(self, run: execution.Execution, buffers: Sequence[Buffer | None]) -> Check | None:
         """The checks of an execution; ``None`` if none are due."""
         poll()
         first = next((buffer for buffer in buffers if buffer is not None), None)
@@ -187,9 +194,9 @@ class RuntimeChecks:
         if not (finite or compares):
             return None
         health.number = health.number or next(_models)
-        return Looking(model, health, self.phase, step, finite, compares)
+        return Check(model, health, self.phase, step, finite, compares)
 
-    def _step(self, buffer: Any) -> int:
+    def _step(self, buffer: Buffer | None) -> int:
         key = self if buffer is None else buffer
         syncs, step = self._steps.get(key, (-1, 0))
         now = syncs if buffer is None else buffer.unit.outermost.syncs[0]
@@ -204,12 +211,9 @@ class RuntimeChecks:
 
 @dataclass
 class CheckOutcome:
-    """Results of an execution's checks, or of a comparison."""
+    """Results of one of an execution's checks."""
 
-    model: str
-    health: Health
-    phase: str
-    step: int
+    check: Check
     every: int
     """Steps between checks."""
     kind: tuple[str, ...]
@@ -222,17 +226,17 @@ class CheckOutcome:
         wrong.sort(key=lambda found: found[0].number)
         if not wrong:
             return
-        last = self.health.wrong.get(self.kind)
-        self.health.wrong[self.kind] = self.step
-        if last is None or last < self.step - self.every:
-            event = f"probes/{self.health.number}/{'/'.join(self.kind)}/{self.step}"
+        last = self.check.health.wrong.get(self.kind)
+        self.check.health.wrong[self.kind] = self.check.step
+        if last is None or last < self.check.step - self.every:
+            event = f"probes/{self.check.health.number}/{'/'.join(self.kind)}/{self.check.step}"
             watchdog.tell_all(self._text(wrong), event, *wrong[0][0].told())
 
     def _text(self, wrong: list[tuple[Place, int]]) -> str:
         (first, code), *more = wrong
         rest = [str(place) for place, _ in more[: NAMED - 1]]
         rest += [f"{len(more) - len(rest)} more"] if len(more) > len(rest) else []
-        said = f"mfsdp: rank {groups.rank()}, step {self.step}, {self.model} {self.phase}: "
+        said = f"mfsdp: rank {groups.rank()}, step {self.check.step}, {self.check.model} {self.check.phase}: "
         if self.kind[0] == "apart":
             said += f"{first} differ" + (f"; and {'; '.join(rest)}" if rest else "")
             return (

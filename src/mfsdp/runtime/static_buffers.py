@@ -16,9 +16,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 import torch
 
@@ -49,7 +48,7 @@ class StaticBuffer:
         """Tensors and handles over it that are kept here."""
         self.flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         """By size."""
-        self.cuts: dict[tuple[Cut, torch.dtype, Any], Sequence[torch.Tensor]] = {}
+        self.cuts: dict[tuple[Cut, torch.dtype, tuple[Hashable, ...]], Sequence[torch.Tensor]] = {}
         """Views, by cut function, dtype and arguments."""
 
     def vacant(self) -> bool:
@@ -66,7 +65,7 @@ class StaticBuffer:
             self.own += 1
         return flat.data
 
-    def views(self, like: torch.Tensor, cut: Cut, args: tuple[Any, ...]) -> Sequence[torch.Tensor]:
+    def views(self, like: torch.Tensor, cut: Cut, args: tuple[Hashable, ...]) -> Sequence[torch.Tensor]:
         """Applies ``cut`` to a flat tensor that was taken; the views are kept."""
         key = cut, like.dtype, args
         with _lock, torch.inference_mode(False), torch.no_grad():
@@ -149,7 +148,7 @@ def room(slot: str, numel: int, dtype: torch.dtype, device: torch.device) -> tor
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def views(flat: torch.Tensor, cut: Cut, *args: Any) -> Sequence[torch.Tensor]:
+def views(flat: torch.Tensor, cut: Cut, *args: Hashable) -> Sequence[torch.Tensor]:
     """Views into a tensor from `room`: ``cut(flat, *args)``. Those of a static buffer are made once: hold them no
     longer than ``flat``.
     """
@@ -222,11 +221,11 @@ def _make(device: torch.device, slot: str, size: int) -> StaticBuffer:
 
 def _drop(device: torch.device, slot: str) -> None:
     """Frees a static buffer's memory, if nothing else has it. The pool must go last, or it frees nothing."""
-    former = _slots.pop((device, slot), None)
-    if former is not None:
+    dropped = _slots.pop((device, slot), None)
+    if dropped is not None:
         pool = _pools.pop((device, slot), None)
-        _at.pop(former.storage.data_ptr(), None)
-        del former
+        _at.pop(dropped.storage.data_ptr(), None)
+        del dropped
         del pool
 
 

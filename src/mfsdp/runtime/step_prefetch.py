@@ -14,18 +14,14 @@ where forward wants it and uses no extra memory. The optimizer launches a gather
 the unit, and if the group is that of the first such gather; forward launches the others.
 
 Equal on all ranks. Launches depend on programs, parameter groups and earlier prefetches, which are equal on all ranks,
-and are announced like a program (Note [Desync detection]). But one rank alone may write to its weights afterwards:
-writes are not collective. So each rank says in the next program's fingerprint whether it could take the gathers
-(`desync.ANEW`). If any cannot, all gather again: the others hold what that rank sent before it wrote. Where the host
-does not wait for fingerprints (NCCL), each rank decides alone; one that gathers again first checks that the others do,
-and raises if not.
+and are announced like a program. But one rank alone may write to its weights afterwards, so each says in the next
+program's fingerprint whether it could take the gathers (Note [Desync detection]). If any cannot, all gather again: the
+others hold what that rank sent before it wrote.
 
 Validity. A program takes the gathers if it begins with the same list, on the same stream, and the weights' versions and
 counted writes are those of the launch. Writes to rows exposed as plain tensors may escape both: of such a shard a copy
 is sent, and compared with the rows when forward begins. Rows are exposed only after a gather in flight has completed.
-
-Persistent parameters are not overwritten while a forward waits for its backward (`StepPrefetch.open`), which reads
-them.
+Persistent parameters are not overwritten between a forward and its backward, which reads them.
 
 Drops. A gather is dropped when another program or another model's step needs its static buffer, when a program with
 other first gathers begins, when the next step begins, or when uncompiled code refreshes its parameters. A drop waits
@@ -41,16 +37,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..config.units import UnitSpec
 from . import buffer_registry, devices, engine, execution, kernels
 from .desync import Fingerprint
 from .instrumentation import observer, recorded
 from .transport import End
+
+if TYPE_CHECKING:
+    from .buffer_api import Buffer
 
 log = logging.getLogger("mfsdp")
 
@@ -71,7 +69,7 @@ class First:
     """Whether the program casts the shard itself."""
 
 
-Wanted = tuple[Any, str, int, bool]
+Wanted = tuple["Buffer", str, int, bool]
 """A `First` in one execution: with the buffer instead of the argument."""
 
 
@@ -79,7 +77,7 @@ Wanted = tuple[Any, str, int, bool]
 class PrefetchedGather:
     """A gather in flight that a forward may take."""
 
-    buffer: weakref.ref[Any]
+    buffer: weakref.ref[Buffer]
     out: torch.Tensor
     """Its output: a full buffer, or a source."""
     ends: list[End]
@@ -138,24 +136,20 @@ class StepPrefetch:
         """First collectives of the first training forward after the last step."""
         self.learns = True
         """Whether there has been no such forward yet."""
-        self.group = ""
-        """Group of a launch that no program has decided on; ``""`` for none."""
-        self.wants: tuple[Wanted, ...] = ()
-        """``wanted`` at the launch."""
-        self.launched: list[PrefetchedGather | None] = []
-        """By position in ``wants``."""
+        self.in_flight: GatherLauncher | None = None
+        """What a step has launched and no program has taken or dropped."""
         self.wasted = 0
         """Launches in a row that no forward took."""
         self.open = 0
         """Forwards since the last step that have had no backward."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[StepPrefetch], tuple[()]]:
         """A copy of a model has nothing in flight."""
         return StepPrefetch, ()
 
     # after an optimizer's step
 
-    def depart(self, stepped: Collection[Any], mine: Collection[int], name: str) -> GatherLauncher | None:
+    def depart(self, stepped: Collection[Buffer], mine: Collection[int], name: str) -> GatherLauncher | None:
         """The launcher for the step that begins now; ``None`` if it may launch nothing.
 
         Args:
@@ -166,7 +160,8 @@ class StepPrefetch:
         if engine.backward_number() >= 0:
             return None  # it steps inside of a backward, which needs the static buffers
         alive, self.open = self.open > 0, 0
-        if self.group and not any(e is not None and e.buffer() in stepped for e in self.launched):
+        launched = self.in_flight.launched if self.in_flight is not None else []
+        if self.in_flight is not None and not any(e is not None and e.buffer() in stepped for e in launched):
             return None  # another optimizer's gathers, of other units
         self.settle()
         self.learns = True
@@ -178,15 +173,16 @@ class StepPrefetch:
             over = "" if held else _group(want, stepped, mine)
             group = group or over
             chosen.append(want if over and over == group else None)
-        return GatherLauncher(self, chosen, group, name) if group else None
+        return GatherLauncher(self, self.wanted, chosen, group, name) if group else None
 
     def settle(self) -> None:
         """Drops what was launched and not taken."""
-        if self.group:
-            self._decided(taken=False)
+        if self.in_flight is not None:
+            self.decided(self.in_flight.launched, taken=False)
 
-    def _decided(self, taken: bool) -> list[PrefetchedGather | None]:
-        launched, self.launched, self.group, self.wants = self.launched, [], "", ()
+    def decided(self, launched: list[PrefetchedGather | None], taken: bool) -> list[PrefetchedGather | None]:
+        """Hands over what was launched, or drops it and returns nothing."""
+        self.in_flight = None
         self.wasted = 0 if taken else self.wasted + 1
         there = [early for early in launched if early is not None and early in _under_way]
         if taken:
@@ -205,31 +201,19 @@ class StepPrefetch:
 
     # at the beginning of a program
 
-    def meet(self, wanted: tuple[Wanted, ...], trains: bool) -> bool:
-        """Notes that a program begins with these collectives. True if it may take what was launched (`decide`)."""
+    def meet(self, wanted: tuple[Wanted, ...], trains: bool) -> GatherLauncher | None:
+        """Notes that a program begins with these collectives. Returns what was launched, if it may take that."""
         if trains and self.learns:
             self.wanted, self.learns = wanted, False
-        if self.group and wanted != self.wants:
-            self._decided(taken=False)
-        return bool(self.group)
-
-    @property
-    def anew(self) -> bool:
-        """Whether this rank cannot take what was launched."""
-        return not all(early is None or (early in _under_way and early.usable()) for early in self.launched)
-
-    def decide(self, run: execution.Execution, anew: bool) -> None:
-        """Gives an execution what was launched, or drops it if any rank cannot take it. ``anew``: whether this rank
-        cannot.
-        """
-        again = run.anew(self.group, anew)
-        run.early = self._decided(taken=not again)
+        if self.in_flight is not None and wanted != self.in_flight.wanted:
+            self.settle()
+        return self.in_flight
 
 
-def _group(want: Wanted, stepped: Collection[Any], mine: Collection[int]) -> str:
+def _group(want: Wanted, stepped: Collection[Buffer], mine: Collection[int]) -> str:
     """The group over which an optimizer may launch a collective; ``""`` if it must not."""
     buffer, text, _, _ = want
-    spec: UnitSpec = buffer.spec
+    spec = buffer.spec
     if not text:  # main weights that no step writes need no refresh
         both = spec.replica and spec.outer_optim
         if both or buffer not in stepped:
@@ -244,19 +228,23 @@ def _group(want: Wanted, stepped: Collection[Any], mine: Collection[int]) -> str
 
 @dataclass(eq=False)
 class GatherLauncher:
-    """Launches the gathers of one step in forward's order, each after its unit's step."""
+    """Launches the gathers of one step in forward's order, each after its unit's step; forward takes them."""
 
     ahead: StepPrefetch
+    wanted: tuple[Wanted, ...]
+    """Forward's first collectives."""
     chosen: list[Wanted | None]
-    """By position in forward's first collectives; ``None``: forward launches it."""
+    """The same; ``None``: forward launches it."""
     group: str
     name: str
     at: int = 0
     """Position of the next one."""
     run: execution.Execution | None = None
+    launched: list[PrefetchedGather | None] = field(default_factory=list)
+    """By position."""
 
     @property
-    def buffers(self) -> list[Any]:
+    def buffers(self) -> list[Buffer]:
         """Buffers of the gathers to launch, in order."""
         return [want[0] for want in self.chosen if want is not None]
 
@@ -265,7 +253,7 @@ class GatherLauncher:
         """Whether there is nothing left to launch."""
         return self.at == len(self.chosen)
 
-    def launch(self, ready: Collection[Any] | None = None) -> None:
+    def launch(self, ready: Collection[Buffer] | None = None) -> None:
         """Launches the next gathers whose buffers' steps are done: those in ``ready``, or all.
 
         Raises:
@@ -287,23 +275,34 @@ class GatherLauncher:
             meets = dict.fromkeys(g for buffer in self.buffers for g in buffer.spec.peer_groups)
             self.run = execution.Execution(name, lambda: [line.partition(",")[0] for line in lines], meets, shown=seen)
             self.run.announce({self.group: Fingerprint(name, lines)})
-            self.ahead.group, self.ahead.wants = self.group, self.ahead.wanted
-            self.ahead.launched = [None] * len(self.chosen)
+            self.ahead.in_flight, self.launched = self, [None] * len(self.chosen)
         with execution.part_of(self.run), torch.no_grad():
             self.run.at += 1
-            self.ahead.launched[self.at] = _launched(want, self.run)
+            self.launched[self.at] = _launched(want, self.run)
 
     def abandon(self, error: BaseException) -> None:
         """Cleans up after a step that raised: the ends of its launches are called when all ranks begin anew."""
-        run, ahead = self.run, self.ahead
-        if run is None:
+        if self.run is None:
             return
-        for early in ahead.launched:
+        for early in self.launched:
             if early is not None and early in _under_way:
                 _under_way.remove(early)
-                run.pending.setdefault(early.out.untyped_storage().data_ptr(), []).extend(early.ends)
-        ahead.group, ahead.wants, ahead.launched = "", (), []
-        run.leave(error)
+                self.run.pending.setdefault(early.out.untyped_storage().data_ptr(), []).extend(early.ends)
+        self.ahead.in_flight = None
+        self.run.leave(error)
+
+    # at the beginning of a program
+
+    @property
+    def anew(self) -> bool:
+        """Whether this rank cannot take what was launched."""
+        return not all(early is None or (early in _under_way and early.usable()) for early in self.launched)
+
+    def decide(self, run: execution.Execution, anew: bool) -> None:
+        """Gives an execution what was launched, or drops it if any rank cannot take it. ``anew``: whether this rank
+        cannot.
+        """
+        run.early = self.ahead.decided(self.launched, taken=not run.anew(self.group, anew))
 
 
 def _line(want: Wanted) -> str:
@@ -348,7 +347,7 @@ def make_room(rooms: Collection[tuple[torch.device, str]]) -> None:
             early.drop()
 
 
-def of(buffers: Iterable[Any]) -> list[PrefetchedGather]:
+def of(buffers: Iterable[Buffer]) -> list[PrefetchedGather]:
     """Gathers in flight for buffers."""
     if not _under_way:
         return []
@@ -356,7 +355,7 @@ def of(buffers: Iterable[Any]) -> list[PrefetchedGather]:
     return [early for early in _under_way if early.buffer() in those]
 
 
-def showing(buffer: Any) -> None:
+def showing(buffer: Buffer) -> None:
     """Before rows of a buffer become plain tensors: waits for gathers that read them, and keeps a copy of what was
     sent.
     """
@@ -366,7 +365,7 @@ def showing(buffer: Any) -> None:
             early.snapshot = buffer.weights.main.detach().clone()
 
 
-def complete(buffers: Iterable[Any]) -> None:
+def complete(buffers: Iterable[Buffer]) -> None:
     """Waits for the gathers of buffers, which forward may still take; drops those of deleted models."""
     those = set(buffers)
     for early in list(_under_way):

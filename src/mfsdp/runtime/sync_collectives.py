@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from ..config.reductions import Reduction, reduction_steps
 from ..config.units import UnitSpec
 from . import comm_formats, devices, execution, groups
-from .buffer_registry import gather_of, owner, reduction_of, refresh_of, unfinished
+from .buffer_registry import gather_of, known, owner, reduction_of, refresh_of, unfinished
 from .inflight import InFlight, beside
 from .transport import End, segments
 
@@ -19,38 +22,40 @@ def gather_now(source: torch.Tensor, spec: str) -> torch.Tensor:
     buffer = owner(source)
     if buffer is not None and buffer.unit.outermost.half:
         raise unfinished(buffer.unit.outermost)
-    unseen = buffer is not None and buffer.weights.unseen()
-    due = buffer is not None and buffer.weights.due()
+    unseen = buffer is not None and buffer.weights.unseen() and not s.any_optional
     over: tuple[str, ...] = s.gather_groups if s.gathers or s.persistent else ()
     carried: tuple[str, ...] = ()
     if s.any_optional:  # as in programs (Note [Joining with zeros])
+        assert buffer is not None
         loose = buffer.unit.outermost.loose
         loose.in_backward()
-        if due:
+        if buffer.weights.due():
             with execution.announced(refresh_of(source), loose.group, meets=s.peer_groups, carried=s.peer_groups):
-                for end in buffer.weights.refresh():
-                    end()
+                at_once(buffer.weights.refresh())
         over, carried = (loose.group,) if s.gathers else (), s.peer_groups
-    with execution.announced(
-        gather_of(source), *over, meets=s.peer_groups, carried=carried, anew=unseen and not s.any_optional
-    ):
+    with execution.announced(gather_of(source), *over, meets=s.peer_groups, carried=carried, anew=unseen):
         if s.persistent:
-            if buffer is not None and not s.any_optional and execution.current().written(s.gather_groups, unseen):
+            assert buffer is not None
+            if not s.any_optional and execution.current().written(s.gather_groups, unseen):
                 buffer.weights.stale = True
-            for end in buffer.weights.refresh():
-                end()
-        flat = _given(source.detach(), s) if s.gathers else source.detach().to(s.precision.comm)
-        if s.gathers:
-            full = flat.new_empty(s.full_numel, dtype=s.precision.comm)
-            pairs = segments(s.splits, s.world, full, flat)
-            comm_formats.gather(execution.current(), pairs, s.group, s.precision.wire)()
-            flat = full
-    return flat.to(s.precision.compute)
+            at_once(buffer.weights.refresh())
+        if not s.gathers:
+            return source.detach().to(s.precision.comm).to(s.precision.compute)
+        full = source.new_empty(s.full_numel, dtype=s.precision.comm)
+        pairs = segments(s.splits, s.world, full, _given(source.detach(), s))
+        comm_formats.gather(execution.current(), pairs, s.group, s.precision.wire)()
+    return full.to(s.precision.compute)
 
 
 def _given(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
     """What a gather sends of main weights: their cast, or for a communication format the weights themselves."""
     return main if s.precision.wire else main.to(s.precision.comm)
+
+
+def at_once(ends: Iterable[End]) -> None:
+    """Completes what was launched."""
+    for end in ends:
+        end()
 
 
 def gather_main(main: torch.Tensor, s: UnitSpec) -> torch.Tensor:
@@ -97,38 +102,30 @@ def _whole(shard: torch.Tensor, splits: tuple[int, ...], ranks: int, group: str)
 
 def reduce_now(source: torch.Tensor, gfull: torch.Tensor, offsets: list[int], spec: str) -> None:
     """Reduces and accumulates packed gradients at once; ``offsets`` tells which parameters have one."""
-    s = UnitSpec.decode(spec)
-    buffer = owner(source)
+    s, steps = UnitSpec.decode(spec), reduction_steps(spec)
+    buffer = known(source)
     total = gfull if s.predivide == 1 else gfull.mul_(s.predivide)
     over, carried = s.peer_groups, s.peer_groups[:0]
     if s.any_optional:  # as in programs (Note [Joining with zeros])
         loose = buffer.unit.outermost.loose
         loose.in_backward()
-        over, carried = () if held_whole(s, buffer.gradients.sync) else (loose.group,), s.peer_groups
+        held = bool(steps) and steps[0].hold and not buffer.gradients.sync  # before any communication
+        over, carried = () if held else (loose.group,), s.peer_groups
     with execution.announced(reduction_of(source), *over, carried=carried):
-        if s.world > 1:
-            if s.hold and buffer.gradients.hold(total, offsets):
+        for step in steps:
+            if step.hold and buffer.gradients.hold(total, offsets):
                 return
-            total = scattered(total, s, 0)
-        if s.outer > 1:
-            if buffer.gradients.hold(total, offsets):
-                return
-            total = over_outer(total, s)
-        if s.ranks > 1 and not s.any_optional:
+            total = reduced_over(total, step)
+        if steps and not s.any_optional:
             buffer.gradients.vote(offsets)
     buffer.gradients.accumulate(total, offsets, 1 / (s.divide * s.predivide))
-
-
-def held_whole(s: UnitSpec, sync: bool) -> bool:
-    """Whether gradients stay unreduced before any communication."""
-    return not sync and (s.hold or s.world == 1) and s.unreduced_numel > 0
 
 
 def reduce_nothing(source: torch.Tensor, spec: str, wanted: bool = True) -> None:
     """The same as `reduce_now` without gradients, for a unit that other ranks used, or that was used before (Note
     [Joining with zeros]). ``wanted``: whether they accumulate.
     """
-    gradients = owner(source).gradients
+    gradients = known(source).gradients
     with gradients.left_out(wanted):
         reduce_now(source, packed([], [], UnitSpec.decode(spec), source.device), [], spec)
     gradients.finish()
@@ -138,9 +135,10 @@ def reduce_rest(grad: torch.Tensor, spec: str) -> torch.Tensor:
     """Completes a marker's reduction: from the source's shape to that of the main weights."""
     s = UnitSpec.decode(spec)
     grad = grad.to(s.precision.grad_comm)
-    if s.replica:
-        grad = scattered(grad, s, 0)
-    return over_outer(grad, s) if s.outer > 1 else grad
+    for step in reduction_steps(spec):
+        if s.replica or step.index.outer:
+            grad = reduced_over(grad, step)
+    return grad
 
 
 def packed(grads: list[torch.Tensor], offsets: list[int], s: UnitSpec, device: torch.device) -> torch.Tensor:
@@ -152,31 +150,23 @@ def packed(grads: list[torch.Tensor], offsets: list[int], s: UnitSpec, device: t
     return gfull
 
 
-def scattered(gfull: torch.Tensor, s: UnitSpec, lane: int) -> torch.Tensor:
-    """Returns this rank's part of the sum over the ranks of a lane."""
-    gshard = gfull.new_empty(sum(s.splits_on(lane)), dtype=s.scatter_dtype(lane))
-    pairs = segments(s.splits_on(lane), s.ranks_on(lane), gfull, gshard)
-    comm_formats.scatter(
-        execution.current(), pairs, s.sum_dtype(lane), s.reduce_group_on(lane), s.precision.grad_wire
-    )()
-    return gshard
+def reduced_over(total: torch.Tensor, step: Reduction) -> torch.Tensor:
+    """The sum over the ranks of an axis: this rank's part of it, or all in place."""
+    if not step.scatters:
+        summed(total, step)()
+        return total
+    out = total.new_empty(step.numel, dtype=step.dtype)
+    pairs = segments(step.splits, step.ranks, total, out)
+    comm_formats.scatter(execution.current(), pairs, step.sum, step.group, step.wire)()
+    return out
 
 
-def over_outer(gshard: torch.Tensor, s: UnitSpec) -> torch.Tensor:
-    """The sum of shards over the outer axis: in place, or this rank's part of it."""
-    if s.outer_optim:
-        return scattered(gshard, s, 2)
-    summed(gshard, s, 2)()
-    return gshard
-
-
-def summed(tensor: torch.Tensor, s: UnitSpec, lane: int) -> End:
-    """Launches the sum over the ranks of a lane, in place. Libraries sum in the communication dtype. If the sum's dtype
-    is wider, or there is a communication format, a reduce-scatter and a gather (launched by the end) replace the
+def summed(tensor: torch.Tensor, step: Reduction) -> End:
+    """Launches the sum over the ranks of an axis, in place. Libraries sum in the communication dtype. If the sum's
+    dtype is wider, or there is a communication format, a reduce-scatter and a gather (launched by the end) replace the
     all-reduce: the same bytes. In int8, inputs and sum are both rounded.
     """
-    run, group, ranks = execution.current(), s.reduce_group_on(lane), s.ranks_on(lane)
-    total, wire = s.sum_dtype(lane), s.precision.grad_wire
+    run, group, ranks, total, wire = execution.current(), step.group, step.ranks, step.sum, step.wire
     if total is tensor.dtype and wire is None:
         return run.all_reduce(tensor, "sum", group)
     numel = tensor.numel()
@@ -199,10 +189,10 @@ def summed(tensor: torch.Tensor, s: UnitSpec, lane: int) -> End:
 
 def on_any_rank(here: torch.Tensor, s: UnitSpec) -> torch.Tensor:
     """Nonzero where any rank that trains the unit has true. ``here``: booleans."""
-    told = here.to(torch.uint8)
+    votes = here.to(torch.uint8)
     for group in filter(None, (s.group, s.outer_group)):
-        reduced(told, "max", group)
-    return told
+        reduced(votes, "max", group)
+    return votes
 
 
 def reduced(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
@@ -213,6 +203,4 @@ def reduced(tensor: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 def gathered(part: torch.Tensor, group: str) -> torch.Tensor:
     """All ranks' tensors of one size, flat, concatenated."""
-    out = part.new_empty(groups.process_group(group).size() * part.numel())
-    execution.current().gather([(out, part.reshape(-1))], group)()
-    return out
+    return _whole(part.reshape(-1), (part.numel(),), groups.process_group(group).size(), group)

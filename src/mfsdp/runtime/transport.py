@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from . import groups
+from . import groups, static_buffers
+
+if TYPE_CHECKING:
+    from .announcements import Announcements
 
 End = Callable[[], Any]
 
@@ -23,50 +27,30 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Tensors that are communicated together: parts of full buffers, [ranks * n], and of their shards, [n]; contiguous."""
 
 
-class Turn(Protocol):
-    """A communicating program, or an operation outside of programs (`execution.Execution`)."""
+class Answers(Protocol):
+    """An exchange of fingerprints in flight (Note [Desync detection])."""
 
-    def tag(self, group: str) -> int:
-        """The tag of its messages over a group; no two programs share one."""
+    def ready(self) -> bool:
+        """Whether `wait` returns at once."""
 
-    def agree(self) -> None:
-        """Checks that all ranks run the same. Transports without tags call it before a launch.
-
-        Raises:
-            RuntimeError: they do not.
-        """
-
-
-class Transport(Protocol):
-    """Communicates between the ranks of a process group; launches and does not wait."""
-
-    def gather(self, pairs: Pairs, turn: Turn) -> End:
-        """All-gathers every rank's shards into full buffers."""
-
-    def scatter(self, pairs: Pairs, dtype: torch.dtype, turn: Turn) -> End:
-        """Sums full buffers over ranks, in ``dtype``, into each rank's shard, in the shard's dtype."""
-
-    def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
-        """Reduces a tensor in place; ``op`` is ``"sum"``, ``"min"`` or ``"max"``."""
-
-    def all_to_all(
-        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], turn: Turn
-    ) -> End:
-        """Sends each rank ``splits[rank]`` rows of ``sent``, in rank order, and receives ``received[rank]`` from each
-        into ``out``.
-        """
+    def wait(self) -> list[int]:
+        """Every rank's fingerprint, by rank of the group."""
 
 
 OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-class Member:
-    """A rank's place in a process group, with its texts for other ranks and torch's all-reduce."""
+class Transport:
+    """Communicates between the ranks of a process group; launches and does not wait."""
+
+    prompt: bool | None = None
+    """Whether the host may wait for answers to fingerprints where it waits anyway; ``None``: it exchanges none."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = weakref.ref(group)
         self.name = str(group.group_name)
         self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
+        """Ranks of the default group, in group order."""
         self.me = dist.get_rank()
         self.place = group.rank()
         self.size = group.size()
@@ -78,25 +62,62 @@ class Member:
         assert found is not None, "the registry holds no transport longer than its group"
         return found
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, turn: Turn) -> End:
-        turn.agree()
+    def gather(self, pairs: Pairs, run: Announcements) -> End:
+        """All-gathers every rank's shards into full buffers."""
+        raise NotImplementedError
+
+    def scatter(self, pairs: Pairs, dtype: torch.dtype, run: Announcements) -> End:
+        """Sums full buffers over ranks, in ``dtype``, into each rank's shard, in the shard's dtype."""
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, run: Announcements) -> End:
+        """Reduces a tensor in place; ``op`` is ``"sum"``, ``"min"`` or ``"max"``."""
+        run.agree()
         work: Any = dist.all_reduce(tensor, OPS[op], group=self.group, async_op=True)
         return work.wait  # type: ignore[no-any-return]
+
+    def all_to_all(
+        self, out: torch.Tensor, sent: torch.Tensor, received: Sequence[int], splits: Sequence[int], run: Announcements
+    ) -> End:
+        """Sends each rank ``splits[rank]`` rows of ``sent``, in rank order, and receives ``received[rank]`` from each
+        into ``out``.
+        """
+        raise NotImplementedError
+
+    # between ranks that compare what they run
+
+    def exchange(self, word: int) -> Answers:
+        """Exchanges fingerprints."""
+        raise NotImplementedError
 
     def tell(self, key: str, text: str) -> None:
         groups.tell(key, text)
 
     def ask(self, key: str, seconds: float) -> str | None:
+        """The text stored under ``key``, or ``None`` after ``seconds``."""
         return groups.ask(key, seconds)
 
+    def sever(self) -> None:
+        """Makes waits of the group's other ranks fail, where that is possible."""
 
-def segments(
-    splits: Sequence[int], ranks: int, full: torch.Tensor, shard: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parts of a full buffer and of a shard that are communicated together."""
+    def abort(self) -> None:
+        """Makes this rank's waits fail too, in all threads."""
+        self.sever()
+
+    def lanes(self) -> list[dist.ProcessGroup]:
+        """The group, if it still exists, and the one beside it for reductions."""
+        found = []
+        for name in filter(None, (self.name, groups.other_of(self.name))):
+            with suppress(RuntimeError):
+                found.append(groups.process_group(name))
+        return found
+
+
+def segments(splits: tuple[int, ...], ranks: int, full: torch.Tensor, shard: torch.Tensor) -> Pairs:
+    """Parts of a full buffer and of a shard that are communicated together; those of a static buffer are cut once."""
     if len(splits) == 1:
         return [(full, shard)]
-    return list(zip(parts(full, splits, ranks), parts(shard, splits, 1), strict=True))
+    return list(zip(static_buffers.views(full, parts, splits, ranks), parts(shard, splits, 1), strict=True))
 
 
 def parts(flat: torch.Tensor, splits: Sequence[int], ranks: int) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from . import groups
 from .c10d_transport import C10dTransport
-from .desync import GroupState, Wire
+from .desync import GroupState
 from .fake_transport import FakeTransport
 from .gloo_transport import GlooTransport
 from .transport import Transport
@@ -22,83 +22,77 @@ def transport_of(name: str, device: torch.device) -> Transport:
     return _made(name, device.type)
 
 
-def wire_of(name: str) -> Wire | None:
+def wire_of(name: str) -> Transport | None:
     """The transport for a group's fingerprints, over the CPU if possible; ``None`` if there is no other rank."""
     kinds = [kind.partition(":")[0] for kind in dist.get_backend_config(groups.process_group(name)).split(",")]
     found = _made(name, "cpu" if "cpu" in kinds else kinds[0])
-    return found if isinstance(found, Wire) and len(found.ranks) > 1 else None
-
-
-_companies: dict[str, tuple[weakref.ref[dist.ProcessGroup], GroupState | None]] = {}
+    return found if found.size > 1 and found.prompt is not None else None
 
 
 def group_state(name: str) -> GroupState | None:
     """A group's state; ``None`` if there is no other rank."""
     group = groups.process_group(name)
-    found = _companies.get(name)
+    found = _registry.states.get(name)
     if found is None or found[0]() is not group:
         line = wire_of(name)
-        found = _companies[name] = (weakref.ref(group), None if line is None else GroupState(name, line))
+        found = _registry.states[name] = (weakref.ref(group), None if line is None else GroupState(name, line))
     return found[1]
 
 
 def group_states() -> list[GroupState]:
     """The states of all groups that exist."""
-    return [c for made, c in list(_companies.values()) if c is not None and made() is not None]
+    return [c for made, c in list(_registry.states.values()) if c is not None and made() is not None]
 
 
 def count_step(names: Iterable[str]) -> None:
     """Counts an optimizer step, once in each group that shares its parameters (invariant 66)."""
-    for name in set(names):
-        made, company = _companies.get(name, (None, None))
-        if made is not None and made() is not None and company is not None:  # the group has communicated
-            company.steps += 1
+    counted = set(names)
+    for state in group_states():  # of groups that have communicated
+        state.steps += state.name in counted
 
 
 def count_load(names: Iterable[str], what: str, digest: int) -> None:
     """Counts a loaded state dict, once in each group that shares its weights (invariant 69)."""
     for name in set(names):
         with suppress(RuntimeError):  # a deleted group has nothing to compare
-            if (company := group_state(name)) is not None:
-                company.load(what, digest)
+            if (state := group_state(name)) is not None:
+                state.load(what, digest)
 
 
 def _made(name: str, device: str) -> Transport:
     group = groups.process_group(name)
-    found = _transports.get((name, device))
+    found = _registry.transports.get((name, device))
     if found is None or found[0]() is not group:
-        found = _transports[name, device] = (weakref.ref(group), (_stand_in or _make)(group, device))
+        found = _registry.transports[name, device] = (weakref.ref(group), _registry.make(group, device))
     return found[1]
-
-
-_transports: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], Transport]] = {}
 
 
 def _make(group: dist.ProcessGroup, device: str) -> Transport:
     if dist.get_backend(group) == "fake":
         return FakeTransport(group)
-    return (
-        GlooTransport(group)
-        if device == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
-        else C10dTransport(group)
-    )
+    gloo = device == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
+    return GlooTransport(group) if gloo else C10dTransport(group)
 
 
-_stand_in: Callable[[dist.ProcessGroup, str], Transport] | None = None
+class _Registry:
+    """What was made for groups, by name; each refers to its group, which another one of that name may replace."""
+
+    def __init__(self, make: Callable[[dist.ProcessGroup, str], Transport]):
+        self.make = make
+        self.transports: dict[tuple[str, str], tuple[weakref.ref[dist.ProcessGroup], Transport]] = {}
+        """By name and device type."""
+        self.states: dict[str, tuple[weakref.ref[dist.ProcessGroup], GroupState | None]] = {}
+
+
+_registry = _Registry(_make)
 
 
 @contextmanager
 def carried_by(make: Callable[[dist.ProcessGroup, str], Transport]) -> Iterator[None]:
     """Replaces the transports of all groups inside of the ``with``."""
-    global _stand_in
-    former, there, met = _stand_in, dict(_transports), dict(_companies)
-    _stand_in = make
-    _transports.clear()
-    _companies.clear()
+    global _registry
+    previous, _registry = _registry, _Registry(make)
     try:
         yield
     finally:
-        _stand_in = former
-        for known, before in ((_transports, there), (_companies, met)):
-            known.clear()
-            known.update(before)  # type: ignore[arg-type]
+        _registry = previous

@@ -15,10 +15,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx, nn
 
-from ..buffers.flat_buffer import FlatBuffer
+from ..buffers.flat_buffer import FlatBuffer, owner_of
 from ..config.own_source import ours
 from ..ir import ops
-from ..runtime import buffer_registry
 
 
 def refuse_renormalising(module: nn.Module, fqn: str) -> None:
@@ -61,7 +60,7 @@ def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """
     buffers: dict[int, FlatBuffer] = {}
     for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        buffer = buffer_registry.owner(tensor) if isinstance(tensor, torch.Tensor) else None
+        buffer = owner_of(tensor) if isinstance(tensor, torch.Tensor) else None
         if buffer is not None:
             buffers[_storage(node)] = buffer
     bodies = [m for m in gm.modules() if isinstance(m, fx.GraphModule)] if buffers else []
