@@ -29,7 +29,7 @@ from torch import nn
 from ..buffers.sharding_plan import ShardingPlan
 from ..config.options import MixedPrecisionPolicy
 from .module import FSDPModule, own_class
-from .unit_assignment import Claim, matches
+from .unit_assignment import PlannedUnit, matches
 
 log = logging.getLogger("mfsdp")
 
@@ -46,7 +46,7 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Large = Callable[[Iterable[nn.Parameter]], bool]
 
 
-def auto(whole: Claim, policy: MixedPrecisionPolicy, placement: ShardingPlan) -> list[str]:
+def auto(whole: PlannedUnit, policy: MixedPrecisionPolicy, placement: ShardingPlan) -> list[str]:
     """Returns the names of the modules that become units (Note [Units of a model]); the rest is the root's.
 
     Args:
@@ -83,7 +83,7 @@ def auto(whole: Claim, policy: MixedPrecisionPolicy, placement: ShardingPlan) ->
 class _Model:
     """A model's modules in order, and which modules own each parameter."""
 
-    def __init__(self, whole: Claim):
+    def __init__(self, whole: PlannedUnit):
         self.root = whole.module
         self.names: dict[nn.Module, str] = {m: name for name, m in self.root.named_modules()}
         self.order = {m: i for i, m in enumerate(self.names)}

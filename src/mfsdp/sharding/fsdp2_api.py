@@ -12,8 +12,11 @@ import torch.distributed.fsdp as fsdp
 
 from ..config.options import MixedPrecisionPolicy, Precision
 
+Policy = MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | None
+"""What `fully_shard` takes as ``mp_policy``."""
 
-def policy_of(given: Any) -> MixedPrecisionPolicy:
+
+def policy_of(given: Policy) -> MixedPrecisionPolicy:
     """Returns our policy; converts torch's.
 
     Torch's keeps main weights in the model's dtype and communicates gradients in ``reduce_dtype``; if that is ``None``,
@@ -59,7 +62,7 @@ def _reduces_in_own_dtype() -> bool:
     return (int(major), int(minor)) >= (2, 15)
 
 
-def reshards(given: Any) -> None:
+def reshards(given: object) -> None:
     """Checks ``reshard_after_forward``.
 
     Raises:
@@ -76,7 +79,7 @@ def reshards(given: Any) -> None:
     raise ValueError(f"reshard_after_forward={given!r}: choose True, False or None")
 
 
-def no_offload(offload_policy: Any, shard_placement_fn: Any) -> None:
+def no_offload(offload_policy: object, shard_placement_fn: object) -> None:
     """Checks two arguments without effect here.
 
     Raises:

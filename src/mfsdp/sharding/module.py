@@ -148,18 +148,27 @@ def buffers_of(module: Any, recurse: bool) -> list[FlatBuffer]:
     return [buffer for unit in dict.fromkeys(units) for buffer in unit.buffers]
 
 
-def hand_over(owner: nn.Module, name: str, ref: Ref, former: Callable[[], nn.Parameter], undo: Rollback) -> None:
+def units_of(root: nn.Module) -> dict[UnitState, list[str]]:
+    """Returns the units in a model, each with the names of its modules."""
+    out: dict[UnitState, list[str]] = {}
+    for name, m in root.named_modules():
+        if isinstance(m, FSDPModule):
+            out.setdefault(m._mfsdp_unit, []).append(name)
+    return out
+
+
+def hand_over(owner: nn.Module, name: str, ref: Ref, original: Callable[[], nn.Parameter], rollback: Rollback) -> None:
     _put(owner, name, cast(nn.Parameter, ref.buffer.params[ref.slot]))
     owner.__dict__.setdefault("_mfsdp_refs", {})[name] = ref
     ref.buffer.place(owner._parameters, name, ref.slot)
 
     def back() -> None:
-        _put(owner, name, former())
+        _put(owner, name, original())
         refs(owner).pop(name, None)
         if not refs(owner):
             owner.__dict__.pop("_mfsdp_refs", None)
 
-    undo.steps.append(back)
+    rollback.steps.append(back)
 
 
 def _put(owner: nn.Module, name: str, param: nn.Parameter) -> None:
@@ -174,7 +183,7 @@ def own_class(module: nn.Module) -> Any:
     return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
 
 
-def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, undo: Rollback) -> None:
+def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, rollback: Rollback) -> None:
     old = type(owner)
     owner.__dict__["_mfsdp_unit"] = unit
     owner.__class__ = _subclass(old, tuple(refs(owner)), is_unit, *casts)  # type: ignore[arg-type]
@@ -184,7 +193,7 @@ def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, u
         owner.__dict__.pop("_mfsdp_unit", None)
         owner.__dict__.pop("_mfsdp_refs", None)
 
-    undo.steps.append(back)
+    rollback.steps.append(back)
 
 
 @functools.cache

@@ -201,51 +201,51 @@ def understood(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]) 
             )
 
 
-def adapt(modules: Iterable[nn.Module], undo: Rollback) -> None:
+def adapt(modules: Iterable[nn.Module], rollback: Rollback) -> None:
     """Makes forwards of transformers' styles leave ``_parameters`` alone and call the forward of the module's new
     class.
     """
     for module in modules:
         cells = _cells(module) if refs(module) else {}
         if "is_already_hooked" in cells:  # `TPShard.partial` sums them
-            _forward(module, cells["original_forward"].cell_contents, undo)
+            _forward(module, cells["original_forward"].cell_contents, rollback)
         elif "self" in cells:
             style: Any = cells["self"].cell_contents
             if not isinstance(style, _Inside):
                 style = _adapted(style)
-                _put(cells["self"], "cell_contents", style, undo)
+                _put(cells["self"], "cell_contents", style, rollback)
             for key, ref in refs(module).items():
                 if ref.piece is not None:
                     refs(module)[key] = replace(ref, style=style)
             if "original_forward" in cells:
-                _put(cells["original_forward"], "cell_contents", _called(module, cells["original_forward"]), undo)
+                _put(cells["original_forward"], "cell_contents", _called(module, cells["original_forward"]), rollback)
             own = cells["implementation"].cell_contents if "implementation" in cells else None
             for way in (own, *(v for v in vars(own).values() if hasattr(v, "experts_forward"))) if own else ():
                 bound = types.CellType(way.experts_forward)
-                _put(way, "experts_forward", _called(module, bound), undo)
+                _put(way, "experts_forward", _called(module, bound), rollback)
                 kind: Any = type(way)
                 if getattr(kind.__call__, "__qualname__", "") == "AllToAllEP.__call__":
-                    _put(way, "__class__", _unbranched(kind), undo)
+                    _put(way, "__class__", _unbranched(kind), rollback)
 
 
 def _called(module: nn.Module, cell: types.CellType) -> Any:
-    """The module's current forward if the cell holds its former one, else the cell's content."""
+    """The module's current forward if the cell holds the one from before, else the cell's content."""
     bound = cell.cell_contents
     own = isinstance(bound, types.MethodType) and bound.__self__ is module and bound.__name__ == "forward"
     return types.MethodType(type(module).forward, module) if own else bound
 
 
-def _forward(module: nn.Module, original: Any, undo: Rollback) -> None:
+def _forward(module: nn.Module, original: Any, rollback: Rollback) -> None:
     theirs = module.__dict__.pop("forward")
     if getattr(original, "__self__", None) is not module:
         module.__dict__["forward"] = original
-    undo.steps.append(lambda: module.__dict__.update(forward=theirs))
+    rollback.steps.append(lambda: module.__dict__.update(forward=theirs))
 
 
-def _put(thing: Any, name: str, value: Any, undo: Rollback) -> None:
-    former = getattr(thing, name)
+def _put(thing: Any, name: str, value: Any, rollback: Rollback) -> None:
+    before = getattr(thing, name)
     setattr(thing, name, value)
-    undo.steps.append(lambda: setattr(thing, name, former))
+    rollback.steps.append(lambda: setattr(thing, name, before))
 
 
 class _Inside:
