@@ -17,7 +17,6 @@ import random
 import re
 import threading
 import uuid
-import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from ..buffers.flat_buffer import half_loaded, shared_over
 from ..runtime import execution, groups
 from . import files
-from .errors import CheckpointError, cause_of, together
+from .errors import CheckpointError, cause_of, quiet, together
 from .manifest import MANIFEST, faults_of
 from .reading import Planner, Reader
 from .saving import Save, Saving
@@ -273,8 +272,7 @@ class Checkpoints:
             planner.create_local_plan()
 
         def read() -> None:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            with quiet():
                 dcp.load(state, storage_reader=Reader(path), planner=Planner())
 
         together(f"load step {step}, which does not fit; nothing was loaded", fit)

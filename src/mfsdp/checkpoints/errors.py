@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import TypeVar, cast
 
@@ -11,6 +12,14 @@ from ..runtime import groups
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class quiet(warnings.catch_warnings):
+    """Suppresses torch's warning that torch.distributed is disabled: one process is intended."""
+
+    def __enter__(self) -> None:  # type: ignore[override]
+        super().__enter__()
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class CheckpointError(RuntimeError):

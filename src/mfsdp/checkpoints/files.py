@@ -10,9 +10,12 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from safetensors import safe_open as Opened
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -50,7 +53,7 @@ def entries(path: Path, rename: Callable[[str], str] | None = None) -> dict[str,
     return out
 
 
-def opened(file: Path) -> Any:
+def opened(file: Path) -> Opened:
     """Opens a safetensors file, memory-mapped.
 
     Raises:

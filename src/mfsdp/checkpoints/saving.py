@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..buffers.flat_buffer import Ref, refs
 from ..runtime import groups
 from . import files, manifest
-from .errors import CheckpointError, first_ends, in_words, together
+from .errors import CheckpointError, first_ends, in_words, quiet, together
 from .writing import Sums, Writer
 
 
@@ -82,12 +81,11 @@ class Save:
         self._locks.append(files.make_own(self.aside))
 
     def _plan(self, state: dict[str, Any]) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            try:
+        try:
+            with quiet():
                 dcp.save(state, storage_writer=self.writer)
-            except dcp.CheckpointException as error:
-                raise CheckpointError(f"mfsdp: could not save step {self.step}: {in_words(error)}") from error
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"mfsdp: could not save step {self.step}: {in_words(error)}") from error
 
     def end(self, company: groups.Everybody, expire: Callable[[], list[Path]]) -> list[Path]:
         """Runs the second half.
