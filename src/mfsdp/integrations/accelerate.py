@@ -16,7 +16,6 @@ on FSDP version 2.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -39,8 +38,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compiler.microbatches import settings
 from ..config.options import MixedPrecisionPolicy, Options
+from ..config.patches import around
 from ..sharding.fsdp2_api import policy_of
-from ..sharding.module import FSDPModule
+from ..sharding.module import FSDPModule, unwrapped
 from ..sharding.shard import fully_shard
 from ..sharding.stale_optimizers import optimizer_of
 from . import environment
@@ -95,12 +95,6 @@ def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     return model
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the module that ``torch.compile(model)`` was called on."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
-
-
 def _shard(accelerator: Accelerator, model: nn.Module) -> None:
     plugin = accelerator.state.fsdp_plugin
     if (holder := optimizer_of(model)) is not None:
@@ -122,8 +116,7 @@ def _shard(accelerator: Accelerator, model: nn.Module) -> None:
         "device": accelerator.device,
         "sync_module_states": synced,
         **_mesh(accelerator),
-        **environment.read(environment.SHARDING),
-        **(getattr(plugin, "sharding", None) or {}),
+        **environment.sharding(getattr(plugin, "sharding", None)),
     }
     fully_shard(model, **asked)
 
@@ -223,7 +216,11 @@ def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
         raise ValueError(
             "Accelerator.prepare: torch's fully_shard has sharded the model; leave that out, or call mfsdp.fully_shard"
         )
-    _by_us(model)
+    if unwrapped(model) is not model or model._compiled_call_impl is not None:
+        try:
+            settings(model, "Accelerator.prepare")
+        except TypeError as refused:  # another backend compiles it
+            raise ValueError(_COMPILES.format(refused)) from None
     if state.dynamo_plugin.backend != DynamoBackend.NO:
         raise ValueError(_COMPILES.format(f"Accelerate is to compile by {state.dynamo_plugin.backend.value!r}"))
     if state.mixed_precision == "fp16" and accelerator.scaler is None:
@@ -241,19 +238,6 @@ def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
         )
     if state.fsdp_plugin.activation_checkpointing_offload:
         raise NotImplementedError("activation_checkpointing_offload is not supported; activation_checkpointing is")
-
-
-def _by_us(model: Any) -> None:
-    """Refuses models that another backend compiles.
-
-    Raises:
-        ValueError: names the backend.
-    """
-    if unwrapped(model) is not model or model._compiled_call_impl is not None:
-        try:
-            settings(model, "Accelerator.prepare")
-        except TypeError as refused:
-            raise ValueError(_COMPILES.format(refused)) from None
 
 
 _COMPILES = (
@@ -326,15 +310,10 @@ def _prepare(own: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: A
     if not self.is_fsdp2:
         for model in models:
             _not_sharded(model)
-        return own(self, *args, **kwargs)
-    if bool(models) == any(isinstance(x, torch.optim.Optimizer) for x in args) or len(models) > 1:
-        return own(self, *args, **kwargs)
-    out = _prepare_fsdp2(self, *args)
-    known = [x for found in (self._models, self._optimizers, self._dataloaders, self._schedulers) for x in found]
-    for item in out:
-        if any(item is other for other in known):
-            item._is_accelerate_prepared = True
-    return out if len(out) > 1 else out[0]
+    elif bool(models) != any(isinstance(x, torch.optim.Optimizer) for x in args) and len(models) < 2:
+        out = _prepare_fsdp2(self, *args)
+        return out if len(out) > 1 else out[0]
+    return own(self, *args, **kwargs)
 
 
 def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
@@ -345,7 +324,8 @@ def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
     model = next((x for x in args if isinstance(x, nn.Module)), None)
     if model is not None:
         _refuse(self, model)
-    known = [(found, list(found)) for found in (self._models, self._optimizers, self._dataloaders, self._schedulers)]
+    containers = (self._models, self._optimizers, self._dataloaders, self._schedulers)
+    before = [list(found) for found in containers]
     try:
         result = [x if isinstance(x, nn.Module) else self._prepare_one(x, first_pass=True) for x in args]
         result = [x if isinstance(x, nn.Module) else self._prepare_one(x) for x in result]
@@ -357,9 +337,12 @@ def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
                 self._models.append(model)
         _pair(self)
     except BaseException:
-        for found, before in known:
-            found[:] = before
+        for found, earlier in zip(containers, before):
+            found[:] = earlier
         raise
+    for item in result:
+        if any(item is known for found in containers for known in found):
+            item._is_accelerate_prepared = True
     return tuple(result)
 
 
@@ -475,16 +458,15 @@ def _install() -> None:
     """Replaces accelerate's functions, once. Private in accelerate (``_prepare_fsdp2``, and that ``prepare`` and other
     packages look up ``fsdp2_prepare_model`` in two places); tried with 1.15.
     """
-    around: list[tuple[Any, str, Callable[..., Any]]] = [
+    wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
         (AcceleratorState, "__init__", _state),
         (Accelerator, "prepare", _prepare),
         (Accelerator, "prepare_model", _prepare_alone),
         (Accelerator, "no_sync", _no_sync),
         (Accelerator, "clip_grad_norm_", _clip_grad_norm),
     ]
-    for where, name, ours in around:
-        own = getattr(where, name)
-        setattr(where, name, functools.wraps(own)(_first(ours, own)))
+    for where, name, ours in wrapped:
+        setattr(where, name, around(getattr(where, name), ours))
     instead: list[tuple[Any, str, Any]] = [
         (Accelerator, "_prepare_fsdp2", _prepare_fsdp2),
         (theirs, "fsdp2_prepare_model", prepare_model),
@@ -493,13 +475,6 @@ def _install() -> None:
     ]
     for where, name, ours in instead:
         setattr(where, name, ours)
-
-
-def _first(ours: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(own, self, *args, **kwargs)
-
-    return asked
 
 
 _install()

@@ -13,8 +13,6 @@ from typing import Any
 
 from ..config.options import Options
 
-OPTIONS, SHARDING = "MFSDP_OPTIONS", "MFSDP_SHARDING"
-
 
 def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the backend's options: those of the environment, overridden by ``given``.
@@ -22,12 +20,17 @@ def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises:
         ValueError: one that the backend does not have.
     """
-    found = {**read(OPTIONS), **(given or {})}
+    found = {**_read("MFSDP_OPTIONS"), **(given or {})}
     Options.parse(found)
     return found
 
 
-def read(name: str) -> dict[str, Any]:
+def sharding(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns arguments of `mfsdp.fully_shard`: those of the environment, overridden by ``given``."""
+    return {**_read("MFSDP_SHARDING"), **(given or {})}
+
+
+def _read(name: str) -> dict[str, Any]:
     """Returns the value of a variable, empty if it is not set.
 
     Raises:

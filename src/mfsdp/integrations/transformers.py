@@ -17,7 +17,6 @@ take settings that the configuration has no field for.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from ..buffers.flat_buffer import Ref, refs
 from ..config.options import MixedPrecisionPolicy
+from ..config.patches import around
 from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import devices, groups, sync_collectives
 from ..sharding import materialize
@@ -138,7 +138,7 @@ def _arguments(config: Any) -> dict[str, Any]:
     Raises:
         ValueError: the configuration's own fields set one of them.
     """
-    found = {**environment.read(environment.SHARDING), **(getattr(config, "sharding", None) or {})}
+    found = environment.sharding(getattr(config, "sharding", None))
     if clash := [name for name in PLANNED if name in found]:
         raise ValueError(
             f"sharding={', '.join(clash)}: DistributedConfig's own fields say that: fsdp_plan, fsdp_size, "
@@ -312,16 +312,8 @@ def _install() -> None:
     for module in [m for name, m in sys.modules.items() if name.startswith("transformers.")]:
         if module.__dict__.get("is_fsdp_managed_module") is managed:  # also those that imported it by name
             table.append((module, "is_fsdp_managed_module", _managed))
-    for where, name, around in table:
-        own = getattr(where, name)
-        setattr(where, name, functools.wraps(own)(_first(around, own)))
-
-
-def _first(ours: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        return ours(own, *args, **kwargs)
-
-    return asked
+    for where, name, ours in table:
+        setattr(where, name, around(getattr(where, name), ours))
 
 
 _install()

@@ -47,7 +47,7 @@ def fully_shard_optimizer(
             ``runtime/step_prefetch.py``). Forward uses them if weights have not been written since; its results are
             bitwise the same. Not with the backend's option ``prefetch=0``. All ranks must pass the same value.
         offload: ``True`` or ``"state"``: keep state on the host in pinned memory and stream it through the device unit
-            by unit during the step (Note [Streamed state] in ``state/host_state.py``). Results are bitwise the same.
+            by unit during the step (Note [Streamed state] in ``optim/host_state.py``). Results are bitwise the same.
             For torch's own optimizers; state of unsharded parameters and main weights stay on the device. ``None``: as
             the model's plan says (`mfsdp.plan`), else off.
 

@@ -25,7 +25,7 @@ under hooks.
 
 
 def register(shard: torch.Tensor, buffer: Any) -> None:
-    """Records a shard's flat buffer (`state.flat_buffer.FlatBuffer`). The reference is weak: Python never collects what
+    """Records a shard's flat buffer (`buffers.flat_buffer`). The reference is weak: Python never collects what
     a tensor known to autograd holds.
     """
     setattr(shard, _OWNER, weakref.ref(buffer))

@@ -28,7 +28,7 @@ from torch import nn
 
 from ..buffers.sharding_plan import ShardingPlan
 from ..config.options import MixedPrecisionPolicy
-from .module import FSDPModule, own_class
+from .module import FSDPModule, own_class, unwrapped
 from .unit_assignment import PlannedUnit, matches
 
 log = logging.getLogger("mfsdp")
@@ -116,7 +116,7 @@ class _Model:
         for m in self.names:  # outer ones first
             if not isinstance(m, LISTS) or m in taken:
                 continue
-            children = [c for c in dict.fromkeys(_unwrapped(c) for c in m.children()) if c not in taken]
+            children = [c for c in dict.fromkeys(unwrapped(c) for c in m.children()) if c not in taken]
             found = [c for c in self.alike(children) if not self.inside[c] & taken]
             if found and sum(p.numel() for c in found for p in self.own(c)) >= least:
                 out += found
@@ -149,12 +149,6 @@ class _Model:
             return whole[-1]  # the smallest
         heads = [m for m in free if self.order[m] > last and m._parameters and large(self.own(m))]
         return max(heads, key=lambda m: sum(p.numel() for p in self.own(m)), default=None)
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """The module that ``torch.compile(module)`` wraps."""
-    inner = getattr(module, "_orig_mod", module)
-    return inner if isinstance(inner, nn.Module) else module
 
 
 def _texts(plan: Any) -> list[str]:

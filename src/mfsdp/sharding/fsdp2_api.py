@@ -119,20 +119,12 @@ class Spelling:
         """Does nothing: gathered parameters keep their addresses in static buffers (option ``pool``)."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Accepts ``False``, the fixed behavior.
-
-        Raises:
-            NotImplementedError: ``True``.
-        """
+        """Accepts ``False``, the fixed behavior; raises NotImplementedError for ``True``."""
         if enabled:
             _instead("set_manual_backward_finalization(True)", "every backward finishes its reductions by itself")
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Accepts ``True``, the fixed behavior.
-
-        Raises:
-            NotImplementedError: ``False``.
-        """
+        """Accepts ``True``, the fixed behavior; raises NotImplementedError for ``False``."""
         if not reshard_after_backward:
             _instead(
                 "set_reshard_after_backward(False)",
@@ -140,19 +132,13 @@ class Spelling:
             )
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accepts ``True``, the fixed behavior.
-
-        Raises:
-            NotImplementedError: ``False``.
-        """
+        """Accepts ``True``, the fixed behavior; raises NotImplementedError for ``False``."""
         if not enable:
             _instead("set_separate_reduce_scatter_group(False)", "reductions have a process group of their own, always")
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Accepts ``False``: missing gradients of a unit are always reduced as zeros.
-
-        Raises:
-            NotImplementedError: ``True``; ``fully_shard(may_be_unused=)`` names units that a rank may skip.
+        """Accepts ``False``, the fixed behavior; raises NotImplementedError for ``True``: units that ranks may skip
+        are named in ``fully_shard(may_be_unused=)``.
         """
         if reduce_scatter_unused_params:
             _instead(
@@ -162,11 +148,7 @@ class Spelling:
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepts ``False``, the fixed behavior.
-
-        Raises:
-            NotImplementedError: ``True``.
-        """
+        """Accepts ``False``, the fixed behavior; raises NotImplementedError for ``True``."""
         if enable:
             _instead("set_allocate_memory_from_process_group_for_comm", "buffers are allocated as tensors")
 

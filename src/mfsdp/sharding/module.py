@@ -52,8 +52,7 @@ class FSDPModule(fsdp2_api.Spelling):
                 a buffer of the unit's size in ``main_grads_dtype`` and saves a reduction per microbatch. Graphs
                 recompile once. ``None`` changes nothing.
         """
-        if not isinstance(requires_gradient_sync, bool):
-            raise ValueError(f"requires_gradient_sync={requires_gradient_sync!r}: choose True or False")
+        _boolean("requires_gradient_sync", requires_gradient_sync)
         for buffer in buffers_of(self, recurse):
             buffer.gradients.sync = requires_gradient_sync
             if hold is not None and hold != buffer.spec.hold and buffer.spec.world > 1:
@@ -63,16 +62,14 @@ class FSDPModule(fsdp2_api.Spelling):
         """Sets whether the following backwards reduce gradients over the outer axis of a two-level mesh; those over the
         shard axis continue. It is the only reduction of unsharded gradients (``no_shard``, ``optim``).
         """
-        if not isinstance(requires_all_reduce, bool):
-            raise ValueError(f"requires_all_reduce={requires_all_reduce!r}: choose True or False")
+        _boolean("requires_all_reduce", requires_all_reduce)
         for buffer in buffers_of(self, recurse):
             if buffer.spec.outer > 1 and not buffer.spec.hold:
                 buffer.gradients.sync = requires_all_reduce
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``nn.Module``; also drops unreduced gradients."""
-        for buffer in buffers_of(self, recurse=True):
-            buffer.gradients.forget()
+        self.reset_iter_state()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -81,8 +78,7 @@ class FSDPModule(fsdp2_api.Spelling):
         Raises:
             ValueError: it is not ``True`` or ``False``.
         """
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: choose True or False")
+        _boolean("reshard_after_forward", reshard_after_forward)
         self._mfsdp_unit.root_keeps = False
         for buffer in buffers_of(self, recurse):
             buffer.respec(reshard=reshard_after_forward)
@@ -142,10 +138,20 @@ class FSDPModule(fsdp2_api.Spelling):
             eager.release(self._mfsdp_unit)
 
 
-def buffers_of(module: Any, recurse: bool) -> list[FlatBuffer]:
-    modules = module.modules() if recurse else [module]
-    units = [m.__dict__["_mfsdp_unit"] for m in modules if isinstance(m, FSDPModule)]
-    return [buffer for unit in dict.fromkeys(units) for buffer in unit.buffers]
+def _boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: choose True or False")
+
+
+def buffers_of(module: FSDPModule, recurse: bool) -> list[FlatBuffer]:
+    units = units_of(cast(nn.Module, module)) if recurse else [module._mfsdp_unit]
+    return [buffer for unit in units for buffer in unit.buffers]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Returns the module that ``torch.compile(module)`` was called on."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, nn.Module) else module
 
 
 def units_of(root: nn.Module) -> dict[UnitState, list[str]]:

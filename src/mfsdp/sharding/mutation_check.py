@@ -19,6 +19,7 @@ from ..buffers.flat_buffer import FlatBuffer
 from ..config.own_source import ours
 from ..ir import ops
 from ..runtime import buffer_registry
+from ..runtime.checksums import checksum
 
 
 def refuse_renormalising(module: nn.Module, fqn: str) -> None:
@@ -166,7 +167,7 @@ class MutationCheck:
 
     def _state(self, param: torch.Tensor) -> tuple[int, int, int]:
         version = 0 if param.is_inference() else param._version
-        return version, param.data_ptr(), _fingerprint(param) if self.look else 0
+        return version, param.data_ptr(), int(checksum(param)) if self.look else 0
 
     def written(self) -> int | None:
         """The slot of the first parameter written since, or ``None``."""
@@ -179,15 +180,3 @@ class MutationCheck:
 
 _looked: WeakKeyDictionary[FlatBuffer, set[bool]] = WeakKeyDictionary()
 """Grad modes in which values were already compared."""
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _fingerprint(tensor: torch.Tensor, step: int = 2**20) -> int:
-    """A hash that changes if an element changes or two elements swap."""
-    if not tensor.numel():
-        return 0
-    bits = tensor.detach().view(_INTEGERS[tensor.dtype.itemsize]).flatten()
-    weights = torch.arange(1, 2 * min(step, bits.numel()), 2, device=bits.device)
-    sums = [(part * weights[: part.numel()]).sum() for part in bits.split(step)]
-    return hash(tuple(torch.stack(sums).tolist()))

@@ -1,4 +1,4 @@
-"""Adapts TransformerEngine's modules when they are sharded (`state.transformer_engine`)."""
+"""Adapts TransformerEngine's modules when they are sharded (`dtensor.transformer_engine`)."""
 
 from __future__ import annotations
 
