@@ -79,24 +79,24 @@ def convert(
     if there or target.absolute() == Path.cwd():
         raise FileExistsError(f"convert: there is something at {target}; give a folder that is not there yet")
     checkpoint = _checkpoint(source)
-    aside = target.absolute().parent / f".{target.absolute().name}.partial"
+    partial = target.absolute().parent / f".{target.absolute().name}.partial"
     try:
-        own = files.make_own(aside)
+        own = files.make_own(partial)
     except OSError as error:
         raise CheckpointError(f"mfsdp: could not convert {source} to {target}: {cause_of(error)}") from error
     try:
         conversion = _Conversion(rename, tied or {}, dtype, progress)
         if checkpoint is not None:
-            names = conversion.to_safetensors(checkpoint, aside, key, max_file_bytes)
+            names = conversion.to_safetensors(checkpoint, partial, key, max_file_bytes)
             if config is not None:
-                shutil.copyfile(config, aside / "config.json")
+                shutil.copyfile(config, partial / "config.json")
         else:
-            names = conversion.to_checkpoint(source, aside, "model" if key is None else key)
-        for file in (*aside.iterdir(), aside):
+            names = conversion.to_checkpoint(source, partial, "model" if key is None else key)
+        for file in (*partial.iterdir(), partial):
             files.sync(file)
         if target.exists():
             target.rmdir()
-        os.rename(aside, target)
+        os.rename(partial, target)
         files.sync(target.absolute().parent)
     except (OSError, dcp.CheckpointException) as error:
         refused = inner(error)
@@ -104,7 +104,7 @@ def convert(
             raise refused from error
         raise CheckpointError(f"mfsdp: could not convert {source} to {target}: {cause_of(error)}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         os.close(own)
     return names
 

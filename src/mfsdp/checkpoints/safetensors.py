@@ -111,8 +111,8 @@ def save_safetensors(
     sizes = {n: t.numel() * _kept_dtype(t, dtype).itemsize for n, t in tensors.items()}
     plan = files.split(sizes, max_file_bytes)
     folder, first = Path(folder), _FirstRank()
-    aside = folder / ".partial"
-    own = first.tries(files.make_own, aside)
+    partial = folder / ".partial"
+    own = first.tries(files.make_own, partial)
     plan = first.tries(files.not_in, folder, plan) or plan
     for file, inside in plan.items():
         whole: dict[str, torch.Tensor] = {}
@@ -122,12 +122,12 @@ def save_safetensors(
                 full = full.full_tensor()
             if first.writes:
                 whole[name] = full.to("cpu", _kept_dtype(full, dtype)).contiguous()
-        first.tries(files.write, aside, file, whole)
-    first.tries(files.write_index, aside, sizes, plan)
-    first.tries(_save_config, model, aside, dtype)
-    first.tries(files.publish, aside, folder)
+        first.tries(files.write, partial, file, whole)
+    first.tries(files.write_index, partial, sizes, plan)
+    first.tries(_save_config, model, partial, dtype)
+    first.tries(files.publish, partial, folder)
     if own is not None:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         os.close(own)
     first.raise_everywhere(folder)
 
