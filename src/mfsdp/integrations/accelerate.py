@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..compiler.microbatches import settings
 from ..config.options import MixedPrecisionPolicy, Options
 from ..config.patches import around
+from ..sharding import materialize
 from ..sharding.fsdp2_api import policy_of
 from ..sharding.module import FSDPModule, unwrapped
 from ..sharding.shard import fully_shard
@@ -71,14 +72,11 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):
 
 
 def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Shards and compiles a model in place, by the accelerator's FSDP plugin, as far as not done yet.
+    """Shards and compiles a model in place, by the accelerator's FSDP plugin, as far as not done yet, and returns it.
 
     Args:
         accelerator: its FSDP configuration is version 2.
         model: on any device; it may be on the meta device on all ranks, or on all but the first.
-
-    Returns:
-        The same object.
 
     Raises:
         ValueError: the model is wrapped or compiled by something else, or an optimizer holds its parameters; an invalid
@@ -104,10 +102,10 @@ def _shard(accelerator: Accelerator, model: nn.Module) -> None:
             "build the optimizer from the parameters of the prepared model"
         )
     blocks = _blocks(plugin, model)
-    synced = plugin.cpu_ram_efficient_loading and _of_first_rank(accelerator, model)
+    synced = plugin.cpu_ram_efficient_loading and _of_first_rank(model)
     if plugin.activation_checkpointing:
         _checkpoint(model, blocks)
-    asked = {
+    arguments = {
         "units": [name for name, m in model.named_modules() if m in blocks] or "auto",
         "mp_policy": _policy(accelerator),
         "reshard_after_forward": plugin.reshard_after_forward,
@@ -118,10 +116,10 @@ def _shard(accelerator: Accelerator, model: nn.Module) -> None:
         **_mesh(accelerator),
         **environment.sharding(getattr(plugin, "sharding", None)),
     }
-    fully_shard(model, **asked)
+    fully_shard(model, **arguments)
 
 
-def _blocks(plugin: Any, model: nn.Module) -> set[nn.Module]:
+def _blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> set[nn.Module]:
     """Returns the modules that the auto-wrap policy selects; none without a policy.
 
     Raises:
@@ -139,10 +137,7 @@ def _blocks(plugin: Any, model: nn.Module) -> set[nn.Module]:
 
 def _checkpoint(model: nn.Module, blocks: set[nn.Module]) -> None:
     """Recomputes the blocks' activations in backward, with the same RNG state. Private in torch
-    (``checkpoint_wrapper``); tried on 2.13, not on the others of 2.11 to 2.15.
-
-    Raises:
-        ValueError: there is no block.
+    (``checkpoint_wrapper``); tried on 2.13, not on the others of 2.11 to 2.15. Without a block, raises a ValueError.
     """
     if not blocks:
         raise ValueError(
@@ -172,31 +167,15 @@ def _mesh(accelerator: Accelerator) -> dict[str, Any]:
     return {"mesh": mesh[(*outer, shard)], "dp_mesh_dims": (*outer, shard) if outer else {"shard": shard}}
 
 
-def _of_first_rank(accelerator: Accelerator, model: nn.Module) -> bool:
-    """Whether rank 0 has the values and the others are to receive them. Then allocates meta tensors on the CPU; memory
-    that is never written takes no space.
+def _of_first_rank(model: nn.Module) -> bool:
+    """Whether rank 0 has the values and the others are to receive them. Then allocates what is on meta, on the CPU;
+    memory that is never written takes no space.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    everywhere = [any(t.is_meta for t in tensors)]
+    everywhere = [any(t.is_meta for t in (*model.parameters(), *model.buffers()))]
     broadcast_object_list(everywhere)
-    if everywhere[0]:
-        return False
-    made: dict[torch.Tensor, torch.Tensor] = {}
-
-    def real(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor not in made:
-            new = torch.empty_like(tensor, device="cpu")
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                new.__dict__.update(tensor.__dict__)
-            made[tensor] = new
-        return made[tensor]
-
-    for module in model.modules():
-        held: Any
-        for held in (module._parameters, module._buffers):
-            held.update({name: real(t) for name, t in held.items() if t is not None and t.is_meta})
-    return True
+    if not everywhere[0]:
+        materialize.allocate(model)
+    return not everywhere[0]
 
 
 # Refusals
@@ -247,11 +226,9 @@ _COMPILES = (
 )
 
 
-def _not_sharded(model: Any) -> None:
-    """Refuses a sharded model where FSDP version 2 is not configured: accelerate would wrap it in DDP, or not at all.
-
-    Raises:
-        ValueError: the model is sharded.
+def _not_sharded(model: nn.Module) -> None:
+    """Raises a ValueError for a sharded model if FSDP version 2 is not configured: accelerate would wrap it in DDP, or
+    not at all.
     """
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise ValueError(
@@ -331,7 +308,7 @@ def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
         result = [x if isinstance(x, nn.Module) else self._prepare_one(x) for x in result]
         optimizers = [x for x in result if isinstance(x, torch.optim.Optimizer)]
         if model is not None:
-            with _let_go(optimizers, unwrapped(model)):
+            with _parameters_freed(optimizers, unwrapped(model)):
                 prepare_model(self, model)
             if not any(model is other for other in self._models):
                 self._models.append(model)
@@ -359,7 +336,7 @@ def _pair(accelerator: Accelerator) -> None:
 
 
 @contextmanager
-def _let_go(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> Iterator[None]:
+def _parameters_freed(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> Iterator[None]:
     """Removes the model's parameters from optimizers, so that they are freed one by one, and afterwards gives
     optimizers the parameters in the same places.
 
@@ -409,7 +386,7 @@ def _holders(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> l
     return [[places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _name(optimizer: Any) -> str:
+def _name(optimizer: torch.optim.Optimizer) -> str:
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
@@ -423,7 +400,7 @@ def _prepare_alone(own: Callable[..., Any], self: Accelerator, model: nn.Module,
 
 
 @contextmanager
-def _no_sync(own: Callable[..., Any], self: Accelerator, model: Any) -> Iterator[None]:
+def _no_sync(own: Callable[..., Any], self: Accelerator, model: nn.Module) -> Iterator[None]:
     """Replaces ``Accelerator.no_sync``: full gradients are accumulated, and none is communicated.
     (``sync_each_batch=True`` of accelerate's ``GradientAccumulationPlugin`` reduce-scatters them in every backward
     instead, which takes less memory.)
@@ -435,8 +412,8 @@ def _no_sync(own: Callable[..., Any], self: Accelerator, model: Any) -> Iterator
 
 
 def _clip_grad_norm(
-    own: Callable[..., Any], self: Accelerator, parameters: Any, max_norm: float, norm_type: float = 2
-) -> Any:
+    own: Callable[..., torch.Tensor | None], self: Accelerator, parameters: Any, max_norm: float, norm_type: float = 2
+) -> torch.Tensor | None:
     """Replaces ``Accelerator.clip_grad_norm_``, which compares lists of tensors to find the model."""
     if not self.is_fsdp2:
         return own(self, parameters, max_norm, norm_type)
@@ -445,11 +422,7 @@ def _clip_grad_norm(
 
 
 def _no_such_backend(cls: type[DynamoBackend], value: object) -> None:
-    """Explains that ``DynamoBackend``, a closed list, does not contain this backend.
-
-    Raises:
-        ValueError: ``value`` names this backend.
-    """
+    """Raises a ValueError that explains that ``DynamoBackend``, a closed list, does not contain this backend."""
     if str(value).lower() == "mfsdp":
         raise ValueError(_COMPILES.format("torch_compile_backend='mfsdp' is no backend of Accelerate's"))
 
@@ -458,23 +431,19 @@ def _install() -> None:
     """Replaces accelerate's functions, once. Private in accelerate (``_prepare_fsdp2``, and that ``prepare`` and other
     packages look up ``fsdp2_prepare_model`` in two places); tried with 1.15.
     """
-    wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
-        (AcceleratorState, "__init__", _state),
-        (Accelerator, "prepare", _prepare),
-        (Accelerator, "prepare_model", _prepare_alone),
-        (Accelerator, "no_sync", _no_sync),
-        (Accelerator, "clip_grad_norm_", _clip_grad_norm),
-    ]
-    for where, name, ours in wrapped:
-        setattr(where, name, around(getattr(where, name), ours))
-    instead: list[tuple[Any, str, Any]] = [
+    table: list[tuple[Any, str, Any]] = [
+        (AcceleratorState, "__init__", around(AcceleratorState.__init__, _state)),
+        (Accelerator, "prepare", around(Accelerator.prepare, _prepare)),
+        (Accelerator, "prepare_model", around(Accelerator.prepare_model, _prepare_alone)),
+        (Accelerator, "no_sync", around(Accelerator.no_sync, _no_sync)),
+        (Accelerator, "clip_grad_norm_", around(Accelerator.clip_grad_norm_, _clip_grad_norm)),
         (Accelerator, "_prepare_fsdp2", _prepare_fsdp2),
         (theirs, "fsdp2_prepare_model", prepare_model),
         (utils, "fsdp2_prepare_model", prepare_model),
         (DynamoBackend, "_missing_", classmethod(_no_such_backend)),
     ]
-    for where, name, ours in instead:
-        setattr(where, name, ours)
+    for where, name, function in table:
+        setattr(where, name, function)
 
 
 _install()

@@ -20,6 +20,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +112,11 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         hold: bool = True,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
-        timeout: Any = None,
+        timeout: timedelta | None = None,
         **sharding: Any,
     ):
-        given = {} if timeout is None else {"timeout": timeout}
-        super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            **given,
-        )
+        given = {"process_group_backend": process_group_backend, **({} if timeout is None else {"timeout": timeout})}
+        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **given)
         Options.parse(options)
         valid = sorted(inspect.signature(fully_shard).parameters.keys() - {"module", "device"})
         unknown = sorted(sharding.keys() - set(valid))
@@ -138,16 +135,13 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
     def setup_environment(self) -> None:
         """Creates the process group and the mesh."""
         self._setup_distributed()
-        self._device_mesh = self._make_mesh()
-        self.lightning_module._device_mesh = self._device_mesh
-
-    def _make_mesh(self) -> DeviceMesh:
         if isinstance(self._mesh, DeviceMesh):
-            return self._mesh
-        if self._device_mesh is not None:
-            return self._device_mesh
-        sizes = {"fsdp": self.world_size} if self._mesh is None else self._mesh
-        return init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            self._device_mesh = self._mesh
+        elif self._device_mesh is None:
+            sizes = {"fsdp": self.world_size} if self._mesh is None else self._mesh
+            names = tuple(sizes)
+            self._device_mesh = init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=names)
+        self.lightning_module._device_mesh = self._device_mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -230,7 +224,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
 
     # Checkpoints
 
-    def _refuse_io(self, io: Any) -> None:
+    def _refuse_io(self, io: object) -> None:
         """Refuses checkpoint plugins.
 
         Raises:
@@ -267,13 +261,13 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         whole = not self._save_distributed_checkpoint
         return StateDictOptions(full_state_dict=whole, cpu_offload=whole)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Writes a folder or a file. A folder that is overwritten is no checkpoint until it is complete."""
         if self.is_global_zero and self._save_distributed_checkpoint and Path(filepath).is_dir():
             Path(filepath, META).unlink(missing_ok=True)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Returns the content of a checkpoint: a folder's, written on any number of ranks, as this rank's shards; a
         file's as full tensors.
 
@@ -313,9 +307,8 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         """
         state = checkpoint["state_dict"]
         if any(isinstance(t, DTensor) for t in state.values()):
-            set_model_state_dict(
-                self.model, state, options=StateDictOptions(strict=False)
-            )  # `load_checkpoint` has compared names
+            # `load_checkpoint` has compared names
+            set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
             return
         both = _agreed(get_model_state_dict(self.model), state, strict)
         set_model_state_dict(self.model, {name: state[name] for name in both}, options=_whole(strict=False))
@@ -342,7 +335,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
             )
 
 
-def _sharded_alike(module: Any, wanted: Mapping[str, Any]) -> None:
+def _sharded_alike(module: FSDPModule, wanted: Mapping[str, Any]) -> None:
     """Checks that a sharded module has this strategy's arguments.
 
     Raises:
@@ -401,7 +394,7 @@ def _whole(**more: Any) -> StateDictOptions:
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **more)
 
 
-def _stem(key: str, names: Mapping[str, Any]) -> str:
+def _stem(key: str, names: Mapping[str, object]) -> str:
     """Returns the name that a key of torch.distributed.checkpoint belongs to; a dict (extra state) has several keys."""
     stem = key
     while stem not in names and "." in stem:

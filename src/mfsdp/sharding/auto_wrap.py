@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
 from torch import nn
 
@@ -151,6 +150,6 @@ class _Model:
         return max(heads, key=lambda m: sum(p.numel() for p in self.own(m)), default=None)
 
 
-def _texts(plan: Any) -> list[str]:
+def _texts(plan: object) -> list[str]:
     """The strings in a model's plan, of any type."""
     return [x for x in plan if isinstance(x, str)] if isinstance(plan, (list, tuple, set, frozenset, dict)) else []

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,6 +45,23 @@ def postponed() -> Iterator[list[Callable[[], None]]]:
         yield calls
     finally:
         _POSTPONED.reset(token)
+
+
+def allocate(model: nn.Module) -> None:
+    """Replaces what is on meta by uninitialized memory on the CPU; tied tensors stay tied."""
+    new: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        tensors: Any
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None or not old.is_meta:
+                    continue
+                if old not in new:
+                    new[old] = torch.empty_like(old, device="cpu")
+                    if isinstance(old, nn.Parameter):
+                        new[old] = nn.Parameter(new[old], requires_grad=old.requires_grad)
+                        new[old].__dict__.update(old.__dict__)
+                tensors[name] = new[old]
 
 
 def came(ref: Ref) -> bool:
@@ -142,12 +160,12 @@ def _initialise(
 
 
 def _name_what_is_missing(root: nn.Module, born: Iterable[nn.Module], blank: Iterable[tuple[nn.Module, str]]) -> None:
-    names = {m: fqn for fqn, m in root.named_modules()}
-    missing = [_join(names[m], n) for m, n in blank if _untouched(m._buffers[n])]
+    names = {m: f"{fqn}." if fqn else "" for fqn, m in root.named_modules()}
+    missing = [names[m] + n for m, n in blank if _untouched(m._buffers[n])]
     for m in born:
         for name, ref in refs(m).items():
             if _from_meta(ref) and ref.slot not in ref.buffer.weights.written:
-                missing.append(_join(names[m], name))
+                missing.append(names[m] + name)
     if missing:
         warnings.warn(
             "mfsdp: nothing has initialised " + ", ".join(dict.fromkeys(missing)) + ". Their modules have no "
@@ -166,10 +184,6 @@ def _initialiser_below(module: nn.Module) -> Init | None:
         if callable(found) and inspect.signature(found).parameters:
             return found  # type: ignore[no-any-return]
     return None
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:

@@ -6,7 +6,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import nn
@@ -184,7 +184,7 @@ def _put(owner: nn.Module, name: str, param: nn.Parameter) -> None:
         owner.__dict__["_flat_weights"][owner._flat_weights_names.index(name)] = param
 
 
-def own_class(module: nn.Module) -> Any:
+def own_class(module: nn.Module) -> type[nn.Module]:
     """A module's class from before it was sharded."""
     return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
 
@@ -270,7 +270,7 @@ def _copying(base: type[nn.Module]) -> Methods:
         for name, ref in refs(self).items():  # of a copy
             ref.buffer.place(self._parameters, name, ref.slot)
 
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+    def __reduce_ex__(self: nn.Module, protocol: SupportsIndex) -> Any:
         if sys._getframe(1).f_globals.get("__name__") != "copy":
             raise TypeError(
                 f"mfsdp: a sharded {base.__name__} cannot be pickled (torch.save(model)): its class was made for it, "
@@ -398,7 +398,7 @@ def _parameters(
             yield (f"{path}.{name}" if path else name), value
 
 
-def _dtypes(module: Any) -> Iterator[tuple[str, torch.dtype]]:
+def _dtypes(module: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
     """A module's own parameters and their dtypes inside forward. Dynamo traces it."""
     own = module.__dict__.get("_mfsdp_refs", {})
     for name in module._parameters:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -49,7 +48,7 @@ def refuse(buffer: FlatBuffer, slot: int, place: str) -> RuntimeError:
 # Compiled
 
 
-def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+def traced(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     """Checks Dynamo's graph for writes, which functionalization would drop silently.
 
     Args:
@@ -127,15 +126,16 @@ def _version(node: fx.Node) -> int:
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
-def _storage(node: Any) -> int:
+def _storage(node: object) -> int:
     """Identity of the storage of a node's fake tensor; 0 for none."""
     return storage(node.meta.get("example_value")) if isinstance(node, fx.Node) else 0
 
 
-def storage(value: Any) -> int:
+def storage(value: object) -> int:
     """Identity of a tensor's storage, fake or not; 0 for none."""
-    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return int(value.untyped_storage()._cdata) if strided else 0
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return int(value.untyped_storage()._cdata)
+    return 0
 
 
 def _line(node: fx.Node) -> str:

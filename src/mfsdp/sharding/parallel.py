@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -129,16 +130,16 @@ def _ranks(owner: nn.Module, expert: bool) -> int | None:
     return next((n for n in said if isinstance(n, int)), None)
 
 
-def _size(group: Any) -> int | None:
+def _size(group: object) -> int | None:
     size = getattr(group, "size", None)
     return size() if callable(size) else None
 
 
-def _megatron_group() -> Any:
+def _megatron_group() -> ProcessGroup | None:
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None
-    return state.get_tensor_model_parallel_group()
+    return state.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
 
 
 def _axis(owner: nn.Module, mesh: DeviceMesh | None, device: str) -> DeviceMesh | None:
@@ -174,7 +175,7 @@ def _summed_over(module: nn.Module) -> DeviceMesh | None:
     return mesh
 
 
-def is_sum(hook: Any) -> bool:
+def is_sum(hook: Callable[..., object]) -> bool:
     """Whether a parameter's hook does what `TPShard.partial` does."""
     return str(getattr(hook, "__module__", "")).startswith(_THEIRS) and hook.__name__ == "_all_reduce_grad"
 
@@ -228,21 +229,21 @@ def adapt(modules: Iterable[nn.Module], rollback: Rollback) -> None:
                     _put(way, "__class__", _unbranched(kind), rollback)
 
 
-def _called(module: nn.Module, cell: types.CellType) -> Any:
+def _called(module: nn.Module, cell: types.CellType) -> Callable[..., Any]:
     """The module's current forward if the cell holds the one from before, else the cell's content."""
     bound = cell.cell_contents
     own = isinstance(bound, types.MethodType) and bound.__self__ is module and bound.__name__ == "forward"
     return types.MethodType(type(module).forward, module) if own else bound
 
 
-def _forward(module: nn.Module, original: Any, rollback: Rollback) -> None:
+def _forward(module: nn.Module, original: Callable[..., object], rollback: Rollback) -> None:
     theirs = module.__dict__.pop("forward")
     if getattr(original, "__self__", None) is not module:
         module.__dict__["forward"] = original
     rollback.steps.append(lambda: module.__dict__.update(forward=theirs))
 
 
-def _put(thing: Any, name: str, value: Any, rollback: Rollback) -> None:
+def _put(thing: object, name: str, value: object, rollback: Rollback) -> None:
     before = getattr(thing, name)
     setattr(thing, name, value)
     rollback.steps.append(lambda: setattr(thing, name, before))
@@ -281,11 +282,11 @@ def _style(kind: type) -> type:
     theirs: Any = kind
     hides = theirs.context_around_forward.__qualname__.startswith("RowwiseParallel.")  # hides its bias: no need here
 
-    def should_use_local_tensors(self: Any, module: nn.Module) -> bool:
+    def should_use_local_tensors(self: _Inside, module: nn.Module) -> bool:
         return not hides and theirs.should_use_local_tensors(self, module)
 
-    def context_around_forward(self: Any, module: nn.Module, mesh: DeviceMesh) -> Any:
-        return _Showing(self, self.should_use_local_tensors(module))
+    def context_around_forward(self: _Inside, module: nn.Module, mesh: DeviceMesh) -> _Showing:
+        return _Showing(self, should_use_local_tensors(self, module))
 
     space = {"context_around_forward": context_around_forward, "should_use_local_tensors": should_use_local_tensors}
     return type(kind.__name__, (_Inside, kind), space)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -113,7 +111,7 @@ def wide_enough(fqn: str, param: torch.Tensor, policy: MixedPrecisionPolicy) -> 
         )
 
 
-def _trivial(kind: Any) -> bool:
+def _trivial(kind: type[torch.Tensor]) -> bool:
     """Whether tensors of the class behave like ``nn.Parameter``."""
     return bool(
         nn.Parameter in kind.__mro__
