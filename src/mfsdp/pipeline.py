@@ -140,7 +140,7 @@ _KNOBS = {
 """Options, and the pass that obeys each."""
 
 
-def _rows(given: Any) -> Table:
+def _rows(given: object) -> Table:
     """Returns the checked rows of a user's table."""
     rows = tuple(given) if isinstance(given, (list, tuple)) else ()
     if not rows or not all(

@@ -80,12 +80,9 @@ def convert(
         raise FileExistsError(f"convert: there is something at {target}; give a folder that is not there yet")
     checkpoint = _checkpoint(source)
     partial = target.absolute().parent / f".{target.absolute().name}.partial"
+    conversion, own = _Conversion(rename, tied or {}, dtype, progress), None
     try:
         own = files.make_own(partial)
-    except OSError as error:
-        raise CheckpointError(f"mfsdp: could not convert {source} to {target}: {cause_of(error)}") from error
-    try:
-        conversion = _Conversion(rename, tied or {}, dtype, progress)
         if checkpoint is not None:
             names = conversion.to_safetensors(checkpoint, partial, key, max_file_bytes)
             if config is not None:
@@ -104,8 +101,9 @@ def convert(
             raise refused from error
         raise CheckpointError(f"mfsdp: could not convert {source} to {target}: {cause_of(error)}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        os.close(own)
+        if own is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+            os.close(own)
     return names
 
 

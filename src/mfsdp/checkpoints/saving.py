@@ -24,7 +24,7 @@ from ..buffers.flat_buffer import Ref, refs
 from ..runtime import groups
 from . import files, manifest
 from .errors import CheckpointError, first_completes, in_words, quiet, together
-from .writing import Sums, Writer
+from .writing import Writer
 
 
 class Save:
@@ -102,10 +102,10 @@ class Save:
         """
         expired: list[Path] = []
 
-        def write() -> tuple[list[WriteResult], Sums]:
+        def write() -> tuple[list[WriteResult], manifest.Entries]:
             return self.writer.write({f"rank{self.rank}.pt": self._own_state.getvalue()})
 
-        def publish(parts: list[tuple[list[WriteResult], Sums]]) -> None:
+        def publish(parts: list[tuple[list[WriteResult], manifest.Entries]]) -> None:
             sums = [*(part for _, part in parts), self.writer.write_metadata([results for results, _ in parts])]
             entries = {name: entry for part in sums for name, entry in part.items()}
             manifest.write(self.partial, self.step, len(parts), entries)

@@ -120,11 +120,7 @@ def _shard(accelerator: Accelerator, model: nn.Module) -> None:
 
 
 def _blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> set[nn.Module]:
-    """Returns the modules that the auto-wrap policy selects; none without a policy.
-
-    Raises:
-        NotImplementedError: a policy that accelerate does not know for version 2 and would ignore.
-    """
+    """Returns the modules that the auto-wrap policy selects; none without a policy."""
     plugin.set_auto_wrap_policy(model)
     policy = utils.fsdp2_prepare_auto_wrap_policy(plugin, model)
     if policy is None and plugin.auto_wrap_policy is not None:
@@ -182,12 +178,7 @@ def _of_first_rank(model: nn.Module) -> bool:
 
 
 def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
-    """Refuses invalid and unsupported configurations before anything changes.
-
-    Raises:
-        ValueError: something else wraps, shards or compiles the model; fp16 without a scaler.
-        NotImplementedError: fp8, other parallelisms or offloading in accelerate's configuration.
-    """
+    """Refuses invalid and unsupported configurations before anything changes."""
     name, state = type(model).__name__, accelerator.state
     if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
         raise ValueError(f"Accelerator.prepare: the model is wrapped in {name}; give it the plain model, model.module")
@@ -242,11 +233,7 @@ def _not_sharded(model: nn.Module) -> None:
 
 
 def _state(own: Callable[..., None], self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
-    """Replaces ``AcceleratorState.__init__``, which supports FSDP on accelerators only, to support it on CPUs too.
-
-    Raises:
-        ValueError: FSDP version 1; several processes without a process group.
-    """
+    """Replaces ``AcceleratorState.__init__``, which supports FSDP on accelerators only, to support it on CPUs too."""
     plugin = inspect.signature(own).bind(self, *args, **kwargs).arguments.get("fsdp_plugin")
     if plugin is not None and plugin.fsdp_version != 2:
         raise ValueError(
@@ -339,9 +326,6 @@ def _pair(accelerator: Accelerator) -> None:
 def _parameters_freed(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> Iterator[None]:
     """Removes the model's parameters from optimizers, so that they are freed one by one, and afterwards gives
     optimizers the parameters in the same places.
-
-    Raises:
-        ValueError: an optimizer has state of unsharded parameters, or parameters that are not the model's.
     """
     found = [_holders(optimizer, [model]) for optimizer in optimizers]
     for optimizer in optimizers:
@@ -363,11 +347,7 @@ def _parameters_freed(optimizers: Sequence[torch.optim.Optimizer], model: nn.Mod
 
 
 def _holders(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
-    """Returns, for each group's parameters, the modules that hold them, and their names there.
-
-    Raises:
-        ValueError: no module holds a parameter.
-    """
+    """Returns, for each group's parameters, the modules that hold them, and their names there."""
     places = {
         id(p): (m, name)
         for model in models

@@ -47,11 +47,7 @@ from ..sharding.shard import fully_shard
 
 
 def _package() -> str:
-    """Returns the name of the Lightning package in use.
-
-    Raises:
-        ImportError: there is none.
-    """
+    """Returns the name of the Lightning package in use."""
     names = ("lightning", "pytorch_lightning")
     there = [n for n in names if n in sys.modules] or [n for n in names if importlib.util.find_spec(n)]
     if not there:
@@ -194,11 +190,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         self.setup_precision_plugin()
 
     def _policy(self) -> MixedPrecisionPolicy | None:
-        """Returns the policy for the Trainer's precision.
-
-        Raises:
-            ValueError: it is not in `POLICIES`, or the strategy was given a policy too.
-        """
+        """Returns the policy for the Trainer's precision."""
         precision = self.precision_plugin.precision
         if precision not in POLICIES:
             raise ValueError(f"strategy 'mfsdp': precision={precision!r}: choose one of {', '.join(POLICIES)}")
@@ -225,11 +217,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
     # Checkpoints
 
     def _refuse_io(self, io: object) -> None:
-        """Refuses checkpoint plugins.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuses checkpoint plugins."""
         raise ValueError(
             f"strategy 'mfsdp' writes checkpoints itself, and {type(io).__name__} would not be asked: leave out the "
             "plugin"
@@ -336,11 +324,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
 
 
 def _sharded_alike(module: FSDPModule, wanted: Mapping[str, Any]) -> None:
-    """Checks that a sharded module has this strategy's arguments.
-
-    Raises:
-        ValueError: the module has been sharded differently.
-    """
+    """Checks that a sharded module has this strategy's arguments."""
     was = module.__dict__.get(_ASKED)
     if was is None and wanted.keys() - {"sync_module_states"}:
         raise ValueError(
@@ -374,11 +358,7 @@ def _compiled(module: nn.Module) -> bool:
 
 
 def _not_compiled(module: nn.Module) -> None:
-    """Refuses a module of which a part is compiled: it would read parameters one by one, unknown to the backend.
-
-    Raises:
-        ValueError: a part is compiled.
-    """
+    """Refuses a module of which a part is compiled: it would read parameters one by one, unknown to the backend."""
     found = [name or type(module).__name__ for name, m in module.named_modules() if _compiled(m)]
     if found:
         raise ValueError(
@@ -403,11 +383,7 @@ def _stem(key: str, names: Mapping[str, object]) -> str:
 
 
 def _agreed(model: Iterable[str], saved: Iterable[str], strict: bool) -> list[str]:
-    """Returns the names that both have.
-
-    Raises:
-        RuntimeError: names differ, and ``strict`` is on.
-    """
+    """Returns the names that both have."""
     model, saved = dict.fromkeys(model), dict.fromkeys(saved)
     missing, unexpected = [n for n in model if n not in saved], [n for n in saved if n not in model]
     if strict and (missing or unexpected):
@@ -421,9 +397,6 @@ def _agreed(model: Iterable[str], saved: Iterable[str], strict: bool) -> list[st
 def _load_whole(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Sets an optimizer's state from full tensors by number: a place in its groups, as in unsharded training, or among
     the model's parameters, as Lightning's strategies for FSDP write it.
-
-    Raises:
-        ValueError: groups, or their numbers of parameters, differ.
     """
     names = {id(p): name.replace("_orig_mod.", "") for name, p in model.named_parameters()}
     mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

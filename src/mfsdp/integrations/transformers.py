@@ -136,11 +136,7 @@ def _with_tied(model: nn.Module, unit: list[nn.Module]) -> list[nn.Module]:
 
 
 def _arguments(config: DistributedConfig | None) -> dict[str, Any]:
-    """Returns the arguments of `mfsdp.fully_shard` that a configuration or the environment adds.
-
-    Raises:
-        ValueError: the configuration's own fields set one of them.
-    """
+    """Returns the arguments of `mfsdp.fully_shard` that a configuration or the environment adds."""
     found = environment.sharding(getattr(config, "sharding", None))
     if clash := [name for name in PLANNED if name in found]:
         raise ValueError(

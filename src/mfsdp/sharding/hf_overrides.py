@@ -79,9 +79,6 @@ def _ranks(tensor: object) -> int:
 def _refuse_adapters(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Checks before peft makes an adapter for a sharded layer. Peft would take it for a tensor-parallel one and size
     the adapter by this rank's rows, unless the mesh axis has the name that peft knows.
-
-    Raises:
-        ValueError: it would.
     """
     if name != "base_layer" or child is None or "_mfsdp_refs" not in child.__dict__:
         return

@@ -170,9 +170,7 @@ def hand_over(owner: nn.Module, name: str, ref: Ref, original: Callable[[], nn.P
 
     def back() -> None:
         _put(owner, name, original())
-        refs(owner).pop(name, None)
-        if not refs(owner):
-            owner.__dict__.pop("_mfsdp_refs", None)
+        owner.__dict__.pop("_mfsdp_refs", None)
 
     rollback.steps.append(back)
 
@@ -197,7 +195,6 @@ def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, r
     def back() -> None:
         owner.__class__ = old
         owner.__dict__.pop("_mfsdp_unit", None)
-        owner.__dict__.pop("_mfsdp_refs", None)
 
     rollback.steps.append(back)
 
@@ -265,7 +262,7 @@ def _copying(base: type[nn.Module]) -> Methods:
         self.__class__ = base
         base.__init__(self, *args, **kwargs)
 
-    def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
+    def __setstate__(self: nn.Module, state: dict[str, object]) -> None:
         base.__setstate__(self, state)
         for name, ref in refs(self).items():  # of a copy
             ref.buffer.place(self._parameters, name, ref.slot)
@@ -286,12 +283,12 @@ def _copying(base: type[nn.Module]) -> Methods:
 def _listing(base: type[nn.Module]) -> Methods:
     """Returns the methods of a sharded class that list parameters: full ones inside a forward."""
 
-    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if torch.compiler.is_compiling() or eager.inside():
             return _parameters(self, *args, **kwargs)
         return base.named_parameters(self, *args, **kwargs)
 
-    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[Any]:
+    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[torch.Tensor]:
         if torch.compiler.is_compiling() or eager.inside():
             return (p for _, p in _parameters(self, recurse=recurse))
         return base.parameters(self, recurse)

@@ -12,28 +12,13 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from ..buffers.flat_buffer import FlatBuffer
 from ..config.own_source import ours
 from ..ir import ops
 from ..runtime import buffer_registry
 from ..runtime.checksums import checksum
-
-
-def refuse_renormalising(module: nn.Module, fqn: str) -> None:
-    """Refuses a module whose forward is known to write to its weight, ``fqn``.
-
-    Raises:
-        ValueError: ``nn.Embedding`` or ``nn.EmbeddingBag`` with ``max_norm``.
-    """
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-        raise ValueError(
-            f"fully_shard: {type(module).__name__}(max_norm={module.max_norm:g}) writes to its parameter {fqn} in "
-            "forward, which would be lost: gathered parameters do not outlive it. Renormalise outside of forward, "
-            "under torch.no_grad(), or pass the parameter in ignored_params (each rank then renormalises the rows of "
-            "its own batch)."
-        )
 
 
 def refuse(buffer: FlatBuffer, slot: int, place: str) -> RuntimeError:
@@ -157,9 +142,9 @@ class MutationCheck:
     """
 
     def __init__(self, buffer: FlatBuffer, params: Sequence[torch.Tensor]):
-        looked = _looked.setdefault(buffer, set())
-        self.look = torch.is_grad_enabled() not in looked
-        looked.add(torch.is_grad_enabled())
+        compared = _compared.setdefault(buffer, set())
+        self.look = torch.is_grad_enabled() not in compared
+        compared.add(torch.is_grad_enabled())
         self.buffer, self.params, self.version = buffer, params, buffer.weights.main._version
         if not buffer.spec.persistent:
             buffer.weights.stale = False  # unused there otherwise; a DTensor write sets it
@@ -178,5 +163,5 @@ class MutationCheck:
         return next((slot for slot, (p, before) in enumerate(states) if self._state(p) != before), None)
 
 
-_looked: WeakKeyDictionary[FlatBuffer, set[bool]] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[FlatBuffer, set[bool]] = WeakKeyDictionary()
 """Grad modes in which values were already compared."""

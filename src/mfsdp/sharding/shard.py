@@ -249,11 +249,7 @@ class _Call:
             self.placement = replace(placement, beside=tuple(once.values()))
 
     def _shared_over(self, nested: Iterable[UnitState]) -> str:
-        """Returns the group of all ranks that share a model with optional units; ``""`` for one process, and on meta.
-
-        Raises:
-            ValueError: units of earlier calls are shared with further ranks.
-        """
+        """Returns the group of all ranks that share a model with optional units; ``""`` for one process, or on meta."""
         if not self.runs:
             return ""
         wide = self.placement.world > 1 and self.placement.outer > 1
@@ -338,11 +334,7 @@ _calls = itertools.count()
 
 
 def _modules(given: nn.Module | Sequence[nn.Module], units: object) -> tuple[nn.Module, ...]:
-    """Returns the given modules, one or the several of one unit.
-
-    Raises:
-        ValueError: the argument is neither a module nor several; one is sharded already; several with ``units``.
-    """
+    """Returns the given modules, one or the several of one unit."""
     found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if not found or not all(isinstance(m, nn.Module) for m in found):
         raise ValueError(f"fully_shard: {given!r} is no module")
@@ -364,11 +356,7 @@ def _keeps_originals(planned: Sequence[PlannedUnit]) -> bool:
 
 
 def _apart_from(placement: ShardingPlan, pieces: Sequence[TPShard], nested: Sequence[TPShard]) -> None:
-    """Checks that data-parallel ranks have data of their own, unlike tensor-parallel ones.
-
-    Raises:
-        ValueError: an axis that has cut a parameter, or has a tensor-parallel name, shares ranks with data parallelism.
-    """
+    """Checks that data-parallel ranks have data of their own, unlike tensor-parallel ones."""
     ours = {r for name in placement.groups[::2] if name for r in groups_of.ranks(name)}
     for piece, earlier in [*((p, False) for p in dict.fromkeys(pieces)), *((p, True) for p in dict.fromkeys(nested))]:
         names = piece.mesh.mesh_dim_names or ("",) * piece.mesh.ndim
@@ -385,11 +373,7 @@ def _apart_from(placement: ShardingPlan, pieces: Sequence[TPShard], nested: Sequ
 
 
 def _optional(root: nn.Module, asked: bool | Iterable[UnitLike], planned: Sequence[PlannedUnit]) -> set[nn.Module]:
-    """Returns the modules whose units ranks may skip.
-
-    Raises:
-        ValueError: a match is no unit of this call.
-    """
+    """Returns the modules whose units ranks may skip."""
     mine = {unit.module for unit in planned}
     if isinstance(asked, bool):
         return mine if asked else set()

@@ -20,7 +20,7 @@ from ..config.options import MixedPrecisionPolicy, Precision
 from ..dtensor import torchao
 from ..dtensor import transformer_engine as te
 from ..dtensor.tp_shards import TPShard, here
-from . import cross_rank_check, mutation_check, validate
+from . import cross_rank_check, validate
 from .fp8_weights import fp8_weights_of
 from .module import FSDPModule
 from .parallel import piece_of
@@ -151,7 +151,6 @@ def assign_parameters(root: nn.Module, roots: list[nn.Module], ignored: set[nn.P
             full = f"{fqn}.{name}" if fqn else name
             _not_taken(full, param)
             validate.validate(full, param, m)
-            mutation_check.refuse_renormalising(m, full)
             uses.setdefault(param, []).append((m, name, full))
     for param, places in uses.items():
         prefix = innermost([full for _, _, full in places])
