@@ -242,16 +242,19 @@ def _real_values_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
             tensor.copy_(value)
 
 
-def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor with values that mark it as unwritten."""
+def _unwritten(dtype: torch.dtype) -> float:
+    """The value that marks an element as unwritten."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.full(shape, torch.nan, dtype=dtype, device=device)
-    low = False if dtype is torch.bool else torch.iinfo(dtype).min
-    return torch.full(shape, low, dtype=dtype, device=device)
+        return torch.nan
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full(shape, _unwritten(dtype), dtype=dtype, device=device)
 
 
 def _blank_like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same for a buffer; for a DTensor, with its placements."""
+    """An unwritten tensor like a buffer; for a DTensor, with its placements."""
     if not isinstance(buffer, DTensor):
         return _blank(buffer.shape, buffer.dtype, device)
     local = _blank(buffer.to_local().shape, buffer.dtype, device)
@@ -264,9 +267,8 @@ def _untouched(tensor: torch.Tensor | None) -> bool:
         tensor = tensor.to_local()
     if tensor is None or tensor.numel() == 0 or tensor.dtype is torch.bool:
         return False
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(torch.isnan(tensor).all())
-    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+    mark = _unwritten(tensor.dtype)
+    return bool((torch.isnan(tensor) if math.isnan(mark) else tensor == mark).all())
 
 
 @contextmanager
@@ -303,23 +305,17 @@ def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[Non
 @contextmanager
 def _same_random_numbers(device: torch.device, over: Sequence[str]) -> Iterator[None]:
     """Sets rank 0's generator states on every rank; a rank with another seed gets its own back at the end."""
-
-    def of_rank_0(state: torch.Tensor) -> torch.Tensor:
-        there = state.to(device)
+    kinds: list[Any] = [torch, *([] if device.type == "cpu" else [torch.get_device_module(device)])]
+    changed: list[Callable[[], None]] = []
+    for kind in kinds:
+        own = kind.get_rng_state()
+        shared = own.to(device, copy=True)
         for group in over:
-            there = groups.broadcast(there, group)
-        return there.cpu()
-
-    accelerator = torch.get_device_module(device) if device.type != "cpu" else None
-    own = torch.get_rng_state()
-    shared = of_rank_0(own.clone())
-    torch.set_rng_state(shared)
-    if accelerator is not None:
-        own_there = accelerator.get_rng_state()
-        shared_there = of_rank_0(own_there.clone())
-        accelerator.set_rng_state(shared_there)
+            shared = groups.broadcast(shared, group)
+        shared = shared.cpu()
+        kind.set_rng_state(shared)
+        if not torch.equal(own, shared):
+            changed.append(partial(kind.set_rng_state, own))
     yield
-    if not torch.equal(own, shared):
-        torch.set_rng_state(own)
-    if accelerator is not None and not torch.equal(own_there, shared_there):
-        accelerator.set_rng_state(own_there)
+    for restore in changed:
+        restore()
