@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -135,11 +134,11 @@ def _size(group: object) -> int | None:
     return size() if callable(size) else None
 
 
-def _megatron_group() -> ProcessGroup | None:
+def _megatron_group() -> object:
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None
-    return state.get_tensor_model_parallel_group()  # type: ignore[no-any-return]
+    return state.get_tensor_model_parallel_group()
 
 
 def _axis(owner: nn.Module, mesh: DeviceMesh | None, device: str) -> DeviceMesh | None:
