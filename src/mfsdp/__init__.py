@@ -11,30 +11,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import passes, pipeline
-    from .buffers.checksum import checksum
-    from .buffers.norms import check_finite, norms
-    from .buffers.replica_check import check_replicas
-    from .checkpoints.checkpoint import Checkpoints
-    from .checkpoints.convert import convert
-    from .checkpoints.errors import CheckpointError
-    from .checkpoints.safetensors import load_safetensors, save_safetensors
-    from .compiler.microbatches import together
-    from .compiler.tracing import trace
-    from .config.hardware import Hardware
-    from .config.options import MixedPrecisionPolicy
-    from .config.plans import Plan
-    from .cost_model.machine import measure
-    from .ir.verifier import InvariantError
-    from .optim.flat_optimizer import fully_shard_optimizer
-    from .planning.compare import compare
-    from .planning.explain import explain
-    from .planning.plan import plan
-    from .reports.profile import profile, ranges
-    from .runtime.groups import fake_ranks
-    from .sharding.contexts import keep_gradients, no_sync, overlapped, summon_full_params, synchronize, unsharded
-    from .sharding.module import FSDPModule
-    from .sharding.shard import fully_shard
+    from . import passes as passes
+    from . import pipeline as pipeline
+    from .buffers.checksum import checksum as checksum
+    from .buffers.norms import check_finite as check_finite
+    from .buffers.norms import norms as norms
+    from .buffers.replica_check import check_replicas as check_replicas
+    from .checkpoints.checkpoint import Checkpoints as Checkpoints
+    from .checkpoints.convert import convert as convert
+    from .checkpoints.errors import CheckpointError as CheckpointError
+    from .checkpoints.safetensors import load_safetensors as load_safetensors
+    from .checkpoints.safetensors import save_safetensors as save_safetensors
+    from .compiler.microbatches import together as together
+    from .compiler.tracing import trace as trace
+    from .config.hardware import Hardware as Hardware
+    from .config.options import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from .config.plans import Plan as Plan
+    from .cost_model.machine import measure as measure
+    from .ir.verifier import InvariantError as InvariantError
+    from .optim.flat_optimizer import fully_shard_optimizer as fully_shard_optimizer
+    from .planning.compare import compare as compare
+    from .planning.explain import explain as explain
+    from .planning.plan import plan as plan
+    from .reports.profile import profile as profile
+    from .reports.profile import ranges as ranges
+    from .runtime.groups import fake_ranks as fake_ranks
+    from .sharding.contexts import keep_gradients as keep_gradients
+    from .sharding.contexts import no_sync as no_sync
+    from .sharding.contexts import overlapped as overlapped
+    from .sharding.contexts import summon_full_params as summon_full_params
+    from .sharding.contexts import synchronize as synchronize
+    from .sharding.contexts import unsharded as unsharded
+    from .sharding.module import FSDPModule as FSDPModule
+    from .sharding.shard import fully_shard as fully_shard
 
 __version__ = "0.1.0"
 
@@ -75,41 +84,7 @@ _WHERE = {
 }
 """Modules of the public names."""
 
-__all__ = [
-    "CheckpointError",
-    "Checkpoints",
-    "FSDPModule",
-    "Hardware",
-    "InvariantError",
-    "MixedPrecisionPolicy",
-    "Plan",
-    "check_finite",
-    "check_replicas",
-    "checksum",
-    "compare",
-    "convert",
-    "explain",
-    "fake_ranks",
-    "fully_shard",
-    "fully_shard_optimizer",
-    "keep_gradients",
-    "load_safetensors",
-    "measure",
-    "no_sync",
-    "norms",
-    "overlapped",
-    "passes",
-    "pipeline",
-    "plan",
-    "profile",
-    "ranges",
-    "save_safetensors",
-    "summon_full_params",
-    "synchronize",
-    "together",
-    "trace",
-    "unsharded",
-]
+__all__ = list(_WHERE)
 
 
 def __getattr__(name: str) -> Any:

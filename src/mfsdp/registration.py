@@ -30,7 +30,7 @@ class _Sources(Distribution):
     def read_text(self, filename: str) -> str | None:
         return self._texts.get(filename)
 
-    def locate_file(self, path: str | PathLike[str]) -> Any:
+    def locate_file(self, path: str | PathLike[str]) -> Path:
         return Path(__file__).parent.parent / path
 
 

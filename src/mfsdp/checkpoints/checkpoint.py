@@ -17,7 +17,6 @@ import random
 import re
 import threading
 import uuid
-import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from ..buffers.flat_buffer import half_loaded, shared_over
 from ..runtime import execution, groups
 from . import files
-from .errors import CheckpointError, cause_of, together
+from .errors import CheckpointError, cause_of, quiet, together
 from .manifest import MANIFEST, faults_of
 from .reading import Planner, Reader
 from .saving import Save, Saving
@@ -65,7 +64,7 @@ class Checkpoints:
         self.folder, self.keep = Path(folder), keep
         self._thread: threading.Thread | None = None
         self._saving: Saving | None = None
-        self._aside: groups.SideChannel | None = None
+        self._channel: groups.SideChannel | None = None
 
     def steps(self) -> list[int]:
         """Returns the steps with a complete checkpoint, ascending."""
@@ -127,9 +126,9 @@ class Checkpoints:
         self._join()
         if self.path(step).exists():
             raise ValueError(f"Checkpoints: there is a checkpoint of step {step} in {self.folder}")
-        company = groups.Everybody() if blocking else self._company()
+        channel = groups.Everybody() if blocking else self._thread_channel()
         save = Save(step, self.path(step), copies=not blocking)
-        failed = self._untold()
+        failed = self._unreported()
         save.begin(
             lambda: (
                 _state_to_save(model, optimizer),
@@ -138,12 +137,12 @@ class Checkpoints:
             failed and f"{failed}. That was behind training, and step {step} has not been begun",
         )
         if blocking:
-            expired = save.end(company, self._expire)
+            expired = save.end(channel, self._expire)
             if expired:
-                self._behind(lambda: _delete(expired))
+                self._start_thread(lambda: _delete(expired))
             return self.path(step)
         saving = self._saving = Saving()
-        self._behind(lambda: self._end(save, company, saving))
+        self._start_thread(lambda: self._end_in_thread(save, channel, saving))
         return saving
 
     def wait(self) -> None:
@@ -153,24 +152,24 @@ class Checkpoints:
             CheckpointError: a save with ``blocking=False`` failed; on every rank.
         """
         self._join()
-        failed = self._untold()
+        failed = self._unreported()
         if failed:
             raise CheckpointError(failed)
 
-    def _untold(self) -> str:
+    def _unreported(self) -> str:
         """Returns why the last background save failed, if nothing has raised it yet, and resets this."""
         saving, self._saving = self._saving, None
-        return "" if saving is None else saving.untold()
+        return "" if saving is None else saving.unreported()
 
-    def _company(self) -> groups.Everybody:
+    def _thread_channel(self) -> groups.Everybody:
         """Returns the channel over which ranks communicate in the thread; all ranks call it."""
         if groups.world() == 1:
             return groups.Everybody()
-        if self._aside is None or not self._aside.lasts():
-            self._aside = groups.SideChannel(f"checkpoints/{groups.all_objects(uuid.uuid4().hex)[0]}")
-        return self._aside
+        if self._channel is None or not self._channel.lasts():
+            self._channel = groups.SideChannel(f"checkpoints/{groups.all_objects(uuid.uuid4().hex)[0]}")
+        return self._channel
 
-    def _behind(self, function: Callable[[], None]) -> None:
+    def _start_thread(self, function: Callable[[], None]) -> None:
         """Starts a thread that the process waits for at exit."""
         self._thread = threading.Thread(target=function, name="mfsdp checkpoints")
         self._thread.start()
@@ -180,9 +179,9 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
 
-    def _end(self, save: Save, company: groups.Everybody, saving: Saving) -> None:
+    def _end_in_thread(self, save: Save, channel: groups.Everybody, saving: Saving) -> None:
         try:
-            expired = save.end(company, self._expire)
+            expired = save.end(channel, self._expire)
         except BaseException as error:
             if not isinstance(error, CheckpointError):  # usually, other ranks have exited
                 error = CheckpointError(f"mfsdp: could not save step {save.step}: {cause_of(error)}")
@@ -273,8 +272,7 @@ class Checkpoints:
             planner.create_local_plan()
 
         def read() -> None:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            with quiet():
                 dcp.load(state, storage_reader=Reader(path), planner=Planner())
 
         together(f"load step {step}, which does not fit; nothing was loaded", fit)

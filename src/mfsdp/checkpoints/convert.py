@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from ..dtensor.parameter_names import original
 from . import files, megatron
 from .checkpoint import Checkpoints
-from .errors import CheckpointError, cause_of, inner
+from .errors import CheckpointError, cause_of, inner, quiet
 from .manifest import MANIFEST, faults_of
 from .reading import Planner, Reader
 
@@ -79,23 +79,21 @@ def convert(
     if there or target.absolute() == Path.cwd():
         raise FileExistsError(f"convert: there is something at {target}; give a folder that is not there yet")
     checkpoint = _checkpoint(source)
-    aside = target.absolute().parent / f".{target.absolute().name}.partial"
+    partial = target.absolute().parent / f".{target.absolute().name}.partial"
+    conversion, own = _Conversion(rename, tied or {}, dtype, progress), None
     try:
-        own = files.make_own(aside)
-    except OSError as error:
-        raise CheckpointError(f"mfsdp: could not convert {source} to {target}: {cause_of(error)}") from error
-    try:
+        own = files.make_own(partial)
         if checkpoint is not None:
-            names = _to_safetensors(checkpoint, aside, key, rename, tied or {}, dtype, max_file_bytes, progress)
+            names = conversion.to_safetensors(checkpoint, partial, key, max_file_bytes)
             if config is not None:
-                shutil.copyfile(config, aside / "config.json")
+                shutil.copyfile(config, partial / "config.json")
         else:
-            names = _to_checkpoint(source, aside, "model" if key is None else key, rename, tied or {}, dtype, progress)
-        for file in (*aside.iterdir(), aside):
+            names = conversion.to_checkpoint(source, partial, "model" if key is None else key)
+        for file in (*partial.iterdir(), partial):
             files.sync(file)
         if target.exists():
             target.rmdir()
-        os.rename(aside, target)
+        os.rename(partial, target)
         files.sync(target.absolute().parent)
     except (OSError, dcp.CheckpointException) as error:
         refused = inner(error)
@@ -103,8 +101,9 @@ def convert(
             raise refused from error
         raise CheckpointError(f"mfsdp: could not convert {source} to {target}: {cause_of(error)}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        os.close(own)
+        if own is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+            os.close(own)
     return names
 
 
@@ -119,26 +118,6 @@ def _checkpoint(source: Path) -> Path | None:
         if faults:
             raise CheckpointError(f"mfsdp: {folder} is damaged: {'; '.join(faults)}. Nothing was converted.")
     return folder if (folder / ".metadata").is_file() else None
-
-
-def _names(
-    there: Mapping[str, Any], rename: Callable[[str], str] | None, tied: Mapping[str, str], both: bool
-) -> dict[str, str]:
-    """Returns the source's names by the target's; ``both``: tied names too."""
-    wrong = [n for n in tied.values() if n not in there]
-    if wrong:
-        raise ValueError(f"convert: tied: no tensor is called {files.some(wrong)}; there are {files.some(there)}")
-    if set(tied) & set(tied.values()):
-        raise ValueError(f"convert: tied: {files.some(set(tied) & set(tied.values()))}: tied to something, and to it")
-    pairs = [(n, n) for n in there if n not in tied] + [(n, whose) for n, whose in tied.items() if both]
-    names = {original(rename(n) if rename else n): whose for n, whose in pairs}
-    if len(names) < len(pairs):
-        raise ValueError("convert: rename gives two tensors one name")
-    return names
-
-
-def _cast(old: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    return dtype if dtype is not None and old.is_floating_point else old
 
 
 def _stored(source: Path, key: str | None) -> dict[str, megatron.Stored]:
@@ -161,79 +140,76 @@ def _stored(source: Path, key: str | None) -> dict[str, megatron.Stored]:
     return megatron.layer_by_layer(there) if stacked else megatron.joined(there)
 
 
-def _to_safetensors(
-    source: Path,
-    folder: Path,
-    key: str | None,
-    rename: Callable[[str], str] | None,
-    tied: Mapping[str, str],
-    dtype: torch.dtype | None,
-    limit: int,
-    progress: Callable[[int, int], object] | None,
-) -> list[str]:
-    there = _stored(source, key)
-    names = _names(there, rename, tied, both=False)
-    sizes = {n: there[old].shape.numel() * _cast(there[old].dtype, dtype).itemsize for n, old in names.items()}
-    plan = files.split(sizes, limit)
-    count = _Counting(sum(there[old].nbytes for old in names.values()), progress)
-    for file, inside in plan.items():
-        tensors = {n: torch.empty(there[names[n]].shape, dtype=there[names[n]].dtype) for n in inside}
-        with _quietly():
-            dcp.load(
-                {},
-                storage_reader=Reader(source),
-                planner=_Loading({n: (there[names[n]], t) for n, t in tensors.items()}, count),
-                no_dist=True,
-            )
-        for name in inside:
-            tensors[name] = tensors[name].to(_cast(tensors[name].dtype, dtype))
-        files.write(folder, file, tensors)
-    files.write_index(folder, sizes, plan)
-    return list(names)
+@dataclass
+class _Conversion:
+    """What both directions of `convert` share: names, dtypes and progress."""
 
+    rename: Callable[[str], str] | None
+    tied: Mapping[str, str]
+    dtype: torch.dtype | None
+    progress: Callable[[int, int], object] | None
+    done: int = 0
+    """Bytes that have been read, of ``total``."""
+    total: int = 0
 
-def _to_checkpoint(
-    source: Path,
-    folder: Path,
-    key: str,
-    rename: Callable[[str], str] | None,
-    tied: Mapping[str, str],
-    dtype: torch.dtype | None,
-    progress: Callable[[int, int], object] | None,
-) -> list[str]:
-    there = files.entries(source)
-    names = _names(there, rename, tied, both=True)
-    entries = {f"{key}.{n}" if key else n: there[old] for n, old in names.items()}
-    blank = {n: torch.empty(there[old].shape, dtype=_cast(there[old].dtype, dtype), device="meta")
-             for n, old in names.items()}  # fmt: skip
-    count = _Counting(sum(entry.nbytes for entry in entries.values()), progress)
-    with _quietly():
-        # One file per tensor: the writer frees a file's tensors when it closes the file.
-        dcp.save(
-            {key: blank} if key else blank,
-            storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=False),
-            planner=_Saving(entries, count),
-            no_dist=True,
-        )
-    return list(names)
-
-
-class _Counting:
-    """Reports progress in bytes."""
-
-    def __init__(self, total: int, progress: Callable[[int, int], object] | None):
-        self.done, self.total, self.progress = 0, total, progress
-
-    def add(self, nbytes: int) -> None:
+    def count(self, nbytes: int) -> None:
+        """Reports progress."""
         self.done += nbytes
         if self.progress is not None:
             self.progress(self.done, self.total)
+
+    def cast(self, old: torch.dtype) -> torch.dtype:
+        """Returns a tensor's dtype in the target."""
+        return self.dtype if self.dtype is not None and old.is_floating_point else old
+
+    def names(self, there: Iterable[str], both: bool) -> dict[str, str]:
+        """Returns the source's names by the target's; ``both``: tied names too."""
+        there, tied, rename = list(there), self.tied, self.rename
+        wrong = [n for n in tied.values() if n not in there]
+        if wrong:
+            raise ValueError(f"convert: tied: no tensor is called {files.some(wrong)}; there are {files.some(there)}")
+        if both_ways := set(tied) & set(tied.values()):
+            raise ValueError(f"convert: tied: {files.some(both_ways)}: tied to something, and to it")
+        pairs = [(n, n) for n in there if n not in tied] + [(n, whose) for n, whose in tied.items() if both]
+        names = {original(rename(n) if rename else n): whose for n, whose in pairs}
+        if len(names) < len(pairs):
+            raise ValueError("convert: rename gives two tensors one name")
+        return names
+
+    def to_safetensors(self, source: Path, folder: Path, key: str | None, limit: int) -> list[str]:
+        stored = _stored(source, key)
+        there = {name: stored[old] for name, old in self.names(stored, both=False).items()}
+        sizes = {name: entry.shape.numel() * self.cast(entry.dtype).itemsize for name, entry in there.items()}
+        plan = files.split(sizes, limit)
+        self.total = sum(entry.nbytes for entry in there.values())
+        for file, inside in plan.items():
+            tensors = {name: torch.empty(there[name].shape, dtype=there[name].dtype) for name in inside}
+            planner = _Loading([(there[name], tensor) for name, tensor in tensors.items()], self.count)
+            with quiet():
+                dcp.load({}, storage_reader=Reader(source), planner=planner, no_dist=True)
+            for name in inside:
+                tensors[name] = tensors[name].to(self.cast(tensors[name].dtype))
+            files.write(folder, file, tensors)
+        files.write_index(folder, sizes, plan)
+        return list(there)
+
+    def to_checkpoint(self, source: Path, folder: Path, key: str) -> list[str]:
+        stored = files.entries(source)
+        there = {name: stored[old] for name, old in self.names(stored, both=True).items()}
+        blank = {n: torch.empty(e.shape, dtype=self.cast(e.dtype), device="meta") for n, e in there.items()}
+        self.total = sum(entry.nbytes for entry in there.values())
+        planner = _Saving({f"{key}.{name}" if key else name: entry for name, entry in there.items()}, self.count)
+        # One file per tensor: the writer frees a file's tensors when it closes the file.
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+        with quiet():
+            dcp.save({key: blank} if key else blank, storage_writer=writer, planner=planner, no_dist=True)
+        return list(there)
 
 
 class _Loading(Planner):
     """Reads boxes of stored tensors, regardless of the state to load."""
 
-    def __init__(self, wanted: Mapping[str, tuple[megatron.Stored, torch.Tensor]], count: _Counting):
+    def __init__(self, wanted: Sequence[tuple[megatron.Stored, torch.Tensor]], count: Callable[[int], None]):
         super().__init__()
         self.wanted, self.count = wanted, count
         self.targets: dict[MetadataIndex, torch.Tensor] = {}
@@ -241,7 +217,7 @@ class _Loading(Planner):
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         items = []
-        for stored, tensor in self.wanted.values():
+        for stored, tensor in self.wanted:
             for name, box, view in stored.views(tensor):
                 entry: Any = self.metadata.state_dict_metadata[name]
                 items += create_read_items_for_chunk_list(name, entry, [box])
@@ -251,32 +227,24 @@ class _Loading(Planner):
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.targets[index]
 
-    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
-        self.count.add(tensor.nbytes)
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.count(tensor.nbytes)
 
 
 class _Saving(DefaultSavePlanner):
     """Plans with meta tensors, and reads each tensor when it is written."""
 
-    def __init__(self, entries: Mapping[str, files.Entry], count: _Counting):
+    def __init__(self, entries: Mapping[str, files.Entry], count: Callable[[int], None]):
         super().__init__()
         self.entries, self.count = entries, count
         self.file: Path | None = None
-        self.opened: Any = None
+        self.opened: files.Opened | None = None
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         entry = self.entries[index.fqn]
-        if entry.file != self.file:
+        if entry.file != self.file or self.opened is None:
             self.file, self.opened = entry.file, None  # never map two files at once
             self.opened = files.opened(entry.file)
         tensor = self.opened.get_tensor(entry.name)
-        self.count.add(entry.nbytes)
+        self.count(entry.nbytes)
         return tensor.to(self.state_dict[index.fqn].dtype)
-
-
-class _quietly(warnings.catch_warnings):
-    """Suppresses torch's warning that torch.distributed is disabled: one process is intended."""
-
-    def __enter__(self) -> None:  # type: ignore[override]
-        super().__enter__()
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -11,6 +12,14 @@ from ..runtime import groups
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+class quiet(warnings.catch_warnings):
+    """Suppresses torch's warning that torch.distributed is disabled: one process is intended."""
+
+    def __enter__(self) -> None:  # type: ignore[override]
+        super().__enter__()
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 class CheckpointError(RuntimeError):
@@ -31,26 +40,30 @@ def together(what: str, function: Callable[[], T]) -> list[T]:
     return [answer for _, answer in answers]
 
 
-def first_ends(
-    what: str, company: groups.Everybody, each: Callable[[], T], end: Callable[[list[T]], R], undo: Callable[[], object]
+def first_completes(
+    what: str,
+    channel: groups.Everybody,
+    each: Callable[[], T],
+    complete: Callable[[list[T]], R],
+    clean_up: Callable[[], object],
 ) -> R:
-    """Runs ``each`` on every rank, then ``end`` on the first with all results; returns its result on every rank.
+    """Runs ``each`` on every rank, then ``complete`` on the first with all results; returns its result on every rank.
 
     Args:
         what: the action, for the error.
-        company: communicates between ranks.
-        undo: runs on the first rank if any has failed, before the others are told.
+        channel: communicates between ranks.
+        clean_up: runs on the first rank if any has failed, before the others are told.
 
     Raises:
         CheckpointError: on every rank, if any has failed.
     """
-    answers = company.to_first(_tried(each, company.rank))
+    answers = channel.to_first(_tried(each, channel.rank))
     failure, result = next((failed for failed, _ in answers if failed), ""), None
-    if company.rank == 0 and not failure:
-        failure, result = _tried(lambda: end([answer for _, answer in answers if answer is not None]), 0)
-    if company.rank == 0 and failure:
-        undo()
-    failure, result = company.from_first((failure, result))
+    if channel.rank == 0 and not failure:
+        failure, result = _tried(lambda: complete([answer for _, answer in answers if answer is not None]), 0)
+    if channel.rank == 0 and failure:
+        clean_up()
+    failure, result = channel.from_first((failure, result))
     if failure:
         raise CheckpointError(f"mfsdp: could not {what}: {failure}")
     return cast(R, result)

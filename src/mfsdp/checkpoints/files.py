@@ -10,9 +10,12 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from safetensors import safe_open as Opened
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -50,7 +53,7 @@ def entries(path: Path, rename: Callable[[str], str] | None = None) -> dict[str,
     return out
 
 
-def opened(file: Path) -> Any:
+def opened(file: Path) -> Opened:
     """Opens a safetensors file, memory-mapped.
 
     Raises:
@@ -120,16 +123,16 @@ def not_in(folder: Path, plan: dict[str, list[str]]) -> dict[str, list[str]]:
     raise AssertionError
 
 
-def publish(aside: Path, folder: Path) -> None:
+def publish(partial: Path, folder: Path) -> None:
     """Moves the written files into the folder. A reader finds all old weights or all new ones, whenever this is
     interrupted: the single file, or the index of several, is replaced last.
     """
-    last = INDEX if (aside / INDEX).exists() else SINGLE
-    written = sorted((file.name for file in aside.iterdir()), key=lambda name: (name == last, name))
+    last = INDEX if (partial / INDEX).exists() else SINGLE
+    written = sorted((file.name for file in partial.iterdir()), key=lambda name: (name == last, name))
     for name in written:
-        sync(aside / name)
+        sync(partial / name)
     for name in written:
-        os.replace(aside / name, folder / name)
+        os.replace(partial / name, folder / name)
     sync(folder)
     for old in (folder / INDEX, *folder.glob("model*.safetensors")):
         if old.name not in written:

@@ -5,25 +5,32 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from . import files
 
 MANIFEST = "manifest.json"
 
 
-def write(folder: Path, step: int, ranks: int, entries: dict[str, dict[str, Any]]) -> None:
-    """Writes the manifest and flushes it and the folder to the disk. The other files are there already.
+class Entry(TypedDict):
+    """A file's size and checksum."""
 
-    Args:
-        entries: by file name, ``{"bytes": size, "sha256": checksum}``.
-    """
+    bytes: int
+    sha256: str
+
+
+Entries = dict[str, Entry]
+"""By file name."""
+
+
+def write(folder: Path, step: int, ranks: int, entries: Entries) -> None:
+    """Writes the manifest and flushes it and the folder to the disk. The other files are there already."""
     (folder / MANIFEST).write_text(json.dumps({"step": step, "ranks": ranks, "files": entries}, indent=1))
     for path in (folder / MANIFEST, folder):
         files.sync(path)
 
 
-def _summed(path: Path) -> dict[str, Any]:
+def _summed(path: Path) -> Entry:
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
@@ -35,7 +42,7 @@ def faults_of(path: Path, rank: int = 0, world: int = 1) -> list[str]:
     return [fault for fault in found if fault]
 
 
-def _fault(path: Path, entry: dict[str, Any]) -> str:
+def _fault(path: Path, entry: Entry) -> str:
     """Returns the fault of a file, ``""`` for none."""
     if not path.is_file():
         return f"{path.name} is missing"

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 
 from .files import inside
 
@@ -81,7 +82,7 @@ class Reader(dcp.FileSystemReader):
 class Planner(DefaultLoadPlanner):
     """torch's planner, for values that are tensors, numbers, strings and containers of them."""
 
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Loads a value that is not a tensor.
 
         Raises:

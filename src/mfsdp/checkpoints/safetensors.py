@@ -8,7 +8,7 @@ import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import devices, groups, sync_collectives
 from ..runtime.transport_registry import count_load
 from . import files
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def load_safetensors(
@@ -107,38 +110,50 @@ def save_safetensors(
         raise ValueError("save_safetensors: rename gives two tensors one name")
     sizes = {n: t.numel() * _kept_dtype(t, dtype).itemsize for n, t in tensors.items()}
     plan = files.split(sizes, max_file_bytes)
-    folder, writes, failure = Path(folder), groups.rank() == 0, ""
-    aside, own = folder / ".partial", None
-    try:
-        if writes:
-            own = files.make_own(aside)
-            plan = files.not_in(folder, plan)
-    except OSError as error:
-        failure = str(error)
+    folder, first = Path(folder), _FirstRank()
+    partial = folder / ".partial"
+    own = first.tries(files.make_own, partial)
+    plan = first.tries(files.not_in, folder, plan) or plan
     for file, inside in plan.items():
         whole: dict[str, torch.Tensor] = {}
         for name in inside:
             full = tensors[name].detach()
             if isinstance(full, DTensor):
                 full = full.full_tensor()
-            if writes and not failure:
+            if first.writes:
                 whole[name] = full.to("cpu", _kept_dtype(full, dtype)).contiguous()
-        try:
-            if writes and not failure:
-                files.write(aside, file, whole)
-        except Exception as error:  # any error: the other ranks are still gathering
-            failure = str(error)
-    try:
-        if writes and not failure:
-            files.write_index(aside, sizes, plan)
-            _save_config(model, aside, dtype)
-            files.publish(aside, folder)
-    except Exception as error:
-        failure = str(error)
+        first.tries(files.write, partial, file, whole)
+    first.tries(files.write_index, partial, sizes, plan)
+    first.tries(_save_config, model, partial, dtype)
+    first.tries(files.publish, partial, folder)
     if own is not None:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         os.close(own)
-    _raise_everywhere(failure, folder)
+    first.raise_everywhere(folder)
+
+
+class _FirstRank:
+    """What the first rank alone does while all gather: an error of it is kept until the others have gathered too."""
+
+    def __init__(self) -> None:
+        self.writes, self.failure = groups.rank() == 0, ""
+
+    def tries(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """Calls a function on the first rank, unless one has failed."""
+        try:
+            return function(*args, **kwargs) if self.writes else None
+        except Exception as error:
+            self.writes, self.failure = False, str(error)
+            return None
+
+    def raise_everywhere(self, folder: Path) -> None:
+        failed = torch.tensor(int(bool(self.failure)))
+        if groups.initialized() and groups.world() > 1:
+            group = groups.default_group()
+            failed = sync_collectives.reduced(failed.to(devices.collective_device(group)), "max", group)
+        if failed.item():
+            why = self.failure or "see the error of rank 0"
+            raise OSError(f"save_safetensors: rank 0 could not write to {folder}: {why}")
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -148,23 +163,23 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: t for n, t in state.items() if isinstance(t, torch.Tensor)}
 
 
-def _read(opened: Any, name: str, tensor: torch.Tensor) -> None:
+def _read(opened: files.Opened, name: str, tensor: torch.Tensor) -> None:
     """Copies one tensor, or this rank's part of it."""
     if not isinstance(tensor, DTensor):
         tensor.copy_(opened.get_tensor(name))
         return
     part = opened.get_slice(name)
     for place, box in _boxes(tensor):
-        if box.numel():
-            box.copy_(part[place] if place else opened.get_tensor(name))
+        box.copy_(part[place] if place else opened.get_tensor(name))
 
 
 def _boxes(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
     """Yields this rank's part of a tensor, box by box: its place, and a view, which the caller writes to."""
     for chunk in tensor.__create_chunk_list__():  # type: ignore[attr-defined]
-        place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-        ours = isinstance(tensor, ShardedDTensor)
-        yield place, tensor.chunk_at(tuple(chunk.offsets)) if ours else tensor.to_local()  # type: ignore[attr-defined]
+        if chunk.sizes.numel():
+            place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            ours = isinstance(tensor, ShardedDTensor)
+            yield place, tensor.chunk_at(tuple(chunk.offsets)) if ours else tensor.to_local()  # type: ignore[attr-defined]
 
 
 def _kept_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -180,13 +195,3 @@ def _save_config(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> N
                 config.architectures = [type(model).__name__]
                 config.dtype = dtype or next(model.parameters()).dtype
             config.save_pretrained(folder)
-
-
-def _raise_everywhere(failure: str, folder: Path) -> None:
-    failed = torch.tensor(int(bool(failure)))
-    if groups.initialized() and groups.world() > 1:
-        group = groups.default_group()
-        device = devices.collective_device(group)
-        failed = sync_collectives.reduced(failed.to(device), "max", group)
-    if failed.item():
-        raise OSError(f"save_safetensors: rank 0 could not write to {folder}: {failure or 'see the error of rank 0'}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import shutil
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,8 +23,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..buffers.flat_buffer import Ref, refs
 from ..runtime import groups
 from . import files, manifest
-from .errors import CheckpointError, first_ends, in_words, together
-from .writing import Sums, Writer
+from .errors import CheckpointError, first_completes, in_words, quiet, together
+from .writing import Writer
 
 
 class Save:
@@ -38,17 +37,17 @@ class Save:
 
     def __init__(self, step: int, target: Path, copies: bool):
         self.step, self.target = step, target
-        self.aside = target.parent / f".{target.name}.partial"
+        self.partial = target.parent / f".{target.name}.partial"
         self.rank = groups.rank()
-        self.writer = Writer(self.aside, copies)
-        self._beside = io.BytesIO()
-        self._locks: list[int] = []
+        self.writer = Writer(self.partial, copies)
+        self._own_state = io.BytesIO()
+        self._lock: int | None = None
 
-    def begin(self, ask: Callable[[], tuple[dict[str, Any], Any]], refusal: str = "") -> None:
+    def begin(self, state_of: Callable[[], tuple[dict[str, Any], Any]], refusal: str = "") -> None:
         """Runs the first half, on all ranks together.
 
         Args:
-            ask: returns the state that all ranks write together, and this rank's own.
+            state_of: returns the state that all ranks write together, and this rank's own.
             refusal: why this rank does not begin; ``""`` if it does.
 
         Raises:
@@ -57,11 +56,11 @@ class Save:
         state: dict[str, Any] = {}
 
         def take() -> str:
-            shared, own = ask()
+            shared, own = state_of()
             state.update(shared)
-            torch.save(own, self._beside)
+            torch.save(own, self._own_state)
             if self.rank == 0:
-                self._make_room()
+                self._make_folder()
             return refusal
 
         try:
@@ -70,30 +69,29 @@ class Save:
                 raise CheckpointError(refused)
             self._plan(state)
         except BaseException as error:
-            self._undo()
+            self._remove()
             if isinstance(error, CheckpointError):
                 groups.all_objects(None)  # a barrier: the folder is removed before any rank goes on
             raise
 
-    def _make_room(self) -> None:
-        self.aside.parent.mkdir(parents=True, exist_ok=True)
-        for left in self.aside.parent.glob(".step-*.partial"):
+    def _make_folder(self) -> None:
+        self.partial.parent.mkdir(parents=True, exist_ok=True)
+        for left in self.partial.parent.glob(".step-*.partial"):
             files.clear(left)
-        self._locks.append(files.make_own(self.aside))
+        self._lock = files.make_own(self.partial)
 
     def _plan(self, state: dict[str, Any]) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            try:
+        try:
+            with quiet():
                 dcp.save(state, storage_writer=self.writer)
-            except dcp.CheckpointException as error:
-                raise CheckpointError(f"mfsdp: could not save step {self.step}: {in_words(error)}") from error
+        except dcp.CheckpointException as error:
+            raise CheckpointError(f"mfsdp: could not save step {self.step}: {in_words(error)}") from error
 
-    def end(self, company: groups.Everybody, expire: Callable[[], list[Path]]) -> list[Path]:
+    def end(self, channel: groups.Everybody, expire: Callable[[], list[Path]]) -> list[Path]:
         """Runs the second half.
 
         Args:
-            company: communicates between ranks.
+            channel: communicates between ranks.
             expire: renames older checkpoints on rank 0, and returns their new paths.
 
         Returns:
@@ -104,31 +102,32 @@ class Save:
         """
         expired: list[Path] = []
 
-        def write() -> tuple[list[WriteResult], Sums]:
-            return self.writer.write({f"rank{self.rank}.pt": self._beside.getvalue()})
+        def write() -> tuple[list[WriteResult], manifest.Entries]:
+            return self.writer.write({f"rank{self.rank}.pt": self._own_state.getvalue()})
 
-        def publish(parts: list[tuple[list[WriteResult], Sums]]) -> None:
+        def publish(parts: list[tuple[list[WriteResult], manifest.Entries]]) -> None:
             sums = [*(part for _, part in parts), self.writer.write_metadata([results for results, _ in parts])]
             entries = {name: entry for part in sums for name, entry in part.items()}
-            manifest.write(self.aside, self.step, len(parts), entries)
-            os.rename(self.aside, self.target)
+            manifest.write(self.partial, self.step, len(parts), entries)
+            os.rename(self.partial, self.target)
             files.sync(self.target.parent)
             expired.extend(expire())
 
         try:
-            first_ends(f"save step {self.step}", company, write, publish, self._undo)
+            first_completes(f"save step {self.step}", channel, write, publish, self._remove)
         finally:
-            self._let_go()
+            self._unlock()
         return expired
 
-    def _undo(self) -> None:
-        if self._locks:
-            shutil.rmtree(self.aside, ignore_errors=True)
-        self._let_go()
+    def _remove(self) -> None:
+        if self._lock is not None:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        self._unlock()
 
-    def _let_go(self) -> None:
-        while self._locks:
-            os.close(self._locks.pop())
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 def copied(model: nn.Module, states: int) -> int:
@@ -154,22 +153,22 @@ class Saving(Future[Path]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told = False
+        self.reported = False
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Path:
         try:
             return super().result(timeout)
         except CheckpointError:
-            self.told = True
+            self.reported = True
             raise
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
-        self.told |= error is not None
+        self.reported |= error is not None
         return error
 
-    def untold(self) -> str:
+    def unreported(self) -> str:
         """Returns why the save failed, if it did and nothing has raised it yet."""
-        error = None if self.told or not self.done() else super().exception()
+        error = None if self.reported or not self.done() else super().exception()
         return str(error or "")

@@ -24,8 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-Sums = dict[str, dict[str, Any]]
-"""A manifest's entries, by file name."""
+from .manifest import Entries
 
 
 class _Summed:
@@ -34,7 +33,7 @@ class _Summed:
     def __init__(self, raw: Any):
         self.raw, self.bytes, self.sum = raw, 0, hashlib.sha256()
 
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         count = int(self.raw.write(data))
         self.sum.update(data)
         self.bytes += count
@@ -48,7 +47,7 @@ class _Files(FileSystem):
     """The file system; computes a checksum of each written file."""
 
     def __init__(self) -> None:
-        self.sums: Sums = {}
+        self.sums: Entries = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -100,7 +99,7 @@ class Writer(dcp.FileSystemWriter):
 
     # The second half
 
-    def write(self, more: dict[str, bytes]) -> tuple[list[WriteResult], Sums]:
+    def write(self, more: dict[str, bytes]) -> tuple[list[WriteResult], Entries]:
         """Writes this rank's part, and additional files, to the disk.
 
         Returns:
@@ -119,7 +118,7 @@ class Writer(dcp.FileSystemWriter):
                 os.fsync(file.fileno())
         return results, self.sums
 
-    def write_metadata(self, results: list[list[WriteResult]]) -> Sums:
+    def write_metadata(self, results: list[list[WriteResult]]) -> Entries:
         """Writes ``.metadata``, on the rank that coordinated `dcp.save`, and returns files' sizes and checksums."""
         assert self._metadata is not None
         super().finish(self._metadata, results)

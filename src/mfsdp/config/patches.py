@@ -59,7 +59,7 @@ PATCHES: dict[str, Patch] = {
         "it runs behind `wait`, which is put off", "a program's subgraphs are compiled", "torch 2.13"
     ),
     "torch._dynamo.eval_frame.OptimizedModule": Patch(
-        "five methods of wrappers of sharded modules return original names (`state.parameter_names`)",
+        "five methods of wrappers of sharded modules return original names (`dtensor.parameter_names`)",
         _SHARDED,
         "torch 2.12 to 2.14",
     ),
@@ -79,12 +79,22 @@ PATCHES: dict[str, Patch] = {
         "torch 2.13",
     ),
     "math": Patch(
-        "its functions follow symbolic numbers (`state.symbolic_numbers`)",
+        "its functions follow symbolic numbers (`optim.symbolic_numbers`)",
         "only while an optimizer step is traced",
         "Python 3.11",
     ),
 }
 """By the full name of the function that is wrapped; of the last five, of the object that is changed otherwise."""
+
+
+def around(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function like ``theirs`` that calls ``ours(theirs, *args, **kwargs)``."""
+
+    @functools.wraps(theirs)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return ours(theirs, *args, **kwargs)
+
+    return wrapped
 
 
 def wrap(owner: Any, name: str, ours: Callable[..., Any], traced: bool = True) -> None:
@@ -101,10 +111,7 @@ def wrap(owner: Any, name: str, ours: Callable[..., Any], traced: bool = True) -
     if getattr(theirs, "_mfsdp", False):
         return
 
-    @functools.wraps(theirs)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return ours(theirs, *args, **kwargs)
-
+    wrapped = around(theirs, ours)
     if not traced:
         import torch
 

@@ -16,7 +16,6 @@ on FSDP version 2.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -39,8 +38,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compiler.microbatches import settings
 from ..config.options import MixedPrecisionPolicy, Options
+from ..config.patches import around
+from ..sharding import materialize
 from ..sharding.fsdp2_api import policy_of
-from ..sharding.module import FSDPModule
+from ..sharding.module import FSDPModule, unwrapped
 from ..sharding.shard import fully_shard
 from ..sharding.stale_optimizers import optimizer_of
 from . import environment
@@ -71,14 +72,11 @@ class ShardingPlugin(FullyShardedDataParallelPlugin):
 
 
 def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Shards and compiles a model in place, by the accelerator's FSDP plugin, as far as not done yet.
+    """Shards and compiles a model in place, by the accelerator's FSDP plugin, as far as not done yet, and returns it.
 
     Args:
         accelerator: its FSDP configuration is version 2.
         model: on any device; it may be on the meta device on all ranks, or on all but the first.
-
-    Returns:
-        The same object.
 
     Raises:
         ValueError: the model is wrapped or compiled by something else, or an optimizer holds its parameters; an invalid
@@ -95,12 +93,6 @@ def prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     return model
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the module that ``torch.compile(model)`` was called on."""
-    inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, nn.Module) else model
-
-
 def _shard(accelerator: Accelerator, model: nn.Module) -> None:
     plugin = accelerator.state.fsdp_plugin
     if (holder := optimizer_of(model)) is not None:
@@ -110,10 +102,10 @@ def _shard(accelerator: Accelerator, model: nn.Module) -> None:
             "build the optimizer from the parameters of the prepared model"
         )
     blocks = _blocks(plugin, model)
-    synced = plugin.cpu_ram_efficient_loading and _of_first_rank(accelerator, model)
+    synced = plugin.cpu_ram_efficient_loading and _of_first_rank(model)
     if plugin.activation_checkpointing:
         _checkpoint(model, blocks)
-    asked = {
+    arguments = {
         "units": [name for name, m in model.named_modules() if m in blocks] or "auto",
         "mp_policy": _policy(accelerator),
         "reshard_after_forward": plugin.reshard_after_forward,
@@ -122,18 +114,13 @@ def _shard(accelerator: Accelerator, model: nn.Module) -> None:
         "device": accelerator.device,
         "sync_module_states": synced,
         **_mesh(accelerator),
-        **environment.read(environment.SHARDING),
-        **(getattr(plugin, "sharding", None) or {}),
+        **environment.sharding(getattr(plugin, "sharding", None)),
     }
-    fully_shard(model, **asked)
+    fully_shard(model, **arguments)
 
 
-def _blocks(plugin: Any, model: nn.Module) -> set[nn.Module]:
-    """Returns the modules that the auto-wrap policy selects; none without a policy.
-
-    Raises:
-        NotImplementedError: a policy that accelerate does not know for version 2 and would ignore.
-    """
+def _blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> set[nn.Module]:
+    """Returns the modules that the auto-wrap policy selects; none without a policy."""
     plugin.set_auto_wrap_policy(model)
     policy = utils.fsdp2_prepare_auto_wrap_policy(plugin, model)
     if policy is None and plugin.auto_wrap_policy is not None:
@@ -146,10 +133,7 @@ def _blocks(plugin: Any, model: nn.Module) -> set[nn.Module]:
 
 def _checkpoint(model: nn.Module, blocks: set[nn.Module]) -> None:
     """Recomputes the blocks' activations in backward, with the same RNG state. Private in torch
-    (``checkpoint_wrapper``); tried on 2.13, not on the others of 2.11 to 2.15.
-
-    Raises:
-        ValueError: there is no block.
+    (``checkpoint_wrapper``); tried on 2.13, not on the others of 2.11 to 2.15. Without a block, raises a ValueError.
     """
     if not blocks:
         raise ValueError(
@@ -179,43 +163,22 @@ def _mesh(accelerator: Accelerator) -> dict[str, Any]:
     return {"mesh": mesh[(*outer, shard)], "dp_mesh_dims": (*outer, shard) if outer else {"shard": shard}}
 
 
-def _of_first_rank(accelerator: Accelerator, model: nn.Module) -> bool:
-    """Whether rank 0 has the values and the others are to receive them. Then allocates meta tensors on the CPU; memory
-    that is never written takes no space.
+def _of_first_rank(model: nn.Module) -> bool:
+    """Whether rank 0 has the values and the others are to receive them. Then allocates what is on meta, on the CPU;
+    memory that is never written takes no space.
     """
-    tensors = [*model.parameters(), *model.buffers()]
-    everywhere = [any(t.is_meta for t in tensors)]
+    everywhere = [any(t.is_meta for t in (*model.parameters(), *model.buffers()))]
     broadcast_object_list(everywhere)
-    if everywhere[0]:
-        return False
-    made: dict[torch.Tensor, torch.Tensor] = {}
-
-    def real(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor not in made:
-            new = torch.empty_like(tensor, device="cpu")
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                new.__dict__.update(tensor.__dict__)
-            made[tensor] = new
-        return made[tensor]
-
-    for module in model.modules():
-        held: Any
-        for held in (module._parameters, module._buffers):
-            held.update({name: real(t) for name, t in held.items() if t is not None and t.is_meta})
-    return True
+    if not everywhere[0]:
+        materialize.allocate(model)
+    return not everywhere[0]
 
 
 # Refusals
 
 
 def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
-    """Refuses invalid and unsupported configurations before anything changes.
-
-    Raises:
-        ValueError: something else wraps, shards or compiles the model; fp16 without a scaler.
-        NotImplementedError: fp8, other parallelisms or offloading in accelerate's configuration.
-    """
+    """Refuses invalid and unsupported configurations before anything changes."""
     name, state = type(model).__name__, accelerator.state
     if isinstance(model, (DistributedDataParallel, FullyShardedDataParallel)):
         raise ValueError(f"Accelerator.prepare: the model is wrapped in {name}; give it the plain model, model.module")
@@ -223,7 +186,11 @@ def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
         raise ValueError(
             "Accelerator.prepare: torch's fully_shard has sharded the model; leave that out, or call mfsdp.fully_shard"
         )
-    _by_us(model)
+    if unwrapped(model) is not model or model._compiled_call_impl is not None:
+        try:
+            settings(model, "Accelerator.prepare")
+        except TypeError as refused:  # another backend compiles it
+            raise ValueError(_COMPILES.format(refused)) from None
     if state.dynamo_plugin.backend != DynamoBackend.NO:
         raise ValueError(_COMPILES.format(f"Accelerate is to compile by {state.dynamo_plugin.backend.value!r}"))
     if state.mixed_precision == "fp16" and accelerator.scaler is None:
@@ -243,19 +210,6 @@ def _refuse(accelerator: Accelerator, model: nn.Module) -> None:
         raise NotImplementedError("activation_checkpointing_offload is not supported; activation_checkpointing is")
 
 
-def _by_us(model: Any) -> None:
-    """Refuses models that another backend compiles.
-
-    Raises:
-        ValueError: names the backend.
-    """
-    if unwrapped(model) is not model or model._compiled_call_impl is not None:
-        try:
-            settings(model, "Accelerator.prepare")
-        except TypeError as refused:
-            raise ValueError(_COMPILES.format(refused)) from None
-
-
 _COMPILES = (
     "{}. FSDP of version 2 is mfsdp here, which compiles the model itself: leave out torch_compile, "
     "torch_compile_backend, dynamo_backend and torch.compile. Options of the backend go into the environment, "
@@ -263,11 +217,9 @@ _COMPILES = (
 )
 
 
-def _not_sharded(model: Any) -> None:
-    """Refuses a sharded model where FSDP version 2 is not configured: accelerate would wrap it in DDP, or not at all.
-
-    Raises:
-        ValueError: the model is sharded.
+def _not_sharded(model: nn.Module) -> None:
+    """Raises a ValueError for a sharded model if FSDP version 2 is not configured: accelerate would wrap it in DDP, or
+    not at all.
     """
     if any(isinstance(m, FSDPModule) for m in model.modules()):
         raise ValueError(
@@ -281,11 +233,7 @@ def _not_sharded(model: Any) -> None:
 
 
 def _state(own: Callable[..., None], self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
-    """Replaces ``AcceleratorState.__init__``, which supports FSDP on accelerators only, to support it on CPUs too.
-
-    Raises:
-        ValueError: FSDP version 1; several processes without a process group.
-    """
+    """Replaces ``AcceleratorState.__init__``, which supports FSDP on accelerators only, to support it on CPUs too."""
     plugin = inspect.signature(own).bind(self, *args, **kwargs).arguments.get("fsdp_plugin")
     if plugin is not None and plugin.fsdp_version != 2:
         raise ValueError(
@@ -326,15 +274,10 @@ def _prepare(own: Callable[..., Any], self: Accelerator, *args: Any, **kwargs: A
     if not self.is_fsdp2:
         for model in models:
             _not_sharded(model)
-        return own(self, *args, **kwargs)
-    if bool(models) == any(isinstance(x, torch.optim.Optimizer) for x in args) or len(models) > 1:
-        return own(self, *args, **kwargs)
-    out = _prepare_fsdp2(self, *args)
-    known = [x for found in (self._models, self._optimizers, self._dataloaders, self._schedulers) for x in found]
-    for item in out:
-        if any(item is other for other in known):
-            item._is_accelerate_prepared = True
-    return out if len(out) > 1 else out[0]
+    elif bool(models) != any(isinstance(x, torch.optim.Optimizer) for x in args) and len(models) < 2:
+        out = _prepare_fsdp2(self, *args)
+        return out if len(out) > 1 else out[0]
+    return own(self, *args, **kwargs)
 
 
 def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
@@ -345,21 +288,25 @@ def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
     model = next((x for x in args if isinstance(x, nn.Module)), None)
     if model is not None:
         _refuse(self, model)
-    known = [(found, list(found)) for found in (self._models, self._optimizers, self._dataloaders, self._schedulers)]
+    containers = (self._models, self._optimizers, self._dataloaders, self._schedulers)
+    before = [list(found) for found in containers]
     try:
         result = [x if isinstance(x, nn.Module) else self._prepare_one(x, first_pass=True) for x in args]
         result = [x if isinstance(x, nn.Module) else self._prepare_one(x) for x in result]
         optimizers = [x for x in result if isinstance(x, torch.optim.Optimizer)]
         if model is not None:
-            with _let_go(optimizers, unwrapped(model)):
+            with _parameters_freed(optimizers, unwrapped(model)):
                 prepare_model(self, model)
             if not any(model is other for other in self._models):
                 self._models.append(model)
         _pair(self)
     except BaseException:
-        for found, before in known:
-            found[:] = before
+        for found, earlier in zip(containers, before):
+            found[:] = earlier
         raise
+    for item in result:
+        if any(item is known for found in containers for known in found):
+            item._is_accelerate_prepared = True
     return tuple(result)
 
 
@@ -376,12 +323,9 @@ def _pair(accelerator: Accelerator) -> None:
 
 
 @contextmanager
-def _let_go(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> Iterator[None]:
+def _parameters_freed(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> Iterator[None]:
     """Removes the model's parameters from optimizers, so that they are freed one by one, and afterwards gives
     optimizers the parameters in the same places.
-
-    Raises:
-        ValueError: an optimizer has state of unsharded parameters, or parameters that are not the model's.
     """
     found = [_holders(optimizer, [model]) for optimizer in optimizers]
     for optimizer in optimizers:
@@ -403,11 +347,7 @@ def _let_go(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> It
 
 
 def _holders(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
-    """Returns, for each group's parameters, the modules that hold them, and their names there.
-
-    Raises:
-        ValueError: no module holds a parameter.
-    """
+    """Returns, for each group's parameters, the modules that hold them, and their names there."""
     places = {
         id(p): (m, name)
         for model in models
@@ -426,7 +366,7 @@ def _holders(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> l
     return [[places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _name(optimizer: Any) -> str:
+def _name(optimizer: torch.optim.Optimizer) -> str:
     return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
@@ -440,7 +380,7 @@ def _prepare_alone(own: Callable[..., Any], self: Accelerator, model: nn.Module,
 
 
 @contextmanager
-def _no_sync(own: Callable[..., Any], self: Accelerator, model: Any) -> Iterator[None]:
+def _no_sync(own: Callable[..., Any], self: Accelerator, model: nn.Module) -> Iterator[None]:
     """Replaces ``Accelerator.no_sync``: full gradients are accumulated, and none is communicated.
     (``sync_each_batch=True`` of accelerate's ``GradientAccumulationPlugin`` reduce-scatters them in every backward
     instead, which takes less memory.)
@@ -452,8 +392,8 @@ def _no_sync(own: Callable[..., Any], self: Accelerator, model: Any) -> Iterator
 
 
 def _clip_grad_norm(
-    own: Callable[..., Any], self: Accelerator, parameters: Any, max_norm: float, norm_type: float = 2
-) -> Any:
+    own: Callable[..., torch.Tensor | None], self: Accelerator, parameters: Any, max_norm: float, norm_type: float = 2
+) -> torch.Tensor | None:
     """Replaces ``Accelerator.clip_grad_norm_``, which compares lists of tensors to find the model."""
     if not self.is_fsdp2:
         return own(self, parameters, max_norm, norm_type)
@@ -462,11 +402,7 @@ def _clip_grad_norm(
 
 
 def _no_such_backend(cls: type[DynamoBackend], value: object) -> None:
-    """Explains that ``DynamoBackend``, a closed list, does not contain this backend.
-
-    Raises:
-        ValueError: ``value`` names this backend.
-    """
+    """Raises a ValueError that explains that ``DynamoBackend``, a closed list, does not contain this backend."""
     if str(value).lower() == "mfsdp":
         raise ValueError(_COMPILES.format("torch_compile_backend='mfsdp' is no backend of Accelerate's"))
 
@@ -475,31 +411,19 @@ def _install() -> None:
     """Replaces accelerate's functions, once. Private in accelerate (``_prepare_fsdp2``, and that ``prepare`` and other
     packages look up ``fsdp2_prepare_model`` in two places); tried with 1.15.
     """
-    around: list[tuple[Any, str, Callable[..., Any]]] = [
-        (AcceleratorState, "__init__", _state),
-        (Accelerator, "prepare", _prepare),
-        (Accelerator, "prepare_model", _prepare_alone),
-        (Accelerator, "no_sync", _no_sync),
-        (Accelerator, "clip_grad_norm_", _clip_grad_norm),
-    ]
-    for where, name, ours in around:
-        own = getattr(where, name)
-        setattr(where, name, functools.wraps(own)(_first(ours, own)))
-    instead: list[tuple[Any, str, Any]] = [
+    table: list[tuple[Any, str, Any]] = [
+        (AcceleratorState, "__init__", around(AcceleratorState.__init__, _state)),
+        (Accelerator, "prepare", around(Accelerator.prepare, _prepare)),
+        (Accelerator, "prepare_model", around(Accelerator.prepare_model, _prepare_alone)),
+        (Accelerator, "no_sync", around(Accelerator.no_sync, _no_sync)),
+        (Accelerator, "clip_grad_norm_", around(Accelerator.clip_grad_norm_, _clip_grad_norm)),
         (Accelerator, "_prepare_fsdp2", _prepare_fsdp2),
         (theirs, "fsdp2_prepare_model", prepare_model),
         (utils, "fsdp2_prepare_model", prepare_model),
         (DynamoBackend, "_missing_", classmethod(_no_such_backend)),
     ]
-    for where, name, ours in instead:
-        setattr(where, name, ours)
-
-
-def _first(ours: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return ours(own, self, *args, **kwargs)
-
-    return asked
+    for where, name, function in table:
+        setattr(where, name, function)
 
 
 _install()

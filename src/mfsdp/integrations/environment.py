@@ -13,8 +13,6 @@ from typing import Any
 
 from ..config.options import Options
 
-OPTIONS, SHARDING = "MFSDP_OPTIONS", "MFSDP_SHARDING"
-
 
 def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the backend's options: those of the environment, overridden by ``given``.
@@ -22,17 +20,18 @@ def options(given: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises:
         ValueError: one that the backend does not have.
     """
-    found = {**read(OPTIONS), **(given or {})}
+    found = {**_read("MFSDP_OPTIONS"), **(given or {})}
     Options.parse(found)
     return found
 
 
-def read(name: str) -> dict[str, Any]:
-    """Returns the value of a variable, empty if it is not set.
+def sharding(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns arguments of `mfsdp.fully_shard`: those of the environment, overridden by ``given``."""
+    return {**_read("MFSDP_SHARDING"), **(given or {})}
 
-    Raises:
-        ValueError: it is not a JSON object.
-    """
+
+def _read(name: str) -> dict[str, Any]:
+    """Returns the value of a variable, empty if it is not set."""
     text = os.environ.get(name) or "{}"
     try:
         found = json.loads(text)

@@ -20,6 +20,7 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,7 @@ from ..sharding.shard import fully_shard
 
 
 def _package() -> str:
-    """Returns the name of the Lightning package in use.
-
-    Raises:
-        ImportError: there is none.
-    """
+    """Returns the name of the Lightning package in use."""
     names = ("lightning", "pytorch_lightning")
     there = [n for n in names if n in sys.modules] or [n for n in names if importlib.util.find_spec(n)]
     if not there:
@@ -111,15 +108,11 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         hold: bool = True,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
-        timeout: Any = None,
+        timeout: timedelta | None = None,
         **sharding: Any,
     ):
-        given = {} if timeout is None else {"timeout": timeout}
-        super().__init__(
-            save_distributed_checkpoint=save_distributed_checkpoint,
-            process_group_backend=process_group_backend,
-            **given,
-        )
+        given = {"process_group_backend": process_group_backend, **({} if timeout is None else {"timeout": timeout})}
+        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **given)
         Options.parse(options)
         valid = sorted(inspect.signature(fully_shard).parameters.keys() - {"module", "device"})
         unknown = sorted(sharding.keys() - set(valid))
@@ -138,16 +131,13 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
     def setup_environment(self) -> None:
         """Creates the process group and the mesh."""
         self._setup_distributed()
-        self._device_mesh = self._make_mesh()
-        self.lightning_module._device_mesh = self._device_mesh
-
-    def _make_mesh(self) -> DeviceMesh:
         if isinstance(self._mesh, DeviceMesh):
-            return self._mesh
-        if self._device_mesh is not None:
-            return self._device_mesh
-        sizes = {"fsdp": self.world_size} if self._mesh is None else self._mesh
-        return init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            self._device_mesh = self._mesh
+        elif self._device_mesh is None:
+            sizes = {"fsdp": self.world_size} if self._mesh is None else self._mesh
+            names = tuple(sizes)
+            self._device_mesh = init_device_mesh(self.root_device.type, tuple(sizes.values()), mesh_dim_names=names)
+        self.lightning_module._device_mesh = self._device_mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -200,11 +190,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         self.setup_precision_plugin()
 
     def _policy(self) -> MixedPrecisionPolicy | None:
-        """Returns the policy for the Trainer's precision.
-
-        Raises:
-            ValueError: it is not in `POLICIES`, or the strategy was given a policy too.
-        """
+        """Returns the policy for the Trainer's precision."""
         precision = self.precision_plugin.precision
         if precision not in POLICIES:
             raise ValueError(f"strategy 'mfsdp': precision={precision!r}: choose one of {', '.join(POLICIES)}")
@@ -230,12 +216,8 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
 
     # Checkpoints
 
-    def _refuse_io(self, io: Any) -> None:
-        """Refuses checkpoint plugins.
-
-        Raises:
-            ValueError: always.
-        """
+    def _refuse_io(self, io: object) -> None:
+        """Refuses checkpoint plugins."""
         raise ValueError(
             f"strategy 'mfsdp' writes checkpoints itself, and {type(io).__name__} would not be asked: leave out the "
             "plugin"
@@ -267,13 +249,13 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         whole = not self._save_distributed_checkpoint
         return StateDictOptions(full_state_dict=whole, cpu_offload=whole)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None) -> None:
         """Writes a folder or a file. A folder that is overwritten is no checkpoint until it is complete."""
         if self.is_global_zero and self._save_distributed_checkpoint and Path(filepath).is_dir():
             Path(filepath, META).unlink(missing_ok=True)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Returns the content of a checkpoint: a folder's, written on any number of ranks, as this rank's shards; a
         file's as full tensors.
 
@@ -313,9 +295,8 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
         """
         state = checkpoint["state_dict"]
         if any(isinstance(t, DTensor) for t in state.values()):
-            set_model_state_dict(
-                self.model, state, options=StateDictOptions(strict=False)
-            )  # `load_checkpoint` has compared names
+            # `load_checkpoint` has compared names
+            set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
             return
         both = _agreed(get_model_state_dict(self.model), state, strict)
         set_model_state_dict(self.model, {name: state[name] for name in both}, options=_whole(strict=False))
@@ -342,12 +323,8 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
             )
 
 
-def _sharded_alike(module: Any, wanted: Mapping[str, Any]) -> None:
-    """Checks that a sharded module has this strategy's arguments.
-
-    Raises:
-        ValueError: the module has been sharded differently.
-    """
+def _sharded_alike(module: FSDPModule, wanted: Mapping[str, Any]) -> None:
+    """Checks that a sharded module has this strategy's arguments."""
     was = module.__dict__.get(_ASKED)
     if was is None and wanted.keys() - {"sync_module_states"}:
         raise ValueError(
@@ -381,11 +358,7 @@ def _compiled(module: nn.Module) -> bool:
 
 
 def _not_compiled(module: nn.Module) -> None:
-    """Refuses a module of which a part is compiled: it would read parameters one by one, unknown to the backend.
-
-    Raises:
-        ValueError: a part is compiled.
-    """
+    """Refuses a module of which a part is compiled: it would read parameters one by one, unknown to the backend."""
     found = [name or type(module).__name__ for name, m in module.named_modules() if _compiled(m)]
     if found:
         raise ValueError(
@@ -401,7 +374,7 @@ def _whole(**more: Any) -> StateDictOptions:
     return StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, **more)
 
 
-def _stem(key: str, names: Mapping[str, Any]) -> str:
+def _stem(key: str, names: Mapping[str, object]) -> str:
     """Returns the name that a key of torch.distributed.checkpoint belongs to; a dict (extra state) has several keys."""
     stem = key
     while stem not in names and "." in stem:
@@ -410,11 +383,7 @@ def _stem(key: str, names: Mapping[str, Any]) -> str:
 
 
 def _agreed(model: Iterable[str], saved: Iterable[str], strict: bool) -> list[str]:
-    """Returns the names that both have.
-
-    Raises:
-        RuntimeError: names differ, and ``strict`` is on.
-    """
+    """Returns the names that both have."""
     model, saved = dict.fromkeys(model), dict.fromkeys(saved)
     missing, unexpected = [n for n in model if n not in saved], [n for n in saved if n not in model]
     if strict and (missing or unexpected):
@@ -428,9 +397,6 @@ def _agreed(model: Iterable[str], saved: Iterable[str], strict: bool) -> list[st
 def _load_whole(state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Sets an optimizer's state from full tensors by number: a place in its groups, as in unsharded training, or among
     the model's parameters, as Lightning's strategies for FSDP write it.
-
-    Raises:
-        ValueError: groups, or their numbers of parameters, differ.
     """
     names = {id(p): name.replace("_orig_mod.", "") for name, p in model.named_parameters()}
     mine = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

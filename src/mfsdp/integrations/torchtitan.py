@@ -82,11 +82,7 @@ def parallelize(
 
 
 def _tried(parallel_dims: Any, training: Any, parallelism: Any) -> None:
-    """Refuses settings that have not been tried.
-
-    Raises:
-        NotImplementedError: names the settings.
-    """
+    """Refuses settings that have not been tried."""
     asked = {
         "context parallelism": parallel_dims.cp_enabled,
         "pipeline parallelism": parallel_dims.pp_enabled,
@@ -106,22 +102,14 @@ def _tried(parallel_dims: Any, training: Any, parallelism: Any) -> None:
 
 
 def _reshards(policy: str) -> dict[str, bool]:
-    """Returns whether layers, and norm and head after them, are freed after forward.
-
-    Raises:
-        ValueError: the policy is unknown.
-    """
+    """Returns whether layers, and norm and head after them, are freed after forward."""
     if policy not in ("default", "always", "never"):
         raise ValueError(f"fsdp_reshard_after_forward={policy!r}: choose default, always or never")
     return {"layers": policy != "never", "ends": policy == "always"}
 
 
 def _lowering(compile_config: Any) -> str:
-    """Returns the option ``lowering`` for torchtitan's configuration.
-
-    Raises:
-        ValueError: the backend is not in `LOWERINGS`.
-    """
+    """Returns the option ``lowering`` for torchtitan's configuration."""
     if not (compile_config.enable and "model" in compile_config.components):
         return "eager"
     if compile_config.backend not in LOWERINGS:

@@ -17,7 +17,6 @@ take settings that the configuration has no field for.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,17 +28,21 @@ import transformers.distributed.fsdp as theirs
 import transformers.distributed.mixin as mixin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.core_model_loading import LoadStateDictInfo
 from transformers.distributed import DistributedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from ..buffers.flat_buffer import Ref, refs
 from ..config.options import MixedPrecisionPolicy
+from ..config.patches import around
 from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import devices, groups, sync_collectives
 from ..sharding import materialize
 from ..sharding.module import FSDPModule
 from ..sharding.shard import fully_shard
 from . import environment
+
+Device = torch.device | str | int | None
 
 PLANNED = ("module", "units", "mesh", "dp_mesh_dims", "device", "reshard_after_forward", "param_init_fn")
 """Arguments of `fully_shard` that follow from a configuration."""
@@ -81,7 +84,7 @@ class _Reading:
 # Sharding
 
 
-def _shard(own: Callable[..., Any], model: Any, mesh_manager: Any, fsdp_plan: Any, ep_plan: Any) -> Any:
+def _shard(own: Callable[..., PreTrainedModel], model: PreTrainedModel, *plan: object) -> PreTrainedModel:
     """Replaces ``apply_fully_sharded_data_parallelism``: its calls of torch's `fully_shard` go to mfsdp's.
 
     Raises:
@@ -96,7 +99,7 @@ def _shard(own: Callable[..., Any], model: Any, mesh_manager: Any, fsdp_plan: An
         )
     options, more = environment.options(getattr(config, "options", None)), _arguments(config)
 
-    def ours(module: Any, *, mesh: DeviceMesh, **asked: Any) -> Any:
+    def ours(module: nn.Module | list[nn.Module], *, mesh: DeviceMesh, **asked: Any) -> list[nn.Module]:
         dims = {"shard": names[-1], "replicate": names[:-1]} if len(names := mesh.mesh_dim_names or ()) > 1 else None
         given = {"reshard_after_forward": None, "mp_policy": MixedPrecisionPolicy(main_params_dtype=None), **asked}
         unit = _with_tied(model, module if isinstance(module, list) else [module])
@@ -107,7 +110,7 @@ def _shard(own: Callable[..., Any], model: Any, mesh_manager: Any, fsdp_plan: An
     theirs.fully_shard = ours  # type: ignore[assignment]
     try:
         with materialize.postponed() as calls:
-            model = own(model, mesh_manager, fsdp_plan, ep_plan)
+            model = own(model, *plan)
     finally:
         theirs.fully_shard = torchs
     del model._is_fsdp_managed_module  # Dynamo does not trace modules with it; see `_managed`
@@ -116,7 +119,7 @@ def _shard(own: Callable[..., Any], model: Any, mesh_manager: Any, fsdp_plan: An
     return model
 
 
-def _managed(own: Callable[..., Any], module: Any) -> bool:
+def _managed(own: Callable[[nn.Module], bool], module: nn.Module) -> bool:
     """Replaces ``is_fsdp_managed_module``: whether ranks must continue together (``generate``), and the model's own
     methods turn off gradient synchronization (Trainer).
     """
@@ -132,13 +135,9 @@ def _with_tied(model: nn.Module, unit: list[nn.Module]) -> list[nn.Module]:
     return [*unit, *tied]
 
 
-def _arguments(config: Any) -> dict[str, Any]:
-    """Returns the arguments of `mfsdp.fully_shard` that a configuration or the environment adds.
-
-    Raises:
-        ValueError: the configuration's own fields set one of them.
-    """
-    found = {**environment.read(environment.SHARDING), **(getattr(config, "sharding", None) or {})}
+def _arguments(config: DistributedConfig | None) -> dict[str, Any]:
+    """Returns the arguments of `mfsdp.fully_shard` that a configuration or the environment adds."""
+    found = environment.sharding(getattr(config, "sharding", None))
     if clash := [name for name in PLANNED if name in found]:
         raise ValueError(
             f"sharding={', '.join(clash)}: DistributedConfig's own fields say that: fsdp_plan, fsdp_size, "
@@ -164,7 +163,9 @@ class _Rows:
         """Indices of dimension 0 of which this rank holds a part; the first, if it holds nothing."""
         return range(*self._ours)
 
-    def shard_tensor(self, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: Any = None) -> Any:
+    def shard_tensor(
+        self, source: Any, tensor_idx: int | None = None, device: Device = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor | None:
         """Returns this rank's part of a tensor in a file.
 
         Args:
@@ -187,7 +188,7 @@ class _Rows:
         return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device=device)
 
 
-def _read(source: Any, place: tuple[slice, ...], device: Any, dtype: Any) -> torch.Tensor:
+def _read(source: Any, place: tuple[slice, ...], device: Device, dtype: torch.dtype | None) -> torch.Tensor:
     found: torch.Tensor = source[place] if place else source[...]
     return found.to(device=device, dtype=dtype)
 
@@ -199,12 +200,12 @@ def _boxes(param: ShardedDTensor) -> Iterator[tuple[tuple[slice, ...], torch.Ten
             yield tuple(slice(o, o + n) for o, n in zip(there, sizes, strict=True)), param.chunk_at(there)
 
 
-def _operation(own: Callable[..., Any], param: Any) -> Any:
+def _operation(own: Callable[[torch.Tensor], object], param: torch.Tensor) -> object:
     """Replaces ``DtensorShardOperation``, for parameters of mfsdp and of torch."""
     return _Rows(param) if isinstance(param, ShardedDTensor) else own(param)
 
 
-def _spawn(own: Callable[..., Any], thread_pool: Any, *args: Any, sharding_op: Any = None, **kwargs: Any) -> Any:
+def _spawn(own: Callable[..., Any], thread_pool: object, *args: Any, sharding_op: object = None, **kwargs: Any) -> Any:
     """Replaces ``spawn_materialize``: a tensor that is joined or split is read in turn, so that one is full at a
     time.
     """
@@ -214,7 +215,14 @@ def _spawn(own: Callable[..., Any], thread_pool: Any, *args: Any, sharding_op: A
 
 
 @torch.no_grad()
-def _set(own: Callable[..., Any], model: Any, name: str, value: torch.Tensor, info: Any, quantizer: Any) -> None:
+def _set(
+    own: Callable[..., None],
+    model: nn.Module,
+    name: str,
+    value: torch.Tensor,
+    info: LoadStateDictInfo,
+    quantizer: object,
+) -> None:
     """Replaces ``set_param_for_module``; writes in place."""
     ref = _ref(model, name)
     if ref is None:
@@ -225,7 +233,7 @@ def _set(own: Callable[..., Any], model: Any, name: str, value: torch.Tensor, in
     assert isinstance(param, ShardedDTensor)
     found = _mine(param, value)
     if found is None:
-        info.mismatched_keys.add((name, value.shape, param.shape))
+        info.mismatched_keys.add((name, value.shape, param.shape))  # type: ignore[arg-type]
         return
     news = materialize.came(ref)
     for view, part in zip((view for _, view in _boxes(param)), found, strict=True):
@@ -258,7 +266,7 @@ def _ref(model: nn.Module, name: str) -> Ref | None:
     return refs(model.get_submodule(path)).get(last)
 
 
-def _rest(own: Callable[..., Any], self: Any, missing_keys: set[str], *args: Any) -> None:
+def _rest(own: Callable[..., None], self: Any, missing_keys: set[str], *args: object) -> None:
     """Replaces ``PreTrainedModel._move_missing_keys_from_meta_to_device``: initializes what the files lack.
 
     Raises:
@@ -312,16 +320,8 @@ def _install() -> None:
     for module in [m for name, m in sys.modules.items() if name.startswith("transformers.")]:
         if module.__dict__.get("is_fsdp_managed_module") is managed:  # also those that imported it by name
             table.append((module, "is_fsdp_managed_module", _managed))
-    for where, name, around in table:
-        own = getattr(where, name)
-        setattr(where, name, functools.wraps(own)(_first(around, own)))
-
-
-def _first(ours: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(*args: Any, **kwargs: Any) -> Any:
-        return ours(own, *args, **kwargs)
-
-    return asked
+    for where, name, ours in table:
+        setattr(where, name, around(getattr(where, name), ours))
 
 
 _install()

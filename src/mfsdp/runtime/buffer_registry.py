@@ -28,7 +28,9 @@ under hooks.
 
 
 def register(shard: torch.Tensor, buffer: Buffer) -> None:
-    """Records a shard's flat buffer, weakly: Python never collects what a tensor known to autograd holds."""
+    """Records a shard's flat buffer (`buffers.flat_buffer`). The reference is weak: Python never collects what
+    a tensor known to autograd holds.
+    """
     setattr(shard, _OWNER, weakref.ref(buffer))
     if not shard.is_meta:
         _owners[shard.untyped_storage()._cdata] = buffer

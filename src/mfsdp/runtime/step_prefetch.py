@@ -5,7 +5,7 @@
 
 Note [Step prefetch]
 Nothing in forward hides what it launches before its first wait: its first `prefetch` gathers, or all refreshes of
-persistent parameters. So the flat optimizer (`state.flat_optimizer`) launches these, each when its unit's weights are
+persistent parameters. So the flat optimizer (`optim.flat_optimizer`) launches these, each when its unit's weights are
 new, and the next forward takes them. The results are bitwise those of forward's own gathers.
 
 Selection. A program knows these collectives at compile time (`First`). A model remembers those of the first training

@@ -22,14 +22,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
 
 from torch import nn
 
 from ..buffers.sharding_plan import ShardingPlan
 from ..config.options import MixedPrecisionPolicy
-from .module import FSDPModule, own_class
-from .unit_assignment import Claim, matches
+from .module import FSDPModule, own_class, unwrapped
+from .unit_assignment import PlannedUnit, matches
 
 log = logging.getLogger("mfsdp")
 
@@ -46,7 +45,7 @@ LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 Large = Callable[[Iterable[nn.Parameter]], bool]
 
 
-def auto(whole: Claim, policy: MixedPrecisionPolicy, placement: ShardingPlan) -> list[str]:
+def auto(whole: PlannedUnit, policy: MixedPrecisionPolicy, placement: ShardingPlan) -> list[str]:
     """Returns the names of the modules that become units (Note [Units of a model]); the rest is the root's.
 
     Args:
@@ -83,7 +82,7 @@ def auto(whole: Claim, policy: MixedPrecisionPolicy, placement: ShardingPlan) ->
 class _Model:
     """A model's modules in order, and which modules own each parameter."""
 
-    def __init__(self, whole: Claim):
+    def __init__(self, whole: PlannedUnit):
         self.root = whole.module
         self.names: dict[nn.Module, str] = {m: name for name, m in self.root.named_modules()}
         self.order = {m: i for i, m in enumerate(self.names)}
@@ -116,7 +115,7 @@ class _Model:
         for m in self.names:  # outer ones first
             if not isinstance(m, LISTS) or m in taken:
                 continue
-            children = [c for c in dict.fromkeys(_unwrapped(c) for c in m.children()) if c not in taken]
+            children = [c for c in dict.fromkeys(unwrapped(c) for c in m.children()) if c not in taken]
             found = [c for c in self.alike(children) if not self.inside[c] & taken]
             if found and sum(p.numel() for c in found for p in self.own(c)) >= least:
                 out += found
@@ -151,12 +150,6 @@ class _Model:
         return max(heads, key=lambda m: sum(p.numel() for p in self.own(m)), default=None)
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """The module that ``torch.compile(module)`` wraps."""
-    inner = getattr(module, "_orig_mod", module)
-    return inner if isinstance(inner, nn.Module) else module
-
-
-def _texts(plan: Any) -> list[str]:
+def _texts(plan: object) -> list[str]:
     """The strings in a model's plan, of any type."""
     return [x for x in plan if isinstance(x, str)] if isinstance(plan, (list, tuple, set, frozenset, dict)) else []

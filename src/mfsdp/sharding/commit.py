@@ -18,12 +18,12 @@ from ..runtime import devices
 from . import cross_rank_check
 from .module import hand_over
 from .rollback import Rollback
-from .stale_optimizers import FORMER, forget_former, no_former_optimizer
-from .unit_assignment import Claim
+from .stale_optimizers import ORIGINALS, forget_originals, no_stale_optimizer
+from .unit_assignment import PlannedUnit
 
 
-def device_of(claims: list[Claim], device: torch.device | str | None) -> torch.device:
-    there = {p.device: name for c in claims for p, name in c.names.items() if p.device.type != "meta"}
+def device_of(units: list[PlannedUnit], device: torch.device | str | None) -> torch.device:
+    there = {p.device: name for unit in units for p, name in unit.names.items() if p.device.type != "meta"}
     if len(there) > 1:
         where = ", ".join(f"{name} on {d}" for d, name in there.items())
         raise ValueError(
@@ -36,13 +36,13 @@ def device_of(claims: list[Claim], device: torch.device | str | None) -> torch.d
     return chosen
 
 
-def ignore(param: nn.Parameter, undo: Rollback) -> None:
+def ignore(param: nn.Parameter, rollback: Rollback) -> None:
     if not hasattr(param, "_mfsdp_ignored"):
         param._mfsdp_ignored = True  # type: ignore[attr-defined]
-        undo.steps.append(lambda: delattr(param, "_mfsdp_ignored"))
+        rollback.steps.append(lambda: delattr(param, "_mfsdp_ignored"))
 
 
-def move_buffers(module: nn.Module, device: torch.device, undo: Rollback) -> None:
+def move_buffers(module: nn.Module, device: torch.device, rollback: Rollback) -> None:
     """Moves buffers to the parameters' device, tied ones once; those on meta get memory with their values."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for m in module.modules():
@@ -52,33 +52,33 @@ def move_buffers(module: nn.Module, device: torch.device, undo: Rollback) -> Non
             if buffer not in moved:
                 moved[buffer] = buffer.to(device)
             m._buffers[name] = moved[buffer]
-            undo.steps.append(partial(m._buffers.__setitem__, name, buffer))
+            rollback.steps.append(partial(m._buffers.__setitem__, name, buffer))
 
 
 def fill(
-    claim: Claim,
+    planned: PlannedUnit,
     unit: UnitState,
     placement: ShardingPlan,
     device: torch.device,
     reshard: bool,
     synced: Sequence[str],
-    undo: Rollback,
+    rollback: Rollback,
 ) -> None:
     """Allocates the unit's buffers, copies values parameter by parameter, and frees originals."""
-    undo.steps.append(lambda: forget_former(unit))
-    for index, draft in enumerate(claim.drafts):
+    rollback.steps.append(lambda: forget_originals(unit))
+    for index, plan in enumerate(planned.buffers):
         buffer = FlatBuffer(
-            unit, draft.layout, placement, draft.precision,
-            trainable=draft.trainable, reshard=reshard, device=device, pieces=draft.pieces,
+            unit, plan.layout, placement, plan.precision,
+            trainable=plan.trainable, reshard=reshard, device=device, pieces=plan.pieces,
         )  # fmt: skip
-        buffer.gradients.before_first = no_former_optimizer
+        buffer.gradients.before_first = no_stale_optimizer
         unit.buffers.append(buffer)
-        for slot, entry in enumerate(draft.layout.slots):
-            ref = Ref(buffer, slot, entry.offset, entry.shape, unit, index, draft.pieces[slot])
-            _take_over(claim, draft.params.pop(0), ref, synced, undo)
+        for slot, entry in enumerate(plan.layout.slots):
+            ref = Ref(buffer, slot, entry.offset, entry.shape, unit, index, plan.pieces[slot])
+            _take_over(planned, plan.params.pop(0), ref, synced, rollback)
 
 
-def _take_over(claim: Claim, param: nn.Parameter, ref: Ref, synced: Sequence[str], undo: Rollback) -> None:
+def _take_over(planned: PlannedUnit, param: nn.Parameter, ref: Ref, synced: Sequence[str], rollback: Rollback) -> None:
     buffer, weights, slot = ref.buffer, ref.buffer.weights, ref.slot
     carry_attributes(param, buffer.params[slot])
     with torch.no_grad():
@@ -89,8 +89,8 @@ def _take_over(claim: Claim, param: nn.Parameter, ref: Ref, synced: Sequence[str
             mine = te.precise(torchao.bare(here(param)))
             over = [*synced, *(ref.piece.copied_by if ref.piece else buffer.placement.beside)] if synced else ()
             weights.keep(slot, cross_rank_check.of_first_rank(mine, over, weights.main.device) if synced else mine)
-    former = undo.former(param, ref)
-    for owner, name in claim.owners.pop(param):
-        hand_over(owner, name, ref, former, undo)
-    del claim.names[param]
-    FORMER[param] = ref
+    original = rollback.original(param, ref)
+    for owner, name in planned.owners.pop(param):
+        hand_over(owner, name, ref, original, rollback)
+    del planned.names[param]
+    ORIGINALS[param] = ref

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import cast
+from typing import TypeVar, cast
 
 from torch import nn
 
 from ..buffers.flat_buffer import FlatBuffer, refs
 from ..runtime import step_prefetch
 from ..runtime.overlap import Overlap
-from .module import FSDPModule, buffers_of
+from .module import FSDPModule, buffers_of, unwrapped
+
+T = TypeVar("T")
 
 
 def _buffers(module: nn.Module) -> list[FlatBuffer]:
@@ -19,11 +21,14 @@ def _buffers(module: nn.Module) -> list[FlatBuffer]:
     return list({r.buffer: None for m in module.modules() for r in refs(m).values()})
 
 
-def _sharded(module: nn.Module, asked: str) -> list[FlatBuffer]:
-    """The same, or a ValueError that names the caller."""
-    found = _buffers(module)
+def _units(module: nn.Module) -> list[FSDPModule]:
+    return [m for m in module.modules() if isinstance(m, FSDPModule)]
+
+
+def _some(found: list[T], caller: str) -> list[T]:
+    """Returns what is found, or raises a ValueError if that is nothing."""
     if not found:
-        raise ValueError(f"{asked}: the model is not sharded; call mfsdp.fully_shard first")
+        raise ValueError(f"{caller}: the model is not sharded; call mfsdp.fully_shard first")
     return found
 
 
@@ -41,9 +46,7 @@ def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
     Raises:
         ValueError: nothing of the module is sharded.
     """
-    units = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    if not units:
-        raise ValueError("no_sync: the model is not sharded; call mfsdp.fully_shard first")
+    units = _some(_units(module), "no_sync")
     before = [(buffer, buffer.gradients.sync) for unit in units for buffer in buffers_of(unit, recurse=False)]
     for unit in units:
         unit.set_requires_gradient_sync(False, recurse=False, hold=hold)
@@ -83,7 +86,7 @@ def overlapped(module: nn.Module) -> Iterator[None]:
             f"overlapped: give one model, not {type(module).__name__}: turns among stages of a virtual pipeline are "
             "not built (docs/guides/microbatches.md)"
         )
-    buffers = _sharded(module, "overlapped")
+    buffers = _some(_buffers(module), "overlapped")
     if any(buffer.gradients.overlap is not None for buffer in buffers):
         raise ValueError("overlapped: the model is overlapped already")
     if any(buffer.spec.optional or buffer.spec.any_optional for buffer in buffers):
@@ -96,7 +99,7 @@ def overlapped(module: nn.Module) -> Iterator[None]:
         buffer.gradients.overlap = overlap
     try:
         yield
-        overlap.leave(type(getattr(module, "_orig_mod", module)).__name__)
+        overlap.leave(type(unwrapped(module)).__name__)
     except Exception as error:
         try:
             overlap.finish()
@@ -133,8 +136,8 @@ def synchronize(module: nn.Module) -> None:
     Raises:
         ValueError: nothing of the module is sharded.
     """
-    found = _sharded(module, "synchronize")
-    step_prefetch.complete(found)
+    buffers = _some(_buffers(module), "synchronize")
+    step_prefetch.complete(buffers)
 
 
 @contextmanager
@@ -149,7 +152,7 @@ def summon_full_params(module: nn.Module, *, writeback: bool = True) -> Iterator
     Raises:
         ValueError: nothing of the module is sharded, or it is summoned already.
     """
-    found = _sharded(module, "summon_full_params")
+    found = _some(_buffers(module), "summon_full_params")
     if any(b.weights.summoned is not None for b in found):
         raise ValueError("summon_full_params: the parameters are summoned already")
     places = [(m, name, ref) for m in module.modules() for name, ref in refs(m).items()]
@@ -197,9 +200,7 @@ def unsharded(module: nn.Module) -> Iterator[None]:
         ValueError: nothing of the module is sharded.
         RuntimeError: it is nested, or called in a forward of the model.
     """
-    units = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    if not units:
-        raise ValueError("unsharded: the model is not sharded; call mfsdp.fully_shard first")
+    units = _some(_units(module), "unsharded")
     if any(m._mfsdp_unit.open for m in units):
         raise RuntimeError("unsharded: the model is unsharded already, or in a forward")
     with ExitStack() as leaving:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from ..runtime import groups
+from ..runtime.checksums import checksum
 from ..runtime.desync import difference
 
 SAMPLE = 2**10
@@ -58,11 +59,7 @@ def check_same_model(over: Sequence[str], structure: Sequence[str], values: Mapp
 
 def _marks(values: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """A number per tensor from the bits of a sample: exact on every kind of processor."""
-    marks = []
-    for tensor in values.values():
-        some = sample(tensor)
-        bits = some.view(_INTEGER[some.element_size()]).long()
-        marks.append((bits * torch.arange(1, 2 * bits.numel() + 1, 2, device=bits.device)).sum())
+    marks = [checksum(sample(tensor)) for tensor in values.values()]
     devices = {m.device for m in marks}
     known = {d: iter(torch.stack([m for m in marks if m.device == d]).tolist()) for d in devices}
     return {name: next(known[m.device]) for name, m in zip(values, marks, strict=True)}
@@ -72,9 +69,6 @@ def sample(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor that are compared; of a sample all."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLE)].contiguous()
-
-
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def of_first_rank(tensor: torch.Tensor, over: Iterable[str], device: torch.device) -> torch.Tensor:

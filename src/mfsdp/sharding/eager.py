@@ -25,7 +25,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from ..dtensor.tp_shards import here
 from ..dtensor.transformer_engine import Lent
 from ..runtime import buffer_registry, engine, sync_collectives
 from . import mutation_check
-from .te_eager import Loans, MainGrads
+from .te_eager import MainGrads
 
 
 class _Thread(threading.local):
@@ -62,7 +62,7 @@ class Ticket:
     def __init__(self, buffer: FlatBuffer, full: torch.Tensor | None):
         self.buffer, self.full = buffer, full
         self.watch: mutation_check.MutationCheck | None = None
-        self.loans = Loans(buffer)
+        self.main_grads = MainGrads(buffer)
 
     def storage(self) -> torch.Tensor:
         if self.full is None and self.buffer.unit in _here.again:
@@ -208,7 +208,7 @@ def scope(module: nn.Module, own: bool) -> Scope | Cover | None:
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     if own:
-        _tell_of_plain(module)
+        _warn_of_unsharded(module)
     return Scope(
         module.__dict__["_mfsdp_unit"], f"{type(module).__name__}.forward{line}, called from {_caller()},", own
     )
@@ -262,7 +262,7 @@ def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
     full = sync_collectives.gather_now(buffer.weights.source, buffer.text)
     ticket = _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
     with torch.enable_grad():  # later readers may need gradients
-        params = _Gather.apply(buffer.weights.source, buffer, full, ticket.loans.main_grads)  # type: ignore[no-untyped-call]
+        params = _Gather.apply(buffer.weights.source, buffer, full, ticket.main_grads)  # type: ignore[no-untyped-call]
     ticket.watch = mutation_check.MutationCheck(buffer, params)
     buffer_registry.register_full(params, buffer)
     return params  # type: ignore[no-any-return]
@@ -274,7 +274,7 @@ def lend(value: torch.Tensor) -> torch.Tensor:
     if ticket is None or not torch.is_grad_enabled():
         return value
     starts = [slot.offset if slot.numel else -1 for slot in ticket.buffer.layout.slots]
-    return ticket.loans.lend(value, starts.index(int(value.storage_offset())))
+    return ticket.main_grads.lend(value, starts.index(int(value.storage_offset())))
 
 
 def check(unit: UnitState, place: str) -> None:
@@ -306,7 +306,7 @@ def _release(unit: UnitState, tickets: dict[int, Ticket]) -> None:
 def _drop(ticket: Ticket) -> None:
     ticket.watch = None
     freed = ticket.buffer.spec.reshard and ticket.buffer.spec.gathers
-    ticket.loans.end(hollow=freed)
+    ticket.main_grads.end_loans(hollow=freed)
     if freed:
         ticket.full = None
 
@@ -350,16 +350,17 @@ def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:
     if outer is not None and getattr(outer[0], "_mfsdp", False):
         return None  # our hooks are on top already
 
-    def pack(t: torch.Tensor) -> Any:
+    def pack(t: torch.Tensor) -> object:
         local = here(t) if type(t) is DTensor else t
         ticket = _here.tickets.get(local.untyped_storage().data_ptr()) if _plain(local) else None
         if ticket is not None:
             return _Saved(ticket, t)
         return outer[0](t) if outer else _Kept(t)
 
-    def unpack(saved: Any) -> Any:
-        if isinstance(saved, (_Saved, _Kept)) or outer is None:
+    def unpack(saved: object) -> torch.Tensor:
+        if isinstance(saved, (_Saved, _Kept)):
             return saved.tensor()
+        assert outer is not None
         return outer[1](saved)
 
     never_a_frame(pack)
@@ -379,7 +380,7 @@ def _plain(t: torch.Tensor) -> bool:
     return type(t) in (torch.Tensor, nn.Parameter, Lent) and t.layout is torch.strided
 
 
-def _outer_hooks() -> tuple[Any, Any] | None:
+def _outer_hooks() -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]] | None:
     """The active saved-tensor hooks, as (pack, unpack). Private in torch; tried on 2.11 to 2.15."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks  # type: ignore[no-any-return]
@@ -406,7 +407,7 @@ def _warn(unit: UnitState, place: str) -> None:
     )
 
 
-def _tell_of_plain(root: nn.Module) -> None:
+def _warn_of_unsharded(root: nn.Module) -> None:
     """Warns once about each parameter whose gradients are not averaged."""
     unit: UnitState = root.__dict__["_mfsdp_unit"]
     if unit.fqn != "(root)" or unit.ranks == 1 or not torch.is_grad_enabled():

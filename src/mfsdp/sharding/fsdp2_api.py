@@ -12,8 +12,11 @@ import torch.distributed.fsdp as fsdp
 
 from ..config.options import MixedPrecisionPolicy, Precision
 
+Policy = MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | None
+"""What `fully_shard` takes as ``mp_policy``."""
 
-def policy_of(given: Any) -> MixedPrecisionPolicy:
+
+def policy_of(given: Policy) -> MixedPrecisionPolicy:
     """Returns our policy; converts torch's.
 
     Torch's keeps main weights in the model's dtype and communicates gradients in ``reduce_dtype``; if that is ``None``,
@@ -59,7 +62,7 @@ def _reduces_in_own_dtype() -> bool:
     return (int(major), int(minor)) >= (2, 15)
 
 
-def reshards(given: Any) -> None:
+def reshards(given: object) -> None:
     """Checks ``reshard_after_forward``.
 
     Raises:
@@ -76,7 +79,7 @@ def reshards(given: Any) -> None:
     raise ValueError(f"reshard_after_forward={given!r}: choose True, False or None")
 
 
-def no_offload(offload_policy: Any, shard_placement_fn: Any) -> None:
+def no_offload(offload_policy: object, shard_placement_fn: object) -> None:
     """Checks two arguments without effect here.
 
     Raises:
@@ -116,20 +119,12 @@ class Spelling:
         """Does nothing: gathered parameters keep their addresses in static buffers (option ``pool``)."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Accepts ``False``, the fixed behavior.
-
-        Raises:
-            NotImplementedError: ``True``.
-        """
+        """Accepts ``False``, the fixed behavior; raises NotImplementedError for ``True``."""
         if enabled:
             _instead("set_manual_backward_finalization(True)", "every backward finishes its reductions by itself")
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Accepts ``True``, the fixed behavior.
-
-        Raises:
-            NotImplementedError: ``False``.
-        """
+        """Accepts ``True``, the fixed behavior; raises NotImplementedError for ``False``."""
         if not reshard_after_backward:
             _instead(
                 "set_reshard_after_backward(False)",
@@ -137,19 +132,13 @@ class Spelling:
             )
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Accepts ``True``, the fixed behavior.
-
-        Raises:
-            NotImplementedError: ``False``.
-        """
+        """Accepts ``True``, the fixed behavior; raises NotImplementedError for ``False``."""
         if not enable:
             _instead("set_separate_reduce_scatter_group(False)", "reductions have a process group of their own, always")
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Accepts ``False``: missing gradients of a unit are always reduced as zeros.
-
-        Raises:
-            NotImplementedError: ``True``; ``fully_shard(may_be_unused=)`` names units that a rank may skip.
+        """Accepts ``False``, the fixed behavior; raises NotImplementedError for ``True``: units that ranks may skip
+        are named in ``fully_shard(may_be_unused=)``.
         """
         if reduce_scatter_unused_params:
             _instead(
@@ -159,11 +148,7 @@ class Spelling:
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepts ``False``, the fixed behavior.
-
-        Raises:
-            NotImplementedError: ``True``.
-        """
+        """Accepts ``False``, the fixed behavior; raises NotImplementedError for ``True``."""
         if enable:
             _instead("set_allocate_memory_from_process_group_for_comm", "buffers are allocated as tensors")
 

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config.patches import around
+
 
 def overrides(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """Overrides for a sharded module's class: those methods of transformers' models that it has."""
@@ -17,21 +19,12 @@ def overrides(base: type[nn.Module]) -> dict[str, Callable[..., Any]]:
         "save_pretrained": save_pretrained,
         "resize_token_embeddings": resize_token_embeddings,
     }
-    return {name: _over(base, name, method) for name, method in ours.items() if callable(getattr(base, name, None))}
-
-
-def _over(base: type[nn.Module], name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    theirs = getattr(base, name)
-
-    def instead(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return method(self, theirs, *args, **kwargs)
-
-    instead.__name__, instead.__doc__ = name, theirs.__doc__
-    return instead
+    theirs = {name: getattr(base, name, None) for name in ours}
+    return {name: around(method, ours[name]) for name, method in theirs.items() if callable(method)}
 
 
 def save_pretrained(
-    model: nn.Module, theirs: Callable[..., Any], folder: Any, *args: Any, state_dict: Any = None, **more: Any
+    theirs: Callable[..., Any], model: nn.Module, folder: Any, *args: Any, state_dict: Any = None, **more: Any
 ) -> Any:
     """Calls transformers' own if full tensors are passed or on this rank, or if it gathers them itself, for models that
     it has loaded in parts.
@@ -61,7 +54,7 @@ def save_pretrained(
 
 
 def resize_token_embeddings(
-    model: nn.Module, theirs: Callable[..., Any], size: int | None = None, *args: Any, **more: Any
+    theirs: Callable[..., Any], model: nn.Module, size: int | None = None, *args: Any, **more: Any
 ) -> Any:
     """Returns the embeddings if there is nothing to resize, as transformers' own does.
 
@@ -77,7 +70,7 @@ def resize_token_embeddings(
     return embeddings
 
 
-def _ranks(tensor: Any) -> int:
+def _ranks(tensor: object) -> int:
     """Number of ranks over which a tensor is sharded; 0 if it is not ours."""
     sharding = getattr(tensor, "_sharding", None)
     return 0 if sharding is None else int(sharding.layout.world)
@@ -86,9 +79,6 @@ def _ranks(tensor: Any) -> int:
 def _refuse_adapters(module: nn.Module, name: str, child: nn.Module | None) -> None:
     """Checks before peft makes an adapter for a sharded layer. Peft would take it for a tensor-parallel one and size
     the adapter by this rank's rows, unless the mesh axis has the name that peft knows.
-
-    Raises:
-        ValueError: it would.
     """
     if name != "base_layer" or child is None or "_mfsdp_refs" not in child.__dict__:
         return

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,6 +45,23 @@ def postponed() -> Iterator[list[Callable[[], None]]]:
         yield calls
     finally:
         _POSTPONED.reset(token)
+
+
+def allocate(model: nn.Module) -> None:
+    """Replaces what is on meta by uninitialized memory on the CPU; tied tensors stay tied."""
+    new: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        tensors: Any
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None or not old.is_meta:
+                    continue
+                if old not in new:
+                    new[old] = torch.empty_like(old, device="cpu")
+                    if isinstance(old, nn.Parameter):
+                        new[old] = nn.Parameter(new[old], requires_grad=old.requires_grad)
+                        new[old].__dict__.update(old.__dict__)
+                tensors[name] = new[old]
 
 
 def came(ref: Ref) -> bool:
@@ -142,12 +160,12 @@ def _initialise(
 
 
 def _name_what_is_missing(root: nn.Module, born: Iterable[nn.Module], blank: Iterable[tuple[nn.Module, str]]) -> None:
-    names = {m: fqn for fqn, m in root.named_modules()}
-    missing = [_join(names[m], n) for m, n in blank if _untouched(m._buffers[n])]
+    names = {m: f"{fqn}." if fqn else "" for fqn, m in root.named_modules()}
+    missing = [names[m] + n for m, n in blank if _untouched(m._buffers[n])]
     for m in born:
         for name, ref in refs(m).items():
             if _from_meta(ref) and ref.slot not in ref.buffer.weights.written:
-                missing.append(_join(names[m], name))
+                missing.append(names[m] + name)
     if missing:
         warnings.warn(
             "mfsdp: nothing has initialised " + ", ".join(dict.fromkeys(missing)) + ". Their modules have no "
@@ -166,10 +184,6 @@ def _initialiser_below(module: nn.Module) -> Init | None:
         if callable(found) and inspect.signature(found).parameters:
             return found  # type: ignore[no-any-return]
     return None
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
@@ -228,16 +242,19 @@ def _real_values_kept(modules: Iterable[nn.Module]) -> Iterator[None]:
             tensor.copy_(value)
 
 
-def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor with values that mark it as unwritten."""
+def _unwritten(dtype: torch.dtype) -> float:
+    """The value that marks an element as unwritten."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.full(shape, torch.nan, dtype=dtype, device=device)
-    low = False if dtype is torch.bool else torch.iinfo(dtype).min
-    return torch.full(shape, low, dtype=dtype, device=device)
+        return torch.nan
+    return False if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def _blank(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full(shape, _unwritten(dtype), dtype=dtype, device=device)
 
 
 def _blank_like(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The same for a buffer; for a DTensor, with its placements."""
+    """An unwritten tensor like a buffer; for a DTensor, with its placements."""
     if not isinstance(buffer, DTensor):
         return _blank(buffer.shape, buffer.dtype, device)
     local = _blank(buffer.to_local().shape, buffer.dtype, device)
@@ -250,9 +267,8 @@ def _untouched(tensor: torch.Tensor | None) -> bool:
         tensor = tensor.to_local()
     if tensor is None or tensor.numel() == 0 or tensor.dtype is torch.bool:
         return False
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(torch.isnan(tensor).all())
-    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+    mark = _unwritten(tensor.dtype)
+    return bool((torch.isnan(tensor) if math.isnan(mark) else tensor == mark).all())
 
 
 @contextmanager
@@ -289,23 +305,17 @@ def _whole(module: nn.Module, device: torch.device, first: bool) -> Iterator[Non
 @contextmanager
 def _same_random_numbers(device: torch.device, over: Sequence[str]) -> Iterator[None]:
     """Sets rank 0's generator states on every rank; a rank with another seed gets its own back at the end."""
-
-    def of_rank_0(state: torch.Tensor) -> torch.Tensor:
-        there = state.to(device)
+    kinds: list[Any] = [torch, *([] if device.type == "cpu" else [torch.get_device_module(device)])]
+    changed: list[Callable[[], None]] = []
+    for kind in kinds:
+        own = kind.get_rng_state()
+        shared = own.to(device, copy=True)
         for group in over:
-            there = groups.broadcast(there, group)
-        return there.cpu()
-
-    accelerator = torch.get_device_module(device) if device.type != "cpu" else None
-    own = torch.get_rng_state()
-    shared = of_rank_0(own.clone())
-    torch.set_rng_state(shared)
-    if accelerator is not None:
-        own_there = accelerator.get_rng_state()
-        shared_there = of_rank_0(own_there.clone())
-        accelerator.set_rng_state(shared_there)
+            shared = groups.broadcast(shared, group)
+        shared = shared.cpu()
+        kind.set_rng_state(shared)
+        if not torch.equal(own, shared):
+            changed.append(partial(kind.set_rng_state, own))
     yield
-    if not torch.equal(own, shared):
-        torch.set_rng_state(own)
-    if accelerator is not None and not torch.equal(own_there, shared_there):
-        accelerator.set_rng_state(own_there)
+    for restore in changed:
+        restore()

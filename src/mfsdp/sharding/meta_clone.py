@@ -66,11 +66,7 @@ def clone_on_meta(model: nn.Module) -> MetaClone:
 
 
 def _members(model: nn.Module) -> list[list[int]]:
-    """Returns each unit's modules, by their numbers in ``model.modules()``.
-
-    Raises:
-        ValueError: some of a unit's modules are not in the model.
-    """
+    """Returns each unit's modules, by their numbers in ``model.modules()``."""
     inside = {id(m._parameters) for m in model.modules()}
     members: dict[UnitState, list[int]] = {}
     for number, m in enumerate(model.modules()):
@@ -85,7 +81,7 @@ def _members(model: nn.Module) -> list[list[int]]:
     return list(members.values())
 
 
-def _copy_sharded(module: nn.Module, memo: dict[int, Any]) -> None:
+def _copy_sharded(module: nn.Module, memo: dict[int, object]) -> None:
     """Gives the memo of ``deepcopy`` a module's sharded parameters, full on meta as they were, and leaves units out."""
     if "_mfsdp_unit" in module.__dict__:
         memo[id(module.__dict__["_mfsdp_unit"])] = None
@@ -104,7 +100,7 @@ def _copy_sharded(module: nn.Module, memo: dict[int, Any]) -> None:
             memo[id(param)] = twin
 
 
-def _copy_others(module: nn.Module, memo: dict[int, Any]) -> None:
+def _copy_others(module: nn.Module, memo: dict[int, object]) -> None:
     """Gives the memo of ``deepcopy`` a module's other tensors, on meta."""
     pieces = {
         id(p): piece_of(name, p, module, None)

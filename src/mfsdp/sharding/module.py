@@ -6,7 +6,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import nn
@@ -52,8 +52,7 @@ class FSDPModule(fsdp2_api.Spelling):
                 a buffer of the unit's size in ``main_grads_dtype`` and saves a reduction per microbatch. Graphs
                 recompile once. ``None`` changes nothing.
         """
-        if not isinstance(requires_gradient_sync, bool):
-            raise ValueError(f"requires_gradient_sync={requires_gradient_sync!r}: choose True or False")
+        _boolean("requires_gradient_sync", requires_gradient_sync)
         for buffer in buffers_of(self, recurse):
             buffer.gradients.sync = requires_gradient_sync
             if hold is not None and hold != buffer.spec.hold and buffer.spec.world > 1:
@@ -63,16 +62,14 @@ class FSDPModule(fsdp2_api.Spelling):
         """Sets whether the following backwards reduce gradients over the outer axis of a two-level mesh; those over the
         shard axis continue. It is the only reduction of unsharded gradients (``no_shard``, ``optim``).
         """
-        if not isinstance(requires_all_reduce, bool):
-            raise ValueError(f"requires_all_reduce={requires_all_reduce!r}: choose True or False")
+        _boolean("requires_all_reduce", requires_all_reduce)
         for buffer in buffers_of(self, recurse):
             if buffer.spec.outer > 1 and not buffer.spec.hold:
                 buffer.gradients.sync = requires_all_reduce
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in ``nn.Module``; also drops unreduced gradients."""
-        for buffer in buffers_of(self, recurse=True):
-            buffer.gradients.forget()
+        self.reset_iter_state()
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -81,8 +78,7 @@ class FSDPModule(fsdp2_api.Spelling):
         Raises:
             ValueError: it is not ``True`` or ``False``.
         """
-        if not isinstance(reshard_after_forward, bool):
-            raise ValueError(f"reshard_after_forward={reshard_after_forward!r}: choose True or False")
+        _boolean("reshard_after_forward", reshard_after_forward)
         self._mfsdp_unit.root_keeps = False
         for buffer in buffers_of(self, recurse):
             buffer.respec(reshard=reshard_after_forward)
@@ -142,24 +138,41 @@ class FSDPModule(fsdp2_api.Spelling):
             eager.release(self._mfsdp_unit)
 
 
-def buffers_of(module: Any, recurse: bool) -> list[FlatBuffer]:
-    modules = module.modules() if recurse else [module]
-    units = [m.__dict__["_mfsdp_unit"] for m in modules if isinstance(m, FSDPModule)]
-    return [buffer for unit in dict.fromkeys(units) for buffer in unit.buffers]
+def _boolean(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: choose True or False")
 
 
-def hand_over(owner: nn.Module, name: str, ref: Ref, former: Callable[[], nn.Parameter], undo: Rollback) -> None:
+def buffers_of(module: FSDPModule, recurse: bool) -> list[FlatBuffer]:
+    units = units_of(cast(nn.Module, module)) if recurse else [module._mfsdp_unit]
+    return [buffer for unit in units for buffer in unit.buffers]
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Returns the module that ``torch.compile(module)`` was called on."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def units_of(root: nn.Module) -> dict[UnitState, list[str]]:
+    """Returns the units in a model, each with the names of its modules."""
+    out: dict[UnitState, list[str]] = {}
+    for name, m in root.named_modules():
+        if isinstance(m, FSDPModule):
+            out.setdefault(m._mfsdp_unit, []).append(name)
+    return out
+
+
+def hand_over(owner: nn.Module, name: str, ref: Ref, original: Callable[[], nn.Parameter], rollback: Rollback) -> None:
     _put(owner, name, cast(nn.Parameter, ref.buffer.params[ref.slot]))
     owner.__dict__.setdefault("_mfsdp_refs", {})[name] = ref
     ref.buffer.place(owner._parameters, name, ref.slot)
 
     def back() -> None:
-        _put(owner, name, former())
-        refs(owner).pop(name, None)
-        if not refs(owner):
-            owner.__dict__.pop("_mfsdp_refs", None)
+        _put(owner, name, original())
+        owner.__dict__.pop("_mfsdp_refs", None)
 
-    undo.steps.append(back)
+    rollback.steps.append(back)
 
 
 def _put(owner: nn.Module, name: str, param: nn.Parameter) -> None:
@@ -169,12 +182,12 @@ def _put(owner: nn.Module, name: str, param: nn.Parameter) -> None:
         owner.__dict__["_flat_weights"][owner._flat_weights_names.index(name)] = param
 
 
-def own_class(module: nn.Module) -> Any:
+def own_class(module: nn.Module) -> type[nn.Module]:
     """A module's class from before it was sharded."""
     return type(module).__bases__[-1] if isinstance(module, FSDPModule) else type(module)
 
 
-def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, undo: Rollback) -> None:
+def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, rollback: Rollback) -> None:
     old = type(owner)
     owner.__dict__["_mfsdp_unit"] = unit
     owner.__class__ = _subclass(old, tuple(refs(owner)), is_unit, *casts)  # type: ignore[arg-type]
@@ -182,9 +195,8 @@ def swap_class(owner: nn.Module, unit: UnitState, is_unit: bool, casts: Casts, u
     def back() -> None:
         owner.__class__ = old
         owner.__dict__.pop("_mfsdp_unit", None)
-        owner.__dict__.pop("_mfsdp_refs", None)
 
-    undo.steps.append(back)
+    rollback.steps.append(back)
 
 
 @functools.cache
@@ -250,12 +262,12 @@ def _copying(base: type[nn.Module]) -> Methods:
         self.__class__ = base
         base.__init__(self, *args, **kwargs)
 
-    def __setstate__(self: nn.Module, state: dict[str, Any]) -> None:
+    def __setstate__(self: nn.Module, state: dict[str, object]) -> None:
         base.__setstate__(self, state)
         for name, ref in refs(self).items():  # of a copy
             ref.buffer.place(self._parameters, name, ref.slot)
 
-    def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
+    def __reduce_ex__(self: nn.Module, protocol: SupportsIndex) -> Any:
         if sys._getframe(1).f_globals.get("__name__") != "copy":
             raise TypeError(
                 f"mfsdp: a sharded {base.__name__} cannot be pickled (torch.save(model)): its class was made for it, "
@@ -271,12 +283,12 @@ def _copying(base: type[nn.Module]) -> Methods:
 def _listing(base: type[nn.Module]) -> Methods:
     """Returns the methods of a sharded class that list parameters: full ones inside a forward."""
 
-    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+    def named_parameters(self: nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         if torch.compiler.is_compiling() or eager.inside():
             return _parameters(self, *args, **kwargs)
         return base.named_parameters(self, *args, **kwargs)
 
-    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[Any]:
+    def parameters(self: nn.Module, recurse: bool = True) -> Iterator[torch.Tensor]:
         if torch.compiler.is_compiling() or eager.inside():
             return (p for _, p in _parameters(self, recurse=recurse))
         return base.parameters(self, recurse)
@@ -383,7 +395,7 @@ def _parameters(
             yield (f"{path}.{name}" if path else name), value
 
 
-def _dtypes(module: Any) -> Iterator[tuple[str, torch.dtype]]:
+def _dtypes(module: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
     """A module's own parameters and their dtypes inside forward. Dynamo traces it."""
     own = module.__dict__.get("_mfsdp_refs", {})
     for name in module._parameters:

@@ -9,30 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from ..buffers.flat_buffer import FlatBuffer, owner_of
 from ..config.own_source import ours
 from ..ir import ops
-
-
-def refuse_renormalising(module: nn.Module, fqn: str) -> None:
-    """Refuses a module whose forward is known to write to its weight, ``fqn``.
-
-    Raises:
-        ValueError: ``nn.Embedding`` or ``nn.EmbeddingBag`` with ``max_norm``.
-    """
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-        raise ValueError(
-            f"fully_shard: {type(module).__name__}(max_norm={module.max_norm:g}) writes to its parameter {fqn} in "
-            "forward, which would be lost: gathered parameters do not outlive it. Renormalise outside of forward, "
-            "under torch.no_grad(), or pass the parameter in ignored_params (each rank then renormalises the rows of "
-            "its own batch)."
-        )
+from ..runtime.checksums import checksum
 
 
 def refuse(buffer: FlatBuffer, slot: int, place: str) -> RuntimeError:
@@ -47,7 +32,7 @@ def refuse(buffer: FlatBuffer, slot: int, place: str) -> RuntimeError:
 # Compiled
 
 
-def traced(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
+def traced(gm: fx.GraphModule, inputs: Sequence[object]) -> None:
     """Checks Dynamo's graph for writes, which functionalization would drop silently.
 
     Args:
@@ -125,15 +110,16 @@ def _version(node: fx.Node) -> int:
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
-def _storage(node: Any) -> int:
+def _storage(node: object) -> int:
     """Identity of the storage of a node's fake tensor; 0 for none."""
     return storage(node.meta.get("example_value")) if isinstance(node, fx.Node) else 0
 
 
-def storage(value: Any) -> int:
+def storage(value: object) -> int:
     """Identity of a tensor's storage, fake or not; 0 for none."""
-    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
-    return int(value.untyped_storage()._cdata) if strided else 0
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return int(value.untyped_storage()._cdata)
+    return 0
 
 
 def _line(node: fx.Node) -> str:
@@ -155,9 +141,9 @@ class MutationCheck:
     """
 
     def __init__(self, buffer: FlatBuffer, params: Sequence[torch.Tensor]):
-        looked = _looked.setdefault(buffer, set())
-        self.look = torch.is_grad_enabled() not in looked
-        looked.add(torch.is_grad_enabled())
+        compared = _compared.setdefault(buffer, set())
+        self.look = torch.is_grad_enabled() not in compared
+        compared.add(torch.is_grad_enabled())
         self.buffer, self.params, self.version = buffer, params, buffer.weights.main._version
         if not buffer.spec.persistent:
             buffer.weights.stale = False  # unused there otherwise; a DTensor write sets it
@@ -165,7 +151,7 @@ class MutationCheck:
 
     def _state(self, param: torch.Tensor) -> tuple[int, int, int]:
         version = 0 if param.is_inference() else param._version
-        return version, param.data_ptr(), _fingerprint(param) if self.look else 0
+        return version, param.data_ptr(), int(checksum(param)) if self.look else 0
 
     def written(self) -> int | None:
         """The slot of the first parameter written since, or ``None``."""
@@ -176,17 +162,5 @@ class MutationCheck:
         return next((slot for slot, (p, before) in enumerate(states) if self._state(p) != before), None)
 
 
-_looked: WeakKeyDictionary[FlatBuffer, set[bool]] = WeakKeyDictionary()
+_compared: WeakKeyDictionary[FlatBuffer, set[bool]] = WeakKeyDictionary()
 """Grad modes in which values were already compared."""
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _fingerprint(tensor: torch.Tensor, step: int = 2**20) -> int:
-    """A hash that changes if an element changes or two elements swap."""
-    if not tensor.numel():
-        return 0
-    bits = tensor.detach().view(_INTEGERS[tensor.dtype.itemsize]).flatten()
-    weights = torch.arange(1, 2 * min(step, bits.numel()), 2, device=bits.device)
-    sums = [(part * weights[: part.numel()]).sum() for part in bits.split(step)]
-    return hash(tuple(torch.stack(sums).tolist()))

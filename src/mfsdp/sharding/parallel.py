@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -129,12 +129,12 @@ def _ranks(owner: nn.Module, expert: bool) -> int | None:
     return next((n for n in said if isinstance(n, int)), None)
 
 
-def _size(group: Any) -> int | None:
+def _size(group: object) -> int | None:
     size = getattr(group, "size", None)
     return size() if callable(size) else None
 
 
-def _megatron_group() -> Any:
+def _megatron_group() -> object:
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None
@@ -174,7 +174,7 @@ def _summed_over(module: nn.Module) -> DeviceMesh | None:
     return mesh
 
 
-def is_sum(hook: Any) -> bool:
+def is_sum(hook: Callable[..., object]) -> bool:
     """Whether a parameter's hook does what `TPShard.partial` does."""
     return str(getattr(hook, "__module__", "")).startswith(_THEIRS) and hook.__name__ == "_all_reduce_grad"
 
@@ -201,51 +201,51 @@ def understood(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]) 
             )
 
 
-def adapt(modules: Iterable[nn.Module], undo: Rollback) -> None:
+def adapt(modules: Iterable[nn.Module], rollback: Rollback) -> None:
     """Makes forwards of transformers' styles leave ``_parameters`` alone and call the forward of the module's new
     class.
     """
     for module in modules:
         cells = _cells(module) if refs(module) else {}
         if "is_already_hooked" in cells:  # `TPShard.partial` sums them
-            _forward(module, cells["original_forward"].cell_contents, undo)
+            _forward(module, cells["original_forward"].cell_contents, rollback)
         elif "self" in cells:
             style: Any = cells["self"].cell_contents
             if not isinstance(style, _Inside):
                 style = _adapted(style)
-                _put(cells["self"], "cell_contents", style, undo)
+                _put(cells["self"], "cell_contents", style, rollback)
             for key, ref in refs(module).items():
                 if ref.piece is not None:
                     refs(module)[key] = replace(ref, style=style)
             if "original_forward" in cells:
-                _put(cells["original_forward"], "cell_contents", _called(module, cells["original_forward"]), undo)
+                _put(cells["original_forward"], "cell_contents", _called(module, cells["original_forward"]), rollback)
             own = cells["implementation"].cell_contents if "implementation" in cells else None
             for way in (own, *(v for v in vars(own).values() if hasattr(v, "experts_forward"))) if own else ():
                 bound = types.CellType(way.experts_forward)
-                _put(way, "experts_forward", _called(module, bound), undo)
+                _put(way, "experts_forward", _called(module, bound), rollback)
                 kind: Any = type(way)
                 if getattr(kind.__call__, "__qualname__", "") == "AllToAllEP.__call__":
-                    _put(way, "__class__", _unbranched(kind), undo)
+                    _put(way, "__class__", _unbranched(kind), rollback)
 
 
-def _called(module: nn.Module, cell: types.CellType) -> Any:
-    """The module's current forward if the cell holds its former one, else the cell's content."""
+def _called(module: nn.Module, cell: types.CellType) -> Callable[..., Any]:
+    """The module's current forward if the cell holds the one from before, else the cell's content."""
     bound = cell.cell_contents
     own = isinstance(bound, types.MethodType) and bound.__self__ is module and bound.__name__ == "forward"
     return types.MethodType(type(module).forward, module) if own else bound
 
 
-def _forward(module: nn.Module, original: Any, undo: Rollback) -> None:
+def _forward(module: nn.Module, original: Callable[..., object], rollback: Rollback) -> None:
     theirs = module.__dict__.pop("forward")
     if getattr(original, "__self__", None) is not module:
         module.__dict__["forward"] = original
-    undo.steps.append(lambda: module.__dict__.update(forward=theirs))
+    rollback.steps.append(lambda: module.__dict__.update(forward=theirs))
 
 
-def _put(thing: Any, name: str, value: Any, undo: Rollback) -> None:
-    former = getattr(thing, name)
+def _put(thing: object, name: str, value: object, rollback: Rollback) -> None:
+    before = getattr(thing, name)
     setattr(thing, name, value)
-    undo.steps.append(lambda: setattr(thing, name, former))
+    rollback.steps.append(lambda: setattr(thing, name, before))
 
 
 class _Inside:
@@ -281,11 +281,11 @@ def _style(kind: type) -> type:
     theirs: Any = kind
     hides = theirs.context_around_forward.__qualname__.startswith("RowwiseParallel.")  # hides its bias: no need here
 
-    def should_use_local_tensors(self: Any, module: nn.Module) -> bool:
+    def should_use_local_tensors(self: _Inside, module: nn.Module) -> bool:
         return not hides and theirs.should_use_local_tensors(self, module)
 
-    def context_around_forward(self: Any, module: nn.Module, mesh: DeviceMesh) -> Any:
-        return _Showing(self, self.should_use_local_tensors(module))
+    def context_around_forward(self: _Inside, module: nn.Module, mesh: DeviceMesh) -> _Showing:
+        return _Showing(self, should_use_local_tensors(self, module))
 
     space = {"context_around_forward": context_around_forward, "should_use_local_tensors": should_use_local_tensors}
     return type(kind.__name__, (_Inside, kind), space)

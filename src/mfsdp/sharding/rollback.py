@@ -45,7 +45,7 @@ class Rollback:
                 "part: they are on the meta device now. Build the model anew"
             ) from error
 
-    def former(self, param: nn.Parameter, ref: Ref) -> Callable[[], nn.Parameter]:
+    def original(self, param: nn.Parameter, ref: Ref) -> Callable[[], nn.Parameter]:
         """Returns a function that restores the parameter that `ref` replaces, the same one every time."""
         found: list[nn.Parameter] = [param] if self.keep or param.is_meta else []
         weak, dtype, trainable = weakref.ref(param), param.dtype, param.requires_grad

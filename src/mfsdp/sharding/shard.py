@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -25,10 +25,10 @@ from ..runtime import groups as groups_of
 from ..runtime import watchdog
 from . import auto_wrap, cross_rank_check, fp8_weights, fsdp2_api, materialize, parallel, te_modules, validate
 from .commit import device_of, fill, ignore, move_buffers
-from .module import FSDPModule, own_class, swap_class
+from .module import FSDPModule, own_class, swap_class, units_of
 from .rollback import Rollback
 from .stale_optimizers import no_optimizer
-from .unit_assignment import Claim, UnitLike, claim_parameters, described, match
+from .unit_assignment import PlannedUnit, UnitLike, assign_parameters, described, match
 
 Given = TypeVar("Given", bound=nn.Module | Sequence[nn.Module])
 
@@ -41,13 +41,13 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     strategy: str | int = 3,
     outer_strategy: str = "no_shard",
-    mp_policy: MixedPrecisionPolicy | torch.distributed.fsdp.MixedPrecisionPolicy | None = None,
+    mp_policy: fsdp2_api.Policy = None,
     reshard_after_forward: bool | None = True,
     ignored_params: Iterable[nn.Parameter] | None = None,
     device: torch.device | str | None = None,
     param_init_fn: Callable[[nn.Module], object] | None = None,
-    offload_policy: Any = None,
-    shard_placement_fn: Any = None,
+    offload_policy: torch.distributed.fsdp.OffloadPolicy | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], object] | None = None,
     sync_module_states: bool = False,
     may_be_unused: bool | Iterable[UnitLike] = False,
     plan: Plan | None = None,
@@ -121,7 +121,7 @@ def fully_shard(
         RuntimeError: other ranks have built another model, or shard it differently; or it failed half-way, and this
             rank alone cannot restore the model.
     """
-    settings = _Settings.of(strategy, outer_strategy, mp_policy, reshard_after_forward, plan)
+    how = _Arguments.of(strategy, outer_strategy, mp_policy, reshard_after_forward, plan)
     fsdp2_api.no_offload(offload_policy, shard_placement_fn)
     given = _modules(module, units)
     root = given[0] if len(given) == 1 else nn.ModuleList(given)
@@ -130,32 +130,32 @@ def fully_shard(
     auto, ignored = isinstance(units, str) and units == "auto", set(ignored_params or ())
     roots = match(root, None if auto else units)
     parallel.understood(root.modules(), ignored)
-    claims = claim_parameters(root, roots, ignored)
-    target = device_of(claims, device)
+    planned = assign_parameters(root, roots, ignored)
+    target = device_of(planned, device)
     found = axes(mesh, dp_mesh_dims, target)
-    placement = ShardingPlan.of(settings.strategy, outer_strategy, found, target.type)
+    placement = ShardingPlan.of(how.strategy, outer_strategy, found, target.type)
     if auto:
-        units = auto_wrap.auto(claims[0], settings.policy, placement)
-        claims = claim_parameters(root, match(root, units), ignored)
-    call = _Call(given, root, settings, claims, target, found, placement, _optional(root, may_be_unused, claims))
-    call.draft(mesh)
+        units = auto_wrap.auto(planned[0], how.policy, placement)
+        planned = assign_parameters(root, match(root, units), ignored)
+    optional = _optional(root, may_be_unused, planned)
+    call = _Call(given, root, how, planned, target, found, placement, optional, mesh)
     if call.groups:
         # No variable may hold what is compared: originals are freed one by one below.
         cross_rank_check.check_same_model(
-            call.groups, *described(claims, call.options(), values=not sync_module_states)
+            call.groups, *described(planned, call.options(), values=not sync_module_states)
         )
     synced = call.groups if sync_module_states else []
     state_dict_hooks.teach()
     # Tensors made here train, even if the caller is in inference mode.
-    with torch.inference_mode(False), Rollback(placement.cut == 1, _keeps_originals(claims)) as undo:
+    with torch.inference_mode(False), Rollback(placement.cut == 1, _keeps_originals(planned)) as rollback:
         for param in ignored:
-            ignore(param, undo)
-        call.commit(synced, undo)
-        parallel.adapt(root.modules(), undo)
-        te_modules.adapt(root, undo)
+            ignore(param, rollback)
+        call.commit(synced, rollback)
+        parallel.adapt(root.modules(), rollback)
+        te_modules.adapt(root, rollback)
         fp8_weights.tell(root)
         if call.runs:
-            move_buffers(root, target, undo)
+            move_buffers(root, target, rollback)
         materialize.materialize(root, target, call.sharing(), param_init_fn)
         for kept in map(here, dict.fromkeys(root.buffers()) if synced else ()):
             kept.copy_(cross_rank_check.of_first_rank(kept, [*synced, *call.placement.beside], target))
@@ -165,8 +165,8 @@ def fully_shard(
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """How a call shards: those of its arguments, checked."""
+class _Arguments:
+    """The arguments of `fully_shard` that say how to shard, checked."""
 
     strategy: str
     outer_strategy: str
@@ -176,8 +176,8 @@ class _Settings:
 
     @staticmethod
     def of(
-        strategy: str | int, outer_strategy: str, mp_policy: Any, reshard_after_forward: bool | None, plan: Plan | None
-    ) -> _Settings:
+        strategy: str | int, outer_strategy: str, mp_policy: fsdp2_api.Policy, reshard: bool | None, plan: Plan | None
+    ) -> _Arguments:
         """Checks and converts arguments of `fully_shard`.
 
         Raises:
@@ -188,75 +188,90 @@ class _Settings:
         if outer_strategy not in OUTER:
             raise ValueError(f"outer_strategy={outer_strategy!r}: choose one of {OUTER}")
         policy = fsdp2_api.policy_of(mp_policy)
-        fsdp2_api.reshards(reshard_after_forward)
+        fsdp2_api.reshards(reshard)
         if plan is not None and not isinstance(plan, Plan):
             raise ValueError(f"fully_shard: plan={plan!r}: give what mfsdp.plan has made, or mfsdp.Plan.load(path)")
-        if plan is not None and reshard_after_forward is not True:
+        if plan is not None and reshard is not True:
             raise ValueError(
-                f"fully_shard: plan= and reshard_after_forward={reshard_after_forward} were both given: the plan "
+                f"fully_shard: plan= and reshard_after_forward={reshard} were both given: the plan "
                 "chooses which units stay gathered; leave one out"
             )
-        return _Settings(name, outer_strategy, policy, reshard_after_forward, plan)
+        return _Arguments(name, outer_strategy, policy, reshard, plan)
 
 
-@dataclass
 class _Call:
-    """One call of `fully_shard`. `draft` changes no module; `commit` and `finish` do."""
+    """One call of `fully_shard`. Making it plans the buffers of all units, and finds the ranks that have to do with
+    them; it changes no module. `commit` and `finish` do.
 
-    given: tuple[nn.Module, ...]
-    root: nn.Module
-    """The given module, or a list of the several that are given."""
-    settings: _Settings
-    claims: list[Claim]
-    device: torch.device
-    axes: Axes
-    placement: ShardingPlan
-    optional: set[nn.Module]
-    """Modules whose units ranks may skip."""
-    outermost: Outermost = field(init=False)
-    together: str | None = field(init=False)
-    """The group of all ranks that share the model, ``""`` for one process; ``None`` if no unit may be skipped."""
+    Args:
+        given: the given modules.
+        root: the given module, or a list of the several that are given.
+        optional: modules whose units ranks may skip.
+        mesh: the given mesh.
 
-    @property
-    def runs(self) -> bool:
+    Raises:
+        ValueError: the plan was made for another model; axes of the mesh do not go together.
+    """
+
+    def __init__(
+        self,
+        given: tuple[nn.Module, ...],
+        root: nn.Module,
+        how: _Arguments,
+        planned: list[PlannedUnit],
+        device: torch.device,
+        found: Axes,
+        placement: ShardingPlan,
+        optional: set[nn.Module],
+        mesh: DeviceMesh | None,
+    ):
+        self.given, self.root, self.how, self.planned = given, root, how, planned
+        self.device, self.axes, self.placement, self.optional = device, found, placement, optional
+        self.runs = device.type != "meta"
         """Whether the device holds values; the meta device, for tracing, has no process groups either."""
-        return self.device.type != "meta"
-
-    @property
-    def groups(self) -> list[str]:
+        self.groups = [g for g in placement.groups[::2] if g and self.runs]
         """Names of the process groups of data parallelism."""
-        return [g for g in self.placement.groups[::2] if g and self.runs]
-
-    @property
-    def pieces(self) -> list[TPShard]:
+        nested = units_of(root)
+        self.outermost = _outermost(given[0], root, how, found, placement.ranks, len(planned) + len(nested))
+        optional_units = bool(optional) or any(unit.may_be_unused for unit in nested)
+        self.shared_over = self._shared_over(nested) if optional_units else None
+        """The group of all ranks that share the model, ``""`` for one process; ``None`` if no unit may be skipped."""
+        for unit in planned:
+            unit.plan_buffers(how.policy, placement, mesh)
+        self.pieces = [p for unit in planned for buffer in unit.buffers for p in buffer.pieces if p is not None]
         """Local shards of the call's units under other parallelisms."""
-        return [p for claim in self.claims for draft in claim.drafts for p in draft.pieces if p is not None]
-
-    def draft(self, mesh: DeviceMesh | None) -> None:
-        """Plans the buffers of all units, and finds the ranks that have to do with them.
-
-        Raises:
-            ValueError: the plan was made for another model; axes of the mesh do not go together.
-        """
-        self.outermost = _outermost(self)
-        loose = bool(self.optional) or any(unit.may_be_unused for unit in _units(self.root))
-        self.together = _together(self) if loose else None
-        for claim in self.claims:
-            claim.draft(self.settings.policy, self.placement, mesh)
         if self.runs:
-            nested = _nested_pieces(self.root)
-            _apart_from(self.placement, self.pieces, nested)
-            meshes = dict.fromkeys(p.mesh for p in (*self.pieces, *nested))
-            beside = [*self.axes.beside(), *(g for mesh in meshes for g in over_tensor_ranks(mesh, TENSOR))]
+            earlier = [r.piece for m in root.modules() for r in refs(m).values() if r.piece is not None]
+            _apart_from(placement, self.pieces, earlier)
+            meshes = dict.fromkeys(p.mesh for p in (*self.pieces, *earlier))
+            beside = [*found.beside(), *(g for mesh in meshes for g in over_tensor_ranks(mesh, TENSOR))]
             once = {tuple(groups_of.ranks(g)): g for g in beside}  # torch may give equal meshes separate groups
-            self.placement = replace(self.placement, beside=tuple(once.values()))
+            self.placement = replace(placement, beside=tuple(once.values()))
+
+    def _shared_over(self, nested: Iterable[UnitState]) -> str:
+        """Returns the group of all ranks that share a model with optional units; ``""`` for one process, or on meta."""
+        if not self.runs:
+            return ""
+        wide = self.placement.world > 1 and self.placement.outer > 1
+        group = str(self.axes.one().get_group(0).group_name) if wide else next(iter(self.groups), "")
+        ranks = set(groups_of.ranks(group)) if group else {groups_of.rank()}
+        for unit in nested:
+            names = dict.fromkeys(name for buffer in unit.buffers for name in buffer.spec.peer_groups)
+            others = {r for name in names for r in groups_of.ranks(name)} - ranks
+            if others:
+                raise ValueError(
+                    f"may_be_unused: unit {unit.fqn!r}, which was sharded before, is shared with ranks "
+                    f"{sorted(others)}, and {type(self.root).__name__} is not: shard the model over all of its units' "
+                    "ranks"
+                )
+        return group
 
     def options(self) -> str:
         """Describes the arguments that ranks must agree on."""
-        how = self.settings
+        how = self.how
         return (
             f"strategy {how.strategy}, outer {how.outer_strategy}, reshard_after_forward {how.reshard}, {how.policy}, "
-            f"may be unused: {', '.join(claim.fqn for claim in self.claims if claim.module in self.optional) or 'none'}"
+            f"may be unused: {', '.join(unit.fqn for unit in self.planned if unit.module in self.optional) or 'none'}"
         )
 
     def sharing(self) -> list[str]:
@@ -264,36 +279,50 @@ class _Call:
         cut = [name for p in self.pieces for name in (*p.cut_by, *p.copied_by)] if self.runs else []
         return list(dict.fromkeys([*self.groups, *self.placement.beside, *cut]))
 
-    def commit(self, synced: Sequence[str], undo: Rollback) -> None:
+    def commit(self, synced: Sequence[str], rollback: Rollback) -> None:
         """Moves values into flat buffers, then gives modules their new classes.
 
         Args:
             synced: names of groups whose first rank's values are taken.
-            undo: gets the steps back.
         """
-        policy, keeps = self.settings.policy, self.settings.reshard
-        units = [UnitState(claim.fqn, self.outermost, policy) for claim in self.claims]
-        for claim, unit in zip(self.claims, units, strict=True):
-            unit.root_keeps = keeps is None and claim.module is self.root
-            unit.may_be_unused = claim.module in self.optional
-            reshard = not unit.root_keeps and keeps is not False
-            fill(claim, unit, self.placement, self.device, reshard, synced, undo)
-        for claim, unit in zip(self.claims, units, strict=True):
-            heads = self.given if claim.module is self.root else (claim.module,)
-            for owner in dict.fromkeys([*heads, *claim.modules]):
+        policy, reshard = self.how.policy, self.how.reshard
+        states = [UnitState(unit.fqn, self.outermost, policy) for unit in self.planned]
+        for unit, state in zip(self.planned, states, strict=True):
+            state.root_keeps = reshard is None and unit.module is self.root
+            state.may_be_unused = unit.module in self.optional
+            frees = not state.root_keeps and reshard is not False
+            fill(unit, state, self.placement, self.device, frees, synced, rollback)
+        for unit, state in zip(self.planned, states, strict=True):
+            heads = self.given if unit.module is self.root else (unit.module,)
+            for owner in dict.fromkeys([*heads, *unit.modules]):
                 if owner is self.root and owner not in self.given:
                     continue
                 entering = policy.compute_dtype if policy.cast_forward_inputs and owner in heads else None
                 casts = entering, policy.output_dtype if owner in self.given else None
-                swap_class(owner, unit, owner in heads, casts, undo)
+                swap_class(owner, state, owner in heads, casts, rollback)
 
-    def finish(self, units: Any) -> None:
-        """Tells units of earlier calls about the model around them, and records the call for tracing."""
-        first, how, grid = self.given[0], self.settings, self.axes.grid()
-        _name(self.root, first.__dict__["_mfsdp_unit"], self.outermost)
-        _divide_alike(self.root, self.placement)
-        if self.together is not None:
-            _loosen(self.root, self.outermost, self.together)
+    def finish(self, units: Iterable[UnitLike] | None) -> None:
+        """Tells units, also of earlier calls, about the model around them, and records the call for tracing.
+
+        All divide gradients by all ranks whose losses are averaged, even if fewer hold the same parameters (experts).
+        If ranks may skip some, all join with zeros (Note [Joining with zeros]).
+        """
+        first, how, grid, group = self.given[0], self.how, self.axes.grid(), self.shared_over
+        own, ranks = first.__dict__["_mfsdp_unit"], self.placement.ranks
+        if group is not None:
+            self.outermost.loose.loosen(self.outermost.name, group)
+        for unit, names in units_of(self.root).items():
+            unit.outermost, unit.ranks = self.outermost, ranks
+            unit.fqn = "(root)" if unit is own else "+".join(names)
+            changes: dict[str, object] = {} if unit.divides else {"divide": float(ranks)}
+            if unit is not own and unit.root_keeps:
+                unit.root_keeps, changes["reshard"] = False, True
+            if group is not None:
+                changes |= {"optional": unit.may_be_unused, "any_optional": bool(group)}
+            for buffer in unit.buffers:
+                buffer.respec(**changes)
+                if group:
+                    self.outermost.loose.join(buffer)
         first.__dict__["_mfsdp_call"] = next(_calls), {
             "units": units, "strategy": how.strategy, "outer_strategy": how.outer_strategy, "mp_policy": how.policy,
             "reshard_after_forward": how.reshard, **({} if how.plan is None else {"plan": how.plan}),
@@ -304,12 +333,8 @@ _calls = itertools.count()
 """Numbers calls in their order."""
 
 
-def _modules(given: Any, units: Any) -> tuple[nn.Module, ...]:
-    """Returns the given modules, one or the several of one unit.
-
-    Raises:
-        ValueError: the argument is neither a module nor several; one is sharded already; several with ``units``.
-    """
+def _modules(given: nn.Module | Sequence[nn.Module], units: object) -> tuple[nn.Module, ...]:
+    """Returns the given modules, one or the several of one unit."""
     found = tuple(given) if isinstance(given, (list, tuple)) else (given,)
     if not found or not all(isinstance(m, nn.Module) for m in found):
         raise ValueError(f"fully_shard: {given!r} is no module")
@@ -324,36 +349,14 @@ def _modules(given: Any, units: Any) -> tuple[nn.Module, ...]:
     return once
 
 
-def _keeps_originals(claims: Sequence[Claim]) -> bool:
+def _keeps_originals(planned: Sequence[PlannedUnit]) -> bool:
     """Whether originals outlive the call (`Rollback`): models partly on meta, and quantized parameters."""
-    kinds = {(p.is_meta, te.quantised(p) or torchao.wrapped(p)) for claim in claims for p in claim.owners}
+    kinds = {(p.is_meta, te.quantised(p) or torchao.wrapped(p)) for unit in planned for p in unit.owners}
     return len({is_meta for is_meta, _ in kinds}) > 1 or any(quantised for _, quantised in kinds)
 
 
-def _name(root: nn.Module, own: UnitState, outermost: Outermost) -> None:
-    """Names the units of ``root``, whose own is ``own``. Units of earlier calls had the root's name."""
-    members: dict[UnitState, list[tuple[str, FSDPModule]]] = {}
-    for fqn, m in root.named_modules():
-        if isinstance(m, FSDPModule):
-            members.setdefault(m._mfsdp_unit, []).append((fqn, m))
-    for unit, found in members.items():
-        unit.fqn, unit.outermost = "(root)" if unit is own else "+".join(fqn for fqn, _ in found), outermost
-        if unit is not own and unit.root_keeps:
-            found[0][1].set_reshard_after_forward(True, recurse=False)
-
-
-def _nested_pieces(root: nn.Module) -> list[TPShard]:
-    """Local shards of units of earlier calls."""
-    found = [ref.piece for m in root.modules() for ref in refs(m).values()]
-    return [piece for piece in found if piece is not None]
-
-
 def _apart_from(placement: ShardingPlan, pieces: Sequence[TPShard], nested: Sequence[TPShard]) -> None:
-    """Checks that data-parallel ranks have data of their own, unlike tensor-parallel ones.
-
-    Raises:
-        ValueError: an axis that has cut a parameter, or has a tensor-parallel name, shares ranks with data parallelism.
-    """
+    """Checks that data-parallel ranks have data of their own, unlike tensor-parallel ones."""
     ours = {r for name in placement.groups[::2] if name for r in groups_of.ranks(name)}
     for piece, earlier in [*((p, False) for p in dict.fromkeys(pieces)), *((p, True) for p in dict.fromkeys(nested))]:
         names = piece.mesh.mesh_dim_names or ("",) * piece.mesh.ndim
@@ -369,24 +372,9 @@ def _apart_from(placement: ShardingPlan, pieces: Sequence[TPShard], nested: Sequ
                 )
 
 
-def _divide_alike(root: nn.Module, placement: ShardingPlan) -> None:
-    """Divides gradients of earlier calls' units as this one's: by all ranks whose losses are averaged, even if fewer
-    hold the same parameters (experts).
-    """
-    for unit in _units(root):
-        unit.ranks = placement.ranks
-        for buffer in unit.buffers if not unit.divides else ():
-            if buffer.spec.divide != float(placement.ranks):
-                buffer.respec(divide=float(placement.ranks))
-
-
-def _optional(root: nn.Module, asked: bool | Iterable[UnitLike], claims: Sequence[Claim]) -> set[nn.Module]:
-    """Returns the modules whose units ranks may skip.
-
-    Raises:
-        ValueError: a match is no unit of this call.
-    """
-    mine = {claim.module for claim in claims}
+def _optional(root: nn.Module, asked: bool | Iterable[UnitLike], planned: Sequence[PlannedUnit]) -> set[nn.Module]:
+    """Returns the modules whose units ranks may skip."""
+    mine = {unit.module for unit in planned}
     if isinstance(asked, bool):
         return mine if asked else set()
     *chosen, _ = match(root, asked)
@@ -400,58 +388,19 @@ def _optional(root: nn.Module, asked: bool | Iterable[UnitLike], claims: Sequenc
     return set(chosen)
 
 
-def _together(call: _Call) -> str:
-    """The group of all ranks that share a model with optional units; ``""`` for one process, and on meta.
-
-    Raises:
-        ValueError: units of earlier calls are shared with further ranks.
-    """
-    root, placement = call.root, call.placement
-    if not call.runs:
-        return ""
-    wide = placement.world > 1 and placement.outer > 1
-    group = str(call.axes.one().get_group(0).group_name) if wide else next(iter(call.groups), "")
-    ranks = set(groups_of.ranks(group)) if group else {groups_of.rank()}
-    for unit in _units(root):
-        others = {
-            r for buffer in unit.buffers for name in buffer.spec.peer_groups for r in groups_of.ranks(name)
-        } - ranks
-        if others:
-            raise ValueError(
-                f"may_be_unused: unit {unit.fqn!r}, which was sharded before, is shared with ranks {sorted(others)}, "
-                f"and {type(root).__name__} is not: shard the model over all of its units' ranks"
-            )
-    return group
-
-
-def _loosen(root: nn.Module, outermost: Outermost, group: str) -> None:
-    """Tells all units of a model that ranks may skip some (Note [Joining with zeros])."""
-    outermost.loose.loosen(outermost.name, group)
-    for unit in _units(root):
-        for buffer in unit.buffers:
-            buffer.respec(optional=unit.may_be_unused, any_optional=bool(group))
-            if group:
-                outermost.loose.join(buffer)
-
-
-def _units(root: nn.Module) -> list[UnitState]:
-    return list(dict.fromkeys(m._mfsdp_unit for m in root.modules() if isinstance(m, FSDPModule)))
-
-
-def _outermost(call: _Call) -> Outermost:
+def _outermost(first: nn.Module, root: nn.Module, how: _Arguments, found: Axes, ranks: int, units: int) -> Outermost:
     """Describes the model to its units.
 
     Raises:
         ValueError: the plan was made for another model, or for another sharding.
     """
-    root, first, how = call.root, call.given[0], call.settings
     sharding = {
         "strategy": how.strategy, "outer_strategy": how.outer_strategy, "mp_policy": str(how.policy),
-        "mesh": " x ".join(map(str, call.axes.grid().shape)), "units": len(call.claims) + len(_units(root)),
+        "mesh": " x ".join(map(str, found.grid().shape)), "units": units,
     }  # fmt: skip
     if how.plan is not None:
         sizes = {fqn: sum(p.numel() for p in m.parameters()) for fqn, m in root.named_modules()}
         classes = {fqn: own_class(m).__name__ for fqn, m in root.named_modules()}
-        how.plan.fits(type(root).__name__, call.placement.ranks, sizes, classes, sharding)
+        how.plan.fits(type(root).__name__, ranks, sizes, classes, sharding)
     names = inspect.signature(first.forward).parameters
     return Outermost(type(first).__name__, tuple(names), plan=how.plan, sharding=sharding)

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..buffers.flat_buffer import FlatBuffer, UnitState
 
-FORMER: WeakIdKeyDictionary = WeakIdKeyDictionary()
+ORIGINALS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters from before sharding that are still alive, and what replaced them; by identity."""
 
 
@@ -41,9 +41,9 @@ def _references(module: nn.Module) -> int:
     return max(counts, default=0)
 
 
-def no_former_optimizer(buffer: FlatBuffer) -> None:
+def no_stale_optimizer(buffer: FlatBuffer) -> None:
     """Repeats the check in the first backward, for an optimizer built from a parameter list from before sharding."""
-    mine = {p for p, ref in FORMER.items() if ref.buffer is buffer}
+    mine = {p for p, ref in ORIGINALS.items() if ref.buffer is buffer}
     holder = _optimizer_of(mine) if mine else None
     if holder is not None:
         raise ValueError(
@@ -61,6 +61,6 @@ def _optimizer_of(params: set[nn.Parameter]) -> torch.optim.Optimizer | None:
     return None
 
 
-def forget_former(unit: UnitState) -> None:
-    for param in [p for p, ref in FORMER.items() if ref.unit is unit]:
-        del FORMER[param]
+def forget_originals(unit: UnitState) -> None:
+    for param in [p for p, ref in ORIGINALS.items() if ref.unit is unit]:
+        del ORIGINALS[param]

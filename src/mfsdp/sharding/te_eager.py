@@ -26,31 +26,46 @@ from ..runtime import engine, sync_collectives
 
 
 class MainGrads:
-    """Gradients that modules write themselves, for one gather's parameters."""
+    """The parameters of one gather that are lent to modules, and the gradients that these write themselves."""
 
     def __init__(self, buffer: FlatBuffer):
         self.buffer = buffer
+        self._lent: list[weakref.ref[Lent]] = []
         self._bucket: torch.Tensor | None = None
         """[full_numel], in the communication dtype."""
-        self._more: list[tuple[int, torch.Tensor]] = []
+        self._further: list[tuple[int, torch.Tensor]] = []
         """Further uses of a weight: (slot, gradient to add)."""
-        self._there: set[int] = set()
+        self._written: set[int] = set()
         self._backward = -1
         """Their backward. Leftovers of another one: it raised an exception."""
 
-    def room(self, slot: int) -> torch.Tensor:
+    def lend(self, whole: torch.Tensor, slot: int) -> Lent:
+        """Returns a full parameter for one use, with autograd."""
+        lent = _Lend.apply(whole, self, slot)  # type: ignore[no-untyped-call]
+        self._lent.append(weakref.ref(lent))
+        return lent  # type: ignore[no-any-return]
+
+    def end_loans(self, hollow: bool) -> None:
+        """Forgets the lent tensors; if the buffer is freed, they drop its storage."""
+        for ref in self._lent:
+            lent = ref()
+            if lent is not None and hollow:
+                lent.data = lent.new_full((), torch.nan).expand(lent.shape)
+        self._lent.clear()
+
+    def memory(self, slot: int) -> torch.Tensor:
         """Returns zeroed memory for the gradient of one use of a parameter."""
         if self._backward != engine.backward_number():
             self._forget()
             self._backward = engine.backward_number()
         if self._bucket is None and self.buffer.gradients.wanted():
             self._bucket = self._zeros((self.buffer.spec.full_numel,))
-        if self._bucket is not None and slot not in self._there and self.buffer.trains[slot]:
-            self._there.add(slot)
+        if self._bucket is not None and slot not in self._written and self.buffer.trains[slot]:
+            self._written.add(slot)
             return self._view(self._bucket, slot)
         apart = self._zeros(self.buffer.layout.slots[slot].shape)
-        if slot in self._there:
-            self._more.append((slot, apart))
+        if slot in self._written:
+            self._further.append((slot, apart))
         return apart
 
     def packed(self, grads: dict[int, torch.Tensor]) -> tuple[torch.Tensor | None, list[int]]:
@@ -68,12 +83,12 @@ class MainGrads:
             return (
                 sync_collectives.packed(brought, offsets, self.buffer.spec, brought[0].device) if grads else None
             ), offsets
-        for slot, grad in (*self._more, *grads.items()):
-            if slot in self._there:
+        for slot, grad in (*self._further, *grads.items()):
+            if slot in self._written:
                 self._view(bucket, slot).add_(grad)
             else:
                 self._view(bucket, slot).copy_(grad)
-        offsets = [slots[slot].offset for slot in sorted(self._there | set(grads))]
+        offsets = [slots[slot].offset for slot in sorted(self._written | set(grads))]
         self._forget()
         return bucket, offsets
 
@@ -87,37 +102,15 @@ class MainGrads:
 
     def _forget(self) -> None:
         self._bucket = None
-        self._more.clear()
-        self._there.clear()
-
-
-class Loans:
-    """The weights lent from a gathered buffer."""
-
-    def __init__(self, buffer: FlatBuffer):
-        self.main_grads = MainGrads(buffer)
-        self._lent: list[weakref.ref[Lent]] = []
-
-    def lend(self, whole: torch.Tensor, slot: int) -> Lent:
-        """Returns a full parameter for one use, with autograd."""
-        lent = _Lend.apply(whole, self.main_grads, slot)  # type: ignore[no-untyped-call]
-        self._lent.append(weakref.ref(lent))
-        return lent  # type: ignore[no-any-return]
-
-    def end(self, hollow: bool) -> None:
-        """Forgets the loans; if the buffer is freed, the lent tensors drop its storage."""
-        for ref in self._lent:
-            lent = ref()
-            if lent is not None and hollow:
-                lent.data = lent.new_full((), torch.nan).expand(lent.shape)
-        self._lent.clear()
+        self._further.clear()
+        self._written.clear()
 
 
 class _Lend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, main_grads: MainGrads, slot: int) -> Lent:  # type: ignore[override]
         ctx.set_materialize_grads(False)
-        lent = Lent.over(whole, lambda: main_grads.room(slot))
+        lent = Lent.over(whole, lambda: main_grads.memory(slot))
         if not whole.requires_grad:
             ctx.mark_non_differentiable(lent)
         return lent

@@ -1,4 +1,4 @@
-"""Adapts TransformerEngine's modules when they are sharded (`state.transformer_engine`)."""
+"""Adapts TransformerEngine's modules when they are sharded (`dtensor.transformer_engine`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..dtensor import transformer_engine as te
 from .rollback import Rollback
 
 
-def adapt(root: nn.Module, undo: Rollback) -> None:
+def adapt(root: nn.Module, rollback: Rollback) -> None:
     """Tells modules that they are sharded, and omits their extra state if empty.
 
     Warns:
@@ -25,12 +25,12 @@ def adapt(root: nn.Module, undo: Rollback) -> None:
             whole = {name for name, ref in own.items() if ref.piece is None or ref.piece.plain}
             why = te.unfused(module, whole, {(p.compute, p.grad_comm) for p in precisions}) if te.fuses(module) else ""
             was, steps = te.adapt(module, {p.compute for p in precisions}, why)
-            undo.steps.extend(steps)
+            rollback.steps.extend(steps)
             if was:
                 off[fqn or "(root)"] = why
         back = te.leave_out_empty(module)
         if back is not None:
-            undo.steps.append(back)
+            rollback.steps.append(back)
     if off:
         named = [f"{fqn} ({why})" for fqn, why in off.items()]
         more = f" and {len(named) - 4} more" if len(named) > 4 else ""

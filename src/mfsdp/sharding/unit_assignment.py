@@ -1,4 +1,4 @@
-"""Assigns parameters to units: matches modules, claims parameters, drafts buffers. Changes nothing."""
+"""Assigns parameters to units: matches modules, finds the unit of each parameter, plans buffers. Changes nothing."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from ..config.options import MixedPrecisionPolicy, Precision
 from ..dtensor import torchao
 from ..dtensor import transformer_engine as te
 from ..dtensor.tp_shards import TPShard, here
-from . import cross_rank_check, mutation_check, validate
+from . import cross_rank_check, validate
 from .fp8_weights import fp8_weights_of
 from .module import FSDPModule
 from .parallel import piece_of
-from .stale_optimizers import FORMER
+from .stale_optimizers import ORIGINALS
 
 UnitLike = type[nn.Module] | str
 
@@ -89,7 +89,7 @@ def matches(name: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 @dataclass
-class Draft:
+class PlannedBuffer:
     """A planned flat buffer. Parameters leave the list once their values are copied."""
 
     layout: Layout
@@ -100,7 +100,7 @@ class Draft:
 
 
 @dataclass
-class Claim:
+class PlannedUnit:
     """A planned unit: its module, the modules whose forward it covers, its parameters and their places."""
 
     module: nn.Module
@@ -108,9 +108,9 @@ class Claim:
     modules: list[nn.Module] = field(default_factory=list)
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     names: dict[nn.Parameter, str] = field(default_factory=dict)
-    drafts: list[Draft] = field(default_factory=list)
+    buffers: list[PlannedBuffer] = field(default_factory=list)
 
-    def draft(self, policy: MixedPrecisionPolicy, placement: ShardingPlan, mesh: DeviceMesh | None) -> None:
+    def plan_buffers(self, policy: MixedPrecisionPolicy, placement: ShardingPlan, mesh: DeviceMesh | None) -> None:
         """Plans the unit's buffers, one per kind of parameter."""
         kinds: dict[tuple[Precision, bool, bool], list[nn.Parameter]] = {}
         for param, places in self.owners.items():
@@ -122,72 +122,60 @@ class Claim:
             pieces = [piece_of(self.fqn_of(p), p, self.owners[p][0][0], mesh) for p in params]
             shapes = [piece.local if piece else tuple(p.shape) for p, piece in zip(params, pieces, strict=True)]
             layout = plan([(self.names[p], s) for p, s in zip(params, shapes, strict=True)], placement.cut)
-            self.drafts.append(Draft(layout, precision, trainable, params, pieces))
+            self.buffers.append(PlannedBuffer(layout, precision, trainable, params, pieces))
 
     def fqn_of(self, param: nn.Parameter) -> str:
         """The parameter's name in the whole model."""
         return self.names[param] if self.fqn == "(root)" else f"{self.fqn}.{self.names[param]}"
 
 
-def claim_parameters(root: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter]) -> list[Claim]:
+def assign_parameters(root: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter]) -> list[PlannedUnit]:
     """Assigns every parameter to the innermost unit that holds all its uses. Changes nothing."""
     fqns = {m: fqn for fqn, m in root.named_modules()}
-    claims = {m: Claim(m, fqns[m] or "(root)") for m in roots}
-    path = {m: fqns[m] for m in roots}
+    units = {f"{fqns[m]}." if fqns[m] else "": PlannedUnit(m, fqns[m] or "(root)") for m in roots}
 
-    def innermost(fqn: str) -> nn.Module:
-        holders = [m for m in roots if not path[m] or fqn == path[m] or fqn.startswith(path[m] + ".")]
-        return max(holders, key=lambda m: len(path[m]))
+    def innermost(names: Iterable[str]) -> str:
+        """The longest prefix of a unit that all names have."""
+        return max((prefix for prefix in units if all(name.startswith(prefix) for name in names)), key=len)
 
-    def common(a: nn.Module, b: nn.Module) -> nn.Module:
-        while a is not b:
-            longer = a if len(path[a]) >= len(path[b]) else b
-            outer = innermost(path[longer].rpartition(".")[0])
-            a, b = (outer, b) if longer is a else (a, outer)
-        return a
-
-    home: dict[nn.Parameter, nn.Module] = {}
-    places: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
+    uses: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
     for fqn, m in root.named_modules():
         if m.__dict__.get("_mfsdp_unit") is not None:
             continue  # of an earlier call
-        unit = innermost(fqn)
-        if m._parameters or m is unit:
-            claims[unit].modules.append(m)
+        unit = units[innermost([f"{fqn}."])]
+        if m._parameters or m is unit.module:
+            unit.modules.append(m)
         for name, param in m._parameters.items():
             if param is None or param in ignored:
                 continue
             full = f"{fqn}.{name}" if fqn else name
             _not_taken(full, param)
             validate.validate(full, param, m)
-            mutation_check.refuse_renormalising(m, full)
-            home[param] = common(home[param], unit) if param in home else unit
-            places.setdefault(param, []).append((m, name, full))
-    for param, uses in places.items():
-        claim = claims[home[param]]
-        claim.owners[param] = [(m, name) for m, name, _ in uses]
-        prefix = path[home[param]]
-        claim.names[param] = uses[0][2].removeprefix(prefix + "." if prefix else "")
-    return list(claims.values())
+            uses.setdefault(param, []).append((m, name, full))
+    for param, places in uses.items():
+        prefix = innermost([full for _, _, full in places])
+        units[prefix].owners[param] = [(m, name) for m, name, _ in places]
+        units[prefix].names[param] = places[0][2].removeprefix(prefix)
+    return list(units.values())
 
 
 def _not_taken(fqn: str, param: nn.Parameter) -> None:
-    if param in FORMER:
+    if param in ORIGINALS:
         raise ValueError(
-            f"fully_shard: parameter {fqn} belongs to the unit {FORMER[param].unit.fqn!r} already; tie weights before "
-            "sharding and shard both modules in one call, fully_shard(root, units=[...])"
+            f"fully_shard: parameter {fqn} belongs to the unit {ORIGINALS[param].unit.fqn!r} already; tie weights "
+            "before sharding and shard both modules in one call, fully_shard(root, units=[...])"
         )
 
 
-def described(claims: Sequence[Claim], options: str, values: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
+def described(units: Sequence[PlannedUnit], options: str, values: bool) -> tuple[list[str], dict[str, torch.Tensor]]:
     """What ranks must agree on, line by line, and values that should be equal."""
     lines, real = [options], dict[str, torch.Tensor]()
-    for claim in claims:
-        for draft in claim.drafts:
-            kind = type(claim.module).__name__
-            lines.append(f"unit {claim.fqn}, a {kind} of {len(draft.params)} parameters, cut {draft.layout.splits}")
-            for param in draft.params:
-                name = claim.fqn_of(param)
+    for unit in units:
+        for buffer in unit.buffers:
+            kind = type(unit.module).__name__
+            lines.append(f"unit {unit.fqn}, a {kind} of {len(buffer.params)} parameters, cut {buffer.layout.splits}")
+            for param in buffer.params:
+                name = unit.fqn_of(param)
                 where = "on the meta device" if param.is_meta else "with values"
                 cut = f" {tuple(param.placements)}" if isinstance(param, DTensor) else ""
                 lines.append(f"{name} {list(param.shape)}{cut} {param.dtype}, trains {param.requires_grad}, {where}")

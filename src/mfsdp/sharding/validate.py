@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -21,7 +19,7 @@ def validate(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
 
     Raises:
         ValueError: it is not floating point, has no shape yet, is not strided, is another model's shard, or has a
-            gradient or hooks, which would be lost.
+            gradient or hooks, which would be lost, or its module writes to it in forward (``max_norm``).
         NotImplementedError: it is a tensor subclass (except TransformerEngine's quantized ones, `wide_enough`), has
             sparse or delayed gradients, or is a local shard of a parameter not yet known.
     """
@@ -58,6 +56,13 @@ def validate(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
             "its unit has been reduced without it. Make the module with delay_wgrad_compute=False (the pass "
             "`hide_collectives` has weights' gradients computed while collectives run), or pass the parameter in "
             "ignored_params"
+        )
+    if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None:
+        raise ValueError(
+            f"fully_shard: {type(owner).__name__}(max_norm={owner.max_norm:g}) writes to its parameter {fqn} in "
+            "forward, which would be lost: gathered parameters do not outlive it. Renormalise outside of forward, "
+            "under torch.no_grad(), or pass the parameter in ignored_params (each rank then renormalises the rows of "
+            "its own batch)."
         )
 
 
@@ -113,7 +118,7 @@ def wide_enough(fqn: str, param: torch.Tensor, policy: MixedPrecisionPolicy) -> 
         )
 
 
-def _trivial(kind: Any) -> bool:
+def _trivial(kind: type[torch.Tensor]) -> bool:
     """Whether tensors of the class behave like ``nn.Parameter``."""
     return bool(
         nn.Parameter in kind.__mro__
