@@ -14,7 +14,7 @@ from ..config.units import Unit
 from ..ir import ops
 from ..ir.byte_costs import Line, accumulator, lines, nbytes, saved, size
 from ..ir.program import Program, first_launches, slot_of
-from ..ir.roles import Kind, role
+from ..ir.roles import Kind, unit_of
 from ..optim.parameter_ranges import TOGETHER
 from . import fusion
 
@@ -44,7 +44,8 @@ class Entry:
 class Ledger:
     """The memory of one rank in a step after the first: static buffers and optimizer state exist, backward allocates
     the accumulators (Note [Accumulator memory]). For a step with several backwards it describes one after the first,
-    in which accumulators exist from forward on.
+    in which accumulators exist from forward on. It has many fields because one pass over the programs gives the whole
+    account, which reports show together.
     """
 
     entries: tuple[Entry, ...]
@@ -355,13 +356,12 @@ def _lasting(programs: Sequence[Program]) -> tuple[dict[Read, int], set[Read]]:
     codes: dict[tuple[Read, Any], int] = {}
     filled: set[Read] = set()
     for p in programs:
-        for node in p.nodes:
-            if node.target in (ops.refresh, ops.refresh_codes):
-                unit = p.unit(role(node).unit)  # type: ignore[union-attr]
-                if node.target is ops.refresh:
-                    filled.add((unit.fqn, unit.layout))
-                else:
-                    codes[(unit.fqn, unit.layout), node.args[2]] = nbytes(node.meta["val"])
+        for node in p.calls(ops.refresh, ops.refresh_codes):
+            unit = p.unit(unit_of(node))
+            if node.target is ops.refresh:
+                filled.add((unit.fqn, unit.layout))
+            else:
+                codes[(unit.fqn, unit.layout), node.args[2]] = nbytes(node.meta["val"])
     out: dict[Read, int] = {}
     for (key, _), taken in codes.items():
         out[key] = out.get(key, 0) + taken
@@ -372,14 +372,11 @@ def _casting(programs: Sequence[Program]) -> dict[Read, Unit]:
     """Returns the units with kept casts (Note [Kept casts])."""
     found: dict[Read, Unit] = {}
     for p in programs:
-        for node in p.nodes:
-            if node.target in (ops.all_gather, ops.kept_cast) and (r := role(node)) is not None:
-                source: Any = node.args[0]
-                unit = p.unit(r.unit)
-                if node.target is ops.kept_cast or (
-                    source.meta["val"].dtype is not node.meta["val"].dtype and unit.spec.precision.wire is None
-                ):
-                    found[unit.fqn, unit.layout] = unit
+        for node in p.calls(ops.all_gather, ops.kept_cast):
+            source, unit = node.args[0], p.unit(unit_of(node))
+            casts = source.meta["val"].dtype is not node.meta["val"].dtype  # type: ignore[union-attr]
+            if node.target is ops.kept_cast or (casts and unit.spec.precision.wire is None):
+                found[unit.fqn, unit.layout] = unit
     return found
 
 
