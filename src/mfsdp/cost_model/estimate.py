@@ -289,18 +289,18 @@ def streamed(steps: Sequence[float], copies: Sequence[float], between: float) ->
         copies: seconds to copy each range's state one way.
         between: seconds from the end of one step to the start of the next.
     """
-    rooms, into, out, now, took = [0.0] * min(2, len(steps)), 0.0, 0.0, 0.0, 0.0
+    loaded, last_load, last_store, now, duration = [0.0] * min(2, len(steps)), 0.0, 0.0, 0.0, 0.0
     turn = 0
     for _ in range(3):  # until a step ends like the one before
-        begun, now = now, max(now, out)
+        start, now = now, max(now, last_store)
         for i, seconds in enumerate(steps):
-            room, turn = turn % len(rooms), turn + 1
-            now = max(now, rooms[room]) + seconds
-            out = max(out, now) + copies[i]
+            buffer, turn = turn % len(loaded), turn + 1
+            now = max(now, loaded[buffer]) + seconds
+            last_store = max(last_store, now) + copies[i]
             if len(steps) > 2:  # otherwise the state stays in its buffer
-                rooms[room] = into = max(into, out) + copies[(i + 2) % len(steps)]
-        took, now = now - begun, now + between
-    return took
+                loaded[buffer] = last_load = max(last_load, last_store) + copies[(i + 2) % len(steps)]
+        duration, now = now - start, now + between
+    return duration
 
 
 def _warnings(facts: StepData, buffers: Sequence[FlatBuffer], schedule: Schedule, merged: bool) -> list[str]:

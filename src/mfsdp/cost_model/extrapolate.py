@@ -156,7 +156,7 @@ def segment(events: Sequence[Event], left: Left = ()) -> Segment:
         left: launches in flight at the start.
     """
     links = Links()
-    launched = _under_way(left, links)
+    launched = _resumed(left, links)
     live = top = 0
     for e in events:
         if live + e.top > top:
@@ -174,13 +174,13 @@ def segment(events: Sequence[Event], left: Left = ()) -> Segment:
 def drained(left: Left) -> float:
     """Returns the seconds until all launches in flight are complete."""
     links = Links()
-    for queue in _under_way(left, links).values():
+    for queue in _resumed(left, links).values():
         for moving in queue:
             links.until(moving)
     return links.now
 
 
-def _under_way(left: Left, links: Links) -> dict[str, list[Moving]]:
+def _resumed(left: Left, links: Links) -> dict[str, list[Moving]]:
     """Adds launches in flight to ``links``. Returns them by queue."""
     launched: dict[str, list[Moving]] = {}
     for queue, waiting in left:

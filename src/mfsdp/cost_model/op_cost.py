@@ -71,12 +71,12 @@ def op_times(
     """
     out: dict[Node, OpTime] = {}
     memo = {} if memo is None else memo
-    ahead = _Host(machine.launch if fused else machine.dispatch)
+    host = _Host(machine.launch if fused else machine.dispatch)
     for run in fusion.together(program, fused, memo):
         kernel = tuple(run)
         if kernel not in memo:
             memo[kernel] = _kernel(program, run, machine)
-        out.update(ahead.launched({n: _known(n, t, measured or {}) for n, t in memo[kernel].items()}))
+        out.update(host.launched({n: _known(n, t, measured or {}) for n, t in memo[kernel].items()}))
     total = sum(time.seconds for time in out.values())
     if compute is not None and total > 0:
         out = {node: replace(time, seconds=time.seconds * compute / total) for node, time in out.items()}
@@ -99,7 +99,7 @@ class _Host:
 
     def __init__(self, launch: float) -> None:
         self.launch = launch
-        self.ahead = math.inf
+        self.lead = math.inf
         """Seconds from the host's last launch until the device is idle."""
 
     def launched(self, kernel: dict[Node, OpTime]) -> dict[Node, OpTime]:
@@ -107,10 +107,10 @@ class _Host:
         busy = sum(time.seconds for time in kernel.values())
         if not self.launch or not (busy or any(time.transfer for time in kernel.values())):
             return kernel
-        self.ahead -= self.launch
+        self.lead -= self.launch
         if not busy:
             return kernel
-        late, self.ahead = max(0.0, -self.ahead), busy + (max(0.0, self.ahead) if self.ahead < math.inf else 0.0)
+        late, self.lead = max(0.0, -self.lead), busy + (max(0.0, self.lead) if self.lead < math.inf else 0.0)
         first, time = next(iter(kernel.items()))
         return {**kernel, first: replace(time, seconds=time.seconds + late, limit="launch")} if late else kernel
 

@@ -149,31 +149,31 @@ def simulate(program: Program, times: Mapping[Node, OpTime]) -> list[Span]:
         times: times of its lines (`mfsdp.cost_model.op_cost.op_times`).
     """
     links = Links()
-    under_way: dict[Node, Moving] = {}
+    in_flight: dict[Node, Moving] = {}
     order: list[tuple[Node, Span | Moving]] = []
     limits = {n for n in program.nodes if LIMITED in n.meta}
     for node in program.nodes:
         if not is_line(node) or (node not in times and node.target is not ops.free):
             continue
-        begun = links.now
+        start = links.now
         if node.target is ops.free:
-            order.append((node, Span(node, Lane.COMPUTE, begun, begun)))
+            order.append((node, Span(node, Lane.COMPUTE, start, start)))
         elif node.target is ops.wait:
-            moving = under_way.get(base_of(node.args[0]))  # type: ignore[arg-type]
+            moving = in_flight.get(base_of(node.args[0]))  # type: ignore[arg-type]
             if moving is not None and moving.end < 0:
                 links.until(moving)
-            exposed = links.now - begun
+            exposed = links.now - start
             links.compute(times[node].seconds)
             why = _why(moving, node in limits or moving.node in limits) if moving and exposed > 0 else ""
-            order.append((node, Span(node, Lane.COMPUTE, begun, links.now, exposed, why)))
+            order.append((node, Span(node, Lane.COMPUTE, start, links.now, exposed, why)))
         elif (transfer := times[node].transfer) is not None:
             moving = links.launch(queue_of(program, node), transfer, node)
-            under_way[base_of(product_of(node))] = moving
+            in_flight[base_of(product_of(node))] = moving
             order.append((node, moving))
         else:
             links.compute(times[node].seconds)
-            order.append((node, Span(node, Lane.COMPUTE, begun, links.now, why=times[node].limit)))
-    for moving in under_way.values():
+            order.append((node, Span(node, Lane.COMPUTE, start, links.now, why=times[node].limit)))
+    for moving in in_flight.values():
         links.until(moving)
     return [_span(thing) if isinstance(thing, Moving) else thing for _, thing in order]
 

@@ -59,12 +59,12 @@ class Move(NamedTuple):
     nbytes: int
     """Negative for a free."""
     part: int | None = None
-    """Index of one result; `ROOM` for the extra buffers of a collective."""
+    """Index of one result; `WORKSPACE` for the extra buffers of a collective."""
     place: Node | None = None
     """The node whose memory the value reuses."""
 
 
-ROOM = -1
+WORKSPACE = -1
 
 
 def lines(
@@ -90,7 +90,7 @@ def lines(
     values = _Lifetimes(program, fused, accumulators)
     live = sum(program.slots.values()) + sum(values.saved.values())
     out = []
-    rooms: dict[Node, int] = {}
+    workspaces: dict[Node, int] = {}
     for node in values.nodes:
         gone = values.freed_after(node)
         if values.bases[node] is not node or not is_line(node):
@@ -99,16 +99,16 @@ def lines(
             continue
         if node.target is ops.wait:
             launch: Node = node.args[0]  # type: ignore[assignment]
-            gone.append(Move(launch, -rooms.pop(launch, 0), ROOM))
-        extra = room(node)
+            gone.append(Move(launch, -workspaces.pop(launch, 0), WORKSPACE))
+        extra = workspace(node)
         if node.target is ops.refresh:
             extra = refreshed(program.spec_of(node))
         if extra:
-            rooms[node.args[0] if node.target in ops.IN_PLACE else node] = extra  # type: ignore[index]
+            workspaces[node.args[0] if node.target in ops.IN_PLACE else node] = extra  # type: ignore[index]
         if (node, None) not in values.last_reader and not is_kind(node, Kind.FULL, Kind.ACCUMULATE):
             gone.append(Move(node, -values.held[node]))
         own = values.allocated[node]
-        moves += [Move(node, own, None, values.reused.get(node)), Move(node, extra, ROOM), *gone]
+        moves += [Move(node, own, None, values.reused.get(node)), Move(node, extra, WORKSPACE), *gone]
         top = live + own + extra
         delta = own + extra + sum(move.nbytes for move in gone)
         live += delta
@@ -230,7 +230,7 @@ def becomes(program: Program, node: Node) -> bool:
     return source.meta["val"].dtype is program.spec_of(node).precision.grad
 
 
-def room(node: Node) -> int:
+def workspace(node: Node) -> int:
     """Bytes that a collective allocates besides its result, until its wait.
 
     A sum in a dtype wider than the communication dtype needs a receive buffer as large as what is sent, an all-reduce
