@@ -18,21 +18,17 @@ from __future__ import annotations
 from mfsdp.config.units import GroupIndex
 from mfsdp.ir import ops
 from mfsdp.ir.program import Program, lane_of
-from mfsdp.ir.roles import role
 
 
 def assign_groups(p: Program) -> None:
     """Moves reductions to the second process group of their unit."""
     moved = 0
-    for node in p.nodes:
-        if node.target in (ops.reduce_scatter, ops.all_reduce):
-            r = role(node)
-            assert r is not None
-            second = GroupIndex(lane_of(node)).reduce
-            assert lane_of(node) != second, f"{node.name} has been through this pass before"
-            if p.unit(r.unit).spec.groups[second]:
-                node.args = (*node.args[:2], int(second))
-                moved += 1
+    for node in p.calls(ops.reduce_scatter, ops.all_reduce):
+        second = GroupIndex(lane_of(node)).reduce
+        assert lane_of(node) != second, f"{node.name} has been through this pass before"
+        if p.spec_of(node).groups[second]:
+            node.args = (*node.args[:2], int(second))
+            moved += 1
     if moved:
         p.changed(f"{moved} reductions to a group of their own")
     else:

@@ -33,7 +33,7 @@ from torch.fx import Node
 
 from mfsdp.config.units import Axis
 from mfsdp.ir import ops
-from mfsdp.ir.program import AXIS, SHAPES, Program, base_of, is_functional_collective, mutates
+from mfsdp.ir.program import AXIS, SHAPES, Program, base_of, is_functional_collective, mutates, operator_name
 from mfsdp.ir.roles import Kind, Lane, Role
 
 functional = torch.ops._c10d_functional
@@ -77,7 +77,7 @@ def collective(p: Program) -> None:
 
 def _verb(node: Node) -> str | None:
     """Returns the collective's name, with its reduce operation if it has one; ``None`` if mfsdp does not support it."""
-    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    name = operator_name(node.target).partition("::")[2]
     if name in ("all_reduce", "reduce_scatter_tensor"):
         op = str(node.args[1]).lower()
         verb = name.removesuffix("_tensor")

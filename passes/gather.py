@@ -84,16 +84,9 @@ def _gather_unit(p: Program, unit: Unit, markers: list[Node], keep_cast: bool) -
         args = (flat, spec.encode() if lasts else precision.comm)
         flat = p.insert(target, args, first, Role(Kind.CAST, unit.name), f"{unit.name}_cast")
     if spec.gathers:
-        source = flat
-        flat = p.insert(
-            ops.all_gather,
-            (source, spec.encode()),
-            first,
-            Role(Kind.FULL, unit.name, Lane.GATHER),
-            f"{unit.name}_full",
-        )
-        wait = Role(Kind.WAIT, unit.name, Lane.GATHER)
-        p.insert(ops.wait, (flat, [source]), first, wait)
+        source, full = flat, Role(Kind.FULL, unit.name, Lane.GATHER)
+        flat = p.insert(ops.all_gather, (source, spec.encode()), first, full, f"{unit.name}_full")
+        p.insert(ops.wait, (flat, [source]), first, Role(Kind.WAIT, unit.name, Lane.GATHER))
     views: dict[int, Node] = {}
     for marker in markers:
         offset = marker.args[1]

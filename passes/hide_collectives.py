@@ -32,6 +32,7 @@ from torch.fx import Node
 
 from mfsdp.ir import ops
 from mfsdp.ir.byte_costs import nbytes, size
+from mfsdp.ir.fp8_patterns import random
 from mfsdp.ir.program import Program, mutates, operator
 from mfsdp.ir.roles import Kind, is_kind, role
 
@@ -42,7 +43,7 @@ def hide_collectives(p: Program, *, most: int | None = None) -> None:
     Args:
         most: bytes that may live longer at each launch, for compute that moves behind it; ``None``: no limit.
     """
-    launches = [n for n in p.nodes if n.target is ops.collective]
+    launches = p.calls(ops.collective)
     if not launches:
         p.note("nothing is exchanged here")
         return
@@ -135,5 +136,4 @@ def _fixed(node: Node) -> bool:
 
 
 def _random(node: Node) -> bool:
-    target = operator(node)[0]
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) or target is not node.target
+    return random(node) or operator(node)[0] is not node.target

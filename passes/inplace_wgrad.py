@@ -33,7 +33,7 @@ from torch.fx import Node
 from mfsdp.ir import ops
 from mfsdp.ir.byte_costs import nbytes, size
 from mfsdp.ir.program import Program, base_of
-from mfsdp.ir.roles import Kind, Role
+from mfsdp.ir.roles import Kind, Role, unit_of
 
 aten = torch.ops.aten
 
@@ -45,7 +45,7 @@ def inplace_wgrad(p: Program, *, wide: bool | None = None) -> None:
         wide: whether 16-bit products can be written in float32; ``None``: as the tensors' device can.
     """
     copied = written = 0
-    packs = [n for n in p.find(Kind.PACK) if n.target is ops.pack]
+    packs = p.calls(ops.pack)
     if not packs:
         p.note("no gradients are packed here")
         return
@@ -90,8 +90,7 @@ def _product(p: Program, grad: Node, pack: Node, wide: bool | None) -> Node | No
 def _write(p: Program, gfull: Node, offset: int, product: Node) -> None:
     value = product.meta["val"]
     place = (gfull, offset, list(value.shape), list(value.stride()))
-    unit = gfull.meta["mfsdp"].unit
-    p.insert(ops.mm, (*place, *product.args), product, Role(Kind.PACK, unit))
+    p.insert(ops.mm, (*place, *product.args), product, Role(Kind.PACK, unit_of(gfull)))
 
 
 def _erase_unread(p: Program, nodes: list[Node]) -> None:

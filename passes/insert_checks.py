@@ -41,7 +41,7 @@ from mfsdp.config.units import Unit
 from mfsdp.ir import ops
 from mfsdp.ir.fp8_patterns import pointwise
 from mfsdp.ir.program import GIVEN, INPUT, Program, is_element, mutates
-from mfsdp.ir.roles import Kind, Role, role
+from mfsdp.ir.roles import Kind, Role, role, unit_of
 
 
 def insert_checks(p: Program, *, finite: bool = False, replicas: bool = False) -> None:
@@ -58,7 +58,7 @@ def insert_checks(p: Program, *, finite: bool = False, replicas: bool = False) -
         p.note("replicas are not compared: units may be unused, and ranks may run other programs")
         if not finite:
             return
-    sources = {role(n).unit: n for n in p.find(Kind.SHARD)}  # type: ignore[union-attr]
+    sources = {unit_of(n): n for n in p.find(Kind.SHARD)}
     if p.phase != "backward":
         start = p.start()
         for unit in p.units:

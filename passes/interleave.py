@@ -37,7 +37,7 @@ from torch.fx import Node
 
 from mfsdp.ir import ops
 from mfsdp.ir.program import Program, is_functional_collective, mutates, view_of
-from mfsdp.ir.roles import Kind, is_kind, role
+from mfsdp.ir.roles import Kind, is_kind, unit_of
 
 Level = tuple[int, int]
 """Index of the last unit, and number of waits, on any path to a node."""
@@ -72,7 +72,7 @@ def _levels(p: Program) -> dict[Node, Level]:
         computed = [arg for arg in node.all_input_nodes if arg in levels]
         unit, waits = (max((levels[arg][i] for arg in computed), default=0) for i in (0, 1))
         if is_kind(node, Kind.PARAM, Kind.GRAD):
-            unit = max(unit, place.get(role(node).unit, 0))  # type: ignore[union-attr]
+            unit = max(unit, place.get(unit_of(node), 0))
         if node.target is ops.param or (computed and weights.issuperset(node.all_input_nodes)):
             weights.add(node)
         elif loose.issuperset(computed) and not is_functional_collective(node):
@@ -95,4 +95,4 @@ def _levels(p: Program) -> dict[Node, Level]:
 
 def _units(p: Program) -> list[str]:
     """Returns the names of units in the order in which they are read."""
-    return list(dict.fromkeys(role(n).unit for n in p.find(Kind.PARAM)))  # type: ignore[union-attr]
+    return list(dict.fromkeys(map(unit_of, p.find(Kind.PARAM))))

@@ -53,7 +53,7 @@ def prefetch(p: Program, *, depth: int | Callable[[Program], tuple[int, str]] = 
             reason.
         limit: bytes of gathered buffers that may be live at once; ``None`` for no limit.
     """
-    launches = [n for n in p.find(Kind.FULL) if n.target is ops.all_gather]
+    launches = p.calls(ops.all_gather)
     refreshes, codes = p.find(Kind.REFRESH), p.find(Kind.CODES)
     if not launches and not refreshes and not codes:
         p.note("nothing is gathered here")

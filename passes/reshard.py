@@ -17,21 +17,19 @@ from __future__ import annotations
 
 from mfsdp.ir import ops
 from mfsdp.ir.program import Program
-from mfsdp.ir.roles import Kind, Role, role
+from mfsdp.ir.roles import Kind, Role, unit_of
 
 
 def reshard(p: Program) -> None:
     """Inserts a `free` after the last reader of every gathered buffer."""
     freed = kept = 0
     for full in p.find(Kind.FULL):
-        r = role(full)
-        assert r is not None
         readers = p.readers(full)
         if p.output in readers:
             kept += 1
-            continue
-        p.insert(ops.free, (full,), readers[-1].next, Role(Kind.FREE, r.unit))
-        freed += 1
+        else:
+            p.insert(ops.free, (full,), readers[-1].next, Role(Kind.FREE, unit_of(full)))
+            freed += 1
     if kept:
         p.note(f"{kept} kept for backward")
     elif not freed:

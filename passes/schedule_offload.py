@@ -59,8 +59,7 @@ def schedule_offload(p: Program, *, lag: int = 1, pace: Pace | None = None) -> N
         lag: units of compute between a launch and its wait, used without ``pace``.
         pace: returns the times of compute and copies.
     """
-    out = [n for n in p.nodes if n.target is ops.offload]
-    back = [n for n in p.nodes if n.target is ops.reload]
+    out, back = p.calls(ops.offload), p.calls(ops.reload)
     if not out and not back:
         p.note("nothing goes to the host")
         return

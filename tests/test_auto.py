@@ -215,7 +215,7 @@ def decided(folder: str, rank_of_slow: int, lengths: tuple[int, int]) -> dict[st
     torch._dynamo.reset()
     counters.clear()
     asked: list[str] = []
-    auto_prefetch.this_machine = lambda: None  # type: ignore[assignment]
+    auto_prefetch.machine_of = lambda inputs: None  # type: ignore[assignment]
     of_run = AutoPrefetch.of_run.__func__  # type: ignore[attr-defined]
 
     def known(cls: Any, options: Options, inputs: Any) -> Any:
@@ -247,7 +247,7 @@ def decided(folder: str, rank_of_slow: int, lengths: tuple[int, int]) -> dict[st
         grads = steps(run, torch.randn(lengths[dist.get_rank()], 16))
     finally:
         AutoPrefetch.of_run, AutoPrefetch._best, pipeline.run = classmethod(of_run), best, run_passes  # type: ignore[assignment, method-assign]
-        auto_prefetch.this_machine = machine.this_machine  # type: ignore[assignment]
+        auto_prefetch.machine_of = machine.machine_of  # type: ignore[assignment]
     hits = counters["aot_autograd"].get("autograd_cache_hit", 0)
     return {"asked": asked, "hits": hits, "notes": notes, "grads": [g.double().sum().item() for g in grads]}
 

@@ -189,7 +189,7 @@ def test_memory_of_what_travels():
     pipeline.run(backward)
     gather, sums = ([n for n in backward.nodes if n.target is op] for op in (ops.all_gather, ops.reduce_scatter))
     for node, factor in [(n, 5 / 4) for n in gather] + [(n, 2) for n in sums]:
-        assert byte_costs.room(node) == factor * byte_costs.travels(node)
+        assert byte_costs.workspace(node) == factor * byte_costs.travels(node)
 
 
 # On ranks

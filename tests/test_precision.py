@@ -202,7 +202,7 @@ def test_native_sums_take_no_room(strategy):
         backward = mfsdp.trace(model, (x,), world=4, strategy=strategy, mp_policy=policy).backward
         listings[how] = pipeline.run(backward)[-1].listing
         (sums,) = (n for n in backward.nodes if n.target in (ops.reduce_scatter, ops.all_reduce))
-        peaks[how] = byte_costs.room(sums)
+        peaks[how] = byte_costs.workspace(sums)
     assert peaks["native"] == 0 < peaks["wide"]
     assert "sum f32" in listings["wide"] and "sum bf16" in listings["native"]
 

@@ -98,7 +98,7 @@ def test_one_program_for_both(model, golden):
 
 def test_a_backward_beside_a_forward(model, golden):
     forward, backward = programs(model, step)
-    merged = merge(backward, forward)
+    merged = merge(backward, forward)[0]
     check(merged)
     golden("mixture.overlapped", printer.render(merged, "overlapped"))
     assert len(exposed(merged)) <= 2
@@ -113,7 +113,7 @@ def test_constants_of_both_are_merged():
     with mfsdp.fake_ranks(8, rank=3):
         reset()
         forward, backward = parallel(init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp")))
-    merged = merge(backward, forward)
+    merged = merge(backward, forward)[0]
     check(merged)
     for program, prefix in ((forward, ""), (backward, "b_")):
         for node in program.graph.find_nodes(op="get_attr"):
@@ -178,7 +178,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("invariant", MUTATIONS)
 def test_the_merged_program_is_checked(model, invariant):
     forward, backward = programs(model, step)
-    merged = merge(backward, forward)
+    merged = merge(backward, forward)[0]
     MUTATIONS[invariant](merged)
     with pytest.raises(InvariantError) as caught:
         check(merged)
@@ -203,7 +203,7 @@ class Order:
 @pytest.mark.slow
 def test_it_runs_as_it_is_written(model):
     forward, backward = programs(model, step)
-    merged = merge(backward, forward)
+    merged = merge(backward, forward)[0]
     names = [n.target._schema.name.partition("::")[2] for n in merged.nodes if n.target in ops.SHOWN]
     reset()
     run, order = compiled(model, "eager"), Order()

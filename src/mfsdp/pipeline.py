@@ -283,7 +283,7 @@ def run(
     if upto is not None and upto not in names:
         raise ValueError(f"upto={upto!r} is no pass; the passes are {', '.join(names)}")
     program.told = listings
-    text, after = _listing(program, "capture", None) if listings else ("", "")
+    text, after = _listing(program, "capture", None) if listings else ("", None)
     stages = Stages([Stage("capture", text, 0.0)])
     if checked:
         _check(program, "capture")
@@ -294,20 +294,20 @@ def run(
         if checked:
             _check(program, name)
         seconds = time.perf_counter() - start
-        text, after = _listing(program, name, before) if listings else ("", "")
+        text, after = _listing(program, name, before) if listings else ("", None)
         stages.append(Stage(name, text, seconds))
     program.gm.recompile()
     return stages
 
 
-def _listing(program: Program, name: str, before: str | None) -> tuple[str, str]:
+def _listing(program: Program, name: str, before: printer.Summary | None) -> tuple[str, printer.Summary | None]:
     """Returns the listing after a pass, and the summary with which the next listing is compared."""
 
-    def rendered() -> tuple[str, str]:
+    def rendered() -> tuple[str, printer.Summary | None]:
         rows = byte_costs.lines(program)
         return printer.render(program, name, before, rows=rows), printer.summary(rows)
 
-    return only_tells(f"the listing after {name}", ("", ""), rendered)
+    return only_tells(f"the listing after {name}", ("", None), rendered)
 
 
 def rewrite(program: Program, passes: Table) -> None:

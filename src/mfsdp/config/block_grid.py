@@ -11,6 +11,7 @@ permutation moves them, a maximum over a dimension drops some. Scales for blocks
 
 from __future__ import annotations
 
+from ast import literal_eval
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
@@ -40,26 +41,15 @@ class Grid:
         """Elements of the smaller tensor."""
         return prod(d.size for d in self.digits if d.place)
 
-    def encode(self) -> str:
-        return f"{self.offset}:" + ",".join(f"{d.stride}*{d.size}@{d.place}" for d in self.digits)
-
 
 def encode(grids: tuple[Grid, ...]) -> str:
     """Returns several grids as text."""
-    return ";".join(g.encode() for g in grids)
+    return repr([(g.offset, [(d.stride, d.size, d.place) for d in g.digits]) for g in grids])
 
 
 @cache
 def decode(text: str) -> tuple[Grid, ...]:
-    """The inverse of `encode`."""
-    return tuple(map(_decode, text.split(";"))) if text else ()
-
-
-def _decode(text: str) -> Grid:
-    offset, _, digits = text.partition(":")
-    found = []
-    for digit in filter(None, digits.split(",")):
-        stride, _, rest = digit.partition("*")
-        size, _, place = rest.partition("@")
-        found.append(Digit(int(stride), int(size), int(place)))
-    return Grid(int(offset), tuple(found))
+    """The inverse of `encode`; no grids for ``""``."""
+    return tuple(
+        Grid(offset, tuple(Digit(*digit) for digit in digits)) for offset, digits in literal_eval(text or "()")
+    )

@@ -8,8 +8,6 @@ scale of its own.
 
 from __future__ import annotations
 
-from typing import Any
-
 BLOCK = 128
 """Elements that share a scale."""
 
@@ -21,7 +19,7 @@ def int8_nbytes(numel: int) -> int:
     return -(-numel // 4) * 4 + -(-numel // BLOCK) * 4
 
 
-def refusal(given: Any) -> str:
+def refusal(given: object) -> str:
     """Returns why a value is no format; ``""`` if there is no specific reason."""
     name = str(given).lower().removeprefix("torch.").replace("_", "")
     if name in ("int8", "uint8"):

@@ -54,7 +54,9 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank of a cluster, and its links."""
+    """One rank of a cluster, and its links. Its fields are the keys of a hardware file, which is flat, so that a file
+    can give only those that differ.
+    """
 
     name: str
     flops: Mapping[str, float]

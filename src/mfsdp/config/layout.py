@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from math import lcm, prod
 
 ALIGN = 16
@@ -221,19 +222,12 @@ def _groups(
     parts = list(groups.values())
     wastes = [waste(p) for p in parts]
     while len(parts) > 1:
-        best: tuple[int, int, int, list[int], int] | None = None
-        for a in range(len(parts)):
-            for b in range(a + 1, len(parts)):
-                joined = sorted(parts[a] + parts[b])
-                w = waste(joined)
-                change = w - wastes[a] - wastes[b]
-                if best is None or change < best[0]:
-                    best = (change, a, b, joined, w)
-        assert best is not None
-        change, a, b, joined, w = best
+        pairs = combinations(range(len(parts)), 2)
+        costs = ((waste(sorted(parts[a] + parts[b])) - wastes[a] - wastes[b], a, b) for a, b in pairs)
+        change, a, b = min(costs)
         if change > 0 and sum(wastes) + change > allowed:
             break
-        parts[a], wastes[a] = joined, w
+        parts[a], wastes[a] = sorted(parts[a] + parts[b]), wastes[a] + wastes[b] + change
         del parts[b], wastes[b]
     return sorted(parts)
 

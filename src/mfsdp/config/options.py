@@ -168,7 +168,8 @@ LOWERINGS = ("inductor", "stitched", "whole", "eager")
 
 @dataclass(frozen=True)
 class Options:
-    """The backend's options, checked. See ``torch.compile(model, backend="mfsdp", options={...})``.
+    """The backend's options, checked. See ``torch.compile(model, backend="mfsdp", options={...})``: one field per
+    option, as torch passes a flat mapping.
 
     Raises:
         ValueError: an unknown option, or a value out of range; the message lists what is valid.
@@ -255,10 +256,7 @@ class Options:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 other = ", or 'auto'" if name == "prefetch" else ""
                 raise ValueError(f"option {name}={value!r}: give an integer of at least {low}{other}")
-        for name in (
-            "pool", "keep_cast", "quantize", "interleave", "nccl_ub", "disable_symmetric_registration", "check",
-            "frames",
-        ):  # fmt: skip
+        for name in (name for name, default in valid.items() if isinstance(default, bool)):
             value = getattr(out, name)
             if not isinstance(value, bool):
                 raise ValueError(f"option {name}={value!r}: choose True or False")

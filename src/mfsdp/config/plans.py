@@ -44,7 +44,7 @@ class Point:
 @dataclass(frozen=True)
 class Plan:
     """The choices of `mfsdp.plan`. ``print(plan)`` shows the marginal-cost table. `mfsdp.fully_shard` (``plan=``) and
-    the compilation after it follow the plan.
+    the compilation after it follow the plan. Its fields are the keys of the saved file.
     """
 
     model: str
@@ -187,7 +187,7 @@ def _size(n: int) -> str:
     return f"{n / size:.2f} {unit}"
 
 
-def nbytes_of(memory: Any, what: str = "memory") -> int:
+def nbytes_of(memory: object, what: str = "memory") -> int:
     """Returns bytes from a number or a text: ``70e9``, ``"70GB"``, ``"64GiB"``.
 
     Raises:

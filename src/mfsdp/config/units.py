@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from ast import literal_eval
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from functools import cache
 from typing import Any
@@ -40,7 +41,7 @@ class UnitSpec:
     """How one flat buffer is communicated. Marker operations in the graph hold it as text.
 
     Dynamo guards on the text, and compile caches hash it. It has no names or ids, so that equal layers give equal
-    graphs.
+    graphs. All that a collective needs is here, as its operation gets nothing else.
     """
 
     world: int
@@ -172,44 +173,21 @@ class UnitSpec:
         return 1 / factor
 
     def encode(self) -> str:
-        p = self.precision
-        dtypes = (SHORT[d] for d in (p.main, p.comm, p.compute, p.grad_comm, p.grad))
-        precision = ",".join([*dtypes, *(word or "-" for word in (p.grad_sum, p.wire, p.grad_wire))])
-        splits = "+".join(map(str, self.splits))
-        flags = "".join(str(int(getattr(self, name))) for name in _FLAGS)
-        groups = " ".join(g or "-" for g in self.groups)
-        strides = f"{self.stride},{self.outer_stride}"
-        return f"{self.world} {self.outer} {groups} {splits} {precision} {self.divide!r} {flags} {strides}"
+        precision = tuple(SHORT.get(x, x) for x in vars(self.precision).values())
+        return repr(tuple((vars(self) | {"precision": precision}).values()))
 
     @staticmethod
     @cache
     def decode(text: str) -> UnitSpec:
         """The inverse of `encode`."""
-        world, outer, *groups, splits, precision, divide, flags, strides = text.split(" ")
-        stride, outer_stride = map(int, strides.split(","))
-        *dtypes, grad_sum, wire, grad_wire = precision.split(",")
-        names = ("group", "reduce_group", "outer_group", "outer_reduce_group")
-        more: dict[str, Any] = {name: "" if g == "-" else g for name, g in zip(names, groups, strict=True)}
-        more |= {name: flag == "1" for name, flag in zip(_FLAGS, flags, strict=True)}
-        return UnitSpec(
-            world=int(world),
-            outer=int(outer),
-            splits=tuple(map(int, splits.split("+"))),
-            precision=Precision(
-                *(_LONG[d] for d in dtypes), grad_sum=_word(grad_sum), wire=_word(wire), grad_wire=_word(grad_wire)
-            ),
-            divide=float(divide),
-            stride=stride,
-            outer_stride=outer_stride,
-            **more,
-        )
+        values = _named(UnitSpec, literal_eval(text))
+        roles = _named(Precision, values.pop("precision"))
+        return UnitSpec(precision=Precision(**{name: _LONG.get(x, x) for name, x in roles.items()}), **values)
 
 
-def _word(text: str) -> str | None:
-    return None if text == "-" else text
-
-
-_FLAGS = ("reshard", "outer_optim", "replica", "hold", "optional", "any_optional")
+def _named(kind: type[UnitSpec] | type[Precision], values: tuple[Any, ...]) -> dict[str, Any]:
+    """Returns the values of a dataclass by field."""
+    return {f.name: x for f, x in zip(fields(kind), values, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -225,14 +203,13 @@ class Axis:
     """Distance between neighbouring ranks, which shows whether they share a node."""
 
     def encode(self) -> str:
-        return f"{self.name} {self.group} {self.ranks} {self.stride}"
+        return repr((self.name, self.group, self.ranks, self.stride))
 
     @staticmethod
     @cache
     def decode(text: str) -> Axis:
         """The inverse of `encode`."""
-        name, group, ranks, stride = text.split(" ")
-        return Axis(name, group, int(ranks), int(stride))
+        return Axis(*literal_eval(text))
 
 
 @dataclass(frozen=True)

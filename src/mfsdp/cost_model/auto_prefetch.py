@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,10 +34,10 @@ from ..config.options import Options
 from ..ir import ops
 from ..ir.byte_costs import nbytes
 from ..ir.program import Program
-from ..ir.roles import role
+from ..ir.roles import unit_of
 from ..runtime import groups
 from . import op_cost
-from .machine import this_machine
+from .machine import machine_of
 from .memory_model import ledger
 from .offload_schedule import OffloadTiming
 from .timeline import simulate
@@ -49,6 +49,8 @@ saturated). 4 is for small units between large ones."""
 
 WITHIN = 0.005
 """Fraction by which the chosen depth may be slower than the fastest one."""
+
+DEFAULT = int(Options.prefetch)
 
 Key = str
 
@@ -78,7 +80,7 @@ class AutoPrefetch:
     """Depths decided so far, by `alike`."""
 
     @classmethod
-    def of_run(cls, options: Options, inputs: Sequence[Any]) -> AutoPrefetch | None:
+    def of_run(cls, options: Options, inputs: Sequence[object]) -> AutoPrefetch | None:
         """Returns one for a graph that the backend compiles, or ``None`` unless ``prefetch="auto"``. It assumes AdamW,
         as the backend does not know the optimizer.
 
@@ -89,7 +91,7 @@ class AutoPrefetch:
         if options.prefetch != "auto":
             return None
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        machine = this_machine() if any(x.device.type == "cuda" for x in tensors) else None
+        machine = machine_of(tensors)
         buffers = list({id(b): b for x in tensors if (b := owner_of(x)) is not None}.values())
         plain = sum(
             nbytes(x) for x in tensors if isinstance(x, nn.Parameter) and x.requires_grad and owner_of(x) is None
@@ -101,10 +103,9 @@ class AutoPrefetch:
         """Returns the depth and the reason, for the listing. Does not change the program, which is the input of the
         pass `prefetch`.
         """
-        default = int(Options.prefetch)
-        untold = default, f"auto: depth {default}, the default, as estimating has failed"
-        missing = f"an estimate for prefetch='auto', depth {default} is taken"
-        depth, words = only_tells(missing, untold, self._best, program)
+        otherwise = DEFAULT, f"auto: depth {DEFAULT}, the default, as estimating has failed"
+        missing = f"an estimate for prefetch='auto', depth {DEFAULT} is taken"
+        depth, words = only_tells(missing, otherwise, self._best, program)
         if self.shared:
             key = alike(program, self.options)
             chosen = self.found[key] = agree(key, depth)
@@ -114,11 +115,10 @@ class AutoPrefetch:
 
     def _best(self, program: Program) -> tuple[int, str]:
         if self.machine is None:
-            default = int(Options.prefetch)
-            return default, f"auto: depth {default}, as nothing is known of this hardware"
+            return DEFAULT, f"auto: depth {DEFAULT}, as nothing is known of this hardware"
         tried = _Tried(program, self, self.machine)
         times = {depth: tried.seconds(depth) for depth in DEPTHS}
-        fit = [depth for depth in DEPTHS if tried.fits(depth)] or [0]
+        fit = list(DEPTHS) if tried.fits(DEPTHS[-1]) else [depth for depth in DEPTHS if tried.fits(depth)] or [0]
         best = min(times[depth] for depth in fit)
         chosen = next(depth for depth in fit if times[depth] <= best * (1 + WITHIN))
         others = ", ".join(
@@ -182,15 +182,7 @@ class _Tried(Schedules):
         spans = simulate(self.launch(depth), self.times())
         return max((span.end for span in spans), default=0.0)
 
-    @cached_property
-    def deepest(self) -> bool:
-        """Whether the deepest prefetch fits, and so all depths."""
-        return self._fits(DEPTHS[-1])
-
     def fits(self, depth: int) -> bool:
-        return self.deepest or self._fits(depth)
-
-    def _fits(self, depth: int) -> bool:
         account = ledger([self.launch(depth)], [], inputs=0, other=self.held, optimizer="none", fused=self.fused)
         return account.peak <= self.machine.memory
 
@@ -219,8 +211,8 @@ def alike(program: Program, options: Options) -> Key:
         f"{u.name} {u.trainable} {u.spec.ranks} {u.spec.full_numel if u.spec.stride == 1 else ''}"
         for u in program.units
     ]
-    marked = ((n, r) for n in program.nodes if (r := role(n)) is not None and n.target in (*ops.OURS, ops.accumulate))
-    lines = [program.name, program.phase, knobs, *units, *(f"{node.target} {r.unit}" for node, r in marked)]
+    marked = program.calls(*ops.OURS, ops.accumulate)
+    lines = [program.name, program.phase, knobs, *units, *(f"{node.target} {unit_of(node)}" for node in marked)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..ir import ops
-from ..ir.byte_costs import ROOM, Move, lines, nbytes, saved
+from ..ir.byte_costs import WORKSPACE, Move, lines, nbytes, saved
 from ..ir.program import Program
 from . import fusion
 
@@ -184,8 +184,8 @@ def _run(out: CachingAllocator, program: Program, moves: Sequence[Move], there: 
             there[node, 0] = there.pop((place, 0))
             out.rename((node, 0), (place, 0))
         elif n > 0:
-            values = [n] if part == ROOM or node.target is ops.accumulate else _parts(node.meta["val"])
-            for i, size in enumerate(values, ROOM if part == ROOM else 0):
+            values = [n] if part == WORKSPACE or node.target is ops.accumulate else _parts(node.meta["val"])
+            for i, size in enumerate(values, WORKSPACE if part == WORKSPACE else 0):
                 there[node, i] = size
                 out.allocate((node, i), size)
         elif n < 0:

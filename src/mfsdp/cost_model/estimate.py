@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from torch.fx import Node
 
 from ..buffers.flat_buffer import FlatBuffer
 from ..config.hardware import Hardware, host_copy
@@ -16,7 +16,7 @@ from ..config.options import Options
 from ..config.own_source import ours
 from ..ir import byte_costs, ops, printer
 from ..ir.byte_costs import size
-from ..ir.merge import beside
+from ..ir.merge import merge
 from ..ir.program import Program
 from ..ir.roles import Lane, role
 from ..ir.verifier import check
@@ -25,7 +25,7 @@ from . import fusion, op_cost
 from .caching_allocator import replayed
 from .memory_model import OPTIMIZER_STATES, Entry, Ledger, ledger
 from .step_data import Line, StepData, View
-from .timeline import Span, simulate
+from .timeline import simulate
 
 
 def estimate(
@@ -77,7 +77,12 @@ def estimate(
         )
         for stage in range(schedule.stages)
     ]  # fmt: skip
-    account = _with_allocator(accounts[0], parts, fused) if machine.cuda else accounts[0]
+    account = accounts[0]
+    if machine.cuda:
+        allocator = replayed(
+            account.tensors, [part.program for part in parts], account.temporaries, fused, first=account.first
+        )
+        account = replace(account, blocks=allocator.most, reserved=allocator.reserved)
     views, step, compute = _views(parts, account)
     between = step if stepping == "offloaded" else None
     seconds = getattr(profile, "optimizer", 0.0) or optimizer_seconds(buffers, plain, optimizer, machine, between)
@@ -148,8 +153,13 @@ class _Part:
 
     program: Program
     stages: tuple[Stage, ...]
-    times: Mapping[Any, op_cost.OpTime]
+    times: Mapping[Node, op_cost.OpTime]
     runs: int
+
+    @property
+    def listed(self) -> bool:
+        """Whether it has listings."""
+        return bool(self.stages and self.stages[-1].listing)
 
 
 def _parts(
@@ -178,14 +188,13 @@ def _taking_turns(parts: list[_Part]) -> list[_Part]:
     if len(parts) != 2 or parts[0].runs == 1:
         return parts
     forward, backward = parts
-    if not all(any(n.target is ops.collective for n in part.program.nodes) for part in parts):
+    if not all(part.program.calls(ops.collective) for part in parts):
         return parts
-    program, origins = beside(backward.program, forward.program)
+    program, origins = merge(backward.program, forward.program)
     known = {**forward.times, **backward.times}
     times = {node: known[origins[node]] for node in program.nodes if origins.get(node) in known}
     check(program)
-    shown = bool(forward.stages and forward.stages[-1].listing)
-    stage = Stage("merge", printer.render(program, "merge") if shown else "", 0.0)
+    stage = Stage("merge", printer.render(program, "merge") if forward.listed else "", 0.0)
     return [
         replace(forward, runs=1),
         _Part(program, (stage,), times, forward.runs - 1),
@@ -199,21 +208,12 @@ def _on_host(parts: Sequence[_Part]) -> list[Entry]:
     return [Entry("activations", saved, "saved by forward, until backward")] if saved else []
 
 
-def _with_allocator(account: Ledger, parts: Sequence[_Part], fused: bool) -> Ledger:
-    """Returns the ledger with the bytes that CUDA's caching allocator reserves."""
-    programs = [part.program for part in parts]
-    held = replayed(account.tensors, programs, account.temporaries, fused, first=account.first)
-    return replace(account, blocks=held.most, reserved=held.reserved)
-
-
 def _views(parts: Sequence[_Part], account: Ledger) -> tuple[list[View], float, float]:
     """Returns the programs' views, one after another in time, and seconds in a step: all executions, their kernels."""
     views: list[View] = []
     now, step, compute = 0.0, 0.0, 0.0
     for part in parts:
-        shown = bool(part.stages and part.stages[-1].listing)
-        lines = _lines(part.program, simulate(part.program, part.times), part.times, account, now, shown)
-        view = View(part.program.phase, part.stages, lines, part.program.units, part.runs)
+        view = View(part.program.phase, part.stages, _lines(part, account, now), part.program.units, part.runs)
         views.append(view)
         now += view.seconds
         step += view.runs * view.seconds
@@ -289,18 +289,18 @@ def streamed(steps: Sequence[float], copies: Sequence[float], between: float) ->
         copies: seconds to copy each range's state one way.
         between: seconds from the end of one step to the start of the next.
     """
-    rooms, into, out, now, took = [0.0] * min(2, len(steps)), 0.0, 0.0, 0.0, 0.0
+    loaded, last_load, last_store, now, duration = [0.0] * min(2, len(steps)), 0.0, 0.0, 0.0, 0.0
     turn = 0
     for _ in range(3):  # until a step ends like the one before
-        begun, now = now, max(now, out)
+        start, now = now, max(now, last_store)
         for i, seconds in enumerate(steps):
-            room, turn = turn % len(rooms), turn + 1
-            now = max(now, rooms[room]) + seconds
-            out = max(out, now) + copies[i]
+            buffer, turn = turn % len(loaded), turn + 1
+            now = max(now, loaded[buffer]) + seconds
+            last_store = max(last_store, now) + copies[i]
             if len(steps) > 2:  # otherwise the state stays in its buffer
-                rooms[room] = into = max(into, out) + copies[(i + 2) % len(steps)]
-        took, now = now - begun, now + between
-    return took
+                loaded[buffer] = last_load = max(last_load, last_store) + copies[(i + 2) % len(steps)]
+        duration, now = now - start, now + between
+    return duration
 
 
 def _warnings(facts: StepData, buffers: Sequence[FlatBuffer], schedule: Schedule, merged: bool) -> list[str]:
@@ -331,19 +331,14 @@ def _warnings(facts: StepData, buffers: Sequence[FlatBuffer], schedule: Schedule
     return out
 
 
-def _lines(
-    program: Program,
-    spans: Sequence[Span],
-    times: Mapping[Any, op_cost.OpTime],
-    account: Ledger,
-    offset: float,
-    shown: bool,
-) -> tuple[Line, ...]:
-    rows = byte_costs.lines(program)
-    body = dict(zip([r.node for r in rows], printer.body(program, rows), strict=True)) if shown else {}
+def _lines(part: _Part, account: Ledger, offset: float) -> tuple[Line, ...]:
+    """Returns a program's lines with their times, from ``offset`` seconds on, and their memory."""
+    program, times = part.program, part.times
+    rows = byte_costs.lines(program) if part.listed else []
+    body = dict(zip([r.node for r in rows], printer.body(program, rows), strict=True)) if rows else {}
     fqns = {u.name: u.fqn for u in program.units}
     out = []
-    for span in spans:
+    for span in simulate(program, times):
         node, r = span.node, role(span.node)
         why = span.why
         if span.lane is not Lane.COMPUTE:

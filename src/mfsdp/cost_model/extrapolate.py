@@ -30,8 +30,8 @@ from torch.fx import Node
 from ..config.hardware import Transfer
 from ..ir import ops
 from ..ir.byte_costs import accumulator, lines, nbytes
-from ..ir.program import LAYER, Program, base_of
-from ..ir.roles import role
+from ..ir.program import LAYER, Program, base_of, product_of
+from ..ir.roles import unit_of
 from ..passes.plan_memory import FAMILIES, Interval, coloured, intervals
 from . import fusion
 from .op_cost import OpTime
@@ -165,19 +165,14 @@ def segment(events: Sequence[Event], left: Left = ()) -> Segment:
         left: launches in flight at the start.
     """
     links = Links()
-    launched = _under_way(left, links)
+    launched = _resumed(left, links)
     live = top = 0
     for e in events:
         if live + e.top > top:
             top = live + e.top
         live += e.delta
         if e.launch is not None:
-            moving = Moving.of(e.launch, links.now)
-            launched.setdefault(e.queue, []).append(moving)
-            if e.launch.seconds > 0:
-                links.launch(e.queue, moving)
-            else:
-                moving.start = moving.end = links.now
+            launched.setdefault(e.queue, []).append(links.launch(e.queue, e.launch))
         elif e.queue and e.back < len(launched.get(e.queue, ())):
             links.until(launched[e.queue][-1 - e.back])
         if e.seconds:
@@ -188,13 +183,13 @@ def segment(events: Sequence[Event], left: Left = ()) -> Segment:
 def drained(left: Left) -> float:
     """Returns the seconds until all launches in flight are complete."""
     links = Links()
-    for queue in _under_way(left, links).values():
+    for queue in _resumed(left, links).values():
         for moving in queue:
             links.until(moving)
     return links.now
 
 
-def _under_way(left: Left, links: Links) -> dict[str, list[Moving]]:
+def _resumed(left: Left, links: Links) -> dict[str, list[Moving]]:
     """Adds launches in flight to ``links``. Returns them by queue."""
     launched: dict[str, list[Moving]] = {}
     for queue, waiting in left:
@@ -286,11 +281,10 @@ def extrapolated(
             counts[event.queue] = counts.get(event.queue, 0) + 1
             event.host = nbytes(node.meta["val"]) if node.target is ops.offload else 0
             event.unit = _gathered(node)
-            product = base_of(node.args[0]) if node.target in ops.IN_PLACE else node  # type: ignore[arg-type]
-            where[product] = event.queue, counts[event.queue]
+            where[base_of(product_of(node))] = event.queue, counts[event.queue]
         elif node.target is ops.wait:
-            awaited: Node = node.args[0]  # type: ignore[assignment]
-            if (found := where.get(awaited) or where.get(base_of(awaited))) is not None:
+            awaited = base_of(node.args[0])  # type: ignore[arg-type]
+            if (found := where.get(awaited)) is not None:
                 event.queue, event.back = found[0], counts[found[0]] - found[1]
                 event.unit = _gathered(awaited)
         if new:
@@ -332,7 +326,7 @@ def _middle(rows: Sequence[int], seconds: Sequence[float]) -> int:
 
 def _gathered(node: Node) -> str:
     """Returns the unit that an all-gather gathers; ``""`` for other nodes."""
-    return role(node).unit if node.target is ops.all_gather else ""  # type: ignore[union-attr]
+    return unit_of(node) if node.target is ops.all_gather else ""
 
 
 def _buffers(program: Program, events: Mapping[Node, int]) -> dict[str, tuple[Interval, ...]]:
@@ -374,9 +368,7 @@ def runs(states: Sequence[object], least: int, period: int = 1) -> list[tuple[in
         best = (i, 1, 1)
         for p in {1, period}:
             count = 1
-            while states[i : i + p] == states[i + count * p : i + (count + 1) * p] and i + (count + 1) * p <= len(
-                states
-            ):
+            while i + (count + 1) * p <= len(states) and states[i : i + p] == states[i + count * p :][:p]:
                 count += 1
             if (p == 1 or count > 1) and count * p > best[1] * best[2] and count * p >= least:
                 best = (i, p, count)

@@ -7,8 +7,9 @@ values read only inside take no memory. This is coarser than Inductor, which fus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -35,22 +36,15 @@ def together(program: Program, fusing: bool, memo: dict[Any, Any] | None = None)
         fusing: whether neighbours fuse (Inductor) or not (ATen).
         memo: cache of fusion decisions, by node.
     """
-    run: list[Node] = []
     known: dict[Any, Any] = {} if memo is None else memo
     for node in program.nodes:
         if node not in known:
             known[node] = None if not is_line(node) or node.target is ops.free else fusing and fuses(node)
-        if known[node] is None:
-            continue
-        if known[node]:
-            run.append(node)
-            continue
-        if run:
-            yield run
-            run = []
-        yield [node]
-    if run:
-        yield run
+    for fuse, run in groupby((n for n in program.nodes if known[n] is not None), key=known.__getitem__):
+        if fuse:
+            yield list(run)
+        else:
+            yield from ([node] for node in run)
 
 
 def fused(program: Program, memo: dict[Any, Any] | None = None) -> list[list[Node]]:
@@ -77,8 +71,8 @@ def total_flops(program: Program) -> int:
 
 
 def flops(node: Node) -> int:
-    """Returns the floating-point operations of a matrix product, a convolution or an attention, by `_FORMULAS` or
-    torch.utils.flop_counter's formulas. Returns 0 for other lines, and, with a warning, if a formula fails.
+    """Returns the floating-point operations of a matrix product, a convolution or an attention. Returns 0 for other
+    lines, and, with a warning, if a formula fails.
     """
     if node.target is ops.mm:
         a, b = (_plain(x.meta["val"]) for x in node.args[4:6])  # type: ignore[union-attr]
@@ -93,11 +87,30 @@ def flops(node: Node) -> int:
 
 
 @cache
-def _formula(target: Any) -> Callable[..., Any] | None:
-    """Returns the formula for an operator's operations; ``None`` unless it is a product, convolution or attention."""
+def _formula(target: object) -> Callable[..., int] | None:
+    """Returns the formula for an operator's operations; ``None`` unless it is a product, convolution or attention.
+
+    torch's table has no attention of CPUs, with which programs are traced, and in 2.11 rejects k and v with fewer heads
+    than q (``enable_gqa``).
+    """
     packet = getattr(target, "overloadpacket", None)
-    found: Any = _FORMULAS.get(packet) or flop_registry.get(packet)  # type: ignore[arg-type]
-    return _grouped if found is None and "grouped_mm" in str(packet) else found  # type: ignore[no-any-return]
+    name = str(packet).removeprefix("aten.")
+    attention = _attention_backward if name.endswith("_backward") else _attention
+    if name.startswith(("scaled_dot_product_", "_scaled_dot_product_")):
+        return attention
+    if name in _ROWS_FIRST:
+        return _rows_first(attention, *_ROWS_FIRST[name])
+    found: Callable[..., int] | None = flop_registry.get(packet)
+    return _grouped if found is None and "grouped_mm" in name else found
+
+
+_ROWS_FIRST = {
+    "_flash_attention_forward": (3, 6),
+    "_efficient_attention_forward": (3, 7),
+    "_flash_attention_backward": (4, 9),
+    "_efficient_attention_backward": (4, 9),
+}
+"""Arguments of `_rows_first` by operator."""
 
 
 def _plain(value: Any) -> Any:
@@ -107,7 +120,7 @@ def _plain(value: Any) -> Any:
     return hint(value)
 
 
-def _attention(q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+def _attention(q: torch.Size, k: torch.Size, v: torch.Size, *_: object, **__: object) -> int:
     """Counts attention with q [batch, heads, rows, width] and k, v [batch, kv heads, keys, width]; v may have another
     width. Each head of q has one product with k and one with v, also if heads share k and v.
     """
@@ -115,7 +128,7 @@ def _attention(q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) 
     return int(2 * batch * heads * rows * k[2] * (width + v[3]))
 
 
-def _attention_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+def _attention_backward(grad: torch.Size, q: torch.Size, k: torch.Size, v: torch.Size, *_: object, **__: object) -> int:
     """Counts the backward: recomputed scores, and gradients of scores, v, q and k."""
     batch, heads, rows, width = q
     return int(2 * batch * heads * rows * k[2] * (3 * width + 2 * v[3]))
@@ -131,7 +144,7 @@ def _rows_first(count: Callable[..., int], tensors: int, longest: int) -> Callab
         longest: index of the argument with the longest sequence's length.
     """
 
-    def formula(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    def formula(*args: Any, **_: object) -> int:
         rows = [torch.Size((*([1] * (4 - len(x))), *x)) for x in args[:tensors]]
         *before, k, v = (torch.Size((x[0], x[2], x[1], x[3])) for x in rows)
         if len(args) > longest and args[longest - 2] is not None:
@@ -141,38 +154,9 @@ def _rows_first(count: Callable[..., int], tensors: int, longest: int) -> Callab
     return formula
 
 
-def _grouped(a: Any, b: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+def _grouped(a: torch.Size, b: torch.Size, *_: object, out_val: Sequence[object], **__: object) -> int:
     """Counts a grouped product: rows of a [rows, k] are distributed over the matrices of b [groups, k, n] or their
     transposes. A backward in one operator (in transformers) returns two such products.
     """
     products = len(out_val) if isinstance(out_val[0], torch.Size) else 1
     return int(2 * a.numel() * b[-1] * products)
-
-
-def _formulas() -> dict[Any, Callable[..., int]]:
-    sdpa = "_scaled_dot_product"
-    named: dict[str, Callable[..., int]] = {
-        "scaled_dot_product_attention": _attention,
-        f"{sdpa}_attention_math": _attention,
-        f"{sdpa}_attention_math_for_mps": _attention,
-        f"{sdpa}_flash_attention": _attention,
-        f"{sdpa}_flash_attention_for_cpu": _attention,
-        f"{sdpa}_efficient_attention": _attention,
-        f"{sdpa}_cudnn_attention": _attention,
-        f"{sdpa}_fused_attention_overrideable": _attention,
-        f"{sdpa}_flash_attention_backward": _attention_backward,
-        f"{sdpa}_flash_attention_for_cpu_backward": _attention_backward,
-        f"{sdpa}_efficient_attention_backward": _attention_backward,
-        f"{sdpa}_cudnn_attention_backward": _attention_backward,
-        f"{sdpa}_fused_attention_overrideable_backward": _attention_backward,
-        "_flash_attention_forward": _rows_first(_attention, 3, 6),
-        "_efficient_attention_forward": _rows_first(_attention, 3, 7),
-        "_flash_attention_backward": _rows_first(_attention_backward, 4, 9),
-        "_efficient_attention_backward": _rows_first(_attention_backward, 4, 9),
-    }
-    return {getattr(aten, name): count for name, count in named.items() if hasattr(aten, name)}
-
-
-_FORMULAS = _formulas()
-"""Formulas for attention. torch's table has none for CPU attention, with which programs are traced, and in 2.11 rejects
-k and v with fewer heads than q (``enable_gqa``)."""

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from ..config.options import SHORT
 from ..ir import ops
 from ..ir.byte_costs import escapes, nbytes
-from ..ir.program import Program, mutates, operator
+from ..ir.program import Program, mutates, operator, operator_name
 from ..ir.symbolic_sizes import hint, shape_of
 from . import fusion
 
@@ -92,7 +92,7 @@ def key(run: Sequence[Node]) -> str:
     """
     at = {node: i for i, node in enumerate(run)}
 
-    def word(value: Any) -> str:
+    def word(value: object) -> str:
         if isinstance(value, Node):
             return f"%{at[value]}" if value in at else _shown(value.meta.get("val"))
         if isinstance(value, (list, tuple)):
@@ -110,7 +110,7 @@ def key(run: Sequence[Node]) -> str:
     return "; ".join(map(line, run))
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return str(hint(value)) if not isinstance(value, (list, tuple)) else f"[{' '.join(map(_shown, value))}]"
     short = SHORT.get(value.dtype, str(value.dtype).removeprefix("torch."))
@@ -118,7 +118,7 @@ def _shown(value: Any) -> str:
     return f"{short}[{_numbers(shape_of(value))}]{strides}"
 
 
-def _numbers(values: Iterable[Any]) -> str:
+def _numbers(values: Iterable[object]) -> str:
     return ",".join(str(hint(n)) for n in values)
 
 
@@ -170,17 +170,17 @@ def _runs(run: Sequence[Node]) -> bool:
     """Returns whether a kernel can run alone: only ATen and prims operators without mutation, and products that write
     into buckets.
     """
-    return all(n.target is ops.mm or (_namespace(n) in ("aten", "prims") and not mutates(n)) for n in run)
+    return all(n.target is ops.mm or (_from_torch(n) and not mutates(n)) for n in run)
 
 
-def _namespace(node: Node) -> str:
-    return getattr(operator(node)[0], "namespace", "")
+def _from_torch(node: Node) -> bool:
+    return operator_name(operator(node)[0]).partition("::")[0] in ("aten", "prims")
 
 
-def _alone(run: Sequence[Node], device: torch.device) -> tuple[Callable[..., Any], list[Any]]:
+def _alone(run: Sequence[Node], device: torch.device) -> tuple[Callable[..., object], list[object]]:
     """Returns a kernel as a graph module, and random inputs for it."""
     graph, inside = torch.fx.Graph(), set(run)
-    inputs: list[Any] = []
+    inputs: list[object] = []
     copies: dict[Node, Node] = {}
 
     def copy(value: Node) -> Node:
@@ -225,7 +225,7 @@ def _random(value: Any, device: torch.device) -> Any:
     return flat.as_strided(size, stride)
 
 
-def attention(node: Node, device: torch.device) -> tuple[Callable[..., Any], list[Any]] | None:
+def attention(node: Node, device: torch.device) -> tuple[Callable[..., object], list[object]] | None:
     """Returns the device's own attention or its backward, and inputs, for a line with the CPU's attention. ``None`` for
     other lines.
     """
@@ -252,14 +252,14 @@ def attention(node: Node, device: torch.device) -> tuple[Callable[..., Any], lis
     return lambda *_: torch.autograd.grad(out, inputs, grad, retain_graph=True), []
 
 
-def _seconds(call: Callable[..., Any], inputs: list[Any]) -> float:
+def _seconds(call: Callable[..., object], inputs: list[object]) -> float:
     """Returns the seconds of one call after a warm-up call."""
     with torch.no_grad():
         call(*inputs)
         return _of_gpu(call, inputs) if torch.accelerator.is_available() else _of_cpu(call, inputs)
 
 
-def _of_gpu(call: Callable[..., Any], inputs: list[Any]) -> float:
+def _of_gpu(call: Callable[..., object], inputs: list[object]) -> float:
     """Times many calls together, so that launch overhead is hidden."""
 
     def timed(count: int) -> float:
@@ -274,7 +274,7 @@ def _of_gpu(call: Callable[..., Any], inputs: list[Any]) -> float:
     return min(timed(count) for _ in range(ROUNDS))
 
 
-def _of_cpu(call: Callable[..., Any], inputs: list[Any]) -> float:
+def _of_cpu(call: Callable[..., object], inputs: list[object]) -> float:
     """Times calls one by one. Before each, another operation fills the caches, as in a step. With one thread it
     measures CPU time, which other processes on the core do not lengthen.
     """

@@ -78,7 +78,7 @@ class LayerModel:
         self.made: dict[object, int] = {}
         self.states: list[Left] = [()]
         self.numbers: dict[Left, int] = {(): 0}
-        self.took: dict[tuple[int, int], tuple[Segment, int]] = {}
+        self.simulated: dict[tuple[int, int], tuple[Segment, int]] = {}
 
     def _parts(self, way: int, backward: bool) -> dict[str, Events]:
         """Returns the events of each layer, and under ``""`` those before all layers."""
@@ -130,10 +130,10 @@ class LayerModel:
         """
         now, live, top, left, gradients = 0.0, 0, 0, 0, 0
         for piece in self._sequence(layers, backward):
-            if (piece, left) not in self.took:
+            if (piece, left) not in self.simulated:
                 taken = segment(self.events[piece], self.states[left])
-                self.took[piece, left] = taken, self._state(taken.left)
-            taken, left = self.took[piece, left]
+                self.simulated[piece, left] = taken, self._state(taken.left)
+            taken, left = self.simulated[piece, left]
             now += taken.seconds
             top = max(top, live + taken.top)
             live += taken.delta
@@ -233,13 +233,13 @@ class LayerModel:
                 parts += ((start + times[_line(times, when, backward)], layer.away) for when in whens)
         moves = sorted(_back(parts) if backward else _out(parts, starts[-1]), key=lambda move: move[0])
         out: dict[int, list[Copy]] = {}
-        under_way = 0
+        in_flight = 0
         for when, launch, delta in moves:
-            under_way += 1 if launch is not None else -1
+            in_flight += 1 if launch is not None else -1
             behind = bisect_right(starts, when + _SOON) if backward else bisect_left(starts, when - _SOON)
             at = max(0, min(behind, len(layers)) - 1)
             line = _line(begun[at], when - starts[at], backward)
-            out.setdefault(at, []).append((line, launch, delta, under_way))
+            out.setdefault(at, []).append((line, launch, delta, in_flight))
         return {n: tuple(copies) for n, copies in out.items()}
 
 

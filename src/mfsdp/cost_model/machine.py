@@ -30,6 +30,11 @@ def this_machine() -> Hardware | None:
     return replace(known, ranks_per_node=ranks, memory=int(torch.accelerator.get_memory_info()[1]))
 
 
+def machine_of(inputs: Sequence[object]) -> Hardware | None:
+    """Returns `this_machine` for a graph with inputs on the GPU, else ``None``."""
+    return this_machine() if any(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs) else None
+
+
 def measure() -> Hardware:
     """Measures this process's accelerator, or its share of the CPU: matrix products per dtype, memory bandwidth, the
     smallest kernel, copies to the host, and with several ranks the link between them (all ranks must call it). Takes a

@@ -14,7 +14,7 @@ from ..config.units import Unit
 from ..ir import ops
 from ..ir.byte_costs import Line, accumulator, lines, nbytes, saved, size
 from ..ir.program import Program, first_launches, slot_of
-from ..ir.roles import Kind, role
+from ..ir.roles import Kind, unit_of
 from ..optim.parameter_ranges import TOGETHER
 from . import fusion
 
@@ -44,7 +44,8 @@ class Entry:
 class Ledger:
     """The memory of one rank in a step after the first: static buffers and optimizer state exist, backward allocates
     the accumulators (Note [Accumulator memory]). For a step with several backwards it describes one after the first,
-    in which accumulators exist from forward on.
+    in which accumulators exist from forward on. It has many fields because one pass over the programs gives the whole
+    account, which reports show together.
     """
 
     entries: tuple[Entry, ...]
@@ -169,13 +170,13 @@ def ledger(
     kept = _kept_parameters(programs, buffers, stands or {})
     mains = [b.weights.main.nbytes for b in buffers]
     held = _Held(mains, states, *kept, other, inputs, accumulators, slots)
-    staying = sum(accumulators)
+    accumulated = sum(accumulators)
     lasting = fixed + sum(held.tensors)
     in_flight = waiting and waiting * sum(sum(saved(p)[0].values()) for p in programs if p.phase == "backward")
     live, after, top = _totals(programs, fused, lasting + in_flight, first)
-    stepped = staying if optimizer == "none" else plain + sum(gradients)
-    early = sum(nbytes(n.meta["val"]) for n in _early(programs)) if optimizer != "none" else 0
-    at_step = lasting - staying + stepped + sum(temporaries) + early
+    stepped = accumulated if optimizer == "none" else plain + sum(gradients)
+    early = sum(nbytes(n.meta["val"]) for n in _prefetched_gathers(programs)) if optimizer != "none" else 0
+    at_step = lasting - accumulated + stepped + sum(temporaries) + early
     if top is None or top.nbytes <= at_step:
         peak, phase, line = at_step, "optimizer", ""
         how = "of a foreach optimizer" if foreach else "of an optimizer that takes one tensor after another"
@@ -186,14 +187,14 @@ def ledger(
         ]
     else:
         peak, phase, line = top.nbytes, top.program.phase, top.row.node.name
-        changing = _entries_at(top, staying, in_flight, waiting, first)
+        changing = _entries_at(top, accumulated, in_flight, waiting, first)
     entries = [*held.entries(optimizer + (", two rooms for what is on the host" if streamed else ""), fixed), *changing]
     padding = sum(b.layout.pad // b.layout.world * b.weights.main.itemsize for b in buffers)
     padding *= 1 if streamed else 1 + OPTIMIZER_STATES[optimizer]
-    away = [Entry("optimizer state", streamed, "streamed through the device")] if streamed else []
+    on_host_state = [Entry("optimizer state", streamed, "streamed through the device")] if streamed else []
     return Ledger(
         tuple(e for e in entries if e.nbytes), peak, phase, line, padding, live, after, lasting, at_step,
-        (*away, *on_host), tuple(filter(None, held.tensors)), tuple(filter(None, temporaries)), first=first,
+        (*on_host_state, *on_host), tuple(filter(None, held.tensors)), tuple(filter(None, temporaries)), first=first,
     )  # fmt: skip
 
 
@@ -246,8 +247,8 @@ def _kept_parameters(
     """
     read = [(stands.get(b.unit.fqn, b.unit.fqn), b.layout) for b in buffers]
     missing = [key for b, key in zip(buffers, read, strict=True) if key[0] != b.unit.fqn]
-    payloads, only_payloads = _lasting(programs)
-    casts = {key: u.layout.shard_numel * u.spec.precision.comm.itemsize for key, u in _casting(programs).items()}
+    payloads, only_payloads = _fp8_payloads(programs)
+    casts = {key: u.layout.shard_numel * u.spec.precision.comm.itemsize for key, u in _kept_casts(programs).items()}
     persistent = [b for b, key in zip(buffers, read, strict=True) if b.spec.persistent and key not in only_payloads]
     return (
         [b.weights.source.nbytes for b in persistent],
@@ -283,7 +284,7 @@ def _totals(
     return live, after, top
 
 
-def _entries_at(top: _Top, staying: int, in_flight: int, waiting: int, first: bool) -> list[Entry]:
+def _entries_at(top: _Top, accumulated: int, in_flight: int, waiting: int, first: bool) -> list[Entry]:
     """Returns the entries of gradients, activations and temporaries at a line, given the bytes of accumulators that
     exist throughout and of the activations of ``waiting`` other microbatches.
     """
@@ -293,7 +294,7 @@ def _entries_at(top: _Top, staying: int, in_flight: int, waiting: int, first: bo
     allocated = sum(accumulator(program, n) for n in found)
     used = top.row.top - sum(program.slots.values())
     return [
-        Entry("gradients", staying + allocated, "accumulators, until zero_grad"),
+        Entry("gradients", accumulated + allocated, "accumulators, until zero_grad"),
         Entry("activations saved by forward", still, "still there"),
         Entry("activations in flight", in_flight, f"of {waiting} more microbatches in the pipeline"),
         Entry("temporaries", used - still - allocated, "what the lines around the peak hold"),
@@ -337,7 +338,7 @@ def _optimizer_memory(
     return states, on_host, at_once * foreach_holds if foreach else [one] * one_holds
 
 
-def _early(programs: Sequence[Program]) -> list[Node]:
+def _prefetched_gathers(programs: Sequence[Program]) -> list[Node]:
     """Returns the gathers of Note [Step prefetch] that have no static buffer; a flat optimizer launches them early."""
     forward = next((p for p in programs if p.phase == "forward"), None)
     first = [] if forward is None else first_launches(forward)
@@ -348,38 +349,34 @@ Read = tuple[str, Layout]
 """Parameters that are communicated together: path of their module, and their layout."""
 
 
-def _lasting(programs: Sequence[Program]) -> tuple[dict[Read, int], set[Read]]:
+def _fp8_payloads(programs: Sequence[Program]) -> tuple[dict[Read, int], set[Read]]:
     """Returns bytes of persistent FP8 payloads, of forward's recipe and of backward's if it differs; and the units that
     are read only as FP8.
     """
     codes: dict[tuple[Read, Any], int] = {}
     filled: set[Read] = set()
     for p in programs:
-        for node in p.nodes:
-            if node.target in (ops.refresh, ops.refresh_codes):
-                unit = p.unit(role(node).unit)  # type: ignore[union-attr]
-                if node.target is ops.refresh:
-                    filled.add((unit.fqn, unit.layout))
-                else:
-                    codes[(unit.fqn, unit.layout), node.args[2]] = nbytes(node.meta["val"])
+        for node in p.calls(ops.refresh, ops.refresh_codes):
+            unit = p.unit(unit_of(node))
+            if node.target is ops.refresh:
+                filled.add((unit.fqn, unit.layout))
+            else:
+                codes[(unit.fqn, unit.layout), node.args[2]] = nbytes(node.meta["val"])
     out: dict[Read, int] = {}
     for (key, _), taken in codes.items():
         out[key] = out.get(key, 0) + taken
     return out, out.keys() - filled
 
 
-def _casting(programs: Sequence[Program]) -> dict[Read, Unit]:
+def _kept_casts(programs: Sequence[Program]) -> dict[Read, Unit]:
     """Returns the units with kept casts (Note [Kept casts])."""
     found: dict[Read, Unit] = {}
     for p in programs:
-        for node in p.nodes:
-            if node.target in (ops.all_gather, ops.kept_cast) and (r := role(node)) is not None:
-                source: Any = node.args[0]
-                unit = p.unit(r.unit)
-                if node.target is ops.kept_cast or (
-                    source.meta["val"].dtype is not node.meta["val"].dtype and unit.spec.precision.wire is None
-                ):
-                    found[unit.fqn, unit.layout] = unit
+        for node in p.calls(ops.all_gather, ops.kept_cast):
+            source, unit = node.args[0], p.unit(unit_of(node))
+            casts = source.meta["val"].dtype is not node.meta["val"].dtype  # type: ignore[union-attr]
+            if node.target is ops.kept_cast or (casts and unit.spec.precision.wire is None):
+                found[unit.fqn, unit.layout] = unit
     return found
 
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch.fx import Node
 
 from ..config.hardware import Hardware, Transfer
@@ -18,7 +16,7 @@ from ..ir import ops
 from ..ir.program import Program
 from ..ir.roles import Lane
 from . import op_cost
-from .machine import this_machine
+from .machine import machine_of
 from .op_cost import OpTime
 from .timeline import simulate
 
@@ -36,10 +34,9 @@ class OffloadTiming:
     fused: bool = True
 
     @classmethod
-    def of_run(cls, inputs: Sequence[Any], fused: bool) -> OffloadTiming | None:
+    def of_run(cls, inputs: Sequence[object], fused: bool) -> OffloadTiming | None:
         """Returns one for a graph with these inputs; ``None`` if this machine is not known."""
-        gpu = any(isinstance(x, torch.Tensor) and x.device.type == "cuda" for x in inputs)
-        machine = this_machine() if gpu else None
+        machine = machine_of(inputs)
         return None if machine is None else cls(machine, fused)
 
     def __call__(self, program: Program) -> dict[Node, float]:

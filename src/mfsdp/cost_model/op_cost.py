@@ -23,8 +23,8 @@ from ..config.options import SHORT
 from ..config.units import Axis, GroupIndex, UnitSpec
 from ..ir import ops
 from ..ir.byte_costs import escapes, nbytes, numel, travels
-from ..ir.program import Program, base_of, lane_of, operator
-from ..ir.roles import Kind, is_kind, role
+from ..ir.program import Program, base_of, lane_of, operator, operator_name
+from ..ir.roles import Kind, is_kind
 from . import fusion
 
 aten = torch.ops.aten
@@ -79,12 +79,12 @@ def op_times(
     """
     out: dict[Node, OpTime] = {}
     memo = {} if memo is None else memo
-    ahead = _Host(machine.launch if fused else machine.dispatch)
+    host = _Host(machine.launch if fused else machine.dispatch)
     for run in fusion.together(program, fused, memo):
         kernel = tuple(run)
         if kernel not in memo:
             memo[kernel] = _kernel(program, run, machine)
-        out.update(ahead.launched({n: _known(n, t, measured or {}) for n, t in memo[kernel].items()}))
+        out.update(host.launched({n: _known(n, t, measured or {}) for n, t in memo[kernel].items()}))
     total = sum(time.seconds for time in out.values())
     if compute is not None and total > 0:
         out = {node: replace(time, seconds=time.seconds * compute / total) for node, time in out.items()}
@@ -107,7 +107,7 @@ class _Host:
 
     def __init__(self, launch: float) -> None:
         self.launch = launch
-        self.ahead = math.inf
+        self.lead = math.inf
         """Seconds from the host's last launch until the device is idle."""
 
     def launched(self, kernel: dict[Node, OpTime]) -> dict[Node, OpTime]:
@@ -115,10 +115,10 @@ class _Host:
         busy = sum(time.seconds for time in kernel.values())
         if not self.launch or not (busy or any(time.transfer for time in kernel.values())):
             return kernel
-        self.ahead -= self.launch
+        self.lead -= self.launch
         if not busy:
             return kernel
-        late, self.ahead = max(0.0, -self.ahead), busy + (max(0.0, self.ahead) if self.ahead < math.inf else 0.0)
+        late, self.lead = max(0.0, -self.lead), busy + (max(0.0, self.lead) if self.lead < math.inf else 0.0)
         first, time = next(iter(kernel.items()))
         return {**kernel, first: replace(time, seconds=time.seconds + late, limit="launch")} if late else kernel
 
@@ -192,10 +192,8 @@ def _bytes(node: Node, inside: set[Node], before: set[Node]) -> int:
     if node.target is ops.bucket:
         holes = node.args[1]
         return sum(b - a for a, b in zip(holes[::2], holes[1::2], strict=True)) * node.meta["val"].dtype.itemsize  # type: ignore
-    if node.target is ops.kept_cast:
-        return 0  # computed once for all programs of a step
-    if node.target in (ops.hold, ops.probe):
-        return 0  # no work outside of no_sync (hold) and in most steps (probe)
+    if node.target in (ops.kept_cast, ops.hold, ops.probe):
+        return 0  # computed once for all programs of a step; no work outside of no_sync; none in most steps
     if node.target is ops.pack:
         return 2 * sum(nbytes(g.meta["val"]) for g in node.args[1])  # type: ignore
     if node.target is ops.accumulate:
@@ -208,16 +206,11 @@ def _bytes(node: Node, inside: set[Node], before: set[Node]) -> int:
         return 2 * _size(node)  # only the rows that are looked up
     reads = {base_of(a): a for a in node.all_input_nodes}
     read = sum(min(_size(a), _size(b)) for b, a in reads.items() if b not in inside and b not in before)
-    if node.target is ops.mm:
-        read -= _size(node.args[0])  # type: ignore[arg-type]
-        return read + _written(node)
+    if node.target is ops.mm:  # it writes a part of the gradient buffer, and reads nothing of it
+        gfull, _, shape, *_ = node.args
+        written: int = math.prod(shape) * gfull.meta["val"].dtype.itemsize  # type: ignore[arg-type, union-attr]
+        return read - _size(gfull) + written  # type: ignore[arg-type]
     return read + (_size(node) if escapes(node, inside) else 0)
-
-
-def _written(node: Node) -> int:
-    gfull, _, shape, *_ = node.args
-    rows, columns = shape  # type: ignore[misc, union-attr, str-unpack]
-    return int(rows * columns * gfull.meta["val"].dtype.itemsize)  # type: ignore[union-attr, operator]
 
 
 def _size(node: Node) -> int:
@@ -227,19 +220,14 @@ def _size(node: Node) -> int:
 def _transfer(program: Program, node: Node, machine: Hardware) -> Transfer:
     if node.target is ops.collective:
         return _others(node, machine)
-    unit = program.unit(role(node).unit)  # type: ignore[union-attr]
-    spec = unit.spec
+    spec = program.spec_of(node)
     if node.target in (ops.refresh, ops.refresh_codes):
         return _refresh(spec, machine, codes=node.target is ops.refresh_codes)
-    lane = lane_of(node)
-    group = groups(spec, machine)[GroupIndex(lane).outer]
+    group = groups(spec, machine)[GroupIndex(lane_of(node)).outer]
     if node.target is ops.maxima:
         axes = [g for g, ranks in zip(groups(spec, machine), (spec.world, spec.outer), strict=True) if ranks > 1]
         return _maxima(program, node, axes if spec.persistent else [group], machine)
-    if node.target is ops.all_gather:
-        return transfer("all_gather", travels(node), group, machine)
-    kind = "reduce_scatter" if node.target is ops.reduce_scatter else "all_reduce"
-    return transfer(kind, travels(node), group, machine)
+    return transfer(operator_name(node.target).removeprefix("mfsdp::"), travels(node), group, machine)
 
 
 def _maxima(program: Program, node: Node, over: Sequence[Group], machine: Hardware) -> Transfer:
@@ -247,8 +235,7 @@ def _maxima(program: Program, node: Node, over: Sequence[Group], machine: Hardwa
     the later ones have no latency (Note [Amax]).
     """
     found = _together([transfer("all_reduce", _size(node), group, machine) for group in over])
-    first = next(n for n in program.nodes if n.target is ops.maxima)
-    return found if node is first and program.phase != "backward" else replace(found, fixed=0.0)
+    return found if node is program.calls(ops.maxima)[0] and program.phase != "backward" else replace(found, fixed=0.0)
 
 
 WRITE, READ, ADD = 17, 5, 12

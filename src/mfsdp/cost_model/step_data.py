@@ -91,7 +91,7 @@ class Suggestion:
 
 @dataclass
 class StepData:
-    """The results of `mfsdp.explain`."""
+    """The results of `mfsdp.explain`: one field for each number that reports, charts and suggestions read."""
 
     name: str
     world: int

@@ -20,7 +20,7 @@ from torch.fx import Node
 from ..config.hardware import Transfer
 from ..ir import ops
 from ..ir.byte_costs import is_line
-from ..ir.program import Program, base_of, group_of, lane_of
+from ..ir.program import Program, base_of, group_of, lane_of, product_of
 from ..ir.roles import Lane, role
 from ..passes.prefetch import LIMITED
 from .op_cost import OpTime
@@ -56,11 +56,6 @@ class Moving:
     start: float = -1.0
     end: float = -1.0
 
-    @staticmethod
-    def of(transfer: Transfer, now: float, node: Node | None = None) -> Moving:
-        """Returns a transfer that is launched now."""
-        return Moving(node, transfer, now, transfer.fixed, transfer.moving)
-
 
 class Links:
     """Queues of transfers, and the current time."""
@@ -71,12 +66,18 @@ class Links:
         self.known: tuple[list[tuple[Moving, int]], float] | None = None
         """Cached result of `_heads`; ``None`` after a change."""
 
-    def launch(self, queue: str, moving: Moving) -> None:
+    def launch(self, queue: str, transfer: Transfer, node: Node | None = None) -> Moving:
+        """Launches a transfer now. One that takes no time is complete at once."""
+        moving = Moving(node, transfer, self.now, transfer.fixed, transfer.moving)
+        if transfer.seconds <= 0:
+            moving.start = moving.end = self.now
+            return moving
         waiting = self.queues.setdefault(queue, deque())
         if not waiting:
             moving.fixed += moving.transfer.restart
             self.known = None
         waiting.append(moving)
+        return moving
 
     def compute(self, seconds: float) -> None:
         """Advances time by this many seconds of compute at full speed."""
@@ -148,35 +149,31 @@ def simulate(program: Program, times: Mapping[Node, OpTime]) -> list[Span]:
         times: times of its lines (`mfsdp.cost_model.op_cost.op_times`).
     """
     links = Links()
-    under_way: dict[Node, Moving] = {}
+    in_flight: dict[Node, Moving] = {}
     order: list[tuple[Node, Span | Moving]] = []
     limits = {n for n in program.nodes if LIMITED in n.meta}
     for node in program.nodes:
         if not is_line(node) or (node not in times and node.target is not ops.free):
             continue
-        begun = links.now
+        start = links.now
         if node.target is ops.free:
-            order.append((node, Span(node, Lane.COMPUTE, begun, begun)))
+            order.append((node, Span(node, Lane.COMPUTE, start, start)))
         elif node.target is ops.wait:
-            moving = _awaited(node, under_way)
+            moving = in_flight.get(base_of(node.args[0]))  # type: ignore[arg-type]
             if moving is not None and moving.end < 0:
                 links.until(moving)
-            exposed = links.now - begun
+            exposed = links.now - start
             links.compute(times[node].seconds)
             why = _why(moving, node in limits or moving.node in limits) if moving and exposed > 0 else ""
-            order.append((node, Span(node, Lane.COMPUTE, begun, links.now, exposed, why)))
+            order.append((node, Span(node, Lane.COMPUTE, start, links.now, exposed, why)))
         elif (transfer := times[node].transfer) is not None:
-            moving = Moving.of(transfer, begun, node)
-            if transfer.seconds > 0:
-                links.launch(queue_of(program, node), moving)
-            else:
-                moving.start = moving.end = begun
-            under_way[base_of(node.args[0]) if node.target in ops.IN_PLACE else node] = moving  # type: ignore[arg-type]
+            moving = links.launch(queue_of(program, node), transfer, node)
+            in_flight[base_of(product_of(node))] = moving
             order.append((node, moving))
         else:
             links.compute(times[node].seconds)
-            order.append((node, Span(node, Lane.COMPUTE, begun, links.now, why=times[node].limit)))
-    for moving in under_way.values():
+            order.append((node, Span(node, Lane.COMPUTE, start, links.now, why=times[node].limit)))
+    for moving in in_flight.values():
         links.until(moving)
     return [_span(thing) if isinstance(thing, Moving) else thing for _, thing in order]
 
@@ -186,12 +183,6 @@ def queue_of(program: Program, node: Node) -> str:
     if node.target in ops.HOST:
         return str(node.target)
     return group_of(program, node) or f"lane {lane_of(node)}"
-
-
-def _awaited(wait: Node, under_way: Mapping[Node, Moving]) -> Moving | None:
-    out = wait.args[0]
-    assert isinstance(out, Node)
-    return under_way.get(out) or under_way.get(base_of(out))
 
 
 def _why(moving: Moving | None, limited: bool) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -12,12 +12,12 @@ from torch.fx import Node
 from ..config.comm_formats import int8_nbytes
 from ..config.units import UnitSpec
 from . import ops
-from .program import INPUT, SHAPES, STORAGE, Program, base_of, is_element, operator, slot_of, view_of
-from .roles import Kind, is_kind, role
+from .program import INPUT, SHAPES, STORAGE, Program, base_of, is_element, lane_of, operator, slot_of, view_of
+from .roles import Kind, is_kind
 from .symbolic_sizes import shape_of
 
 
-def nbytes(value: Any) -> int:
+def nbytes(value: object) -> int:
     """Bytes of a fake tensor or of all tensors in a list; symbolic sizes count with their hints."""
     if isinstance(value, (list, tuple)):
         return sum(nbytes(v) for v in value)
@@ -59,12 +59,12 @@ class Move(NamedTuple):
     nbytes: int
     """Negative for a free."""
     part: int | None = None
-    """Index of one result; `ROOM` for the extra buffers of a collective."""
+    """Index of one result; `WORKSPACE` for the extra buffers of a collective."""
     place: Node | None = None
     """The node whose memory the value reuses."""
 
 
-ROOM = -1
+WORKSPACE = -1
 
 
 def lines(
@@ -90,7 +90,7 @@ def lines(
     values = _Lifetimes(program, fused, accumulators)
     live = sum(program.slots.values()) + sum(values.saved.values())
     out = []
-    rooms: dict[Node, int] = {}
+    workspaces: dict[Node, int] = {}
     for node in values.nodes:
         gone = values.freed_after(node)
         if values.bases[node] is not node or not is_line(node):
@@ -99,16 +99,16 @@ def lines(
             continue
         if node.target is ops.wait:
             launch: Node = node.args[0]  # type: ignore[assignment]
-            gone.append(Move(launch, -rooms.pop(launch, 0), ROOM))
-        extra = room(node)
+            gone.append(Move(launch, -workspaces.pop(launch, 0), WORKSPACE))
+        extra = workspace(node)
         if node.target is ops.refresh:
-            extra = refreshed(program.unit(role(node).unit).spec)  # type: ignore[union-attr]
+            extra = refreshed(program.spec_of(node))
         if extra:
-            rooms[node.args[0] if node.target in ops.IN_PLACE else node] = extra  # type: ignore[index]
+            workspaces[node.args[0] if node.target in ops.IN_PLACE else node] = extra  # type: ignore[index]
         if (node, None) not in values.last_reader and not is_kind(node, Kind.FULL, Kind.ACCUMULATE):
             gone.append(Move(node, -values.held[node]))
         own = values.allocated[node]
-        moves += [Move(node, own, None, values.reused.get(node)), Move(node, extra, ROOM), *gone]
+        moves += [Move(node, own, None, values.reused.get(node)), Move(node, extra, WORKSPACE), *gone]
         top = live + own + extra
         delta = own + extra + sum(move.nbytes for move in gone)
         live += delta
@@ -218,7 +218,7 @@ class _Lifetimes:
 
 def accumulator(program: Program, node: Node) -> int:
     """Bytes of the accumulator of an accumulate."""
-    spec = program.unit(role(node).unit).spec  # type: ignore[union-attr]
+    spec = program.spec_of(node)
     return spec.main_numel * spec.precision.grad.itemsize
 
 
@@ -227,10 +227,10 @@ def becomes(program: Program, node: Node) -> bool:
     source = base_of(node.args[1])  # type: ignore[arg-type]
     if source.target not in (ops.bucket, ops.reduce_scatter) or slot_of(source):
         return False
-    return source.meta["val"].dtype is program.unit(role(node).unit).spec.precision.grad  # type: ignore[union-attr]
+    return source.meta["val"].dtype is program.spec_of(node).precision.grad
 
 
-def room(node: Node) -> int:
+def workspace(node: Node) -> int:
     """Bytes that a collective allocates besides its result, until its wait.
 
     A sum in a dtype wider than the communication dtype needs a receive buffer as large as what is sent, an all-reduce
@@ -241,15 +241,13 @@ def room(node: Node) -> int:
     spec = UnitSpec.decode(node.args[1])  # type: ignore[arg-type]
     if node.target is ops.all_gather:
         return (spec.world + 1) * spec.int8_bytes(0) if spec.precision.wire else 0
-    sent, lane = node.args[0], node.args[2]
-    assert isinstance(sent, Node) and isinstance(lane, int)
+    lane = lane_of(node)
     if spec.sum_dtype(lane) is spec.precision.grad_comm and spec.precision.grad_wire is None:
         return 0
-    ranks = spec.outer if lane >= 2 else spec.world
-    again = 0 if node.target is ops.reduce_scatter else -(-numel(sent.meta["val"]) // ranks)
+    gathered = 0 if node.target is ops.reduce_scatter else _part(node, spec)
     if spec.precision.grad_wire:
-        return 2 * travels(node) + again * spec.sum_dtype(lane).itemsize
-    return nbytes(sent.meta["val"]) + again * spec.precision.grad_comm.itemsize
+        return 2 * travels(node) + gathered * spec.sum_dtype(lane).itemsize
+    return travels(node) + gathered * spec.precision.grad_comm.itemsize
 
 
 def refreshed(spec: UnitSpec) -> int:
@@ -263,17 +261,15 @@ def travels(node: Node) -> int:
     spec = UnitSpec.decode(node.args[1])  # type: ignore[arg-type]
     if node.target is ops.all_gather:
         return spec.world * spec.int8_bytes(0) if spec.precision.wire else nbytes(node.meta["val"])
-    sent, lane = node.args[0], node.args[2]
-    assert isinstance(sent, Node) and isinstance(lane, int)
     if spec.precision.grad_wire is None:
-        return nbytes(sent.meta["val"])
-    ranks = spec.outer if lane >= 2 else spec.world
-    part = (
-        spec.int8_bytes(lane)
-        if node.target is ops.reduce_scatter
-        else int8_nbytes(-(-numel(sent.meta["val"]) // ranks))
-    )
-    return ranks * part
+        return nbytes(node.args[0].meta["val"])  # type: ignore[union-attr]
+    lane, scatters = lane_of(node), node.target is ops.reduce_scatter
+    return spec.ranks_on(lane) * (spec.int8_bytes(lane) if scatters else int8_nbytes(_part(node, spec)))
+
+
+def _part(node: Node, spec: UnitSpec) -> int:
+    """Elements of one rank's part of what a reduction sends."""
+    return -(-numel(node.args[0].meta["val"]) // spec.ranks_on(lane_of(node)))  # type: ignore[union-attr]
 
 
 def _donated(node: Node) -> bool:
@@ -308,7 +304,7 @@ def _results(nodes: Iterable[Node]) -> dict[Node, _Value]:
     return out
 
 
-def _inlined(nodes: Sequence[Node], fused: Mapping[Node, Any], bases: Mapping[Node, Node]) -> dict[Node, int]:
+def _inlined(nodes: Sequence[Node], fused: Mapping[Node, Node], bases: Mapping[Node, Node]) -> dict[Node, int]:
     """Values that Inductor recomputes at every use, with their number of reads, in program order: pointwise ones that
     only generated kernels read.
     """
@@ -381,12 +377,7 @@ def size(n: int, sign: bool = False) -> str:
     """Formats bytes as in the listing: ``512B``, ``258K``, ``2.02M``, ``1.50G``."""
     lead = ("+" if n > 0 else "-" if n < 0 else "") if sign else ""
     n = abs(n)
-    if n < 2**10:
-        text = f"{n}B"
-    elif n < 2**20:
-        text = f"{n / 2**10:.0f}K"
-    elif n < 2**30:
-        text = f"{n / 2**20:.2f}M"
-    else:
-        text = f"{n / 2**30:.2f}G"
-    return lead + text
+    for unit, letter, digits in ((2**30, "G", 2), (2**20, "M", 2), (2**10, "K", 0)):
+        if n >= unit:
+            return f"{lead}{n / unit:.{digits}f}{letter}"
+    return f"{lead}{n}B"

@@ -8,7 +8,7 @@ and operator order do not matter, so it works under every lowering.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from heapq import heapify, heappop, heappush
@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from ..config.block_grid import Digit, Grid
-from .program import SHAPES, Program
+from .program import SHAPES, Program, operator_name
 from .symbolic_sizes import shape_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -133,7 +133,7 @@ def _follow(node: Node, read: Read, whose: dict[Node, Read], meanings: _Meanings
             dims = own[0] if alike and tuple(prod(d.size for d in dim) for dim in own[0]) == shape else None
     if dims is None:
         read.reason = read.reason or f"{_called(read)} is read by {_operator(node)}"
-        read.foreign |= _foreign(node)
+        read.foreign |= operator_name(node.target).partition("::")[0] not in ("", "aten", "prims", "mfsdp")
         return
     assert isinstance(value, torch.Tensor)
     read.elements[node] = dims
@@ -154,13 +154,7 @@ def _follow(node: Node, read: Read, whose: dict[Node, Read], meanings: _Meanings
 
 
 def _operator(node: Node) -> str:
-    name = getattr(getattr(node.target, "_schema", None), "name", node.op)
-    return str(name).removeprefix("aten::")
-
-
-def _foreign(node: Node) -> bool:
-    name = getattr(getattr(node.target, "_schema", None), "name", "")
-    return "::" in name and name.split("::")[0] not in ("aten", "prims", "mfsdp")
+    return operator_name(node.target).removeprefix("aten::") or node.op
 
 
 # What operators do to elements
@@ -228,14 +222,18 @@ _MOVED: dict[Any, Callable[[Dims, Node, tuple[int, ...]], Dims | None]] = {
 _CASTS = (aten._to_copy.default, prims.convert_element_type.default)
 
 
+def random(node: Node) -> bool:
+    """Whether the operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 def pointwise(node: Node) -> bool:
     """Whether each element of the result depends only on the same element of the arguments."""
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
+    if random(node):
         return False
     if node.target is aten.view.dtype:
         return bool(node.args[0].meta["val"].dtype.itemsize == node.meta["val"].dtype.itemsize)  # type: ignore[union-attr]
-    return torch.Tag.pointwise in tags or node.target in _CASTS
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _CASTS
 
 
 def _reduced(node: Node, read: Read) -> Dims | None:
@@ -274,9 +272,9 @@ class _Meanings:
 
     def __init__(self, whose: dict[Node, Read]):
         self.whose = whose
-        self._known: dict[Node, Any] = {}
+        self._known: dict[Node, str | None] = {}
 
-    def of(self, node: Node) -> Any:
+    def of(self, node: Node) -> str | None:
         """Equal for equal values; ``None`` if the value depends on more than amax and constants and may differ between
         ranks.
         """
@@ -284,7 +282,7 @@ class _Meanings:
             self._known[node] = self._of(node)
         return self._known[node]
 
-    def _of(self, node: Node) -> Any:
+    def _of(self, node: Node) -> str | None:
         if not self._alone(node):
             return None
         read = self._largest(node)
@@ -300,37 +298,32 @@ class _Meanings:
         """The parameter whose amax it is."""
         return next((r for n in node.all_input_nodes if (r := self.whose.get(n)) and node in r.maxima), None)
 
-    def _alone(self, node: Node) -> bool:
-        """Whether it depends on amax and constants alone."""
+    def _sources(self, node: Node) -> Iterator[Node]:
+        """A node and all that it is computed from, up to amax and constants."""
         todo, seen = [node], {node}
         while todo:
             node = todo.pop()
-            if node.op == "get_attr" or self._largest(node) is not None:
-                continue
-            drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            if node in self.whose or node.op != "call_function" or drawn:
-                return False
-            todo += [n for n in node.all_input_nodes if n not in seen]
-            seen.update(node.all_input_nodes)
-        return True
+            yield node
+            if node.op != "get_attr" and self._largest(node) is None:
+                todo += [n for n in node.all_input_nodes if n not in seen]
+                seen.update(node.all_input_nodes)
+
+    def _alone(self, node: Node) -> bool:
+        """Whether it depends on amax and constants alone."""
+        return all(
+            n.op == "get_attr" or self._largest(n) is not None
+            or (n.op == "call_function" and n not in self.whose and not random(n))
+            for n in self._sources(node)
+        )  # fmt: skip
 
     @staticmethod
-    def _name(meaning: Any) -> str:
+    def _name(meaning: object) -> str:
         """A hash, the same in every program."""
         return sha256(repr(meaning).encode()).hexdigest()[:16]
 
     def constants(self, node: Node) -> list[str]:
         """Names of the program's tensors that a scale depends on."""
-        found: list[str] = []
-        todo, seen = [node], {node}
-        while todo:
-            node = todo.pop()
-            if node.op == "get_attr":
-                found.append(node.name)
-            elif self._largest(node) is None:
-                todo += [n for n in node.all_input_nodes if n not in seen]
-                seen.update(node.all_input_nodes)
-        return found
+        return [n.name for n in self._sources(node) if n.op == "get_attr"]
 
 
 def _code(node: Node, dims: Dims, read: Read, meanings: _Meanings) -> Fp8Cast | str:
@@ -388,15 +381,10 @@ class _Unlike(Exception):
 
 def _grid(offset: int, dims: Dims, scale: Node) -> Grid:
     """Maps each element of a parameter to the element of a scale that broadcasts to it."""
-    shape = tuple(shape_of(scale.meta["val"]))
-    strides = [prod(shape[i + 1 :]) for i in range(len(shape))]
-    extents, steps = (1,) * (len(dims) - len(shape)) + shape, [0] * (len(dims) - len(shape)) + strides
-    digits = []
-    for dim, extent, step in zip(dims, extents, steps, strict=True):
-        for digit in reversed(dim):
-            digits.append(Digit(digit.stride, digit.size, step if extent > 1 else 0))
-            step *= digit.size
-    return Grid(offset, tuple(sorted(digits, reverse=True)))
+    shape = shape_of(scale.meta["val"])
+    extents = (1,) * (len(dims) - len(shape)) + tuple(shape)
+    kept = tuple(dim if extent > 1 else () for dim, extent in zip(dims, extents, strict=True))
+    return blocks(offset, dims, kept, [prod(extents[i + 1 :]) for i in range(len(extents))])
 
 
 def blocks(offset: int, every: Dims, kept: Dims, strides: Sequence[int]) -> Grid:

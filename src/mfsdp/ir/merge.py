@@ -16,7 +16,7 @@ from .program import Program, slot_of
 from .roles import Kind, is_kind, role
 
 
-def merge(backward: Program, forward: Program) -> Program:
+def merge(backward: Program, forward: Program) -> tuple[Program, dict[Node, Node]]:
     """Merges two programs that take turns: the backward up to its first wait for another parallelism's collective, the
     forward up to its first, and so on. Each keeps its order. The backward's values get the prefix ``b_``; its static
     buffers are numbered after the forward's.
@@ -26,13 +26,8 @@ def merge(backward: Program, forward: Program) -> Program:
 
     Returns:
         a program of phase ``"overlapped"``: arguments and results of the backward, then of the forward; one argument
-        per unit's shard.
+        per unit's shard; and each new node's original.
     """
-    return beside(backward, forward)[0]
-
-
-def beside(backward: Program, forward: Program) -> tuple[Program, dict[Node, Node]]:
-    """The same, and each new node's original."""
     graph = fx.Graph()
     moved: dict[Node, Node] = {}
     sources: dict[str, Node] = {}

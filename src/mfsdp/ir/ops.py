@@ -161,6 +161,13 @@ def widens(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
+def _returns_nothing(*args: object, **kwargs: object) -> None: ...
+
+
+for _operator in (refresh, hold, pack, mm, wait, free, all_reduce, accumulate, probe):
+    torch.library.register_fake(_operator, _returns_nothing)
+
+
 @torch.library.register_fake("mfsdp::param")
 def _(shard: torch.Tensor, offset: int, shape: list[int], spec: str) -> torch.Tensor:
     return shard.new_empty(shape, dtype=UnitSpec.decode(spec).precision.compute)
@@ -174,14 +181,6 @@ def _(grad: torch.Tensor, shard: torch.Tensor, offset: int, spec: str) -> torch.
 @torch.library.register_fake("mfsdp::returned")
 def _(param: torch.Tensor) -> torch.Tensor:
     return param.clone()
-
-
-@torch.library.register_fake("mfsdp::refresh")
-def _(source: torch.Tensor) -> None: ...
-
-
-@torch.library.register_fake("mfsdp::hold")
-def _(source: torch.Tensor, grads: torch.Tensor, offsets: list[int]) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::all_gather")
@@ -218,32 +217,10 @@ def _(like: torch.Tensor, holes: list[int], spec: str, slot: int = -1) -> torch.
     return like.new_empty(s.full_numel, dtype=s.precision.grad_comm)
 
 
-@torch.library.register_fake("mfsdp::pack")
-def _(gfull: torch.Tensor, grads: list[torch.Tensor], offsets: list[int], scale: float) -> None: ...
-
-
-@torch.library.register_fake("mfsdp::mm")
-def _(
-    gfull: torch.Tensor, offset: int, size: list[int], stride: list[int], a: torch.Tensor, b: torch.Tensor
-) -> None: ...
-
-
 @torch.library.register_fake("mfsdp::reduce_scatter")
 def _(gfull: torch.Tensor, spec: str, lane: int) -> torch.Tensor:
     s = UnitSpec.decode(spec)
     return gfull.new_empty(sum(s.splits_on(lane)), dtype=s.scatter_dtype(lane))
-
-
-@torch.library.register_fake("mfsdp::wait")
-def _(out: torch.Tensor, inputs: list[torch.Tensor]) -> None: ...
-
-
-@torch.library.register_fake("mfsdp::free")
-def _(full: torch.Tensor) -> None: ...
-
-
-@torch.library.register_fake("mfsdp::all_reduce")
-def _(gfull: torch.Tensor, spec: str, lane: int) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::collective")
@@ -268,16 +245,6 @@ def shape_after(source: torch.Tensor, verb: str, axis: Axis, received: Sequence[
     if received:
         return [sum(received[1:], received[0]), *rest]
     return list(source.shape)
-
-
-@torch.library.register_fake("mfsdp::accumulate")
-def _(shard: torch.Tensor, gshard: torch.Tensor, offsets: list[int], scale: float, reused: bool = False) -> None: ...
-
-
-@torch.library.register_fake("mfsdp::probe")
-def _(
-    value: torch.Tensor, source: torch.Tensor | None, starts: list[int], sizes: list[int], names: str, what: str
-) -> None: ...
 
 
 @torch.library.register_fake("mfsdp::offload")

@@ -11,7 +11,8 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -21,8 +22,8 @@ from ..config.options import SHORT
 from ..config.units import Axis, Unit, UnitSpec
 from . import byte_costs, ops
 from .byte_costs import size
-from .program import Program, base_of, is_element, operator, slot_of, view_of
-from .roles import Kind, Lane, is_kind, role
+from .program import Program, base_of, is_element, operator, operator_name, product_of, slot_of, view_of
+from .roles import Kind, Lane, is_kind, role, unit_of
 
 PARAMS_SHOWN = 4
 OPERANDS_SHOWN = 6
@@ -40,10 +41,17 @@ class Schedule:
     """All of them."""
 
 
+class Summary(NamedTuple):
+    """A program's peak in bytes, and the numbers of inserted operations by name."""
+
+    peak: int
+    counts: Counter[str]
+
+
 def render(
     program: Program,
     stage: str,
-    before: str | None = None,
+    before: Summary | None = None,
     *,
     fold: bool = True,
     rows: Sequence[byte_costs.Line] | None = None,
@@ -77,10 +85,9 @@ def render(
     )
 
 
-def summary(rows: Sequence[byte_costs.Line]) -> str:
-    """Peak and counts of a program's lines, for `render`'s ``before``."""
-    counts = Counter(_verb(r.node) for r in rows if role(r.node) is not None)
-    return f"{byte_costs.peak(rows)} " + " ".join(f"{k}={v}" for k, v in sorted(counts.items()))
+def summary(rows: Sequence[byte_costs.Line]) -> Summary:
+    """The peak and the counts of a program's lines, for `render`'s ``before``."""
+    return Summary(byte_costs.peak(rows), Counter(_verb(r.node) for r in rows if role(r.node) is not None))
 
 
 def around(program: Program, fault: Node, context: int = 10) -> str:
@@ -99,22 +106,15 @@ def schedule(program: Program) -> Schedule:
     most = exposed = collectives = 0
     for node in program.nodes:
         if node.target in ops.LAUNCHED:
-            key = _product(node)
-            flying[key] = False
+            flying[product_of(node)] = False
             collectives += 1
             most = max(most, len(flying))
         elif node.target is ops.wait:
             hidden = flying.pop(node.args[0], True)  # type: ignore[arg-type]
             exposed += not hidden
         elif byte_costs.is_line(node) and (role(node) is None or node.target is ops.mm):
-            for key in flying:
-                flying[key] = True
+            flying = dict.fromkeys(flying, True)
     return Schedule(most, exposed, collectives)
-
-
-def _product(node: Node) -> Node:
-    """The value that a launch completes: its result, or its in-place argument."""
-    return node.args[0] if node.target in ops.IN_PLACE else node  # type: ignore[return-value]
 
 
 def _lanes(program: Program) -> tuple[Lane, ...]:
@@ -122,20 +122,17 @@ def _lanes(program: Program) -> tuple[Lane, ...]:
     return tuple(lane for lane in Lane if lane in used)
 
 
-def _head(program: Program, rows: Sequence[byte_costs.Line], before: str | None) -> Iterator[str]:
-    now = summary(rows).split(" ")
-    peak = size(int(now[0]))
-    s = schedule(program)
+def _head(program: Program, rows: Sequence[byte_costs.Line], before: Summary | None) -> Iterator[str]:
+    now, s = summary(rows), schedule(program)
+    peak = size(now.peak)
     if before is not None:
-        was_peak, *was = before.split(" ")
-        old = Counter({k: int(v) for k, v in (item.split("=") for item in was if item)})
-        new = Counter({k: int(v) for k, v in (item.split("=") for item in now[1:] if item)})
+        old, new = before.counts, now.counts
         deltas = [f"{new[k] - old[k]:+d} {k}" for k in sorted(set(old) | set(new)) if new[k] != old[k]]
         deltas += program.changes
-        notes = list(program.notes)
+        notes = program.notes
         change = "  ".join(deltas + [f"({n})" for n in notes]) if deltas else "none  " + "; ".join(notes)
         yield f"; change {change}".rstrip()
-        peak = f"{size(int(was_peak))} -> {peak}"
+        peak = f"{size(before.peak)} -> {peak}"
     slots = f"    slots {' '.join(program.slots)} = {size(sum(program.slots.values()))}" if program.slots else ""
     slots += f"    host {size(host)}" if (host := byte_costs.on_host(program)) else ""
     yield (f"; peak   {peak}{slots}    in flight {s.in_flight}    exposed {s.exposed} of {s.collectives}")
@@ -143,9 +140,9 @@ def _head(program: Program, rows: Sequence[byte_costs.Line], before: str | None)
 
 def _quantised(program: Program) -> dict[str, torch.dtype]:
     """FP8 dtype of each unit that is communicated quantized."""
-    travelling = (*program.find(Kind.CODES), *program.find(Kind.FULL))
-    travel = {role(n).unit: n.meta["val"].dtype for n in travelling}  # type: ignore[union-attr]
-    return {unit: dtype for unit, dtype in travel.items() if dtype.itemsize == 1}
+    sent = (*program.find(Kind.CODES), *program.find(Kind.FULL))
+    dtypes = {unit_of(n): n.meta["val"].dtype for n in sent}
+    return {unit: dtype for unit, dtype in dtypes.items() if dtype.itemsize == 1}
 
 
 def _dtypes(units: Sequence[Unit], quantised: Mapping[str, torch.dtype]) -> Iterator[str]:
@@ -170,34 +167,24 @@ def _units(units: Sequence[Unit], fold: bool, quantised: Mapping[str, torch.dtyp
     names = max([4, *(len(u.name) for u in units)])
     fqns = max([8, *(len(u.fqn) for u in units)])
     yield f"; {'unit':<{names}}  {'fqn':<{fqns}}  {'shard':>6}  {'full':>6}  params (offset in elements)"
-    first: dict[Any, Unit] = {}
-    run: list[Unit] = []
+    first: dict[tuple[object, ...], Unit] = {}
 
-    def likeness(unit: Unit) -> Any:
+    def likeness(unit: Unit) -> tuple[object, ...]:
         return unit.spec, unit.layout, unit.trainable, unit.sharded, quantised.get(unit.name)
 
-    def flush() -> Iterator[str]:
-        if run:
-            twin = first[likeness(run[0])]
-            name = run[0].name if len(run) == 1 else f"{run[0].name}..{run[-1].name}"
-            fqn = run[0].fqn if len(run) == 1 else f"{run[0].fqn} .. {run[-1].fqn}"
+    for key, run in groupby(units, key=likeness):
+        alike = list(run)
+        printed = alike if not fold else alike[:1] if key not in first else []
+        twin = first.setdefault(key, alike[0])
+        for unit in printed:
+            p = unit.spec.precision
+            shard = size(unit.layout.shard_numel * p.main.itemsize)
+            full = size(unit.spec.full_numel * quantised.get(unit.name, p.comm).itemsize)
+            yield (f"; {unit.name:<{names}}  {unit.fqn:<{fqns}}  {shard:>6}  {full:>6}  {_params(unit, fold)}")
+        if folded := alike[len(printed) :]:
+            ends = folded if len(folded) == 1 else (folded[0], folded[-1])
+            name, fqn = "..".join(u.name for u in ends), " .. ".join(u.fqn for u in ends)
             yield f"; {name:<{names}}  {fqn:<{fqns}}  like {twin.name}"
-            run.clear()
-
-    for unit in units:
-        key = likeness(unit)
-        if fold and key in first:
-            if run and likeness(run[0]) != key:
-                yield from flush()
-            run.append(unit)
-            continue
-        yield from flush()
-        first[key] = unit
-        p = unit.spec.precision
-        shard = size(unit.layout.shard_numel * p.main.itemsize)
-        full = size(unit.spec.full_numel * quantised.get(unit.name, p.comm).itemsize)
-        yield (f"; {unit.name:<{names}}  {unit.fqn:<{fqns}}  {shard:>6}  {full:>6}  {_params(unit, fold)}")
-    yield from flush()
 
 
 def _params(unit: Unit, fold: bool) -> str:
@@ -277,12 +264,12 @@ def _gutter(node: Node, flying: dict[Node, Lane], lanes: Sequence[Lane]) -> str:
         return _joined(cells, lane, "<", "o")
     if node.target in ops.LAUNCHED:
         assert r is not None
-        flying[_product(node)] = r.lane
-        if base_of(node.args[0]).op == "placeholder":  # type: ignore[arg-type]
-            cells[r.lane] = "*"
-            return " ".join(cells.values())
-        return _joined(cells, r.lane, ">", "*")
-    cells[Lane.COMPUTE] = "*"
+        flying[product_of(node)] = r.lane
+        if base_of(node.args[0]).op != "placeholder":  # type: ignore[arg-type]
+            return _joined(cells, r.lane, ">", "*")
+        cells[r.lane] = "*"
+    else:
+        cells[Lane.COMPUTE] = "*"
     return " ".join(cells.values())
 
 
@@ -302,29 +289,20 @@ def _verb(node: Node) -> str:
     if node.target is ops.collective:
         return str(node.args[1]).partition(" ")[0]
     target = operator(node)[0]
-    name = getattr(getattr(target, "_schema", None), "name", str(target))
-    return _shown(name.split("::")[-1].removeprefix("_"))
+    return _shown((operator_name(target) or str(target)).split("::")[-1].removeprefix("_"))
 
 
 def text(node: Node) -> str:
     """The operation column of a line."""
-    if node.target in (ops.wait, ops.free, ops.refresh):
+    if node.target in (ops.wait, ops.free, ops.refresh, ops.maxima, ops.cast, ops.kept_cast, ops.refresh_codes):
         return f"{_verb(node)} {operand(node.args[0])}"
-    if node.target in (ops.maxima, ops.cast, ops.kept_cast, ops.refresh_codes):
-        return f"{_verb(node)} {operand(node.args[0])}"
-    if node.target is ops.spread:
-        return f"spread {operand(node.args[1])}"
+    if node.target in (ops.spread, ops.hold):
+        return f"{_verb(node)} {operand(node.args[1])}"
     if node.target is ops.accumulate:
         _, gshard, _, scale = node.args
-        r = role(node)
-        assert r is not None
-        return f"accumulate {r.unit}_grad, {operand(gshard)}, {_factor(scale)}"
-    if node.target is ops.hold:
-        return f"hold {operand(node.args[1])}"
+        return f"accumulate {unit_of(node)}_grad, {operand(gshard)}, {_factor(scale)}"
     if node.target is ops.bucket:
-        r = role(node)
-        assert r is not None
-        return f"bucket {r.unit}"
+        return f"bucket {unit_of(node)}"
     if node.target is ops.pack:
         gfull, grads, _, scale = node.args
         tail = "" if scale == 1.0 else f", {_factor(scale)}"
@@ -348,7 +326,7 @@ def text(node: Node) -> str:
     return f"{_verb(node)} {', '.join(args)}".rstrip()
 
 
-def _known(node: Node) -> list[Any]:
+def _known(node: Node) -> list[object]:
     """Arguments worth showing: no encoded specs, no trailing defaults."""
     if is_kind(node, Kind.PARAM, Kind.GRAD):
         return [a for a in node.args if not isinstance(a, str)]
@@ -358,13 +336,13 @@ def _known(node: Node) -> list[Any]:
     return [a for a in (*given, *wrapper) if not isinstance(a, _UNSAID)]
 
 
-def _factor(scale: Any) -> str:
+def _factor(scale: object) -> str:
     assert isinstance(scale, float)
     inverse = 1 / scale
     return f"1/{inverse:g}" if scale != 1.0 and abs(inverse - round(inverse)) < 1e-9 else f"{scale:g}"
 
 
-def operand(arg: Any) -> str:
+def operand(arg: object) -> str:
     """An argument as text; a view prints as its base."""
     if isinstance(arg, Node):
         return _name(arg)
@@ -404,7 +382,7 @@ _TRANSPOSES = (
 )
 
 
-def _type(value: Any) -> str:
+def _type(value: object) -> str:
     if isinstance(value, (list, tuple)):
         value = next((v for v in value if isinstance(v, torch.Tensor)), None)
     if not isinstance(value, torch.Tensor):
@@ -412,7 +390,7 @@ def _type(value: Any) -> str:
     return f"{SHORT.get(value.dtype, _short(value.dtype))}[{','.join(map(_extent, value.shape))}]"
 
 
-def _extent(n: Any) -> str:
+def _extent(n: object) -> str:
     """A size; data-dependent ones print as ``n0``, since ``u0`` is a unit."""
     return str(n) if type(n) is int else re.sub(r"\bu(\d+)\b", r"n\1", str(n)).replace(" ", "")
 

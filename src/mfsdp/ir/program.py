@@ -14,12 +14,13 @@ import torch
 import torch.fx
 from torch._guards import detect_fake_mode
 from torch._prims import rng_prims
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule  # private; tried on 2.13, there since 2.3
 
-from ..config.units import Axis, Unit
+from ..config.units import Axis, Unit, UnitSpec
 from . import ops
-from .roles import Kind, Role, is_kind, mark, role
+from .roles import Kind, Role, is_kind, mark, unit_of
 
 STORAGE = "mfsdp_storage"
 """``node.meta`` key of saved values: (number, fake tensor) of their storage, which several may share, with ``None`` for
@@ -107,15 +108,23 @@ class Program:
         """Nodes of a kind, in program order."""
         return [n for n in self.graph.nodes if is_kind(n, kind)]
 
+    def calls(self, *targets: torch._ops.OpOverload) -> list[Node]:
+        """Nodes that call one of these operators, in program order."""
+        return [n for n in self.graph.nodes if n.target in targets]
+
     def by_unit(self, kind: Kind) -> dict[Unit, list[Node]]:
         """Nodes of a kind by unit, both in order."""
         found: dict[str, list[Node]] = {}
         for node in self.find(kind):
-            found.setdefault(role(node).unit, []).append(node)  # type: ignore[union-attr]
+            found.setdefault(unit_of(node), []).append(node)
         return {u: found[u.name] for u in self.units if u.name in found}
 
     def unit(self, name: str) -> Unit:
         return self._units[name]
+
+    def spec_of(self, node: Node) -> UnitSpec:
+        """The spec of the unit of a node that carries a role."""
+        return self._units[unit_of(node)].spec
 
     def aliases(self, node: Node) -> list[Node]:
         """The node and every view of it, in program order."""
@@ -179,7 +188,7 @@ class Program:
             if "val" not in node.meta:
                 parts = tuple(u.meta["val"] for u in node.users if is_element(u))
                 node.meta["val"] = parts or self._fake(target, args, kwargs)
-            self.rename(node, target._schema.name.split("::")[-1])
+            self.rename(node, operator_name(target).partition("::")[2])
 
     def _fake(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         values, named = torch.fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
@@ -187,7 +196,7 @@ class Program:
             return target(*values, **named)
 
     @cached_property
-    def _fake_mode(self) -> Any:
+    def _fake_mode(self) -> FakeTensorMode:
         """The mode of the program's fake tensors. Private in torch (``detect_fake_mode``); tried on 2.11 to 2.15."""
         mode = detect_fake_mode([n.meta.get("val") for n in self.nodes if n.op == "placeholder"])
         assert mode is not None, "a program's placeholders carry fake tensors"
@@ -223,11 +232,16 @@ class Program:
         self.notes.append(text)
 
 
+def operator_name(target: object) -> str:
+    """An operator's name with its namespace, ``aten::mm``; ``""`` for other functions."""
+    return str(getattr(getattr(target, "_schema", None), "name", ""))
+
+
 def is_functional_collective(node: Node) -> bool:
     """Whether it launches one of torch's own collectives, which ``wait_tensor`` completes. Private in torch; tried on
     2.11 to 2.15.
     """
-    namespace, _, name = getattr(getattr(node.target, "_schema", None), "name", "").partition("::")
+    namespace, _, name = operator_name(node.target).partition("::")
     return namespace == "_c10d_functional" and name != "wait_tensor"
 
 
@@ -236,7 +250,7 @@ def is_element(node: Node) -> bool:
     return _takes_one(node.target)
 
 
-def _takes_one(target: Any) -> bool:
+def _takes_one(target: object) -> bool:
     return getattr(target, "__name__", "") == "getitem"
 
 
@@ -252,7 +266,7 @@ def view_of(node: Node) -> Node | None:
 
 
 @cache
-def _shares(target: Any) -> bool:
+def _shares(target: object) -> bool:
     """Whether an operator's result shares the storage of its first argument."""
     if _takes_one(target) or target is torch.ops.aten._unsafe_view.default:
         return True  # their schemas do not say it
@@ -294,8 +308,7 @@ def first_launches(program: Program) -> list[Node]:
 
 def by_module(program: Program, nodes: Iterable[Node]) -> list[list[Node]]:
     """Consecutive nodes of one module's flat buffers, grouped."""
-    fqn = {unit.name: unit.fqn for unit in program.units}
-    return [list(run) for _, run in itertools.groupby(nodes, key=lambda node: fqn[role(node).unit])]  # type: ignore[union-attr]
+    return [list(run) for _, run in itertools.groupby(nodes, key=lambda node: program.unit(unit_of(node)).fqn)]
 
 
 def slot_of(node: Node) -> str:
@@ -307,13 +320,16 @@ def slot_of(node: Node) -> str:
     return f"{'p' if node.target is ops.all_gather else 'g'}{number}"
 
 
+def product_of(launch: Node) -> Node:
+    """The value that a launched operation completes: its result, or the argument that it writes in place."""
+    return launch.args[0] if launch.target in ops.IN_PLACE else launch  # type: ignore[return-value]
+
+
 def group_of(program: Program, node: Node) -> str:
     """Name of the process group of a collective."""
     if node.target is ops.collective:
         return Axis.decode(node.args[2]).group  # type: ignore[arg-type]
-    r = role(node)
-    assert r is not None
-    return program.unit(r.unit).spec.groups[lane_of(node)]
+    return program.spec_of(node).groups[lane_of(node)]
 
 
 def lane_of(node: Node) -> int:

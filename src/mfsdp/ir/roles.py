@@ -62,6 +62,13 @@ def role(node: torch.fx.Node) -> Role | None:
     return node.meta.get(_KEY)
 
 
+def unit_of(node: torch.fx.Node) -> str:
+    """The unit of a node that carries a role."""
+    r = role(node)
+    assert r is not None, f"{node.name} carries no role"
+    return r.unit
+
+
 def mark(node: torch.fx.Node, role: Role) -> torch.fx.Node:
     """Gives the node a role. AOTAutograd copies it from the joint graph to forward and backward."""
     node.meta[_KEY] = role

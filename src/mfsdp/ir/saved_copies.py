@@ -14,14 +14,14 @@ import torch
 from torch.fx import Node
 
 from .byte_costs import nbytes, size
-from .program import GIVEN, Program, base_of, is_element, operator, storage_of
-from .roles import Kind, is_kind, role
+from .program import GIVEN, Program, base_of, is_element, operator, operator_name, storage_of
+from .roles import Kind, is_kind
 from .symbolic_sizes import shape_of
 
 ALONE = "from parameters"
 """How a copy that depends on parameters alone was computed."""
 
-_TRANSPARENT = {"aten", "prims", "mfsdp", "_c10d_functional", "_c10d_functional_autograd"}
+_TRANSPARENT = {"", "aten", "prims", "mfsdp", "_c10d_functional", "_c10d_functional_autograd"}
 """Namespaces of operators that save exactly what the graph shows."""
 
 
@@ -49,7 +49,7 @@ def copies(p: Program) -> list[tuple[Node, str]]:
                 behind[node] = known[0].union(*known[1:]) if known else frozenset()
                 if known and alone.issuperset(sources) and not _draws(node):
                     alone.add(node)
-            elif any(known) and _namespace(node) not in _TRANSPARENT and not is_element(node):
+            elif any(known) and _opaque(node) and not is_element(node):
                 opaque[node] = frozenset[Node]().union(*known)
     found = []
     for node in dict.fromkeys(p.results()[p.returned :]):
@@ -62,7 +62,7 @@ def copies(p: Program) -> list[tuple[Node, str]]:
         elif any(_numel(node) == _numel(n) for n in behind.get(node, ())):
             found.append((node, f"{ALONE} and buffers or random numbers"))
         elif any(sorted(_shape(node)) == sorted(_shape(n)) for n in opaque.get(maker, ()) if len(_shape(n)) > 1):
-            found.append((node, f"by {operator(maker)[0]._schema.name}"))
+            found.append((node, f"by {operator_name(operator(maker)[0])}"))
     return found
 
 
@@ -70,18 +70,18 @@ def _gathered(p: Program, node: Node) -> bool:
     """Whether it is a parameter or several, freed between forward and backward."""
     if not is_kind(node, Kind.PARAM, Kind.FULL):
         return False
-    spec = p.unit(role(node).unit).spec  # type: ignore[union-attr]
+    spec = p.spec_of(node)
     return spec.reshard and spec.gathers
+
+
+def _opaque(node: Node) -> bool:
+    """Whether the graph may not show all that an operator saves."""
+    return operator_name(operator(node)[0]).partition("::")[0] not in _TRANSPARENT
 
 
 def _draws(node: Node) -> bool:
     """Whether AOTAutograd's RNG wrapper calls it: without the saved RNG state a recomputation may differ."""
     return operator(node)[0] is not node.target
-
-
-def _namespace(node: Node) -> str:
-    schema = getattr(operator(node)[0], "_schema", None)
-    return "aten" if schema is None else schema.name.partition("::")[0]
 
 
 def _shape(node: Node) -> tuple[int, ...]:

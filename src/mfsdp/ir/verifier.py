@@ -15,8 +15,8 @@ from ..config.units import GroupIndex, Unit
 from . import ops, saved_copies
 from .byte_costs import nbytes
 from .fp8_patterns import pointwise
-from .program import Program, base_of, lane_of, mutates, slot_of, storage_of, view_of
-from .roles import Kind, Role, is_kind, role
+from .program import Program, base_of, lane_of, mutates, product_of, slot_of, storage_of, view_of
+from .roles import Kind, Role, is_kind, role, unit_of
 
 Fault = tuple[Node, str]
 
@@ -43,9 +43,7 @@ def check(p: Program) -> None:
 
 def stored(p: Program) -> Iterator[Fault]:
     """2: every element of a gradient buffer is written once, by a gradient or by zeros."""
-    for node in p.find(Kind.GFULL):
-        if node.target is not ops.bucket:
-            continue
+    for node in p.calls(ops.bucket):
         holes: list[int] = node.args[1]  # type: ignore[assignment]
         spans = [(a, b) for a, b in zip(holes[::2], holes[1::2], strict=True)]
         spans += [(offset, offset + numel) for _, offset, numel in _written(p, node)]
@@ -75,34 +73,31 @@ def _written(p: Program, gfull: Node) -> Iterator[tuple[Node, int, int]]:
 def one_path(p: Program) -> Iterator[Fault]:
     """3: a unit's gradient reaches its accumulator once per program."""
     seen: set[str] = set()
-    for node in p.nodes:
-        if node.target is ops.accumulate:
-            if _unit(node) in seen:
-                yield node, f"{_unit(node)}_grad is accumulated twice"
-            seen.add(_unit(node))
+    for node in p.calls(ops.accumulate):
+        if unit_of(node) in seen:
+            yield node, f"{unit_of(node)}_grad is accumulated twice"
+        seen.add(unit_of(node))
 
 
 def apart(p: Program) -> Iterator[Fault]:
     """4: source and destination of an accumulate never alias; nothing uses the source afterwards, which may become the
     destination.
     """
-    for node in p.nodes:
-        if node.target is ops.accumulate:
-            shard, gshard = node.args[:2]
-            if base_of(shard) is base_of(gshard):  # type: ignore[arg-type]
-                yield node, f"{node.name} adds a buffer to itself"
-            for reader in p.readers(base_of(gshard)):  # type: ignore[arg-type]
-                if reader > node and reader.target is not ops.accumulate:  # checked by 3 and 14
-                    yield reader, f"{reader.name} uses {base_of(gshard).name} after it was accumulated"  # type: ignore[arg-type]
+    for node in p.calls(ops.accumulate):
+        shard, gshard = map(base_of, node.args[:2])  # type: ignore[arg-type]
+        if shard is gshard:
+            yield node, f"{node.name} adds a buffer to itself"
+        for reader in p.readers(gshard):
+            if reader > node and reader.target is not ops.accumulate:  # checked by 3 and 14
+                yield reader, f"{reader.name} uses {gshard.name} after it was accumulated"
 
 
 def freed(p: Program) -> Iterator[Fault]:
     """5: a buffer is freed once, after its last reader. If a program frees any, no gathered buffer is alive at its
     end.
     """
-    frees = [n for n in p.nodes if n.target is ops.free]
     dead: dict[Node, Node] = {}
-    for node in frees:
+    for node in p.calls(ops.free):
         owner = base_of(node.args[0])  # type: ignore[arg-type]
         if owner in dead:
             yield node, f"{owner.name} is freed twice"
@@ -111,9 +106,7 @@ def freed(p: Program) -> Iterator[Fault]:
         for reader in p.readers(owner):
             if reader is not free and reader > free:
                 yield reader, f"{owner.name} is read after it is freed"
-    if not frees:
-        return
-    for full in p.find(Kind.FULL):
+    for full in p.find(Kind.FULL) if dead else ():
         if full not in dead and p.output not in p.readers(full):
             yield full, f"{full.name} is never freed"
 
@@ -172,9 +165,9 @@ def _own(unit: Unit, param: Node) -> Iterator[Fault]:
 
 def tied(p: Program) -> Iterator[Fault]:
     """8: each parameter's gradient is packed once, after all its uses."""
-    for gfull in p.find(Kind.GFULL):
+    for gfull in p.calls(ops.bucket):
         seen: set[int] = set()
-        for node, offset, _ in _written(p, gfull) if gfull.target is ops.bucket else ():
+        for node, offset, _ in _written(p, gfull):
             if offset in seen:
                 yield node, f"{gfull.name}: a parameter's gradient is packed twice"
             seen.add(offset)
@@ -204,7 +197,7 @@ def fresh(p: Program) -> Iterator[Fault]:
     if p.phase in ("backward", "overlapped"):
         return
     for source in p.find(Kind.SHARD):
-        if not p.unit(_unit(source)).spec.persistent:
+        if not p.spec_of(source).persistent:
             continue
         asked = min((u for u in source.users if u.target is ops.refresh), default=None)
         for reader in p.readers(source):
@@ -222,32 +215,27 @@ def finished(p: Program) -> Iterator[Fault]:
     """11: the output of a collective or host copy is read only after the wait; its input lives, unwritten, until
     then.
     """
-    waits: dict[Node, list[Node]] = {}
-    for node in p.nodes:
-        if node.target is ops.wait:
-            waits.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
-    for node in p.nodes:
-        if node.target not in ops.LAUNCHED:
-            continue
-        product = node.args[0] if node.target in ops.IN_PLACE else node
-        of_it = waits.get(product, [])  # type: ignore[arg-type]
-        wait = next((w for w in of_it if node < w), None)
-        if wait is None and of_it:
-            yield of_it[0], f"{of_it[0].args[0].name} is waited for before it is launched"  # type: ignore[union-attr]
+    for node in p.calls(*ops.LAUNCHED):
+        product, source = product_of(node), node.args[0]
+        assert isinstance(source, Node)
+        waits = sorted(u for u in product.users if u.target is ops.wait and u.args[0] is product)
+        wait = next((w for w in waits if node < w), None)
+        if wait is None and waits:
+            yield waits[0], f"{product.name} is waited for before it is launched"
         if wait is None:
             yield node, f"{node.name} is never waited for"
             continue
-        for reader in p.readers(product):  # type: ignore[arg-type]
+        for reader in p.readers(product):
             if node < reader < wait:
-                yield reader, f"{product.name} is read before it is waited for"  # type: ignore[union-attr]
-        source = node.args[0]
-        if product is not source and source not in wait.args[1]:  # type: ignore[operator]
-            yield wait, f"{source.name} may be gone before {node.name} has read it"  # type: ignore[union-attr]
-        if product is not source:
-            for writer in p.readers(base_of(source)):  # type: ignore[arg-type]
-                writes = any(base_of(m) is base_of(source) for m in mutates(writer))  # type: ignore[arg-type]
-                if writes and node < writer < wait:
-                    yield writer, f"{source.name} is overwritten while {node.name} reads it"  # type: ignore[union-attr]
+                yield reader, f"{product.name} is read before it is waited for"
+        if product is source:
+            continue
+        if source not in wait.args[1]:  # type: ignore[operator]
+            yield wait, f"{source.name} may be gone before {node.name} has read it"
+        owner = base_of(source)
+        for writer in p.readers(owner):
+            if node < writer < wait and owner in map(base_of, mutates(writer)):
+                yield writer, f"{source.name} is overwritten while {node.name} reads it"
 
 
 def joined(p: Program) -> Iterator[Fault]:
@@ -255,24 +243,19 @@ def joined(p: Program) -> Iterator[Fault]:
     all ranks.
     """
     results = {base_of(r) for r in p.results() if isinstance(r, Node)}
-    for node in p.nodes:
-        if node.target not in (ops.reduce_scatter, ops.all_reduce, ops.probe):
-            continue
-        gfull, did = base_of(node.args[0]), "looked at it" if node.target is ops.probe else "sent it"  # type: ignore[arg-type]
-        for writer, _, _ in _written(p, gfull) if node.target is not ops.probe or gfull.target is ops.bucket else ():
+    for node in p.calls(ops.reduce_scatter, ops.all_reduce, ops.probe):
+        gfull, checks = base_of(node.args[0]), node.target is ops.probe  # type: ignore[arg-type]
+        for writer, _, _ in _written(p, gfull) if not checks or gfull.target is ops.bucket else ():
             if writer > node:
-                yield writer, f"{gfull.name} is written after {node.name} has {did}"
-        if node.target is ops.probe:
-            continue
+                yield writer, f"{gfull.name} is written after {node.name} has {'looked at' if checks else 'sent'} it"
         product = gfull if node.target is ops.all_reduce else node
         onwards = (ops.accumulate, ops.reduce_scatter, ops.all_reduce)
-        if gfull not in results and not any(u.target in onwards and node < u for u in product.users):
+        if not checks and gfull not in results and not any(u.target in onwards and node < u for u in product.users):
             yield node, f"{node.name} reaches neither an accumulator nor an output"
-    for node in p.nodes:
-        if node.target is ops.accumulate:
-            yield from _over_all_ranks(p, node, node.args[1])  # type: ignore[arg-type]
-            if role(base_of(node.args[0])) != Role(Kind.SHARD, _unit(node)):  # type: ignore[arg-type]
-                yield node, f"{node.name} adds {_unit(node)}'s gradients to {node.args[0].name}"  # type: ignore[union-attr]
+    for node in p.calls(ops.accumulate):
+        yield from _over_all_ranks(p, node, node.args[1])  # type: ignore[arg-type]
+        if role(base_of(node.args[0])) != Role(Kind.SHARD, unit_of(node)):  # type: ignore[arg-type]
+            yield node, f"{node.name} adds {unit_of(node)}'s gradients to {node.args[0].name}"  # type: ignore[union-attr]
     for i, (unit, _) in p.gradients.items() if p.reduced else ():
         result = p.results()[i]
         if isinstance(result, Node):
@@ -281,7 +264,7 @@ def joined(p: Program) -> Iterator[Fault]:
 
 def _over_all_ranks(p: Program, end: Node, grads: Node, name: str | None = None) -> Iterator[Fault]:
     """A unit's gradient was reduced over each axis of its ranks, once, from the unit's own buffer."""
-    name = name or _unit(end)
+    name = name or unit_of(end)
     spec, axes, buffer = p.unit(name).spec, [], base_of(grads)
     while True:
         axes += [GroupIndex(lane_of(n)).outer for n in p.readers(buffer) if n.target is ops.all_reduce and n < end]
@@ -292,7 +275,7 @@ def _over_all_ranks(p: Program, end: Node, grads: Node, name: str | None = None)
     want = [0] * (spec.world > 1) + [1] * (spec.outer > 1)
     if sorted(axes) != want:
         yield end, f"{grads.name} is summed over {len(axes)} axes of {name}'s ranks, not over {len(want)}"
-    if buffer.target is not ops.bucket or _unit(buffer) != name:
+    if buffer.target is not ops.bucket or unit_of(buffer) != name:
         yield end, f"{grads.name} does not come from {name}'s gradient buffer"
 
 
@@ -301,16 +284,16 @@ def everywhere(p: Program) -> Iterator[Fault]:
     buckets: set[str] = set()
     of: dict[str, list[Node]] = {}
     for node in p.nodes:
-        if (r := role(node)) is not None:
-            of.setdefault(r.unit, []).append(node)
+        if (r := role(node)) is None:
+            continue
+        of.setdefault(r.unit, []).append(node)
         if node.target is ops.bucket:
-            unit = _unit(node)
-            if unit in buckets:
-                yield node, f"{unit} has two gradient buffers: its reductions would differ from rank to rank"
-            buckets.add(unit)
+            if r.unit in buckets:
+                yield node, f"{r.unit} has two gradient buffers: its reductions would differ from rank to rank"
+            buckets.add(r.unit)
     for node in p.find(Kind.GRAD):
-        if _unit(node) in buckets:
-            yield node, f"{node.name} is left out of {_unit(node)}_gfull"
+        if unit_of(node) in buckets:
+            yield node, f"{node.name} is left out of {unit_of(node)}_gfull"
     for name, offsets in p.trained.items():
         starts = {slot.offset for slot in p.unit(name).layout.slots if slot.numel}
         for node, found in _brought(p, name, of.get(name, [])):
@@ -340,44 +323,35 @@ def _brought(p: Program, name: str, mine: list[Node]) -> Iterator[tuple[Node, se
             yield p.output, set()
 
 
-def _unit(node: Node) -> str:
-    r = role(node)
-    assert r is not None, f"{node.name} carries no role"
-    return r.unit
-
-
 def scaled(p: Program) -> Iterator[Fault]:
     """17: on every gradient path the product of scale factors is 1/divide."""
-    for node in p.nodes:
+    for node in p.calls(ops.accumulate, ops.all_reduce):
         if node.target is ops.accumulate:
             factor, buffer = float(node.args[3]), node.args[1]  # type: ignore[arg-type]
-        elif node.target is ops.all_reduce and not p.unit(_unit(node)).sharded:
-            factor, buffer = 1.0, node.args[0]
-        else:
+        elif p.unit(unit_of(node)).sharded:
             continue
+        else:
+            factor, buffer = 1.0, node.args[0]
         assert isinstance(buffer, Node)
         while buffer.target is ops.reduce_scatter:
             buffer = base_of(buffer.args[0])  # type: ignore[arg-type]
-        want = 1 / p.unit(_unit(node)).spec.divide
+        want = 1 / p.spec_of(node).divide
         for writer, _, _ in _written(p, base_of(buffer)):
             got = factor * (float(writer.args[3]) if writer.target is ops.pack else 1.0)  # type: ignore[arg-type]
             if abs(got - want) > 1e-12 * want:
-                yield writer, f"{_unit(node)}: gradients are scaled by {got:g}, not by {want:g}"
+                yield writer, f"{unit_of(node)}: gradients are scaled by {got:g}, not by {want:g}"
 
 
 def wide(p: Program) -> Iterator[Fault]:
     """18: parameters and gradients are communicated in the policy's dtypes; the last reduction returns the dtype it
     sums in.
     """
-    for node in p.nodes:
+    for node in p.calls(ops.all_gather, ops.bucket, ops.reduce_scatter):
+        spec = p.spec_of(node)
         if node.target is ops.all_gather:
-            want = ops.gathered(node.args[0].meta["val"], p.unit(_unit(node)).spec)  # type: ignore[union-attr]
-        elif node.target is ops.bucket:
-            want = p.unit(_unit(node)).spec.precision.grad_comm
-        elif node.target is ops.reduce_scatter:
-            want = p.unit(_unit(node)).spec.scatter_dtype(lane_of(node))
+            want = ops.gathered(node.args[0].meta["val"], spec)  # type: ignore[union-attr]
         else:
-            continue
+            want = spec.precision.grad_comm if node.target is ops.bucket else spec.scatter_dtype(lane_of(node))
         if node.meta["val"].dtype is not want:
             yield node, f"{node.name} is {node.meta['val'].dtype}, the policy says {want}"
 
@@ -386,16 +360,15 @@ def own_rows(p: Program) -> Iterator[Fault]:
     """46: an FP8 shard depends only on this rank's own rows, elementwise, and on amax over all rows of the same
     weights.
     """
-    for full in (*p.find(Kind.CODES), *p.find(Kind.FULL)):
-        if full.target not in (ops.all_gather, ops.refresh_codes) or full.meta["val"].dtype.itemsize > 1:
+    for full in p.calls(ops.all_gather, ops.refresh_codes):
+        if full.meta["val"].dtype.itemsize > 1:
             continue
-        unit, spec = _unit(full), p.unit(_unit(full)).spec
+        unit, spec = unit_of(full), p.spec_of(full)
         if full.target is ops.all_gather and spec.persistent:
             source = full.args[0]
-            if source.target is not ops.refresh_codes or _unit(source) != unit:  # type: ignore[union-attr, arg-type]
+            if source.target is not ops.refresh_codes or unit_of(source) != unit:  # type: ignore[union-attr, arg-type]
                 yield full, f"{full.name} is not gathered from {unit}'s persistent FP8 payload"
             continue
-        numel = spec.main_numel
         seen, todo = {full}, [(full.args[0], True)]
         while todo:
             node, flat = todo.pop()
@@ -416,7 +389,7 @@ def own_rows(p: Program) -> Iterator[Fault]:
             elif node.target is ops.spread:
                 todo += [(scale, False) for scale in node.args[1]]  # type: ignore[union-attr, misc]
             else:
-                if flat and not (pointwise(node) and node.meta["val"].numel() == numel):
+                if flat and not (pointwise(node) and node.meta["val"].numel() == spec.main_numel):
                     yield node, f"{node.name}, on the way to {full.name}, mixes elements of this rank's rows"
                 todo += [(source, flat) for source in node.all_input_nodes]
 
