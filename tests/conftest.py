@@ -13,10 +13,6 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 
-# Ranks and tests share one cache of compiled C++ (it is most of the time), and compile in their own process.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="write golden texts instead of comparing them")
@@ -67,7 +63,7 @@ def _ranks(world: int, start: str = "spawn") -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[object]:
-    yield from _ranks(1)
+    yield from _ranks(1, "forkserver")
 
 
 @pytest.fixture(scope="session")
