@@ -30,10 +30,20 @@ TELLING = ("test_gpu", "test_nccl", "test_fake_ranks", "test_te", "test_races", 
 """Files in the order in which ``-m gpu`` runs them; others come behind."""
 
 
+LONGEST = (
+    "test_plan", "test_quantize", "test_transformers_parallel", "test_transformers_native", "test_accelerate",
+    "test_explain", "test_host", "test_lightning", "test_command", "test_step_prefetch", "test_tensor_parallel",
+    "test_overlapped", "test_together", "test_gone", "test_outlining", "test_subgraphs", "test_watchdog", "test_auto",
+    "test_planning_parallel", "test_unused", "test_stable_addresses", "test_evaluation", "test_expert_parallel",
+    "test_elastic", "test_demo", "test_curve", "test_warm_start", "test_saving", "test_strategies", "test_schedule",
+)  # fmt: skip
+"""Files that take longest, which begin first: of several workers none is left alone with one at the end."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("-m") == "gpu":
-        rank = {name: i for i, name in enumerate(TELLING)}
-        items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    order = TELLING if config.getoption("-m") == "gpu" else LONGEST
+    rank = {name: i for i, name in enumerate(order)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
     for item in items:
         if item.get_closest_marker("inductor") and compiler is None:

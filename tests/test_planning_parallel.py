@@ -72,7 +72,7 @@ def text(program: Program) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tensor", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("kind", ["tensor", pytest.param("hsdp", marks=pytest.mark.exhaustive), "hfsdp"])
 def test_a_trace_is_what_runs(eight, kind):
     model = cut(kind, "cpu")
     traced = mfsdp.trace(copy.deepcopy(model), (IDS,))
