@@ -8,11 +8,11 @@ from unittest.mock import MagicMock
 
 import pytest
 
-# Ranks and tests share one cache of compiled C++ (it is most of the time), and compile in their own process, on one
-# thread. Inductor reads these when it is imported.
+# Ranks and tests share one cache of compiled C++ (it is most of the time), and compile in their own process. They
+# compute on one thread: several add up an embedding's gradient in any order. Read when torch is imported.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "inductor"))
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch._inductor.config
 

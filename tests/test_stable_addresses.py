@@ -20,13 +20,10 @@ from tests.helpers.parity import compiled
 
 @pytest.fixture
 def four() -> Iterator[None]:
-    """One of four ranks, with one thread: several add up an embedding's gradient in any order."""
+    """One of four ranks."""
     static_buffers.reset()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with mfsdp.fake_ranks(4, rank=1):
         yield
-    torch.set_num_threads(threads)
     static_buffers.reset()
 
 
