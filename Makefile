@@ -25,10 +25,10 @@ demo: $(VENV)/.demo compiler
 	$(BIN)/python examples/demo/train.py $(ARGS)
 
 test: $(VENV)/.test compiler browser
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not exhaustive and not gpu and not te and not clients" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not exhaustive and not gpu and not te and not clients" $(ARGS)
 
 exhaustive: $(VENV)/.test compiler
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m exhaustive $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m exhaustive $(ARGS)
 
 check: $(VENV)/.test
 	@$(MAKE) --no-print-directory -j2 lint types quick

@@ -1,10 +1,19 @@
 """Inductor pads strides on GPUs and not on CPUs; here, and in the ranks that tests start, it does on CPUs too."""
 
 import importlib.util
+import os
 import sys
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+
+# Ranks and tests share one cache of compiled C++ (it is most of the time), and compile in their own process. They
+# compute on one thread: several add up an embedding's gradient in any order. Read when torch is imported.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "inductor"))
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch._inductor.config
 
 torch._inductor.config.disable_padding_cpu = False

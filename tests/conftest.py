@@ -13,10 +13,6 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 
-# Ranks and tests share one cache of compiled C++ (it is most of the time), and compile in their own process.
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ROOT / ".cache" / "inductor"))
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept", action="store_true", help="write golden texts instead of comparing them")
@@ -34,10 +30,21 @@ TELLING = ("test_gpu", "test_nccl", "test_fake_ranks", "test_te", "test_races", 
 """Files in the order in which ``-m gpu`` runs them; others come behind."""
 
 
+LONGEST = (
+    "test_plan", "test_quantize", "test_transformers_parallel", "test_transformers_native", "test_accelerate",
+    "test_explain", "test_host", "test_lightning", "test_command", "test_step_prefetch", "test_tensor_parallel",
+    "test_overlapped", "test_together", "test_gone", "test_outlining", "test_subgraphs", "test_watchdog", "test_auto",
+    "test_planning_parallel", "test_unused", "test_stable_addresses", "test_evaluation", "test_expert_parallel",
+    "test_elastic", "test_demo", "test_curve", "test_warm_start", "test_saving", "test_strategies", "test_schedule",
+    "test_crash", "test_written_rows", "test_checkpoint", "test_parity", "test_transport", "test_cuda_models",
+)  # fmt: skip
+"""Files that take longest, which begin first: of several workers none is left alone with one at the end."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("-m") == "gpu":
-        rank = {name: i for i, name in enumerate(TELLING)}
-        items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    order = TELLING if config.getoption("-m") == "gpu" else LONGEST
+    rank = {name: i for i, name in enumerate(order)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("g++") or shutil.which("clang++")
     for item in items:
         if item.get_closest_marker("inductor") and compiler is None:
@@ -67,7 +74,7 @@ def _ranks(world: int, start: str = "spawn") -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def one_rank() -> Iterator[object]:
-    yield from _ranks(1)
+    yield from _ranks(1, "forkserver")
 
 
 @pytest.fixture(scope="session")

@@ -147,7 +147,7 @@ def test_a_loop_is_the_unsharded_one(ranks, order, plugin, layers, units):
 
 @pytest.mark.dist
 @pytest.mark.inductor
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_loop_by_inductor(ranks):
     for seen in ranks.run(loop, "mlo", {**BLOCKS, "options": {}}, timeout=300):
         assert seen["far"] < 2e-4 and max(seen["norms"]) < 1e-5 and seen["units"] == 2

@@ -75,7 +75,7 @@ def parity(kind: type[Any], lowering: str) -> Any:
     (Gathered, "eager", "two_ranks"), (Gathered, "none", "four_ranks"), (Ulysses, "none", "four_ranks"),
     pytest.param(Ulysses, "inductor", "two_ranks", marks=[pytest.mark.slow, pytest.mark.inductor]),
     pytest.param(Gathered, "eager", "four_ranks", marks=pytest.mark.exhaustive),
-    (Ulysses, "eager", "four_ranks"),
+    pytest.param(Ulysses, "eager", "four_ranks", marks=pytest.mark.exhaustive),
 ])  # fmt: skip
 def test_parity(request, kind, lowering, ranks):
     """On two ranks there is one data-parallel rank, and parameters are sharded over ``cp`` alone."""

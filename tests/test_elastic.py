@@ -67,7 +67,7 @@ def unstopped(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return ended(torchrun(tmp_path_factory.mktemp("unstopped"), free_port(), 2))[1]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_killed_is_started_anew_with_the_others(tmp_path, unstopped, victim):
     agent = torchrun(tmp_path, free_port(), 2)
     until(tmp_path, 6, agent)

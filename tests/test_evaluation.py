@@ -93,7 +93,12 @@ def unchanged(lowering: str, strategy: int) -> list[bool]:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("lowering", "strategy"),
-    [("eager", 0), ("eager", 1), ("eager", 3), ("none", 3), pytest.param("inductor", 3, marks=pytest.mark.inductor)],
+    [
+        ("eager", 0),
+        ("none", 3),
+        pytest.param("inductor", 3, marks=pytest.mark.inductor),
+        *(pytest.param("eager", strategy, marks=pytest.mark.exhaustive) for strategy in (1, 3)),
+    ],
 )
 def test_training_goes_on_bitwise_after_evaluation(two_ranks, lowering, strategy):
     assert two_ranks.run(unchanged, lowering, strategy, timeout=300) == [[True, True]] * 2

@@ -474,7 +474,7 @@ def told(name: str, lowering: str, strategy: int) -> Any:
     ("lowering", "strategy", "model", "off"),
     [
         ("eager", 2, "gpt", 0.002),
-        ("eager", 3, "llama", 0.002),
+        pytest.param("eager", 3, "llama", 0.002, marks=pytest.mark.exhaustive),
         ("eager", 3, "gathered", 0.002),
         pytest.param("inductor", 3, "llama", 0.02, marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
         pytest.param("inductor", 3, "checkpointed", 0.05, marks=pytest.mark.inductor),

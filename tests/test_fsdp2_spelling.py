@@ -102,7 +102,9 @@ class Inner(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mfsdp. .* outside of a compiled graph")
-@pytest.mark.parametrize("lowering", ["none", "eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize(
+    "lowering", ["none", "eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.exhaustive])]
+)
 def test_inputs_and_outputs_are_cast(lowering):
     torch.manual_seed(0)
     model, x = Two(), torch.randn(4, 6, requires_grad=True)

@@ -124,7 +124,7 @@ def test_the_order_survives_the_cache(tmp_path, monkeypatch):
     """Compiled twice in fresh processes: the second run takes everything from the cache, in the same order."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     for attempt in ("first", "second"):
-        ranks = Ranks(2)
+        ranks = Ranks(2, start="forkserver")
         try:
             answers = ranks.run(hits, 256, str(tmp_path / attempt), timeout=300)
         finally:

@@ -179,23 +179,14 @@ def test_whatever_comes_between():
     assert there == [2 * BLOCK, 2 * BLOCK, 2 * 2 * BLOCK, 2 * 2 * BLOCK]
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Sums of Inductor's that several threads add to, such as an embedding's gradient, are not the same twice."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.inductor
-def test_compiled_pieces_keep_their_bits(one_thread):
+def test_compiled_pieces_keep_their_bits():
     (there,) = moved("gpt", "inductor", plain, layers=2)
     assert there > BLOCK / 2
 
 
 @pytest.mark.inductor
-def test_a_compiler_does_not_write_over_the_host(one_thread):
+def test_a_compiler_does_not_write_over_the_host():
     """Compiled whole, what lies on the host is not among the arguments that backward may write over."""
     real, seen = lowering.compile_fx_inner, []
 

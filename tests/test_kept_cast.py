@@ -31,9 +31,16 @@ def trained(lowering: str, flat: bool, **options: object) -> tuple[list[torch.Te
 
 
 @pytest.mark.parametrize(
-    "lowering", ["eager", *(pytest.param(x, marks=pytest.mark.inductor) for x in ("whole", "inductor"))]
+    ("lowering", "flat"),
+    [
+        ("eager", False),
+        ("eager", True),
+        pytest.param("whole", True, marks=pytest.mark.inductor),
+        pytest.param("inductor", False, marks=pytest.mark.inductor),
+        pytest.param("whole", False, marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
+        pytest.param("inductor", True, marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
+    ],
 )
-@pytest.mark.parametrize("flat", [False, True])
 def test_one_cast_per_step_and_the_same_bits(lowering, flat, monkeypatch):
     made: list[int] = []
     again = kept_cast._cast_again

@@ -96,7 +96,13 @@ def compared(policy: Any, lowering: str, how: str) -> tuple[list[str], list[int]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["sgd", "own", "fused", "flat", pytest.param("compiled", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "own", "fused", "flat", pytest.param("compiled", marks=pytest.mark.inductor),
+        pytest.param("sgd", marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
 def test_whatever_writes_weights_counts(two_ranks, how):
     policy = HALF if how == "flat" else BF16
     for wrong, casts in two_ranks.run(compared, policy, "eager", how):

@@ -373,7 +373,9 @@ def difference(model: nn.Module, reference: nn.Module) -> float:
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize(
+    "lowering", ["eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.exhaustive])]
+)
 def test_the_pages_code_trains_as_the_unsharded_model(two_ranks, tmp_path, lowering):
     for worst in two_ranks.run(the_pages_code, str(tmp_path), lowering, timeout=400):
         assert worst["loss"] < 1e-6, worst

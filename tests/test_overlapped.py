@@ -101,10 +101,14 @@ def bitwise(
     return found
 
 
-INDUCTOR = [pytest.param(name, 1, marks=[pytest.mark.inductor, pytest.mark.slow]) for name in ("stitched", "whole")]
-
-
-@pytest.mark.parametrize(("lowering", "layers"), [("eager", 2), *INDUCTOR])
+@pytest.mark.parametrize(
+    ("lowering", "layers"),
+    [
+        ("eager", 2),
+        pytest.param("stitched", 1, marks=[pytest.mark.inductor, pytest.mark.slow]),
+        pytest.param("whole", 1, marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
+    ],
+)
 def test_gradients_are_those_of_accumulation(two_ranks, lowering, layers):
     """Which reduces each microbatch, and which reduces once."""
     assert two_ranks.run(bitwise, lowering, layers, (False, True), timeout=500) == [[([], 2, True)] * 2] * 2

@@ -72,7 +72,7 @@ def text(program: Program) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tensor", "hsdp", "hfsdp"])
+@pytest.mark.parametrize("kind", ["tensor", pytest.param("hsdp", marks=pytest.mark.exhaustive), "hfsdp"])
 def test_a_trace_is_what_runs(eight, kind):
     model = cut(kind, "cpu")
     traced = mfsdp.trace(copy.deepcopy(model), (IDS,))
@@ -124,7 +124,9 @@ def test_ranks_beside_tensor_parallelism_are_no_neighbours(eight):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.exhaustive), "qwen3", "mixture"])
+@pytest.mark.parametrize(
+    "kind", ["mixture", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("llama", "qwen3"))]
+)
 def test_models_that_transformers_has_cut(eight, kind):
     """Functions that it has put on modules are copied with them: a trace reads the copy's parameters only."""
     mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp_shard", "tp"))

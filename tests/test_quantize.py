@@ -384,7 +384,9 @@ def test_two_levels(four_ranks, options, sharding):
 @pytest.mark.dist
 @pytest.mark.inductor
 @pytest.mark.slow
-@pytest.mark.parametrize(("lowering", "strategy"), [("inductor", 3), ("whole", 2)])
+@pytest.mark.parametrize(
+    ("lowering", "strategy"), [("inductor", 3), pytest.param("whole", 2, marks=pytest.mark.exhaustive)]
+)
 def test_every_value_is_the_same_under_inductor(two_ranks, lowering, strategy):
     two_ranks.run(on_and_off, ROWWISE[:1], {"lowering": lowering}, strategy=strategy, timeout=500)
 

@@ -126,9 +126,9 @@ FIRST = {
     [
         ("argument", "eager"), ("weights", "eager"), ("gradient", "eager"),
         pytest.param("argument", "stitched", marks=pytest.mark.slow),
-        pytest.param("gradient", "whole", marks=pytest.mark.slow),
         *(pytest.param(*more, marks=pytest.mark.exhaustive)
-          for more in (("argument", "whole"), ("weights", "stitched"), ("weights", "whole"), ("gradient", "stitched"))),
+          for more in (("argument", "whole"), ("weights", "stitched"), ("weights", "whole"),
+                       ("gradient", "stitched"), ("gradient", "whole"))),
     ],
 )  # fmt: skip
 def test_the_first_place_and_its_rank_are_told_once_on_all_ranks(two_ranks, what, lowering):

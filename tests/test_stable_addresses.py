@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -19,21 +20,26 @@ from tests.helpers.parity import compiled
 
 @pytest.fixture
 def four() -> Iterator[None]:
-    """One of four ranks, with one thread: several add up an embedding's gradient in any order."""
+    """One of four ranks."""
     static_buffers.reset()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     with mfsdp.fake_ranks(4, rank=1):
         yield
-    torch.set_num_threads(threads)
     static_buffers.reset()
+
+
+SAMPLE = {
+    ("none", "optim_grads_params"), ("eager", "optim_grads"), ("stitched", "optim_grads_params"), ("whole", "no_shard"),
+}  # fmt: skip
+EVERY = product(("none", "eager", "stitched", "whole"), ("optim_grads_params", "optim_grads", "no_shard"))
+
+
+def marks(lowering: str, strategy: str) -> list[pytest.MarkDecorator]:
+    found = [pytest.mark.inductor] if lowering in ("stitched", "whole") else []
+    return found if (lowering, strategy) in SAMPLE else [*found, pytest.mark.exhaustive]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads", "no_shard"])
-@pytest.mark.parametrize(
-    "lowering", ["none", "eager", *(pytest.param(x, marks=pytest.mark.inductor) for x in ("stitched", "whole"))]
-)
+@pytest.mark.parametrize(("lowering", "strategy"), [pytest.param(*case, marks=marks(*case)) for case in EVERY])
 def test_addresses_and_values_stay_over_twenty_steps(four, lowering, strategy):
     torch.manual_seed(0)
     model = mfsdp.fully_shard(GPT(tied=False, width=64), units=[Block], strategy=strategy)

@@ -122,7 +122,9 @@ def test_uncompiled(two_ranks, place):
 @pytest.mark.dist
 @pytest.mark.inductor
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["no_shard", "optim", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "place", ["no_shard", pytest.param("optim", marks=pytest.mark.exhaustive), "optim_grads_params"]
+)
 def test_inductor(two_ranks, place):
     assert max(two_ranks.run(parity, place, "mlp", 2, "inductor", timeout=300))[0] < 1e-8
 

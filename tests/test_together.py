@@ -465,7 +465,7 @@ def losses_and_gradients(lowering: str) -> tuple[list[bool], float, tuple[int, i
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "lowering", ["eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])]
+    "lowering", ["eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.exhaustive])]
 )
 def test_experts_whose_splits_depend_on_data(two_ranks, lowering):
     for same, wrong, made in two_ranks.run(losses_and_gradients, lowering, timeout=500):

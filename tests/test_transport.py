@@ -191,8 +191,8 @@ def ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize(
     ("strategy", "segments"),
     [
-        (0, False), (2, True), (3, False), (3, True),
-        pytest.param(0, True, marks=pytest.mark.exhaustive), pytest.param(2, False, marks=pytest.mark.exhaustive),
+        (0, False), (2, True), (3, True),
+        *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in ((0, True), (2, False), (3, False))),
     ],
 )  # fmt: skip
 def test_collectives_of_the_backend_bring_the_same(ranks, strategy, segments):

@@ -112,14 +112,19 @@ def trained(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("lowering", "strategy"), [*(("none", s) for s in range(4)), ("eager", 1), ("eager", 3)])
+@pytest.mark.parametrize(("lowering", "strategy"), [
+    ("none", 0), ("none", 2), ("eager", 1), ("eager", 3),
+    *(pytest.param("none", strategy, marks=pytest.mark.exhaustive) for strategy in (1, 3)),
+])  # fmt: skip
 def test_ranks_that_leave_units_out_stand_in(two_ranks, lowering, strategy):
     steps = 2 if (lowering, strategy) == ("eager", 1) else 5
     assert max(two_ranks.run(trained, {"strategy": strategy}, lowering, steps=steps)) < 1e-4
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("lowering", "outer"), [("none", "no_shard"), ("none", "optim"), ("eager", "optim")])
+@pytest.mark.parametrize(("lowering", "outer"), [
+    ("none", "no_shard"), ("eager", "optim"), pytest.param("none", "optim", marks=pytest.mark.exhaustive),
+])  # fmt: skip
 def test_over_two_axes_all_ranks_are_told(four_ranks, lowering, outer):
     sharding, steps = {"outer_strategy": outer}, 5 if lowering == "none" else 1
     assert max(four_ranks.run(trained, sharding, lowering, (2, 2), steps=steps, timeout=100)) < 1e-4
@@ -140,7 +145,7 @@ def test_pieces_of_a_forward(two_ranks):
 
 @pytest.mark.dist
 @pytest.mark.inductor
-@pytest.mark.parametrize("lowering", ["stitched", "whole"])
+@pytest.mark.parametrize("lowering", ["stitched", pytest.param("whole", marks=pytest.mark.exhaustive)])
 def test_under_inductor(two_ranks, lowering):
     assert max(two_ranks.run(trained, {}, lowering, steps=1, timeout=100)) < 1e-4
 

@@ -296,8 +296,9 @@ for step in range(4):
 @pytest.mark.parametrize(
     ("where", "lowering"),
     [
-        ("loader", "none"), ("backward", "eager"), ("optimizer", "none"),
+        ("loader", "none"), ("backward", "eager"),
         pytest.param("loader", "eager", marks=pytest.mark.exhaustive),
+        pytest.param("optimizer", "none", marks=pytest.mark.exhaustive),
         pytest.param("optimizer", "eager", marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip

@@ -37,7 +37,7 @@ SELDOM = (20_000, 10, 10)
 class Ranks:
     """``world`` processes with a default group, gloo unless told otherwise; with ``"nccl"`` each has a GPU, which some
     share where there are fewer (`on_a_gpu`), with ``""`` there is no group. Rebuilt after a failure, so that every test
-    finds them sound. Those that a ``"forkserver"`` starts have imported everything at once. A function that raises
+    finds them sound. Those that a ``"forkserver"`` starts are warm (`tests.helpers.preload`). A function that raises
     ``SystemExit`` answers with its code, and the process ends.
     """
 
@@ -108,9 +108,7 @@ class Ranks:
     def _start(self) -> None:
         context = mp.get_context(self.start)
         if self.start == "forkserver":
-            context.set_forkserver_preload(
-                ["mfsdp", "torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor"]
-            )
+            context.set_forkserver_preload(["tests.helpers.preload"])
         self._folder = tempfile.TemporaryDirectory(prefix="mfsdp-ranks-")
         for rank in range(self.world):
             ours, theirs = context.Pipe()
