@@ -77,12 +77,7 @@ def estimate(
         )
         for stage in range(schedule.stages)
     ]  # fmt: skip
-    account = accounts[0]
-    if machine.cuda:
-        allocator = replayed(
-            account.tensors, [part.program for part in parts], account.temporaries, fused, first=account.first
-        )
-        account = replace(account, blocks=allocator.most, reserved=allocator.reserved)
+    account = _reserved(accounts[0], parts, fused) if machine.cuda else accounts[0]
     views, step, compute = _views(parts, account)
     between = step if stepping == "offloaded" else None
     seconds = getattr(profile, "optimizer", 0.0) or optimizer_seconds(buffers, plain, optimizer, machine, between)
@@ -160,6 +155,13 @@ class _Part:
     def listed(self) -> bool:
         """Whether it has listings."""
         return bool(self.stages and self.stages[-1].listing)
+
+
+def _reserved(account: Ledger, parts: Sequence[_Part], fused: bool) -> Ledger:
+    """Returns the account with what CUDA's caching allocator reserves for it."""
+    run = [part.program for part in parts]
+    allocator = replayed(account.tensors, run, account.temporaries, fused, first=account.first)
+    return replace(account, blocks=allocator.most, reserved=allocator.reserved)
 
 
 def _parts(
