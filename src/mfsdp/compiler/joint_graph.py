@@ -16,7 +16,6 @@ determine the cost of many (`mfsdp.cost_model.extrapolate`).
 
 from __future__ import annotations
 
-import copy
 import itertools
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -138,8 +137,13 @@ def _shape(node: fx.Node) -> tuple[tuple[str, ...], torch.dtype] | None:
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """Returns a copy of a graph; nested graphs are shared."""
-    twin = _LazyGraphModule(gm, copy.deepcopy(gm.graph))  # generates code only when called
+    """Returns a copy of a graph; nested graphs are shared, and its code generator is not copied (pytrees of some tensor
+    subclasses have no copies).
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.output_node().meta = dict(gm.graph.output_node().meta)
+    twin = _LazyGraphModule(gm, graph)  # generates code only when called
     twin.meta = dict(gm.meta)
     return twin
 
