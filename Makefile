@@ -44,7 +44,7 @@ quick:
 	$(BIN)/python -m pytest -n 2 -m "$(FAST)" $(ARGS)
 
 goldens: $(VENV)/.test
-	$(BIN)/python -m pytest tests/test_listing.py --accept
+	$(BIN)/python -m pytest --accept -m "not gpu and not te" $$(grep -l 'golden(' tests/test_*.py)
 	@git --no-pager diff --stat -- tests/goldens || true
 
 docs: $(VENV)/.docs

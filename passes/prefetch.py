@@ -67,7 +67,7 @@ def prefetch(p: Program, *, depth: int | Callable[[Program], tuple[int, str]] = 
         p.move([n for n in refreshes if n is not start], start.next if start is refreshes[0] else start)
         p.changed(f"{len(refreshes)} refresh up")
     for node in codes:
-        _launch_before(p, node, refreshes[-1].next if refreshes else p.start())
+        p.launch_before(node, refreshes[-1].next if refreshes else p.start())
         refreshes.append(node)
     if codes:
         p.changed(f"{len(codes)} refresh_codes up")
@@ -89,28 +89,12 @@ def prefetch(p: Program, *, depth: int | Callable[[Program], tuple[int, str]] = 
             if target is not earliest:
                 launch.meta[LIMITED] = True
                 yielded += 1
-        moved += _launch_before(p, launch, target)
+        moved += p.launch_before(launch, target)
     if moved:
         p.changed(f"{moved} all_gather up")
     p.note(words if moved else f"{words}: every launch is there already")
     if yielded:
         p.note(f"{yielded} held back by the limit of {size(limit or 0)}")
-
-
-def _launch_before(p: Program, launch: Node, target: Node) -> bool:
-    """Moves a launch, and the nodes that compute its input, before ``target``. Returns whether anything moved."""
-    group, todo = {launch}, [launch]
-    while todo:
-        for source in todo.pop().all_input_nodes:
-            waits = [u for u in source.users if u.target is ops.wait and u.args[0] is source and u < launch]
-            for node in (source, *waits):
-                if node.op == "call_function" and node not in group and not node < target:
-                    group.add(node)
-                    todo.append(node)
-    if target in group or launch.next is target:
-        return False
-    p.move(sorted(group), target)
-    return True
 
 
 def _room(launches: list[Node], i: int, target: Node, limit: int) -> Node:

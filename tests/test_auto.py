@@ -75,7 +75,7 @@ def test_the_depth_is_the_smallest_that_is_as_good_as_the_best(limit, lag):
     options = Options(prefetch="auto", reduce_lag=lag, max_unsharded=limit)
     auto, chosen = AutoPrefetch(SLOW, options), {}
     for program in programs():
-        found = {d: seconds(program, SLOW, d, lag=lag, limit=limit) for d in DEPTHS}
+        found = {d: seconds(program, SLOW, d, reduce_lag=lag, max_unsharded=limit) for d in DEPTHS}
         before = program.copy()
         pipeline.run(before, upto="reduce", listings=False)
         names = [n.name for n in before.nodes]
@@ -83,9 +83,11 @@ def test_the_depth_is_the_smallest_that_is_as_good_as_the_best(limit, lag):
         assert {d: tried.seconds(d) for d in reversed(DEPTHS)} == found, "the same program, not nearly the same"
         right = next(d for d in DEPTHS if found[d] <= min(found.values()) * (1 + WITHIN))
         assert auto(before)[0] == right and [n.name for n in before.nodes] == names, "looking changes nothing"
-        line, order = told(program, auto, lag=lag, limit=limit)
+        line, order = told(program, auto, reduce_lag=lag, max_unsharded=limit)
         fixed = program.copy()
-        pipeline.run(fixed, passes=pipeline.table(right, lag=lag, limit=limit), upto="prefetch", listings=False)
+        pipeline.run(
+            fixed, passes=pipeline.table(right, reduce_lag=lag, max_unsharded=limit), upto="prefetch", listings=False
+        )
         assert order == [n.name for n in fixed.nodes]
         assert f"auto: depth {right} of 0 to 4: {1e3 * found[right]:.2f} ms on slow against " in line, line
         assert all(f"{d}: {1e3 * found[d]:.2f}" in line for d in DEPTHS if d != right)

@@ -562,6 +562,14 @@ def test_every_invariant_has_a_mutation():
     assert said in page.read_text(), f"{page}: {said}"
 
 
+def test_what_runs_before_its_input_is_named():
+    def early(p: Program) -> None:
+        p.move([p.results()[0]], p.start())
+
+    with pytest.raises(pipeline.PassError, match=r"after early: \w+ runs before its input \w+: move both\n[^$]* -> "):
+        pipeline.run(toy2("forward"), passes=(*pipeline.PIPELINE, ("early", early)))
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward", "inference"])
 def test_sound_programs_pass(phase):
     program = toy2(phase)

@@ -32,6 +32,7 @@ from mfsdp.ir import byte_costs, printer
 from mfsdp.ir.program import Program, operator
 from mfsdp.ir.roles import role
 from mfsdp.planning import explain as explaining
+from mfsdp.planning import question
 from tests.helpers.explained import PLAIN, built, hastily, held, sharding_of, toy, toys
 from tests.helpers.models import GPT, Block, llama
 from tests.helpers.toys import FIRST_STAGES, Toy2, toy2
@@ -833,7 +834,7 @@ def test_this_machine(two_ranks, monkeypatch):
     assert first.name == second.name == "this machine, 2 ranks"
     assert first.inside.bandwidth == second.inside.bandwidth, "ranks agree on their link"
     assert all(1e7 < x.inside.bandwidth < 1e12 and x.flops["f32"] > 1e8 for x in (alone, first, second))
-    monkeypatch.setattr(explaining, "measure", lambda: alone)
+    monkeypatch.setattr(question, "measure", lambda: alone)
     assert toy(hardware="this", suggest=False).machine == alone
 
 

@@ -459,7 +459,7 @@ def test_clock_of_copies():
 def test_microbatches_that_take_turns():
     programs = traced("blocks.0", together=2)
     for program in programs:
-        pipeline.run(program, passes=pipeline.table(turns=True), listings=False)
+        pipeline.run(program, passes=pipeline.table(interleave=True), listings=False)
         assert byte_costs.on_host(program) == 2**23
 
 

@@ -108,6 +108,12 @@ def test_imports_point_down(room):
             assert RANK[other] >= RANK[room], f"{room}/{path.name} imports {other}/{name}, which stands higher"
 
 
+def test_no_pass_is_tried_before_one_that_it_needs():
+    first = {name for name, _ in pipeline.phases(pipeline.table(interleave=True)).first}
+    wrong = [f"{early} before {late}" for early, late, _ in pipeline.ORDER if late in first and early not in first]
+    assert not wrong, f"pipeline.phases runs these in the wrong order: {wrong}; add the later pass to its names"
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_circles_in_a_room(room):
     knows = {p.stem: {name for other, name in imported(p, room, False) if other == room} for p in files(room)}
@@ -162,7 +168,7 @@ def test_the_passes_refuse_to_load_twice():
 
 
 def test_order_constraints_name_passes_and_hold():
-    names = [name for name, _ in pipeline.table(turns=True)]
+    names = [name for name, _ in pipeline.table(interleave=True)]
     for early, late, why in pipeline.ORDER:
         assert names.index(early) < names.index(late) and len(why) > 10
     assert {n for pair in pipeline.ORDER for n in pair[:2]} == set(names)

@@ -210,7 +210,7 @@ def test_where_torch_cannot_cut_it_the_graph_is_captured_flat(monkeypatch, told)
     def raises(joint: Any) -> None:
         raise AssertionError("not with this torch")
 
-    monkeypatch.setattr(outlining, "writes", raises)
+    monkeypatch.setattr(outlining, "check_functional", raises)
     monkeypatch.setattr(outlining.log, "warning", outlining.log.info)
     once = linears()
     assert told == ["mfsdp: layers are captured one by one: AssertionError: not with this torch"]

@@ -102,13 +102,13 @@ toys = st.builds(
 )
 options = st.fixed_dictionaries(
     {
-        "depth": st.integers(0, 3),
-        "lag": st.integers(0, 2),
-        "limit": st.sampled_from([None, 0, 600, 2000]),
-        "slots": st.booleans(),
+        "prefetch": st.integers(0, 3),
+        "reduce_lag": st.integers(0, 2),
+        "max_unsharded": st.sampled_from([None, 0, 600, 2000]),
+        "pool": st.booleans(),
         "keep_cast": st.booleans(),
-        "codes": st.booleans(),
-        "finite": st.booleans(),
+        "quantize": st.booleans(),
+        "check_finite": st.booleans(),
     }
 )
 

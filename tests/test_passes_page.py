@@ -81,7 +81,7 @@ def test_a_table_is_in_the_dump(tmp_path):
     options = {"lowering": "eager", "dump": str(tmp_path), "passes": (*PIPELINE, ("mine", nothing))}
     run = torch.compile(mfsdp.fully_shard(nn.Linear(4, 4)), backend="mfsdp", options=options)
     run(torch.ones(1, 4)).sum().backward()
-    assert [p.name for p in tmp_path.glob("*.forward.14.mine.txt")] and list(tmp_path.glob("*.report.html"))
+    assert [p.name for p in tmp_path.glob("*.forward.*.mine.txt")] and list(tmp_path.glob("*.report.html"))
 
 
 def test_stages_by_name():

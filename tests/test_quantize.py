@@ -107,7 +107,7 @@ def test_fp8_weights_travel_in_half_the_bytes(lowering, recipes):
     """Of every recipe, each in a unit of its own."""
     for p in traced(lowering, recipes):
         plain, coded = p.copy(), p
-        pipeline.run(plain, passes=pipeline.table(codes=False), listings=False)
+        pipeline.run(plain, passes=pipeline.table(quantize=False), listings=False)
         stages = pipeline.run(coded)
         assert f"{len(recipes)} units in one byte per element" in stages["quantize"].listing
         assert 2 * gathered(coded, True) == gathered(plain, False)
@@ -176,7 +176,7 @@ def test_what_cannot_travel_in_one_byte_says_why(way, why):
 @pytest.mark.slow
 def test_off_and_int8_say_so():
     forward, _ = traced()
-    assert "16 bits: off" in pipeline.run(forward, passes=pipeline.table(codes=False))["quantize"].listing
+    assert "16 bits: off" in pipeline.run(forward, passes=pipeline.table(quantize=False))["quantize"].listing
     int8 = mfsdp.MixedPrecisionPolicy(param_comm_dtype="int8")
     with torch.device("meta"):
         forward, _ = programs(stack("rowwise", layers=1).to(**BF16), mp_policy=int8)

@@ -72,7 +72,7 @@ def unsharded_bytes(p: Program) -> int:
 @pytest.mark.parametrize("phase", [0, 1])
 def test_a_gather_is_launched_so_many_units_ahead(depth, phase):
     program = gpt()[phase]
-    pipeline.run(program, passes=pipeline.table(depth=depth))
+    pipeline.run(program, passes=pipeline.table(prefetch=depth))
     launches = gathers(program)
     waits = {n.args[0]: n for n in program.find(Kind.WAIT)}
     for i, launch in enumerate(launches):
@@ -91,7 +91,7 @@ def test_prefetch_hides_what_it_can():
     for depth in (0, 1):
         forward, backward = gpt()
         for p in (forward, backward):
-            pipeline.run(p, passes=pipeline.table(depth=depth, lag=depth))
+            pipeline.run(p, passes=pipeline.table(prefetch=depth, reduce_lag=depth))
         exposed[depth] = [printer.schedule(p).exposed for p in (forward, backward)]
     assert exposed[0] == [5, 10], "without it every collective is exposed"
     # Forward: the first gather. Backward: the last reduction; its first gather hides behind the loss.
@@ -103,12 +103,12 @@ def test_prefetch_hides_what_it_can():
 @pytest.mark.parametrize("phase", [0, 1])
 def test_the_limit_on_unsharded_bytes_is_kept(share, phase):
     program = gpt()[phase]
-    pipeline.run(program, passes=pipeline.table(depth=0))
+    pipeline.run(program, passes=pipeline.table(prefetch=0))
     needed = unsharded_bytes(program)
     block = max(byte_costs.nbytes(n.meta["val"]) for n in gathers(program))
     limit = int(needed + (share - 1) * block)
     program = gpt()[phase]
-    pipeline.run(program, passes=pipeline.table(depth=3, limit=limit))
+    pipeline.run(program, passes=pipeline.table(prefetch=3, max_unsharded=limit))
     assert unsharded_bytes(program) <= limit
     names = [n.name for n in gathers(program)]
     assert names == sorted(names, reverse=phase == 1) or phase == 1, "launches stay in the order of use"
@@ -179,7 +179,7 @@ def test_flat_buffers_of_one_module_count_as_one():
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_so_many_reductions_are_in_flight(lag):
     _, backward = gpt()
-    pipeline.run(backward, passes=pipeline.table(lag=lag))
+    pipeline.run(backward, passes=pipeline.table(reduce_lag=lag))
     flying = buffers = most = most_buffers = 0
     for n in backward.nodes:
         buffers += n.target is ops.bucket
@@ -268,7 +268,7 @@ def test_explain_shows_what_the_hardware_does():
 @pytest.mark.parametrize("depth", [1, 2])
 def test_identical_layers_need_one_slot_more_than_the_depth(depth):
     for program in gpt():
-        pipeline.run(program, passes=pipeline.table(depth=depth))
+        pipeline.run(program, passes=pipeline.table(prefetch=depth))
         largest = max(byte_costs.nbytes(n.meta["val"]) for n in gathers(program) if "u0" not in n.name)
         of_blocks = [s for s, b in program.slots.items() if s.startswith("p") and b == largest]
         assert len(of_blocks) <= depth + 1
@@ -287,7 +287,7 @@ def test_a_free_gives_back_what_is_in_no_slot():
     """Static buffers are live on every line; without them a `free` gives its buffer back."""
     for on in (True, False):
         for program in gpt():
-            pipeline.run(program, passes=pipeline.table(slots=on))
+            pipeline.run(program, passes=pipeline.table(pool=on))
             static = sum(program.slots.values())
             for row in byte_costs.lines(program):
                 assert row.live >= static

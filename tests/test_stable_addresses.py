@@ -94,6 +94,23 @@ def test_a_gradient_that_somebody_keeps_is_his(lowering):
     assert kept.expired(), "the memory is given back"
 
 
+@pytest.mark.parametrize("hook", ["post", "kept"])
+def test_hooks_and_uses_outside_of_forward(hook):
+    """Both at once: hooks see the sum, and the accumulator keeps its memory."""
+    model = mfsdp.fully_shard(MLP(), units=["up"])
+    mfsdp.keep_gradients(model)
+    weight, seen = model.up.weight, []
+    weight.register_hook(seen.append) if hook == "kept" else weight.register_post_accumulate_grad_hook(seen.append)
+    places = set()
+    for _ in range(4):
+        loss = compiled(model, "eager")(torch.ones(2, 24)).sum() + (weight.full_tensor() ** 2).sum()
+        loss.backward()
+        places.add(weight.grad.to_local().data_ptr())
+        seen.clear()
+        model.zero_grad()
+    assert len(places) == 1
+
+
 def test_what_is_dropped_inside_of_a_backward_goes():
     """An optimizer that steps in hooks does it to save that memory."""
     model = mfsdp.fully_shard(MLP(), units=["up"])

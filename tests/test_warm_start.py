@@ -138,7 +138,7 @@ def test_every_option_and_layout_counts():
         "check_finite": 3, "check_replicas": 3, "memory": 10**9,
     }  # fmt: skip
     assert set(changed) | set(compile_cache.OF_THE_RUN) == {f.name for f in fields(Options)}, (
-        "a new option has to change the key"
+        "add a new option to `changed`, with a value of its own, or to OF_THE_RUN in compiler/compile_cache.py"
     )
     keys = [captured(Options(**{name: value})) for name, value in changed.items()]
     keys += [captured(Options(), units=["1"]), captured(Options(), reshard_after_forward=False)]

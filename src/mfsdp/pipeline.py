@@ -8,25 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from . import passes
 from .config.best_effort import only_tells
 from .config.options import Options
 from .ir import byte_costs, printer
 from .ir.program import Program
 from .ir.verifier import InvariantError, check
-from .passes.assign_groups import assign_groups
-from .passes.collective import collective
-from .passes.defer import defer
-from .passes.gather import gather
-from .passes.hide_collectives import hide_collectives
-from .passes.inplace_wgrad import inplace_wgrad
-from .passes.insert_checks import insert_checks
-from .passes.interleave import interleave
-from .passes.plan_memory import plan_memory
-from .passes.prefetch import prefetch
-from .passes.quantize import quantize
-from .passes.reduce import reduce
-from .passes.reshard import reshard
-from .passes.schedule_offload import Pace, schedule_offload
+from .passes.schedule_offload import Pace
 
 Pass = Callable[[Program], None]
 
@@ -37,49 +25,44 @@ Decide = Callable[[Program], tuple[int, str]]
 
 
 def table(
-    depth: int | Decide = 1,
-    lag: int = 1,
-    limit: int | None = None,
-    slots: bool = True,
+    prefetch: int | Decide = 1,
+    reduce_lag: int = 1,
+    max_unsharded: int | None = None,
+    pool: bool = True,
     wide: bool | None = None,
     keep_cast: bool = Options.keep_cast,
-    turns: bool = False,
-    most: int | None = None,
-    codes: bool = Options.quantize,
-    finite: bool = False,
-    replicas: bool = False,
+    interleave: bool = False,
+    max_activations: int | None = None,
+    quantize: bool = Options.quantize,
+    check_finite: bool = False,
+    check_replicas: bool = False,
     pace: Pace | None = None,
 ) -> Table:
-    """Returns the pipeline for these options of the backend.
+    """Returns the pipeline for these options of the backend, which have the same names.
 
     Args:
-        depth: ``prefetch``, or a function that decides it for each program.
-        lag: ``reduce_lag``.
-        limit: ``max_unsharded``, in bytes.
-        slots: ``pool``.
-        wide: for programs that run on another device than they were traced on (`passes.inplace_wgrad`).
-        keep_cast: ``keep_cast``.
-        turns: ``interleave``.
-        most: ``max_activations``, in bytes.
-        codes: ``quantize``.
-        finite, replicas: whether ``check_finite`` and ``check_replicas`` are on.
+        prefetch: a depth, or a function that decides it for each program.
+        max_unsharded, max_activations: in bytes.
+        wide: whether the device that runs the programs can write 16-bit products into float32
+            (`passes.inplace_wgrad`); ``None``: what the device of the trace can.
+        check_finite, check_replicas: whether these checks are on.
         pace: times of compute and host copies (`passes.schedule_offload`).
     """
     return (
-        *((("interleave", interleave),) if turns else ()),
-        ("collective", collective),
-        ("hide_collectives", partial(hide_collectives, most=most)),
-        ("quantize", partial(quantize, on=codes)),
-        ("gather", partial(gather, keep_cast=keep_cast)),
-        ("reshard", reshard),
-        ("reduce", reduce),
-        ("prefetch", partial(prefetch, depth=depth, limit=limit)),
-        ("defer", partial(defer, lag=lag)),
-        ("inplace_wgrad", inplace_wgrad if wide is None else partial(inplace_wgrad, wide=wide)),
-        ("insert_checks", partial(insert_checks, finite=finite, replicas=replicas)),
-        ("schedule_offload", partial(schedule_offload, pace=pace)),
-        ("plan_memory", partial(plan_memory, on=slots)),
-        ("assign_groups", assign_groups),
+        *((("interleave", passes.interleave),) if interleave else ()),
+        ("collective", passes.collective),
+        ("hide_collectives", partial(passes.hide_collectives, most=max_activations)),
+        ("quantize", partial(passes.quantize, on=quantize)),
+        ("gather", partial(passes.gather, keep_cast=keep_cast)),
+        ("reshard", passes.reshard),
+        ("reduce", passes.reduce),
+        ("prefetch", partial(passes.prefetch, depth=prefetch, limit=max_unsharded)),
+        ("defer", partial(passes.defer, lag=reduce_lag)),
+        ("inplace_wgrad", passes.inplace_wgrad if wide is None else partial(passes.inplace_wgrad, wide=wide)),
+        ("insert_checks", partial(passes.insert_checks, finite=check_finite, replicas=check_replicas)),
+        ("schedule_offload", partial(passes.schedule_offload, pace=pace)),
+        ("plan_memory", partial(passes.plan_memory, on=pool)),
+        ("assign_groups", passes.assign_groups),
     )
 
 
@@ -99,11 +82,20 @@ def chosen(options: Options, wide: bool | None = None, decide: Decide | None = N
         ValueError: ``passes`` is no table, has a name twice, contradicts `ORDER`, or lacks the pass that obeys another
             option that was given.
     """
-    depth: Any = options.prefetch if options.prefetch != "auto" else decide or Options.prefetch
     ours = table(
-        depth, options.reduce_lag, options.max_unsharded, options.pool, wide, options.keep_cast, options.interleave,
-        options.max_activations, options.quantize, options.check_finite > 0, options.check_replicas > 0, pace,
-    )  # fmt: skip
+        options.prefetch if options.prefetch != "auto" else decide or Options.prefetch,  # type: ignore[arg-type]
+        options.reduce_lag,
+        options.max_unsharded,
+        options.pool,
+        wide,
+        options.keep_cast,
+        options.interleave,
+        options.max_activations,
+        options.quantize,
+        options.check_finite > 0,
+        options.check_replicas > 0,
+        pace,
+    )
     if options.passes is None:
         return ours
     rows = _rows(options.passes)
@@ -227,7 +219,7 @@ def phases(rows: Table) -> Phases:
     return Phases(tuple(rest[:cut]), tuple(rest[cut:]), tuple(row for row in rows if row[0] in names))
 
 
-_names = [name for name, _ in table(turns=True)]
+_names = [name for name, _ in table(interleave=True)]
 for _early, _late, _why in ORDER:
     assert _names.index(_early) < _names.index(_late), f"{_early} before {_late}: {_why}"
 
@@ -338,3 +330,10 @@ def _check(program: Program, stage: str) -> None:
         around = only_tells("the listing around the fault", "", printer.around, program, broken.node)
         broken.args = (f"mfsdp: after {stage}: {broken.args[0]}\n{around}",)
         raise
+    except RuntimeError as error:  # torch's own check of the graph
+        late = next(((n, i) for n in program.nodes for i in n.all_input_nodes if not i < n), None)
+        if late is None:
+            raise
+        around = only_tells("the listing around the fault", "", printer.around, program, late[0])
+        text = f"mfsdp: after {stage}: {late[0].name} runs before its input {late[1].name}: move both\n{around}"
+        raise PassError(text) from error

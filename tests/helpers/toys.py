@@ -1,4 +1,4 @@
-"""The toy of LISTING and README: two linear layers with ReLU, 1024 wide, bf16, two units, eight ranks."""
+"""The toy of README and docs/guides/listing.md: two linear layers with ReLU, 1024, bf16, two units, eight ranks."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class GradientHooks:
         """Adds to the pending gradient of one parameter."""
         self._drop_former()
         if self.pending is None:
-            self.pending = self._memory.zeros()
+            self.pending = self._memory.new().zero_()  # the kept memory is the accumulator's
         self._of.weights.view(self.pending, slot).add_(rows)
         self._slots.add(slot)
 

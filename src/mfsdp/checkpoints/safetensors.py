@@ -143,7 +143,7 @@ class _FirstRank:
         try:
             return function(*args, **kwargs) if self.writes else None
         except Exception as error:
-            self.writes, self.failure = False, str(error)
+            self.writes, self.failure = False, str(error) or type(error).__name__
             return None
 
     def raise_everywhere(self, folder: Path) -> None:

@@ -174,11 +174,13 @@ def _own_values(results: Sequence[fx.Node | None], copies: Mapping[fx.Node, fx.N
             note(inner.meta.get("val"), outer.meta.get("val"))
     for element in call.users:
         result, value = results[element.args[1]], element.meta.get("val")  # type: ignore[index]
-        if result is not None and value is not result.meta.get("val"):
+        if isinstance(result, fx.Node) and value is not result.meta.get("val"):
             note(result.meta.get("val"), value)
             values[result] = value  # type: ignore[assignment]
     for result in results:
-        if result is None or result.op == "placeholder" or not isinstance(value := result.meta.get("val"), FakeTensor):
+        if not isinstance(result, fx.Node) or result.op == "placeholder":
+            continue
+        if not isinstance(value := result.meta.get("val"), FakeTensor):
             continue
         if result not in values:
             with value.fake_mode, torch.no_grad():

@@ -76,7 +76,8 @@ def trace(
         train: ``False`` traces under ``torch.no_grad()``: one inference program.
         name: the programs' name in listings; default: the class of the model.
         lowering: ``"eager"`` keeps operators as autograd wrote them, ``"inductor"`` applies Inductor's decompositions.
-        together: microbatches in one program, as with `mfsdp.together`; passes: ``mfsdp.pipeline.table(turns=True)``.
+        together: microbatches in one program, as with `mfsdp.together`; then the passes are
+            ``mfsdp.pipeline.table(interleave=True)``.
         **sharding: arguments of `mfsdp.fully_shard` (``units``, ``mp_policy``, ...).
 
     Raises:

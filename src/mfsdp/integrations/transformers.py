@@ -28,7 +28,6 @@ import transformers.distributed.fsdp as theirs
 import transformers.distributed.mixin as mixin
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers.core_model_loading import LoadStateDictInfo
 from transformers.distributed import DistributedConfig
 from transformers.modeling_utils import PreTrainedModel
 
@@ -220,7 +219,7 @@ def _set(
     model: nn.Module,
     name: str,
     value: torch.Tensor,
-    info: LoadStateDictInfo,
+    info: loading.LoadStateDictInfo,
     quantizer: object,
 ) -> None:
     """Replaces ``set_param_for_module``; writes in place."""

@@ -19,12 +19,13 @@ program runs before the first pass, and every pass can be compared with the one 
     maxima(shard, grids, spec) -> found       amax of every block over all ranks, float32; launched, not finished;
                                               communicated once per optimizer step (Note [Amax])
     spread(shard, scales, grids, spec) -> flat    the scale of its block for every element of main weights
-    cast(shard, spec) -> flat                 main weights rounded to the communication dtype; compilers cannot fuse the
-                                              rounding away
+    cast(shard, spec) -> flat                 main weights rounded to the communication dtype, before FP8; compilers
+                                              cannot fuse the rounding away. Other casts are `convert_element_type`
     kept_cast(shard, spec) -> flat            the same, kept until main weights are written (Note [Kept casts]);
                                               read-only
     wait(out, inputs)                         out is complete; inputs must live until here
-    free(full)                                frees the buffer
+    free(full)                                the buffer's life ends: behind its last reader, where generated code drops
+                                              the last reference instead
     bucket(like, holes, spec, slot) -> gfull  allocates a unit's gradient buffer, with zeros in the holes (start, end,
                                               start, ...)
     pack(gfull, grads, offsets, scale)        copies gradients to their offsets, times scale

@@ -206,6 +206,21 @@ class Program:
         """The first node after the placeholders."""
         return next(n for n in self.nodes if n.op != "placeholder")
 
+    def launch_before(self, launch: Node, target: Node) -> bool:
+        """Moves a launch, and the nodes that compute its input, before ``target``. Returns whether anything moved."""
+        group, todo = {launch}, [launch]
+        while todo:
+            for source in todo.pop().all_input_nodes:
+                waits = [u for u in source.users if u.target is ops.wait and u.args[0] is source and u < launch]
+                for node in (source, *waits):
+                    if node.op == "call_function" and node not in group and not node < target:
+                        group.add(node)
+                        todo.append(node)
+        if target in group or launch.next is target:
+            return False
+        self.move(sorted(group), target)
+        return True
+
     def move(self, nodes: Sequence[Node], before: Node) -> None:
         """Moves nodes, in the given order, before another."""
         for node in nodes:

@@ -6,15 +6,16 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..dtensor.eager_autograd import Args, Kwargs
-from ..dtensor.sharded_dtensor import Types
+if TYPE_CHECKING:
+    from ..dtensor.eager_autograd import Args, Kwargs
+    from ..dtensor.sharded_dtensor import Types
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-PART = 2**22
+PART = 2**20
 """Elements processed at a time."""
 
 

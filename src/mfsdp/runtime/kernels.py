@@ -209,7 +209,9 @@ def multiply_wide(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:
 def hold(run: Execution, source: torch.Tensor, grads: torch.Tensor, offsets: Sequence[int]) -> None:
     """Keeps gradients unreduced, or adds unreduced ones to them."""
     held, key = run.held, grads.data_ptr()
-    if key not in held and known(source).gradients.hold(grads, offsets):
+    if (buffer := owner(source)) is None and orphan(source):
+        return  # the model is gone
+    if key not in held and (buffer or known(source)).gradients.hold(grads, offsets):
         held.add(key)  # the key is present if an earlier reduction was skipped
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import linecache
 import os
 import re
 import sys
@@ -10,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import TypedDict
@@ -138,7 +140,10 @@ def stack(frame: FrameType | None, most: int = 8) -> list[str]:
     """The innermost frames, outermost first."""
     if frame is None:
         return []
-    return lines_of(traceback.StackSummary.extract(traceback.walk_stack(frame), limit=most)[::-1])
+    found = [(at.f_code, line) for at, line in islice(traceback.walk_stack(frame), most)][::-1]
+    # Not traceback.StackSummary, which looks at each file: a file system that hangs is a reason of stalls.
+    lines = ((code, number, linecache.getline(code.co_filename, number).strip()) for code, number in found)
+    return [f"{code.co_filename}:{number} in {code.co_name}: {text}" for code, number, text in lines]
 
 
 def lines_of(frames: Iterable[traceback.FrameSummary]) -> list[str]:

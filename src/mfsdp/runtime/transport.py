@@ -106,10 +106,10 @@ class Transport:
 
     def lanes(self) -> list[dist.ProcessGroup]:
         """The group, if it still exists, and the one beside it for reductions."""
-        found = []
-        for name in filter(None, (self.name, groups.other_of(self.name))):
-            with suppress(RuntimeError):
-                found.append(groups.process_group(name))
+        group, other = self._group(), groups.other_of(self.name)
+        found = [] if group is None else [group]
+        with suppress(RuntimeError):  # the other may be gone
+            found += [] if other is None else [groups.process_group(other)]
         return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -94,8 +95,8 @@ class FSDPModule(fsdp2_api.Spelling):
             factor: positive.
             recurse: whether to include units below; off by default, as in FSDP2.
         """
-        if not factor > 0:
-            raise ValueError(f"factor={factor!r}: must be positive")
+        if not 0 < factor < math.inf:
+            raise ValueError(f"factor={factor!r}: must be positive and finite")
         for buffer in buffers_of(self, recurse):
             buffer.unit.divides = True
             buffer.respec(divide=float(factor))

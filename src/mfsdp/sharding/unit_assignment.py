@@ -134,9 +134,12 @@ def assign_parameters(root: nn.Module, roots: list[nn.Module], ignored: set[nn.P
     fqns = {m: fqn for fqn, m in root.named_modules()}
     units = {f"{fqns[m]}." if fqns[m] else "": PlannedUnit(m, fqns[m] or "(root)") for m in roots}
 
-    def innermost(names: Iterable[str]) -> str:
+    def innermost(names: list[str]) -> str:
         """The longest prefix of a unit that all names have."""
-        return max((prefix for prefix in units if all(name.startswith(prefix) for name in names)), key=len)
+        prefix = names[0]
+        while prefix and not (prefix in units and all(name.startswith(prefix) for name in names)):
+            prefix = prefix[: prefix.rfind(".", 0, -1) + 1]
+        return prefix
 
     uses: dict[nn.Parameter, list[tuple[nn.Module, str, str]]] = {}
     for fqn, m in root.named_modules():
