@@ -23,6 +23,7 @@ from mfsdp.compiler.tracing import Programs
 from mfsdp.ir import byte_costs, ops, printer
 from mfsdp.ir.program import Program, operator
 from mfsdp.ir.roles import Kind, is_kind, role
+from mfsdp.ir.verifier import check
 from tests.fuzz.parts import MLP, Attention, Convolution, Mixture, Scale
 from tests.helpers.simulated_ranks import SimulatedRanks, Values, packed
 
@@ -222,7 +223,8 @@ def prefixes(programs: Programs, table: pipeline.Table) -> Iterator[tuple[str, l
     yield "capture", now
     for name, function in table:
         for p in now:
-            pipeline.run(p, passes=((name, function),), listings=False)
+            pipeline.rewrite(p, ((name, function),))
+            check(p)
         yield name, now
 
 

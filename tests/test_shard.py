@@ -349,8 +349,9 @@ def test_bad_policies(arguments, message):
 
 def test_bad_calls_of_methods():
     model = mfsdp.fully_shard(MLP())
-    with pytest.raises(ValueError, match="must be positive"):
-        model.set_gradient_divide_factor(0)
+    for factor in (0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="must be positive"):
+            model.set_gradient_divide_factor(factor)
     with pytest.raises(ValueError, match="True or False"):
         model.set_requires_gradient_sync(1)
     with pytest.raises(ValueError, match="not sharded"), mfsdp.no_sync(nn.Linear(2, 2)):

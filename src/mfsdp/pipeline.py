@@ -246,7 +246,7 @@ class Stages(list[Stage]):
 
 
 class PassError(RuntimeError):
-    """A pass raised; the cause is its exception."""
+    """A pass raised (the cause is its exception), or left a node before its input."""
 
 
 def run(
@@ -269,7 +269,7 @@ def run(
     Raises:
         ValueError: ``upto`` is not a pass.
         InvariantError: a pass broke an invariant; the message names it and shows the listing around the fault.
-        PassError: a pass raised; the message names the pass.
+        PassError: a pass raised, or left a node before its input; the message names the pass.
     """
     names = ["capture", *(name for name, _ in passes)]
     if upto is not None and upto not in names:

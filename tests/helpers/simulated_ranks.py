@@ -2,11 +2,13 @@
 
 It shares nothing with the kernels. What each operation means is spelled out here, as slowly as that is easy to read:
 what a collective launches holds NaN until its wait, and what it reads must not change until then; freed memory and
-memory of an unfinished sum hold NaN; a static buffer is one piece of memory for all that is placed in it.
+memory of an unfinished sum hold NaN; a static buffer is one piece of memory for all that is placed in it. Every
+backward synchronises (`hold` does nothing).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +24,6 @@ from mfsdp.ir import ops
 from mfsdp.ir.program import INPUT, STORAGE, Program, operator
 from mfsdp.ir.roles import Kind, is_kind, role
 
-aten = torch.ops.aten
 Values = list[torch.Tensor]
 """One tensor per rank."""
 
@@ -64,69 +65,66 @@ class SimulatedRanks:
         spec = units[0].spec
         self.shard, self.outer = max(u.spec.world for u in units), spec.outer
         self.ranks = range(self.shard * self.outer)
-        self.sync = True
-        """Whether this is the last microbatch of its step."""
         self.main: dict[str, Values] = {}
         self.source: dict[str, Values] = {}
-        self.gradients: dict[str, list[dict[int, bool]]] = {}
         self.accumulators: dict[str, Values] = {}
-        self.held: dict[tuple[str, str], Values] = {}
         for unit in units:
             mine = {offset: w for (name, offset), w in weights.items() if name == unit.name}
             full = packed(unit, mine, unit.spec.precision.main)
             self.main[unit.name] = [self._rows(unit.spec, full, r) for r in self.ranks]
             self.source[unit.name] = self.main[unit.name]
             if unit.spec.persistent:
-                empty = (unit.spec.source_numel,), torch.nan
-                self.source[unit.name] = [torch.full(*empty, dtype=unit.spec.precision.comm) for _ in self.ranks]
+                self.source[unit.name] = self.unwritten(unit.spec.source_numel, unit.spec.precision.comm)
             self.accumulators[unit.name] = [
                 torch.zeros(unit.spec.main_numel, dtype=unit.spec.precision.grad) for _ in self.ranks
             ]
 
+    def unwritten(self, numel: int, dtype: torch.dtype) -> Values:
+        return [torch.full((numel,), torch.nan, dtype=dtype) for _ in self.ranks]
+
     def _peers(self, group: int, rank: int) -> list[int]:
         """The ranks of a rank's group, in order."""
         o, s = divmod(rank, self.shard)
-        return [x * self.shard + s for x in range(self.outer)] if GroupIndex(group).outer else [
-            o * self.shard + x for x in range(self.shard)
-        ]  # fmt: skip
+        if GroupIndex(group).outer:
+            return [x * self.shard + s for x in range(self.outer)]
+        return [o * self.shard + x for x in range(self.shard)]
 
     def _rows(self, s: UnitSpec, full: torch.Tensor, rank: int) -> torch.Tensor:
         o, i = divmod(rank, self.shard)
         rows = part(full, s.splits, s.world, i) if s.world > 1 else full
         return part(rows, s.splits_on(GroupIndex.OUTER_GATHER), s.outer, o) if s.outer_optim else rows.clone()
 
-    def _whole(self, s: UnitSpec, shards: Values, rank: int) -> torch.Tensor:
-        return joined([shards[r] for r in self._peers(GroupIndex.SHARD_GATHER, rank)], s.splits) if s.world > 1 else (
-            shards[rank]
-        )  # fmt: skip
+    def whole(self, s: UnitSpec, shards: Values, rank: int) -> torch.Tensor:
+        """The full buffer, from the shards of a rank's group."""
+        peers = self._peers(GroupIndex.SHARD_GATHER, rank)
+        return joined([shards[r] for r in peers], s.splits) if s.world > 1 else shards[rank]
 
-    def _refreshed(self, s: UnitSpec, main: Values) -> Values:
+    def refreshed(self, s: UnitSpec, main: Values) -> Values:
         """Persistent parameters."""
         rows = [m.to(s.precision.comm) for m in main]
         if s.outer_optim:
             splits = s.splits_on(GroupIndex.OUTER_GATHER)
             rows = [joined([rows[p] for p in self._peers(GroupIndex.OUTER_GATHER, r)], splits) for r in self.ranks]
-        return [self._whole(s, rows, r).clone() for r in self.ranks] if s.replica else rows
+        return [self.whole(s, rows, r).clone() for r in self.ranks] if s.replica else rows
 
     def full(self, unit: Unit, rank: int) -> torch.Tensor:
         """All parameters of a unit, in the compute dtype."""
         s = unit.spec
-        rows = self._refreshed(s, self.main[unit.name]) if s.persistent else self.main[unit.name]
-        flat = rows[rank] if s.replica else self._whole(s, [r.to(s.precision.comm) for r in rows], rank)
+        rows = self.refreshed(s, self.main[unit.name]) if s.persistent else self.main[unit.name]
+        flat = rows[rank] if s.replica else self.whole(s, [r.to(s.precision.comm) for r in rows], rank)
         return flat.to(s.precision.comm).to(s.precision.compute)
 
-    def summed(self, s: UnitSpec, gfull: Values, group: int) -> Values:
-        """Every rank's part of a sum over a group; for an outer group without ``outer_optim``, all of the sum."""
-        out = []
-        for r in self.ranks:
+    def sums(self, s: UnitSpec, values: Values, group: int) -> Values:
+        """For each rank the sum over its group, in rank order, in the sum's dtype."""
+        dtype = s.sum_dtype(group)
+        return [functools.reduce(torch.add, (values[p].to(dtype) for p in self._peers(group, r))) for r in self.ranks]
+
+    def scattered(self, s: UnitSpec, values: Values, group: int) -> Values:
+        """Every rank's part of the sum."""
+        splits, dtype, out = s.splits_on(group), s.scatter_dtype(group), []
+        for r, total in enumerate(self.sums(s, values, group)):
             peers = self._peers(group, r)
-            total = gfull[peers[0]].to(s.sum_dtype(group))
-            for p in peers[1:]:
-                total = total + gfull[p].to(s.sum_dtype(group))
-            if GroupIndex(group).outer and not s.outer_optim:
-                out.append(total.to(gfull[r].dtype))
-            else:
-                out.append(part(total, s.splits_on(group), len(peers), peers.index(r)).to(s.scatter_dtype(group)))
+            out.append(part(total, splits, len(peers), peers.index(r)).to(dtype))
         return out
 
     def reduced(self, unit: Unit, gfull: Values) -> Values:
@@ -134,8 +132,12 @@ class SimulatedRanks:
         s = unit.spec
         total = [g.to(s.precision.grad_comm) * s.predivide for g in gfull]
         for group in (GroupIndex.SHARD_GATHER, GroupIndex.OUTER_GATHER):
-            if s.ranks_on(group) > 1:
-                total = self.summed(s, total, group)
+            if s.ranks_on(group) == 1:
+                continue
+            if group.outer and not s.outer_optim:
+                total = [t.to(s.precision.grad_comm) for t in self.sums(s, total, group)]
+            else:
+                total = self.scattered(s, total, group)
         return [t.to(s.precision.grad) * (1 / (s.divide * s.predivide)) for t in total]
 
     def run(self, program: Program, given: list[Values], live: dict[Node, int] | None = None) -> list[Values | None]:
@@ -164,8 +166,6 @@ class _Run:
             for name, numel in program.slots.items()
             for r in ranks.ranks
         }
-        self.skipped: set[Node] = set()
-        """Reductions of what `hold` keeps, and their results."""
         self.allocated: dict[int, tuple[StorageWeakRef, int]] = {}
         """Rank 0's memory: bytes by storage, 0 for the caller's."""
         for (_, r), room in self.slots.items():
@@ -226,11 +226,9 @@ class _Run:
     def _memory(self, node: Node, numel: int, dtype: torch.dtype, slot: str) -> Values:
         """NaN, in a static buffer if it has one."""
         if not slot:
-            return [torch.full((numel,), torch.nan, dtype=dtype) for _ in self.ranks.ranks]
-        out, size = [], numel * dtype.itemsize
-        for r in self.ranks.ranks:
-            out.append(self.slots[slot, r][:size].view(dtype).fill_(torch.nan))
-        return out
+            return self.ranks.unwritten(numel, dtype)
+        size = numel * dtype.itemsize
+        return [self.slots[slot, r][:size].view(dtype).fill_(torch.nan) for r in self.ranks.ranks]
 
     # launches and waits
 
@@ -254,14 +252,14 @@ class _Run:
 
     def _refresh(self, node: Node, source: Node) -> None:
         unit, main = self._unit(node), self.ranks.main
-        self._launch(node, self.env[source], main[unit.name], lambda: self.ranks._refreshed(unit.spec, main[unit.name]))
+        self._launch(node, self.env[source], main[unit.name], lambda: self.ranks.refreshed(unit.spec, main[unit.name]))
 
     def _all_gather(self, node: Node, shard: Node, spec: str, slot: int = -1) -> Values:
         s, shards = UnitSpec.decode(spec), self.env[shard]
         out = self._memory(node, s.full_numel, s.precision.comm, f"p{slot}" if slot >= 0 else "")
 
         def result() -> Values:
-            return [self.ranks._whole(s, [x.to(s.precision.comm) for x in shards], r) for r in self.ranks.ranks]
+            return [self.ranks.whole(s, [x.to(s.precision.comm) for x in shards], r) for r in self.ranks.ranks]
 
         self._launch(node, out, shards, result)
         return out
@@ -269,36 +267,19 @@ class _Run:
     def _reduce_scatter(self, node: Node, gfull: Node, spec: str, lane: int) -> Values:
         s, sent = UnitSpec.decode(spec), self.env[gfull]
         out = self._memory(node, sum(s.splits_on(lane)), s.scatter_dtype(lane), "")
-        if gfull in self.skipped:
-            self.skipped.add(node)
-        self._launch(
-            node,
-            out,
-            sent,
-            lambda: out if gfull in self.skipped else self.ranks.summed(s, sent, lane),
-            sent[0].nbytes if s.sum_dtype(lane) is not s.precision.grad_comm else 0,
-        )
+        messages = sent[0].nbytes if s.sum_dtype(lane) is not s.precision.grad_comm else 0
+        self._launch(node, out, sent, lambda: self.ranks.scattered(s, sent, lane), messages)
         return out
 
     def _all_reduce(self, node: Node, gfull: Node, spec: str, lane: int) -> None:
         s, values = UnitSpec.decode(spec), self.env[gfull]
-        total = values if gfull in self.skipped else self._summed_in_place(s, values, lane)
-        total = [t.clone() for t in total]
+        total = [t.to(values[0].dtype) for t in self.ranks.sums(s, values, lane)]
         for v in values:
             v.fill_(torch.nan)
         messages = 0
         if s.sum_dtype(lane) is not s.precision.grad_comm:  # a reduce-scatter, whose parts are then gathered
             messages = values[0].nbytes * (1 + s.ranks_on(lane)) // s.ranks_on(lane)
         self._launch(node, values, [], lambda: total, messages)
-
-    def _summed_in_place(self, s: UnitSpec, values: Values, lane: int) -> Values:
-        sums = []
-        for r in self.ranks.ranks:
-            total = torch.zeros_like(values[r], dtype=s.sum_dtype(lane))
-            for p in self.ranks._peers(lane, r):
-                total = total + values[p].to(total.dtype)
-            sums.append(total.to(values[r].dtype))
-        return sums
 
     def _free(self, node: Node, full: Node) -> None:
         for f in self.env[full]:
@@ -321,7 +302,7 @@ class _Run:
     # gradients
 
     def _param_grad(self, node: Node, grad: Node, shard: Node, offset: int, spec: str) -> Values:
-        """Not reduced yet, [full_numel]; `after` sums over ranks."""
+        """Not reduced yet, [full_numel]: `SimulatedRanks.reduced` does that."""
         return [packed(self._unit(node), {offset: g}, g.dtype) for g in self.env[grad]]
 
     def _bucket(self, node: Node, like: Node, holes: list[int], spec: str, slot: int = -1) -> Values:
@@ -342,24 +323,13 @@ class _Run:
         for r, g in enumerate(self.env[gfull]):
             g.as_strided(size, stride, offset).copy_(torch.mm(self.env[a][r], self.env[b][r]))
 
-    def _hold(self, node: Node, source: Node, grads: Node, offsets: list[int]) -> None:
-        if grads in self.skipped:
-            return
-        key = role(node).unit, grads.target._schema.name  # type: ignore[union-attr]
-        kept = self.ranks.held.pop(key, None)
-        for r, g in enumerate(self.env[grads]):
-            if kept is not None:
-                g += kept[r]
-        if not self.ranks.sync:
-            self.ranks.held[key] = [g.clone() for g in self.env[grads]]
-            self.skipped.add(grads)
+    def _hold(self, node: Node, source: Node, grads: Node, offsets: list[int]) -> None: ...
 
     def _accumulate(
         self, node: Node, shard: Node, gshard: Node, offsets: list[int], scale: float, reused: bool = False
     ) -> None:
-        if gshard not in self.skipped:
-            for total, g in zip(self.ranks.accumulators[self._unit(node).name], self.env[gshard], strict=True):
-                total += g.to(total.dtype) * scale
+        for total, g in zip(self.ranks.accumulators[self._unit(node).name], self.env[gshard], strict=True):
+            total += g.to(total.dtype) * scale
 
     def _probe(
         self, node: Node, value: Node, source: Node | None, starts: Any, sizes: Any, names: str, what: str

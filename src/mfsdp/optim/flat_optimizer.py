@@ -129,8 +129,8 @@ def _streamed(offload: bool | str, base: type[Optimizer], compile: bool) -> bool
         )
     if compile:
         raise NotImplementedError(
-            "fully_shard_optimizer: a compiled step knows where state is, and streamed state is in one room after the "
-            "other. Leave out compile=True or offload"
+            "fully_shard_optimizer: a compiled step knows where state is, and state on the host takes turns in device "
+            "memory. Leave out compile=True or offload"
         )
     return True
 

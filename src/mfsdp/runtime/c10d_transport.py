@@ -56,15 +56,15 @@ class C10dTransport(Transport):
             if len(pairs) == 1:
                 return scatter_one(self.group, *pairs[0])
             return self._at_once(_reduce_scatter, [(shard, full) for full, shard in pairs])
-        rooms = [torch.empty_like(full) for full, _ in pairs]
-        sent = [(room, full) for room, (full, _) in zip(rooms, pairs, strict=True)]
+        received = [torch.empty_like(full) for full, _ in pairs]
+        sent = [(buffer, full) for buffer, (full, _) in zip(received, pairs, strict=True)]
         works: list[Any] = [dist.all_to_all_single(*pair, group=self.group, async_op=True) for pair in sent]
 
         def end() -> None:
             for work in works:
                 work.wait()
-            for (_, shard), room in zip(pairs, rooms, strict=True):
-                parts = room.view(self.size, -1)
+            for (_, shard), buffer in zip(pairs, received, strict=True):
+                parts = buffer.view(self.size, -1)
                 if shard.dtype is dtype:
                     torch.sum(parts, 0, dtype=dtype, out=shard)
                 else:

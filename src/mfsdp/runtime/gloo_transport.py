@@ -49,12 +49,12 @@ class GlooTransport(Transport):
         for full, shard in pairs:
             parts = full.view(self.size, -1)
             in_place = shard.dtype is full.dtype is dtype
-            rooms = [torch.empty_like(shard, dtype=full.dtype) for _ in self.others[in_place:]]
-            room = dict(zip(self.others, [shard, *rooms] if in_place else rooms, strict=True))
-            here += list(room.items())
+            buffers = [torch.empty_like(shard, dtype=full.dtype) for _ in self.others[in_place:]]
+            received = dict(zip(self.others, [shard, *buffers] if in_place else buffers, strict=True))
+            here += list(received.items())
             there += [(r, parts[r]) for r in self.others]
-            room[self.place] = parts[self.place]
-            sums.append((shard, [room[r] for r in range(self.size)]))
+            received[self.place] = parts[self.place]
+            sums.append((shard, [received[r] for r in range(self.size)]))
         arrived = self.swap(here, there, run.tag(self.name))
 
         def end() -> None:

@@ -24,8 +24,9 @@ from ..config.units import Axis
 T = TypeVar("T")
 
 
-initialized = dist.is_initialized
-"""Whether there is a default group."""
+def initialized() -> bool:
+    """Whether there is a default group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def process_group(name: str) -> dist.ProcessGroup:
@@ -440,7 +441,8 @@ class SideChannel(Everybody):
         return pickle.loads(content.numpy().tobytes())
 
 
-barrier = dist.barrier
+def barrier() -> None:
+    dist.barrier()
 
 
 def broadcast(tensor: torch.Tensor, group: str) -> torch.Tensor:
