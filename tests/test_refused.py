@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import mfsdp
-from mfsdp.sharding import eager
+from mfsdp.sharding import eager, eager_warnings
 
 
 def net(*more: nn.Module, **options: Any) -> nn.Sequential:
@@ -260,7 +260,7 @@ def behind(kind: str) -> list[str]:
         model = net().append(layer)
     if kind == "frozen":
         layer.requires_grad_(False)
-    eager._warned.clear()
+    eager_warnings.warned.clear()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):

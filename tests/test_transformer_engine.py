@@ -185,13 +185,13 @@ def test_forward_saves_no_quantised_weights():
 
 @pytest.mark.filterwarnings("default:mfsdp.* reads parameters")
 def test_what_does_not_compile_gathers_once_and_says_so(monkeypatch):
-    from mfsdp.sharding import eager
+    from mfsdp.sharding import eager, eager_warnings
 
     model = mfsdp.fully_shard(Model(compiles=False), units=["layers.*"])
     gathers: list[str] = []
     plain = eager.gather
     monkeypatch.setattr(eager, "gather", lambda buffer: gathers.append(buffer.unit.fqn) or plain(buffer))
-    monkeypatch.setattr(eager, "_warned", set())
+    monkeypatch.setattr(eager_warnings, "warned", set())
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         torch.compile(model, backend="mfsdp", options={"lowering": "eager"})(batch()).backward()

@@ -4,7 +4,10 @@ Modules read parameters through properties (`sharding.module`). Under Dynamo the
 unit's forward runs as plain Python (graph break, ``torch.compiler.disable``, uncompiled call), it opens a `Scope`,
 which gathers the unit. All code inside reads the gathered parameters; subgraphs that Dynamo compiles take them as
 inputs. The end of the forward frees them. Backward gathers again when autograd unpacks the first saved tensor. A unit
-is gathered once per forward and backward.
+is gathered once per forward and once per backward, and what is gathered already (``unshard()``) is used.
+
+Code may call submodules of a unit past the unit's own forward. Inside another unit's forward, such a unit stays
+gathered until the next one is.
 
 Note [Saved tensors]
 Saved-tensor hooks pack what autograd saves of a gathered buffer into a ticket. The buffer dies with its last ticket,
@@ -17,14 +20,15 @@ that unit themselves; parameters read between them are gathered too. The unit st
 Checkpointing compares what both runs save, so which hooks see a tensor must not depend on who opened the unit: inside a
 module with sharded parameters ours are on top, elsewhere checkpoint's. A module whose unit is already open therefore
 puts ours back on top of foreign ones.
+
+A recomputed forward of a unit leaves what it gathered to the backward that follows, until another unit is gathered: of
+a region with several units, all at once may not fit, and backward gathers all but the last again.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,11 +37,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..buffers.flat_buffer import FlatBuffer, Ref, UnitState
-from ..config.own_source import ours
 from ..dtensor.tp_shards import here
 from ..dtensor.transformer_engine import Lent
 from ..runtime import buffer_registry, engine, sync_collectives
-from . import mutation_check
+from . import eager_warnings, mutation_check
 from .te_eager import MainGrads
 
 
@@ -50,10 +53,13 @@ class _Thread(threading.local):
         """Units that are read only inside another unit's scope."""
         self.again: dict[UnitState, int] = {}
         """Units that a recomputation reads and no scope closes, and the number of the backward."""
+        self.called: Scope | None = None
+        """The last call of a submodule past its unit's forward, inside another unit's; its unit is still gathered."""
+        self.recomputed: dict[FlatBuffer, torch.Tensor] = {}
+        """What the last recomputed forward gathered, until the backward that follows takes it."""
 
 
 _here = _Thread()
-_warned: set[str] = set()
 
 
 class Ticket:
@@ -61,14 +67,31 @@ class Ticket:
 
     def __init__(self, buffer: FlatBuffer, full: torch.Tensor | None):
         self.buffer, self.full = buffer, full
+        self.history = buffer.weights.history
         self.watch: mutation_check.MutationCheck | None = None
         self.main_grads = MainGrads(buffer)
 
     def storage(self) -> torch.Tensor:
-        if self.full is None and self.buffer.unit in _here.again:
-            self.full = next((t.full for t in _here.tickets.values() if t.buffer is self.buffer), None)
+        """A tensor over the gathered buffer's storage.
+
+        Raises:
+            RuntimeError: the weights were written to since forward read them.
+        """
+        if self.history != self.buffer.weights.history:
+            raise RuntimeError(
+                f"mfsdp: weights of {self.buffer.path} needed for gradient computation have been modified by an "
+                "inplace operation (an optimizer's step, a load) between forward and backward. Run backward first, or "
+                "forward again"
+            )
+        if self.full is not None:
+            return self.full
+        unit = self.buffer.unit
+        gathered = unit.full.get(unit.buffers.index(self.buffer))
+        if gathered is not None:
+            return gathered[0]
+        self.full = _here.recomputed.pop(self.buffer, None)
         if self.full is None:
-            self.full = sync_collectives.gather_now(self.buffer.weights.source, self.buffer.text)
+            self.full = _gathered(self.buffer)
         return self.full
 
 
@@ -179,6 +202,8 @@ class Scope:
         """Raises a RuntimeError if the completed forward has written to a parameter."""
         for unit in [self.unit, *(_here.visited if len(_here.stack) == 1 else ())]:
             check(unit, self.place)
+        if _here.called is not None and len(_here.stack) == 1:
+            check(_here.called.unit, _here.called.place)
         loose = self.unit.outermost.loose
         if loose and loose.scopes == 1 and self.unit.fqn == "(root)" and not torch.is_grad_enabled():
             loose.end("forward")
@@ -190,10 +215,16 @@ class Scope:
         _here.stack.remove(self)
         self.unit.outermost.loose.scopes -= 1
         self.unit.open = False
-        if not self.own and _recomputing():
+        if self.own and _recomputing():
+            _keep_for_backward(self.unit)
+        elif _recomputing():
             _keep_until_backward_ends(self.unit)
+        elif not self.own and _here.stack:
+            _here.called = self
+            return
         release(self.unit)
         if not _here.stack:
+            _end_called()
             for unit in list(_here.visited):
                 release(unit)
             _here.visited.clear()
@@ -207,11 +238,10 @@ def scope(module: nn.Module, own: bool) -> Scope | Cover | None:
         return None if hooks is None else Cover(hooks)
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    place = f"{type(module).__name__}.forward{line}, called from {eager_warnings.caller()},"
     if own:
-        _warn_of_unsharded(module)
-    return Scope(
-        module.__dict__["_mfsdp_unit"], f"{type(module).__name__}.forward{line}, called from {_caller()},", own
-    )
+        eager_warnings.warn_of_unsharded(module)
+    return Scope(module.__dict__["_mfsdp_unit"], place, own)
 
 
 def inside() -> bool:
@@ -247,25 +277,34 @@ def read(module: nn.Module, name: str, ref: Ref) -> torch.Tensor:
         _keep_until_backward_ends(ref.unit)
     elif ref.index not in ref.unit.full:
         _here.visited.add(ref.unit)
-    return ref.seen(_whole(ref.unit, ref.index, _caller())[ref.slot])
+    return ref.seen(_whole(ref.unit, ref.index, eager_warnings.caller())[ref.slot])
 
 
 def _whole(unit: UnitState, index: int, place: str) -> Sequence[torch.Tensor]:
     if index not in unit.full:
-        _warn(unit, place)
+        if _here.called is not None and _here.called.unit is not unit:
+            check(_here.called.unit, _here.called.place)
+            _end_called()
+        eager_warnings.warn_of_read(unit, place)
         unit.full[index] = gather(unit.buffers[index])
     return unit.full[index]
 
 
 def gather(buffer: FlatBuffer) -> Sequence[torch.Tensor]:
     """Returns all parameters of a buffer, full, with autograd; one collective."""
-    full = sync_collectives.gather_now(buffer.weights.source, buffer.text)
+    full = _gathered(buffer)
     ticket = _here.tickets[full.untyped_storage().data_ptr()] = Ticket(buffer, full)
     with torch.enable_grad():  # later readers may need gradients
         params = _Gather.apply(buffer.weights.source, buffer, full, ticket.main_grads)  # type: ignore[no-untyped-call]
     ticket.watch = mutation_check.MutationCheck(buffer, params)
     buffer_registry.register_full(params, buffer)
     return params  # type: ignore[no-any-return]
+
+
+def _gathered(buffer: FlatBuffer) -> torch.Tensor:
+    """The buffer's full parameters, [full_numel]; a collective."""
+    _here.recomputed.clear()
+    return sync_collectives.gather_now(buffer.weights.source, buffer.text)
 
 
 def lend(value: torch.Tensor) -> torch.Tensor:
@@ -320,6 +359,21 @@ def _transformed() -> bool:
 def _recomputing() -> bool:
     """Whether a checkpointed region runs again: inside a backward, with gradients enabled."""
     return torch.is_grad_enabled() and engine.backward_number() >= 0
+
+
+def _end_called() -> None:
+    called, _here.called = _here.called, None
+    if called is not None:
+        release(called.unit)
+
+
+def _keep_for_backward(unit: UnitState) -> None:
+    """Frees a unit whose forward was recomputed, except for what backward reads next."""
+    if not _here.recomputed:
+        engine.after_backward(_here.recomputed.clear)  # may run in another thread
+    gathered = [(t, t.full) for t in _here.tickets.values() if t.buffer in unit.buffers]
+    release(unit)
+    _here.recomputed.update((t.buffer, full) for t, full in gathered if t.full is None and full is not None)
 
 
 def _keep_until_backward_ends(unit: UnitState) -> None:
@@ -384,62 +438,3 @@ def _outer_hooks() -> tuple[Callable[[torch.Tensor], object], Callable[[object],
     """The active saved-tensor hooks, as (pack, unpack). Private in torch; tried on 2.11 to 2.15."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks  # type: ignore[no-any-return]
-
-
-def _warn(unit: UnitState, place: str) -> None:
-    """Warns once per place that reads parameters outside of a compiled graph."""
-    if place in _warned:
-        return
-    _warned.add(place)
-    data = (
-        ""
-        if _scalars_are_captured()
-        else (
-            " What depends on data (splits of an all-to-all) breaks graphs unless torch._dynamo.config."
-            "capture_scalar_outputs is True."
-        )
-    )
-    warnings.warn(
-        f"mfsdp: {place} reads parameters of unit {unit.fqn!r} outside of a compiled graph: the eager path gathers "
-        "the unit there, without overlap. If it should be compiled, look for a graph break (TORCH_LOGS=graph_breaks) "
-        f"or call the model through torch.compile(model, backend='mfsdp').{data}",
-        stacklevel=2,
-    )
-
-
-def _warn_of_unsharded(root: nn.Module) -> None:
-    """Warns once about each parameter whose gradients are not averaged."""
-    unit: UnitState = root.__dict__["_mfsdp_unit"]
-    if unit.fqn != "(root)" or unit.ranks == 1 or not torch.is_grad_enabled():
-        return
-    plain = [
-        name
-        for name, p in nn.Module.named_parameters(root)
-        if type(p) is nn.Parameter and p.requires_grad and not hasattr(p, "_mfsdp_ignored")
-    ]
-    if plain and plain[0] not in _warned:
-        _warned.add(plain[0])
-        warnings.warn(
-            f"mfsdp: {', '.join(plain[:3])}{', ...' if len(plain) > 3 else ''} of {unit.outermost.name} came behind "
-            "fully_shard and are not sharded. Compiled code averages their gradients over ranks; this forward is not "
-            "compiled, and each rank goes on with its own. Make them before fully_shard, or compile the model",
-            stacklevel=2,
-        )
-
-
-def _scalars_are_captured() -> bool:
-    """Private in torch (``torch._dynamo.config``); tried on 2.11 to 2.15."""
-    return bool(torch._dynamo.config.capture_scalar_outputs)
-
-
-def _caller() -> str:
-    """The innermost line of code outside of torch and mfsdp."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and _internal(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _internal(file: str) -> bool:
-    parts = file.replace("\\", "/").split("/")
-    return "torch" in parts or ours(file) or file.startswith("<")
