@@ -154,6 +154,21 @@ def test_axes_as_one_are_in_the_order_of_their_group(eight):
     assert found.one().mesh.tolist() == dist.get_process_group_ranks(found.one().get_group()) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    "names, told", [(("pp", "dp_shard"), "4 ranks [4]"), (("dp_outer", "dp_shard"), "8 ranks [2, 4]")]
+)
+def test_a_sharded_model_is_explained_over_its_mesh(eight, names, told):
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=names)
+    model = mfsdp.fully_shard(GPT(layers=1), mesh=mesh, units=[Block])
+    report = mfsdp.explain(model, (torch.zeros(1, 4, dtype=torch.int64),), suggest=False)
+    held = {e.name: e.nbytes for e in report.ledger.entries}
+    units = [m._mfsdp_unit for m in model.modules() if isinstance(m, mfsdp.FSDPModule)]
+    assert held["main weights"] == sum(b.weights.main.nbytes for unit in units for b in unit.buffers)
+    assert f"on {told}" in str(report)
+    other = mfsdp.explain(model, (torch.zeros(1, 4, dtype=torch.int64),), world=2, suggest=False)
+    assert "on 2 ranks [2]" in str(other)
+
+
 def test_a_mesh_without_names(eight):
     mesh = init_device_mesh("cpu", (2, 4))
     found = axes(mesh, None, torch.device("cpu"))

@@ -67,11 +67,11 @@ def trace(
     """Returns the forward and backward programs of a model as ``world`` ranks would run them, before any pass.
 
     Args:
-        model: any module; it is copied to the meta device, not changed. A sharded model is traced as it is sharded,
-            over ``world`` ranks. A model that another parallelism has split keeps its process groups (`fake_ranks`),
-            and if it is sharded, its ranks.
+        model: any module; it is copied to the meta device, not changed. A sharded model is traced as it is sharded.
+            A model that another parallelism has split keeps its process groups (`fake_ranks`), and if it is sharded,
+            its ranks.
         args, kwargs: example inputs (values do not matter).
-        world: ranks to shard over; by default 8.
+        world: ranks to shard over. Default: those of a model that is sharded over several, else 8.
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
         train: ``False`` traces under ``torch.no_grad()``: one inference program.
         name: the programs' name in listings; default: the class of the model.
@@ -173,6 +173,8 @@ def _shard(
             f"trace: {type(model).__name__} is sharded beside another parallelism, or over meshes of its own for some "
             "modules, and is traced over the ranks of these; leave out world= and mesh_shape="
         )
+    several = any(torch.tensor(grid).numel() > 1 for *_, grid in clone.calls)
+    as_it_is = cut or (several and world is None and mesh_shape is None)
     shape = mesh_shape or (world or 8,)
     meshes = [p.device_mesh for p in meta.parameters() if isinstance(p, DTensor)]
     apart = math.prod(sizes_along(meshes, TENSOR).values())
@@ -182,7 +184,7 @@ def _shard(
     clone.twins.clear()  # `fully_shard` looks for optimizers only if others hold the parameters
     ignored = [p for p in meta.parameters() if getattr(p, "_mfsdp_ignored", False)]
     for module, call, grid in clone.calls or [(meta, sharding, [])]:
-        mesh = _as_sharded(grid) if cut else new_mesh
+        mesh = _as_sharded(grid) if as_it_is else new_mesh
         fully_shard(module, **{"mesh": mesh, "device": "meta", "ignored_params": ignored, **call})
 
 

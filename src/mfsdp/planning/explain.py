@@ -64,7 +64,7 @@ def explain(
     Args:
         model: any module, on the meta device or not, sharded or not; it is not changed.
         args, kwargs: example inputs of one rank, one microbatch. Values do not matter.
-        world: number of ranks. Default: 8, or the ranks that a model is sharded over already (`trace`).
+        world: number of ranks. Default: those of a model that is sharded over several, else 8.
         mesh_shape: (outer, shard) ranks of a two-level mesh instead.
         hardware: a name in `mfsdp.config.hardware.KNOWN`, a JSON file, ``"this"`` (`mfsdp.measure`), or a
             `mfsdp.config.hardware.Hardware`.
