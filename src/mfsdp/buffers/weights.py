@@ -211,9 +211,12 @@ class Weights:
             self._overtaken = self.history
 
     def note_write(self) -> None:
-        """Records that main weights may have been written on this rank."""
+        """Records that main weights may have been written on this rank, also for autograd: an earlier forward has no
+        backward any more.
+        """
         self._writes += 1
         self.kept_cast.due = True
+        torch.autograd.graph.increment_version(self.main)
 
     def cast(self) -> torch.Tensor:
         """Returns the shard in ``precision.comm`` (`KeptCast.read`)."""

@@ -302,14 +302,17 @@ class ShardedDTensor(DTensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for i, chunk in enumerate(self.__create_chunk_list__())
+            for i, chunk in enumerate(self._chunks())
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
         if self._mfsdp_written is not None:
             self._mfsdp_written.stale = True  # every rank calls this before a load, even without chunks
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, _, n in self._sharding.boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
