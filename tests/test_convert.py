@@ -283,8 +283,7 @@ def test_megatron_core_torch_dist(of_megatron_core, tmp_path, capsys, kind):
     mfsdp.convert(source, tmp_path / "all")
     mfsdp.convert(source / "iter_0000007", tmp_path / "b", key="optimizer.state.exp_avg")
     moments = read(tmp_path / "b")
-    assert moments.keys() == {n for n in read(tmp_path / "all") if not gated(n)}
-    assert all((t == 1).all() for t in moments.values())
+    assert same(moments, {n: 2 * t for n, t in read(tmp_path / "all").items()})
     (source / "latest_checkpointed_iteration.txt").write_text("8")
     with pytest.raises(FileNotFoundError, match="iteration.txt names iter_0000008, which is not there"):
         mfsdp.convert(source, tmp_path / "c")
@@ -292,6 +291,80 @@ def test_megatron_core_torch_dist(of_megatron_core, tmp_path, capsys, kind):
     with pytest.raises(ValueError, match="holds '../8', not the number of an iteration"):
         mfsdp.convert(source, tmp_path / "c")
     (source / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+class Named(nn.Module):
+    """A module with parameters of given names, zero."""
+
+    def __init__(self, shapes: dict[str, torch.Size]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            *path, last = name.split(".")
+            at: nn.Module = self
+            for part in path:
+                if part not in at._modules:
+                    at.add_module(part, nn.Module())
+                at = at._modules[part]
+            at.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+
+
+def renamed(name: str) -> str:
+    name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    return name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+
+
+def onto_shards(source: str, shapes: dict[str, torch.Size], flat: bool) -> dict[str, Any]:
+    """What is in a model and its optimizer; what it says of those that do not fit, and that these are as they were."""
+    from mfsdp.integrations.megatron_core import load_checkpoint
+
+    model = mfsdp.fully_shard(Named(shapes), units=["decoder.layers.*"])
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    if flat:
+        optimizer = mfsdp.fully_shard_optimizer(optimizer)
+    said = []
+    odd = mfsdp.fully_shard(Named({**shapes, "odd.weight": torch.Size([3])}))
+    wide = mfsdp.fully_shard(Named({**shapes, "output_layer.weight": torch.Size([17, 8])}))
+    few = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    for wrong, told in (
+        (odd, {}),
+        (wide, {"rename": renamed}),
+        (odd, {"rename": renamed}),
+        (model, {"optimizer": few, "rename": renamed}),
+    ):
+        with pytest.raises(ValueError) as caught:
+            load_checkpoint(wrong, source, **told)
+        said.append(str(caught.value))
+        assert not any(p.full_tensor().any() for p in wrong.parameters())
+    extra = load_checkpoint(model, source, optimizer, rename=renamed)
+    found = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    state = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    kinds = {kind: {n: s[kind].full_tensor() for n, s in state.items()} for kind in ("exp_avg", "exp_avg_sq")}
+    steps = {float(s["step"]) for s in state.values()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()  # state is where it steps
+    moved = {n: s["exp_avg"].full_tensor() for n, s in state.items()}
+    return {"found": found, **kinds, "steps": steps, "moved": moved, "extra": extra, "said": said}
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, flat", [("stacked", False), ("single", True)])
+def test_megatron_core_onto_shards(two_ranks, of_megatron_core, kind, flat):
+    """Weights and moments, box by box, from checkpoints of two tensor parallel ranks; every rank has the same."""
+    states = [torch.load(of_megatron_core / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+    weights = {n: on_one_rank(n, [s[n] for s in states]) for n, t in states[0].items() if isinstance(t, torch.Tensor)}
+    shapes = {name: t.shape for name, t in weights.items()}
+    for got in two_ranks.run(onto_shards, str(of_megatron_core / kind), shapes, flat, timeout=200):
+        assert same(got["found"], {n: t + 1 for n, t in weights.items()})
+        assert same(got["exp_avg"], {n: 2 * t for n, t in weights.items()})
+        assert same(got["exp_avg_sq"], {n: 3 * t for n, t in weights.items()})
+        assert got["steps"] == {7.0} and got["extra"] == []
+        assert all(torch.allclose(t, 1.8 * weights[n]) for n, t in got["moved"].items())
+        assert "Give rename= if names differ" in got["said"][0]
+        assert "output_layer.weight is [16, 8] there, [17, 8] here" in got["said"][1]
+        assert "the model has odd.weight, which the checkpoint lacks" in got["said"][2]
+        assert "max_exp_avg_sq of the optimizer has" in got["said"][3]
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:

@@ -55,17 +55,26 @@ def main() -> None:
 
 
 def moments(weights: Any) -> dict[str, Any]:
-    """Where its distributed optimizer puts them: at the top, by its own prefix in front of the weight's name; of gated
-    first layers, which are made of two while they are saved, none."""
+    """Optimizer state where its optimizers put it: at the top, by its own prefix in front of the weight's name. Main
+    weights are the model's plus 1, the moments 2 and 3 times them."""
     from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     return {
-        name: dataclasses.replace(
-            tensor, key=f"optimizer.state.exp_avg.{tensor.key}", data=torch.ones_like(tensor.data)
+        f"{kind} {name}": dataclasses.replace(
+            tensor, key=f"optimizer.state.{kind}.{tensor.key}", data=make(tensor.data)
         )
+        for kind, make in STATE.items()
         for name, tensor in weights.items()
-        if isinstance(tensor, ShardedTensor)
+        if isinstance(tensor, (ShardedTensor, ShardedTensorFactory))
     }
+
+
+STATE: dict[str, Any] = {
+    "fp32_param": lambda weight: weight + 1,
+    "exp_avg": lambda weight: 2 * weight,
+    "exp_avg_sq": lambda weight: 3 * weight,
+}
 
 
 if __name__ == "__main__":

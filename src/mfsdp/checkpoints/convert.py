@@ -78,7 +78,7 @@ def convert(
     there = target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir())))
     if there or target.absolute() == Path.cwd():
         raise FileExistsError(f"convert: there is something at {target}; give a folder that is not there yet")
-    checkpoint = _checkpoint(source)
+    checkpoint = checkpoint_in(source)
     partial = target.absolute().parent / f".{target.absolute().name}.partial"
     conversion, own = _Conversion(rename, tied or {}, dtype, progress), None
     try:
@@ -107,7 +107,7 @@ def convert(
     return names
 
 
-def _checkpoint(source: Path) -> Path | None:
+def checkpoint_in(source: Path) -> Path | None:
     """Returns the folder of torch.distributed.checkpoint in ``source``, ``None`` if there is none."""
     steps = Checkpoints(source).steps()
     folder = Checkpoints(source).path(steps[-1]) if steps else megatron.newest(source) or source
@@ -184,7 +184,7 @@ class _Conversion:
         self.total = sum(entry.nbytes for entry in there.values())
         for file, inside in plan.items():
             tensors = {name: torch.empty(there[name].shape, dtype=there[name].dtype) for name in inside}
-            planner = _Loading([(there[name], tensor) for name, tensor in tensors.items()], self.count)
+            planner = LoadingBoxes([(there[name], tensor, ()) for name, tensor in tensors.items()], self.count)
             with quiet():
                 dcp.load({}, storage_reader=Reader(source), planner=planner, no_dist=True)
             for name in inside:
@@ -206,10 +206,17 @@ class _Conversion:
         return list(there)
 
 
-class _Loading(Planner):
-    """Reads boxes of stored tensors, regardless of the state to load."""
+class LoadingBoxes(Planner):
+    """Reads parts of stored tensors, regardless of the state to load.
 
-    def __init__(self, wanted: Sequence[tuple[megatron.Stored, torch.Tensor]], count: Callable[[int], None]):
+    Args:
+        wanted: stored tensors, and for each the part to fill, and where it starts (``()``: at the beginning).
+        count: called with the bytes of each box.
+    """
+
+    def __init__(
+        self, wanted: Sequence[tuple[megatron.Stored, torch.Tensor, Sequence[int]]], count: Callable[[int], object]
+    ):
         super().__init__()
         self.wanted, self.count = wanted, count
         self.targets: dict[MetadataIndex, torch.Tensor] = {}
@@ -217,8 +224,8 @@ class _Loading(Planner):
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         items = []
-        for stored, tensor in self.wanted:
-            for name, box, view in stored.views(tensor):
+        for stored, tensor, offsets in self.wanted:
+            for name, box, view in stored.views(tensor, offsets):
                 entry: Any = self.metadata.state_dict_metadata[name]
                 items += create_read_items_for_chunk_list(name, entry, [box])
                 self.targets[MetadataIndex(name, box.offsets)] = view

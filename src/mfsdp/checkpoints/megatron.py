@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ CONFIG = "metadata.json"
 _STACKED = re.compile(r"(?P<before>(?:.*\.)?layers)\.(?P<after>(?!\d+\.).+)")
 _GATE = re.compile(r"(?P<whole>(?:.*\.)?linear_fc1\.(?:weight|bias)\d*)_w")
 _BESIDE = re.compile(r"(chained_\d+\.)?optimizer\.")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<param>.+)")
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,29 @@ class Stored:
     def nbytes(self) -> int:
         return self.shape.numel() * self.dtype.itemsize
 
-    def views(self, tensor: torch.Tensor) -> Iterator[tuple[str, ChunkStorageMetadata, torch.Tensor]]:
-        """Yields each box, and the part of ``tensor`` (contiguous, of `shape`) that it fills."""
+    def views(
+        self, tensor: torch.Tensor, offsets: Sequence[int] = ()
+    ) -> Iterator[tuple[str, ChunkStorageMetadata, torch.Tensor]]:
+        """Yields each box that part of the tensor is in, and the view that it fills.
+
+        Args:
+            tensor: the part, at most `shape`.
+            offsets: where the part starts; by default at the tensor's start.
+        """
+        whole = tensor if tensor.dim() else tensor.view(1)
+        start = list(offsets) or [0] * whole.dim()
         at = 0
         for name, box in self.boxes:
-            size = box.sizes.numel()
-            yield name, box, tensor.view(-1)[at : at + size].view(box.sizes)
-            at += size
+            above = len(box.sizes) - tensor.dim()  # 1 if the box is a layer of a tensor that stacks all
+            rows = box.sizes[above] if tensor.dim() else 1
+            first, end = max(start[0], at), min(start[0] + whole.shape[0], at + rows)
+            if first < end:
+                view = whole[first - start[0] : end - start[0]]
+                inside = [0] * above + [first - at, *start[1:]]
+                offset = torch.Size([a + b for a, b in zip(box.offsets, inside)])
+                sizes = [*box.sizes[:above], *view.shape][: len(box.sizes)]
+                yield name, ChunkStorageMetadata(offset, torch.Size(sizes)), view.view(sizes)
+            at += rows
 
 
 def as_it_is(name: str, entry: TensorStorageMetadata) -> Stored:
@@ -79,6 +96,18 @@ def is_torch_dist(folder: Path) -> bool:
 def without_optimizer(entries: Mapping[str, TensorStorageMetadata]) -> dict[str, TensorStorageMetadata]:
     """Returns the model's tensors of a "torch_dist" checkpoint, which are at the top level, beside the optimizer's."""
     return {name: entry for name, entry in entries.items() if not _BESIDE.match(name)}
+
+
+def optimizer_states(entries: Mapping[str, TensorStorageMetadata]) -> dict[str, dict[str, Stored]]:
+    """Returns optimizer state of a "torch_dist" checkpoint that is stored by parameter: by kind (``exp_avg``,
+    ``fp32_param``, ...), then by the parameter's name.
+    """
+    out: dict[str, dict[str, Stored]] = {}
+    for name, entry in entries.items():
+        found = _STATE.fullmatch(name)
+        if found is not None:
+            out.setdefault(found["state"], {})[found["param"]] = as_it_is(name, entry)
+    return {kind: layer_by_layer(stored) for kind, stored in out.items()}
 
 
 def layer_by_layer(entries: Mapping[str, Stored]) -> dict[str, Stored]:

@@ -47,7 +47,7 @@ def load_safetensors(
     """
     model = getattr(model, "_orig_mod", model)
     there = files.entries(Path(path), lambda name: parameter_names.original(rename(name) if rename else name))
-    wanted = _tensors(model)
+    wanted = tensors_of(model)
     aliases = {id(t): [n for n, other in wanted.items() if other is t] for t in wanted.values()}
     missing = [n for n, t in wanted.items() if not any(alias in there for alias in aliases[id(t)])]
     unexpected = [n for n in there if n not in wanted]
@@ -103,7 +103,7 @@ def save_safetensors(
     """
     model = getattr(model, "_orig_mod", model)
     once: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in _tensors(model).items():
+    for name, tensor in tensors_of(model).items():
         once.setdefault(id(tensor), (name, tensor))
     tensors = {rename(name) if rename else name: tensor for name, tensor in once.values()}
     if len(tensors) < len(once):
@@ -156,7 +156,7 @@ class _FirstRank:
             raise OSError(f"save_safetensors: rank 0 could not write to {folder}: {why}")
 
 
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Returns parameters and persistent buffers under all of their original names."""
     state = model.state_dict(keep_vars=True)
     parameter_names.restore(state)
@@ -169,11 +169,11 @@ def _read(opened: files.Opened, name: str, tensor: torch.Tensor) -> None:
         tensor.copy_(opened.get_tensor(name))
         return
     part = opened.get_slice(name)
-    for place, box in _boxes(tensor):
+    for place, box in boxes(tensor):
         box.copy_(part[place] if place else opened.get_tensor(name))
 
 
-def _boxes(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
+def boxes(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
     """Yields this rank's part of a tensor, box by box: its place, and a view, which the caller writes to."""
     for chunk in tensor.__create_chunk_list__():  # type: ignore[attr-defined]
         if chunk.sizes.numel():
