@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -390,7 +391,7 @@ def test_what_is_gathered_already_is_used(two_ranks):
         assert got["worst"] < 1e-6 and got["clean"], got
 
 
-def written_between(strategy: int, compiles: bool, written: str) -> tuple[str, float]:
+def written_between(strategy: int, compiles: bool, written: str, folder: str) -> tuple[str, float]:
     """A backward behind a write to the weights that forward has used; gradients beside those without the write."""
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
@@ -407,6 +408,8 @@ def written_between(strategy: int, compiles: bool, written: str) -> tuple[str, f
         optimizer.zero_grad()
     elif written == "load":
         model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+    elif written == "checkpoint":
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     try:
         loss.backward()
     except RuntimeError as raised:
@@ -418,10 +421,10 @@ def written_between(strategy: int, compiles: bool, written: str) -> tuple[str, f
 
 
 @pytest.mark.parametrize("strategy, compiles", [(0, False), (0, True), (2, False), (2, True), (3, False), (3, True)])
-def test_a_backward_behind_a_write_to_weights_raises_as_in_torch(two_ranks, strategy, compiles):
-    for written in ("step", "load", "nothing"):
-        right = written == "nothing" or (compiles and strategy == 2)  # persistent parameters have the former values
-        for said, worst in two_ranks.run(written_between, strategy, compiles, written):
+def test_a_backward_behind_a_write_to_weights_raises_as_in_torch(two_ranks, tmp_path, strategy, compiles):
+    for written in ("step", "load", "checkpoint"):
+        right = written == "checkpoint" or (compiles and strategy == 2)  # persistent parameters have the former values
+        for said, worst in two_ranks.run(written_between, strategy, compiles, written, str(tmp_path)):
             assert (said == "" and worst < 1e-6) if right else "modified by an inplace operation" in said
 
 

@@ -14,6 +14,10 @@ reader; the pass `mfsdp.passes.schedule_offload` moves launches and waits.
 A storage is copied in full and once: if q, k and v are views of one product, that product is copied and backward takes
 the views again. The caller's inputs and results stay on the device, as do parameters and values computed from
 parameters alone (invariant 47), a generator's state, and storages below `MIN_BYTES`.
+
+torch's operators (``ao::offload``, ``ao::reload``; 2.13) have the same shape and are not used: they raise without an
+accelerator, share one stream for both directions, and free the host copy after its first reload, which a second
+backward (``retain_graph``) needs.
 """
 
 from __future__ import annotations
