@@ -11,6 +11,7 @@ from ..dtensor import torchao
 from ..dtensor import transformer_engine as te
 from ..dtensor.sharded_parameter import ShardedParameter
 from ..dtensor.tp_shards import here
+from .module import units_of
 from .parallel import is_sum
 
 
@@ -152,19 +153,20 @@ def at_rest(module: nn.Module) -> None:
     """Refuses to wrap while a unit below is gathered or has gradients (invariant 27).
 
     Raises:
-        ValueError: names the unit and the call to make.
+        ValueError: names the unit by its path in ``module``, and the call to make.
     """
     below = {r.unit: None for m in module.modules() for r in refs(m).values()}
+    paths = units_of(module)  # a block that was sharded by itself is "(root)" of that call
     for unit in below:
+        name = "+".join(filter(None, paths.get(unit, ()))) or unit.fqn
         if any(b.weights.summoned is not None for b in unit.buffers):
-            raise ValueError(f"fully_shard: unit {unit.fqn!r} is summoned; leave mfsdp.summon_full_params first")
+            raise ValueError(f"fully_shard: unit {name!r} is summoned; leave mfsdp.summon_full_params first")
         if unit.open or unit.kept or unit.full:
             raise ValueError(
-                f"fully_shard: unit {unit.fqn!r} is gathered; call reshard() on it, or leave mfsdp.unsharded or the "
+                f"fully_shard: unit {name!r} is gathered; call reshard() on it, or leave mfsdp.unsharded or the "
                 "forward that is running, first"
             )
         if any(b.gradients.flat is not None or b.gradients.waits for b in unit.buffers):
             raise ValueError(
-                f"fully_shard: unit {unit.fqn!r} has gradients; wrap before the first backward, or after "
-                "module.zero_grad()"
+                f"fully_shard: unit {name!r} has gradients; wrap before the first backward, or after module.zero_grad()"
             )
