@@ -44,11 +44,11 @@ def validate(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
             f"fully_shard: {fqn} belongs to a {type(owner).__name__} that prepare_te_modules_for_fsdp has prepared for "
             "torch's first FSDP; leave out that call"
         )
-    if param.is_meta and te.unplaced(owner) > 1:
+    if param.is_meta and te.tensor_parallel(owner) > 1:
         raise NotImplementedError(
-            f"fully_shard: parameter {fqn} is a piece over {te.unplaced(owner)} ranks of tensor parallelism, which "
-            f"{type(owner).__name__} says of it when it has values only, and it is on the meta device: build the model "
-            "where it will run"
+            f"fully_shard: parameter {fqn} is a piece over {te.tensor_parallel(owner)} ranks of tensor parallelism, "
+            f"which {type(owner).__name__} says of it when it has values only, and it is on the meta device: build the "
+            "model where it will run"
         )
     later = getattr(owner, "need_backward_dw", None)  # TransformerEngine's protocol
     if param.requires_grad and callable(later) and later():
