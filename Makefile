@@ -82,7 +82,7 @@ matrix:
 	  env=.cache/matrix/$$v; \
 	  { test -x $$env/bin/python || $(PYTHON) -m venv $$env; } && grep -v "^torch==" constraints.txt > $$env/constraints.txt && \
 	  $$env/bin/python -m pip install --quiet "torch==$$v" && \
-	  $$env/bin/python -m pip install --quiet --constraint $$env/constraints.txt --editable '.[test]' "torch==$$v" && \
+	  $$env/bin/python -m pip install --quiet --constraint $$env/constraints.txt --editable '.[clients]' "torch==$$v" && \
 	  echo "torch $$v" && { $$env/bin/python -m pytest -n 2 --dist loadfile -m "clients or ($(FAST))" $(ARGS) > $$env/log.txt 2>&1; tail -n 20 $$env/log.txt | grep -E "^(FAILED|ERROR)|passed|failed"; } || \
 	  echo "torch $$v: see $$env/log.txt"; \
 	done

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import config as functorch_config
 from torch import nn
 from torch._dynamo.backends.debugging import boxed_nop
 
@@ -100,11 +101,22 @@ def test_modes_are_refused(mode, why):
         run(torch.randn(2, 24))
 
 
+def test_functorch_has_what_torch_reads():
+    """Settings of another object would be patched in vain."""
+    import functorch.compile
+    import torch._functorch.config
+    import torch._functorch.partitioners as partitioners
+
+    assert functorch.compile.config is torch._functorch.config
+    name = "min_cut_rematerialization_partition"
+    assert getattr(functorch.compile, name) is getattr(partitioners, name)
+
+
 def test_a_memory_budget_is_refused():
     """With dropout its gradients are wrong upstream; without, nobody has to know which operations are random."""
     torch._dynamo.reset()  # other tests have compiled it up to torch's limit
     run = torch.compile(MLP(), backend="mfsdp", options=EAGER)
-    with torch._functorch.config.patch(activation_memory_budget=0.5), pytest.raises(ValueError, match="budget of 0.5"):
+    with functorch_config.patch(activation_memory_budget=0.5), pytest.raises(ValueError, match="budget of 0.5"):
         run(torch.randn(2, 24))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from functorch.compile import config as functorch_config
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.async_compile import AsyncCompile

@@ -14,9 +14,9 @@ from unittest import mock
 
 import pytest
 import torch
-import torch._functorch.config as functorch_config
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import config as functorch_config
 from torch import nn
 from torch.fx import Node
 

@@ -212,6 +212,8 @@ def test_private_torch_is_marked():
         private = {n for n in _all_imports(text) if n.startswith("torch.") and "._" in n}
         if private:
             assert "2.11 to 2.15" in text, f"{path.name} uses {private} and names no versions"
+        inside = {n for n in private if n.startswith("torch._functorch")}
+        assert not inside, f"{path.name} imports {inside}: functorch.compile has the partitioner and the settings"
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from functorch.compile import config as functorch_config
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -373,7 +374,7 @@ PROVOKED: dict[str, Callable[[Path], object]] = {
 
 
 def budget() -> None:
-    with torch._functorch.config.patch(activation_memory_budget=0.5):
+    with functorch_config.patch(activation_memory_budget=0.5):
         called({})
 
 

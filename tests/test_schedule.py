@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch._functorch.config as functorch_config
 import torch.distributed as dist
+from functorch.compile import config as functorch_config
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree

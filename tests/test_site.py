@@ -36,11 +36,50 @@ def test_length():
     assert 20 <= len(re.findall(r"^\| (?!---|term)", glossary, re.MULTILINE)) <= 40
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
-def test_tables_have_a_separator_and_one_width(page):
-    lines = prose(page).splitlines()
-    tables = "\n".join(line if line.startswith("|") else "" for line in lines).strip().split("\n\n")
-    for table in (t.strip().splitlines() for t in tables if t.strip()):
-        widths = {len(re.sub(r"\\\||`[^`]*`", "", row).strip().strip("|").split("|")) for row in table}
-        assert len(table) > 2 and re.fullmatch(r"\|[\s:|-]+\|", table[1]), f"no separator: {table[:2]}"
-        assert len(widths) == 1, f"rows of {widths} cells: {table[0]}"
+def tables(text: str) -> list[list[str]]:
+    """Runs of lines outside of fenced code that begin with a pipe, each with the line before it."""
+    runs: list[list[str]] = []
+    before = ""
+    for line in text.splitlines():
+        row = line.lstrip().startswith("|")
+        if row and not before.lstrip().startswith("|"):
+            runs.append([before])
+        if row:
+            runs[-1].append(line.strip())
+        before = line
+    return runs
+
+
+def faults(page: str) -> list[str]:
+    """What hides its tables from renderers: GitHub's splits cells at pipes that are not escaped, in code too."""
+    found = []
+    for before, *rows in tables(re.sub(r"^ *```.*?^ *```", "", page, flags=re.DOTALL | re.MULTILINE)):
+        widths = {len(re.split(r"(?<!\\)\|", row.removeprefix("|").removesuffix("|"))) for row in rows}
+        found += [f"text above: {rows[0]}"] * bool(before.strip())
+        found += [f"no separator: {rows[:2]}"] * (len(rows) < 3 or not re.fullmatch(r"\|( *:?-+:? *\|)+", rows[1]))
+        found += [f"rows of {widths} cells: {rows[0]}"] * (len(widths) != 1)
+        found += [f"open at its end: {row}" for row in rows if not row.endswith("|")]
+    return found
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("*.md"), *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_table_is_one(page):
+    assert not faults(page.read_text())
+
+
+def test_what_is_no_table_is_noticed():
+    table = "\n| a | b |\n|---|:-:|\n| `x \\| y` | 2 |\n"
+    assert not faults(table) and not faults(f"```\n{table[1:-6]}\n```\n")
+    broken = {
+        "cells": [table.replace("| 2 |", "|"), table.replace("\\|", "|")],
+        "separator": [
+            table.replace("|---|:-:|\n", ""),
+            table.replace("-", "."),
+            table.replace("| `x \\| y` | 2 |\n", ""),
+        ],
+        "text above": ["text" + table],
+        "open at its end": [table.replace("2 |", "2")],
+    }
+    for word, texts in broken.items():
+        for text in texts:
+            assert any(word in fault for fault in faults(text)), text

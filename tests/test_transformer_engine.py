@@ -17,13 +17,16 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
 
 import mfsdp
 from mfsdp import pipeline
 from mfsdp.ir.saved_copies import copies
 from tests.helpers.engine_doubles import FusedAdam, GroupedTensor, Linear, QuantizedTensor
 from tests.helpers.optimizers import fill
-from tests.helpers.parity import whole
+from tests.helpers.parallel import reset, trained_alike
+from tests.helpers.parity import compiled, whole
+from tests.helpers.plain_shards import Enter, Leave
 from tests.helpers.snapshots import snapshot
 
 BF16 = mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16)
@@ -45,6 +48,51 @@ def batch() -> torch.Tensor:
 
 
 # Modules
+
+
+class Parallel(nn.Module):
+    """Cut columns, cut rows, and a module that knows the ranks and is whole on each, marked as TE marks all three."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.group, ranks = group, 1 if group is None else group.size()
+        self.up = Linear(16, 32 // ranks, dtype=torch.float64)
+        self.down = Linear(32 // ranks, 16, dtype=torch.float64)
+        self.head = Linear(16, 6, dtype=torch.float64)
+        for module, mode in (self.up, "column"), (self.down, "row"), (self.head, None):
+            module.parallel_mode, module.tp_size, module.tp_group = mode, ranks, group
+            module.weight.tensor_model_parallel = True
+            module.weight.partition_dim, module.weight.partition_stride = int(mode == "row"), 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole, cut = (Enter, Leave) if self.group is not None else (None, None)
+        h = self.down(torch.relu(self.up(whole.apply(x, self.group) if whole else x)))
+        return self.head(cut.apply(h, self.group) if cut else h)
+
+
+def tensor_parallel(lowering: str) -> tuple[float, str, list[int]]:
+    reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    torch.manual_seed(0)
+    reference, model, rank = Parallel(), Parallel(mesh.get_group("tp")), mesh.get_local_rank("tp")
+    with torch.no_grad():
+        model.up.weight.copy_(reference.up.weight.chunk(2, 0)[rank])
+        model.down.weight.copy_(reference.down.weight.chunk(2, 1)[rank])
+        model.head.weight.copy_(reference.head.weight)
+    mfsdp.fully_shard(model, mesh=mesh["dp_shard"], units=["up", "down"])
+    every = [torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    run, mine = compiled(model, lowering), every[mesh.get_local_rank("dp_shard")]
+    wrong = trained_alike(model, run, reference, mine, every, lambda m, x: m(x).square().mean())
+    worst = max(wrong, key=wrong.__getitem__)
+    return wrong[worst], worst, [n for p in model.parameters() for n in p.shape]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("lowering", ["eager", "none"])
+def test_tensor_parallel_weights(four_ranks, lowering):
+    for wrong, where, shapes in four_ranks.run(tensor_parallel, lowering):
+        assert wrong < 1e-9, where
+        assert shapes == [32, 16, 16, 32, 6, 16]
 
 
 def test_modules_are_told():

@@ -203,16 +203,18 @@ BUSY = {
 
 
 @pytest.mark.filterwarnings("ignore:mfsdp. .* outside of a compiled graph")
+@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("how", BUSY)
-def test_wrapping_while_a_unit_below_is_not_at_rest(how):
+def test_wrapping_while_a_unit_below_is_not_at_rest(how, alone):
+    """It is named by its path in what is wrapped, also where it was sharded ``alone``, as its call's root."""
     context, message = BUSY[how]
     model = GPT()
-    mfsdp.fully_shard(model.blocks, units=["0"])
+    mfsdp.fully_shard(model.blocks[0]) if alone else mfsdp.fully_shard(model.blocks, units=["0"])
     block = model.blocks[0]
     assert isinstance(block, Block)
     with context(block, torch.randn(2, 8, block.norm1.weight.shape[0])):
         before = snapshot(model)
-        with pytest.raises(ValueError, match=message.replace("blocks.0", "0")):
+        with pytest.raises(ValueError, match=message):
             mfsdp.fully_shard(model, units=[])
         assert snapshot(model) == before
     mfsdp.fully_shard(model)

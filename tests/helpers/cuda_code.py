@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch._functorch.config as functorch_config
+from functorch.compile import config as functorch_config
 from torch import fx, nn
 from torch._dynamo import device_interface
 from torch._inductor import compile_fx, config, scheduler

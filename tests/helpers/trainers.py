@@ -91,5 +91,27 @@ def trainer(folder: str, model: nn.Module, **arguments: Any) -> Any:
     return Trainer(model, args, train_dataset=Rows(24), eval_dataset=Rows(4))
 
 
+def fine_tuner(folder: str, model: nn.Module, **arguments: Any) -> Any:
+    """TRL's SFTTrainer on sentences of different lengths, which it tokenizes and pads to 8 tokens."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, 67)}}, "<pad>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>")
+    texts = [
+        " ".join(f"w{2 + x % 65}" for x in row["input_ids"][: 3 + i % 5].tolist()) for i, row in enumerate(Rows(24))
+    ]
+    given = {
+        "per_device_train_batch_size": 2, "max_steps": 3, "save_strategy": "no",
+        "logging_steps": 1, "learning_rate": 1e-2, "report_to": [], "use_cpu": here().type == "cpu", "bf16": False,
+        "disable_tqdm": True, "gradient_checkpointing": False, "pad_to_multiple_of": 8,
+    }  # fmt: skip
+    args = SFTConfig(folder, **{**given, **arguments})
+    return SFTTrainer(model, args, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer)
+
+
 def logged(trainer: Any, *names: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history for name in names if name in entry]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
+from functorch.compile import config as functorch_config
 from torch import fx, nn
 from torch.distributed.tensor import DTensor
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.distributed.tensor import DTensor
 from torch.fx.node import Argument

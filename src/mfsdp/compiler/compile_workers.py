@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TypeVar
 
-import torch._functorch.config as functorch_config
+from functorch.compile import config as functorch_config
 from torch._inductor.async_compile import AsyncCompile, get_compile_threads
 from torch._inductor.codecache import FxGraphCache
 from torch._inductor.exc import InductorError

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
+from functorch.compile import config as functorch_config
+from functorch.compile import min_cut_rematerialization_partition
 from torch import fx
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.node import Argument

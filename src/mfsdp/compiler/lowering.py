@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch._functorch.config as functorch_config
+from functorch.compile import config as functorch_config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop

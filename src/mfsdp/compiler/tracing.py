@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch._dynamo.config as dynamo_config
-import torch._functorch.config as functorch_config
+from functorch.compile import config as functorch_config
 from torch import fx, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import fake_tensor_tls

@@ -108,13 +108,15 @@ def is_module(module: nn.Module) -> bool:
     return _is(type(module), "TransformerEngineBaseModule")
 
 
-def unplaced(module: nn.Module) -> int:
-    """Returns over how many tensor-parallel ranks a module's parameters are cut, where nothing on them says so yet:
-    only ``reset_parameters()`` marks them. 1 for other modules.
+def tensor_parallel(module: nn.Module) -> int:
+    """Returns over how many tensor-parallel ranks a module's parameters are cut; 1 for other modules.
+
+    Marks on parameters do not say it: ``reset_parameters()`` marks weights of every module, also of whole ones, and
+    before it none are marked. ``LayerNormMLP`` is cut in both of its modes.
     """
     if not is_module(module):
         return 1
-    cuts = getattr(module, "parallel_mode", None) in ("row", "column") or getattr(module, "set_parallel_mode", False)
+    cuts = getattr(module, "parallel_mode", None) in ("row", "column") or hasattr(module, "set_parallel_mode")
     return int(getattr(module, "tp_size", 1)) if cuts else 1
 
 

@@ -3,7 +3,7 @@ styles.
 
 Attributes of Megatron-LM and TransformerEngine mark a plain parameter as a local shard, or its gradient as reduced over
 other ranks than the data-parallel ones. TransformerEngine sets them without tensor parallelism too, so they count
-unless the module or its configuration has one rank.
+unless the module or its configuration has one rank, or is a TransformerEngine module that is not cut.
 
 transformers replaces a module's ``forward`` by a style's function (``tp_forward``, ``ep_forward``), which changes
 ``_parameters`` while it runs; `Ref.seen` decides what modules see then.
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..buffers.flat_buffer import refs
+from ..dtensor import transformer_engine as te
 from ..dtensor.mesh import TENSOR
 from ..dtensor.tp_shards import TPShard
 from ..runtime import groups
@@ -76,7 +77,8 @@ def _by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: Device
                 f"fully_shard: parameter {fqn} has {name}={value}: {meaning}{over}, which is not supported in plain "
                 f"tensors. If every rank does hold it whole, say so with param.{name} = {not value}"
             )
-    cut = getattr(param, "tensor_model_parallel", None) is True
+    whole = te.is_module(owner) and te.tensor_parallel(owner) == 1
+    cut = getattr(param, "tensor_model_parallel", None) is True and not whole
     summand = getattr(param, "sequence_parallel", None) is True
     ranks = _ranks(owner, expert=False)
     if not (cut or summand) or ranks == 1:

@@ -11,6 +11,7 @@ from ..dtensor import torchao
 from ..dtensor import transformer_engine as te
 from ..dtensor.sharded_parameter import ShardedParameter
 from ..dtensor.tp_shards import here
+from .module import units_of
 from .parallel import is_sum
 
 
@@ -43,11 +44,11 @@ def validate(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
             f"fully_shard: {fqn} belongs to a {type(owner).__name__} that prepare_te_modules_for_fsdp has prepared for "
             "torch's first FSDP; leave out that call"
         )
-    if param.is_meta and te.unplaced(owner) > 1:
+    if param.is_meta and te.tensor_parallel(owner) > 1:
         raise NotImplementedError(
-            f"fully_shard: parameter {fqn} is a piece over {te.unplaced(owner)} ranks of tensor parallelism, which "
-            f"{type(owner).__name__} says of it when it has values only, and it is on the meta device: build the model "
-            "where it will run"
+            f"fully_shard: parameter {fqn} is a piece over {te.tensor_parallel(owner)} ranks of tensor parallelism, "
+            f"which {type(owner).__name__} says of it when it has values only, and it is on the meta device: build the "
+            "model where it will run"
         )
     later = getattr(owner, "need_backward_dw", None)  # TransformerEngine's protocol
     if param.requires_grad and callable(later) and later():
@@ -152,19 +153,20 @@ def at_rest(module: nn.Module) -> None:
     """Refuses to wrap while a unit below is gathered or has gradients (invariant 27).
 
     Raises:
-        ValueError: names the unit and the call to make.
+        ValueError: names the unit by its path in ``module``, and the call to make.
     """
     below = {r.unit: None for m in module.modules() for r in refs(m).values()}
+    paths = units_of(module)  # a block that was sharded by itself is "(root)" of that call
     for unit in below:
+        name = "+".join(filter(None, paths.get(unit, ()))) or unit.fqn
         if any(b.weights.summoned is not None for b in unit.buffers):
-            raise ValueError(f"fully_shard: unit {unit.fqn!r} is summoned; leave mfsdp.summon_full_params first")
+            raise ValueError(f"fully_shard: unit {name!r} is summoned; leave mfsdp.summon_full_params first")
         if unit.open or unit.kept or unit.full:
             raise ValueError(
-                f"fully_shard: unit {unit.fqn!r} is gathered; call reshard() on it, or leave mfsdp.unsharded or the "
+                f"fully_shard: unit {name!r} is gathered; call reshard() on it, or leave mfsdp.unsharded or the "
                 "forward that is running, first"
             )
         if any(b.gradients.flat is not None or b.gradients.waits for b in unit.buffers):
             raise ValueError(
-                f"fully_shard: unit {unit.fqn!r} has gradients; wrap before the first backward, or after "
-                "module.zero_grad()"
+                f"fully_shard: unit {name!r} has gradients; wrap before the first backward, or after module.zero_grad()"
             )
