@@ -107,6 +107,28 @@ def test_checkpoints(four_ranks, tmp_path, kind, said):
     four_ranks.run(resumed, kind, said, str(tmp_path))
 
 
+def moved(kind: str, folder: str) -> None:
+    """Saved over two expert ranks, loaded over four."""
+    _, model = sharded(kind)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    was = {n: p.full_tensor() for n, p in weights(model)}
+    _, other = sharded(kind, ranks=4)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    if kind == "stacked":
+        dcp.load({"model": other.state_dict()}, checkpoint_id=folder)
+        assert all(torch.equal(p.full_tensor(), was[n]) for n, p in weights(other))
+    else:  # the n-th of a rank's experts is another one
+        with pytest.raises(dcp.CheckpointException, match="Size mismatch"):
+            dcp.load({"model": other.state_dict()}, checkpoint_id=folder)
+
+
+@pytest.mark.parametrize("kind", ["stacked", "listed"])
+def test_checkpoints_on_another_number_of_expert_ranks(four_ranks, tmp_path, kind):
+    four_ranks.run(moved, kind, str(tmp_path))
+
+
 def norms() -> tuple[float, float]:
     """Of weights: the whole model's, on every rank."""
     reference, model = sharded("listed")
