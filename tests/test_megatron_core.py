@@ -136,7 +136,7 @@ BOTH = DENSE | EXPERTS | {"expert_tensor_parallel_size": 1}
         ("two_ranks", DENSE, {}, "none"),
         ("four_ranks", DENSE, {"sequence_parallel": True}, "none"),
         ("two_ranks", EXPERTS, {"experts": 4}, "none"),
-        ("two_ranks", EXPERTS, {"experts": 4}, "eager"),
+        pytest.param("two_ranks", EXPERTS, {"experts": 4}, "eager", marks=[pytest.mark.slow, pytest.mark.exhaustive]),
         ("four_ranks", EXPERTS, {"experts": 4}, "none"),
         (
             "four_ranks",
