@@ -18,10 +18,9 @@ import mfsdp
 from examples.parallel.model import Experts, Mixtral, MixtureLayer, expert_parallel, tensor_parallel
 from mfsdp import pipeline
 from mfsdp.ir.program import Program, is_functional_collective
-from tests.helpers.experts import sharded
+from tests.helpers.experts import CutExperts, sharded
 from tests.helpers.parallel import graphs, next_token, reset, tokens, trained_alike, twin
 from tests.helpers.parity import compiled, error
-from tests.helpers.plain_shards import Enter, Leave
 
 pytestmark = pytest.mark.dist
 
@@ -115,13 +114,6 @@ def test_beside_tensor_parallelism(four_ranks, lowering):
     for wrong, where, made in four_ranks.run(both, lowering, timeout=400):
         assert wrong < 1e-9, where
         assert lowering == "none" or made == (1, 0)
-
-
-class CutExperts(Experts):
-    """Each expert over `etp`: its ranks have the same tokens, and a part of the hidden units."""
-
-    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        return Leave.apply(super().forward(Enter.apply(x, self.etp), counts), self.etp)
 
 
 def expert_tensor_parallel(lowering: str) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mfsdp
-from tests.helpers.parallel import graphs, reset, tokens, trained_alike
+from tests.helpers.parallel import graphs, next_token, reset, tokens, trained_alike
 from tests.helpers.parity import compiled
 from tests.helpers.plain_shards import Enter, Leave
 
@@ -105,6 +105,33 @@ def test_parity(four_ranks, lowering, said, strategy):
     for wrong, where, made in four_ranks.run(parity, lowering, said, strategy, timeout=300):
         assert wrong < 1e-9, where
         assert lowering == "none" or made == (1, 0)
+
+
+def averaged(lowering: str) -> bool:
+    """What each rank sees of its part of the tokens, added and averaged over them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    torch.manual_seed(0)
+    reference, found = Model().double(), []
+    for name in ("sequence_parallel", "average_gradients_across_tp_domain"):
+        reset()
+        model = cut(reference, mesh["tp"])
+        for layer in model.layers:
+            layer.norm.sequence_parallel = True  # the average counts where both are said
+            setattr(layer.norm, name, True)
+        mfsdp.fully_shard(model, mesh=mesh, units=["layers.*"])
+        run = compiled(model, lowering)
+        next_token(run, tokens(mesh.get_local_rank("dp_shard"))).backward()
+        mfsdp.check_replicas(model)
+        assert lowering == "none" or graphs() == (1, 0)
+        found.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    added, mean = found
+    halves = [n for n in added if n.endswith(".norm")]
+    return len(halves) == 2 and all(torch.equal(mean[n] * (2 if n in halves else 1), added[n]) for n in added)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "none"])
+def test_gradients_averaged_over_tensor_ranks(four_ranks, lowering):
+    assert four_ranks.run(averaged, lowering, timeout=300) == [True] * 4
 
 
 def saved(folder: str) -> None:

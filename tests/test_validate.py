@@ -103,9 +103,14 @@ REFUSED = {
     ),
     "sequence parallelism": (lambda: cut(sequence_parallel=True), NotImplementedError, "has sequence_parallel=True"),
     "an average over tensor parallelism": (
-        lambda: cut(average_gradients_across_tp_domain=True), NotImplementedError, "averaged over the ranks of tensor"
+        lambda: cut(average_gradients_across_tp_domain=True), NotImplementedError, "nothing says over which ranks"
     ),
-    "an expert": (lambda: cut(allreduce=False), NotImplementedError, "up.weight has allreduce=False: it is an expert"),
+    "an expert": (
+        lambda: cut(allreduce=False),
+        NotImplementedError,
+        "up.weight has allreduce=False, an expert in a plain tensor, and nothing says over which ranks. "
+        "Give mesh=sparse.'efsdp'.*param.allreduce = True",
+    ),
 }  # fmt: skip
 
 

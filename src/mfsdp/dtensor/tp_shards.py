@@ -43,8 +43,10 @@ class TPShard:
     """Which indices of the full tensor the local shard has, in its order, for every dimension."""
     plain: bool = False
     """Whether modules see the local tensor, not a DTensor."""
-    partial: bool = False
-    """Whether gradients of ranks that hold the same plain shard are partial sums."""
+    summands: tuple[Placement, ...] = ()
+    """Placements of gradients, if ranks that hold the same plain shard have partial sums; else empty."""
+    averaged: int = 1
+    """By how many ranks the sum of ``summands`` is divided."""
 
     @staticmethod
     def of(param: DTensor) -> TPShard:
@@ -66,8 +68,17 @@ class TPShard:
         shape: tuple[int, ...],
         plain: bool = False,
         partial: bool = False,
+        averaged: bool = False,
     ) -> TPShard:
         """Returns this rank's local shard of a parameter of that shape.
+
+        Args:
+            mesh: over which it was cut or replicated.
+            placements: one per axis.
+            shape: of the full parameter.
+            plain: whether modules see a plain tensor.
+            partial: whether gradients of ranks that hold the same plain shard are partial sums.
+            averaged: whether their average counts, instead of the sum.
 
         Raises:
             ValueError: this rank is not in the mesh, or a placement neither cuts nor replicates.
@@ -76,7 +87,10 @@ class TPShard:
         if coordinate is None:
             raise ValueError(f"this rank is not in its mesh, {mesh}")
         runs = runs_of(shape, tuple(mesh.shape), tuple(coordinate), placements)
-        return TPShard(mesh, placements, shape, runs, plain, partial)
+        copied = [i for i, p in enumerate(placements) if isinstance(p, Replicate)] if partial else []
+        summands = tuple(Partial() if i in copied else p for i, p in enumerate(placements)) if partial else ()
+        ranks = math.prod(mesh.size(i) for i in copied) if averaged else 1
+        return TPShard(mesh, placements, shape, runs, plain, summands, ranks)
 
     @property
     def local(self) -> tuple[int, ...]:
@@ -85,9 +99,10 @@ class TPShard:
 
     def seen(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the local shard as modules see it; gradients flow back to it."""
-        if self.partial:  # DTensor's backward sums them
-            return self.wrap(local).to_local(grad_placements=[Partial()] * self.mesh.ndim)
-        return local if self.plain else self.wrap(local)
+        if not self.summands:
+            return local if self.plain else self.wrap(local)
+        out = self.wrap(local).to_local(grad_placements=self.summands)  # DTensor's backward sums them
+        return _Divided.apply(out, self.averaged) if self.averaged > 1 else out  # type: ignore[no-any-return]
 
     def found(self, local: torch.Tensor) -> torch.Tensor:
         """Returns the local shard as `fully_shard` received it."""
@@ -140,6 +155,19 @@ class TPShard:
     def factor(self, dim: int) -> int:
         """Returns into how many parts a dimension is cut."""
         return math.prod(self.mesh.size(i) for i, p in enumerate(self.placements) if _cuts(p, dim, len(self.shape)))
+
+
+class _Divided(torch.autograd.Function):
+    """Divides a gradient: gloo has no average."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: int) -> torch.Tensor:
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad / ctx.by, None
 
 
 def runs_of(
@@ -210,6 +238,13 @@ def has_groups(mesh: DeviceMesh) -> bool:
     (``_dim_group_names``); tried on 2.11 to 2.15.
     """
     return hasattr(mesh, "_dim_group_names")
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh from which a mesh was sliced, or itself. Private in torch (``_get_root_mesh``); tried on 2.11 to
+    2.15.
+    """
+    return mesh._get_root_mesh()
 
 
 def concatenated(*meshes: DeviceMesh) -> DeviceMesh:

@@ -1,9 +1,5 @@
-"""Reads other libraries' parallelism from modules and parameters: DTensors, Megatron-LM's attributes, transformers'
-styles.
-
-Attributes of Megatron-LM and TransformerEngine mark a plain parameter as a local shard, or its gradient as reduced over
-other ranks than the data-parallel ones. TransformerEngine sets them without tensor parallelism too, so they count
-unless the module or its configuration has one rank, or is a TransformerEngine module that is not cut.
+"""Reads other libraries' parallelism from modules and parameters: DTensors, Megatron-LM's attributes (`plain_shards`),
+transformers' styles.
 
 transformers replaces a module's ``forward`` by a style's function (``tp_forward``, ``ep_forward``), which changes
 ``_parameters`` while it runs; `Ref.seen` decides what modules see then.
@@ -12,7 +8,6 @@ transformers replaces a module's ``forward`` by a style's function (``tp_forward
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
@@ -21,14 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor, Replicate
 
 from ..buffers.flat_buffer import refs
-from ..dtensor import transformer_engine as te
-from ..dtensor.mesh import TENSOR
 from ..dtensor.tp_shards import TPShard
-from ..runtime import groups
+from . import plain_shards
 from .rollback import Rollback
 
 
@@ -42,9 +34,17 @@ def piece_of(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh |
         mesh: given to `fully_shard`; may have an axis of tensor parallelism.
 
     Raises:
-        ValueError: a DTensor that is neither sharded nor replicated.
+        ValueError: a DTensor that is neither sharded nor replicated; nothing tells whether ranks of expert parallelism
+            hold different values.
         NotImplementedError: it is marked as a shard of an unknown parameter.
     """
+    piece = _piece_of(fqn, param, owner, mesh)
+    if mesh is not None:
+        plain_shards.described(fqn, piece, mesh)
+    return piece
+
+
+def _piece_of(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh | None) -> TPShard | None:
     if hasattr(param, "_mfsdp_piece"):
         return param._mfsdp_piece  # type: ignore[no-any-return]
     if isinstance(param, DTensor):
@@ -56,99 +56,7 @@ def piece_of(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh |
     if over is not None:
         copy = TPShard.cut_of(over, (Replicate(),) * over.ndim, tuple(param.shape), plain=True, partial=True)
         return copy if over.size() > 1 else None
-    return _by_attributes(fqn, param, owner, mesh)
-
-
-# Megatron-LM
-
-_REFUSED: dict[str, tuple[Any, str]] = {
-    "average_gradients_across_tp_domain": (True, "its gradient is also averaged over the ranks of tensor parallelism"),
-    "allreduce": (False, "it is an expert that other ranks of data parallelism do not have"),
-}
-"""Refused attributes: the value that has a meaning, and the meaning."""
-
-
-def _by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceMesh | None) -> TPShard | None:
-    for name, (value, meaning) in _REFUSED.items():
-        ranks = _ranks(owner, expert=name == "allreduce")
-        if getattr(param, name, None) is value and ranks != 1:
-            over = f" over {ranks} ranks" if ranks else ""
-            raise NotImplementedError(
-                f"fully_shard: parameter {fqn} has {name}={value}: {meaning}{over}, which is not supported in plain "
-                f"tensors. If every rank does hold it whole, say so with param.{name} = {not value}"
-            )
-    whole = te.is_module(owner) and te.tensor_parallel(owner) == 1
-    cut = getattr(param, "tensor_model_parallel", None) is True and not whole
-    summand = getattr(param, "sequence_parallel", None) is True
-    ranks = _ranks(owner, expert=False)
-    if not (cut or summand) or ranks == 1:
-        return None
-    said = "tensor_model_parallel" if cut else "sequence_parallel"
-    axis = _axis(owner, mesh, param.device.type)
-    if axis is None or (ranks is not None and axis.size() != ranks):
-        found = "says over which ranks" if axis is None else f"has {ranks} ranks, as its module says"
-        raise NotImplementedError(
-            f"fully_shard: parameter {fqn} has {said}=True, tensor parallelism in a plain tensor, and nothing {found}. "
-            f"Give the mesh of both, with axes 'dp_shard' and 'tp'. If every rank does hold it whole, say so with "
-            f"param.{said} = False"
-        )
-    if axis.size() == 1:
-        return None
-    shape, dim = list(param.shape), getattr(param, "partition_dim", None)
-    if not cut:
-        return TPShard.cut_of(axis, (Replicate(),), tuple(shape), plain=True, partial=True)
-    if not isinstance(dim, int) or not 0 <= dim < len(shape) or param.is_meta:
-        why = (
-            "is on the meta device: build the model where it will run"
-            if param.is_meta
-            else (f"has partition_dim={dim}, which is none of its {len(shape)} dimensions")
-        )
-        raise NotImplementedError(f"fully_shard: parameter {fqn} has tensor_model_parallel=True and {why}")
-    shape[dim] *= axis.size()
-    stride = int(getattr(param, "partition_stride", 1))
-    placement = Shard(dim) if stride == 1 else _StridedShard(dim, split_factor=stride)
-    piece = TPShard.cut_of(axis, (placement,), tuple(shape), plain=True)
-    if piece.local != tuple(param.shape):
-        raise ValueError(
-            f"fully_shard: parameter {fqn} is {list(param.shape)}, and partition_dim={dim}, partition_stride={stride} "
-            f"over {axis.size()} ranks make {list(piece.local)} of {shape}"
-        )
-    return piece
-
-
-def _ranks(owner: nn.Module, expert: bool) -> int | None:
-    """Number of ranks of the module's own parallelism, if known from the module, its configuration or Megatron-LM."""
-    config = getattr(owner, "config", None)
-    if expert:
-        said = [_size(getattr(owner, "ep_group", None)), getattr(config, "expert_model_parallel_size", None)]
-    else:
-        said = [
-            getattr(owner, "tp_size", None),
-            _size(getattr(owner, "tp_group", None)),
-            getattr(config, "tensor_model_parallel_size", None),
-            _size(_megatron_group()),
-        ]
-    return next((n for n in said if isinstance(n, int)), None)
-
-
-def _size(group: object) -> int | None:
-    size = getattr(group, "size", None)
-    return size() if callable(size) else None
-
-
-def _megatron_group() -> object:
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
-        return None
-    return state.get_tensor_model_parallel_group()
-
-
-def _axis(owner: nn.Module, mesh: DeviceMesh | None, device: str) -> DeviceMesh | None:
-    """The ranks of tensor parallelism: an axis of the mesh, or a group of the module or Megatron-LM."""
-    for name in TENSOR if mesh is not None else ():
-        if name in (mesh.mesh_dim_names or ()):  # type: ignore[union-attr]
-            return mesh[name]  # type: ignore[index]
-    return groups.as_mesh(getattr(owner, "tp_group", None) or _megatron_group(), device, "tp")
+    return plain_shards.by_attributes(fqn, param, owner, mesh)
 
 
 # transformers. Private there (closures and their names); tried on 5.23
@@ -177,7 +85,7 @@ def _summed_over(module: nn.Module) -> DeviceMesh | None:
 
 
 def is_sum(hook: Callable[..., object]) -> bool:
-    """Whether a parameter's hook does what `TPShard.partial` does."""
+    """Whether a parameter's hook does what `TPShard.summands` do."""
     return str(getattr(hook, "__module__", "")).startswith(_THEIRS) and hook.__name__ == "_all_reduce_grad"
 
 
@@ -209,7 +117,7 @@ def adapt(modules: Iterable[nn.Module], rollback: Rollback) -> None:
     """
     for module in modules:
         cells = _cells(module) if refs(module) else {}
-        if "is_already_hooked" in cells:  # `TPShard.partial` sums them
+        if "is_already_hooked" in cells:  # `TPShard.seen` sums them
             _forward(module, cells["original_forward"].cell_contents, rollback)
         elif "self" in cells:
             style: Any = cells["self"].cell_contents
