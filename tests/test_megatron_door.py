@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.metadata
 import inspect
 import os
@@ -138,6 +139,7 @@ def its_quick_start(folder: str) -> dict[str, float]:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_its_quick_start(two_ranks, tmp_path):
     pytest.importorskip("megatron_fsdp")
     for worst in two_ranks.run(its_quick_start, str(tmp_path)):
@@ -243,6 +245,46 @@ def microbatches(strategy: int) -> float:
 def test_microbatches(two_ranks, strategy):
     """Ranks and microbatches are added in another order than in the reference."""
     assert max(two_ranks.run(microbatches, strategy)) < 1e-6
+
+
+def hybrid(outer: int) -> float:
+    """Two levels, and a group of other ranks than theirs."""
+    model, reference = pair()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_outer", "dp_shard"))
+    given = {
+        "device_mesh": mesh, "dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_outer", "fsdp_unit_modules": [nn.Linear],
+        "outer_dp_sharding_strategy": outer, "sync_model_each_microbatch": False, "options": EAGER,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"hybrid_fsdp_group has ranks \[\d, \d\], and \('dp_outer', 'dp_shard'\) of"):
+        door.fully_shard_model(model, **given, hybrid_fsdp_group=mesh["dp_shard"].get_group())
+    for name in ("dp_shard_dim", "dp_outer_dim"):
+        with pytest.raises(ValueError, match=f"{name}='polo' is no axis of device_mesh, which has"):
+            door.fully_shard_model(model, **{**given, name: "polo"})
+    with pytest.raises(ValueError, match="dp_outer_dim='dp_outer' without dp_shard_dim"):
+        door.fully_shard_model(model, **{**given, "dp_shard_dim": None})
+    group = mesh[("dp_outer", "dp_shard")]._flatten("both").get_group()
+    model = door.fully_shard_model(model, **given, hybrid_fsdp_group=group)
+    assert model.get_distributed_index().get_dp_group() is group
+    optimizer, theirs = door.fully_shard_optimizer(grouped(model)), grouped(reference)
+    for step in range(2):
+        with model.no_sync():
+            model(batch(step)).square().mean().backward()
+        model(batch(10 + step)).square().mean().backward()
+        for number in (step, 10 + step):
+            reference(batch(number)).square().mean().backward()
+        averaged(reference)
+        for o in (optimizer, theirs):
+            o.step()
+            o.zero_grad()
+    return max(differences(model, reference))
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.parametrize("outer", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
+def test_two_levels(four_ranks, outer):
+    """The order of additions differs; AdamW divides by small numbers."""
+    assert max(four_ranks.run(hybrid, outer)) < 1e-4
 
 
 def sums(folder: str) -> list[float]:
@@ -371,6 +413,32 @@ def test_methods_and_attributes():
         model.get_distributed_index()
 
 
+OPTIMIZERS = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}, "AdamW": {"lr": torch.tensor(0.1)}, "NAdam": {}, "Rprop": {},
+    "Adagrad": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_dicts_before_the_first_step_change_nothing(kind):
+    """Neither asking for them nor loading one makes the training another."""
+    (model, reference), make = pair(), lambda m: getattr(torch.optim, kind)(m.parameters(), **OPTIMIZERS[kind])
+    model = door.fully_shard_model(model, fsdp_unit_modules=[nn.Linear], options=EAGER)
+    optimizer, other = (door.fully_shard_optimizer(make(model)) for _ in range(2))
+    weights = [p.full_tensor().clone() for p in model.parameters()]
+    there = optimizer.state_dict()
+    assert all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), weights, strict=True))
+    assert all(state for state in there["state"].values()) and len(there["state"]) == 5
+    if kind != "SGD":  # without a count of steps, and with dampening, its zeros are no fresh state
+        other.load_state_dict(there)
+        optimizer = other
+    assert steps(model, reference, optimizer, make(reference)) == 0
+    other.load_state_dict(optimizer.state_dict())
+    assert {name for state in other.state.values() for name in state} >= {
+        name for s in there["state"].values() for name in s
+    }
+
+
 # Arguments by name
 
 INTO = [
@@ -481,6 +549,8 @@ def test_names_and_signatures_are_those_of_the_package():
         from megatron_fsdp import uneven_dtensor as their_uneven
     for name in theirs.__all__:
         assert name.startswith("__") or hasattr(door, name), name
+    for path, name in (("fully_shard", "fully_shard_model"), ("megatron_fsdp", "MegatronFSDP")):
+        assert getattr(importlib.import_module(f"{door.__name__}.{path}"), name) is getattr(door, name)
     own = {"preserve_fp32_weights", "grad_reduce_in_fp32", "check_for_nan_in_grad", "options", "compile", "offload"}
     policy = "mixed_precision_policy"  # of another class
     for function in (theirs.fully_shard_model, theirs.fully_shard, theirs.fully_shard_optimizer):

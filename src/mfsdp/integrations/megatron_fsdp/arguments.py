@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...buffers.flat_buffer import refs
 from ...buffers.sharding_plan import OUTER, strategy_name
-from ...config import options as ours
-from ...config.options import Options, Precision
+from ...config.options import Options
 from ...runtime import groups
 from .. import environment
+from .mixed_precision import MixedPrecisionPolicy, policy_of
 
 
 class ShardingStrategy(IntEnum):
@@ -31,40 +31,12 @@ class ShardingStrategy(IntEnum):
     OPTIM_GRADS_PARAMS = 3
 
 
-class MixedPrecisionPolicy(ours.MixedPrecisionPolicy):
-    """megatron-fsdp's policy: mfsdp's, except that ``main_grads_dtype=None`` is the parameter's own dtype, for 16 bits
-    too. Its other fields may be given as well.
-    """
-
-    def resolve(self, dtype: torch.dtype, trains: bool = True) -> Precision:
-        """Returns the dtypes of a parameter of dtype ``dtype``, trained or frozen."""
-        given = replace(self, main_grads_dtype=self.main_grads_dtype or dtype)
-        return ours.MixedPrecisionPolicy.resolve(given, dtype, trains)
-
-
-def policy_of(given: object) -> MixedPrecisionPolicy:
-    """Returns the door's policy for megatron-fsdp's object, or the door's.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(given, MixedPrecisionPolicy):
-        return given
-    names = ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype")
-    if isinstance(given, ours.MixedPrecisionPolicy) or not all(hasattr(given, name) for name in names):
-        raise ValueError(
-            f"mixed_precision_policy={given!r}: give mfsdp.integrations.megatron_fsdp.MixedPrecisionPolicy, which has "
-            "the fields of megatron-fsdp's and of mfsdp's"
-        )
-    return MixedPrecisionPolicy(**{name: getattr(given, name) for name in names})
-
-
 @dataclass(frozen=True)
 class Arguments:
     """Arguments of `fully_shard_model` besides the module, in megatron-fsdp's order and with its defaults.
 
     docs/from_megatron_fsdp.md says what each does here. The last ones are of older versions (``None``: not given), and
-    the door's own: ``options`` of the backend, and whether to ``compile``.
+    this integration's own: ``options`` of the backend, and whether to ``compile``.
 
     Raises:
         ValueError: a value that megatron-fsdp does not know either, two that contradict each other, or an option that

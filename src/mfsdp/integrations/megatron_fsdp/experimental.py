@@ -21,7 +21,7 @@ from ...sharding.shard import fully_shard as shard
 from .. import environment
 from ..compiling import not_compiled_elsewhere
 from . import optimizer as optimizers
-from .arguments import MixedPrecisionPolicy, policy_of
+from .mixed_precision import MixedPrecisionPolicy, policy_of
 
 MeshAxis = int | str
 
@@ -119,7 +119,9 @@ def fully_shard(
         ValueError, NotImplementedError: see `mfsdp.fully_shard`; ``use_symm_mem=True``, other placements.
     """
     if use_symm_mem:
-        raise NotImplementedError("use_symm_mem=True: buffers are allocated as tensors; leave it out")
+        raise NotImplementedError(
+            "use_symm_mem=True: buffers have memory pools of their own, which NCCL does not register; leave it out"
+        )
     policy = policy_of(mixed_precision_policy or MixedPrecisionPolicy())
     policy = replace(policy, main_params_dtype=policy.main_params_dtype or torch.float32)
     arguments = {**placements.arguments(mesh), "mp_policy": policy, "sync_module_states": True}

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...buffers.flat_buffer import FlatBuffer
@@ -147,8 +147,14 @@ def _subclass(flat: type[Optimizer]) -> type[Optimizer]:
             return cast(dict[str, Any], base.state_dict(self))
         return _with_zeros(self, base)
 
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """As the base's; state of parameters that had not been stepped is left out, so that the first step makes it."""
+        kept = {p: s for p, s in state_dict["state"].items() if s.get("step", 1) or isinstance(self, Adagrad)}
+        base.load_state_dict(self, {**state_dict, "state": kept})
+
     step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
-    space = {"__module__": flat.__module__, "step": step, "zero_grad": zero_grad, "state_dict": state_dict}
+    space = {"__module__": flat.__module__, "step": step, "zero_grad": zero_grad}
+    space |= {"state_dict": state_dict, "load_state_dict": load_state_dict}
     return type(flat.__name__, (flat,), space)
 
 

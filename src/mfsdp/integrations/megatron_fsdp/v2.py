@@ -11,8 +11,8 @@ from torch import nn
 
 from ...sharding.module import FSDPModule
 from .. import environment
-from .arguments import MixedPrecisionPolicy, policy_of
 from .experimental import in_place
+from .mixed_precision import MixedPrecisionPolicy, policy_of
 from .uneven_dtensor import (
     gather_and_compute_chunk_metadata,
     get_state_dict,

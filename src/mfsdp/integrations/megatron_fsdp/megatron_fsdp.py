@@ -218,6 +218,9 @@ class MegatronFSDP(nn.Module):
         outer = args.strategies()[1] == "optim"
         return FSDPDistributedIndex(**{name: getattr(args, name) for name in names}, hsdp_outer_dp_shard=outer)
 
+    def _replace_param_with_distributed_if_needed(self) -> None:
+        """Does nothing: ``parameters()`` are always what the optimizer steps. Documented there although private."""
+
     # What is not there
 
     def all_gather_and_wait_parameters_ready(self, *unused: object, **more: object) -> NoReturn:
