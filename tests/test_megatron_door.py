@@ -342,6 +342,7 @@ def per_module(kind: str) -> float:
             given = {"enable_unshard_prefetch": False, "enable_async_reduce_grad": False, "options": EAGER}
             assert v2.fully_shard(m, mesh=mesh["inner"], sharding_strategy="optim", **given) is m
             assert isinstance(m, v2.FSDPModule)
+            m._log_parameter_groups()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     assert experimental.fully_shard_optimizer(optimizer) is None
     theirs = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
@@ -448,6 +449,7 @@ INTO = [
     ({"device": torch.device("cpu"), "init_model_with_meta_device": True}, {"device": None}),
     ({"fsdp_unit_modules": ["torch.nn.modules.linear.Linear", MLP]}, {"units": [nn.Linear]}),
     ({"fsdp_unit_modules": [nn.Linear], "enable_fine_grained_param_gather": True}, {"units": ["up", "down"]}),
+    ({"sharding": {"may_be_unused": True, "strategy": 2}}, {"may_be_unused": True, "strategy": 2}),
     ({"overlap_grad_reduce": False}, {"reduce_lag": 0}),
     ({"overlap_param_gather": False}, {"prefetch": 0}),
     ({"overlap_param_gather": False, "options": {"prefetch": 2}}, {"prefetch": 2}),
@@ -507,14 +509,14 @@ def test_arguments_are_translated(given, found):
     arguments = Arguments(**given)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        all_of_them = arguments.sharding(MLP()) | arguments.backend_options()
+        all_of_them = arguments.for_module(MLP()) | arguments.backend_options()
     assert {name: all_of_them[name] for name in found} == found
 
 
 @pytest.mark.parametrize("name", AUTOMATIC)
 def test_arguments_without_effect(name):
     given = Arguments(**{name: AUTOMATIC[name]})
-    assert given.sharding(MLP()) == Arguments().sharding(MLP()) and given.backend_options() == {}
+    assert given.for_module(MLP()) == Arguments().for_module(MLP()) and given.backend_options() == {}
 
 
 @pytest.mark.parametrize(("given", "kind", "words"), REFUSED)
@@ -551,7 +553,15 @@ def test_names_and_signatures_are_those_of_the_package():
         assert name.startswith("__") or hasattr(door, name), name
     for path, name in (("fully_shard", "fully_shard_model"), ("megatron_fsdp", "MegatronFSDP")):
         assert getattr(importlib.import_module(f"{door.__name__}.{path}"), name) is getattr(door, name)
-    own = {"preserve_fp32_weights", "grad_reduce_in_fp32", "check_for_nan_in_grad", "options", "compile", "offload"}
+    own = {
+        "preserve_fp32_weights",
+        "grad_reduce_in_fp32",
+        "check_for_nan_in_grad",
+        "options",
+        "sharding",
+        "compile",
+        "offload",
+    }
     policy = "mixed_precision_policy"  # of another class
     for function in (theirs.fully_shard_model, theirs.fully_shard, theirs.fully_shard_optimizer):
         mine = inspect.signature(getattr(door, function.__name__)).parameters.values()

@@ -36,7 +36,8 @@ class Arguments:
     """Arguments of `fully_shard_model` besides the module, in megatron-fsdp's order and with its defaults.
 
     docs/from_megatron_fsdp.md says what each does here. The last ones are of older versions (``None``: not given), and
-    this integration's own: ``options`` of the backend, and whether to ``compile``.
+    this integration's own: ``options`` of the backend, ``sharding``, arguments of `mfsdp.fully_shard`, which override
+    the others and ``MFSDP_SHARDING``, and whether to ``compile``.
 
     Raises:
         ValueError: a value that megatron-fsdp does not know either, two that contradict each other, or an option that
@@ -82,6 +83,7 @@ class Arguments:
     grad_reduce_in_fp32: bool | None = None
     check_for_nan_in_grad: bool | None = None
     options: Mapping[str, Any] | None = None
+    sharding: Mapping[str, Any] | None = None
     compile: bool = True
 
     def __post_init__(self) -> None:
@@ -145,7 +147,7 @@ class Arguments:
             )
         return found
 
-    def sharding(self, module: nn.Module) -> dict[str, Any]:
+    def for_module(self, module: nn.Module) -> dict[str, Any]:
         """Returns the arguments of `mfsdp.fully_shard` for a module.
 
         Warns:
@@ -170,7 +172,7 @@ class Arguments:
             "mp_policy": self.policy(),
             "device": None if self.init_model_with_meta_device else self.device,
             "sync_module_states": True,
-            **environment.sharding(None),
+            **environment.sharding(self.sharding),
         }
 
     def _units(self, module: nn.Module) -> list[type[nn.Module] | str] | None:
@@ -181,7 +183,7 @@ class Arguments:
         if unused:
             warnings.warn(
                 f"mfsdp: fsdp_unit_modules: no module of this {type(module).__name__} is a {', '.join(unused)}",
-                stacklevel=5,
+                stacklevel=6,
             )
         inner = [m for m in module.modules() if m is not module and isinstance(m, tuple(kinds))]
         if not self.enable_fine_grained_param_gather:

@@ -47,6 +47,7 @@ class MegatronFSDP(nn.Module):
         ddp_config: DistributedDataParallelConfig | None = None,
         mixed_precision_policy: object = None,
         fsdp_unit_modules: Any = None,
+        *,
         sync_model_each_microbatch: bool = False,
         **arguments: Any,
     ):
@@ -71,7 +72,7 @@ class MegatronFSDP(nn.Module):
         if arguments.compile:
             not_compiled(module, "fully_shard_model", "fully_shard_model(options=)")
         options = arguments.backend_options()
-        fully_shard(module, **arguments.sharding(module))
+        fully_shard(module, **arguments.for_module(module))
         super().__init__()
         self.module, self.mp_policy = module, arguments.policy()
         self._arguments = arguments

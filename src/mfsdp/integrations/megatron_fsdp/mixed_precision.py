@@ -15,6 +15,9 @@ class MixedPrecisionPolicy(ours.MixedPrecisionPolicy):
     too. Its other fields may be given as well.
     """
 
+    def __repr__(self) -> str:
+        return f"megatron_fsdp.{super().__repr__()}"
+
     def resolve(self, dtype: torch.dtype, trains: bool = True) -> Precision:
         """Returns the dtypes of a parameter of dtype ``dtype``, trained or frozen."""
         given = replace(self, main_grads_dtype=self.main_grads_dtype or dtype)

@@ -5,11 +5,13 @@ Modules are compiled in place. A module that another one calls is part of that o
 
 from __future__ import annotations
 
+import logging
+import types
 from typing import Any
 
 from torch import nn
 
-from ...sharding.module import FSDPModule
+from ...sharding.module import FSDPModule, buffers_of
 from .. import environment
 from .experimental import in_place
 from .mixed_precision import MixedPrecisionPolicy, policy_of
@@ -33,6 +35,8 @@ __all__ = [
     "split_dtensor",
     "uneven_dtensor_to_full_tensor",
 ]
+
+log = logging.getLogger("mfsdp")
 
 
 def fully_shard(
@@ -85,4 +89,11 @@ def fully_shard(
     assert isinstance(module, FSDPModule)
     if gradient_scaling_factor is not None:
         module.set_gradient_divide_factor(1 / gradient_scaling_factor)
+    module.__dict__["_log_parameter_groups"] = types.MethodType(_log_parameter_groups, module)
     return module
+
+
+def _log_parameter_groups(self: FSDPModule) -> None:
+    """Logs units and sizes. Private there, but its example calls it."""
+    for buffer in buffers_of(self, recurse=True):
+        log.info("mfsdp: %s, %s", buffer.path, buffer.precision)
