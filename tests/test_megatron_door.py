@@ -513,6 +513,16 @@ def test_arguments_are_translated(given, found):
     assert {name: all_of_them[name] for name in found} == found
 
 
+def test_flattened_axes():
+    with mfsdp.fake_ranks(8), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_outer", "dp_shard", "cp"))
+        mesh[("dp_shard", "cp")]._flatten("dp_shard_cp")
+        given = Arguments(mesh, "dp_shard_cp", "dp_outer").for_module(MLP())
+        assert given["mesh"] is mesh
+        assert given["dp_mesh_dims"] == {"shard": ("dp_shard", "cp"), "replicate": ("dp_outer",)}
+
+
 @pytest.mark.parametrize("name", AUTOMATIC)
 def test_arguments_without_effect(name):
     given = Arguments(**{name: AUTOMATIC[name]})
@@ -646,6 +656,21 @@ def test_optimizers_that_cannot_be_moved():
     model = door.fully_shard_model(model, use_decoupled_grad=True, compile=False)
     with pytest.raises(ValueError, match="torch's AdamW reads .grad, and use_decoupled_grad=True"):
         door.fully_shard_optimizer(grouped(model))
+
+
+def test_schedulers_and_copies():
+    model = door.fully_shard_model(MLP(), options=EAGER)
+    optimizer = door.fully_shard_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model(batch(0)).sum().backward()
+    before = model.module.scale.full_tensor().clone()
+    optimizer.step(sync_grad_before_optimizer_step=True)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5 and not torch.equal(model.module.scale.full_tensor(), before)
+    again = copy.deepcopy(optimizer)
+    assert (
+        type(again) is type(optimizer) and again.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+    )
 
 
 def test_older_spellings():
