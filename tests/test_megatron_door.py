@@ -521,6 +521,8 @@ def test_flattened_axes():
         given = Arguments(mesh, "dp_shard_cp", "dp_outer").for_module(MLP())
         assert given["mesh"] is mesh
         assert given["dp_mesh_dims"] == {"shard": ("dp_shard", "cp"), "replicate": ("dp_outer",)}
+        with pytest.raises(ValueError, match="outer_dp_sharding_strategy without dp_outer_dim"):
+            Arguments(mesh, "dp_shard_cp", outer_dp_sharding_strategy=1).for_module(MLP())
 
 
 @pytest.mark.parametrize("name", AUTOMATIC)

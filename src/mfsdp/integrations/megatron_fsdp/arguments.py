@@ -203,6 +203,8 @@ class Arguments:
             if self.dp_outer_dim is not None:
                 raise ValueError(f"dp_outer_dim={self.dp_outer_dim!r} without dp_shard_dim: name both axes")
             return {"mesh": mesh}
+        if self.dp_outer_dim is None and self.strategies()[1] != OUTER[0]:
+            raise ValueError("outer_dp_sharding_strategy without dp_outer_dim: name the outer axis of device_mesh too")
         shard = _axes(mesh, "dp_shard_dim", self.dp_shard_dim)
         outer = () if self.dp_outer_dim is None else _axes(mesh, "dp_outer_dim", self.dp_outer_dim)
         if self.hybrid_fsdp_group is not None:

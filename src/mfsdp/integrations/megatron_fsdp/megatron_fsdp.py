@@ -23,10 +23,8 @@ from .configuration import DistributedDataParallelConfig, FSDPDistributedIndex
 class MegatronFSDP(nn.Module):
     """A model that mfsdp shards, and compiles in place; `module` is the model itself.
 
-    Names in ``state_dict()`` begin with ``module.``, as megatron-fsdp's do: each library loads the other's checkpoints.
-    Calls of other code (``model(x)``) run the compiled graph.
-
-    The constructor takes megatron-fsdp's arguments; `fully_shard_model` is the usual way.
+    Names in ``state_dict()`` begin with ``module.``, as megatron-fsdp's do, so that its checkpoints load. The
+    constructor takes megatron-fsdp's arguments; `fully_shard_model` is the usual way.
 
     Args:
         module: the model, sharded and compiled in place.
