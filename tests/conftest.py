@@ -36,7 +36,8 @@ LONGEST = (
     "test_overlapped", "test_together", "test_gone", "test_outlining", "test_subgraphs", "test_watchdog", "test_auto",
     "test_planning_parallel", "test_unused", "test_stable_addresses", "test_evaluation", "test_expert_parallel",
     "test_elastic", "test_demo", "test_curve", "test_warm_start", "test_saving", "test_strategies", "test_schedule",
-    "test_crash", "test_written_rows", "test_checkpoint", "test_parity", "test_transport", "test_cuda_models",
+    "test_crash", "test_megatron_door", "test_written_rows", "test_checkpoint", "test_parity", "test_transport",
+    "test_cuda_models",
 )  # fmt: skip
 """Files that take longest, which begin first: of several workers none is left alone with one at the end."""
 

@@ -46,27 +46,41 @@ def files(room: str) -> list[Path]:
     """What is in a room (`Path.rglob` does not follow the link to the passes before Python 3.13)."""
     if room == "passes":
         return sorted((ROOT / "passes").glob("*.py"))
-    return [SOURCE / f"{room}.py"] if (SOURCE / f"{room}.py").exists() else sorted((SOURCE / room).glob("*.py"))
+    return [SOURCE / f"{room}.py"] if (SOURCE / f"{room}.py").exists() else sorted((SOURCE / room).rglob("*.py"))
+
+
+def name_of(path: Path, room: str) -> str:
+    """The file's dotted name in its room."""
+    if room == "passes" or path.parent == SOURCE:
+        return path.stem
+    return ".".join(path.relative_to(SOURCE / room).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported(path: Path, room: str, types_too: bool = True) -> set[tuple[str, str]]:
     """Which of our files a file imports, wherever in it: their rooms and names."""
     out = set()
-    inside = 1 if path.parent != SOURCE else 0
+    package = (room,) if room == "passes" else path.relative_to(SOURCE).parts[:-1]
     tree = ast.parse(path.read_text())
     if not types_too:
         tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "mfsdp"):
-            above = [] if not node.level or node.level == 1 + inside else [room]
-            parts = above + (node.module or "").removeprefix("mfsdp").strip(".").split(".") * bool(node.module)
+            above = package[: len(package) + 1 - node.level] if node.level else ()
+            parts = (*above, *(node.module or "").removeprefix("mfsdp").strip(".").split(".")) if node.module else above
             for name in node.names:
-                where = [p for p in (*parts, name.name) if p]
-                out.add((where[0], where[1] if len(where) > 1 else ""))
+                out.add(_known([p for p in (*parts, name.name) if p]))
         elif isinstance(node, ast.Import):
-            named = [a.name.split(".") for a in node.names if a.name.startswith("mfsdp.")]
-            out |= {(n[1], n[2] if len(n) > 2 else "") for n in named}
+            out |= {_known(a.name.split(".")[1:]) for a in node.names if a.name.startswith("mfsdp.")}
     return {(r, name) for r, name in out if r in RANK}
+
+
+def _known(parts: list[str]) -> tuple[str, str]:
+    """The room of a dotted name, and the file in it: the longest part of the name that is one."""
+    for end in range(len(parts), 1, -1):
+        where = SOURCE.joinpath(*parts[:end])
+        if where.with_suffix(".py").exists() or (where / "__init__.py").exists():
+            return parts[0], ".".join(parts[1:end])
+    return parts[0], parts[1] if len(parts) > 1 else ""
 
 
 def everything() -> list[tuple[str, Path]]:
@@ -116,7 +130,7 @@ def test_no_pass_is_tried_before_one_that_it_needs():
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_no_circles_in_a_room(room):
-    knows = {p.stem: {name for other, name in imported(p, room, False) if other == room} for p in files(room)}
+    knows = {name_of(p, room): {name for other, name in imported(p, room, False) if other == room} for p in files(room)}
     while knows:
         free = {name for name, others in knows.items() if not others & knows.keys() - {name}}
         assert free, f"{room}: these import each other: {sorted(knows)}"

@@ -181,7 +181,8 @@ WORDS = {
 
 
 def written_for_ours() -> list[str]:
-    found = {s: None for text in sections().values() for cells in rows(text) for s in spans(cells[-1])}
+    tables = [text for name, text in sections().items() if name != "Change one import"]  # `test_megatron_door`
+    found = {s: None for text in tables for cells in rows(text) for s in spans(cells[-1])}
     prose = re.sub(r"```.*?```|^\|.*?$", "", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
     return list(found | {s: None for s in spans(prose) if s.startswith("mfsdp.")})
 

@@ -19,10 +19,10 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -45,6 +45,7 @@ from ..sharding.module import FSDPModule, unwrapped
 from ..sharding.shard import fully_shard
 from ..sharding.stale_optimizers import optimizer_of
 from . import environment
+from .optimizer_groups import parameters_freed, places
 
 log = logging.getLogger("mfsdp")
 
@@ -295,7 +296,7 @@ def _prepare_fsdp2(self: Accelerator, *args: Any) -> tuple[Any, ...]:
         result = [x if isinstance(x, nn.Module) else self._prepare_one(x) for x in result]
         optimizers = [x for x in result if isinstance(x, torch.optim.Optimizer)]
         if model is not None:
-            with _parameters_freed(optimizers, unwrapped(model)):
+            with parameters_freed(optimizers, unwrapped(model), _refuse_optimizer):
                 prepare_model(self, model)
             if not any(model is other for other in self._models):
                 self._models.append(model)
@@ -317,53 +318,24 @@ def _pair(accelerator: Accelerator) -> None:
         ValueError: an optimizer has parameters of no prepared model.
     """
     homes = {id(m): model for model in accelerator._models for m in unwrapped(model).modules()}
-    places = [_holders(optimizer, accelerator._models) for optimizer in accelerator._optimizers]
-    owners = [homes[id(owner)] for groups in places for owner, _ in groups[0][:1]]
+    held = [places(optimizer, accelerator._models, _refuse_optimizer) for optimizer in accelerator._optimizers]
+    owners = [homes[id(owner)] for groups in held for owner, _ in groups[0][:1]]
     accelerator._models[:] = dict.fromkeys([*owners, *accelerator._models])
 
 
-@contextmanager
-def _parameters_freed(optimizers: Sequence[torch.optim.Optimizer], model: nn.Module) -> Iterator[None]:
-    """Removes the model's parameters from optimizers, so that they are freed one by one, and afterwards gives
-    optimizers the parameters in the same places.
-    """
-    found = [_holders(optimizer, [model]) for optimizer in optimizers]
-    for optimizer in optimizers:
-        if optimizer.state and not isinstance(model, FSDPModule):
-            raise ValueError(
-                f"Accelerator.prepare: {_name(optimizer)} has state of unsharded parameters already. Call prepare "
-                "before the first step, and load_state afterwards; one that makes its state when it is built, as "
-                "Adagrad does, is built from the parameters of the prepared model"
-            )
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = []
-    try:
-        yield
-    finally:
-        for optimizer, places in zip(optimizers, found):
-            for group, own in zip(optimizer.param_groups, places):
-                group["params"] = [owner._parameters[name] for owner, name in own]
-
-
-def _holders(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
-    """Returns, for each group's parameters, the modules that hold them, and their names there."""
-    places = {
-        id(p): (m, name)
-        for model in models
-        for m in unwrapped(model).modules()
-        for name, p in m._parameters.items()
-        if p is not None
-    }
-    for param in (p for group in optimizer.param_groups for p in group["params"]):
-        if id(param) not in places:
-            raise ValueError(
-                f"Accelerator.prepare: {_name(optimizer)} holds a parameter of shape {tuple(param.shape)} that is in "
-                "no prepared model: nobody would average its gradients. "
-                "Give model and optimizer to one call, prepare(model, optimizer), or build the optimizer from the "
-                "parameters of the prepared model; what else trains has to be a part of the model"
-            )
-    return [[places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+def _refuse_optimizer(optimizer: torch.optim.Optimizer, strange: torch.Tensor | None) -> NoReturn:
+    if strange is None:
+        raise ValueError(
+            f"Accelerator.prepare: {_name(optimizer)} has state of unsharded parameters already. Call prepare "
+            "before the first step, and load_state afterwards; one that makes its state when it is built, as "
+            "Adagrad does, is built from the parameters of the prepared model"
+        )
+    raise ValueError(
+        f"Accelerator.prepare: {_name(optimizer)} holds a parameter of shape {tuple(strange.shape)} that is in "
+        "no prepared model: nobody would average its gradients. "
+        "Give model and optimizer to one call, prepare(model, optimizer), or build the optimizer from the "
+        "parameters of the prepared model; what else trains has to be a part of the model"
+    )
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:

@@ -44,6 +44,7 @@ from ..dtensor.mesh import FOLDED, OTHERS
 from ..sharding.contexts import no_sync, synchronize
 from ..sharding.module import FSDPModule
 from ..sharding.shard import fully_shard
+from .compiling import is_compiled, not_compiled
 
 
 def _package() -> str:
@@ -173,7 +174,7 @@ class MFSDPStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, na
             _sharded_alike(module, wanted)
             module.reset_iter_state()  # an earlier fit may have ended inside a step
         else:
-            _not_compiled(module)
+            not_compiled(module, "strategy 'mfsdp'", "MFSDPStrategy(options=)")
             self.precision_plugin.convert_module(module)
             units = None if any(isinstance(m, FSDPModule) for m in module.modules()) else "auto"
             fully_shard(module, mesh=self.device_mesh, device=self.root_device, **{"units": units, **wanted})
@@ -343,28 +344,13 @@ def _called(module: nn.Module) -> Iterator[nn.Module]:
     """Yields uncompiled modules with parameters that ``training_step`` may call: the module itself, its children, and
     those of containers without a forward. A module that another one calls is part of that one's graph.
     """
-    if not _compiled(module):
+    if not is_compiled(module):
         yield module
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from (m for m in _called(child) if m is not child)
-        elif not _compiled(child) and any(True for _ in child.parameters()):
+        elif not is_compiled(child) and any(True for _ in child.parameters()):
             yield child
-
-
-def _compiled(module: nn.Module) -> bool:
-    """Whether a module is compiled, in place or wrapped. Private in torch (``_compiled_call_impl``); tried on 2.13."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
-def _not_compiled(module: nn.Module) -> None:
-    """Refuses a module of which a part is compiled: it would read parameters one by one, unknown to the backend."""
-    found = [name or type(module).__name__ for name, m in module.named_modules() if _compiled(m)]
-    if found:
-        raise ValueError(
-            f"strategy 'mfsdp' compiles the module itself, and {found[0]} is compiled already: leave out "
-            "torch.compile, and give its options to MFSDPStrategy(options=)"
-        )
 
 
 # State dicts

@@ -60,7 +60,8 @@ def fully_shard_optimizer(
             compiled (the message gives the reason); with ``offload``, it is not torch's own, ``compile`` is set too, or
             ``offload`` would move main weights.
     """
-    _validate(optimizer, compile, use_decoupled_grad)
+    steps_flat(optimizer, compile, use_decoupled_grad)
+    _has_sharded(optimizer)
     base = type(optimizer)
     streamed = _streamed(_planned(optimizer) if offload is None else offload, base, compile)
     settings = use_decoupled_grad, compile, ahead, streamed
@@ -70,8 +71,12 @@ def fully_shard_optimizer(
     return optimizer
 
 
-def _validate(optimizer: Optimizer, compile: bool, use_decoupled_grad: bool) -> None:
-    """Raises for optimizers that cannot step on flat tensors."""
+def steps_flat(optimizer: Optimizer, compile: bool = False, use_decoupled_grad: bool = False) -> None:
+    """Checks that an optimizer can step on flat tensors, whatever its parameters are.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see `fully_shard_optimizer`.
+    """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"fully_shard_optimizer: {optimizer!r} is no torch.optim.Optimizer")
     base = type(optimizer)
@@ -82,11 +87,8 @@ def _validate(optimizer: Optimizer, compile: bool, use_decoupled_grad: bool) -> 
         raise NotImplementedError(
             f"fully_shard_optimizer does not support {name}: what it does to one element depends on others"
         )
-    if not any(is_sharded(p) for g in optimizer.param_groups for p in g["params"]):
-        raise ValueError(f"fully_shard_optimizer: none of the {name}'s parameters is sharded; call fully_shard first")
     if "step" in vars(optimizer):
         raise ValueError(f"fully_shard_optimizer: something has wrapped the {name}'s step; build schedulers afterwards")
-    te.understood(optimizer, use_decoupled_grad)
     if use_decoupled_grad and base.__module__.startswith("torch.optim."):
         raise ValueError(
             f"fully_shard_optimizer: torch's {name} reads .grad, and use_decoupled_grad=True puts gradients elsewhere: "
@@ -98,6 +100,13 @@ def _validate(optimizer: Optimizer, compile: bool, use_decoupled_grad: bool) -> 
             f"{', '.join(sorted(known.__name__ for known in KNOWN))} only, since what others keep where is not known. "
             "Leave out compile=True"
         )
+    te.understood(optimizer, use_decoupled_grad)
+
+
+def _has_sharded(optimizer: Optimizer) -> None:
+    if not any(is_sharded(p) for g in optimizer.param_groups for p in g["params"]):
+        name = type(optimizer).__name__
+        raise ValueError(f"fully_shard_optimizer: none of the {name}'s parameters is sharded; call fully_shard first")
 
 
 def _planned(optimizer: Optimizer) -> bool:

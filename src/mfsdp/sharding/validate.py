@@ -58,6 +58,12 @@ def validate(fqn: str, param: nn.Parameter, owner: nn.Module) -> None:
             "`hide_collectives` has weights' gradients computed while collectives run), or pass the parameter in "
             "ignored_params"
         )
+    if param.requires_grad and getattr(param, "skip_backward_post_hook", False):  # TransformerEngine and Megatron-LM
+        raise NotImplementedError(
+            f"fully_shard: parameter {fqn} has skip_backward_post_hook=True: {type(owner).__name__} computes its "
+            "gradient after backward, where its unit has been reduced without it. Build the model without delayed "
+            "weight gradients (delay_wgrad_compute=False), or pass the parameter in ignored_params"
+        )
     if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None:
         raise ValueError(
             f"fully_shard: {type(owner).__name__}(max_norm={owner.max_norm:g}) writes to its parameter {fqn} in "

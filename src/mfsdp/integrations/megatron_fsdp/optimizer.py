@@ -1,0 +1,203 @@
+"""Optimizers of megatron-fsdp's form: flat, with its keyword arguments, and with state to load into."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.optim import Adagrad, Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...buffers.flat_buffer import FlatBuffer
+from ...buffers.norms import check_finite
+from ...optim import flat_optimizer
+from ...sharding.module import FSDPModule
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a model's optimizer has to know of `fully_shard_model`'s arguments."""
+
+    decoupled: bool = False
+    ahead: bool = True
+    finite: Callable[[], nn.Module | None] = lambda: None
+    """A weak reference to the model, if its gradients are to be checked before a step."""
+
+
+_SETTINGS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Settings of models, by the state of their outermost module."""
+
+
+def remember(root: FSDPModule, *, decoupled: bool = False, ahead: bool = True, finite: bool = False) -> None:
+    """Keeps settings for the optimizer of a model."""
+    model = weakref.ref(cast(nn.Module, root)) if finite else _Settings.finite
+    _SETTINGS[root._mfsdp_unit.outermost] = _Settings(decoupled, ahead, model)
+
+
+def _settings(optimizer: Optimizer) -> _Settings:
+    owners = _buffers(optimizer) if isinstance(optimizer, Optimizer) else []
+    found = _SETTINGS.get(owners[0].unit.outermost) if owners else None
+    return found or _Settings()
+
+
+def fully_shard_optimizer(
+    optimizer: Optimizer,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    *,
+    compile: bool = False,
+    offload: bool | str | None = None,
+) -> Optimizer:
+    """Makes an optimizer over parameters of a `MegatronFSDP` step on flat tensors; returns the same optimizer.
+
+    Its ``step`` takes ``sync_grad_before_optimizer_step`` and ``install_optimized_model_weights``, its ``zero_grad``
+    ``zero_grad_buffer``. Before the first step, ``state_dict()`` has zeros to load a checkpoint into; the optimizer
+    itself stays without state. (megatron-fsdp takes a step with zero gradients here, which decays weights.) All ranks
+    must call that ``state_dict()``.
+
+    Args:
+        optimizer: elementwise, built from ``model.parameters()``.
+        preproc_state_dict_for_dcp_ckpt: no effect: ``torch.distributed.checkpoint`` always takes the state dict.
+        compile, offload: see `mfsdp.fully_shard_optimizer`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: see `mfsdp.fully_shard_optimizer`.
+    """
+    return adapt(optimizer, _settings(optimizer).decoupled, compile, offload)
+
+
+def adapt(optimizer: Optimizer, decoupled: bool, compile: bool = False, offload: bool | str | None = None) -> Optimizer:
+    """Makes an optimizer flat, with megatron-fsdp's keyword arguments, and returns it."""
+    ahead = _settings(optimizer).ahead
+    flat = flat_optimizer.fully_shard_optimizer(
+        optimizer, compile, use_decoupled_grad=decoupled, ahead=ahead, offload=offload
+    )
+    base: Any = type(flat)
+    flat.__class__ = _subclass(base)
+    return flat
+
+
+def complete(buffers: Iterable[FlatBuffer]) -> None:
+    """Checks that no gradients are left unreduced.
+
+    Raises:
+        RuntimeError: names the unit.
+    """
+    for buffer in buffers:
+        if buffer.gradients.holds:
+            raise RuntimeError(
+                f"mfsdp: gradients of unit {buffer.unit.fqn!r} are not reduced: every backward since the last step ran "
+                "with is_last_microbatch=False, or inside no_sync(). Run the last backward of a step outside, or set "
+                "model.is_last_microbatch = True before it"
+            )
+
+
+@functools.cache
+def _subclass(flat: type[Optimizer]) -> type[Optimizer]:
+    """The class of a flat optimizer with megatron-fsdp's keyword arguments."""
+    base: Any = flat
+
+    def step(
+        self: Any,
+        closure: Callable[[], Any] | None = None,
+        *,
+        sync_grad_before_optimizer_step: bool = True,
+        install_optimized_model_weights: bool = True,
+    ) -> Any:
+        """Takes a step. The two flags have no effect: backward reduces gradients, and the next gather reads weights.
+
+        Raises:
+            RuntimeError: gradients are not reduced.
+            FloatingPointError: gradients have an Inf or NaN, and the model was sharded with
+                ``report_nan_in_param_grad=True``.
+        """
+
+        def checked() -> Any:
+            loss = None if closure is None else closure()
+            complete(_buffers(self))
+            if (model := _settings(self).finite()) is not None:
+                check_finite(model)
+            return loss
+
+        if closure is None:
+            checked()
+        return base.step(self, None if closure is None else checked)
+
+    def zero_grad(self: Any, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
+        """As the base's.
+
+        Raises:
+            NotImplementedError: ``zero_grad_buffer=False``.
+        """
+        if not zero_grad_buffer:
+            raise NotImplementedError(
+                "zero_grad(zero_grad_buffer=False): gradients have one buffer, of which param.grad is a view: leave "
+                "out zero_grad() to keep them"
+            )
+        base.zero_grad(self, set_to_none)
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        """As the base's; before the first step with zeros in the place of state."""
+        gradients = any(p.grad is not None for group in self.param_groups for p in group["params"])
+        if self.state or gradients or any(b.gradients.holds for b in _buffers(self)):
+            return cast(dict[str, Any], base.state_dict(self))
+        return _with_zeros(self, base)
+
+    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+        """As the base's; state of parameters that had not been stepped is left out, so that the first step makes it."""
+        kept = {p: s for p, s in state_dict["state"].items() if s.get("step", 1) or isinstance(self, Adagrad)}
+        base.load_state_dict(self, {**state_dict, "state": kept})
+
+    step.hooked = True  # type: ignore[attr-defined]  # the base's step runs the hooks
+    space = {"__module__": flat.__module__, "step": step, "zero_grad": zero_grad}
+    space |= {"state_dict": state_dict, "load_state_dict": load_state_dict}
+    return type(flat.__name__, (flat,), space)
+
+
+def _with_zeros(optimizer: Any, base: Any) -> dict[str, Any]:
+    """Returns the state dict after a step with zero gradients and zero learning rates, with ``step`` 0; the optimizer
+    has no state afterwards.
+    """
+    rates = [group["lr"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+            for param in group["params"]:
+                if param.requires_grad:
+                    param.grad = torch.zeros_like(param)
+        base.step(optimizer)
+    finally:
+        base.zero_grad(optimizer)
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+    out: dict[str, Any] = base.state_dict(optimizer)
+    for state in out["state"].values():
+        if "step" in state:
+            state["step"] = state["step"] * 0
+    optimizer.state.clear()
+    return out
+
+
+def _buffers(optimizer: Optimizer) -> list[FlatBuffer]:
+    """Returns the flat buffers of the parameters that an optimizer steps."""
+    owners = (getattr(p, "_mfsdp_owner", None) for group in optimizer.param_groups for p in group["params"])
+    return [owner for owner in dict.fromkeys(owners) if owner is not None]
+
+
+def refuse(optimizer: Optimizer, strange: torch.Tensor | None) -> NoReturn:
+    """Raises for an optimizer that cannot be given sharded parameters."""
+    name = type(optimizer).__name__
+    if strange is None:
+        raise ValueError(
+            f"fully_shard: the {name} has state of unsharded parameters, which would be lost. Call fully_shard before "
+            "the first step and load the state afterwards; one that makes its state when it is built, as Adagrad does, "
+            "is built from the parameters of fully_shard_model(...) and given to fully_shard_optimizer"
+        )
+    raise ValueError(
+        f"fully_shard: the {name} holds a parameter of shape {tuple(strange.shape)} that is not in the module: nobody "
+        "would reduce its gradients. Give it an optimizer of its own, or make it a part of the module"
+    )
