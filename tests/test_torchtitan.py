@@ -101,10 +101,10 @@ def sharded(parallel_dims: Any, tied: bool, recompute: str | None, sp: bool = Fa
     from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
 
     config = mixture() if parallel_dims.ep_enabled else llama(tied)
-    if parallel_dims.tp_enabled:
-        set_llama3_sharding_config(config, enable_sp=sp)
     if parallel_dims.ep_enabled:
         set_qwen3_sharding_config(config, enable_sp=sp, enable_ep=True)
+    elif parallel_dims.tp_enabled:
+        set_llama3_sharding_config(config, enable_sp=sp)
     with torch.device("meta"):
         model = config.build()
     model = parallelize(
@@ -171,6 +171,7 @@ def trains(tied: bool, recompute: str | None, chunks: int = 1, tp: int = 1, ep: 
     torch.testing.assert_close(values(model), reference.state_dict(), **near)
     for (name, seen), want in zip(model.named_buffers(), reference.buffers(), strict=True):
         if name.endswith("tokens_per_expert_E"):  # what its hook balances loads by, after a sum over ranks
+            seen = seen.full_tensor() if isinstance(seen, DTensor) else seen.clone()
             dist.all_reduce(seen, group=data.get_group())
             assert torch.equal(seen, want) and seen.sum() > 0, name
     return dict(counters["graph_break"])
@@ -198,10 +199,11 @@ def test_tensor_parallel(four_ranks, tied, recompute, how):
 
 
 @pytest.mark.slow
-def test_expert_parallel(four_ranks):
+@pytest.mark.parametrize("tp", [1, 2])
+def test_expert_parallel(four_ranks, tp):
     """Two by two: each expert is on two ranks, each token goes where its experts are; all in one graph."""
     pytest.importorskip("torchtitan.models.qwen3", exc_type=ImportError)
-    assert four_ranks.run(trains, False, None, ep=2, timeout=300) == [{}] * 4
+    assert four_ranks.run(trains, False, None, tp=tp, ep=2, sp=tp > 1, timeout=300) == [{}] * 4
 
 
 def test_mixed_precision(two_ranks):
@@ -229,7 +231,7 @@ PLAIN = dict.fromkeys(("tp_enabled", "cp_enabled", "pp_enabled", "ep_enabled", "
 CONFIGS = {
     "training": {"enable_cpu_offload": False},
     "parallelism": {"spmd_backend": "partial_dtensor", "enable_fsdp_symm_mem": False,
-                    "fsdp_reshard_after_forward": "default"},
+                    "enable_sequence_parallel": False, "fsdp_reshard_after_forward": "default"},
     "compile_config": {"enable": True, "components": ["model"], "backend": "inductor"},
 }  # fmt: skip
 
@@ -238,8 +240,8 @@ CONFIGS = {
     "where, change, error, match",
     [
         ("dims", {"cp_enabled": True, "pp_enabled": True}, NotImplementedError, "context.*and pipeline parallelism"),
-        ("dims", {"ep_enabled": True, "tp_enabled": True}, NotImplementedError, "expert.*beside tensor parallelism"),
         ("dims", {"ep_enabled": True, "dp_replicate_enabled": True}, NotImplementedError, "beside replicas"),
+        ("dims", {"ep_enabled": True, "tp_enabled": True}, NotImplementedError, "without enable_sequence_parallel"),
         ("parallelism", {"spmd_backend": "spmd_types"}, NotImplementedError, "use spmd_backend='partial_dtensor'"),
         ("training", {"enable_cpu_offload": True}, NotImplementedError, "enable_cpu_offload has not been tried"),
         ("parallelism", {"fsdp_reshard_after_forward": "often"}, ValueError, "default, always or never"),

@@ -48,8 +48,8 @@ def parallelize(
         options: of the backend, as ``functools.partial(parallelize, options=...)`` gives them.
 
     Raises:
-        NotImplementedError: context or pipeline parallelism, expert parallelism beside tensor parallelism or replicas,
-            another ``spmd_backend`` than ``"partial_dtensor"``, CPU offload, symmetric memory; the message names each.
+        NotImplementedError: what has not been tried, as pipeline parallelism, another ``spmd_backend`` than
+            ``"partial_dtensor"``, CPU offload; the message names it.
         ValueError: an unknown compile backend or reshard policy; errors of `mfsdp.fully_shard`.
     """
     _tried(parallel_dims, training, parallelism)
@@ -97,11 +97,14 @@ def _shard_experts(model: nn.Module, sharding: Mapping[str, Any]) -> None:
 
 
 def _tried(parallel_dims: Any, training: Any, parallelism: Any) -> None:
-    """Refuses settings that have not been tried."""
+    """Refuses settings that have not been tried. Without sequence parallelism, torchtitan's plan for experts beside
+    tensor parallelism makes sequence-sharded tensors partial, which DTensor refuses.
+    """
+    unsplit = parallel_dims.tp_enabled and not parallelism.enable_sequence_parallel
     asked = {
         "context parallelism": parallel_dims.cp_enabled,
         "pipeline parallelism": parallel_dims.pp_enabled,
-        "expert parallelism beside tensor parallelism": parallel_dims.ep_enabled and parallel_dims.tp_enabled,
+        "expert and tensor parallelism without enable_sequence_parallel": parallel_dims.ep_enabled and unsplit,
         "expert parallelism beside replicas": parallel_dims.ep_enabled and parallel_dims.dp_replicate_enabled,
         f"spmd_backend={parallelism.spmd_backend!r}": parallelism.spmd_backend != "partial_dtensor",
         "enable_cpu_offload": training.enable_cpu_offload,
