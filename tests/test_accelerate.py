@@ -134,7 +134,7 @@ def loop(order: str, plugin: dict[str, Any], layers: int = 1) -> dict[str, Any]:
     [
         ("mol", BLOCKS, 2, 3),
         ("lom", {"auto_wrap_policy": "size_based_wrap", "min_num_params": 3000, "reshard_after_forward": False}, 1, 3),
-        ("oml", {}, 2, 3),
+        pytest.param("oml", {}, 2, 3, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_loop_is_the_unsharded_one(ranks, order, plugin, layers, units):

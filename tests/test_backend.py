@@ -232,6 +232,7 @@ class Broken(nn.Module):
         return self.down(x.relu()).tanh()
 
 
+@pytest.mark.slow
 def test_pieces_of_a_sharded_model_are_not_said_to_be_unsharded(monkeypatch):
     told = []
     monkeypatch.setattr(backend.log, "warning", lambda text, *args: told.append(text % args))
@@ -423,6 +424,7 @@ def test_bf16_compute_over_fp32_main_weights(two_ranks):
 
 @pytest.mark.dist
 @pytest.mark.inductor
+@pytest.mark.exhaustive
 def test_bf16_compute_over_fp32_main_weights_inductor(two_ranks):
     assert all(worst < 2e-2 for worst, _ in two_ranks.run(bf16, "inductor", timeout=300))
 

@@ -212,6 +212,7 @@ def trained(contender: str, model: str = "llama-1b") -> dict[str, Any]:
     return {**found, "spec": asdict(spec)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.dist
 @pytest.mark.slow
 def test_all_train_the_same_model(two_ranks):

@@ -83,6 +83,7 @@ def test_whatever_happens(events):
     assert all(block.before is None and block.behind is None for block in free), "segments are whole again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 def test_what_comes_and_goes_is_what_lines_say(fused):
     model = GPT(layers=3, width=32)

@@ -98,7 +98,7 @@ def matrix(folder: str, source: str) -> dict[str, float]:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "source",
-    [pytest.param(k, marks=pytest.mark.exhaustive) if k in ("optim", "optim_grads") else k for k in KINDS],
+    [pytest.param(k, marks=pytest.mark.exhaustive) if k in ("optim", "optim_grads", "no_shard") else k for k in KINDS],
 )
 def test_training_goes_on_bitwise_as_any_other_kind(two_ranks, source, tmp_path):
     for errors in two_ranks.run(matrix, str(tmp_path), source):

@@ -232,7 +232,9 @@ def trained(name: str, alternate: bool) -> tuple[float, float, int, int]:
 
 @pytest.mark.dist
 @pytest.mark.inductor
-@pytest.mark.parametrize(("name", "alternate"), [("adamw", True), ("sgd", False)])
+@pytest.mark.parametrize(
+    ("name", "alternate"), [("adamw", True), pytest.param("sgd", False, marks=pytest.mark.exhaustive)]
+)
 def test_compiled_steps_are_those_of_the_optimizer(two_ranks, name, alternate):
     for worst, state, graphs, steps in two_ranks.run(trained, name, alternate):
         assert worst < 1e-6 and state < 1e-6

@@ -73,7 +73,8 @@ def parity(kind: type[Any], lowering: str) -> Any:
 
 @pytest.mark.parametrize("kind, lowering, ranks", [
     (Gathered, "eager", "two_ranks"), (Gathered, "none", "four_ranks"), (Ulysses, "none", "four_ranks"),
-    pytest.param(Ulysses, "inductor", "two_ranks", marks=[pytest.mark.slow, pytest.mark.inductor]),
+    (Ulysses, "eager", "two_ranks"),
+    pytest.param(Ulysses, "inductor", "two_ranks", marks=[pytest.mark.exhaustive, pytest.mark.inductor]),
     pytest.param(Gathered, "eager", "four_ranks", marks=pytest.mark.exhaustive),
     pytest.param(Ulysses, "eager", "four_ranks", marks=pytest.mark.exhaustive),
 ])  # fmt: skip

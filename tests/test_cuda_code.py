@@ -49,7 +49,13 @@ MODELS: dict[str, tuple[Case, dict[str, Any]]] = {
 }
 LLAMA, MLP_ = "llama, bf16", "mlp, fp32 gathers"
 
-models = pytest.mark.parametrize("name", MODELS)
+models = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive) if name in ("gpt, fp32", "llama, bf16") else name
+        for name in MODELS
+    ],
+)
 phases = pytest.mark.parametrize("phase", ["forward", "backward"])
 
 

@@ -56,7 +56,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
 }  # fmt: skip
 
-models = pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.exhaustive), "gpt2"])
+models = pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("qwen3", "gpt2"))]
+)
 bf16 = torch.bfloat16
 
 

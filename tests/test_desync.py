@@ -352,7 +352,7 @@ def swallowed(phase: str, who: list[int], pause: float) -> tuple[str, float]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", [pytest.param("forward", marks=pytest.mark.exhaustive), "backward"])
 def test_an_exception_that_one_rank_swallows(two_ranks, phase):
     for text, _ in two_ranks.run(swallowed, phase, [1], 2.0):
         assert "the ranks are out of step (invariant 50)" in text, text

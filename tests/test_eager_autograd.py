@@ -128,7 +128,7 @@ def tied_and_checkpointed(recompute: bool) -> float:
     return max(error(whole(p.grad), q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_tied_weights_and_checkpointing(two_ranks, recompute):
     assert max(two_ranks.run(tied_and_checkpointed, recompute)) < 1e-5
 

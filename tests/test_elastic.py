@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,12 +11,16 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import mfsdp
+from tests.helpers.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
@@ -54,23 +59,46 @@ def until(out: Path, step: int, agent: subprocess.Popen[str]) -> None:
         time.sleep(0.01)
 
 
+def losses_of(text: str) -> dict[int, float]:
+    """By step: the last said of each."""
+    lines: Any = (json.loads(line) for line in re.findall(r'{"step[^}]*}', text))
+    return {line["step"]: line["loss"] for line in lines}
+
+
 def ended(agent: subprocess.Popen[str]) -> tuple[str, dict[int, float]]:
-    """What it printed, and losses by step: the last said of each."""
+    """What it printed, and losses by step."""
     text = agent.communicate(timeout=150)[0]
     assert agent.returncode == 0, text
-    lines: Any = (json.loads(line) for line in re.findall(r'{"step[^}]*}', text))
-    return text, {line["step"]: line["loss"] for line in lines}
+    return text, losses_of(text)
 
 
-@pytest.fixture(scope="module")
-def unstopped(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    return ended(torchrun(tmp_path_factory.mktemp("unstopped"), free_port(), 2))[1]
+def run_script(out: Path) -> str:
+    """What the script prints; of a rank that has its process group already."""
+    from examples.elastic import train
+
+    arguments = ["train.py", "--out", str(out), "--steps", "40", "--every", "2", "--lowering", "eager"]
+    printed = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", arguments), redirect_stdout(printed),
+        mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT),
+    ):  # fmt: skip
+        train.main()
+    return printed.getvalue()
+
+
+@pytest.fixture
+def unstopped(two_fresh_ranks: Ranks, tmp_path: Path) -> dict[int, float]:
+    found = losses_of(two_fresh_ranks.run(run_script, tmp_path / "unstopped")[0])
+    two_fresh_ranks.stop()
+    assert len(found) == 20
+    return found
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_killed_is_started_anew_with_the_others(tmp_path, unstopped, victim):
-    agent = torchrun(tmp_path, free_port(), 2)
-    until(tmp_path, 6, agent)
+    out = tmp_path / "out"
+    agent = torchrun(out, free_port(), 2)
+    until(out, 6, agent)
     os.kill(workers(agent)[victim], signal.SIGKILL)
     text, losses = ended(agent)
     begun = [int(step) for step in re.findall(r"2 ranks, from step (\d+)", text)]
@@ -78,12 +106,14 @@ def test_a_rank_that_is_killed_is_started_anew_with_the_others(tmp_path, unstopp
     assert losses == unstopped, "the same bits"
 
 
+@pytest.mark.exhaustive
 def test_a_node_that_is_killed_is_done_without(tmp_path, unstopped):
     port = free_port()
-    agent = torchrun(tmp_path, port, 1, "1:2")
+    out = tmp_path / "out"
+    agent = torchrun(out, port, 1, "1:2")
     time.sleep(1)
-    other = torchrun(tmp_path, port, 1, "1:2")
-    until(tmp_path, 6, agent)
+    other = torchrun(out, port, 1, "1:2")
+    until(out, 6, agent)
     for pid in [other.pid, *workers(other)]:
         os.kill(pid, signal.SIGKILL)
     text, losses = ended(agent)

@@ -77,8 +77,7 @@ def microbatches(strategy: int, of_experts: int) -> float:
     ("ranks", "strategies"),
     [
         ("two_ranks", (1, 3)),
-        ("four_ranks", (2, 0)),
-        *(pytest.param("four_ranks", s, marks=pytest.mark.exhaustive) for s in ((3, 3), (1, 3))),
+        *(pytest.param("four_ranks", s, marks=pytest.mark.exhaustive) for s in ((2, 0), (3, 3), (1, 3))),
     ],
 )
 def test_microbatches(request, ranks, strategies):
@@ -138,7 +137,7 @@ def expert_tensor_parallel(lowering: str) -> Any:
     return wrong[worst], worst, graphs()
 
 
-@pytest.mark.parametrize("lowering", ["eager", "none"])
+@pytest.mark.parametrize("lowering", [pytest.param("eager", marks=pytest.mark.exhaustive), "none"])
 def test_expert_tensor_parallel(four_ranks, lowering):
     for wrong, where, made in four_ranks.run(expert_tensor_parallel, lowering, timeout=300):
         assert wrong < 1e-9, where

@@ -108,6 +108,7 @@ def attention_seconds(machine: Hardware, masked: bool = False, causal: bool = Fa
     return found
 
 
+@pytest.mark.slow
 def test_a_gpus_attention_costs_what_it_was_measured_to_cost():
     """clock.CAUSAL says where: 20.1 and 63.6 ms. Other machines' attention is a product."""
     h100 = hardware.KNOWN["h100"]
@@ -316,6 +317,7 @@ def test_what_shares_storage_is_held_once():
     assert product == 3 * byte_costs.nbytes(slices[0].meta["val"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(
     ("comm", "compute"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
@@ -405,7 +407,7 @@ def counted(program: Program) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_operations_are_those_that_torch_counts(recompute):
     """Recomputed attention comes in a wrapper without a schema; the listing shows it as a line (invariant 55)."""
     model, ids = GPT(recompute=recompute, tied=False), torch.randint(31, (2, 8))
@@ -474,7 +476,7 @@ def told(name: str, lowering: str, strategy: int) -> Any:
 @pytest.mark.parametrize(
     ("lowering", "strategy", "model", "off"),
     [
-        ("eager", 2, "gpt", 0.002),
+        pytest.param("eager", 2, "gpt", 0.002, marks=pytest.mark.exhaustive),
         pytest.param("eager", 3, "llama", 0.002, marks=pytest.mark.exhaustive),
         ("eager", 3, "gathered", 0.002),
         pytest.param("inductor", 3, "llama", 0.02, marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
@@ -553,6 +555,7 @@ def one_forward_one_backward(stages: int, microbatches: int, f: float, b: float)
     return max(ended.values()), held
 
 
+@pytest.mark.slow
 def test_a_pipeline_of_equal_stages():
     given = {"options": {"lowering": "eager"}, "units": [Block], "world": 2, "hardware": PLAIN, "optimizer": "none"}
     model = GPT(width=64, layers=2, tied=False)
@@ -626,6 +629,7 @@ def test_suggestions_are_what_the_simulation_confirms():
         assert again.step == pytest.approx(s.step) and again.step < 0.99 * report.step and not again.suggestions
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_what_would():
     """The optimizer's temporaries are what is too much, then its state; then nothing helps but a plan."""
     small = replace(PLAIN, cuda=True)

@@ -73,7 +73,8 @@ class Counted:
 @pytest.mark.slow
 @pytest.mark.parametrize(("device", "lowering"), LOWERINGS)
 @pytest.mark.parametrize(
-    "place", [p if p in ("optim_grads_params", "hfsdp") else pytest.param(p, marks=pytest.mark.slow) for p in PLACES]
+    "place",
+    [p if p in ("optim_grads_params", "hfsdp") else pytest.param(p, marks=pytest.mark.exhaustive) for p in PLACES],
 )
 def test_steps_of_one_of_eight_ranks(eight, monkeypatch, device, lowering, place):
     arguments = dict(PLACES[place])

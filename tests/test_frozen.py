@@ -96,7 +96,8 @@ def trained(early: bool, strategy: int, lowering: str, flat: bool, when: str) ->
 @pytest.mark.parametrize(
     ("strategy", "lowering", "flat", "when"),
     [
-        (3, "none", False, "between"), (3, "eager", True, "between"), (1, "eager", False, "before backward"),
+        (3, "none", False, "between"), (3, "eager", True, "between"),
+        pytest.param(1, "eager", False, "before backward", marks=pytest.mark.exhaustive),
         (2, "none", True, "summoned"),
         pytest.param(3, "eager", False, "before backward", marks=pytest.mark.exhaustive),
         pytest.param(0, "eager", True, "between", marks=pytest.mark.exhaustive),

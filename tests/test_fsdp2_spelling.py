@@ -230,8 +230,14 @@ def together(lowering: str, strategy: int) -> list[float]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("lowering", ["none", "eager"])
-@pytest.mark.parametrize("strategy", [1, 3])
+@pytest.mark.parametrize(
+    ("lowering", "strategy"),
+    [
+        ("none", 1),
+        ("eager", 3),
+        *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in (("none", 3), ("eager", 1))),
+    ],
+)
 def test_several_modules_as_one_unit(two_ranks, lowering, strategy):
     assert max(max(worst) for worst in two_ranks.run(together, lowering, strategy)) < 1e-6
 

@@ -77,7 +77,7 @@ def gone(world: int, how: str) -> None:
     ("world", "how"),
     [
         *((4, how) for how in ("plain", "flat", "streamed", "kept casts", "lasts")),
-        (1, "plain"),
+        pytest.param(1, "plain", marks=pytest.mark.exhaustive),
         *(pytest.param(1, how, marks=pytest.mark.exhaustive) for how in ("flat", "streamed", "kept casts", "lasts")),
     ],
 )

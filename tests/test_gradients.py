@@ -357,7 +357,7 @@ def test_a_loss_per_token_is_not_scaled(two_ranks, place, lowering):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("place", ["hsdp", "hfsdp of optim_grads"])
+@pytest.mark.parametrize("place", [pytest.param("hsdp", marks=pytest.mark.exhaustive), "hfsdp of optim_grads"])
 def test_a_loss_per_token_on_two_levels(four_ranks, place):
     for worst in four_ranks.run(per_token, place, "eager"):
         assert max(worst) < 1e-5

@@ -550,6 +550,7 @@ FOREACH: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOREACH)
 def test_memory_is_what_the_ledger_says(name, monkeypatch):
     """On the device: two rooms, and what a foreach step holds besides, of one unit instead of all of them."""

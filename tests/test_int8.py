@@ -153,6 +153,7 @@ def test_specs_say_it(words):
     assert spec.int8_bytes(0) == 16 + 4 + 144 + 8 and spec.int8_bytes(2) == 8 + 4 + 72 + 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [0, 3])
 def test_what_travels_is_counted(strategy):
     with torch.device("meta"):
@@ -343,7 +344,7 @@ MIXED: dict[str, dict[str, Any]] = {
         pytest.param("eager", "both", marks=pytest.mark.exhaustive),
         ("eager", "both, bf16"),
         ("none", "both"),
-        ("eager", "gradients"),
+        pytest.param("eager", "gradients", marks=pytest.mark.exhaustive),
         ("none", "parameters"),
     ],
 )
@@ -363,7 +364,7 @@ def test_several_segments_travel_in_one_message(two_ranks):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("keep_cast", [True, False])
+@pytest.mark.parametrize("keep_cast", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_gathers_launched_behind_the_step(two_ranks, keep_cast):
     """A flat optimizer launches forward's first gathers: of the same weights, quantised in the same way."""
     args = ["optim_grads", "optim_grads_params"], "eager", BOTH

@@ -99,8 +99,8 @@ def compared(policy: Any, lowering: str, how: str) -> tuple[list[str], list[int]
 @pytest.mark.parametrize(
     "how",
     [
-        "own", "fused", "flat", pytest.param("compiled", marks=pytest.mark.inductor),
-        pytest.param("sgd", marks=pytest.mark.exhaustive),
+        "fused", "flat", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("own", "sgd")),
+        pytest.param("compiled", marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
     ],
 )  # fmt: skip
 def test_whatever_writes_weights_counts(two_ranks, how):

@@ -197,7 +197,9 @@ def occasions(name: str, folder: str) -> list[tuple[int, int]]:
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OCCASIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive) if n == "bf16, again" else n for n in OCCASIONS]
+)
 def test_explain_knows_what_initialising_and_saving_take(two_ranks, tmp_path, name):
     for rank in two_ranks.run(occasions, name, str(tmp_path)):
         for told, taken in rank:

@@ -90,7 +90,9 @@ def ledger(lowering: str) -> dict[str, int]:
     return out
 
 
-@pytest.mark.parametrize("lowering", ["eager", "none", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize(
+    "lowering", ["eager", "none", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.exhaustive])]
+)
 def test_state_is_a_share_and_nothing_gathered_stays(two_ranks, lowering):
     for m in two_ranks.run(ledger, lowering, timeout=300):
         weights, small = 4 * m["numel"] / 2, 2048  # ids, losses, step counts

@@ -248,9 +248,9 @@ def test_every_mesh_of_four_ranks(four_ranks, all_shapes):
 @pytest.mark.parametrize(
     ("names", "shape", "strategy"),
     [
-        (("dp_replicate", "dp_shard"), (1, 4), 0),
+        pytest.param(("dp_replicate", "dp_shard"), (1, 4), 0, marks=pytest.mark.exhaustive),
         (("dp_replicate", "dp_shard"), (2, 2), 3),
-        (("dp_replicate", "dp_shard", "cp"), (2, 2, 1), 1),
+        pytest.param(("dp_replicate", "dp_shard", "cp"), (2, 2, 1), 1, marks=pytest.mark.exhaustive),
         (("dp_replicate", "dp_shard", "cp"), (2, 1, 2), 2),
         (("dp_shard", "tp"), (2, 2), 3),
     ],

@@ -104,9 +104,9 @@ def bitwise(
 @pytest.mark.parametrize(
     ("lowering", "layers"),
     [
-        ("eager", 2),
-        pytest.param("stitched", 1, marks=[pytest.mark.inductor, pytest.mark.slow]),
-        pytest.param("whole", 1, marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
+        ("eager", 1),
+        pytest.param("eager", 2, marks=pytest.mark.exhaustive),
+        *(pytest.param(x, 1, marks=[pytest.mark.inductor, pytest.mark.exhaustive]) for x in ("stitched", "whole")),
     ],
 )
 def test_gradients_are_those_of_accumulation(two_ranks, lowering, layers):
@@ -114,6 +114,7 @@ def test_gradients_are_those_of_accumulation(two_ranks, lowering, layers):
     assert two_ranks.run(bitwise, lowering, layers, (False, True), timeout=500) == [[([], 2, True)] * 2] * 2
 
 
+@pytest.mark.exhaustive
 def test_checkpointed_layers_where_half_of_the_experts_get_nothing(four_ranks):
     """Over (efsdp 2, ep 2)."""
     assert four_ranks.run(bitwise, "eager", 1, (False,), starved_again, timeout=500) == [[([], 2, True)]] * 4
@@ -475,15 +476,15 @@ class Scaled(nn.Module):
         return x + fc.all_to_all_single_autograd(y, None, None, dist.group.WORLD)  # type: ignore[no-any-return]
 
 
-def written() -> list[tuple[bool, bool]]:
+def written(lowering: str, ways: tuple[bool, ...] = (False, True)) -> list[tuple[bool, bool]]:
     """Whether forward writes buffers, and whether the loop does between microbatches, where gradients differ."""
     wrong = []
-    for inside in (False, True):
+    for inside in ways:
         reset()
         torch.manual_seed(0)
         model = mfsdp.fully_shard(nn.Sequential(Scaled(inside), Scaled(inside)), units=[Scaled])
-        run = compiled(model, "eager")
-        for between in (False, True):
+        run = compiled(model, lowering)
+        for between in ways:
             found = []
             for beside in (False, True):
                 for layer in model:
@@ -503,7 +504,13 @@ def written() -> list[tuple[bool, bool]]:
 
 
 def test_buffers_may_be_written_to(two_ranks):
-    assert two_ranks.run(written, timeout=300) == [[], []]
+    assert two_ranks.run(written, "eager", timeout=300) == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_code_of_inductor_runs_beside_too(two_ranks):
+    assert two_ranks.run(written, "stitched", (False,), timeout=300) == [[], []]
 
 
 def test_what_is_not_sharded_or_not_one_model():

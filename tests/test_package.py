@@ -129,7 +129,10 @@ FINDS = {
 }
 
 
-@pytest.mark.parametrize("order", FINDS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "order", ["before torch", pytest.param("after Dynamo has looked", marks=pytest.mark.exhaustive)]
+)
 def test_sources_on_a_path_are_found_by_name(tmp_path, order):
     """All packages of this environment but mfsdp, whose sources are on the path, as nobody has installed them."""
     for entry in Path(sysconfig.get_paths()["purelib"]).iterdir():

@@ -15,7 +15,14 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("processes, how", [(2, "--tp"), (4, "--ep")])
+@pytest.mark.parametrize(
+    "processes, how",
+    [
+        (2, "--tp"),
+        pytest.param(2, "--ep", marks=pytest.mark.exhaustive),
+        pytest.param(4, "--ep", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_it_trains(tmp_path, processes, how):
     command = [sys.executable, "examples/parallel/train.py", how, "2", "--steps", "10", "--out", str(tmp_path / "out")]
     command += ["--processes", str(processes)]

@@ -11,7 +11,7 @@ from tests.helpers.parity import gradients, training
 pytestmark = pytest.mark.dist
 
 COMPILED = [
-    pytest.param(name, marks=pytest.mark.exhaustive) if name == "llama" else name
+    pytest.param(name, marks=pytest.mark.exhaustive) if name in ("llama", "gpt_checkpointed") else name
     for name, case in CASES.items()
     if not case.traced or name == "llama"
 ]
@@ -42,7 +42,9 @@ def test_four_ranks(four_ranks, name):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", ["gpt_checkpointed", "unused", "lora", "conv"])
+@pytest.mark.parametrize(
+    "name", ["unused", "lora", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("gpt_checkpointed", "conv"))]
+)
 def test_two_ranks_inductor(two_ranks, name):
     for worst in two_ranks.run(gradients, name, "inductor", timeout=300):
         assert max(worst.values()) < 1e-5
@@ -60,7 +62,9 @@ def test_every_prefix_of_the_pipeline_gives_the_same_numbers(two_ranks, upto):
         assert worst["loss"] == 0 and worst["average"] == 0
 
 
-@pytest.mark.parametrize(("upto", "bound"), [("reshard", 1e-6), ("inplace_wgrad", 0)])
+@pytest.mark.parametrize(
+    ("upto", "bound"), [("reshard", 1e-6), pytest.param("inplace_wgrad", 0, marks=pytest.mark.exhaustive)]
+)
 def test_prefixes_of_the_pipeline_with_a_tied_weight(two_ranks, upto, bound):
     """Before `reduce`, each use is reduced by itself: the same sum in another order."""
     for worst in two_ranks.run(gradients, "gpt", "eager", upto=upto):

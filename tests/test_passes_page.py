@@ -16,6 +16,7 @@ from tests.helpers.toys import FIRST_STAGES, toy2
 PAGE = Path(__file__).parent.parent / "docs" / "write_a_pass.md"
 
 
+@pytest.mark.slow
 def test_the_page_runs_as_it_stands(capsys):
     code = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(code) == 5

@@ -72,7 +72,9 @@ def text(program: Program) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tensor", pytest.param("hsdp", marks=pytest.mark.exhaustive), "hfsdp"])
+@pytest.mark.parametrize(
+    "kind", ["tensor", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("hsdp", "hfsdp"))]
+)
 def test_a_trace_is_what_runs(eight, kind):
     model = cut(kind, "cpu")
     traced = mfsdp.trace(copy.deepcopy(model), (IDS,))
@@ -125,7 +127,7 @@ def test_ranks_beside_tensor_parallelism_are_no_neighbours(eight):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["mixture", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("llama", "qwen3"))]
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("mixture", "qwen3"))]
 )
 def test_models_that_transformers_has_cut(eight, kind):
     """Functions that it has put on modules are copied with them: a trace reads the copy's parameters only."""

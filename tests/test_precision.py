@@ -209,7 +209,11 @@ def test_native_sums_take_no_room(strategy):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(("base", "policies"), [(F32, POLICIES[::11]), (BF16, POLICIES[2::11])], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("base", "policies"),
+    [(F32, POLICIES[::11]), pytest.param(BF16, POLICIES[2::11], marks=pytest.mark.exhaustive)],
+    ids=["fp32", "bf16"],
+)
 def test_every_combination(two_ranks, base, policies):
     """All dtypes of each argument with all of each other (11 divides no number of theirs), through the eager path."""
     for wrong in two_ranks.run(differing, policies, ["optim_grads_params"], "none", 2, 1, base=base, timeout=400):
@@ -245,7 +249,7 @@ def test_usual_policies(two_ranks, place, name):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("place", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("place", [pytest.param("no_shard", marks=pytest.mark.exhaustive), "optim_grads_params"])
 def test_several_dtypes_in_one_unit(two_ranks, place):
     own = [mfsdp.MixedPrecisionPolicy(), mfsdp.MixedPrecisionPolicy(None), mfsdp.MixedPrecisionPolicy(None, BF16, BF16)]
     for wrong in two_ranks.run(differing, own, [place], "eager", 3, 3, "AdamW", base=None):
@@ -264,9 +268,9 @@ def test_one_rank(one_rank, name):
 @pytest.mark.parametrize(
     ("name", "places"),
     [
-        ("bf16 wires", ["optim_grads_params", "hfsdp of optim_grads"]),
-        ("fp16", ["hsdp"]),
-        pytest.param("bf16 wires", ["hsdp"], marks=pytest.mark.exhaustive),
+        pytest.param("bf16 wires", ["optim_grads_params", "hfsdp of optim_grads"], marks=pytest.mark.exhaustive),
+        pytest.param("fp16", ["hsdp"], marks=pytest.mark.exhaustive),
+        ("bf16 wires", ["hsdp"]),
         pytest.param("fp16", ["optim_grads_params", "hfsdp of optim_grads"], marks=pytest.mark.exhaustive),
     ],
 )

@@ -64,7 +64,10 @@ def profiled(lowering: str, folder: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize(
+    "lowering",
+    [pytest.param("eager", marks=pytest.mark.exhaustive), pytest.param("inductor", marks=pytest.mark.inductor)],
+)
 def test_every_line_of_a_step(two_ranks, tmp_path, lowering):
     for seen in two_ranks.run(profiled, lowering, str(tmp_path)):
         assert seen["slow"] > 0.3 and seen["lines"] < seen["slow"], "what is outside of programs is no line's"

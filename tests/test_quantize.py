@@ -94,6 +94,7 @@ def test_maxima_of_parts_are_maxima_of_the_whole(block, data):
 # Programs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lowering", "recipes"),
     [
@@ -347,7 +348,7 @@ def test_every_value_is_the_same(two_ranks):
 @pytest.mark.parametrize(
     ("layers", "strategy", "options"),
     [
-        ((("rowwise", 40), ("tensorwise", 2)), 3, {"keep_cast": False}),
+        pytest.param((("rowwise", 40), ("tensorwise", 2)), 3, {"keep_cast": False}, marks=pytest.mark.exhaustive),
         ((("mxfp8", 32), ("rowwise", 2)), 1, {"prefetch": 0}),
         pytest.param((("mxfp8", 32), ("rowwise", 2)), 3, {"keep_cast": False}, marks=pytest.mark.exhaustive),
         pytest.param((("rowwise", 40), ("tensorwise", 2)), 1, {"prefetch": 0}, marks=pytest.mark.exhaustive),
@@ -362,9 +363,10 @@ def test_uneven_rows_and_ranks_without_any(three_ranks, layers, strategy, option
 @pytest.mark.parametrize(
     ("options", "sharding"),
     [
-        (
+        pytest.param(
             {"prefetch": 2, "pool": False},
             {"mp_policy": mfsdp.MixedPrecisionPolicy(main_params_dtype=None, grad_comm_dtype=torch.bfloat16)},
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param({}, {"outer_strategy": "optim"}, marks=pytest.mark.exhaustive),
         (
@@ -511,6 +513,7 @@ def tensor_parallel_alike(dump: str) -> None:
     torch.testing.assert_close(losses[0], losses[2], rtol=0.02, atol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.dist
 @pytest.mark.slow
 def test_torchao_beside_tensor_parallelism(four_ranks, tmp_path):
@@ -546,6 +549,6 @@ def test_what_fsdp2_needs_for_it_is_not_needed():
     assert torch.equal(model[1].weight.full_tensor(), before._tensor.float())
     assert not {"_tensor", "_precomputed_scale"} & set(model[1].weight.__dict__)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)  # torch warns of its own deprecations where it is first imported
         forward, *_ = programs(torchao_model("tensorwise"), 64, units=["0"])
     assert "2 units in one byte" in pipeline.run(forward)["quantize"].listing

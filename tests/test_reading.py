@@ -143,6 +143,7 @@ def test_what_belongs_to_a_rank_is_data(tmp_path):
     assert not RUN
 
 
+@pytest.mark.slow
 def test_a_damaged_page_of_a_dump_is_text(tmp_path):
     """A name in a listing is shown, not run, by the report in a browser."""
     pytest.importorskip("bokeh")

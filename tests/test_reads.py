@@ -96,7 +96,7 @@ def named(given: Any) -> str:
     ("penalty", "how", "strategies"),
     [
         *((penalty, "plain", (1, 3)) for penalty in PENALTIES),
-        (_every, "eager", (1, 3)), (_biases, "eager", (1,)), (_kind, "eager", (3,)),
+        (_every, "eager", (3,)), (_biases, "eager", (1,)), (_kind, "eager", (3,)),
     ],
     ids=named,
 )  # fmt: skip
@@ -166,6 +166,7 @@ class Broken(nn.Sequential):
         return self[1](x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", ["nothing", "unsharded", "unshard"])
 @pytest.mark.parametrize("kind", [nn.Sequential, Broken])
 def test_functional_call_of_compiled_pieces(kind, around):
@@ -285,7 +286,7 @@ LAST, CUT, KEPT = (1, True), (3, True), (3, False)
     [
         *((what, "plain", (LAST, CUT, KEPT)) for what in RETURNED),
         (_views, "eager", (CUT, KEPT)), (_frozen, "eager", (CUT,)), (_other, "eager", (LAST, KEPT)),
-        pytest.param(_other, "inductor", (CUT,), marks=pytest.mark.inductor),
+        pytest.param(_other, "inductor", (CUT,), marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
     ],
     ids=named,
 )  # fmt: skip

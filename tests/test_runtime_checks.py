@@ -192,7 +192,7 @@ def numbers(lowering: str) -> tuple[list[str], list[torch.Tensor]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("stitched", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("stitched", marks=pytest.mark.exhaustive)])
 def test_a_healthy_run_is_what_it_would_have_been(two_ranks, lowering):
     for (_, without), (lines, with_probes) in two_ranks.run(numbers, lowering):
         assert not lines and without == with_probes

@@ -95,7 +95,7 @@ ENDS = """if True:
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize("disk", ["", "full"])
+@pytest.mark.parametrize("disk", [pytest.param("", marks=pytest.mark.exhaustive), "full"])
 def test_a_process_ends_when_what_it_saves_is_there_or_has_been_told_of(tmp_path, disk):
     script = tmp_path / "train.py"
     script.write_text(ENDS)

@@ -68,7 +68,7 @@ def unsharded_bytes(p: Program) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("phase", [0, 1])
 def test_a_gather_is_launched_so_many_units_ahead(depth, phase):
     program = gpt()[phase]
@@ -99,7 +99,7 @@ def test_prefetch_hides_what_it_can():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [1.0, 1.5, 2.5])
+@pytest.mark.parametrize("share", [1.0, 1.5, pytest.param(2.5, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("phase", [0, 1])
 def test_the_limit_on_unsharded_bytes_is_kept(share, phase):
     program = gpt()[phase]
@@ -150,6 +150,7 @@ class TwoDtypes(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_flat_buffers_of_one_module_count_as_one():
     x = torch.randn(2, 16, requires_grad=True)
     forward, backward = mfsdp.trace(TwoDtypes(), (x,), world=4, units=[TwoDtypes.Layer])
@@ -482,7 +483,7 @@ def all_schedules(name: str) -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["gpt", "lora"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.exhaustive), "lora"])
 def test_every_schedule_gives_bitwise_the_same(two_ranks, name):
     assert two_ranks.run(all_schedules, name, timeout=300) == [[], []]
 

@@ -178,7 +178,10 @@ ALONE = ("_past_versions", "_numpy", "_and_looked_at")
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("policy", "strategy"), [("same", "optim_grads_params"), ("half", "optim_grads")])
+@pytest.mark.parametrize(
+    ("policy", "strategy"),
+    [("half", "optim_grads"), pytest.param("same", "optim_grads_params", marks=pytest.mark.exhaustive)],
+)
 def test_whatever_writes_weights_counts(two_ranks, policy, strategy):
     answers = two_ranks.run(written, policy, strategy, "flat")
     many = 2 if strategy == "optim_grads_params" else 5
@@ -378,6 +381,7 @@ def test_messages_do_not_outlive_a_profile(two_ranks):
     assert two_ranks.run(recorded, timeout=300) == [[], []]
 
 
+@pytest.mark.slow
 def test_the_ledger_counts_what_is_in_no_static_buffer():
     x, model = torch.empty(8, 64), nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     found = {
@@ -595,6 +599,11 @@ def test_other_models_and_options(two_ranks):
     ]
     for (build, units), want in cases:
         assert two_ranks.run(elsewhere, build, units) == [want] * 2, build
+
+
+@pytest.mark.dist
+@pytest.mark.exhaustive
+def test_more_of_them(two_ranks):
     options = {"keep_cast": False, "max_unsharded": 10**6}
     assert two_ranks.run(elsewhere, Net, [nn.Linear], options=options, policy=HALF)[0][1:] == [2] * 3
     assert two_ranks.run(elsewhere, Frozen, [nn.Linear], strategy=1)[0] == [0, 4, 4, 4]
@@ -621,7 +630,7 @@ def over_two_axes(name: str) -> list[int]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive) if n == "hfsdp" else n for n in MESHES])
 def test_two_axes(four_ranks, name):
     answers = four_ranks.run(over_two_axes, name)
     many = 0 if name == "hfsdp of optim_grads" else 5  # two gathers, one behind the other: not

@@ -71,7 +71,7 @@ UNITS = 2  # a block and the root; each is gathered in forward and in backward; 
     ("place", "counts"),
     [
         ("no_shard", {"all_reduce": UNITS}),
-        ("optim", {"gather": UNITS, "scatter": UNITS, "all_reduce": 1}),
+        pytest.param("optim", {"gather": UNITS, "scatter": UNITS, "all_reduce": 1}, marks=pytest.mark.exhaustive),
         ("optim_grads", {"gather": UNITS, "scatter": 3 * UNITS, "all_reduce": 1}),
         ("optim_grads_params", {"gather": 6 * UNITS, "scatter": 3 * UNITS, "all_reduce": 1}),
         ("held", {"gather": 6 * UNITS, "scatter": UNITS, "all_reduce": 1}),
@@ -123,7 +123,7 @@ def test_uncompiled(two_ranks, place):
 @pytest.mark.inductor
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place", ["no_shard", pytest.param("optim", marks=pytest.mark.exhaustive), "optim_grads_params"]
+    "place", ["optim_grads_params", *(pytest.param(p, marks=pytest.mark.exhaustive) for p in ("no_shard", "optim"))]
 )
 def test_inductor(two_ranks, place):
     assert max(two_ranks.run(parity, place, "mlp", 2, "inductor", timeout=300))[0] < 1e-8
@@ -159,7 +159,7 @@ def mixed(blocks: list[int | None], root: int, synced: list[list[bool]], hold: b
     ("blocks", "root", "synced", "hold", "kept"),
     [
         ([0, 2], 3, [[False, True], [False]], True, False),
-        ([1, None], 2, [[False], []], False, True),
+        pytest.param([1, None], 2, [[False], []], False, True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_strategies_mix(two_ranks, blocks, root, synced, hold, kept):
@@ -246,7 +246,9 @@ def test_memory(two_ranks, place):
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["hsdp", "hfsdp", "hfsdp of optim_grads"])
+@pytest.mark.parametrize(
+    "place", ["hfsdp", *(pytest.param(p, marks=pytest.mark.exhaustive) for p in ("hsdp", "hfsdp of optim_grads"))]
+)
 def test_memory_on_two_levels(four_ranks, place):
     for sizes, want in four_ranks.run(memory, place, timeout=300):
         assert sizes == want

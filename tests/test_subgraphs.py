@@ -253,6 +253,7 @@ def test_constants_buffers_and_views_go_through_stretches(two_ranks):
     assert two_ranks.run(odd, 3) == two_ranks.run(odd, 0) == [True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [1, 3])
 @pytest.mark.parametrize("phase", PHASES)
 def test_what_is_waited_for_is_read_behind_the_wait_as_in_the_listing(phase, strategy):
@@ -350,6 +351,7 @@ def under_inductor() -> bool:
     return all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.dist
 @pytest.mark.inductor
 def test_inductor_computes_the_same_in_stretches(two_ranks):

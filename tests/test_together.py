@@ -147,6 +147,7 @@ def behind(p: Program, fills: Any) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_what_an_exchange_does_not_need_fills_it():
     with mfsdp.fake_ranks(4, rank=1):
         reset()
@@ -401,6 +402,7 @@ def test_microbatches_are_explained(tmp_path):
     assert max(e["ts"] + e["dur"] for e in events if "dur" in e) == pytest.approx(1e6 * turns.drawn)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_dense_models_together_are_explained():
     """Where links are the bottleneck two microbatches take half the gathers; side by side they have nothing to hide."""
@@ -445,9 +447,8 @@ def losses_and_gradients(lowering: str) -> tuple[list[bool], float, tuple[int, i
     are compared with those of the uncompiled model.
     """
     _, model = sharded(2, layers=1)
-    micro = 3 if lowering == "eager" else 2
     run, rank = compiled(model, lowering), dist.get_rank()
-    batches = [tokens(100 * m + rank) for m in range(micro)]
+    batches = [tokens(100 * m + rank) for m in range(2)]
     outs = mfsdp.together(run)([b[:, :-1] for b in batches])
     losses = [F.cross_entropy(o.flatten(0, 1), b[:, 1:].flatten()) for o, b in zip(outs, batches, strict=True)]
     sum(losses).backward()  # type: ignore[union-attr]

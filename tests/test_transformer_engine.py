@@ -194,6 +194,7 @@ def test_models_on_the_meta_device():
 # Quantised parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preserved", [True, False])
 def test_quantised_parameters(preserved):
     model = Model(quantised=True, preserved=preserved)

@@ -122,7 +122,9 @@ def units(model: nn.Module) -> list[str]:
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tied", "mixtral", pytest.param("llama", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "kind", ["tied", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("mixtral", "llama"))]
+)
 def test_every_rank_reads_its_rows_and_trains_them(ranks, tmp_path, kind):
     folder = saved(tmp_path, kind)
     found = ranks.run(loaded_and_trained, folder, {}, timeout=200)
@@ -141,15 +143,17 @@ def test_every_rank_reads_its_rows_and_trains_them(ranks, tmp_path, kind):
 @pytest.mark.parametrize(
     ("kind", "config", "tp"),
     [
-        ("mixtral", {"fsdp_size": 2, "dp_replicate_size": 2}, 1),
-        ("mixtral", {"fsdp_size": 4, "ep_size": 2}, 1),
+        pytest.param("mixtral", {"fsdp_size": 2, "dp_replicate_size": 2}, 1, marks=pytest.mark.exhaustive),
+        pytest.param("mixtral", {"fsdp_size": 2, "ep_size": 2}, 1, marks=pytest.mark.exhaustive),
+        pytest.param("mixtral", {"fsdp_size": 4, "ep_size": 2}, 1, marks=pytest.mark.exhaustive),
         ("llama", {"fsdp_size": 2, "tp_size": 2}, 2),
         pytest.param("llama", {"sharding": {"strategy": "optim_grads"}}, 1, marks=pytest.mark.exhaustive),
     ],
-    ids=["replicas", "experts", "tensor", "strategy 2"],
+    ids=["replicas", "experts", "experts on four", "tensor", "strategy 2"],
 )
-def test_other_meshes(four, tmp_path, kind, config, tp):
-    for seen in four.run(loaded_and_trained, saved(tmp_path, kind), config, tp, timeout=300):
+def test_other_meshes(request, tmp_path, kind, config, tp):
+    ranks = request.getfixturevalue("ranks" if config == {"fsdp_size": 2, "ep_size": 2} else "four")
+    for seen in ranks.run(loaded_and_trained, saved(tmp_path, kind), config, tp, timeout=300):
         assert not seen["differ"] and seen["loss"] < 1e-5 and seen["trained"] < 1e-3, seen
 
 

@@ -52,11 +52,14 @@ def parity(kind: str, lowering: str, shape: tuple[int, int]) -> Any:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind, lowering", [
-    ("qwen3", "eager"), ("qwen3", "none"), pytest.param("llama", "none", marks=pytest.mark.exhaustive),
+@pytest.mark.parametrize("kind, lowering, shape", [
+    ("qwen3", "eager", (1, 2)), ("qwen3", "none", (2, 2)),
+    pytest.param("qwen3", "eager", (2, 2), marks=pytest.mark.exhaustive),
+    pytest.param("llama", "none", (2, 2), marks=pytest.mark.exhaustive),
 ])  # fmt: skip
-def test_tensor_parallel(four_ranks, kind, lowering):
-    for wrong, where, made in four_ranks.run(parity, kind, lowering, (2, 2), timeout=300):
+def test_tensor_parallel(request, kind, lowering, shape):
+    ranks = request.getfixturevalue("two_ranks" if shape == (1, 2) else "four_ranks")
+    for wrong, where, made in ranks.run(parity, kind, lowering, shape, timeout=300):
         assert wrong < 1e-9, where
         assert lowering == "none" or made == (1, 0)
 
@@ -112,12 +115,13 @@ def experts(kind: str, lowering: str, ep: int, tp: int) -> Any:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("kind, lowering, ep, tp", [
-    ("mixture", "none", 4, 1), ("mixture", "none", 2, 2), ("mixture", "eager", 4, 2),
-    pytest.param("mixture", "eager", 2, 2, marks=pytest.mark.exhaustive),
+    ("mixture", "none", 4, 1), ("mixture", "none", 2, 2), ("mixture", "eager", 2, 1),
+    *(pytest.param("mixture", "eager", *m, marks=pytest.mark.exhaustive) for m in ((2, 2), (4, 2))),
     pytest.param("mixtral", "eager", 4, 1, marks=pytest.mark.exhaustive),  # `test_transformers_native.py` trains it
 ])  # fmt: skip
-def test_expert_parallel(four_ranks, kind, lowering, ep, tp):
-    for wrong, where, made in four_ranks.run(experts, kind, lowering, ep, tp, timeout=300):
+def test_expert_parallel(request, kind, lowering, ep, tp):
+    ranks = request.getfixturevalue("two_ranks" if (lowering, ep, tp) == ("eager", 2, 1) else "four_ranks")
+    for wrong, where, made in ranks.run(experts, kind, lowering, ep, tp, timeout=300):
         assert wrong < 1e-9, where
         assert lowering == "none" or made == (1, 0)
 

@@ -113,8 +113,8 @@ def trained(
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("lowering", "strategy"), [
-    ("none", 0), ("none", 2), ("eager", 1), ("eager", 3),
-    *(pytest.param("none", strategy, marks=pytest.mark.exhaustive) for strategy in (1, 3)),
+    ("none", 0), ("none", 2), ("eager", 3),
+    *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in (("eager", 1), ("none", 1), ("none", 3))),
 ])  # fmt: skip
 def test_ranks_that_leave_units_out_stand_in(two_ranks, lowering, strategy):
     steps = 2 if (lowering, strategy) == ("eager", 1) else 5
@@ -123,7 +123,7 @@ def test_ranks_that_leave_units_out_stand_in(two_ranks, lowering, strategy):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("lowering", "outer"), [
-    ("none", "no_shard"), ("eager", "optim"), pytest.param("none", "optim", marks=pytest.mark.exhaustive),
+    ("none", "no_shard"), *(pytest.param(x, "optim", marks=pytest.mark.exhaustive) for x in ("eager", "none")),
 ])  # fmt: skip
 def test_over_two_axes_all_ranks_are_told(four_ranks, lowering, outer):
     sharding, steps = {"outer_strategy": outer}, 5 if lowering == "none" else 1
@@ -145,7 +145,8 @@ def test_pieces_of_a_forward(two_ranks):
 
 @pytest.mark.dist
 @pytest.mark.inductor
-@pytest.mark.parametrize("lowering", ["stitched", pytest.param("whole", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lowering", ["stitched", "whole"])
 def test_under_inductor(two_ranks, lowering):
     assert max(two_ranks.run(trained, {}, lowering, steps=1, timeout=100)) < 1e-4
 
@@ -275,7 +276,7 @@ def branches(lowering: str) -> float:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     "lowering",
-    [pytest.param("stitched", marks=pytest.mark.inductor), pytest.param("eager", marks=pytest.mark.exhaustive)],
+    ["eager", pytest.param("stitched", marks=[pytest.mark.inductor, pytest.mark.exhaustive])],
 )
 def test_branches_that_are_traced(two_ranks, lowering):
     """Parameters that any branch reads are gathered in front of it, on all ranks: without may_be_unused."""

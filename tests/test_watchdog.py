@@ -162,7 +162,7 @@ def last_comes_late(compiled: bool, mesh: Any, folder: str | None) -> list[str]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_is_late_is_named_on_all_and_waited_for(two_ranks, tmp_path, compiled):
     folder = str(tmp_path) if compiled else None
     answers = two_ranks.run(last_comes_late, compiled, None, folder)
@@ -296,7 +296,8 @@ for step in range(4):
 @pytest.mark.parametrize(
     ("where", "lowering"),
     [
-        ("loader", "none"), ("backward", "eager"),
+        ("backward", "eager"),
+        pytest.param("loader", "none", marks=pytest.mark.exhaustive),
         pytest.param("loader", "eager", marks=pytest.mark.exhaustive),
         pytest.param("optimizer", "none", marks=pytest.mark.exhaustive),
         pytest.param("optimizer", "eager", marks=pytest.mark.exhaustive),

@@ -42,6 +42,7 @@ ZERO: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lowering", "through", "flat"),
     [
@@ -49,7 +50,7 @@ ZERO: dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]] = {
         ("none", "optimizer", True),
         ("eager", "one by one", False),
         ("eager", "module", True),
-        pytest.param("whole", "optimizer", False, marks=pytest.mark.inductor),
+        pytest.param("whole", "optimizer", False, marks=[pytest.mark.inductor, pytest.mark.exhaustive]),
         pytest.param("whole", "one by one", True, marks=pytest.mark.inductor),
     ],
 )
@@ -104,6 +105,7 @@ def test_the_first_gradient_is_stored_and_others_are_added(lowering, policy, poi
         torch.testing.assert_close(p.grad.to_local(), q, rtol=0 if policy == "same" else 0.03, atol=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["none", "eager"])
 def test_no_sync_and_hooks(lowering, poisoned):
     model = sharded()
@@ -156,6 +158,7 @@ def test_zeros_and_gradients_that_somebody_keeps(lowering):
     assert expired(kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lowering", ["none", "eager"])
 def test_a_unit_that_may_be_unused(lowering):
     model = sharded(may_be_unused=["up"]) if lowering == "none" else sharded()
@@ -167,6 +170,7 @@ def test_a_unit_that_may_be_unused(lowering):
         assert expired(kept)
 
 
+@pytest.mark.slow
 def test_an_optimizer_in_backward():
     model, kept = sharded(), []
     for p in model.parameters():
