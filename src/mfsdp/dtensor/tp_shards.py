@@ -241,8 +241,8 @@ def has_groups(mesh: DeviceMesh) -> bool:
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh from which a mesh was sliced, or itself. Private in torch (``_get_root_mesh``); tried on 2.11 to
-    2.15.
+    """Returns the mesh from which a mesh was sliced, or itself. Private in torch (``_get_root_mesh``); tried on 2.11,
+    2.13 and 2.14.
     """
     return mesh._get_root_mesh()
 
