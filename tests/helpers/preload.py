@@ -35,7 +35,7 @@ def compile_once(lowering: str) -> None:
     torch._dynamo.utils.counters.clear()
 
 
-if not torch.cuda.device_count():  # CUDA that a parent has initialized is of no use to its children
+if not torch.version.cuda:  # such a build's autograd refuses in children of a process that has run a backward
     compile_once("eager")
     if shutil.which(os.environ.get("CXX", "g++")):
         compile_once("inductor")
