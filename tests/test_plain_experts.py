@@ -219,7 +219,7 @@ REFUSED = {
     "another number": "w1 has allreduce=False, .*nothing has 4 ranks, as its module says",
     "averaged": "w1 has average_gradients_across_tp_domain=True, and ranks hold different parts",
     "a scalar": "scale has allreduce=False and has no dimension",
-    "meta": "w1 has allreduce=False and is on the meta device",
+    "meta": "w1 is a local shard in a plain tensor and on the meta device",
 }
 
 

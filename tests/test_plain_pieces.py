@@ -185,4 +185,4 @@ def test_attributes_that_do_not_fit_are_refused(four_ranks):
 
 def test_pieces_without_values_are_refused(four_ranks):
     for text in four_ranks.run(no_values):
-        assert "layers.0.up has tensor_model_parallel=True and is on the meta device" in text
+        assert "layers.0.up is a local shard in a plain tensor and on the meta device" in text

@@ -51,8 +51,9 @@ class Mixture(nn.Module):
 def model() -> Iterator[nn.Module]:
     with mfsdp.fake_ranks(4, rank=1):
         reset()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep"))
-        model = nn.Sequential(*(Mixture(mesh["ep"].get_group()) for _ in range(2)))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "pp"))
+        group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "ep"))["ep"].get_group()
+        model = nn.Sequential(*(Mixture(group) for _ in range(2)))
         yield mfsdp.fully_shard(model, mesh=mesh["dp_shard"], units=[Mixture])
 
 
@@ -151,8 +152,9 @@ def behind(p: Program, fills: Any) -> dict[str, list[str]]:
 def test_what_an_exchange_does_not_need_fills_it():
     with mfsdp.fake_ranks(4, rank=1):
         reset()
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep"))
-        model = nn.Sequential(*(Shared(mesh["ep"].get_group()) for _ in range(2)))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "pp"))
+        group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "ep"))["ep"].get_group()
+        model = nn.Sequential(*(Shared(group) for _ in range(2)))
         mfsdp.fully_shard(model, mesh=mesh["dp_shard"], units=[Shared])
         seen: list[Program] = []
         passes = (("look", lambda p: seen.append(p.copy())), *pipeline.PIPELINE)
@@ -362,6 +364,7 @@ def explained(ask: Any, **more: Any) -> Any:
         with torch.device("meta"):
             model = nn.Sequential(*(Mixture(sparse["ep"].get_group(), 256) for _ in range(3)))
         for layer in model:
+            layer.up.weight.allreduce = layer.up.bias.allreduce = False
             mfsdp.fully_shard(layer.up, mesh=sparse["efsdp"], device="meta")
         mfsdp.fully_shard(model, mesh=mesh, units=[Mixture], device="meta")
         x = torch.empty(4096, 256)

@@ -146,6 +146,8 @@ def sharded(layers: int, world: int, ep: int, again: bool = True) -> nn.Module:
     more: Any = {"mp_policy": mfsdp.MixedPrecisionPolicy(compute_dtype=torch.bfloat16), "device": "meta"}
     for module in model.modules():
         if isinstance(module, Experts):
+            for param in module.parameters():
+                param.allreduce = False  # type: ignore[attr-defined]  # ranks of ep hold other experts
             mfsdp.fully_shard(module, mesh=sparse["efsdp"], **more)
     return mfsdp.fully_shard(model, mesh=dense, units=[Layer, "embedding", "head"], **more)
 

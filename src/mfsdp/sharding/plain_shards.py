@@ -125,7 +125,7 @@ def by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceM
 
     Raises:
         ValueError: the parameter's shape does not fit its attributes.
-        NotImplementedError: its ranks are not known; attributes contradict each other; it is on the meta device.
+        NotImplementedError: its ranks are not known; attributes contradict each other.
     """
     expert = _EP.over("allreduce", False, fqn, param, owner, mesh)
     tensor = _TP if expert is None else _ETP
@@ -159,9 +159,7 @@ def by_attributes(fqn: str, param: nn.Parameter, owner: nn.Module, mesh: DeviceM
 
 
 def _cuttable(fqn: str, param: nn.Parameter, said: str, dim: object) -> int:
-    if param.is_meta:
-        why = "is on the meta device, where no initializer knows its part: build the model where it will run"
-    elif not param.dim():
+    if not param.dim():
         why = "has no dimension along which the values of all ranks are one tensor"
     elif not isinstance(dim, int) or not 0 <= dim < param.dim():
         why = f"has partition_dim={dim}, which is none of its {param.dim()} dimensions"
@@ -227,6 +225,19 @@ def described(fqn: str, piece: TPShard | None, mesh: DeviceMesh) -> None:
         "that axis hold. If each has experts of its own, say so with param.allreduce = False, or make it a DTensor "
         "over mesh['ep']. If all hold the same values, shard it with the rest of the model, over all its ranks"
     )
+
+
+def initialized(fqn: str, param: nn.Parameter, piece: TPShard | None) -> None:
+    """Refuses a part of a parameter on the meta device, if it is to have values.
+
+    Raises:
+        NotImplementedError: it is one.
+    """
+    if param.is_meta and piece is not None and piece.plain and piece.local != piece.shape:
+        raise NotImplementedError(
+            f"fully_shard: parameter {fqn} is a local shard in a plain tensor and on the meta device, where no "
+            "initializer knows its part: build the model where it will run"
+        )
 
 
 def _ranks_along(mesh: DeviceMesh, axis: int) -> tuple[int, ...] | list[int]:

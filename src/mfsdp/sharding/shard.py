@@ -23,7 +23,17 @@ from ..dtensor.mesh import TENSOR, Axes, axes
 from ..dtensor.tp_shards import TPShard, has_groups, here, over_tensor_ranks
 from ..runtime import groups as groups_of
 from ..runtime import watchdog
-from . import auto_wrap, cross_rank_check, fp8_weights, fsdp2_api, materialize, parallel, te_modules, validate
+from . import (
+    auto_wrap,
+    cross_rank_check,
+    fp8_weights,
+    fsdp2_api,
+    materialize,
+    parallel,
+    plain_shards,
+    te_modules,
+    validate,
+)
 from .commit import device_of, fill, ignore, move_buffers
 from .module import FSDPModule, own_class, swap_class, units_of
 from .rollback import Rollback
@@ -241,6 +251,9 @@ class _Call:
         self.pieces = [p for unit in planned for buffer in unit.buffers for p in buffer.pieces if p is not None]
         """Local shards of the call's units under other parallelisms."""
         if self.runs:
+            for unit in planned:
+                for param, piece in ((p, piece) for b in unit.buffers for p, piece in zip(b.params, b.pieces)):
+                    plain_shards.initialized(unit.fqn_of(param), param, piece)
             earlier = [r.piece for m in root.modules() for r in refs(m).values() if r.piece is not None]
             _apart_from(placement, self.pieces, earlier)
             meshes = dict.fromkeys(p.mesh for p in (*self.pieces, *earlier))
