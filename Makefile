@@ -41,7 +41,7 @@ types:
 	$(BIN)/mypy
 
 quick:
-	$(BIN)/python -m pytest -n 2 -m "$(FAST)" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "$(FAST)" $(ARGS)
 
 goldens: $(VENV)/.test
 	$(BIN)/python -m pytest --accept -m "not gpu and not te" $$(grep -l 'golden(' tests/test_*.py)
