@@ -334,7 +334,15 @@ def onto_shards(source: str, shapes: dict[str, torch.Size], flat: bool) -> dict[
         with pytest.raises(ValueError) as caught:
             load_checkpoint(wrong, source, **told)
         said.append(str(caught.value))
+        assert not few.state
         assert not any(p.full_tensor().any() for p in wrong.parameters())
+    apart = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.ones(1))])
+    next(model.parameters()).grad = torch.zeros_like(next(model.parameters()))
+    for wrong in (optimizer, apart, torch.optim.SGD(model.parameters())):
+        with pytest.raises(ValueError) as caught:
+            load_checkpoint(model, source, wrong, rename=renamed)
+        said.append(str(caught.value))
+        model.zero_grad()
     extra = load_checkpoint(model, source, optimizer, rename=renamed)
     found = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
     state = {name: optimizer.state[p] for name, p in model.named_parameters()}
@@ -365,6 +373,8 @@ def test_megatron_core_onto_shards(two_ranks, of_megatron_core, kind, flat):
         assert "output_layer.weight is [16, 8] there, [17, 8] here" in got["said"][1]
         assert "the model has odd.weight, which the checkpoint lacks" in got["said"][2]
         assert "max_exp_avg_sq of the optimizer has" in got["said"][3]
+        assert "call zero_grad() first" in got["said"][4] and "are not the model's" in got["said"][5]
+        assert "SGD keeps no state: leave optimizer out" in got["said"][6]
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:

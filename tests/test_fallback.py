@@ -391,6 +391,110 @@ def test_what_is_gathered_already_is_used(two_ranks):
         assert got["worst"] < 1e-6 and got["clean"], got
 
 
+class Called(nn.Module):
+    """Calls submodules of units past these' forwards: of a second one that is gathered already, and again after a write
+    to a unit's weights (a moving average)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.second = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.halves = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first[0](x) + self.second[0].weight.sum()
+        x = self.second[0](x)
+        if self.halves:
+            with torch.no_grad():
+                for p in self.second.parameters():
+                    p.mul_(0.5)
+        return self.second[1](x)
+
+
+def called(strategy: int) -> dict[str, Any]:
+    """Forwards and steps; the last forward writes to weights of which it has called a submodule."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    reference = Called()
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=[nn.Sequential], strategy=strategy)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    off = []
+    for _ in range(3):
+        for m in (model, reference):
+            m(x).square().mean().backward()
+        averaged(reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        off.append(error(model(x).detach(), reference(x).detach()))
+    with torch.no_grad():
+        model.halves = reference.halves = True
+        off.append(error(model(x), reference(x)))
+    return {"off": off, "clean": not (eager._here.called or eager._here.tickets)}
+
+
+@pytest.mark.parametrize("strategy", [2, 3])
+def test_a_called_unit_is_gathered_anew_when_its_weights_are_written(two_ranks, strategy):
+    for got in two_ranks.run(called, strategy):
+        assert max(got["off"]) < 1e-6 and got["clean"], got
+
+
+def one_of_two_steps(lowering: str) -> float:
+    """An optimizer of two units steps after the backward of one: the other one's backward has its own weights."""
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    reference = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=["*"])
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for m in (model, reference):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        losses = [
+            (torch.compile(part, backend="mfsdp", options={"lowering": "eager"}) if lowering and m is model else part)(
+                x
+            )
+            for part in m
+        ]
+        for loss in losses:
+            loss.square().mean().backward()
+            if m is reference:
+                averaged(reference)
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    return max(error(whole(p.detach()), q.detach()) for p, q in pairs)
+
+
+@pytest.mark.parametrize("lowering", ["", "eager"])
+def test_a_step_does_not_count_for_units_that_it_leaves(two_ranks, lowering):
+    assert max(two_ranks.run(one_of_two_steps, lowering)) < 1e-6
+
+
+def frozen_base(compiles: bool) -> list[int]:
+    """Gathers of three steps in which only the last of four persistent units trains, by an optimizer of all."""
+    warnings.simplefilter("ignore")
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model[:3].requires_grad_(False)
+    mfsdp.fully_shard(model, units=[nn.Linear], strategy=2)
+    run = torch.compile(model, backend="mfsdp", options={"lowering": "eager"}) if compiles else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    counts, calls = [], []
+    with collectives_told(lambda kind, group: calls.append(1) if kind == "gather" else None):
+        for _ in range(3):
+            calls.clear()
+            run(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(len(calls))
+    return counts
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_frozen_persistent_parameters_are_gathered_once(two_ranks, compiles):
+    for counts in two_ranks.run(frozen_base, compiles):
+        assert counts == [4, 1, 1], counts
+
+
 def written_between(strategy: int, compiles: bool, written: str, folder: str) -> tuple[str, float]:
     """A backward behind a write to the weights that forward has used; gradients beside those without the write."""
     warnings.simplefilter("ignore")

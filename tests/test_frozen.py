@@ -98,7 +98,7 @@ def trained(early: bool, strategy: int, lowering: str, flat: bool, when: str) ->
     [
         (3, "none", False, "between"), (3, "eager", True, "between"),
         pytest.param(1, "eager", False, "before backward", marks=pytest.mark.exhaustive),
-        (2, "none", True, "summoned"),
+        (2, "none", True, "summoned"), (3, "none", False, "before backward"),
         pytest.param(3, "eager", False, "before backward", marks=pytest.mark.exhaustive),
         pytest.param(0, "eager", True, "between", marks=pytest.mark.exhaustive),
     ],

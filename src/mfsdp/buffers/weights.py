@@ -62,6 +62,8 @@ class Weights:
         """Last checksum of ``main``, once rows have been handed out (Note [Unseen writes])."""
         self._writes = 0
         """Writes to ``main`` past its version counter."""
+        self._former = 0
+        """Versions of former tensors in place of ``main``."""
         self.stale = True
         self._version = -1
         self._overtaken: tuple[int, int] | None = None
@@ -93,12 +95,14 @@ class Weights:
         """Moves ``main`` to new memory in a wider dtype. What a backward has yet to read stays."""
         for early in step_prefetch.of([self.buffer]):
             early.drop()
+        former = self.version
         with torch.inference_mode(False), torch.no_grad():
             self.main = self.main.detach().to(dtype)
         if not self.buffer.spec.persistent:
             self.source = self.main
         self.kept_cast = KeptCast(self)
         self._exposed, self._sum, self.stale = False, None, True
+        self._former = former - self.main._version
 
     @property
     def stale(self) -> bool:
@@ -110,6 +114,7 @@ class Weights:
         self._stale = value
         if value:
             self.note_write()
+            torch.autograd.graph.increment_version(self.main)
 
     @property
     def exposed(self) -> bool:
@@ -127,8 +132,15 @@ class Weights:
 
     @property
     def history(self) -> tuple[int, int]:
-        """Changes when main weights are written, except through rows handed out as plain tensors."""
+        """Changes when main weights may have been written, except through rows handed out as plain tensors."""
         return self._writes, self.main._version
+
+    @property
+    def version(self) -> int:
+        """Changes when main weights are written: a forward from before has no backward any more. Not when `widen` moves
+        them.
+        """
+        return self._former + self.main._version
 
     @property
     def spec(self) -> UnitSpec:
@@ -211,12 +223,9 @@ class Weights:
             self._overtaken = self.history
 
     def note_write(self) -> None:
-        """Records that main weights may have been written on this rank, also for autograd: an earlier forward has no
-        backward any more.
-        """
+        """Records that main weights may have been written on this rank."""
         self._writes += 1
         self.kept_cast.due = True
-        torch.autograd.graph.increment_version(self.main)
 
     def cast(self) -> torch.Tensor:
         """Returns the shard in ``precision.comm`` (`KeptCast.read`)."""

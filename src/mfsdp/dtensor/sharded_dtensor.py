@@ -306,8 +306,9 @@ class ShardedDTensor(DTensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        if self._mfsdp_written is not None:
-            self._mfsdp_written.stale = True  # every rank calls this before a load, even without chunks
+        if self._mfsdp_written is not None:  # every rank calls this before a load, even without chunks
+            self._mfsdp_written.before_write()
+            self._mfsdp_written.stale = True
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:

@@ -50,8 +50,9 @@ def load_checkpoint(
     Args:
         model: sharded or not; values are cast to its dtypes.
         path: the checkpoint's folder, or a run's with ``latest_checkpointed_iteration.txt``.
-        optimizer: of the model's parameters. Its state (``exp_avg``, ...) is read; learning rates and other settings
-            stay its own: Megatron-Core pickles them, and pickles are not opened.
+        optimizer: of the model's parameters. Its state (``exp_avg``, ...) is read; a new one gets its state by a step
+            without gradients, as in `get_optimizer_state_dict`. Learning rates and other settings stay its own:
+            Megatron-Core pickles them, and pickles are not opened.
         rename: maps the name of a tensor in the checkpoint to the model's name. Tensors that stack all layers are
             called ``decoder.layers.0...`` and so on.
         step: number of steps that the optimizer has done. Default: the iteration in the folder's name.
@@ -62,7 +63,7 @@ def load_checkpoint(
     Raises:
         FileNotFoundError: there is no such checkpoint.
         ValueError: it has another format, the model or the optimizer has a tensor that it lacks, shapes differ, or the
-            step is unknown. Weights are unchanged.
+            step is unknown. Nothing has changed.
         CheckpointError: it is damaged. Some weights may be read: the model refuses to compute until it is loaded.
     """
     model, path = getattr(model, "_orig_mod", model), Path(path)
@@ -82,12 +83,15 @@ def load_checkpoint(
     weights = _renamed(weights, rename)
     wanted = tensors_of(model)
     names = {id(t): [n for n, other in wanted.items() if other is t] for t in wanted.values()}
+    steps = _steps(folder, step) if optimizer is not None else 0
     targets = _fitting({**weights, **states.pop(_MAIN, {})}, {id(t): t for t in wanted.values()}, names, "the model")
     if optimizer is not None:
-        targets += _of_optimizer(model, optimizer, states, names, _steps(folder, step))
+        targets += _of_optimizer(model, optimizer, states, names)
     count_load(shared_over(model), f"{len(targets)} tensors of Megatron-Core", zlib.crc32("".join(wanted).encode()))
     with half_loaded(model, f"loading {path}"):
         _read(folder, [part for stored, tensor in targets for part in _parts(stored, tensor)])
+        if optimizer is not None:
+            _count_steps(optimizer, steps)
     return [name for name in weights if name not in wanted]
 
 
@@ -135,29 +139,51 @@ def _of_optimizer(
     optimizer: torch.optim.Optimizer,
     states: Mapping[str, Mapping[str, megatron.Stored]],
     names: Mapping[int, list[str]],
-    step: int,
 ) -> list[_Target]:
+    """Pairs stored optimizer state with the optimizer's, which a new one gets by a step without gradients.
+
+    Raises:
+        ValueError: they do not fit. A new optimizer has no state then.
+    """
     if not states:
         raise ValueError(
             "load_checkpoint: the checkpoint has no optimizer state by parameter: save it with "
             "--dist-ckpt-optim-fully-reshardable, or leave optimizer out"
         )
     params: list[Any] = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    for kind, stored in states.items():
-        _fitting(stored, {id(p): p for p in params}, names, f"{kind} of the optimizer")
-    get_optimizer_state_dict(model, optimizer)  # gives a new optimizer its state
+    if any(id(p) not in names for p in params):
+        raise ValueError(
+            "load_checkpoint: the optimizer has parameters that are not the model's: load its state yourself"
+        )
+    fresh = not optimizer.state
+    if fresh and any(p.grad is not None for p in params):
+        raise ValueError("load_checkpoint: the optimizer has no state, and gradients are there: call zero_grad() first")
+    any_kind = {name: entry for stored in states.values() for name, entry in stored.items()}
+    _fitting(any_kind, {id(p): p for p in params}, names, "the optimizer")
+    get_optimizer_state_dict(model, optimizer)
     kept: dict[str, dict[int, torch.Tensor]] = {}
     for p in params:
         for kind, value in optimizer.state[p].items():
             if kind != "step" and isinstance(value, torch.Tensor) and value.shape == p.shape:
                 kept.setdefault(kind, {})[id(p)] = value
-    targets = []
-    for kind, tensors in kept.items():
-        targets += _fitting(states.get(kind, {}), tensors, names, f"{kind} of the optimizer")
-    for p in params:
-        if "step" in optimizer.state[p]:
-            optimizer.state[p]["step"].fill_(step)
-    return targets
+    try:
+        if not kept:
+            raise ValueError(f"load_checkpoint: {type(optimizer).__name__} keeps no state: leave optimizer out")
+        return [
+            t
+            for k, tensors in kept.items()
+            for t in _fitting(states.get(k, {}), tensors, names, f"{k} of the optimizer")
+        ]
+    except ValueError:
+        if fresh:
+            optimizer.state.clear()
+        raise
+
+
+def _count_steps(optimizer: torch.optim.Optimizer, step: int) -> None:
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"].fill_(step)
 
 
 _Part = tuple[megatron.Stored, torch.Tensor, tuple[int, ...]]

@@ -48,3 +48,15 @@ def after_backward(callback: Callable[[], None]) -> None:
     tried on 2.11 to 2.15.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def transformed() -> bool:
+    """Whether a ``torch.func`` transform or forward-mode AD is running. Private in torch; tried on 2.11 to 2.14."""
+    level = torch.autograd.forward_ad._current_level
+    return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]] | None:
+    """The active saved-tensor hooks, as (pack, unpack). Private in torch; tried on 2.11 to 2.15."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks  # type: ignore[no-any-return]

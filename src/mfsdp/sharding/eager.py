@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -55,8 +55,10 @@ class _Thread(threading.local):
         """Units that a recomputation reads and no scope closes, and the number of the backward."""
         self.called: Scope | None = None
         """The last call of a submodule past its unit's forward, inside another unit's; its unit is still gathered."""
-        self.recomputed: dict[FlatBuffer, torch.Tensor] = {}
-        """What the last recomputed forward gathered, until the backward that follows takes it."""
+        self.recomputed: dict[FlatBuffer, tuple[int, torch.Tensor]] = {}
+        """What the last recomputed forward gathered, and the weights' version, until the backward that follows takes
+        it. An exception in backward leaves it there.
+        """
 
 
 _here = _Thread()
@@ -67,7 +69,7 @@ class Ticket:
 
     def __init__(self, buffer: FlatBuffer, full: torch.Tensor | None):
         self.buffer, self.full = buffer, full
-        self.history = buffer.weights.history
+        self.version = buffer.weights.version
         self.watch: mutation_check.MutationCheck | None = None
         self.main_grads = MainGrads(buffer)
 
@@ -77,11 +79,11 @@ class Ticket:
         Raises:
             RuntimeError: the weights were written to since forward read them.
         """
-        if self.history != self.buffer.weights.history:
+        if self.version != self.buffer.weights.version:
             raise RuntimeError(
                 f"mfsdp: weights of {self.buffer.path} needed for gradient computation have been modified by an "
-                "inplace operation (an optimizer's step, a load) between forward and backward. Run backward first, or "
-                "forward again"
+                "inplace operation (an optimizer's step, a load) since forward read them. Run backward first, or "
+                "forward again; a write to any parameter of a unit counts for all of them"
             )
         if self.full is not None:
             return self.full
@@ -89,9 +91,8 @@ class Ticket:
         gathered = unit.full.get(unit.buffers.index(self.buffer))
         if gathered is not None:
             return gathered[0]
-        self.full = _here.recomputed.pop(self.buffer, None)
-        if self.full is None:
-            self.full = _gathered(self.buffer)
+        version, full = _here.recomputed.pop(self.buffer, (-1, None))
+        self.full = _gathered(self.buffer) if full is None or version != self.version else full
         return self.full
 
 
@@ -182,11 +183,12 @@ class Scope:
     def __init__(self, unit: UnitState, place: str, own: bool):
         self.unit, self.place, self.own = unit, place, own
         _forget_recomputed()
+        _forget_written(unit)
         unit.open = True
         _here.stack.append(self)
         unit.outermost.loose.begins()
         unit.outermost.loose.scopes += 1
-        transformed = _transformed()
+        transformed = engine.transformed()
         self.hooks = _hooks() if torch.is_grad_enabled() and not transformed else None
         if self.hooks is not None:
             self.hooks.__enter__()
@@ -220,11 +222,15 @@ class Scope:
         elif _recomputing():
             _keep_until_backward_ends(self.unit)
         elif not self.own and _here.stack:
+            if _here.called is not None and _here.called.unit is not self.unit:
+                _end_called()
             _here.called = self
             return
         release(self.unit)
+        if not _here.stack and _here.called is not None:
+            called, _here.called = _here.called, None
+            release(called.unit)
         if not _here.stack:
-            _end_called()
             for unit in list(_here.visited):
                 release(unit)
             _here.visited.clear()
@@ -234,7 +240,7 @@ class Scope:
 def scope(module: nn.Module, own: bool) -> Scope | Cover | None:
     """Opens the scope of a module's unit (its own, or the one around it); close it after the call."""
     if module.__dict__["_mfsdp_unit"].open:
-        hooks = _hooks() if _here.stack and _outer_hooks() is not None else None
+        hooks = _hooks() if _here.stack and engine.saved_tensors_hooks() is not None else None
         return None if hooks is None else Cover(hooks)
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     line = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
@@ -263,11 +269,12 @@ def read(module: nn.Module, name: str, ref: Ref) -> torch.Tensor:
     if now is not ref.buffer.params[ref.slot]:
         return now  # type: ignore[no-any-return]
     _forget_recomputed()
+    _forget_written(ref.unit)
     again = not _here.stack and _recomputing()
     lasts = ref.index in ref.unit.full and ref.unit not in _here.again
     if not (_here.stack or again or lasts):
         return now  # type: ignore[no-any-return]
-    if _transformed():
+    if engine.transformed():
         raise NotImplementedError(
             f"mfsdp: {type(module).__name__}.{name} of unit {ref.unit.fqn!r} is sharded, and torch.func (grad, vmap, "
             "...) and forward-mode AD cannot transform what gathers it. Give the call whole values of all parameters: "
@@ -283,7 +290,6 @@ def read(module: nn.Module, name: str, ref: Ref) -> torch.Tensor:
 def _whole(unit: UnitState, index: int, place: str) -> Sequence[torch.Tensor]:
     if index not in unit.full:
         if _here.called is not None and _here.called.unit is not unit:
-            check(_here.called.unit, _here.called.place)
             _end_called()
         eager_warnings.warn_of_read(unit, place)
         unit.full[index] = gather(unit.buffers[index])
@@ -350,12 +356,6 @@ def _drop(ticket: Ticket) -> None:
         ticket.full = None
 
 
-def _transformed() -> bool:
-    """Whether a ``torch.func`` transform or forward-mode AD is running. Private in torch; tried on 2.11 to 2.14."""
-    level = torch.autograd.forward_ad._current_level
-    return level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def _recomputing() -> bool:
     """Whether a checkpointed region runs again: inside a backward, with gradients enabled."""
     return torch.is_grad_enabled() and engine.backward_number() >= 0
@@ -364,7 +364,18 @@ def _recomputing() -> bool:
 def _end_called() -> None:
     called, _here.called = _here.called, None
     if called is not None:
-        release(called.unit)
+        try:
+            check(called.unit, called.place)
+        finally:
+            release(called.unit)
+
+
+def _forget_written(unit: UnitState) -> None:
+    """Frees a called unit whose weights have been written since it was gathered."""
+    if _here.called is not None and _here.called.unit is unit:
+        tickets = [t for t in _here.tickets.values() if t.buffer in unit.buffers]
+        if any(t.version != t.buffer.weights.version for t in tickets):
+            _end_called()
 
 
 def _keep_for_backward(unit: UnitState) -> None:
@@ -373,7 +384,9 @@ def _keep_for_backward(unit: UnitState) -> None:
         engine.after_backward(_here.recomputed.clear)  # may run in another thread
     gathered = [(t, t.full) for t in _here.tickets.values() if t.buffer in unit.buffers]
     release(unit)
-    _here.recomputed.update((t.buffer, full) for t, full in gathered if t.full is None and full is not None)
+    for ticket, full in gathered:
+        if ticket.full is None and full is not None:
+            _here.recomputed[ticket.buffer] = ticket.version, full
 
 
 def _keep_until_backward_ends(unit: UnitState) -> None:
@@ -400,7 +413,7 @@ def _forget_recomputed() -> None:
 
 
 def _hooks() -> torch.autograd.graph.saved_tensors_hooks | None:
-    outer = _outer_hooks()
+    outer = engine.saved_tensors_hooks()
     if outer is not None and getattr(outer[0], "_mfsdp", False):
         return None  # our hooks are on top already
 
@@ -432,9 +445,3 @@ def never_a_frame(function: Any) -> None:
 
 def _plain(t: torch.Tensor) -> bool:
     return type(t) in (torch.Tensor, nn.Parameter, Lent) and t.layout is torch.strided
-
-
-def _outer_hooks() -> tuple[Callable[[torch.Tensor], object], Callable[[object], torch.Tensor]] | None:
-    """The active saved-tensor hooks, as (pack, unpack). Private in torch; tried on 2.11 to 2.15."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks  # type: ignore[no-any-return]
