@@ -155,6 +155,7 @@ def test_axes_as_one_are_in_the_order_of_their_group(eight):
     assert found.one().mesh.tolist() == dist.get_process_group_ranks(found.one().get_group()) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names, told", [(("pp", "dp_shard"), "4 ranks [4]"), (("dp_outer", "dp_shard"), "8 ranks [2, 4]")]
 )

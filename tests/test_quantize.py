@@ -116,6 +116,7 @@ def test_fp8_weights_travel_in_half_the_bytes(lowering, recipes):
         assert len(reading) == len(recipes), "maxima of all blocks of a unit are one node"
 
 
+@pytest.mark.slow
 def test_no_code_is_saved_for_backward():
     forward, backward = traced()
     pipeline.run(forward)

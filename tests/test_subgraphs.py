@@ -58,6 +58,7 @@ def test_kinds_do_not_grow_with_depth(phase):
     assert len({s.kind() for s in many}) == len({s.kind() for s in few}) < 8
 
 
+@pytest.mark.slow
 def test_a_stretch_begins_with_the_sum_that_its_norm_reads():
     """Inductor fuses the two, and does not see beyond a stretch."""
     found = program(4, "forward")
