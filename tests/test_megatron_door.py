@@ -20,14 +20,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import mfsdp
+from examples.parallel.model import Mixtral, MixtureLayer
 from mfsdp.integrations import megatron_fsdp as door
 from mfsdp.integrations.megatron_fsdp import experimental, uneven_dtensor, v2
 from mfsdp.integrations.megatron_fsdp.arguments import Arguments
 from mfsdp.integrations.megatron_fsdp.experimental import Flat, Partial, Placements, Replicate
+from tests.helpers.experts import meshes, plain_experts
 from tests.helpers.models import MLP
+from tests.helpers.parallel import reset, tokens, trained_alike, twin
 from tests.helpers.parity import averaged, error
 
 EAGER = {"lowering": "eager"}
@@ -687,17 +690,52 @@ def test_older_spellings():
         optimizer.zero_grad(zero_grad_buffer=False)
 
 
-@pytest.mark.parametrize("mark", ["skip_backward_post_hook", "allreduce"])
-def test_marked_parameters_are_refused(mark):
-    """Late gradients, which mfsdp ignored silently once, and experts with a mesh of their own."""
+def test_late_gradients_are_refused():
+    """mfsdp ignored them silently once."""
     model = MLP()
-    setattr(model.up.weight, mark, mark == "skip_backward_post_hook")
-    given = {"expt_device_mesh": object()} if mark == "allreduce" else {}
-    words = {"skip_backward_post_hook": "up.weight has skip_backward_post_hook=True",
-             "allreduce": "expt_device_mesh: up.weight is an expert"}[mark]  # fmt: skip
-    with pytest.raises(NotImplementedError, match=words):
-        door.fully_shard_model(model, **given)
+    model.up.weight.skip_backward_post_hook = True
+    with pytest.raises(NotImplementedError, match="up.weight has skip_backward_post_hook=True"):
+        door.fully_shard_model(model)
     assert type(model) is MLP
+
+
+@pytest.mark.parametrize(("given", "told"), [
+    ({}, "expt_device_mesh without dp_shard_dim"),
+    ({"dp_shard_dim": "dp_shard"}, "expt_device_mesh: up.weight is an expert's, and its module has parameters of"),
+])  # fmt: skip
+def test_experts_that_do_not_fit_their_mesh_are_refused(given, told):
+    with mfsdp.fake_ranks(4):
+        dense = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+        sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep"))
+        model = MLP()
+        model.up.weight.allreduce = False
+        with pytest.raises(ValueError, match=told):
+            door.fully_shard_model(model, device_mesh=dense, expt_device_mesh=sparse, **given)
+        assert type(model) is MLP
+
+
+def experts_apart() -> dict[str, float]:
+    """Experts in plain tensors over a mesh of their own, sharded and compiled by one call."""
+    torch._dynamo.config.capture_scalar_outputs = True
+    reset()
+    dense, sparse = meshes(2)
+    sparse = DeviceMesh("cpu", sparse.mesh, mesh_dim_names=("dp_shard", "ep"))
+    reference, model = twin(lambda: Mixtral(layers=1))
+    plain_experts(model, sparse["ep"])
+    policy = door.MixedPrecisionPolicy(main_params_dtype=None)
+    whole = door.fully_shard_model(
+        model, dense, dp_shard_dim="dp_shard", expt_device_mesh=sparse, fsdp_unit_modules=[MixtureLayer],
+        mixed_precision_policy=policy, options={"lowering": "eager"},
+    )  # fmt: skip
+    every = [tokens(r) for r in range(dist.get_world_size())]
+    return trained_alike(model, whole, reference, every[dist.get_rank()], every)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_experts_with_a_mesh_of_their_own(four_ranks):
+    for wrong in four_ranks.run(experts_apart, timeout=200):
+        assert max(wrong.values()) < 1e-9, wrong
 
 
 FLAT, WHOLE, PART = Flat(), Replicate(), Partial()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from enum import IntEnum
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...buffers.flat_buffer import refs
 from ...buffers.sharding_plan import OUTER, strategy_name
 from ...config.options import Options
 from ...runtime import groups
@@ -155,24 +154,42 @@ class Arguments:
 
         Raises:
             ValueError: the mesh does not have the named axes, or ``hybrid_fsdp_group`` has other ranks than they.
-            NotImplementedError: experts with a mesh of their own.
         """
-        strategy, outer = self.strategies()
-        if self.expt_device_mesh is not None and (expert := _expert(module)):
-            raise NotImplementedError(
-                f"expt_device_mesh: {expert} is an expert of its own mesh: shard the experts of each layer first, "
-                "mfsdp.fully_shard(experts, mesh=expt_device_mesh['dp_shard']), then the model, without "
-                "expt_device_mesh (docs/guides/parallelism.md)"
+        return {"units": self._units(module), **self._mesh(), **self._same(), **environment.sharding(self.sharding)}
+
+    def for_experts(self, module: nn.Module) -> tuple[list[nn.Module], dict[str, Any]]:
+        """Returns the modules of experts that have a mesh of their own, and the arguments of `mfsdp.fully_shard` for
+        each.
+
+        Raises:
+            ValueError: the mesh's axes have no names in the other arguments, or a module has experts and others.
+        """
+        mesh = self.expt_device_mesh
+        experts = [] if mesh is None else list(_outermost(module, lambda m: all(map(_is_expert, m.parameters()))))
+        if mesh is None or not (experts or _mixed(module, experts)):
+            return [], {}
+        if self.dp_shard_dim is None:
+            raise ValueError("expt_device_mesh without dp_shard_dim: name its axis of data parallelism")
+        if mixed := _mixed(module, experts):
+            raise ValueError(
+                f"expt_device_mesh: {mixed} is an expert's, and its module has parameters of other ranks too: give "
+                "experts a module of their own"
             )
+        names = [name for name in (self.dp_outer_dim, self.dp_shard_dim) if name in (mesh.mesh_dim_names or ())]
+        if self.dp_shard_dim not in names:
+            there = mesh.mesh_dim_names
+            raise ValueError(f"dp_shard_dim={self.dp_shard_dim!r} is no axis of expt_device_mesh, which has {there}")
+        return experts, {"mesh": mesh[tuple(names) if len(names) > 1 else names[0]], **self._same()}
+
+    def _same(self) -> dict[str, Any]:
+        """What is the same for experts and for the rest."""
+        strategy, outer = self.strategies()
         return {
-            "units": self._units(module),
-            **self._mesh(),
             "strategy": strategy,
             "outer_strategy": outer,
             "mp_policy": self.policy(),
             "device": None if self.init_model_with_meta_device else self.device,
             "sync_module_states": True,
-            **environment.sharding(self.sharding),
         }
 
     def _units(self, module: nn.Module) -> list[type[nn.Module] | str] | None:
@@ -230,13 +247,24 @@ def _class(unit: type[nn.Module] | str) -> type[nn.Module]:
     raise ValueError(f"fsdp_unit_modules: {unit!r} is no class of modules, nor the import path of one")
 
 
-def _expert(module: nn.Module) -> str | None:
-    """Returns the name of a parameter that Megatron-LM marks as an expert's, and that is not sharded yet."""
-    for path, m in module.named_modules():
-        for name, param in m._parameters.items():
-            if param is not None and getattr(param, "allreduce", True) is False and name not in refs(m):
-                return f"{path}.{name}" if path else name
-    return None
+def _is_expert(param: nn.Parameter) -> bool:
+    """Whether Megatron-LM marks a parameter as an expert's, and it is not sharded yet."""
+    return getattr(param, "allreduce", True) is False and type(param) is nn.Parameter
+
+
+def _outermost(module: nn.Module, test: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:
+    """Yields modules with parameters that pass a test, and none below them."""
+    if next(module.parameters(), None) is not None and test(module):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, test)
+
+
+def _mixed(module: nn.Module, experts: Sequence[nn.Module]) -> str | None:
+    """Returns the name of an expert's parameter that is in none of these modules."""
+    inside = {id(p) for m in experts for p in m.parameters()}
+    return next((n for n, p in module.named_parameters() if _is_expert(p) and id(p) not in inside), None)
 
 
 def _axes(mesh: DeviceMesh, argument: str, name: str) -> tuple[str, ...]:

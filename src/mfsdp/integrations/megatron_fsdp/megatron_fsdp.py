@@ -33,7 +33,8 @@ class MegatronFSDP(nn.Module):
         arguments: those of `fully_shard_model`, except strategies and mesh.
 
     Raises:
-        ValueError, NotImplementedError, TypeError: see `Arguments` and `mfsdp.fully_shard`. Nothing has changed then.
+        ValueError, NotImplementedError, TypeError: see `Arguments` and `mfsdp.fully_shard`. Nothing has changed then,
+            but experts may be sharded over ``expt_device_mesh`` when the rest is refused.
     """
 
     module: nn.Module
@@ -70,7 +71,11 @@ class MegatronFSDP(nn.Module):
         if arguments.compile:
             not_compiled(module, "fully_shard_model", "fully_shard_model(options=)")
         options = arguments.backend_options()
-        fully_shard(module, **arguments.for_module(module))
+        said = arguments.for_module(module)
+        experts, apart = arguments.for_experts(module)
+        for each in experts:
+            fully_shard(each, **apart)
+        fully_shard(module, **said)
         super().__init__()
         self.module, self.mp_policy = module, arguments.policy()
         self._arguments = arguments
