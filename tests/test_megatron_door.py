@@ -780,3 +780,81 @@ def test_what_the_second_versions_refuse():
     assert model._mfsdp_unit.buffers[0].spec.divide == 4
     with pytest.raises(ValueError, match="nothing of this MLP is sharded"), experimental.microbatch(MLP(), True):
         pass
+
+
+# Settings, copies, and state before the first step
+
+
+class Counts(torch.optim.Adam):
+    """Counts steps in its groups, as fused optimizers of others do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        for group in self.param_groups:
+            group["step"] = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] += 1
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [
+    lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1), Counts,
+])  # fmt: skip
+def test_a_state_dict_before_the_first_step_changes_nothing(kind):
+    model = door.fully_shard_model(MLP(), compile=False)
+    optimizer = door.fully_shard_optimizer(kind(model.parameters()))
+    groups = copy.deepcopy([{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups])
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    values = [v for state in optimizer.state_dict()["state"].values() for v in state.values()]
+    assert values and not any(v.any() for v in values if isinstance(v, torch.Tensor))
+    assert groups == [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    assert not optimizer.state and not calls and all(p.grad is None for p in model.parameters())
+
+
+def specs(model: nn.Module) -> list[Any]:
+    return [b.spec for m in model.modules() if isinstance(m, mfsdp.FSDPModule) for b in m._mfsdp_unit.buffers]
+
+
+def test_settings_reach_every_unit():
+    with mfsdp.fake_ranks(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
+        scaled = v2.fully_shard(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh, gradient_scaling_factor=0.5, units=[nn.Linear],
+            compile=False,
+        )  # fmt: skip
+        assert [spec.divide for spec in specs(scaled)] == [2.0, 2.0]
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_outer", "dp_shard"))
+        index = door.FSDPDistributedIndex(both, "dp_shard", "dp_outer")
+        config = door.DistributedDataParallelConfig(
+            data_parallel_sharding_strategy="optim_grads_params",
+            outer_dp_sharding_strategy="optim",
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+        )
+        assert all(spec.outer_optim for spec in specs(door.MegatronFSDP(MLP(), index, config, compile=False)))
+        with pytest.raises(ValueError, match="no group of both: give hybrid_fsdp_group"):
+            index.get_dp_group()
+        sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep"))
+        model = nn.ModuleDict({"dense": nn.Linear(4, 4), "experts": nn.Sequential(nn.Linear(4, 4))})
+        for param in model["experts"].parameters():
+            param.allreduce = False  # type: ignore[attr-defined]
+        door.fully_shard_model(
+            model, mesh, dp_shard_dim="dp_shard", expt_device_mesh=sparse, compile=False,
+            fsdp_unit_modules=[nn.Linear], sharding={"may_be_unused": True},
+        )  # fmt: skip
+        assert len(specs(model)) == 2 and all(spec.optional for spec in specs(model))
+
+
+def test_a_copy_is_compiled_and_checks_as_its_original():
+    model = door.fully_shard_model(MLP(), report_nan_in_param_grad=True, options={"lowering": "eager"})
+    other = copy.deepcopy(model)
+    assert other.module is not model.module and other.module._compiled_call_impl is not None
+    for param in other.parameters():
+        param.grad = torch.full_like(param, torch.nan)
+    with pytest.raises(FloatingPointError, match="are not finite"):
+        other.finish_grad_sync()
+    with pytest.raises(FloatingPointError, match="are not finite"):
+        door.fully_shard_optimizer(torch.optim.SGD(other.parameters(), lr=1.0)).step()

@@ -99,6 +99,9 @@ class Arguments:
         self.policy()
         self.backend_options()
 
+    def __deepcopy__(self, memo: object) -> Arguments:
+        return self  # a mesh and process groups have no copies
+
     def strategies(self) -> tuple[str, str]:
         """Returns ``strategy`` and ``outer_strategy`` by name."""
         try:
@@ -165,7 +168,7 @@ class Arguments:
             ValueError: the mesh's axes have no names in the other arguments, or a module has experts and others.
         """
         mesh = self.expt_device_mesh
-        experts = [] if mesh is None else list(_outermost(module, lambda m: all(map(_is_expert, m.parameters()))))
+        experts = self._experts(module)
         if mesh is None or not (experts or _mixed(module, experts)):
             return [], {}
         if self.dp_shard_dim is None:
@@ -179,7 +182,14 @@ class Arguments:
         if self.dp_shard_dim not in names:
             there = mesh.mesh_dim_names
             raise ValueError(f"dp_shard_dim={self.dp_shard_dim!r} is no axis of expt_device_mesh, which has {there}")
-        return experts, {"mesh": mesh[tuple(names) if len(names) > 1 else names[0]], **self._same()}
+        over = environment.sharding(self.sharding)
+        other = {name: value for name, value in over.items() if name not in ("mesh", "dp_mesh_dims", "units")}
+        return experts, {"mesh": mesh[tuple(names) if len(names) > 1 else names[0]], **self._same(), **other}
+
+    def _experts(self, module: nn.Module) -> list[nn.Module]:
+        if self.expt_device_mesh is None:
+            return []
+        return list(_outermost(module, lambda m: all(map(_is_expert, m.parameters()))))
 
     def _same(self) -> dict[str, Any]:
         """What is the same for experts and for the rest."""
@@ -203,9 +213,13 @@ class Arguments:
                 stacklevel=6,
             )
         inner = [m for m in module.modules() if m is not module and isinstance(m, tuple(kinds))]
-        if not self.enable_fine_grained_param_gather:
+        apart = {m for expert in self._experts(module) for m in expert.modules()}
+        if not self.enable_fine_grained_param_gather and apart.isdisjoint(inner):
             return [k for k in kinds if any(isinstance(m, k) for m in inner)] or None
-        below = {m for unit in inner for m in unit.modules() if m._parameters}
+        fine = self.enable_fine_grained_param_gather
+        below = {
+            m for unit in inner for m in (unit.modules() if fine else (unit,)) if m._parameters or not fine
+        } - apart
         return [name for name, m in module.named_modules() if name and m in below] or None
 
     def _mesh(self) -> dict[str, Any]:
@@ -240,7 +254,7 @@ def _class(unit: type[nn.Module] | str) -> type[nn.Module]:
         where, _, name = unit.rpartition(".")
         try:
             found = getattr(importlib.import_module(where), name, None) if where else None
-        except ImportError:
+        except (ImportError, TypeError, ValueError):  # also of a relative path
             found = None
     if isinstance(found, type) and issubclass(found, nn.Module):
         return found

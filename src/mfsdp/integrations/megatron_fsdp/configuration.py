@@ -50,6 +50,11 @@ class FSDPDistributedIndex:
     def get_dp_group(self, is_expert_parallel: bool = False) -> Any:
         """Returns the process group of all data-parallel ranks."""
         both = self.hybrid_fsdp_expt_group if is_expert_parallel else self.hybrid_fsdp_group
+        if both is None and self.dp_outer_dim is not None:
+            name = "hybrid_fsdp_expt_group" if is_expert_parallel else "hybrid_fsdp_group"
+            raise ValueError(
+                f"FSDPDistributedIndex.get_dp_group: there are two axes, and no group of both: give {name}"
+            )
         return self.get_fsdp_group(is_expert_parallel) if both is None else both
 
     def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> NoReturn:

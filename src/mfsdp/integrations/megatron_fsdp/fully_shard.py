@@ -25,7 +25,8 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
         args, kwargs: see `Arguments`: ``fsdp_unit_modules``, ``zero_dp_strategy``, ``device_mesh``, ...
 
     Raises:
-        TypeError, ValueError, NotImplementedError: see `Arguments` and `mfsdp.fully_shard`. Nothing has changed then.
+        TypeError, ValueError, NotImplementedError: see `Arguments` and `mfsdp.fully_shard`. Nothing has changed then,
+            but experts may be sharded over ``expt_device_mesh`` when the rest is refused.
     """
     return wrapped(module, Arguments(*args, **kwargs))
 

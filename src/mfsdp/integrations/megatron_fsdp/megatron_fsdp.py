@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ...buffers.norms import check_finite
 from ...buffers.replica_check import check_replicas
 from ...sharding.contexts import synchronize
 from ...sharding.module import FSDPModule, buffers_of
@@ -62,7 +63,11 @@ class MegatronFSDP(nn.Module):
         said |= {"sync_model_each_microbatch": sync_model_each_microbatch, "fsdp_unit_modules": fsdp_unit_modules}
         if hook:
             said["enable_fine_grained_param_gather"] = True
-        self._begin(module, Arguments(**{**said, **dist_index.arguments(), **arguments}))
+        mesh = dist_index.arguments()
+        outer = said.get("outer_dp_sharding_strategy", "no_shard")
+        if not dist_index.hsdp_outer_dp_shard and outer != "no_shard":
+            mesh["outer_dp_sharding_strategy"] = outer
+        self._begin(module, Arguments(**{**said, **mesh, **arguments}))
 
     def _begin(self, module: nn.Module, arguments: Arguments) -> None:
         """Shards and compiles the module."""
@@ -82,14 +87,25 @@ class MegatronFSDP(nn.Module):
         self._last, self._auto = True, arguments.sync_model_each_microbatch
         if arguments.calculate_per_token_loss:
             self._root.set_gradient_divide_factor(1.0, recurse=True)
+        self._options = options
+        self._finish()
+
+    def _finish(self) -> None:
+        """Tells optimizers the settings, and compiles the module."""
+        arguments = self._arguments
         optimizers.remember(
             self._root,
             decoupled=arguments.use_decoupled_grad,
-            ahead=options.get("prefetch") != 0,
+            ahead=self._options.get("prefetch") != 0,
             finite=arguments.report_nan_in_param_grad or bool(arguments.check_for_nan_in_grad),
         )
         if arguments.compile:
-            module.compile(backend="mfsdp", options=options)
+            self.module.compile(backend="mfsdp", options=self._options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of a copy, which torch leaves uncompiled."""
+        super().__setstate__(state)
+        self._finish()
 
     @property
     def _root(self) -> FSDPModule:
@@ -165,6 +181,8 @@ class MegatronFSDP(nn.Module):
             RuntimeError: that backward has not run.
         """
         optimizers.complete(buffers_of(self._root, recurse=True))
+        if self._arguments.report_nan_in_param_grad or self._arguments.check_for_nan_in_grad:
+            check_finite(self.module)
 
     def synchronize_gradient_reduce(self) -> None:
         """As `finish_grad_sync`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
@@ -159,27 +160,33 @@ def _subclass(flat: type[Optimizer]) -> type[Optimizer]:
 
 
 def _with_zeros(optimizer: Any, base: Any) -> dict[str, Any]:
-    """Returns the state dict after a step with zero gradients and zero learning rates, with ``step`` 0; the optimizer
-    has no state afterwards.
+    """Returns the state dict after a step with zero gradients, learning rates and weight decay, with ``step`` 0. A
+    double takes the step, without hooks: the optimizer and its groups, in which some count steps, stay as they are.
     """
-    rates = [group["lr"] for group in optimizer.param_groups]
+    double = object.__new__(type(optimizer))
+    double.__setstate__({**optimizer.__getstate__(), "state": defaultdict(dict)})
+    for name, value in vars(optimizer).items():
+        if "hooks" not in name and name != "_mfsdp_runs":
+            vars(double).setdefault(name, value)
+    double.param_groups = [{**group, **_nothing(group)} for group in optimizer.param_groups]
     try:
-        for group in optimizer.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-            for param in group["params"]:
-                if param.requires_grad:
-                    param.grad = torch.zeros_like(param)
-        base.step(optimizer)
+        for param in (p for group in double.param_groups for p in group["params"] if p.requires_grad):
+            param.grad = torch.zeros_like(param)
+        base.step(double)
     finally:
-        base.zero_grad(optimizer)
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-    out: dict[str, Any] = base.state_dict(optimizer)
+        base.zero_grad(double)
+    double.param_groups = optimizer.param_groups
+    out: dict[str, Any] = base.state_dict(double)
     for state in out["state"].values():
         if "step" in state:
             state["step"] = state["step"] * 0
-    optimizer.state.clear()
     return out
+
+
+def _nothing(group: dict[str, Any]) -> dict[str, Any]:
+    """Zeros for the settings of a group that move weights without a gradient, or state."""
+    kept = {name: group[name] for name in ("lr", "weight_decay") if name in group}
+    return {n: torch.zeros_like(v) if isinstance(v, torch.Tensor) else 0.0 for n, v in kept.items()}
 
 
 def _buffers(optimizer: Optimizer) -> list[FlatBuffer]:

@@ -83,12 +83,15 @@ def fully_shard(
         **({} if enable_unshard_prefetch else {"prefetch": 0}),
         **({} if enable_async_reduce_grad else {"reduce_lag": 0}),
     }
+    before = {m for m in module.modules() if isinstance(m, FSDPModule)}
     policy = policy_of(mp_policy or MixedPrecisionPolicy())
     own = {"mp_policy": policy, "strategy": sharding_strategy, "sync_module_states": True}
     in_place(module, {**own, **arguments, **environment.sharding(None)}, said | environment.options(options), compile)
     assert isinstance(module, FSDPModule)
     if gradient_scaling_factor is not None:
-        module.set_gradient_divide_factor(1 / gradient_scaling_factor)
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule) and unit not in before:
+                unit.set_gradient_divide_factor(1 / gradient_scaling_factor)
     module.__dict__["_log_parameter_groups"] = types.MethodType(_log_parameter_groups, module)
     return module
 
