@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import mfsdp
 from mfsdp import pipeline
+from mfsdp.compiler.capture import return_own_meshes
 from mfsdp.ir import ops
 from mfsdp.ir.program import Program, base_of
 from mfsdp.ir.roles import Kind
@@ -132,3 +135,20 @@ def test_your_own_pass():
     assert "; change none  only looked" in stages[-1].listing
     with pytest.raises(ValueError, match=f"'prefetsch' is no pass; the passes are {FIRST_STAGES}"):
         pipeline.run(forward, upto="prefetsch")
+
+
+def test_a_result_has_a_mesh_of_forwards_inputs():
+    """DTensor's caches may bring an equal mesh into the joint graph as a tangent's only."""
+    with mfsdp.fake_ranks(4):
+        mine, equal = (DeviceMesh("cpu", [0, 1, 2, 3]) for _ in range(2))
+        other = DeviceMesh("cpu", [[0, 1], [2, 3]])
+        graph = fx.Graph()
+        nodes = [
+            graph.placeholder(name) for name in ("primals_1", "primals_2", "tangents_1", "tangents_2", "tangents_3")
+        ]
+        for node, mesh in zip(nodes[1:], (mine, None, equal, other), strict=True):
+            node.meta["val"] = SimpleNamespace(real_obj=mesh)
+        graph.output((nodes[0], nodes[3], nodes[4], None, nodes[3]))
+        gm = fx.GraphModule({}, graph)
+        return_own_meshes(gm, 3)
+        assert gm.graph.output_node().args[0] == (nodes[0], nodes[1], nodes[4], None, nodes[3])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -31,19 +30,9 @@ import mfsdp
 from examples.parallel.model import Layer, Llama, tensor_parallel
 from tests.helpers.parallel import graphs, next_token, reset, tokens, trained_alike, twin
 from tests.helpers.parity import compiled, error
-from tests.helpers.ranks import Ranks, here
+from tests.helpers.ranks import here
 
 pytestmark = pytest.mark.dist
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Ranks]:
-    """Ranks of its own: behind transformers' tensor parallelism in one process, AOTAutograd (torch 2.13) returns a
-    tangent from forward where the loss is parallel inside of the model.
-    """
-    found = Ranks(4, start="forkserver")
-    yield found
-    found.stop()
 
 
 def two_by_two(shape: tuple[int, ...] = (2, 2)) -> Any:

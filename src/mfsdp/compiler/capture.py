@@ -12,6 +12,7 @@ import torch
 from functorch.compile import min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.fx.node import Argument
 
@@ -177,6 +178,7 @@ class Capture(CustomPartitionerFn):
             body = joint_graph.Body(joint_graph.copied(gm), dict(kwargs))
             return joint_graph.cut(body, joint_graph.Treatment())
         self.label(gm)
+        return_own_meshes(gm, kwargs["num_fwd_outputs"])
         return_copies(gm, kwargs["num_fwd_outputs"])
         joint_graph.name_layers(gm)
         self._warn_unfollowed(gm)
@@ -302,6 +304,24 @@ def _trained(program: Program) -> dict[str, frozenset[int]]:
         if isinstance(results[i], fx.Node):
             found.setdefault(name, set()).add(offset)
     return {name: frozenset(offsets) for name, offsets in found.items()}
+
+
+def return_own_meshes(gm: fx.GraphModule, outputs: int) -> None:
+    """Replaces tangents' meshes among forward's first ``outputs`` results by equal meshes of its inputs.
+
+    A DTensor is a result as its local tensor and its mesh. DTensor's caches may give it an equal mesh made earlier, by
+    another `init_device_mesh`, which only the tangent brings into the joint graph; torch cannot partition that. Private
+    in torch (``FakeScriptObject``); tried on 2.13.
+    """
+    output = gm.graph.output_node()
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    inputs = gm.graph.find_nodes(op="placeholder")
+    meshes = {n: mesh for n in inputs if isinstance(mesh := getattr(n.meta.get("val"), "real_obj", None), DeviceMesh)}
+    own = {mesh: n for n, mesh in meshes.items() if not n.name.startswith("tangents")}
+    for i, node in enumerate(results[:outputs]):
+        if node in meshes:
+            results[i] = own.get(meshes[node], node)
+    output.args = (tuple(results),)
 
 
 def return_copies(gm: fx.GraphModule, outputs: int | None = None) -> None:
