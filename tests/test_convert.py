@@ -355,6 +355,30 @@ def onto_shards(source: str, shapes: dict[str, torch.Size], flat: bool) -> dict[
     return {"found": found, **kinds, "steps": steps, "moved": moved, "extra": extra, "said": said}
 
 
+class Counts(torch.optim.SGD):
+    """Has state, and counts steps in numbers."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            state["step"], state["exp_avg"] = state.get("step", 0) + 1, torch.zeros_like(p)
+
+
+@pytest.mark.dist
+def test_megatron_core_into_one_process(of_megatron_core):
+    """Unsharded; an optimizer that counts steps in numbers."""
+    from mfsdp.integrations.megatron_core import load_checkpoint
+
+    states = [torch.load(of_megatron_core / f"rank{rank}.pt", weights_only=False) for rank in (0, 1)]
+    weights = {n: on_one_rank(n, [s[n] for s in states]) for n, t in states[0].items() if isinstance(t, torch.Tensor)}
+    model = Named({name: t.shape for name, t in weights.items()})
+    optimizer = Counts(model.parameters(), lr=0.1)
+    load_checkpoint(model, of_megatron_core / "single" / "iter_0000007", optimizer, rename=renamed, step=5)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, weights[name] + 1) and torch.equal(optimizer.state[p]["exp_avg"], 2 * weights[name])
+        assert optimizer.state[p]["step"] == 5
+
+
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, flat", [("stacked", False), ("single", True)])

@@ -858,3 +858,16 @@ def test_a_copy_is_compiled_and_checks_as_its_original():
         other.finish_grad_sync()
     with pytest.raises(FloatingPointError, match="are not finite"):
         door.fully_shard_optimizer(torch.optim.SGD(other.parameters(), lr=1.0)).step()
+
+
+def test_a_state_dict_beside_gradients_says_that_it_has_no_state():
+    model = door.fully_shard_model(MLP(), compile=False)
+    optimizer = door.fully_shard_optimizer(torch.optim.Adam(model.parameters()))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    with pytest.warns(UserWarning, match=r"call zero_grad\(\) first"):
+        assert not optimizer.state_dict()["state"]
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert optimizer.state_dict()["state"]

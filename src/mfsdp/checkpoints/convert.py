@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ..dtensor.parameter_names import original
 from . import files, megatron
 from .checkpoint import Checkpoints
-from .errors import CheckpointError, cause_of, inner, quiet
+from .errors import CheckpointError, checkpoint_errors, quiet
 from .manifest import MANIFEST, faults_of
 from .reading import Planner, Reader
 
@@ -82,24 +82,20 @@ def convert(
     partial = target.absolute().parent / f".{target.absolute().name}.partial"
     conversion, own = _Conversion(rename, tied or {}, dtype, progress), None
     try:
-        own = files.make_own(partial)
-        if checkpoint is not None:
-            names = conversion.to_safetensors(checkpoint, partial, key, max_file_bytes)
-            if config is not None:
-                shutil.copyfile(config, partial / "config.json")
-        else:
-            names = conversion.to_checkpoint(source, partial, "model" if key is None else key)
-        for file in (*partial.iterdir(), partial):
-            files.sync(file)
-        if target.exists():
-            target.rmdir()
-        os.rename(partial, target)
-        files.sync(target.absolute().parent)
-    except (OSError, dcp.CheckpointException) as error:
-        refused = inner(error)
-        if not isinstance(refused, (OSError, RuntimeError)):
-            raise refused from error
-        raise CheckpointError(f"mfsdp: could not convert {source} to {target}: {cause_of(error)}") from error
+        with checkpoint_errors(f"convert {source} to {target}"):
+            own = files.make_own(partial)
+            if checkpoint is not None:
+                names = conversion.to_safetensors(checkpoint, partial, key, max_file_bytes)
+                if config is not None:
+                    shutil.copyfile(config, partial / "config.json")
+            else:
+                names = conversion.to_checkpoint(source, partial, "model" if key is None else key)
+            for file in (*partial.iterdir(), partial):
+                files.sync(file)
+            if target.exists():
+                target.rmdir()
+            os.rename(partial, target)
+            files.sync(target.absolute().parent)
     finally:
         if own is not None:
             shutil.rmtree(partial, ignore_errors=True)
@@ -112,7 +108,7 @@ def checkpoint_in(source: Path) -> Path | None:
     steps = Checkpoints(source).steps()
     folder = Checkpoints(source).path(steps[-1]) if steps else megatron.newest(source) or source
     if not folder.exists():
-        raise FileNotFoundError(f"convert: {source / megatron.NEWEST} names {folder.name}, which is not there")
+        raise FileNotFoundError(f"mfsdp: {source / megatron.NEWEST} names {folder.name}, which is not there")
     if (folder / MANIFEST).is_file():
         faults = faults_of(folder)
         if faults:
@@ -184,9 +180,7 @@ class _Conversion:
         self.total = sum(entry.nbytes for entry in there.values())
         for file, inside in plan.items():
             tensors = {name: torch.empty(there[name].shape, dtype=there[name].dtype) for name in inside}
-            planner = LoadingBoxes([(there[name], tensor, ()) for name, tensor in tensors.items()], self.count)
-            with quiet():
-                dcp.load({}, storage_reader=Reader(source), planner=planner, no_dist=True)
+            read_parts(source, [(there[name], tensor, ()) for name, tensor in tensors.items()], self.count)
             for name in inside:
                 tensors[name] = tensors[name].to(self.cast(tensors[name].dtype))
             files.write(folder, file, tensors)
@@ -206,17 +200,20 @@ class _Conversion:
         return list(there)
 
 
-class LoadingBoxes(Planner):
-    """Reads parts of stored tensors, regardless of the state to load.
+Part = tuple[megatron.Stored, torch.Tensor, Sequence[int]]
+"""A stored tensor, the part of it to fill, and where the part starts (``()``: at the beginning)."""
 
-    Args:
-        wanted: stored tensors, and for each the part to fill, and where it starts (``()``: at the beginning).
-        count: called with the bytes of each box.
-    """
 
-    def __init__(
-        self, wanted: Sequence[tuple[megatron.Stored, torch.Tensor, Sequence[int]]], count: Callable[[int], object]
-    ):
+def read_parts(folder: Path, parts: Sequence[Part], count: Callable[[int], object] = lambda nbytes: None) -> None:
+    """Reads parts of a checkpoint's tensors; ``count`` is called with the bytes of each box."""
+    with quiet(), torch.no_grad():
+        dcp.load({}, storage_reader=Reader(folder), planner=_Loading(parts, count), no_dist=True)
+
+
+class _Loading(Planner):
+    """Reads parts of stored tensors, regardless of the state to load."""
+
+    def __init__(self, wanted: Sequence[Part], count: Callable[[int], object]):
         super().__init__()
         self.wanted, self.count = wanted, count
         self.targets: dict[MetadataIndex, torch.Tensor] = {}

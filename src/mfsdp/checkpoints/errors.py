@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch.distributed.checkpoint as dcp
@@ -24,6 +25,20 @@ class quiet(warnings.catch_warnings):
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is damaged. Raised on every rank; earlier checkpoints are unchanged."""
+
+
+@contextmanager
+def checkpoint_errors(what: str) -> Iterator[None]:
+    """Raises an OSError, and an OSError or RuntimeError that torch.distributed.checkpoint has wrapped, as
+    `CheckpointError`; other errors that it has wrapped as they are. For one process; else `together`.
+    """
+    try:
+        yield
+    except (OSError, dcp.CheckpointException) as error:
+        refused = inner(error)
+        if not isinstance(refused, (OSError, RuntimeError)):
+            raise refused from error
+        raise CheckpointError(f"mfsdp: could not {what}: {cause_of(error)}") from error
 
 
 def together(what: str, function: Callable[[], T]) -> list[T]:

@@ -72,7 +72,7 @@ def newest(folder: Path) -> Path | None:
         return None
     said = (folder / NEWEST).read_text().strip()
     if said != "release" and not said.isdecimal():
-        raise ValueError(f"convert: {folder / NEWEST} holds {said[:40]!r}, not the number of an iteration")
+        raise ValueError(f"mfsdp: {folder / NEWEST} holds {said[:40]!r}, not the number of an iteration")
     return folder / (said if said == "release" else f"iter_{int(said):07d}")
 
 
@@ -88,7 +88,7 @@ def is_torch_dist(folder: Path) -> bool:
         return False
     written = said.get("sharded_backend") if isinstance(said, dict) else None
     if written not in (None, "torch_dist"):
-        raise ValueError(f"convert: {folder} is a checkpoint of Megatron-Core in its format {written!r}, which is not "
+        raise ValueError(f"mfsdp: {folder} is a checkpoint of Megatron-Core in its format {written!r}, which is not "
                          "read here; load it with Megatron-Core and save it with --ckpt-format torch_dist")  # fmt: skip
     return written is not None
 
@@ -126,7 +126,7 @@ def layer_by_layer(entries: Mapping[str, Stored]) -> dict[str, Stored]:
             continue
         layers = stored.shape[0] if stored.shape else 0
         if counts.setdefault(found["before"], layers) != layers or not layers:
-            raise ValueError(f"convert: {name} of shape {list(stored.shape)} is not one part for each of "
+            raise ValueError(f"mfsdp: {name} of shape {list(stored.shape)} is not one part for each of "
                              f"{counts[found['before']]} layers")  # fmt: skip
         ((inside, box),) = stored.boxes
         for i in range(layers):

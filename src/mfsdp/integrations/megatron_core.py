@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -22,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from ..buffers.flat_buffer import half_loaded, shared_over
 from ..checkpoints import files, megatron
-from ..checkpoints.convert import LoadingBoxes, checkpoint_in
-from ..checkpoints.errors import CheckpointError, cause_of, inner, quiet
+from ..checkpoints.convert import Part, checkpoint_in, read_parts
+from ..checkpoints.errors import checkpoint_errors
 from ..checkpoints.reading import Reader
 from ..checkpoints.safetensors import boxes, tensors_of
 from ..dtensor.parameter_names import original
@@ -89,7 +88,8 @@ def load_checkpoint(
         targets += _of_optimizer(model, optimizer, states, names)
     count_load(shared_over(model), f"{len(targets)} tensors of Megatron-Core", zlib.crc32("".join(wanted).encode()))
     with half_loaded(model, f"loading {path}"):
-        _read(folder, [part for stored, tensor in targets for part in _parts(stored, tensor)])
+        with checkpoint_errors(f"read {folder}"):
+            read_parts(folder, [part for stored, tensor in targets for part in _parts(stored, tensor)])
         if optimizer is not None:
             _count_steps(optimizer, steps)
     return [name for name in weights if name not in wanted]
@@ -128,10 +128,12 @@ def _fitting(
 
 
 def _steps(folder: Path, step: int | None) -> int:
+    if step is not None:
+        return step
     found = re.fullmatch(r"iter_(\d+)", folder.name)
-    if step is None and found is None:
+    if found is None:
         raise ValueError(f"load_checkpoint: {folder.name} does not tell the iteration: give step=")
-    return int(found[1]) if step is None and found is not None else int(step or 0)
+    return int(found[1])
 
 
 def _of_optimizer(
@@ -182,14 +184,13 @@ def _of_optimizer(
 
 def _count_steps(optimizer: torch.optim.Optimizer, step: int) -> None:
     for state in optimizer.state.values():
-        if "step" in state:
+        if isinstance(state.get("step"), torch.Tensor):
             state["step"].fill_(step)
+        elif "step" in state:  # optimizers of others count in numbers
+            state["step"] = step
 
 
-_Part = tuple[megatron.Stored, torch.Tensor, tuple[int, ...]]
-
-
-def _parts(stored: megatron.Stored, tensor: torch.Tensor) -> Iterator[_Part]:
+def _parts(stored: megatron.Stored, tensor: torch.Tensor) -> Iterator[Part]:
     """This rank's part of a tensor, box by box."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
@@ -197,15 +198,3 @@ def _parts(stored: megatron.Stored, tensor: torch.Tensor) -> Iterator[_Part]:
         return
     for place, box in boxes(tensor):
         yield stored, box, tuple(at.start for at in place)
-
-
-def _read(folder: Path, parts: list[_Part]) -> None:
-    try:
-        with quiet(), torch.no_grad():
-            planner = LoadingBoxes(parts, lambda nbytes: None)
-            dcp.load({}, storage_reader=Reader(folder), planner=planner, no_dist=True)
-    except (OSError, dcp.CheckpointException) as error:
-        refused = inner(error)
-        if not isinstance(refused, (OSError, RuntimeError)):
-            raise refused from error
-        raise CheckpointError(f"mfsdp: could not read {folder}: {cause_of(error)}") from error

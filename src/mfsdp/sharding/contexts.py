@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar, cast
 
@@ -46,10 +46,16 @@ def no_sync(module: nn.Module, *, hold: bool | None = None) -> Iterator[None]:
     Raises:
         ValueError: nothing of the module is sharded.
     """
-    units = _some(_units(module), "no_sync")
+    with gradient_sync(_some(_units(module), "no_sync"), False, hold):
+        yield
+
+
+@contextmanager
+def gradient_sync(units: Sequence[FSDPModule], sync: bool, hold: bool | None = None) -> Iterator[None]:
+    """Calls `FSDPModule.set_requires_gradient_sync` for units, and restores them at the end."""
     before = [(buffer, buffer.gradients.sync) for unit in units for buffer in buffers_of(unit, recurse=False)]
     for unit in units:
-        unit.set_requires_gradient_sync(False, recurse=False, hold=hold)
+        unit.set_requires_gradient_sync(sync, recurse=False, hold=hold)
     try:
         yield
     finally:

@@ -227,10 +227,10 @@ class Scope:
             _here.called = self
             return
         release(self.unit)
-        if not _here.stack and _here.called is not None:
-            called, _here.called = _here.called, None
-            release(called.unit)
         if not _here.stack:
+            called, _here.called = _here.called, None
+            if called is not None:  # `check` has looked at it
+                release(called.unit)
             for unit in list(_here.visited):
                 release(unit)
             _here.visited.clear()

@@ -169,11 +169,12 @@ class Arguments:
         """
         mesh = self.expt_device_mesh
         experts = self._experts(module)
-        if mesh is None or not (experts or _mixed(module, experts)):
+        mixed = _mixed(module, experts)
+        if mesh is None or not (experts or mixed):
             return [], {}
         if self.dp_shard_dim is None:
             raise ValueError("expt_device_mesh without dp_shard_dim: name its axis of data parallelism")
-        if mixed := _mixed(module, experts):
+        if mixed:
             raise ValueError(
                 f"expt_device_mesh: {mixed} is an expert's, and its module has parameters of other ranks too: give "
                 "experts a module of their own"
@@ -216,11 +217,10 @@ class Arguments:
         apart = {m for expert in self._experts(module) for m in expert.modules()}
         if not self.enable_fine_grained_param_gather and apart.isdisjoint(inner):
             return [k for k in kinds if any(isinstance(m, k) for m in inner)] or None
-        fine = self.enable_fine_grained_param_gather
-        below = {
-            m for unit in inner for m in (unit.modules() if fine else (unit,)) if m._parameters or not fine
-        } - apart
-        return [name for name, m in module.named_modules() if name and m in below] or None
+        chosen = set(inner)
+        if self.enable_fine_grained_param_gather:
+            chosen = {m for unit in inner for m in unit.modules() if m._parameters}
+        return [name for name, m in module.named_modules() if name and m in chosen - apart] or None
 
     def _mesh(self) -> dict[str, Any]:
         mesh = self.device_mesh

@@ -39,8 +39,8 @@ class FSDPDistributedIndex:
         names = mesh_dim_names if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
         return self._mesh(is_expert_parallel)[names]
 
-    def get_fsdp_group(self, is_expert_parallel: bool = False) -> Any:
-        """Returns the process group of the shard axis."""
+    def get_fsdp_group(self, is_expert_parallel: bool = False, independent_all_gather: bool = False) -> Any:
+        """Returns the process group of the shard axis; ``independent_all_gather`` has no effect."""
         return self._group(self.dp_shard_dim, is_expert_parallel)
 
     def get_outer_fsdp_group(self) -> Any:

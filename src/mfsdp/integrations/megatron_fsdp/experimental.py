@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from ...buffers.sharding_plan import OUTER
-from ...sharding.module import FSDPModule, buffers_of
+from ...sharding.contexts import gradient_sync
+from ...sharding.module import FSDPModule
 from ...sharding.shard import fully_shard as shard
 from .. import environment
 from ..compiling import not_compiled_elsewhere
@@ -149,14 +150,8 @@ def microbatch(module: nn.Module, is_last: bool) -> Iterator[None]:
     units = [m for m in module.modules() if isinstance(m, FSDPModule)]
     if not units:
         raise ValueError(f"microbatch: nothing of this {type(module).__name__} is sharded; call fully_shard first")
-    before = [(buffer, buffer.gradients.sync) for unit in units for buffer in buffers_of(unit, recurse=False)]
-    for unit in units:
-        unit.set_requires_gradient_sync(is_last, recurse=False)
-    try:
+    with gradient_sync(units, is_last):
         yield
-    finally:
-        for buffer, sync in before:
-            buffer.gradients.sync = sync
 
 
 def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False) -> None:

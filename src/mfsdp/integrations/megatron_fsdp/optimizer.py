@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -142,11 +143,21 @@ def _subclass(flat: type[Optimizer]) -> type[Optimizer]:
         base.zero_grad(self, set_to_none)
 
     def state_dict(self: Any) -> dict[str, Any]:
-        """As the base's; before the first step with zeros in the place of state."""
+        """As the base's; before the first step with zeros in the place of state.
+
+        Warns:
+            UserWarning: before the first step, and gradients are there: it has no state.
+        """
         gradients = any(p.grad is not None for group in self.param_groups for p in group["params"])
-        if self.state or gradients or any(b.gradients.holds for b in _buffers(self)):
-            return cast(dict[str, Any], base.state_dict(self))
-        return _with_zeros(self, base)
+        if not self.state and not gradients and not any(b.gradients.holds for b in _buffers(self)):
+            return _with_zeros(self, base)
+        if not self.state:
+            warnings.warn(
+                "mfsdp: state_dict() before the first step has no state to load into while there are gradients: call "
+                "zero_grad() first",
+                stacklevel=2,
+            )
+        return cast(dict[str, Any], base.state_dict(self))
 
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
         """As the base's; state of parameters that had not been stepped is left out, so that the first step makes it."""
