@@ -9,7 +9,7 @@ The modules before the blocks (embeddings) and after them (a norm, the head) are
 In one unit, the root's, both would be gathered before the first block, in forward and in backward. So one end becomes
 its own unit: the front, if it is one module (backward does not read its parameters), else the largest module after the
 blocks. Not both: the root would keep a norm or two, whose gather still costs its hops and delays the next launch; by
-the cost model that is mostly slower than one end, sometimes than none (figures: docs/guides/explain_and_plan.md). And
+the cost model that is mostly slower than one end, sometimes than none (figures: docs/internals/measurements.md). And
 only if communicating what is after the blocks takes longer than one collective's hops: `APART` bytes per rank. A
 parameter tied to another place stays in the root: one parameter, one unit.
 
