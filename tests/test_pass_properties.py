@@ -23,6 +23,7 @@ from mfsdp.compiler.tracing import Programs
 from mfsdp.ir import byte_costs, ops, printer
 from mfsdp.ir.program import Program, operator
 from mfsdp.ir.roles import Kind, is_kind, role
+from mfsdp.ir.split_backward import split_backward
 from mfsdp.ir.verifier import check
 from tests.fuzz.parts import MLP, Attention, Convolution, Mixture, Scale
 from tests.helpers.simulated_ranks import SimulatedRanks, Values, packed
@@ -110,6 +111,7 @@ options = st.fixed_dictionaries(
         "keep_cast": st.booleans(),
         "quantize": st.booleans(),
         "check_finite": st.booleans(),
+        "split_backward": st.booleans(),
     }
 )
 
@@ -125,7 +127,7 @@ class Traced:
         model = Model(toy).to(main)
         units = [f"layers.{i}" for i, layer in enumerate(toy.layers) if layer.unit]
         more = {} if double else {"mp_policy": policy}
-        example = torch.randn(2, 3, toy.width, dtype=compute)
+        example = torch.randn(2, 3, toy.width, dtype=compute, requires_grad=True)
         self.programs: Programs = mfsdp.trace(model, (example,), units=units, **PLACES[toy.place], **more)
         forward = self.programs.forward
         self.units = forward.units
@@ -137,7 +139,7 @@ class Traced:
         weights = dict(model.named_parameters())
         self.weights = {at: weights[name].detach() for at, name in self.names.items()}
         ranks = self.ranks()
-        self.xs = [torch.randn(2, 3, toy.width, dtype=compute) for _ in ranks.ranks]
+        self.xs = [torch.randn(2, 3, toy.width, dtype=compute, requires_grad=True) for _ in ranks.ranks]
         self.tangents = [torch.randn(2, 3, 3, dtype=compute) for _ in ranks.ranks]
         self.results, gradients = [], []
         for rank in ranks.ranks:
@@ -148,7 +150,7 @@ class Traced:
                 twin.get_parameter(name).data = flat.view(weights[name].shape)
             y = twin(self.xs[rank])
             y.backward(self.tangents[rank])
-            self.results.append(y.detach())
+            self.results.append((y.detach(), self.xs[rank].grad))
             gradients.append({name: p.grad for name, p in twin.named_parameters() if p.grad is not None})
         self.accumulated: dict[str, Values] = {}
         for unit in self.units:
@@ -165,30 +167,46 @@ class Traced:
     def ranks(self) -> SimulatedRanks:
         return SimulatedRanks(self.units, self.weights)
 
-    def step(self, programs: Sequence[Program]) -> tuple[Values, dict[str, Values], list[dict[Node, int]]]:
-        """The results and accumulators of a step, and the bytes that rank 0 has allocated after each node."""
-        ranks, live = self.ranks(), [{}, {}]
-        forward, backward = programs
-        results, *given = ranks.run(forward, [self.xs], live[0])
-        shards = [is_kind(n, Kind.SHARD) for n in backward.nodes if n.op == "placeholder"]
-        given = [v for v, shard in zip([*given, [t.clone() for t in self.tangents]], shards, strict=True) if not shard]
-        outputs = ranks.run(backward, given, live[1])
-        if not backward.reduced:
-            for node, values in zip(forward.nodes, outputs, strict=False):
-                if values is not None and is_kind(node, Kind.SHARD):
-                    unit = ranks.units[role(node).unit]
-                    ranks.accumulators[unit.name] = ranks.reduced(unit, values)
-        return results, ranks.accumulators, live
+    def step(self, programs: Sequence[Program]) -> tuple[list[Values], dict[str, Values], list[dict[Node, int]]]:
+        """The results, of forward and for its input, and accumulators of a step, and the bytes that rank 0 has
+        allocated after each node. A backward may have two parts.
+        """
+        ranks, live = self.ranks(), [{} for _ in programs]
+        forward, *parts = programs
+        results, *given = ranks.run(forward, [[x.detach() for x in self.xs]], live[0])
+        names = [n.name for n in self.programs.backward.nodes if n.op == "placeholder"]
+        known = dict(zip(names, [*given, [t.clone() for t in self.tangents]], strict=True))
+        del given
+        outputs: list[Any] = [None] * len(self.programs.backward.results())
+        for number, part in enumerate(parts, 1):
+            places = part.graph.find_nodes(op="placeholder")
+            mine = [known[n.name] for n in places if not is_kind(n, Kind.SHARD)]
+            later = {n.name for other in parts[number:] for n in other.graph.find_nodes(op="placeholder")}
+            known = {name: values for name, values in known.items() if name in later}
+            found = ranks.run(part, mine, live[number])
+            outputs = [a if b is None else b for a, b in zip(outputs, found, strict=False)]
+            if number < len(parts):
+                saved = [n.name for n in parts[number].graph.find_nodes(op="placeholder")]
+                known |= zip(saved[len(saved) - len(found) + len(outputs) :], found[len(outputs) :], strict=True)
+            del found
+        wanted = None
+        for node, values in zip(forward.nodes, outputs, strict=False):
+            if values is not None and is_kind(node, Kind.SHARD):
+                unit = ranks.units[role(node).unit]
+                ranks.accumulators[unit.name] = ranks.reduced(unit, values)
+            elif values is not None:
+                wanted = values
+        return [results, wanted], ranks.accumulators, live
 
     def check(self, programs: Sequence[Program]) -> None:
         """Results and gradients have the bits of the unsharded model, and the listing says what memory is allocated."""
         results, accumulators, live = self.step(programs)
-        for got, want in zip(results, self.results, strict=True):
-            assert torch.equal(got, want), "results"
+        for got, want in zip(zip(*results, strict=True), self.results, strict=True):
+            assert all(map(torch.equal, got, want)), "results"
         for name, values in accumulators.items():
             for got, want in zip(values, self.accumulated[name], strict=True):
                 assert torch.equal(got, want), f"gradients of {name}: {got - want}"
-        if programs[1].reduced:  # parameters and their gradients are copies before
+        if programs[-1].reduced:  # parameters and their gradients are copies before
             for program, counted in zip(programs, live, strict=True):
                 lines = byte_costs.lines(program, accumulators=False)
                 said = [(line.node, line.live) for line in lines]
@@ -217,9 +235,11 @@ traced = cache(Traced)
 seen: set[tuple[str, ...]] = set()
 
 
-def prefixes(programs: Programs, table: pipeline.Table) -> Iterator[tuple[str, list[Program]]]:
-    """The programs after each pass, checked by the verifier."""
+def prefixes(programs: Programs, table: pipeline.Table, split: bool) -> Iterator[tuple[str, list[Program]]]:
+    """The programs after each pass, checked by the verifier; ``split``: with the backward in two parts."""
     now = [p.copy() for p in programs]
+    if split and (parts := split_backward(programs.backward)) is not None:
+        now[1:] = [parts.input, parts.weight]
     yield "capture", now
     for name, function in table:
         for p in now:
@@ -232,7 +252,8 @@ def holds(toy: Toy, several: list[dict[str, Any]]) -> None:
     """What must hold after every pass, under several options."""
     want = traced(toy)
     for chosen in several:
-        for name, programs in prefixes(want.programs, pipeline.table(**chosen)):
+        knobs = {name: value for name, value in chosen.items() if name != "split_backward"}
+        for name, programs in prefixes(want.programs, pipeline.table(**knobs), chosen["split_backward"]):
             text = (repr(toy), *(f"{p.slots}\n{p.graph}" for p in programs))
             if text not in seen:
                 note(f"after {name}, options {chosen}")
@@ -296,7 +317,7 @@ def one_buffer(p: Program) -> None:
 @pytest.mark.parametrize("fault", [late_wait, early_free, wrong_place, not_divided, not_added, early_sum, one_buffer])
 def test_what_the_interpreter_sees(fault):
     want = traced(Toy((Layer("bare"), Layer("mlp"))))
-    programs = list(prefixes(want.programs, pipeline.PIPELINE))[-1][1]
+    programs = list(prefixes(want.programs, pipeline.PIPELINE, split=False))[-1][1]
     want.check(programs)
     fault(programs[1])
     with pytest.raises((AssertionError, StopIteration)):

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from mfsdp.config.units import GroupIndex, Unit, UnitSpec
 from mfsdp.ir import ops
-from mfsdp.ir.program import INPUT, STORAGE, Program, operator
+from mfsdp.ir.program import INPUT, KEPT, STORAGE, Program, operator
 from mfsdp.ir.roles import Kind, is_kind, role
 
 Values = list[torch.Tensor]
@@ -176,6 +176,7 @@ class _Run:
     def run(self, given: list[Values]) -> list[Values | None]:
         nodes = self.program.nodes
         last = {value: node for node in nodes for value in node.all_input_nodes}
+        last |= {node: self.program.output for node in nodes if KEPT in node.meta}
         done: dict[Node, list[Node]] = {}
         for value, node in last.items():
             done.setdefault(node, []).append(value)
@@ -199,7 +200,8 @@ class _Run:
         for tensor in pytree.tree_leaves(list(self.env.get(node, ()))[:1]):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                owned = INPUT not in node.meta and node.meta.get(STORAGE, (0, True))[1] is not None
+                buffers = INPUT in node.meta or node.target is ops.kept_cast  # which outlive the program
+                owned = not buffers and node.meta.get(STORAGE, (0, True))[1] is not None
                 self.allocated.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes() * owned))
         self.allocated = {k: v for k, v in self.allocated.items() if not v[0].expired()}
         self.live[node] = sum(n for _, n in self.allocated.values())  # type: ignore[index]

@@ -12,6 +12,7 @@ import torch
 from ..dtensor.sharded_dtensor import ShardedDTensor
 from ..runtime import devices, engine, execution, sync_collectives
 from ..runtime.overlap import Overlap
+from ..runtime.weight_parts import WeightParts
 from .accumulator import Accumulator
 from .gradient_hooks import GradientHooks
 from .unreduced_gradients import UnreducedGradients
@@ -37,6 +38,8 @@ class Gradients:
         """Whether backward reduces gradients over the outer axis, or at all (`no_sync`)."""
         self.overlap: Overlap | None = None
         """Defers backwards (`mfsdp.overlapped`)."""
+        self.weight_parts: WeightParts | None = None
+        """Those of its pipeline stage (Note [Weight parts])."""
         self.due: Callable[[], None] | None = None
         """Runs a deferred backward that has gradients for this buffer."""
         self.before_first: Callable[[FlatBuffer], None] | None = None
@@ -104,7 +107,7 @@ class Gradients:
     @property
     def waits(self) -> bool:
         """Whether gradients wait for a reduction, for hooks, or for a deferred backward."""
-        return self.holds or self.hooks.pending is not None or self.due is not None
+        return self.holds or self.hooks.pending is not None or self.due is not None or bool(self._parts())
 
     def hold(self, grads: torch.Tensor, offsets: Iterable[int]) -> bool:
         """Keeps gradients unreduced under `no_sync` and returns ``True``; else adds the unreduced ones to them."""
@@ -260,6 +263,7 @@ class Gradients:
     def total(self) -> torch.Tensor | None:
         """Returns the accumulator, with changes made to ``.grad``; ``None`` without a gradient."""
         self.arrive()
+        self._check_parts()
         return self.accumulator.total()
 
     def _settle(self) -> None:
@@ -272,12 +276,25 @@ class Gradients:
         """Whether a parameter has a gradient.
 
         Raises:
-            RuntimeError: a backward has reduced other units, while this one has unreduced gradients from before.
+            RuntimeError: a backward has reduced other units, while this one has unreduced gradients from before; or
+                weight parts of a pipeline stage's backward have not run.
         """
         self._settle()
+        self._check_parts()
         if self.unreduced.kept:
             self.unreduced.check()
         return slot in self.accumulator.slots
+
+    def _parts(self) -> int:
+        return self.weight_parts.waits(self._of) if self.weight_parts is not None else 0
+
+    def _check_parts(self) -> None:
+        if count := self._parts():
+            raise RuntimeError(
+                f"mfsdp: gradients of {self._of.path} are incomplete: weight parts of {count} microbatches of its "
+                "pipeline stage have not run. Let the schedule's step end; after an exception in it, drop gradients "
+                "(zero_grad()) and call step again, which drops the parts"
+            )
 
     def of(self, slot: int) -> ShardedDTensor | None:
         """Returns a parameter's gradient in ``precision.main``, a view, or ``None``; raises like `has`."""

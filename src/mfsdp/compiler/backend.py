@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from ..cost_model.offload_schedule import OffloadTiming
 from ..ir import printer, saved_copies
 from ..ir.byte_costs import nbytes
 from ..ir.program import Phase, Program
+from ..ir.split_backward import split_backward
 from ..reports import dump
 from ..reports.dump import Dump
 from ..runtime import groups, watchdog
@@ -138,7 +139,7 @@ class _Compilation:
         self.dumped: Dump | None = None
         if options.folder:
             self.dumped = only_tells("files in dump=", None, Dump, Path(options.folder), self.number, options, inputs)
-        if not self.listings and options.memory is None:
+        if not self.listings and options.memory is None and not options.split_backward:
             capture.key = cache_key(capture, options, self.passes, gm, (self.decide, self.pace))
 
     @property
@@ -146,15 +147,27 @@ class _Compilation:
         """Whether somebody reads the listings after passes."""
         return self.dumped is not None or dump.traced()
 
-    def transform(self, graph: fx.GraphModule, phase: Phase) -> Callable[[lowering.Run, str], lowering.Run]:
-        """Runs the passes on a program, in place. Returns a function that checks and wraps the compiled program."""
+    def transform(self, graph: fx.GraphModule, phase: Phase) -> lowering.Finish | lowering.Parts:
+        """Runs the passes on a program, in place. Returns a function that checks and wraps the compiled program, or
+        the parts of a backward that are compiled instead.
+        """
         program = self.capture.program(graph, phase)
+        if phase == "backward" and self.options.split_backward:
+            split = split_backward(program)
+            if split is not None:
+                finishes = self._finish(split.input), self._finish(split.weight)
+                return lowering.Parts.of(program, split, finishes)
+            program.remarks = [*program.remarks, "split_backward: the weight part cannot be separate"]
+        return self._finish(program)
+
+    def _finish(self, program: Program) -> lowering.Finish:
+        """Runs the passes on a program, in place. Returns a function that checks and wraps the compiled program."""
         stages = self._run_passes(program)
         operations, driven = schedule_check.listed(program), schedule_check.listed(program, driven=True)
         show = None
         if self.dumped is not None and groups.rank() == 0:
             show = only_tells("files in dump=", None, self.dumped.add, program, stages)
-        info, about = program_info(program, self.options), f"{phase} of {program.name}"
+        info, about = program_info(program, self.options), f"{program.title} of {program.name}"
 
         def finish(compiled: lowering.Run, code: str) -> lowering.Run:
             if show is not None:
@@ -178,10 +191,10 @@ class _Compilation:
         only_tells("the note on what forward saves of parameters", None, _warn_copies, program)
         stages = pipeline.run(program, upto=options.upto, passes=passes, checked=options.check, listings=self.listings)
         for stage in stages:
-            log.debug("mfsdp: graph%d %s %s: %.1f ms", self.number, program.phase, stage.name, 1e3 * stage.seconds)
+            log.debug("mfsdp: graph%d %s %s: %.1f ms", self.number, program.title, stage.name, 1e3 * stage.seconds)
         schedule = only_tells("the schedule in the log", None, printer.schedule, program)
-        log.info("mfsdp: graph%d %s: %s, %s", self.number, program.phase, program.name, schedule)
-        only_tells("artifacts of tlparse", None, dump.artifacts, self.number, program.phase, stages)
+        log.info("mfsdp: graph%d %s: %s, %s", self.number, program.title, program.name, schedule)
+        only_tells("artifacts of tlparse", None, dump.artifacts, self.number, program.title, stages)
         return stages
 
 

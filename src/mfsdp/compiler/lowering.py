@@ -11,6 +11,7 @@ listing's order: the reference for the other lowerings, bitwise equal to eager P
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -25,16 +26,57 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from ..ir import ops
-from ..ir.program import Phase
+from ..ir.program import STORAGE, Phase, Program
+from ..ir.split_backward import SplitBackward
+from ..runtime.weight_parts import SplitProgram
 from .capture import Capture
 from .compile_workers import parallel
-from .stitched import Compile, kept, stitched
+from .stitched import Compile, donated_indices, kept, part, stitched
 
 Run = Callable[[list[Any]], Any]
 """A compiled graph: takes its arguments as one list."""
 
-Transform = Callable[[fx.GraphModule, Phase], Callable[[Run, str], Run] | None]
-"""Runs the pipeline on a graph, in place; the result takes the compiled graph and its code, and may wrap the graph."""
+Finish = Callable[[Run, str], Run]
+"""Takes a compiled graph and its code, and may wrap the graph."""
+
+Transform = Callable[[fx.GraphModule, Phase], "Finish | Parts | None"]
+"""Runs the pipeline on a graph, in place, or on the parts of it that are compiled instead."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The two programs of a split backward (`ir.split_backward`), and what wraps them."""
+
+    programs: tuple[Program, Program]
+    finishes: tuple[Finish, Finish]
+    takes: tuple[list[int], list[int]]
+    """The whole's arguments that each takes; the weight part then takes all ``saved`` values."""
+    saved: int
+
+    @classmethod
+    def of(cls, whole: Program, split: SplitBackward, finishes: tuple[Finish, Finish]) -> Parts:
+        place = {node.name: i for i, node in enumerate(whole.graph.find_nodes(op="placeholder"))}
+
+        def takes(part: Program, more: int) -> list[int]:
+            names = [node.name for node in part.graph.find_nodes(op="placeholder")]
+            return [place[name] for name in names[: len(names) - more]]
+
+        programs = split.input, split.weight
+        return cls(programs, finishes, (takes(split.input, 0), takes(split.weight, split.saved)), split.saved)
+
+    def lower(self, compile: Callable[[fx.GraphModule, Sequence[Any]], Run]) -> Run:
+        """Compiles both, and returns what runs as the whole."""
+        donated = donated_indices()
+        runs: list[Any] = []
+        for program, finish, takes in zip(self.programs, self.finishes, self.takes, strict=True):
+            inputs = program.graph.find_nodes(op="placeholder")
+            mine = [i for i, at in enumerate(takes) if at in donated and inputs[i].meta.get(STORAGE, (0, 0, True))[2]]
+            with part(mine):
+                runs.append(
+                    _finished(program.gm, finish, partial(compile, program.gm, [n.meta["val"] for n in inputs]))
+                )
+        return SplitProgram(runs[0], runs[1], self.takes, self.saved)
+
 
 INDUCTOR = {
     # Passes (`prefetch`, `defer`, `inplace_wgrad`) decide the order: Inductor must not move launches or waits.
@@ -72,11 +114,11 @@ def inductor(
     """
     gm.meta.pop("cudagraph_annotation", None)  # of torch._dynamo.override_cudagraphs; it overrides the configuration
 
-    def inner(graph: fx.GraphModule, example: Sequence[torch.Tensor], **kwargs: Any) -> Run:
+    def inner(graph: fx.GraphModule, example: Sequence[Any], **kwargs: Any) -> Run:
         phase: Phase = (
             "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         )
-        return _lower(graph, phase, transform, partial(compile, graph, example, **kwargs))
+        return _lower(graph, example, phase, transform, partial(compile, **kwargs))
 
     with functorch_config.patch(enable_autograd_cache=bool(capture.key) and functorch_config.enable_autograd_cache):
         return compile_fx(  # type: ignore[return-value, no-any-return]
@@ -94,7 +136,7 @@ def eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], capture: Capture, 
         def compile(graph: fx.GraphModule, example: Sequence[torch.Tensor]) -> Run:
             if phase == "forward":
                 _donates_nothing()
-            return _lower(graph, phase, transform, partial(_nothing, graph, example))
+            return _lower(graph, example, phase, transform, _nothing)
 
         return compile
 
@@ -109,8 +151,16 @@ def eager(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], capture: Capture, 
         )(gm, inputs)
 
 
-def _lower(graph: fx.GraphModule, phase: Phase, transform: Transform, compile: Callable[[], Run]) -> Run:
+def _lower(
+    graph: fx.GraphModule, example: Sequence[Any], phase: Phase, transform: Transform, compile: Callable[..., Run]
+) -> Run:
     finish = transform(graph, phase)
+    if isinstance(finish, Parts):
+        return finish.lower(partial(compile, **({"static_input_idxs": ()} if compile is not _nothing else {})))
+    return _finished(graph, finish, partial(compile, graph, example))
+
+
+def _finished(graph: fx.GraphModule, finish: Finish | None, compile: Callable[[], Run]) -> Run:
     strip(graph)
     forget_visible(graph)
     with parallel():

@@ -212,11 +212,11 @@ def _donated(gm: fx.GraphModule) -> set[Node]:
     """
     inputs = gm.graph.find_nodes(op="placeholder")
     saved = [n.meta[STORAGE][0] for n in inputs if STORAGE in n.meta]
-    found = (inputs[i] for i in _donated_indices() if i < len(inputs))
+    found = (inputs[i] for i in donated_indices() if i < len(inputs))
     return {n for n in found if STORAGE in n.meta and saved.count(n.meta[STORAGE][0]) == 1 and role(n) is None}
 
 
-def _donated_indices() -> Sequence[int]:
+def donated_indices() -> Sequence[int]:
     """Private in torch (``bw_donated_idxs``); tried on 2.11, 2.13 and 2.15."""
     metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
     return getattr(metadata, "bw_donated_idxs", None) or ()
@@ -256,7 +256,7 @@ def part(donated: list[int], strides: bool = False) -> Iterator[None]:
 
 def kept(gm: fx.GraphModule) -> AbstractContextManager[None]:
     """Lets Inductor compile a graph without reusing the memory of inputs on the host."""
-    numbers = _donated_indices()
+    numbers = donated_indices()
     host = {i for i, n in enumerate(gm.graph.find_nodes(op="placeholder")) if is_kind(n, Kind.OFFLOAD)}
     return nullcontext() if host.isdisjoint(numbers) else part([i for i in numbers if i not in host], strides=True)
 

@@ -199,6 +199,9 @@ class Options:
     """Whether weights that the model casts to one byte per element (FP8) are cast before their all-gather."""
     interleave: bool = False
     """Whether the microbatches of one program alternate at its units (`mfsdp.together` sets it)."""
+    split_backward: bool = False
+    """Whether backward is two programs, gradients of inputs and then gradients of weights, which a zero-bubble schedule
+    runs later (`mfsdp.PipelineStage`). AOTAutograd's cache is off."""
     nccl_ub: bool = False
     """Megatron-FSDP's: NCCL registers static buffers as user buffers. Not built; ``True`` raises."""
     disable_symmetric_registration: bool = False

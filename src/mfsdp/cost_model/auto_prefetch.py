@@ -212,7 +212,7 @@ def alike(program: Program, options: Options) -> Key:
         for u in program.units
     ]
     marked = program.calls(*ops.OURS, ops.accumulate)
-    lines = [program.name, program.phase, knobs, *units, *(f"{node.target} {unit_of(node)}" for node in marked)]
+    lines = [program.name, program.title, knobs, *units, *(f"{node.target} {unit_of(node)}" for node in marked)]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -12,7 +12,7 @@ from torch.fx import Node
 from ..config.comm_formats import int8_nbytes
 from ..config.units import UnitSpec
 from . import ops
-from .program import INPUT, SHAPES, STORAGE, Program, base_of, is_element, lane_of, operator, slot_of, view_of
+from .program import INPUT, KEPT, SHAPES, STORAGE, Program, base_of, is_element, lane_of, operator, slot_of, view_of
 from .roles import Kind, is_kind
 from .symbolic_sizes import shape_of
 
@@ -185,7 +185,13 @@ class _Lifetimes:
         frees: dict[Node, list[Node]] = {}
         for (owner, part), reader in self.last_reader.items():
             never_freed = is_kind(owner, Kind.FULL) and not any(is_kind(u, Kind.FREE) for u in owner.users)
-            if part is None and not never_freed and reader is not self.program.output and owned(owner):
+            if (
+                part is None
+                and not never_freed
+                and KEPT not in owner.meta
+                and reader is not self.program.output
+                and owned(owner)
+            ):
                 frees.setdefault(reader, []).append(owner)
         return frees
 

@@ -70,7 +70,7 @@ def render(
     head = f"{'value':<{table.value - 2}}{'slot   op' if program.slots else 'op'}"
     return "\n".join(
         [
-            f"; mfsdp  {program.name}  {stage}  {program.phase}       world {program.world}",
+            f"; mfsdp  {program.name}  {stage}  {program.title}       world {program.world}",
             *_head(program, rows, before),
             *_dtypes(program.units, quantised := _quantised(program)),
             *(f"; note   {text}" for text in program.remarks),

@@ -26,10 +26,16 @@ STORAGE = "mfsdp_storage"
 """``node.meta`` key of saved values: (number, fake tensor) of their storage, which several may share, with ``None`` for
 the tensor if the caller owns it; and whether backward may overwrite it."""
 
+KEPT = "mfsdp_kept"
+"""``node.meta`` key of placeholders that live on behind the program, for another part of the backward."""
+
 SHAPES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default, torch.ops.aten.sym_stride.int)
 """Operators that read a shape and no value."""
 
 Phase = Literal["forward", "backward", "inference", "overlapped"]
+
+Part = Literal["", "input", "weight"]
+"""Which part of a backward: all of it, or one of `split_backward`'s."""
 
 INPUT = "mfsdp_input"
 """``node.meta`` key of placeholders that the caller owns, unlike what forward saved for backward; the value is a
@@ -62,6 +68,7 @@ class Program:
 
     def __init__(self, gm: torch.fx.GraphModule, phase: Phase, units: Sequence[Unit], name: str = "model"):
         self.gm, self.phase, self.units, self.name = gm, phase, tuple(units), name
+        self.part: Part = ""
         self._units = {u.name: u for u in self.units}
         self.gradients: dict[int, tuple[str, int]] = {}
         """Backward: the outputs that are gradients of unsharded parameters: index -> (unit, offset)."""
@@ -87,6 +94,11 @@ class Program:
     @property
     def graph(self) -> torch.fx.Graph:
         return self.gm.graph
+
+    @property
+    def title(self) -> str:
+        """The phase, and which part of it: ``"forward"``, ``"backward weight"``."""
+        return f"{self.phase} {self.part}".rstrip()
 
     @property
     def nodes(self) -> list[Node]:
@@ -154,7 +166,7 @@ class Program:
         twin = Program(gm, self.phase, self.units, self.name)
         twin.gradients, twin.slots = dict(self.gradients), dict(self.slots)
         twin.trained, twin.reduced, twin.returned = dict(self.trained), self.reduced, self.returned
-        twin.told, twin.remarks = self.told, self.remarks
+        twin.told, twin.remarks, twin.part = self.told, self.remarks, self.part
         return twin
 
     # edits

@@ -56,7 +56,7 @@ class Dump:
         """Writes a program's listings, and the report after a backward or inference program. Returns a function that
         writes the generated code.
         """
-        stem = f"graph{self.number}.{program.phase}"
+        stem = f"graph{self.number}.{program.title.replace(' ', '_')}"
         for i, stage in enumerate(stages):
             self._write(f"{stem}.{i}.{stage.name}.txt", stage.listing.encode("ascii", "replace").decode())
         self.seen.append((program.copy(), stages))

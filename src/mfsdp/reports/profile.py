@@ -79,7 +79,7 @@ def outline(program: Program) -> Outline:
             operation = _OPERATIONS.get(node.target, "")  # type: ignore[call-overload]
             text = only_tells("lines of the listing", node.name, printer.text, node)
             lines.append(Outlined(node.name, text, unit, operation, weight))
-    return Outline(program.name, program.phase, tuple(lines))
+    return Outline(program.name, program.title, tuple(lines))
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class profile(AbstractContextManager["profile"]):
         """Returns arguments of `mfsdp.cost_model.op_cost.op_times`: times of measured lines, or, if the program has
         other lines (from another lowering), the total time of all kernels.
         """
-        mine = [x for x in self.lines if x.phase == program.phase]
+        mine = [x for x in self.lines if x.phase == program.title]
         kernels = {x.line.name: x.seconds for x in mine if x.line.operation not in _ELSEWHERE}
         names = {n.name for n in program.nodes if is_line(n)}
         if kernels and len(names & kernels.keys()) >= 0.9 * len(kernels):

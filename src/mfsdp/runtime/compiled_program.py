@@ -41,7 +41,8 @@ class CompiledProgram:
     def __init__(self, info: ProgramInfo, code: Callable[[list[Any]], Any]):
         self.info = info
         self._named = partial(frame(info.outline.name), code)
-        self._forward, self._backward = info.outline.phase == "forward", info.outline.phase == "backward"
+        phase, _, part = info.outline.phase.partition(" ")
+        self._forward, self._backward, self._closes = phase == "forward", phase == "backward", part != "weight"
         self._frames = info.frames or recorded()
         place = {argument: i for i, argument in enumerate(info.sources)}
         self._amax = [place[i] for i in info.sources if i in info.amax_inputs]
@@ -49,7 +50,7 @@ class CompiledProgram:
         self._reads = [place[i] for i in info.reads if i in place], [i for i in info.reads if i not in place]
         self._first = [(place[f.argument], f.spec, f.slot, f.casts) for f in info.first_launches]
         self._numbers = itertools.count(1)
-        self._checks = RuntimeChecks(info.outline.phase, *info.check_every) if any(info.check_every) else None
+        self._checks = RuntimeChecks(phase, *info.check_every) if any(info.check_every) else None
         self._names = functools.cache(partial(_names_at, info))  # of functions: methods would be a reference cycle
         self._fingerprints = functools.cache(partial(_fingerprints_of, info))
 
@@ -85,7 +86,7 @@ class CompiledProgram:
             optional.in_backward() if self._backward else optional.begins()
         if self.info.collectives:
             self._announce(run, buffers, paths, written | {prefetched.group} if again and prefetched else written)
-        if model is not None and (self._forward or self._backward):
+        if model is not None and (self._forward or self._backward) and self._closes:
             model.ahead.open += 1 if self._forward else -1
         with execution.inside(run):
             if prefetched is not None:

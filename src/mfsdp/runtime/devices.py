@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -116,6 +118,17 @@ class Place:
         if self.stream is not None:
             torch.accelerator.set_device_index(self.index)
             torch.accelerator.set_stream(self.stream)
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Launches there inside of the ``with``; then the current stream waits for it."""
+        before = Place()
+        self.settle()
+        try:
+            yield
+        finally:
+            before.settle()
+            self.join()
 
     def join(self) -> None:
         """Makes the current stream wait for work launched there."""

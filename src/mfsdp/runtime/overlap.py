@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import devices, static_buffers
+from . import static_buffers
+from .deferred import DeferredArguments
 from .instrumentation import one_by_one
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class Overlap:
     def backward(self, part: Part) -> Any:
         """Defers a backward, or runs it if it cannot be deferred."""
         self.finish()
-        why = "a profile looks at programs one by one" if one_by_one() else _urgent(part)
+        why = "a profile looks at programs one by one" if one_by_one() else ""
+        why = why or ("" if part.results else "it gives gradients of inputs") or must_run_now(part.buffers)
         if why:
             self._tell(f"{part.name} runs at once: {why}")
             return part.run(part.args, None)
@@ -120,7 +122,9 @@ class Overlap:
         """
         waiting = self._waiting
         if waiting is not None:
-            waiting.check()
+            waiting.check(
+                "the next forward", "leave mfsdp.overlapped before, or look at a gradient (param.grad), which runs it"
+            )
             self._waiting = None
             for buffer in waiting.buffers:
                 buffer.gradients.due = None
@@ -132,11 +136,9 @@ class Overlap:
             log.info("mfsdp: overlapped: %s", words)
 
 
-def _urgent(part: Part) -> str:
-    """Why a backward cannot be deferred; ``""`` if it can."""
-    if not part.results:
-        return "it gives gradients of inputs"
-    for buffer in part.buffers:
+def must_run_now(buffers: Sequence[Buffer | None]) -> str:
+    """Why gradients of these buffers must be there when autograd goes on; ``""`` if they may come later."""
+    for buffer in buffers:
         if buffer is None or not buffer.gradients.wanted():
             return "it is not for all parameters (torch.autograd.grad, backward(inputs=...))"
         if buffer.gradients.heard():
@@ -146,32 +148,13 @@ def _urgent(part: Part) -> str:
     return ""
 
 
-class _Waiting:
+class _Waiting(DeferredArguments):
     """A deferred backward with its arguments, its device and stream, and how gradients were to be synchronized."""
 
     def __init__(self, part: Part):
-        self.part, self.buffers, self.place = part, list(dict.fromkeys(filter(None, part.buffers))), devices.Place()
-        self.args = list(part.args)
-        part.args.clear()
-        for i in part.given:
-            self.args[i] = _copied(self.args[i])
-        self.versions = [_version(arg) for arg in self.args]
-        self.weights = [buffer.weights.history for buffer in self.buffers]
+        super().__init__(part.name, part.args, part.buffers, part.given)
+        self.part = part
         self.syncs = [buffer.gradients.sync for buffer in self.buffers]
-
-    def check(self) -> None:
-        """Raises a RuntimeError if its inputs have been written."""
-        for buffer, history in zip(self.buffers, self.weights, strict=True):
-            if buffer.weights.history != history:
-                raise RuntimeError(
-                    f"mfsdp: weights of {buffer.path} have been written while {self.part.name} waits for the next "
-                    "forward: leave mfsdp.overlapped before, or look at a gradient (param.grad), which runs it"
-                )
-        if [_version(arg) for arg in self.args] != self.versions:
-            raise RuntimeError(
-                f"mfsdp: what forward has returned or saved has been written to while {self.part.name} waits for the "
-                "next forward: write to a copy, or leave mfsdp.overlapped before"
-            )
 
     def run(self, turn: Turn | None) -> None:
         """Runs it, in a separate thread."""
@@ -187,19 +170,6 @@ class _Waiting:
     def _sync(self, syncs: Sequence[bool]) -> None:
         for buffer, sync in zip(self.buffers, syncs, strict=True):
             buffer.gradients.sync = sync
-
-
-def _version(arg: object) -> int:
-    return arg._version if isinstance(arg, torch.Tensor) and not arg.is_inference() else 0
-
-
-def _copied(arg: Any) -> Any:
-    """A copy with the strides that a program was compiled for."""
-    if not isinstance(arg, torch.Tensor) or not arg.numel():
-        return arg
-    with torch.no_grad():
-        extent = 1 + sum((n - 1) * stride for n, stride in zip(arg.shape, arg.stride(), strict=True))
-        return arg.as_strided((extent,), (1,)).clone().as_strided(arg.shape, arg.stride(), 0)
 
 
 def _beside(waiting: _Waiting, forward: Callable[[Turn], Any]) -> Any:

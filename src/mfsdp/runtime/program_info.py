@@ -22,7 +22,7 @@ class ProgramOutline(Protocol):
 
     @property
     def phase(self) -> str:
-        """``"forward"``, ``"backward"`` or ``"inference"``."""
+        """``"forward"``, ``"backward"`` (also ``"backward input"``, ``"backward weight"``) or ``"inference"``."""
 
     @property
     def operations(self) -> Sequence[str]:
