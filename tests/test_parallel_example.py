@@ -32,3 +32,18 @@ def test_it_trains(tmp_path, processes, how):
     assert len(losses) == 2 and losses[1] < losses[0] - 0.5, done.stdout
     written = [p.name for p in (tmp_path / "out").rglob("*")]
     assert any(n.endswith(".html") for n in written) and sum(n.endswith(".txt") for n in written) > 10, written
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", pytest.param("1F1B", marks=pytest.mark.exhaustive)])
+def test_a_pipeline_trains(tmp_path: Path, schedule: str) -> None:
+    command = [sys.executable, "examples/pipeline/train.py", "--schedule", schedule, "--steps", "10"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300, env=dict(os.environ)
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    losses = [float(x) for x in re.findall(r"loss ([0-9.]+)", done.stdout)]
+    assert len(losses) == 2 and losses[1] < losses[0] - 0.5, done.stdout
+    written = [p.name for p in tmp_path.rglob("*.txt")]
+    assert any("backward_weight" in name for name in written) == (schedule != "1F1B"), written

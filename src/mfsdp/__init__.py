@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from . import pipeline as pipeline
     from .buffers.checksum import checksum as checksum
     from .buffers.norms import check_finite as check_finite
+    from .buffers.norms import clip_grad_norm_ as clip_grad_norm_
     from .buffers.norms import norms as norms
     from .buffers.replica_check import check_replicas as check_replicas
     from .checkpoints.checkpoint import Checkpoints as Checkpoints
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from .sharding.contexts import synchronize as synchronize
     from .sharding.contexts import unsharded as unsharded
     from .sharding.module import FSDPModule as FSDPModule
+    from .sharding.pipelining import PipelineStage as PipelineStage
     from .sharding.shard import fully_shard as fully_shard
 
 __version__ = "0.1.0"
@@ -54,10 +56,12 @@ _WHERE = {
     "Hardware": "config.hardware",
     "InvariantError": "ir.verifier",
     "MixedPrecisionPolicy": "config.options",
+    "PipelineStage": "sharding.pipelining",
     "Plan": "config.plans",
     "check_finite": "buffers.norms",
     "check_replicas": "buffers.replica_check",
     "checksum": "buffers.checksum",
+    "clip_grad_norm_": "buffers.norms",
     "compare": "planning.compare",
     "convert": "checkpoints.convert",
     "explain": "planning.explain",

@@ -33,7 +33,9 @@ SHARD = ("dp_shard", "shard", "dp_shard_cp", "fsdp")
 OUTER = ("dp_outer", "dp_replicate", "replicate")
 FOLDED = ("cp",)
 TENSOR = ("tp", "etp", "tensor", "model")
-OTHERS = (*TENSOR, "pp", "pipe", "pipeline")
+PIPELINE = ("pp", "pipe", "pipeline")
+
+OTHERS = (*TENSOR, *PIPELINE)
 REFUSED = {
     "ep": "its ranks hold different experts, and the same of everything else. Shard the experts of each layer first, "
     "over the ranks that hold the same ones, fully_shard(experts, mesh=sparse_mesh['efsdp']), then the model over a "

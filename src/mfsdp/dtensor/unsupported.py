@@ -80,7 +80,8 @@ def node_of(name: str, args: tuple[Any, ...]) -> None:
             f"mfsdp: the accumulation node of the sharded parameter {_slot_of(args[0])} (register_multi_grad_hook, "
             "get_gradient_edge, view_as(itself)) does not run when the model's backward does, and nor would a hook on "
             "it. param.register_post_accumulate_grad_hook(hook) runs when .grad is complete, param.register_hook(hook) "
-            "sees the reduced gradient; both work on sharded parameters"
+            "sees the reduced gradient; both work on sharded parameters. Zero-bubble schedules of "
+            "torch.distributed.pipelining: mfsdp.PipelineStage"
         )
 
 

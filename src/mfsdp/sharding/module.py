@@ -30,8 +30,8 @@ class FSDPModule(fsdp2_api.Spelling):
     """Base class of units. Method names are FSDP2's.
 
     It is no ``torch.distributed.fsdp.FSDPModule``: code that finds one uses its internal state, which does not exist
-    here (torch's pipeline schedules delay and reduce gradients through it; the memory tracker reads it). Code that
-    checks ``isinstance`` treats this as a plain module, with correct results. Check for ``mfsdp.FSDPModule``.
+    here (torch's pipeline stage delays and reduces gradients through it: use `mfsdp.PipelineStage`; the memory tracker
+    reads it). Code that checks ``isinstance`` treats this as a plain module. Check for ``mfsdp.FSDPModule``.
     """
 
     _mfsdp_unit: UnitState

@@ -1,0 +1,5 @@
+"""``torch.distributed.pipelining``: `mfsdp.PipelineStage`."""
+
+from ..sharding.pipelining import PipelineStage
+
+__all__ = ["PipelineStage"]

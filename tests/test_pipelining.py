@@ -1,0 +1,269 @@
+"""`mfsdp.PipelineStage` under torch's schedules, against the model in one piece on the data of all ranks."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage as TorchStage
+from torch.distributed.pipelining._backward import stage_backward_input
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import mfsdp
+from tests.helpers.parallel import reset
+from tests.helpers.pipelines import LOOP, SINGLE, Model, Pipeline, V, in_one_piece, stage_of
+
+pytestmark = pytest.mark.dist
+
+ALL = (*zip(itertools.repeat("single"), SINGLE), *zip(itertools.repeat("loop"), LOOP), *zip(itertools.repeat("v"), V))
+
+
+def mesh_of(**sizes: int) -> Any:
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def compiled(module: nn.Module, **options: Any) -> Any:
+    given = {"lowering": "eager", "split_backward": True, **options}
+    return torch.compile(module, backend="mfsdp", dynamic=False, options=given)
+
+
+def in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="mfsdp", dynamic=False, options={"lowering": "eager", "split_backward": True})
+    return module
+
+
+def every_schedule(strategy: int, names: tuple[str, ...], **options: Any) -> dict[str, dict[str, Any]]:
+    found, pipelines = {}, dict[str, Pipeline]()
+    for placement, name in ALL:
+        if name in names:
+            if placement not in pipelines:
+                reset()
+                how = partial(compiled, **options)
+                pipelines[placement] = Pipeline(mesh_of(pp=2, dp_shard=2), placement, {"strategy": strategy}, how)
+            found[name] = pipelines[placement].trained(name)
+    return found
+
+
+@pytest.mark.parametrize("strategy", [2, 3])
+def test_every_schedule(four_ranks: Any, strategy: int) -> None:
+    for found in four_ranks.run(every_schedule, strategy, (*SINGLE, *LOOP, *V)):
+        for name, seen in found.items():
+            assert seen["worst"] < 1e-12, (name, seen)
+            assert seen["scatter"] == seen["units"], (
+                name,
+                seen,
+            )  # one reduction of each unit, whatever the microbatches
+            if strategy == 2:
+                assert seen["gather"] == seen["units"], (name, seen)
+
+
+@pytest.mark.inductor
+def test_inductor(four_ranks: Any) -> None:
+    for found in four_ranks.run(every_schedule, 3, ("InterleavedZeroBubble",), lowering="inductor", timeout=300):
+        assert found["InterleavedZeroBubble"]["worst"] < 1e-11, found
+
+
+def with_tensor_parallelism(mesh: Any, model: Model) -> None:
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    for layer in model.layers.values():
+        parallelize_module(layer, mesh["tp"], plan)
+
+
+def checkpointed(model: Model) -> None:
+    model.checkpointed = True
+
+
+def every_way() -> dict[str, dict[str, Any]]:
+    """A zero-bubble schedule with stages of all kinds."""
+    mesh = mesh_of(pp=2, dp_shard=2)
+    outer, tensor = mesh_of(pp=2, dp_outer=2, dp_shard=1), mesh_of(pp=2, dp_shard=1, tp=2)
+    ways = {
+        "uncompiled": Pipeline(mesh, "loop"),
+        "in place": Pipeline(mesh, "loop", {}, in_place),
+        "one program": Pipeline(mesh, "loop", {}, partial(compiled, split_backward=False)),
+        "checkpointed, flat optimizer": Pipeline(mesh, "loop", {}, compiled, prepare=checkpointed, flat=True),
+        "strategy 1": Pipeline(mesh, "loop", {"strategy": 1}, compiled),
+        "two axes": Pipeline(outer, "loop", {}, compiled),
+        "tensor parallelism": Pipeline(tensor, "loop", {}, compiled, prepare=partial(with_tensor_parallelism, tensor)),
+    }
+    out = {}
+    for name, pipeline in ways.items():
+        reset()
+        out[name] = pipeline.trained("InterleavedZeroBubble")
+    reset()
+    bounded = Pipeline(mesh, "v", {}, compiled)
+    out["bounded"] = bounded.trained("ZBVZeroBubble", max_weight_parts=1)
+    out["each microbatch"] = bounded.trained("ZBVZeroBubble", hold=False)
+    return out
+
+
+def test_every_way(four_ranks: Any) -> None:
+    for found in four_ranks.run(every_way):
+        for name, seen in found.items():
+            assert seen["worst"] < 1e-12, (name, seen)
+            if name not in ("each microbatch", "strategy 1", "two axes", "tensor parallelism"):
+                assert seen["scatter"] == seen["units"], (name, seen)
+        assert found["each microbatch"]["scatter"] > found["bounded"]["scatter"], found
+
+
+def given_up() -> None:
+    """A step that leaves a weight part: gradients are refused, and the next step is right."""
+    pipeline = Pipeline(mesh_of(pp=2, dp_shard=2), "loop", {}, compiled)
+    schedule = pipeline.scheduled("InterleavedZeroBubble")
+    pipeline.step(schedule, 0)
+    number = itertools.count()
+    whole = mfsdp.PipelineStage.backward_weight_one_chunk
+
+    def last_is_left_out(self: Any, *args: Any, **kwargs: Any) -> None:
+        if next(number) < 7:  # of two stages and four microbatches
+            whole(self, *args, **kwargs)
+
+    for p in pipeline.parameters().values():
+        p.grad = None
+    mfsdp.PipelineStage.backward_weight_one_chunk = last_is_left_out  # type: ignore[method-assign]
+    try:
+        with pytest.raises(RuntimeError, match="weight parts of 1 microbatches of its pipeline stage have not run"):
+            pipeline.step(schedule, 1)  # at its end torch scales gradients
+    finally:
+        mfsdp.PipelineStage.backward_weight_one_chunk = whole  # type: ignore[method-assign]
+    waiting = [p for p in pipeline.parameters().values() if p._mfsdp_owner.gradients.waits]
+    with pytest.raises(RuntimeError, match="have not run"):
+        torch.optim.SGD(waiting).step()
+    assert pipeline.trained("InterleavedZeroBubble")["worst"] < 1e-12
+
+
+def hooked() -> dict[str, Any]:
+    """Hooks see whole gradients, once per step: their units' weight parts do not wait."""
+    pipeline = Pipeline(mesh_of(pp=2, dp_shard=2), "loop", {}, compiled)
+    seen = []
+    for name, p in pipeline.parameters().items():
+        if name.endswith("up.weight"):
+            p.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.full_tensor().norm())))
+    out = pipeline.trained("InterleavedZeroBubble")
+    return {**out, "hooks": len(seen), "layers": sum(n.endswith("up.weight") for n in pipeline.parameters())}
+
+
+def torchs_own() -> float:
+    """torch's stage is right where each backward is whole."""
+    return float(Pipeline(mesh_of(pp=2, dp_shard=2), "single", {}, compiled, stage=TorchStage).trained("1F1B")["worst"])
+
+
+def test_other_ends(four_ranks: Any) -> None:
+    four_ranks.run(given_up)
+    for seen in four_ranks.run(hooked):
+        assert seen["worst"] < 1e-12 and seen["hooks"] == 2 * seen["layers"], seen
+    assert max(four_ranks.run(torchs_own)) < 1e-12
+
+
+def test_torchs_stage_refuses_to_split() -> None:
+    model = mfsdp.fully_shard(stage_of(1, 2), units=["layers.*"])
+    x = torch.randn(2, 4, 16, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError) as raised:
+        stage_backward_input([model(x).sum()], None, [x], model.parameters())
+    assert "mfsdp.PipelineStage" in str(raised.value.__cause__ or raised.value)
+
+
+def accumulated_and_frozen() -> None:
+    """Two schedule steps add up; a frozen stage has no gradients, and the norm is that of the others."""
+    mesh = mesh_of(pp=2, dp_shard=2)
+    pipeline = Pipeline(mesh, "single", {}, compiled)
+    schedule = pipeline.scheduled("1F1B")
+    model = next(iter(pipeline.modules.values()))
+    model.set_requires_gradient_sync(False)
+    pipeline.step(schedule, 0)
+    model.set_requires_gradient_sync(True)
+    pipeline.step(schedule, 0)
+    doubled = float(mfsdp.clip_grad_norm_(model, 1e9, mesh=mesh))
+    assert abs(doubled / (2 * in_one_piece(2)[1][0]) - 1) < 1e-12
+    model.zero_grad()
+    if pipeline.pp.get_local_rank() == 0:
+        model.requires_grad_(False)
+    pipeline.step(schedule, 0)
+    for kind in (2.0, 1.0, float("inf")):
+        norm = mfsdp.clip_grad_norm_([model], 1e9, kind, mesh=mesh)
+        mine = torch.zeros((), dtype=torch.float64)
+        if pipeline.pp.get_local_rank() == 1:
+            mine = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], kind)  # type: ignore
+        everywhere = [torch.zeros_like(mine) for _ in range(4)]
+        torch.distributed.all_gather(everywhere, mine)
+        assert norm.dtype is torch.float64 and float(norm) == pytest.approx(float(max(everywhere)), rel=1e-13)
+    with pytest.raises(ValueError, match="give stage.submod"):
+        mfsdp.clip_grad_norm_([schedule._stage], 1.0, mesh=mesh)
+    with pytest.raises(ValueError, match="name the pipeline's"):
+        mfsdp.clip_grad_norm_(model, 1.0, mesh=mesh_of(dp_replicate=2, dp_shard=2))
+
+
+def test_gradients_of_several_steps_and_norms(four_ranks: Any) -> None:
+    four_ranks.run(accumulated_and_frozen)
+
+
+def saved_by_stages(folder: str) -> None:
+    pipeline = Pipeline(mesh_of(pp=2, dp_shard=2), "v", {}, compiled)
+    pipeline.trained("ZBVZeroBubble")
+    dcp.save(pipeline.parameters(), checkpoint_id=f"{folder}/stages")
+    whole = mfsdp.fully_shard(Model(), mesh=mesh_of(dp_shard=4), units=["layers.*"])
+    dcp.load(dict(whole.named_parameters()), checkpoint_id=f"{folder}/stages")
+    mine = pipeline.parameters()
+    for name, p in whole.named_parameters():
+        value = p.full_tensor()  # type: ignore[attr-defined]
+        if name in mine:
+            there: DTensor = mine[name]
+            assert torch.equal(there.full_tensor(), value), name
+    with torch.no_grad():
+        for p in whole.parameters():
+            p.mul_(2)
+    dcp.save(dict(whole.named_parameters()), checkpoint_id=f"{folder}/whole")
+    before = {name: p.full_tensor() for name, p in mine.items()}
+    dcp.load(mine, checkpoint_id=f"{folder}/whole")
+    for name, p in mine.items():
+        assert torch.equal(p.full_tensor(), 2 * before[name]), name
+
+
+def checkpoints_by_stages(folder: str) -> None:
+    """`mfsdp.Checkpoints` with weights and AdamW's state: stages to the whole model, and back."""
+    stages = Pipeline(mesh_of(pp=2, dp_shard=2), "single", {}, compiled)
+    (mine,) = stages.modules.values()
+    optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-2)
+    stages.step(stages.scheduled("GPipe"), 0)
+    optimizer.step()
+    mfsdp.Checkpoints(folder).save(1, mine, optimizer)
+    whole = mfsdp.fully_shard(
+        Model(), mesh=mesh_of(dp_shard=4), units=["layers.*"],
+        mp_policy=mfsdp.MixedPrecisionPolicy(main_params_dtype=None),
+    )  # fmt: skip
+    theirs = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    assert mfsdp.Checkpoints(folder).load(whole, theirs) == 1
+    of_mine, of_whole = dict(mine.named_parameters()), dict(whole.named_parameters())
+    for name, p in of_whole.items():
+        found = [p.full_tensor(), theirs.state[p]["exp_avg"].full_tensor()]  # type: ignore[attr-defined]
+        if name in of_mine:
+            here = of_mine[name]
+            mean = optimizer.state[here]["exp_avg"].full_tensor()
+            assert torch.equal(here.full_tensor(), found[0]) and torch.equal(mean, found[1]), name  # type: ignore[attr-defined]
+
+
+def test_checkpoints(four_ranks: Any, tmp_path: Path) -> None:
+    four_ranks.run(saved_by_stages, str(tmp_path / "dcp"))
+    four_ranks.run(checkpoints_by_stages, str(tmp_path / "own"))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"dw_builder": lambda: lambda: None}, "leave out dw_builder"),
+        ({"max_weight_parts": 0}, "max_weight_parts=0: give an integer of at least 1, or None"),
+        ({"hold": 1}, "hold=1: choose True or False"),
+        ({}, "nothing in Model is sharded"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        mfsdp.PipelineStage(stage_of(0, 2), 0, 2, torch.device("cpu"), **arguments)
