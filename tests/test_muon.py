@@ -9,12 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import mfsdp
 from mfsdp.optim.flat_optimizer import fully_shard_optimizer
-from tests.helpers.parity import whole
+from mfsdp.optim.matrix_step import _Doing
+from mfsdp.runtime.execution import Execution
+from tests.helpers.models import GPT
+from tests.helpers.models import Block as GPTBlock
+from tests.helpers.parity import compiled, whole
 
 
 class Block(nn.Module):
@@ -163,3 +170,292 @@ def test_bitwise_on_four_ranks(four_ranks):
 
 def test_bitwise_on_one_rank():
     assert alike({}, {}, {}).startswith("; Muon: 30 matrices")
+
+
+# What travels
+
+
+def counted() -> tuple[list[int], list[int], int]:
+    """Bytes that this rank sends in a step, as every rank's plan has them, and elements of all matrices."""
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(Model(), units=[Block])
+    optimizer: Any = fully_shard_optimizer(muon(model, lr=0.02), max_staging=1)
+    sent, own, me = [], Execution.all_to_all, dist.get_rank()
+
+    def counting(self: Any, out: Any, given: Any, received: Any, splits: Any, group: str) -> Any:
+        assert given.dtype is torch.bfloat16
+        sent.append(given.itemsize * (sum(splits) - splits[me]))
+        return own(self, out, given, received, splits, group)
+
+    for p in model.parameters():
+        give(p, torch.randn(p.shape))
+    Execution.all_to_all = counting  # type: ignore[method-assign]
+    try:
+        optimizer.step()
+    finally:
+        Execution.all_to_all = own  # type: ignore[method-assign]
+    step = optimizer._mfsdp_runs.matrices.plan
+    (planned,) = [step.sent(ring) for ring in step.loads]
+    assert len(sent) == 2 * len(step.waves) == 6, "one exchange there and one back per wave"
+    return sent, planned, sum(m.numel for wave in step.waves for m in wave.matrices)
+
+
+@pytest.mark.dist
+def test_bytes_are_those_of_the_plan(four_ranks):
+    answers = four_ranks.run(counted)
+    for rank, (sent, planned, _) in enumerate(answers):
+        assert sum(sent) == planned[rank]
+    numel = answers[0][2]
+    assert sum(planned) / 4 <= 4 * numel / 4 * 3 / 4
+
+
+# Tensor parallelism
+
+
+def pieces(shape: tuple[int, int], **sharding: Any) -> str:
+    """What is not bitwise the same where tensor parallelism has cut matrices by rows, by columns, and fused ones."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "tp"))
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 10), nn.Linear(8, 24)]
+    one = nn.Sequential(*layers)
+    model = copy.deepcopy(one)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel(), "3": ColwiseParallel()})
+    mfsdp.fully_shard(model, mesh=mesh["dp_shard"], **sharding)
+    mine, theirs = ([m.get_parameter(f"{i}.weight") for i in range(4)] for m in (model, one))
+    optimizer: Any = fully_shard_optimizer(
+        torch.optim.Muon([{"params": mine[:3]}, {"params": mine[3:], "split_sizes": [10, 7, 7]}], lr=0.1)
+    )
+    parts = [nn.Parameter(x.clone()) for x in theirs[3].detach().split([10, 7, 7])]
+    reference = torch.optim.Muon([*theirs[:3], *parts], lr=0.1)
+    for _ in range(3):
+        for p, q in zip(mine, theirs, strict=True):
+            q.grad = torch.randn(q.shape)
+            p.grad = torch.zeros_like(p)
+            p.grad.copy_(q.grad)
+        for part, grad in zip(parts, theirs[3].grad.split([10, 7, 7]), strict=True):
+            part.grad = grad
+        optimizer.step()
+        reference.step()
+    want = [*theirs[:3], torch.cat(parts)]
+    return str([i for i, (p, q) in enumerate(zip(mine, want, strict=True)) if not torch.equal(p.full_tensor(), q)])
+
+
+def refused_pieces() -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    model = nn.Sequential(nn.Linear(8, 13, bias=False), nn.Linear(13, 8, bias=False))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    mfsdp.fully_shard(model, mesh=mesh["dp_shard"])
+    said = ""
+    try:
+        fully_shard_optimizer(torch.optim.Muon(model.parameters()))
+    except NotImplementedError as error:
+        said = str(error)
+    optimizer: Any = torch.optim.Muon([{"params": list(model.parameters()), "blockwise": True}], lr=0.1)
+    fully_shard_optimizer(optimizer)
+    one = [nn.Parameter(p.to_local().detach().clone()) for p in model.parameters()]
+    for p, q in zip(model.parameters(), one, strict=True):
+        p.grad = torch.ones_like(p)
+        q.grad = torch.ones_like(q)
+    optimizer.step()
+    torch.optim.Muon(one, lr=0.1).step()
+    same = all(torch.equal(p.to_local(), q) for p, q in zip(model.parameters(), one, strict=True))
+    return [said, f"as matrices of their own: {same}"]
+
+
+@pytest.mark.dist
+def test_matrices_that_tensor_parallelism_has_cut(four_ranks, two_ranks):
+    for shape, sharding in (((2, 2), {}), ((1, 4), {}), ((2, 2), {"strategy": 0}), ((2, 2), {"strategy": 1})):
+        assert set(four_ranks.run(pieces, shape, **sharding)) == {"[]"}, (shape, sharding)
+    for said, same in two_ranks.run(refused_pieces):
+        assert "pieces of different sizes" in said and "'blockwise': True" in said
+        assert same.endswith("True")
+
+
+# Training
+
+
+def optimizers(model: nn.Module, flat: bool) -> list[Any]:
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "blocks" in n]
+    taken = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in taken]
+    found: list[Any] = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(rest, lr=1e-3)]
+    return [fully_shard_optimizer(o) for o in found] if flat else found
+
+
+def trains(folder: str, first: int, last: int) -> tuple[float, int]:
+    """The largest error of weights over some steps with clipping, schedulers and gathers ahead, against one process;
+    goes on from a checkpoint of the steps before, and leaves one.
+    """
+    torch.manual_seed(0)
+    reference = GPT(tied=False)
+    model = mfsdp.fully_shard(copy.deepcopy(reference), units=[GPTBlock])
+    run, mine, theirs = compiled(model, "eager"), optimizers(model, True), optimizers(reference, False)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(o, lambda n: 0.9**n) for o in (*mine, *theirs)]
+    if first:
+        weights, states = get_state_dict(model, mine)
+        dcp.load({"model": weights, "states": states}, checkpoint_id=folder)
+        set_state_dict(model, mine, model_state_dict=weights, optim_state_dict=states)
+    worst, world = 0.0, dist.get_world_size()
+    for step in range(last):
+        torch.manual_seed(step)
+        batch = torch.randint(31, (12, 8))
+        for m, os, x in ((reference, theirs, batch), (run, mine, batch.chunk(world)[dist.get_rank()])):
+            if m is run and step < first:
+                continue
+            m(x).float().square().mean().backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            for o in os:
+                o.step()
+                o.zero_grad()
+        for s in schedulers:
+            s.step()
+        if step >= first:
+            pairs = zip(model.parameters(), reference.parameters(), strict=True)
+            worst = max(worst, *((whole(p) - q).abs().max().item() for p, q in pairs))
+    if not first:
+        weights, states = get_state_dict(model, mine)
+        dcp.save({"model": weights, "states": states}, checkpoint_id=folder)
+    return worst, model._mfsdp_unit.outermost.ahead.wasted
+
+
+@pytest.mark.dist
+def test_trains_saves_on_two_ranks_and_goes_on_on_three(two_ranks, three_ranks, tmp_path):
+    """bfloat16 rounds gradients that were summed in another order to another neighbour: a few 1e-5."""
+    for worst, wasted in two_ranks.run(trains, str(tmp_path), 0, 2):
+        assert worst < 1e-4 and not wasted
+    for worst, _ in three_ranks.run(trains, str(tmp_path), 2, 4):
+        assert worst < 1e-4
+
+
+# Faults
+
+
+def interrupted(rank: int | None) -> str:
+    """A step that raises in the second wave, on one rank or on all, and what the next steps say."""
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(Model(), units=[Block])
+    optimizer: Any = fully_shard_optimizer(muon(model, lr=0.02), max_staging=1)
+    own, said = _Doing._compute, ""
+
+    def full(self: Any, k: int, wave: Any) -> None:
+        if k == 1 and rank in (None, dist.get_rank()):
+            raise MemoryError("full")
+        own(self, k, wave)
+
+    def step() -> None:
+        for p in model.parameters():
+            give(p, torch.randn(p.shape))
+        optimizer.step()
+
+    _Doing._compute = full  # type: ignore[method-assign]
+    try:
+        step()
+    except (MemoryError, RuntimeError) as error:
+        said = f"{error} {error.__notes__}; "
+    finally:
+        _Doing._compute = own  # type: ignore[method-assign]
+    try:
+        step()
+        step()
+    except RuntimeError as error:
+        return f"{said}{error}"
+    return f"{said}no error"
+
+
+@pytest.mark.dist
+def test_an_exception_on_all_ranks_can_be_caught(two_ranks):
+    for said in two_ranks.run(interrupted, None, timeout=60):
+        assert said.endswith("no error") and "state may be new where weights are old" in said
+        assert "of step of Muon, or after it" in said
+
+
+@pytest.mark.dist
+def test_an_exception_on_one_rank_ends_all(two_fresh_ranks):
+    answers = two_fresh_ranks.run(interrupted, 1, timeout=60)
+    assert all("invariant 50" in said or "lost the other ranks" in said for said in answers), answers
+
+
+def differing() -> str:
+    """One rank has no gradient of a matrix."""
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(Model(), units=[Block])
+    optimizer = fully_shard_optimizer(muon(model, lr=0.02))
+    for n, p in model.named_parameters():
+        if not (n == "layers.1.a.weight" and dist.get_rank()):
+            give(p, torch.randn(p.shape))
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.dist
+def test_ranks_that_would_exchange_something_else_raise(two_fresh_ranks):
+    for said in two_fresh_ranks.run(differing, timeout=60):
+        assert "step of Muon" in said and "a.weight [38, 24] to" in said and "invariant 13" in said, said
+
+
+def test_what_cannot_be_stepped_is_refused():
+    model = mfsdp.fully_shard(Model())
+    named = dict(model.named_parameters())
+
+    def said(kind: type[Exception], optimizer: torch.optim.Optimizer, **options: Any) -> str:
+        own = type(optimizer)
+        with pytest.raises(kind) as error:
+            fully_shard_optimizer(optimizer, **options)
+        assert type(optimizer) is own
+        return str(error.value)
+
+    def of(names: list[str], **more: Any) -> torch.optim.Muon:
+        return torch.optim.Muon([{"params": [named[n] for n in names], **more}])
+
+    mixed = of(["layers.0.a.weight"])
+    mixed.add_param_group({"params": [named["layers.0.norm.weight"]]})
+    assert "layers.0.norm.weight is [24]. Give it to another optimizer" in said(ValueError, mixed)
+    assert "split_sizes=[3, 4] does not divide" in said(ValueError, of(["layers.0.a.weight"], split_sizes=[3, 4]))
+    for wrong in (0, -1, True, 1.5, "1GiB"):
+        assert "give a positive number of bytes" in said(ValueError, of(["head.weight"]), max_staging=wrong)
+    assert "Leave it out" in said(ValueError, torch.optim.SGD(model.parameters()), max_staging=1)
+    assert "Leave out compile" in said(NotImplementedError, of(["head.weight"]), compile=True)
+    plain = of(["head.weight"])
+    plain.add_param_group({"params": [nn.Parameter(torch.randn(4, 4))], "split_sizes": [2, 2]})
+    assert "an unsharded parameter of [4, 4] steps as torch's Muon" in said(ValueError, plain)
+
+    class SOAP(torch.optim.AdamW):
+        pass
+
+    class Muon(torch.optim.AdamW):
+        pass
+
+    assert "keeps matrices of state per parameter" in said(NotImplementedError, SOAP(model.parameters()))
+    assert "only that of torch.optim.Muon itself" in said(NotImplementedError, Muon(model.parameters()))
+
+
+def test_bfloat16_momentum_is_not_overwritten():
+    """Which torch's own step does, with ``nesterov=False``."""
+    weight = torch.randn(6, 4, dtype=torch.bfloat16)
+    model = nn.Linear(4, 6, bias=False, dtype=torch.bfloat16)
+    policy = mfsdp.MixedPrecisionPolicy(main_params_dtype=None)
+    mfsdp.fully_shard(model, mp_policy=policy)
+    optimizer = fully_shard_optimizer(torch.optim.Muon(model.parameters(), nesterov=False))
+    give(next(model.parameters()), weight)
+    optimizer.step()
+    (state,) = optimizer.state.values()
+    assert torch.equal(whole(state["momentum_buffer"]), torch.zeros_like(weight).lerp_(weight, 1 - 0.95))
+
+
+def test_keys_survive_a_state_dict_without_them():
+    model = mfsdp.fully_shard(nn.Linear(4, 9, bias=False))
+    plain = torch.optim.Muon(model.parameters())
+    optimizer = fully_shard_optimizer(torch.optim.Muon([{"params": list(model.parameters()), "split_sizes": [3, 6]}]))
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["split_sizes"] == [3, 6]
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    for m, o in ((model, optimizer), (twin_model, twin)):
+        give(next(m.parameters()), torch.ones(9, 4))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(o)
+        assert "2 matrices" in o.describe()
+    assert torch.equal(whole(next(model.parameters())), whole(next(twin_model.parameters())))

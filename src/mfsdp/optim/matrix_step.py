@@ -6,6 +6,7 @@ which they do if all left at the same operation. Waves whose matrices were under
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -25,8 +26,13 @@ from .rings import matrices_of
 if TYPE_CHECKING:
     from .parameter_ranges import ParameterRange, _StepPrefetch
 
+log = logging.getLogger("mfsdp")
+
 MAX_STAGING = 1 << 30
 """Default bound of staging memory, in bytes."""
+
+SLOW = 1.5
+"""How much longer the critical path has to be than with any staging memory, to be worth a warning."""
 
 BATCH = 1 << 27
 """Bytes of equal matrices that one batch takes, or one matrix: Newton-Schulz needs about three times as much."""
@@ -133,6 +139,7 @@ class MatrixStep:
         ]
         self.plan = plan(units, self.recipe.wire.itemsize, self.max_staging)
         self._key, self.buffers = key, list(members)
+        self._advise(units)
         self._routes = {(w, ring): w.routes(ring) for w in self.plan.waves for ring in w.rings}
         self.lines = tuple(
             f"all_to_all of matrices in wave {k}, and back: {self.buffers[i].path}: "
@@ -140,6 +147,17 @@ class MatrixStep:
             for k, wave in enumerate(self.plan.waves)
             for i in wave.units
         )
+
+    def _advise(self, units: Sequence[Sequence[Matrix]]) -> None:
+        """Warns if waves are so small that owners wait for each other."""
+        free = plan(units, self.recipe.wire.itemsize, 1 << 62)
+        if self.plan.critical > SLOW * free.critical:
+            log.warning(
+                "mfsdp: max_staging=%s makes the step of whole matrices %.1f times longer than it need be, since the "
+                "owners of %s waves wait for each other; max_staging=%s would need %s",
+                self.max_staging, self.plan.critical / free.critical, len(self.plan.waves), free.staging,
+                len(free.waves),
+            )  # fmt: skip
 
 
 _VERBS = ("momentum and all_to_all of wave", "matrices and all_to_all back of wave", "decay and add of wave")

@@ -73,14 +73,14 @@ class Muon:
                 f"{list(shape)}. Give it to another optimizer (AdamW)"
             )
         *stacked, m, n = shape
+        if not math.prod(shape):
+            return []
         splits = [m] if group.get("split_sizes") is None else list(group["split_sizes"])
-        if not all(isinstance(rows, int) and rows > 0 for rows in splits) or (sum(splits) != m and m * n):
+        if not all(isinstance(rows, int) and rows > 0 for rows in splits) or sum(splits) != m:
             raise ValueError(
                 f"fully_shard_optimizer: split_sizes={splits} does not divide {name}, {list(shape)}: give positive "
                 f"numbers of rows with the sum {m}"
             )
-        if not m * n:
-            return []
         starts = [sum(splits[:i]) for i in range(len(splits))]
         every = range(math.prod(stacked))
         return [(e * m + start, rows, n) for e in every for start, rows in zip(starts, splits, strict=True)]

@@ -274,16 +274,20 @@ def plan(units: Sequence[Sequence[Matrix]], itemsize: int, max_staging: int) -> 
     Args:
         units: the matrices of each unit, in the order of the step.
         itemsize: bytes of an element that travels.
-        max_staging: bound of `Plan.staging` in bytes. A wave has at least one unit, so that the plan may need more.
+        max_staging: bound of `Plan.staging` in bytes. A wave has at least one unit, and its owners whole matrices; if
+            no plan is within the bound, it is the one with the fewest waves of those that take about the least.
     """
-    fewest = 1
-    found = _dealt(units, fewest, itemsize)
-    while found.staging > max_staging and fewest < len(units):
-        fewest = min(len(units), max(fewest + 1, fewest * 5 // 4))
-        found = _dealt(units, fewest, itemsize)
-    for count in range(min(OVERLAP, len(units)), fewest, -1):
+    tried = [_dealt(units, 1, itemsize)]
+    count = 1
+    while tried[-1].staging > max_staging and count < len(units):
+        count = min(len(units), max(count + 1, count * 5 // 4))
+        tried.append(_dealt(units, count, itemsize))
+    least = min(each.staging for each in tried)
+    bound = max_staging if least <= max_staging else least * 3 // 2
+    found = next(each for each in tried if each.staging <= bound)
+    for count in range(min(OVERLAP, len(units)), len(found.waves), -1):
         more = _dealt(units, count, itemsize)
-        if more.staging <= max_staging and more.critical <= TOLERATED * found.critical:
+        if more.staging <= bound and more.critical <= TOLERATED * found.critical:
             return more
     return found
 
@@ -326,14 +330,17 @@ def describe(step: Plan, name: str, units: Sequence[str]) -> str:
     `C` computes and `A` exchanges: ``*`` runs or launches, ``|`` is in flight, ``<-o`` waits.
     """
     matrices = sum(len(wave.matrices) for wave in step.waves)
-    rings = ", ".join(f"{ring.size} ranks" for ring in step.loads) or "one rank"
-    head = f"{name}: {matrices} matrices over {rings} in {len(step.waves)} waves, staging {size(step.staging)} per rank"
+    rings = " and ".join(_count(ring.size, "rank") for ring in step.loads) or "no rank"
+    head = (
+        f"{name}: {matrices} matrices over {rings} in {_count(len(step.waves), 'wave')}, staging {size(step.staging)}"
+    )
     rows = [f"; {head}", f"; load max/mean {step.imbalance:.3f}, critical path/mean {step.critical:.3f}", "; C A"]
     exchanged = any(ring.size > 1 for ring in step.loads)
     rows += [f"{gutter if exchanged else gutter.replace('|', '.')} {text}" for gutter, text in _lanes(step, exchanged)]
     for k, wave in enumerate(step.waves):
         rows.append(f"; wave {k}: {', '.join(units[i] for i in wave.units)}")
         for ring, places in wave.sizes.items():
+            rows += [f";   over {ring.size} ranks"] if len(step.loads) > 1 else []
             for place, load in enumerate(places):
                 owned = [m.name for m in wave.matrices if m.ring == ring and wave.owner[m] == place]
                 out, back = (size(step.itemsize * n) for n in (load.sent, load.returned))
@@ -363,6 +370,10 @@ def _lanes(step: Plan, exchanged: bool) -> Iterator[tuple[str, str]]:
             yield from line(f"matrices of wave {k}", back, there)
         if k >= 1:
             yield from line(f"decay and add wave {k - 1}", waits=f"all_to_all wave {k - 1} back")
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' if n != 1 else ''}"
 
 
 def _some(names: Sequence[str]) -> str:
