@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import mfsdp
 from mfsdp.optim.flat_optimizer import fully_shard_optimizer
 from mfsdp.optim.matrix_step import _Doing
+from mfsdp.runtime import step_prefetch
 from mfsdp.runtime.execution import Execution
 from tests.helpers.models import GPT
 from tests.helpers.models import Block as GPTBlock
@@ -325,6 +326,102 @@ def test_trains_saves_on_two_ranks_and_goes_on_on_three(two_ranks, three_ranks, 
         assert worst < 1e-4 and not wasted
     for worst, _ in three_ranks.run(trains, str(tmp_path), 2, 4):
         assert worst < 1e-4
+
+
+class Layers(nn.Module):
+    """Units of one matrix each; a rank may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9, 9, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, skip: bool) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            x = x if skip and i == 1 else layer(x).tanh()
+        return x
+
+
+def ahead_and_unused(unused: bool) -> tuple[list[bool], int]:
+    """Steps against `torch.optim.Muon` on the full gradients, and how many gathers they launched ahead."""
+    torch.manual_seed(0)
+    model = Layers()
+    for layer in model.layers if unused else ():
+        mfsdp.fully_shard(layer, may_be_unused=True)
+    mfsdp.fully_shard(model, units=None if unused else ["layers.*"])
+    run = compiled(model, "eager")
+    one = [nn.Parameter(whole(p).detach().clone()) for p in model.parameters()]
+    optimizer: Any = fully_shard_optimizer(torch.optim.Muon(model.parameters(), lr=0.1), max_staging=1)
+    reference, launched, same = torch.optim.Muon(one, lr=0.1), [], []
+    own: Any = step_prefetch._launched
+
+    def counting(*args: Any) -> Any:
+        launched.append(1)
+        return own(*args)
+
+    step_prefetch._launched = counting
+    try:
+        for step in range(4):
+            torch.manual_seed(10 * step + dist.get_rank())
+            run(torch.randn(3, 9), unused and bool(dist.get_rank())).square().sum().backward()
+            for p, q in zip(model.parameters(), one, strict=True):
+                q.grad = whole(p.grad).clone()
+            optimizer.step()
+            reference.step()
+            model.zero_grad()
+            same.append(all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), one, strict=True)))
+    finally:
+        step_prefetch._launched = own
+    mfsdp.synchronize(model)
+    return same, len(launched)
+
+
+@pytest.mark.dist
+def test_gathers_ahead_and_units_that_a_rank_leaves_out(two_ranks):
+    for same, launched in two_ranks.run(ahead_and_unused, False):
+        assert same == [True] * 4 and launched > 0
+    for same, _ in two_ranks.run(ahead_and_unused, True):
+        assert same == [True] * 4
+
+
+def against_the_prediction() -> tuple[str, str, int, int]:
+    """The listing of a real step and of `explain`, and bytes of state on this rank and in the ledger."""
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(GPT(tied=False, layers=4), units=[GPTBlock])
+    mine = optimizers(model, True)
+    for p in model.parameters():
+        give(p, torch.randn(p.shape))
+    for o in mine:
+        o.step()
+    states = [x.to_local() for o in mine for s in o.state.values() for x in s.values() if x.dim()]
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    report = mfsdp.explain(
+        GPT(tied=False, layers=4), (ids,), world=2, units=[GPTBlock], optimizer="muon", suggest=False
+    )
+    entry = next(e.nbytes for e in report.ledger.entries if e.name == "optimizer state")
+    assert report.matrices[0] in report.summary() and report.matrices[1] in str(report)
+    return mine[0].describe(), report.matrices[1], sum(x.nbytes for x in states), entry
+
+
+@pytest.mark.dist
+def test_explain_knows_owners_and_state(two_ranks):
+    for real, predicted, states, entry in two_ranks.run(against_the_prediction):
+        assert real == predicted
+        assert states <= entry <= 1.1 * states, "the ledger counts padding too"
+
+
+def test_time_grows_with_the_matrices_and_shrinks_with_ranks():
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+
+    def report(world: int, width: int, optimizer: str = "muon", **more: Any) -> Any:
+        model = GPT(width=width, tied=False, layers=8)
+        return mfsdp.explain(model, (ids,), world=world, units=[GPTBlock], optimizer=optimizer, suggest=False, **more)
+
+    wide, narrow = report(1, 256).optimizer, report(1, 128).optimizer
+    assert 5 * narrow < wide < 8 * narrow, "8 times the products, 4 times the bytes"
+    assert wide / 4 < report(4, 256).optimizer < wide, "exchanges are added"
+    assert wide > report(1, 256, "adamw").optimizer
+    there, away = report(4, 128), report(4, 128, stepping="offloaded")
+    assert away.peak < there.peak and away.ledger.host > 0
 
 
 # Faults

@@ -76,7 +76,9 @@ class MatrixStep:
 
     def describe(self, name: str) -> str:
         """Returns the last step as text (`mfsdp.optim.owners.describe`)."""
-        return describe(self.plan, name, [f"{b.unit.outermost.name} {b.unit.fqn}" for b in self.buffers])
+        several = len({id(b.unit.outermost) for b in self.buffers}) > 1
+        units = [f"{b.unit.outermost.name} {b.unit.fqn}" if several else b.unit.fqn for b in self.buffers]
+        return describe(self.plan, name, units)
 
     def step(
         self,

@@ -37,8 +37,8 @@ OVERLAP = 4
 TOLERATED = 1.05
 """How much longer the critical path may become for the sake of more waves."""
 
-Run = tuple[int, int]
-"""Consecutive indices: the first, and how many."""
+SHOWN = 8
+"""Ranks of a ring that a listing shows."""
 
 
 @dataclass(frozen=True)
@@ -330,21 +330,23 @@ def describe(step: Plan, name: str, units: Sequence[str]) -> str:
     `C` computes and `A` exchanges: ``*`` runs or launches, ``|`` is in flight, ``<-o`` waits.
     """
     matrices = sum(len(wave.matrices) for wave in step.waves)
-    rings = " and ".join(_count(ring.size, "rank") for ring in step.loads) or "no rank"
+    rings = " and ".join(counted(ring.size, "rank") for ring in step.loads) or "no rank"
     head = (
-        f"{name}: {matrices} matrices over {rings} in {_count(len(step.waves), 'wave')}, staging {size(step.staging)}"
+        f"{name}: {matrices} matrices over {rings} in {counted(len(step.waves), 'wave')}, staging {size(step.staging)}"
     )
     rows = [f"; {head}", f"; load max/mean {step.imbalance:.3f}, critical path/mean {step.critical:.3f}", "; C A"]
     exchanged = any(ring.size > 1 for ring in step.loads)
     rows += [f"{gutter if exchanged else gutter.replace('|', '.')} {text}" for gutter, text in _lanes(step, exchanged)]
     for k, wave in enumerate(step.waves):
-        rows.append(f"; wave {k}: {', '.join(units[i] for i in wave.units)}")
+        members = dict.fromkeys(m.unit for m in wave.matrices)
+        rows.append(f"; wave {k}: {', '.join(units[i] for i in members)}")
         for ring, places in wave.sizes.items():
             rows += [f";   over {ring.size} ranks"] if len(step.loads) > 1 else []
-            for place, load in enumerate(places):
+            for place, load in enumerate(places[:SHOWN]):
                 owned = [m.name for m in wave.matrices if m.ring == ring and wave.owner[m] == place]
                 out, back = (size(step.itemsize * n) for n in (load.sent, load.returned))
                 rows.append(f";   rank {place}: cost {load.cost}, sends {out}, {back} back, owns {_some(owned)}")
+            rows += [f";   and {counted(ring.size - SHOWN, 'more rank')}"] if ring.size > SHOWN else []
     return "\n".join(rows)
 
 
@@ -372,7 +374,8 @@ def _lanes(step: Plan, exchanged: bool) -> Iterator[tuple[str, str]]:
             yield from line(f"decay and add wave {k - 1}", waits=f"all_to_all wave {k - 1} back")
 
 
-def _count(n: int, what: str) -> str:
+def counted(n: int, what: str) -> str:
+    """Returns a number with its noun."""
     return f"{n} {what}{'s' if n != 1 else ''}"
 
 
