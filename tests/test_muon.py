@@ -472,6 +472,46 @@ def test_an_exception_on_one_rank_ends_all(two_fresh_ranks):
     assert all("invariant 50" in said or "lost the other ranks" in said for said in answers), answers
 
 
+def interrupted_behind_launches() -> tuple[int, list[float]]:
+    """A step that raises on all ranks when it has launched gathers ahead, and steps after it, with equal weights."""
+    torch.manual_seed(0)
+    model = mfsdp.fully_shard(Layers(), units=["layers.*"])
+    run = compiled(model, "eager")
+    optimizer: Any = fully_shard_optimizer(torch.optim.Muon(model.parameters(), lr=0.1), max_staging=1)
+    own, launched, ahead = _Doing._add, 0, model._mfsdp_unit.outermost.ahead
+
+    def full(self: Any, k: int, wave: Any) -> None:
+        nonlocal launched
+        own(self, k, wave)
+        if k == 2:
+            launched = 0 if ahead.in_flight is None else len([e for e in ahead.in_flight.launched if e is not None])
+            raise MemoryError("full")
+
+    def step() -> None:
+        run(torch.randn(3, 9), False).square().sum().backward()
+        optimizer.step()
+        model.zero_grad()
+
+    step(), step()
+    _Doing._add = full  # type: ignore[method-assign]
+    try:
+        with pytest.raises(MemoryError):
+            step()
+    finally:
+        _Doing._add = own  # type: ignore[method-assign]
+    model.zero_grad()
+    step(), step()
+    mfsdp.synchronize(model)
+    sums = [whole(p).sum() for p in model.parameters()]
+    return launched, [float(x) for x in sums]
+
+
+@pytest.mark.dist
+def test_an_exception_behind_gathers_ahead(two_ranks):
+    answers = two_ranks.run(interrupted_behind_launches, timeout=60)
+    assert answers[0] == answers[1] and answers[0][0] > 0
+
+
 def differing() -> str:
     """One rank has no gradient of a matrix."""
     torch.manual_seed(0)

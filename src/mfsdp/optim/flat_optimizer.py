@@ -217,7 +217,10 @@ def _subclass(base: type[Optimizer]) -> type[Optimizer]:
 
     def describe(self: Any) -> str:
         """Returns the last step as text: its lanes, then what every wave holds, sends and costs."""
-        return str(vars(self)["_mfsdp_runs"].matrices.describe(base.__name__))
+        runs = vars(self).get("_mfsdp_runs")
+        if runs is None:  # this optimizer is a copy
+            runs = self._mfsdp_runs = _ranges(self, base, *(getattr(self, name) for name in _SETTINGS))
+        return str(runs.matrices.describe(base.__name__))
 
     keys = GROUP_KEYS if base in RECIPES else ()  # torch forgets keys that a state dict lacks
     step = left_alone(step)
