@@ -140,8 +140,7 @@ class MatrixStep:
             for i, (buffer, some) in enumerate(members.items())
         ]
         self.plan = plan(units, self.recipe.wire.itemsize, self.max_staging)
-        self._key, self.buffers = key, list(members)
-        self._advise(units)
+        self._key, self.buffers = None, list(members)
         self._routes = {(w, ring): w.routes(ring) for w in self.plan.waves for ring in w.rings}
         self.lines = tuple(
             f"all_to_all of matrices in wave {k}, and back: {self.buffers[i].path}: "
@@ -149,6 +148,8 @@ class MatrixStep:
             for k, wave in enumerate(self.plan.waves)
             for i in wave.units
         )
+        self._advise(units)
+        self._key = key
 
     def _advise(self, units: Sequence[Sequence[Matrix]]) -> None:
         """Warns if waves are so small that owners wait for each other."""

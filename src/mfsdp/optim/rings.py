@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -89,14 +89,21 @@ def _over(mesh: DeviceMesh, rows: int) -> tuple[Ring, list[Seat]]:
     one = flat(mesh, tuple(range(mesh.ndim)))
     name = str(one.get_group().group_name) if has_groups(one) else ""
     numbers = groups.ranks(name) if name else mesh.mesh.flatten().tolist()
-    where = {int(mesh.mesh[at]): at for at in itertools.product(*map(range, mesh.shape))}
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    me = numbers.index(int(mesh.mesh[tuple(coordinate)]))
+    return Ring(name, name, me, len(numbers)), _seats(mesh, rows, tuple(numbers))
+
+
+@lru_cache(maxsize=64)
+def _seats(mesh: DeviceMesh, rows: int, numbers: tuple[int, ...]) -> list[Seat]:
+    """Returns what every rank of a mesh holds, in the order of ``numbers``."""
+    where = dict(zip(mesh.mesh.flatten().tolist(), itertools.product(*map(range, mesh.shape)), strict=True))
     seats = []
     for rank in numbers:
         *outer, shard = where[rank][:rows] or (0,)
         seats.append((shard * mesh.size(0) + outer[0] if outer else shard, where[rank][rows:]))
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    return Ring(name, name, numbers.index(int(mesh.mesh[tuple(coordinate)])), len(numbers)), seats
+    return seats
 
 
 def _in_layout(buffer: FlatBuffer, slot: int, block: Block, seats: list[Seat]) -> Iterator[tuple[int, Box]]:
